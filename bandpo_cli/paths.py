@@ -18,7 +18,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 GGUF_ADVICE = (
     "GGUF holds quantized weights for inference; a Hugging Face folder is needed, with config.json, model.safetensors "
-    "and tokenizer files: that of the original model, or what save_pretrained writes after from_pretrained(FOLDER, "
+    "and tokenizer files: the folder of the original model, or what save_pretrained writes after "
+    "from_pretrained(FOLDER, "
     "gguf_file=NAME) of transformers"
 )
 

@@ -211,7 +211,7 @@ def _sendable(error: Exception) -> Exception:
 
 def _from_rank(rank: int, error: Exception) -> Exception:
     """Return an error that this rank has received, with the rank on which it was raised."""
-    if not isinstance(error, OSError):  # whose text is that of its number
+    if not isinstance(error, OSError):  # whose text follows from its number
         error = type(error)(f"rank {rank}: {error}")
     mark_received(error)
     return error

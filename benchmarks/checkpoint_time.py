@@ -132,13 +132,13 @@ def main() -> None:
     shutil.rmtree(place)
     print(f"{options.checkpoints} checkpoints of {size / 2**20:,.0f} MiB of each kind, in turn; milliseconds")
     print(f"{'':18}{'waited':>9}{'at most':>9}{'first':>9}{'CPU':>9}{'next step':>11}{'at most':>9}")
-    for kind, each in seconds.items():
-        waited, after = each["waited"], each["next step"]
+    for kind, second in seconds.items():
+        waited, after = second["waited"], second["next step"]
         shown = [
             (statistics.median(waited), 9),
             (max(waited), 9),
             (waited[0], 9),
-            (statistics.median(each["CPU"]), 9),
+            (statistics.median(second["CPU"]), 9),
         ]
         shown += [(statistics.median(after), 11), (max(after), 9)]
         print(f"{kind:18}" + "".join(f"{1000 * value:{width},.0f}" for value, width in shown))

@@ -43,7 +43,7 @@ def main() -> None:
     names = arguments.names or [*describe_generators()]
     make(names, arguments.size)
     task = ReasoningGym(ReasoningGymTask(names=tuple(names), heldout_size=arguments.size))
-    problems = [problem for each in task.heldout_sets().values() for problem in each]
+    problems = [problem for heldout_set in task.heldout_sets().values() for problem in heldout_set]
     graded = [problem for problem in problems if problem.answer]
     texts = [f"<answer>{problem.answer}</answer>" for problem in graded]
     with GraderPool(GradingConfig(workers=arguments.workers, deadline=60)) as pool:

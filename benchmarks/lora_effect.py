@@ -92,7 +92,8 @@ def compare(change: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
 
 def print_row(name: str, *values: float | None) -> None:
     print(
-        f"{name:<44}" + "".join(f"{'' if each is None else f'{each:.4g}':>12}" for each in values), flush=True
+        f"{name:<44}" + "".join(f"{'' if value is None else f'{value:.4g}':>12}" for value in values),
+        flush=True,
     )
 
 
@@ -114,7 +115,7 @@ def compare_merged(policy: Policy, rows: torch.Tensor, seeds: int) -> None:
     found = []
     for seed in range(-1, seeds):
         for name, layer in layers.items():
-            a, b = (each["default"].weight for each in (layer.lora_A, layer.lora_B))
+            a, b = (item["default"].weight for item in (layer.lora_A, layer.lora_B))
             scaling = layer.scaling["default"]
             if seed < 0:
                 merged = merged_weight(name, weights[name], a, b, scaling).bfloat16()
@@ -148,7 +149,7 @@ def compare_layers(policy: Policy, rows: torch.Tensor) -> None:
     found: dict[str, list[tuple[float, float]]] = {"layers, peft": [], "layers, models.lora": []}
     for name, layer in layers.items():
         x, own = inputs[name], layer.base_layer(inputs[name]).double()
-        a, b = (each["default"].weight.double() for each in (layer.lora_A, layer.lora_B))
+        a, b = (item["default"].weight.double() for item in (layer.lora_A, layer.lora_B))
         effect = layer.scaling["default"] * x.double() @ a.T @ b.T
         for row, output in (("layers, peft", Linear.forward(layer, x)), ("layers, models.lora", layer(x))):
             found[row].append(compare(output.double() - own, effect))
@@ -193,8 +194,8 @@ def compare_vllm(policy: Policy, rows: torch.Tensor, folder: Path) -> None:
             ]
         )
 
-    trained = {name: each.clone() for name, each in adapter_weights(policy.model)}
-    load_adapter(policy.model, {name: each * (".lora_A." in name) for name, each in trained.items()})
+    trained = {name: adapter_weight.clone() for name, adapter_weight in adapter_weights(policy.model)}
+    load_adapter(policy.model, {name: value * (".lora_A." in name) for name, value in trained.items()})
     sampler = VllmSampler(config, policy)
     engine.llm = sampler._llm
     base = score()

@@ -87,8 +87,8 @@ def kill_at_random(process: int, folder: Path, random_source: random.Random) -> 
     elif kind < LOADING_SHARE + WRITING_SHARE:
         conditions.append(lambda: any(name.endswith(".writing") for name in hidden_folders(folder)))
         delay_s = MAX_WRITING_DELAY_S
-    for each in conditions:
-        while not each():
+    for condition in conditions:
+        while not condition():
             if (status := ended(process, wait=False)) is not None:
                 return status
             time.sleep(0.002)
@@ -168,7 +168,7 @@ def main() -> None:
     place.mkdir(parents=True, exist_ok=True)
     log, random_source = place / "log.txt", random.Random(options.seed)
     runs_dir = ["--runs-dir", str(place)]
-    settings = [word for each in [*SETTINGS, *options.set] for word in ("--set", each)]
+    settings = [word for item in [*SETTINGS, *options.set] for word in ("--set", item)]
     new_run = ["--steps", str(options.steps), *settings, *runs_dir]
 
     finish([*new_run, "--name", "uninterrupted"], log)

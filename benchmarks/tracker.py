@@ -80,9 +80,9 @@ def report(found: Mapping[str, list[Times]]) -> None:
     for variant, times in found.items():
         middle = [statistics.median(column) for column in zip(*map(astuple, times), strict=True)]
         pairs = list(zip(map(astuple, times), map(astuple, plain), strict=True))
-        ratios = [statistics.median(each[i] / base[i] for each, base in pairs) for i in range(3)]
+        ratios = [statistics.median(pair[i] / base[i] for pair, base in pairs) for i in range(3)]
         print(f"{variant:<19}{Times(*middle).line()}{Times(*ratios).line()}")
-    extra = [each.wall - base.wall for each, base in zip(found["hanging"], plain, strict=True)]
+    extra = [value.wall - base.wall for value, base in zip(found["hanging"], plain, strict=True)]
     print(
         f"a hanging server: {statistics.median(extra):+.2f} s per run ({min(extra):+.2f} to {max(extra):+.2f}), "
         f"{statistics.median(extra) / DEFAULT_RUN_S:+.1%} of {DEFAULT_RUN_S:.0f} s"

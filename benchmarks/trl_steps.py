@@ -89,7 +89,7 @@ def make_trainer(config: RunConfig, steps: int, output: str, clock: StepClock) -
     grader = GraderPool(config.grading)
 
     def reward(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
-        return [grade.reward for grade in grader.grade([by_text[each] for each in prompts], completions)]
+        return [grade.reward for grade in grader.grade([by_text[prompt] for prompt in prompts], completions)]
 
     trainer = GRPOTrainer(
         model=path,

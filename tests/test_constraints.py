@@ -22,12 +22,12 @@ def requirements(*extras: str) -> dict[str, SpecifierSet]:
         *(line for extra in extras for line in project["optional-dependencies"][extra]),
     ]
     parsed = [Requirement(line) for line in lines]
-    return {canonicalize_name(each.name): each.specifier for each in parsed if each.name != "bandpo"}
+    return {canonicalize_name(item.name): item.specifier for item in parsed if item.name != "bandpo"}
 
 
 def constraints(name: str) -> dict[str, SpecifierSet]:
     lines = [line.partition("#")[0].strip() for line in (ROOT / name).read_text().splitlines()]
-    return {canonicalize_name(each.name): each.specifier for each in map(Requirement, filter(None, lines))}
+    return {canonicalize_name(line.name): line.specifier for line in map(Requirement, filter(None, lines))}
 
 
 def pinned(name: str) -> dict[str, Version]:

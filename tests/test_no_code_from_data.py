@@ -42,7 +42,7 @@ def findings(source: str) -> Iterator[str]:
             continue
         name = ast.unparse(node.func)
         short = name.replace("np.", "numpy.").replace("pd.", "pandas.")
-        keywords = {each.arg: ast.unparse(each.value) for each in node.keywords}
+        keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
         if isinstance(node.func, ast.Name) and name in BUILTINS:
             yield name
         if short in CALLS or name.split(".")[0] in MODULES:

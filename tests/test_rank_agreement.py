@@ -38,10 +38,10 @@ class Exchange:
                 found[rank] = error
 
         threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(found))]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join(20)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
         return found
 
 
@@ -103,9 +103,9 @@ def test_the_error_of_the_first_rank_that_failed_is_raised_on_all(
 
     first, second, third = Exchange(monkeypatch, 3).outcomes(lambda ranks: ranks.agree(lambda: act(ranks)))
     assert second is error
-    for each in (first, third):
-        assert f"{type(each).__name__}: {each}" == received
-        assert is_received(each)
+    for item in (first, third):
+        assert f"{type(item).__name__}: {item}" == received
+        assert is_received(item)
     assert not is_received(second)
 
 

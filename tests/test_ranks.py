@@ -56,8 +56,8 @@ def loads_of(prompts: list[int], lengths: list[list[int]], size: int) -> list[in
 def test_completions_are_distributed_over_the_ranks(groups: list[tuple[int, list[int]]], size: int) -> None:
     prompts, lengths = [prompt for prompt, _ in groups], [completions for _, completions in groups]
     owners = balanced_owners(prompts, lengths, size)
-    assert [len(each) for each in owners] == [len(each) for each in lengths]
-    assert {owner for each in owners for owner in each} <= {*range(size)}
+    assert [len(owner) for owner in owners] == [len(length) for length in lengths]
+    assert {owner for item in owners for owner in item} <= {*range(size)}
     costs = [prompt + sum(completions) for prompt, completions in groups]
     # Never above what the groups as a whole give when each goes to the rank with the fewest tokens.
     whole = [0] * size

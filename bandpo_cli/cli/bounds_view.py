@@ -90,7 +90,7 @@ def compared_methods(texts: Iterable[str]) -> list[str]:
     """Return the methods of `--compare`, each one of `PEERS` or an alias.
 
     Raises:
-        UserError: a name is unknown, or that of a method that is no interval of ratios; the message says why.
+        UserError: a name is unknown, or names a method that is no interval of ratios; the message says why.
     """
     names = [method_name(name.strip()) for text in texts for name in text.split(",")]
     for name in names:

@@ -34,7 +34,7 @@ class SafeConsole(Console):
 
     @property
     def file(self) -> IO[str]:
-        """The stream to write to. A live display puts its own stream before that of `protect_streams`."""
+        """The stream to write to. A live display puts its own stream before the stream of `protect_streams`."""
         file = super().file
         return file.rich_proxied_file if isinstance(file, SafeStream) else file
 
@@ -105,7 +105,7 @@ def print_warning(console: Console, line: str) -> None:
 
 
 def make_table(*headings: str, gap: int = 2) -> Table:
-    """Return an empty table without lines. A heading that begins with `>` is that of a column of numbers, on the right.
+    """Return an empty table without lines. A heading that begins with `>` marks a column of numbers.
 
     Args:
         headings: the headings; none for a table without a row of them.

@@ -191,7 +191,7 @@ def rank_variables(
     """Return the environment variables of a rank: those that torchrun sets, and those of this launcher.
 
     Args:
-        port: that of the store in this process by which the ranks find each other.
+        port: the port of the store in this process by which the ranks find each other.
         name: the name of the run, None where the command line has it.
         environ: the environment of this process; its OMP_NUM_THREADS is kept.
     """

@@ -143,7 +143,7 @@ def plan_table(runs: Sequence[SweepRun], steps: Mapping[str, int]) -> Table:
 def variants_table(runs: Sequence[SweepRun], states: States) -> Table:
     """Return one row per variant: finished runs, steps of the running ones, accuracy and entropy so far.
 
-    The accuracy is the held-out one; where the runs evaluate nothing, it is that of the last training step.
+    The accuracy is the held-out accuracy, or the accuracy of the last training step if the runs evaluate nothing.
     """
     known = [state for state in states.values() if state.accuracy is not None]
     held_out = not known or any(state.evaluations for state in known)
@@ -172,7 +172,7 @@ def variants_table(runs: Sequence[SweepRun], states: States) -> Table:
 def seconds_left(states: States, jobs: int) -> float | None:
     """Return the remaining seconds by the mean seconds per step of the running runs; None before their first step.
 
-    `jobs` runs share the remaining steps, but the time is not shorter than that of the slowest running run.
+    `jobs` runs share the remaining steps, but the time is not shorter than the time of the slowest running run.
     """
     running = [state for state in states.values() if state.status == "running" and state.step < state.steps]
     timed = [(state, state.seconds_left) for state in running if state.seconds_left is not None]

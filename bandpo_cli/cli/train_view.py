@@ -48,7 +48,7 @@ SPINNERS = {
 """Text beside the spinner in the phases before and after the steps."""
 
 CLOSE_WITH_MLFLOW = "writing the plots, finishing the record in MLflow …"
-"""Text in place of that of the phase `close` for a run that MLflow records."""
+"""Text for the phase `close` of a run that MLflow records."""
 
 
 class TrainView(ExperimentView):

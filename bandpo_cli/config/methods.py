@@ -73,7 +73,7 @@ DELTA_SCHEDULES: dict[str, Callable[[float, float], float]] = {
 }
 """Share of `delta` in the radius by schedule, from the progress 0 to 1 and `delta_power`; the rest is `delta_end`."""
 
-_DEFAULT_POWER = 2.0  # that of BandPO's code: verl/bandpo/decaying_clipbound/decaying_clipbound.py
+_DEFAULT_POWER = 2.0  # as in BandPO's code: verl/bandpo/decaying_clipbound/decaying_clipbound.py
 _SCHEDULE_FIELDS = ("delta_schedule", "delta_end", "delta_power", "delta_steps")
 
 

@@ -28,7 +28,7 @@ class TrackingConfig(Section):
     """The MLflow experiment of the run."""
 
     parent: str | None = Field(None, min_length=1)
-    """The MLflow parent run: that of a sweep, which sets this."""
+    """The MLflow parent run; a sweep sets it to its own run."""
 
     @field_validator("uri")
     @classmethod
@@ -174,7 +174,7 @@ class GradingConfig(Section):
     deadline: Positive = 5.0
     """Time limit per answer in seconds; then its worker is killed and replaced, and the answer counts as a timeout."""
     timeout_reward: Literal["none", "wrong"] = "none"
-    """The reward of an answer that timed out: none, as for a grader error, so that it has no gradient, or that of a
+    """The reward of an answer that timed out: none, as for a grader error, so that it has no gradient, or as for a
     wrong answer. Evaluations count it as not correct in either case."""
     memory_gb: Positive = 2.0
     """Memory limit of a worker beyond the use of its imports, GiB; an answer that needs more is a grader error."""

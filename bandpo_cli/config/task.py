@@ -67,7 +67,7 @@ class RewardComponent(Section):
     """Factor of its reward in the sum: negative for a penalty, 0 to record its values without training on them."""
 
     name: str | None = Field(None, pattern=LABEL_PATTERN, max_length=60)
-    """Its name in metrics; by default that of the grader or its function, and `answer` for the task's own grader."""
+    """Its name in metrics; by default the grader or its function, and `answer` for the task's own grader."""
 
     @model_validator(mode="before")
     @classmethod

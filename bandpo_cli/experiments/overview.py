@@ -356,7 +356,7 @@ def select_completions(
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether one of the patterns is that of the name or of its sweep; no patterns match every name."""
+    """Return whether one of the patterns matches the name or the name of its sweep; no patterns match every name."""
     parts = (name, name.split("/")[0])
     return not patterns or any(fnmatch.fnmatchcase(part, pattern) for pattern in patterns for part in parts)
 

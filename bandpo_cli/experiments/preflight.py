@@ -41,7 +41,7 @@ from bandpo_cli.storage.run_folder import (
 from bandpo_cli.tasks.task import Task, build_task
 from bandpo_cli.types import Problem
 
-# Without an owner the hub has only ids from before it had owners: any other name is that of a run or a mistake.
+# Without an owner the hub has only ids from before it had owners: any other name is a run or a mistake.
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|gpt2(-medium|-large|-xl)?|distilgpt2")
 
 
@@ -192,7 +192,7 @@ def data_warnings(config: RunConfig, task: Task) -> list[str]:
             warnings.append(
                 f"the evaluation set '{label}' has only {len(problems)} problem{'' if one else 's'}: "
                 + (
-                    "its accuracy is that of one question"
+                    "its accuracy is the accuracy of one question"
                     if one
                     else f"one problem moves its accuracy by {1 / len(problems):.0%}"
                 )
@@ -284,7 +284,7 @@ def resolve_model(text: str, runs_dir: Path, option: str = "--model") -> ModelRe
     run_path = folder.parent.parent
     if step_of(folder) is not None and folder.parent.name == "checkpoints" and is_run_folder(run_path):
         return _checkpoint(RunFolder(run_path), step_of(folder), option)
-    # An id of the hub has at most 96 characters; the first part of a missing run's path may be that of the runs folder.
+    # An id of the hub has at most 96 characters; the first part of a missing run's path may be the runs folder.
     may_be_id = (
         len(text) <= 96
         and _HUB_ID.fullmatch(text)

@@ -41,8 +41,8 @@ def check_rank_settings(config: RunConfig, count: int) -> None:
     """
     if count > 1 and ":" in config.model.device:
         raise ConfigError(
-            f"model.device = '{config.model.device}': {count} ranks use a GPU each, that of their number; leave it "
-            "out, and choose GPUs with CUDA_VISIBLE_DEVICES"
+            f"model.device = '{config.model.device}': {count} ranks use one GPU each: rank i uses GPU i; remove the "
+            f"setting, and choose GPUs with CUDA_VISIBLE_DEVICES"
         )
     check_tensor_parallel(config.sampling.vllm.tensor_parallel, count)
 

@@ -78,7 +78,7 @@ def import_verl(
     Args:
         job: folder of `export_verl`, with its config.yaml.
         name: name of the run folder; None for the name of the job's folder.
-        uri: MLflow server or store; None for that of the job: MLFLOW_TRACKING_URI, its settings, its mlflow.db.
+        uri: MLflow server or store; None for the store of the job: MLFLOW_TRACKING_URI, its settings, its mlflow.db.
         run_id: the MLflow run; None for the last one with the name of the job's folder.
         runs_dir: the folder of run folders.
 

@@ -20,7 +20,7 @@ from bandpo_cli.tasks.task import Task
 from bandpo_cli.types import Message, Problem
 
 JOINED = "{% for message in messages %}{{ message.content }}{% endfor %}"
-"""The chat template whose text is that of the only message."""
+"""The chat template that returns the text of the only message."""
 
 
 def chat_template(config: RunConfig, problems: Sequence[Problem]) -> str | None:

@@ -323,4 +323,4 @@ RULES: dict[str, Rule] = {
     "tracking.experiment": Rule(to="trainer.project_name"),
     "tracking.parent": Rule("verl's runs have no parent"),
 }
-"""The rule of each setting, by its key or by that of its section."""
+"""The rule of each setting, by its key or by the key of its section."""

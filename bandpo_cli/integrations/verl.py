@@ -2,7 +2,7 @@
 
 verl imports this module in each of its processes: by the entry point `verl.plugins` of the installed package, or by
 the environment variable `VERL_USE_EXTERNAL_MODULES=bandpo_cli.integrations.verl`. An error of the import is fatal with
-the variable; verl only logs that of an entry point. The overrides of `python -m verl.trainer.main_ppo` are
+the variable; verl only logs an error of an entry point. The overrides of `python -m verl.trainer.main_ppo` are
 
     actor_rollout_ref.actor.policy_loss._target_=bandpo_cli.integrations.verl.BandPolicyLossConfig
     actor_rollout_ref.actor.policy_loss.loss_mode=band

@@ -193,7 +193,7 @@ _IMPLEMENTATIONS: dict[str, tuple[Attention, Attention, AttendPacked]] = {
     "flash_attention_3": (_FLASH_3, _FLASH_3, _attend_varlen),
     "varlen": (_sdpa_attention, _torch_varlen, _attend_varlen),
 }
-"""The attention function of calls without `packing`, that of calls with it, and how it is called."""
+"""The attention function of calls without `packing`, the function of calls with it, and how it is called."""
 
 AttentionMaskInterface.register("varlen", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 for _name, _functions in _IMPLEMENTATIONS.items():

@@ -61,7 +61,7 @@ class Policy:
         commit: the commit of a model on the hub; None for a folder.
         ranks: the processes of the run. With more than one, a policy that is trained is sharded over them
             (`models.sharding`).
-        is_base: the policy is that of the model without its adapters (`models.lora`).
+        is_base: the policy is the model without its adapters (`models.lora`).
     """
 
     model: PreTrainedModel
@@ -74,7 +74,7 @@ class Policy:
 
     @contextmanager
     def passes(self) -> Iterator[PreTrainedModel]:
-        """Yield the model for passes of this policy: without its adapters if the policy is that of the base."""
+        """Yield the model for passes of this policy: without its adapters if the policy is the base model."""
         with adapters_disabled(self.model) if self.is_base else nullcontext():
             yield self.model
 

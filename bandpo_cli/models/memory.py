@@ -150,7 +150,8 @@ def estimate_memory(
         config: the run's settings.
         device: the device of the trainer, which need not exist here; each rank has such a device.
         ranks: number of ranks; with more than one the model is sharded.
-        engine_device: with `sampling.max_lag`, the GPU of the engine process where it is not that of the trainer.
+        engine_device: with `sampling.max_lag`, the GPU of the engine process where it is another GPU than the
+            trainer's.
         training: False for an evaluation, which has a complete model on each rank and no updates.
 
     Raises:
@@ -231,7 +232,7 @@ def _pass_bytes(config: RunConfig, model: PreTrainedModel, ranks: int, on_gpu: b
     text = model.config.get_text_config()
     attention = attention_elements(config, text, tokens)
     tile = min(TILE_BYTES["cuda" if on_gpu else "cpu"], tokens * text.vocab_size * _FLOAT32)
-    # AdamW's fused kernel (`training.optimizer`) allocates nothing, so the peak of an update is that of its gradient.
+    # AdamW's fused kernel (`training.optimizer`) allocates nothing, so an update peaks where its gradient does.
     components = {
         f"activations of {tokens:,} tokens": activation_bytes(model, tokens, config.model, attention, on_gpu),
         # two tiles of logits, and the hidden states, their scaled copy and their gradient in float32

@@ -1,8 +1,8 @@
 """Policy losses that treat tokens with a high covariance of log-prob and advantage: Clip-Cov and KL-Cov.
 
 Source: arXiv 2505.22617; PRIME-RL/Entropy-Mechanism-of-RL and verl 0.9.1, verl/trainer/ppo/core_algos.py,
-`compute_policy_loss_clip_cov` and `..._kl_cov`. Two departures: the covariance is that of π_old over the update, and
-not that of π over a micro-batch, so that the choice of tokens does not depend on the size of micro-batches (the source
+`compute_policy_loss_clip_cov` and `..._kl_cov`. Two departures: the covariance is computed with π_old over the update,
+and not with π over a micro-batch, so that the choice of tokens does not depend on the size of micro-batches (the source
 leaves out tokens that the interval clips, which is not known then); and the random choice of Clip-Cov is a function of
 the number of tokens, so that a resumed run repeats it. For the same tokens, losses and gradients equal verl's.
 

@@ -58,7 +58,7 @@ class GmpoLoss(PolicyLoss):
         self._low, self._high = -settings.log_eps_low, settings.log_eps_high
 
     def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
-        """Return the loss of each token, [n]: that of its completion."""
+        """Return the loss of each token, [n], which is the loss of its completion."""
         log_ratios = log_ratio(logprobs, batch.old_logprobs)
         clipped = torch.where(
             batch.advantages > 0, log_ratios.clamp(max=self._high), log_ratios.clamp(min=self._low)

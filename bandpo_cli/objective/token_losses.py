@@ -75,8 +75,8 @@ class IntervalLoss(PolicyLoss):
 class DppoLoss(PolicyLoss):
     """−sg(mask·min(r, max_weight))·a·log π, mask 0 for moves away from π_old outside the trust region.
 
-    The divergence of a token is that of the two-point distributions (p, 1−p) of π_old and π: |π − π_old| for tv,
-    KL(π_old‖π) for kl. The mask is 0 where it exceeds δ and a > 0, r > 1 or a < 0, r < 1.
+    The divergence of a token is the divergence of the two-point distributions (p, 1−p) of π_old and π: |π − π_old| for
+    tv, KL(π_old‖π) for kl. The mask is 0 where it exceeds δ and a > 0, r > 1 or a < 0, r < 1.
 
     Source: arXiv 2602.04879; verl 0.9.1, `compute_policy_loss_dppo_tv` and `..._dppo_kl`, with `clip_ratio` as δ and
     `clip_ratio_c` as max_weight. Two departures: verl computes 1 − p from p with 1e-8 added, here it is computed from

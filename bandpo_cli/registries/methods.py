@@ -21,8 +21,8 @@ class MethodEntry(Entry):
         trust_region: the method has a divergence and a radius, so it is compared by them and not by its name alone.
         named_by_region: in names of variants, divergence and radius stand for the method: `kl 0.05`.
         bounded: the upper bound is finite, so that a Band can match it.
-        differs_at_ratio_one: its gradient differs from that of the other methods also in the first update of a batch,
-            where every ratio is 1.
+        differs_at_ratio_one: its gradient differs from the gradient of the other methods also in the first update of a
+            batch, where every ratio is 1.
         control: the plain policy gradient, without an effect of its own.
         aliases: other names that `--method` and `bounds.method` accept.
     """

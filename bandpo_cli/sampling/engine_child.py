@@ -43,7 +43,7 @@ _RANK_PREFIX = "TORCHELASTIC_"
 
 
 def engine_environment(environ: Mapping[str, str], cards: Sequence[int]) -> dict[str, str]:
-    """Return the environment of an engine process: that of a single process which sees the given GPUs only.
+    """Return the environment of an engine process: the environment of a single process that sees only the given GPUs.
 
     Args:
         environ: the environment of the trainer.

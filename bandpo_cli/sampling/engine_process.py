@@ -233,7 +233,8 @@ class EngineProcess:
     def _conversation(self) -> Iterator[Connection]:
         """Yield the connection for one command and its answer.
 
-        A command that is interrupted ends the process, since its answer would be taken for that of the next one.
+        A command that is interrupted ends the process, since its answer would be taken for the answer of the next
+        command.
         """
         if not self._lock.acquire(blocking=False):
             raise RunError(self._error or "the engine process already has a call of another thread")

@@ -85,7 +85,7 @@ def is_checkpoint_due(config: RunConfig, step: int) -> bool:
 
 
 def is_written_in_background(config: RunConfig) -> bool:
-    """Return whether a run writes checkpoints while it trains: all but that of the last step."""
+    """Return whether a run writes checkpoints while it trains: all but the checkpoint of the last step."""
     return config.checkpoint.background and 0 < config.checkpoint.every < config.steps
 
 

@@ -27,7 +27,7 @@ DeltaMatcher = Callable[[TrustRegionSettings, str], float]
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run of a sweep, an entry of `runs` in `sweep.yaml`. Its name is that of its folder.
+    """One run of a sweep, an entry of `runs` in `sweep.yaml`. Its name is the name of its folder.
 
     The runs of an `arm` differ in the seed alone, those of a `group` also in the values of the axes, except method and
     divergence: a group is what `tuned_on` compares the settings of. Plans of earlier versions have no groups: "".

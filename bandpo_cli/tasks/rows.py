@@ -134,7 +134,7 @@ def read_hub(
 
 
 def source_label(source: Source) -> str:
-    """Return the name of a source in metrics: its label, else the name of the data set, else that of the file.
+    """Return the name of a source in metrics: its label, else the name of the data set, else the name of the file.
 
     The extension of a file is removed, and characters that are not allowed in a metric name are replaced.
 

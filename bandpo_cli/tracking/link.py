@@ -44,7 +44,7 @@ class Link:
 
 
 def read_links(folder: Path) -> list[Link]:
-    """Return the links of the run in `folder`, that of the run's own store first; [] where the file is damaged."""
+    """Return the links of the run in `folder`, the link of the run's own store first; [] where the file is damaged."""
     try:
         content = json.loads((folder / LINK).read_text(encoding="utf-8"))
         entries = [content, *content.get("others", [])]

@@ -175,10 +175,10 @@ def _durations(line: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def store_for_run(run: StoredRun, uri: str | None, environ: Mapping[str, str] = os.environ) -> Store:
-    """Return the store of `run`: `uri`, else that of its settings, else the one it was first sent to.
+    """Return the store of `run`: `uri`, else the store of its settings, else the store that it was first sent to.
 
-    A run that was never sent has the store that `bandpo train` would use now; for a run of a sweep, that of the runs
-    folder that contains the sweep.
+    A run that was never sent has the store that `bandpo train` would use now; for a run of a sweep, the store of the
+    runs folder that contains the sweep.
     """
     runs_dir = run.path.absolute().parent
     while (runs_dir / "sweep.yaml").is_file():

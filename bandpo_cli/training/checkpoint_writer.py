@@ -114,7 +114,7 @@ class StateCopy:
         return DTensor.from_local(shard, mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
 
     def _target(self, key: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that receives the copy: that of the last copy if it has the same form, else a new one."""
+        """Return the tensor that receives the copy: the last copy's if it has the same form, else a new tensor."""
         target = self._tensors.get(key)
         if target is None or (target.shape, target.dtype) != (tensor.shape, tensor.dtype):
             target = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")

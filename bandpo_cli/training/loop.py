@@ -66,7 +66,7 @@ def train(
     """Train up to step `config.steps` and write the run folder; yield after each step is on disk.
 
     Step 0 is the evaluation before training. A thread may still be writing the checkpoint of a step when the step is
-    yielded, except that of the last; closing the generator waits for it.
+    yielded, except the checkpoint of the last step; closing the generator waits for it.
 
     With several ranks, all of them must iterate together; the reports are the same on each.
 

@@ -92,7 +92,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def reward_metrics(grades: Sequence[Grade]) -> dict[str, float]:
-    """Return the mean reward, and that of each of `task.rewards` before its weight, over those that have a value."""
+    """Return the mean reward and the mean of each of `task.rewards` before its weight, over grades with a value."""
     values = {"train/reward": [grade.reward for grade in grades if grade.has_reward]}
     for name in grades[0].components:
         column = (grade.components[name] for grade in grades)

@@ -168,7 +168,7 @@ class Optimizer:
     def step(self) -> float:
         """Clip the gradient to `optim.max_grad_norm`, apply one update and return the norm before clipping.
 
-        The norm is that of the complete gradient, also of a sharded model.
+        The norm is computed over the complete gradient, also for a sharded model.
 
         Raises:
             NonFiniteError: the norm is NaN or infinite; the weights are unchanged.

@@ -120,7 +120,7 @@ def show(verdicts: Sequence[Verdict], outcomes: dict[str, Pair], seconds: float)
         if verdict.differences:
             print(f"{'':<20} bandpo {' '.join(verdict.command.words)}")
     different = sum(bool(verdict.differences) for verdict in verdicts)
-    contents, presences = (sum(getattr(each, key) for each in verdicts) for key in ("contents", "presences"))
+    contents, presences = (sum(getattr(item, key) for item in verdicts) for key in ("contents", "presences"))
     print(
         f"\n{len(verdicts)} commands, {contents} files compared by content and {presences} by presence, "
         f"{seconds:.0f} s: " + (f"{different} commands DIFFER" if different else "all equal")

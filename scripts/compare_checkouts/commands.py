@@ -258,5 +258,5 @@ def choose(only: Sequence[str]) -> list[Command]:
         raise ValueError(f"--only {unknown[0]}: no such command; the commands are {', '.join(by_name)}")
     wanted = [name for name in by_name if not only or name.startswith(tuple(only))]
     for name in wanted:  # grows while it is read
-        wanted += [each for each in by_name[name].needs if each not in wanted]
+        wanted += [need for need in by_name[name].needs if need not in wanted]
     return [command for command in COMMANDS if command.name in wanted]

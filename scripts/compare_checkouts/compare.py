@@ -238,7 +238,7 @@ def read_mlflow(path: Path, plain: Plain) -> dict[str, Any]:
                 "tags": {key: plain(value) for key, value in tags if key not in MLFLOW_TAGS},
                 "metrics": steps,
                 "artifacts": sorted(
-                    each.relative_to(folder).as_posix() for each in folder.rglob("*") if each.is_file()
+                    item.relative_to(folder).as_posix() for item in folder.rglob("*") if item.is_file()
                 ),
             }
     return runs

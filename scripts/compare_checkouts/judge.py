@@ -81,30 +81,30 @@ def _exit_differences(command: Command, pair: Pair) -> Iterator[Difference]:
     old, new = pair
     if (old.code, new.code) != (command.code, command.code):
         last = next(
-            (line for each in pair for line in each.stderr.splitlines()[-1:] if each.code != command.code), ""
+            (line for item in pair for line in item.stderr.splitlines()[-1:] if item.code != command.code), ""
         )
         yield Difference(f"exit code (expected {command.code}; {last[:150]})", old.code, new.code)
-    shows = [TRACEBACK in each.stdout + each.stderr for each in pair]
+    shows = [TRACEBACK in item.stdout + item.stderr for item in pair]
     if any(shows):
         yield Difference("shows a traceback", *shows)
     # A command that refuses to resume a run has held the lock of the run.
-    files = [sorted(path for path in each.written if not path.endswith(".lock")) for each in pair]
+    files = [sorted(path for path in item.written if not path.endswith(".lock")) for item in pair]
     if not command.writes and any(files):
-        yield Difference("writes files", *(each[:3] for each in files))
+        yield Difference("writes files", *(file[:3] for file in files))
 
 
 def _output_differences(command: Command, pair: Pair, messages: bool) -> Iterator[Difference]:
     """Yield the first difference of standard output; with `messages` that of the text of both streams too."""
     try:
-        values = [_output_values(command.stdout, each.stdout, messages) for each in pair]
+        values = [_output_values(command.stdout, item.stdout, messages) for item in pair]
         found = compare.first_difference(values[0], values[1], "stdout")
     except ValueError as error:
-        found = Difference(f"stdout cannot be read ({error})", *(each.stdout for each in pair))
+        found = Difference(f"stdout cannot be read ({error})", *(item.stdout for item in pair))
     if found is not None:
         yield found
     elif messages and command.stdout in (Stdout.WORDS, Stdout.NUMBERS, Stdout.SETTINGS):
         for stream in ("stdout", "stderr"):
-            old, new = (getattr(each, stream).splitlines() for each in pair)
+            old, new = (getattr(item, stream).splitlines() for item in pair)
             found = compare.first_difference(old, new, f"{stream}: line ")
             if found is not None:
                 yield found

@@ -190,7 +190,7 @@ def _trl_seconds(work: Work) -> float:
 
     completions = size.prompts * size.samples // updates
     micro = max(1, size.micro_batch_tokens // (size.prompt_chars + size.max_tokens))
-    micro = max(each for each in range(1, min(micro, completions) + 1) if completions % each == 0)
+    micro = max(item for item in range(1, min(micro, completions) + 1) if completions % item == 0)
     trainer = GRPOTrainer(
         model=str(work.model("0.5b")),
         reward_funcs=[reward],

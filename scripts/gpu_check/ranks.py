@@ -81,7 +81,7 @@ def check_ranks(work: Work) -> Measured:
     if "vllm" in found:
         engine = step_limits(work, found["vllm"])
         measured.values |= {f"vllm {name}": value for name, value in engine.values.items()}
-        measured.shortfalls += [f"vllm {each}" for each in engine.shortfalls]
+        measured.shortfalls += [f"vllm {shortfall}" for shortfall in engine.shortfalls]
     return measured
 
 

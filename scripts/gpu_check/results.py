@@ -100,7 +100,7 @@ def _text(value: Any) -> str:
 def _finite(value: Any) -> Any:
     """Return `value` with null for numbers that JSON cannot have."""
     if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
+        return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -265,7 +265,7 @@ def check_engine_weights(work: Work) -> Measured:
                 seconds.append(time.perf_counter() - begin)
             sampled.append(engine.sample([(5, 6, 7)], params, 0))
         measured.values[f"{path}_gb_per_s"] = gigabytes / statistics.median(seconds)
-    measured.values["completions_equal"] = all(each == sampled[0] for each in sampled)
+    measured.values["completions_equal"] = all(item == sampled[0] for item in sampled)
     measured.equal("completions_equal", True)
     return measured
 

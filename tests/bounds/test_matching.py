@@ -42,8 +42,8 @@ def test_no_radius_of_a_fine_grid_is_closer(divergence: str) -> None:
     assert found.reached == clip_fraction(BandSettings(divergence=divergence, delta=found.delta), given)
     grid = found.delta * np.geomspace(0.5, 2, 41)
     gaps = [
-        abs(clip_fraction(BandSettings(divergence=divergence, delta=float(each)), given) - found.wanted)
-        for each in grid
+        abs(clip_fraction(BandSettings(divergence=divergence, delta=float(item)), given) - found.wanted)
+        for item in grid
     ]
     assert abs(found.reached - found.wanted) <= min(gaps) + 1 / len(given.ratios)
 

@@ -129,7 +129,7 @@ def without_torch(cases: Sequence[tuple[Path, Sequence[str]]]) -> list[Done]:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    return [Done(*each) for each in json.loads(done.stdout)]
+    return [Done(*load) for load in json.loads(done.stdout)]
 
 
 def record_of(folder: Path) -> dict[str, Any]:

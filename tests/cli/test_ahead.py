@@ -46,12 +46,12 @@ def children(parent: int) -> dict[int, bytes]:
 def descendants(parent: int) -> list[int]:
     """Return the process ids of all processes that `parent` has started, and of those that they have."""
     own = [*children(parent)]
-    return own + [each for child in own for each in descendants(child)]
+    return own + [descendant for child in own for descendant in descendants(child)]
 
 
 def engine_of(trainer: int) -> int:
     """Return the process id of the engine process of a trainer."""
-    (engine,) = [each for each, command in children(trainer).items() if b"engine_child" in command]
+    (engine,) = [value for value, command in children(trainer).items() if b"engine_child" in command]
     return engine
 
 
@@ -68,7 +68,7 @@ def check_ended(processes: list[int], seconds: float = 0.0) -> None:
     deadline = time.monotonic() + seconds
     while any(map(is_running, processes)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not [each for each in processes if is_running(each)]
+    assert not [process for process in processes if is_running(process)]
 
 
 def end_of(process: subprocess.Popen[str]) -> Done:

@@ -97,7 +97,7 @@ def test_runs_are_filtered_and_sorted(bandpo: Run, tmp_path: Path) -> None:
     def names(*arguments: str) -> list[str]:
         code, out, _ = bandpo("runs", "--format", "json", *arguments)
         assert code == 0
-        return [each["name"] for each in json.loads(out)]
+        return [load["name"] for load in json.loads(out)]
 
     assert sorted(names()) == ["deltas/kl-s1", "first", "other"]
     assert names("--sort", "heldout")[0] == "deltas/kl-s1"

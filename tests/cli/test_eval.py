@@ -214,7 +214,7 @@ def test_an_evaluation_equals_the_step_that_it_repeats(place: Path, latest: Path
     for other in ("latest", "runs/latest", "runs/latest/eval.json"):
         done = succeed("eval", "compare", RUN, other, "--format", "json", cwd=place)
         found = json.loads(done.out)["sets"]["countdown"]
-        assert all(each["value"] == 0 for each in found["figures"].values())
+        assert all(item["value"] == 0 for item in found["figures"].values())
         assert (found["wins"], found["losses"], found["ties"]) == (0, 0, 6)
     text = succeed("eval", "compare", RUN, "latest", cwd=place).out
     assert "6 problems in both" in text

@@ -138,7 +138,7 @@ def test_one_completion_per_row_equals_a_list(tmp_path: Path) -> None:
     texts = ["Answer: 2", "Answer: 3", "x", "Answer: 2"]
     write_jsonl(tmp_path / "list.jsonl", {"question": "1+1?", "answer": "2", "completions": texts})
     write_jsonl(
-        tmp_path / "rows.jsonl", *({"question": "1+1?", "answer": "2", "response": each} for each in texts)
+        tmp_path / "rows.jsonl", *({"question": "1+1?", "answer": "2", "response": text} for text in texts)
     )
     found = []
     for name in ("list", "rows"):
@@ -201,7 +201,7 @@ def test_several_sets_in_one_table(tmp_path: Path) -> None:
     write_eval_table(tmp_path / "samples.parquet", rows)
     succeed("eval", "--samples", "samples.parquet", "--name", "a", "--no-mlflow", cwd=tmp_path)
     sets = record_of(tmp_path / "runs" / "a")["sets"]
-    assert {label: each["figures"]["mean_at_1"]["value"] for label, each in sets.items()} == {
+    assert {label: value["figures"]["mean_at_1"]["value"] for label, value in sets.items()} == {
         "aime24": 0.5, "amc23": 1.0,
     }  # fmt: skip
     assert list(samples_of(tmp_path / "runs" / "a")["task"]) == ["aime24", "aime24", "amc23", "amc23"]
@@ -311,8 +311,8 @@ def test_mutated_files_give_metrics_or_one_line(tmp_path: Path) -> None:
     """120 files from fixed seeds: exit code 0 with metrics, or exit code 2 with one line and no folder."""
     table = write_eval_table(tmp_path / "good.parquet", [ROW, {**ROW, "length": None}] * 3).read_bytes()
     text = "".join(json.dumps(row) + "\n" for row in FOREIGN).encode()
-    files = [(".parquet", each) for each in mutations(table, 21, 30)]
-    files += [(".jsonl", each) for each in mutations(text, 22, 30)]
+    files = [(".parquet", mutation) for mutation in mutations(table, 21, 30)]
+    files += [(".jsonl", mutation) for mutation in mutations(text, 22, 30)]
     for seed, rows in ((23, [dict(ROW), dict(ROW)]), (24, FOREIGN)):
         files += [
             (".jsonl", "".join(json.dumps(row) + "\n" for row in changed).encode())

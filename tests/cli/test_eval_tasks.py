@@ -42,7 +42,7 @@ def test_several_files_are_several_sets(place: Path) -> None:
         "--name", "three", cwd=place,
     )  # fmt: skip
     record = record_of(place / "runs" / "three")
-    counts = {label: (each["problems"], each["completions"]) for label, each in record["sets"].items()}
+    counts = {label: (value["problems"], value["completions"]) for label, value in record["sets"].items()}
     assert counts == {"sums": (5, 20), "a-test": (3, 12), "b-test": (3, 12)}
     assert record["model"] == {"path": str(place / "model"), "run": None, "step": None}
     assert [Path(source["path"]) for source in record["config"]["task"]["heldout"]] == [
@@ -57,7 +57,7 @@ def test_several_files_are_several_sets(place: Path) -> None:
 
 def test_samples_of_a_set_do_not_depend_on_other_sets(place: Path) -> None:
     for name, tasks in (("alone", ["a/test.jsonl"]), ("second", ["sums.jsonl", "a/test.jsonl"])):
-        flags = [f"--task={each}" for each in tasks]
+        flags = [f"--task={task}" for task in tasks]
         succeed("eval", "--model", "model", *flags, *SHORT, "--name", name, cwd=place)
     alone, second = (
         read_eval_table(place / "runs" / name / "samples.parquet") for name in ("alone", "second")

@@ -127,10 +127,10 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_line_and_writes_nothing(tmp_path: Path, name: str) -> None:
     settings, parts = MISTAKES[name]
-    flags = [flag for each in settings for flag in ("--set", f"model.lora.{each}")]
+    flags = [flag for setting in settings for flag in ("--set", f"model.lora.{setting}")]
     done = bandpo("train", "--steps", "1", *SMALL, *flags, cwd=tmp_path)
     assert done.code == 2
-    (line,) = [each for each in done.err.splitlines() if each.startswith("error: ")]
+    (line,) = [item for item in done.err.splitlines() if item.startswith("error: ")]
     assert done.err.splitlines() == [line]
     for part in parts:
         assert part in line

@@ -322,11 +322,11 @@ def test_less_memory_without_a_lag(engine: str, on_gpu: bool, of_the_engine: lis
     config = lag_of_1(engine=engine, vllm={"sleep": False, "memory_fraction": 0.6})
     found = settings_of(memory_saving_settings(config, on_gpu))
     assert [
-        each for each in found if each.startswith(("sampling.max_lag", "sampling.vllm", "sampling.max_seq"))
+        item for item in found if item.startswith(("sampling.max_lag", "sampling.vllm", "sampling.max_seq"))
     ] == (of_the_engine)
     resolve([config.model_dump(mode="json"), read_assignments(found)])
     apart = settings_of(memory_saving_settings(config, on_gpu, engine_has_gpu=True))
-    assert apart == [each for each in found if each not in ("sampling.max_lag=0", "sampling.vllm.sleep=true")]
+    assert apart == [item for item in found if item not in ("sampling.max_lag=0", "sampling.vllm.sleep=true")]
     assert "sampling.max_lag=0" not in memory_saving_settings(config, on_gpu, training=False)
     assert "sampling.max_lag=0" not in memory_saving_settings(without_lag(config), on_gpu)
 
@@ -345,5 +345,5 @@ def test_out_of_memory_of_an_engine_process_with_a_gpu_to_itself(
     assert "out of memory (engine process: " in str(raised.value)
     settings = settings_of(str(raised.value))
     assert ("optim.micro_batch_tokens" in settings[0]) == helps
-    assert any(each.startswith("sampling.") for each in settings)
-    assert any(each.startswith("model.lora") for each in settings) == helps
+    assert any(setting.startswith("sampling.") for setting in settings)
+    assert any(setting.startswith("model.lora") for setting in settings) == helps

@@ -59,8 +59,8 @@ def children(process: subprocess.Popen[str]) -> dict[int, int]:
             parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
             if int(parent) == process.pid:
                 variables = (folder / "environ").read_bytes().split(b"\0")
-                ranks = [each for each in variables if each.startswith(b"RANK=")]
-                found |= {int(each.removeprefix(b"RANK=")): int(folder.name) for each in ranks}
+                ranks = [variable for variable in variables if variable.startswith(b"RANK=")]
+                found |= {int(rank.removeprefix(b"RANK=")): int(folder.name) for rank in ranks}
         except (OSError, ValueError, IndexError):
             continue
     return found

@@ -136,7 +136,7 @@ def test_runs_of_the_trainer_are_reported(report, tmp_path):
     for method in ("clip", "band"):
         for seed in ("0", "1"):
             arguments = ["train", "--method", method, "--seed", seed, "--steps", "2", "--no-mlflow"]
-            arguments += ["--name", f"{method}-{seed}", *(word for each in small for word in ("--set", each))]
+            arguments += ["--name", f"{method}-{seed}", *(word for item in small for word in ("--set", item))]
             succeed(*arguments, cwd=tmp_path)
     code, out, _ = report("runs", "--baseline", "clip", "--format", "json")
     found = json.loads(out)

@@ -76,9 +76,9 @@ def check_harmless(written: str) -> None:
 def poisoned(value: Any) -> Any:
     """Return JSON with the hostile text at the end of each text and of each key of a metric."""
     if isinstance(value, dict):
-        return {key + HOSTILE if "/" in key else key: poisoned(each) for key, each in value.items()}
+        return {key + HOSTILE if "/" in key else key: poisoned(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [poisoned(each) for each in value]
+        return [poisoned(item) for item in value]
     return value + HOSTILE if isinstance(value, str) else value
 
 

@@ -84,10 +84,10 @@ def test_dry_run_prints_every_setting_and_writes_nothing(tmp_path: Path) -> None
 
 def test_dry_run_prints_the_schedule_of_the_radius(tmp_path: Path) -> None:
     schedule = ["delta_schedule=cosine", "delta_end=0.02", "delta_steps=1500"]
-    settings = [word for each in schedule for word in ("--set", f"bounds.{each}")]
+    settings = [word for item in schedule for word in ("--set", f"bounds.{item}")]
     printed = succeed("train", "--delta", "0.2", *settings, "--dry-run", cwd=tmp_path).out
     assert "δ = 0.2 → 0.02 (cosine over 1,500 steps)" in " ".join(printed.split())
-    for line in ("delta: 0.2", *(each.replace("=", ": ") for each in schedule)):
+    for line in ("delta: 0.2", *(item.replace("=", ": ") for item in schedule)):
         assert f"  {line}\n" in printed
 
 

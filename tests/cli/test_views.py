@@ -51,8 +51,8 @@ def shown(terminal: bool, reports: Sequence[StepReport], steps: int, folder: Pat
     view = TrainView(Console(file=out, force_terminal=terminal, width=100), Path("runs"))
     view.phase("load")
     view.start(RunInfo(folder, TRACKED, {}, steps, 0, (), None))
-    for each in reports:
-        view.step(each)
+    for item in reports:
+        view.step(item)
     view.phase("close")
     view.end(RunResult(folder, "FINISHED", []))
     return out.getvalue()

@@ -25,7 +25,7 @@ def radii(steps: int, **bounds: Any) -> list[float]:
     """Return the radius of each step of a run, as the training loop asks for it."""
     settings = resolve([{"bounds": bounds, "steps": steps}]).bounds
     found = [settings.at_step(step, steps) for step in range(1, steps + 1)]
-    return [each.delta for each in found if isinstance(each, TrustRegionSettings)]
+    return [item.delta for item in found if isinstance(item, TrustRegionSettings)]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_radius_is_monotonic_and_ends_at_delta_end(
 )  # fmt: skip
 def test_invalid_schedules_are_one_line_that_names_the_key(settings: list[str], words: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
-        resolve([read_assignments(f"bounds.{each}" for each in settings)])
+        resolve([read_assignments(f"bounds.{setting}" for setting in settings)])
     assert "\n" not in str(raised.value)
     assert [word for word in words if word not in str(raised.value)] == []
 

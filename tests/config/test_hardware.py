@@ -120,12 +120,12 @@ def test_the_header_of_lora_names_the_smallest_gpus_that_fit(tmp_path: Path) -> 
             {"sampling": {"vllm": {"memory_fraction": float(header[4])}}},
         ]
     )
-    for each, gigabytes in ((config, size), (less, smaller)):
-        on_gpu = report_on_gpu(each, gigabytes)
+    for value, gigabytes in ((config, size), (less, smaller)):
+        on_gpu = report_on_gpu(value, gigabytes)
         assert on_gpu.fits
         assert on_gpu.vllm > 1.5 * 2 * PARAMETERS[model]  # the engine's weights, and room for its cache
         before = GPU_SIZES[GPU_SIZES.index(gigabytes) - 1]
-        assert not fits(each, on_gpu, before * 10**9)
+        assert not fits(value, on_gpu, before * 10**9)
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_the_header_of_a_model_names_the_memory_of_each_of_8_gpus(tmp_path: Path
 @pytest.mark.parametrize(
     ("file", "overlay"),
     [*((file, "dapo") for file in MODELS), (MODELS[0], "dynamic-sampling")],
-    ids=lambda each: each.stem if isinstance(each, Path) else each,
+    ids=lambda item: item.stem if isinstance(item, Path) else item,
 )
 def test_an_overlay_of_the_paper_needs_the_same_hardware(tmp_path: Path, file: Path, overlay: str) -> None:
     assert "the same hardware" in (PAPER / f"{overlay}.yaml").read_text("utf-8")
@@ -180,7 +180,7 @@ def test_both_models_in_the_header_of_gsm8k_fit_with_vllm(tmp_path: Path) -> Non
 def test_a_config_for_a_cpu_fits_a_small_machine(name: str) -> None:
     text = (CONFIGS / f"{name}.yaml").read_text("utf-8")
     assert "Needs a CPU" in text or "minute of a CPU" in text
-    layer = {key: each for key, each in read_layer(CONFIGS / f"{name}.yaml").items() if key != "model"}
+    layer = {key: value for key, value in read_layer(CONFIGS / f"{name}.yaml").items() if key != "model"}
     assert estimate_memory(
         resolve([layer]), Device("this machine", CPU_GIB * GIB, CPU_GIB * GIB, on_gpu=False)
     ).fits

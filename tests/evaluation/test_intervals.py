@@ -61,7 +61,7 @@ def test_intervals_scale_and_shift_with_the_values(unit: float, shift: float) ->
     for problems in (6, 18, 30, 31, 38):
         values = rng.permutation(np.arange(problems) % 5 < 2).astype(float)
         plain, scaled = mean_intervals([values])[0], mean_intervals([shift + unit * values])[0]
-        assert scaled == pytest.approx([shift + unit * each for each in plain])
+        assert scaled == pytest.approx([shift + unit * item for item in plain])
 
 
 def test_negated_values_have_the_negated_interval_and_skewed_ones_the_longer_end_at_the_tail() -> None:

@@ -20,7 +20,7 @@ Votes = list[str | None]
 def verdict_of(votes: Votes, correct: list[float]) -> dict[str, Fraction]:
     """Return the mean correctness of each answer."""
     return {
-        vote: mean(Fraction(right) for each, right in zip(votes, correct, strict=True) if each == vote)
+        vote: mean(Fraction(right) for value, right in zip(votes, correct, strict=True) if value == vote)
         for vote in votes
         if vote is not None
     }

@@ -43,7 +43,7 @@ def use_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [without_clock(each) for each in records]
+    return [without_clock(record) for record in records]
 
 
 @pytest.mark.parametrize(

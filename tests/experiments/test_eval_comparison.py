@@ -82,10 +82,10 @@ def test_sign_test_by_hand() -> None:
 def test_a_swapped_comparison_has_the_opposite_signs() -> None:
     there, back = compare_records(A, B)["math"], compare_records(B, A)["math"]
     assert set(back.metrics) == set(there.metrics)
-    for name, each in there.metrics.items():
+    for name, metric in there.metrics.items():
         other = back.metrics[name]
-        assert (other.a, other.b) == pytest.approx((each.b, each.a))
-        assert other.change == pytest.approx([-each.change.value, -each.change.high, -each.change.low])
+        assert (other.a, other.b) == pytest.approx((metric.b, metric.a))
+        assert other.change == pytest.approx([-metric.change.value, -metric.change.high, -metric.change.low])
     assert (back.wins, back.losses, back.only_a, back.only_b) == (1, 1, 2, 1)
     assert back.changed_problems == [("r", 0.75, 0.0), ("q", 0.375, 0.5)]
 
@@ -93,7 +93,9 @@ def test_a_swapped_comparison_has_the_opposite_signs() -> None:
 def test_a_comparison_with_itself_has_no_changes() -> None:
     comparison = compare_records(A, A)["math"]
     assert (comparison.wins, comparison.losses, comparison.ties, comparison.changed_problems) == (0, 0, 4, [])
-    assert all(each.change.value == 0 and math.isnan(each.change.low) for each in comparison.metrics.values())
+    assert all(
+        metric.change.value == 0 and math.isnan(metric.change.low) for metric in comparison.metrics.values()
+    )
     plain = json.loads(json.dumps(replace_nonfinite(comparison.as_json()), allow_nan=False))
     assert plain["figures"]["mean"] == {"a": 0.4375, "b": 0.4375, "value": 0.0, "low": None, "high": None}
     assert plain["problems"] == {"shared": 4, "only_a": 0, "only_b": 0}

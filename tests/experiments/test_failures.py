@@ -53,7 +53,7 @@ PHASES = [
 ]
 
 
-@pytest.mark.parametrize(("phase", "owner", "name", "fail"), PHASES, ids=[each[0] for each in PHASES])
+@pytest.mark.parametrize(("phase", "owner", "name", "fail"), PHASES, ids=[item[0] for item in PHASES])
 def test_out_of_memory_in_any_phase_is_one_line_of_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, owner: Any, name: str, fail: Any
 ) -> None:

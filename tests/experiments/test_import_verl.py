@@ -62,7 +62,7 @@ def log_run(folder: Path, name: str, steps: dict[int, dict[str, float]], status:
     existing = client.get_experiment_by_name("bandpo")
     experiment = existing.experiment_id if existing else client.create_experiment("bandpo")
     run = client.create_run(experiment, run_name=name)
-    values = [Metric(key, value, 0, step) for step, found in steps.items() for key, value in found.items()]
+    values = [Metric(key, value, 0, step) for step, item in steps.items() for key, value in item.items()]
     client.log_batch(run.info.run_id, metrics=values)
     client.set_terminated(run.info.run_id, status)
     return str(run.info.run_id)

@@ -185,7 +185,7 @@ def test_a_run_that_cannot_fit_is_refused_with_settings_that_make_it_fit(
     changed = resolve([config.model_dump(mode="json"), read_assignments(flags)])
     assert memory_report(changed).fits
     for flag in flags:
-        others = [each for each in flags if each != flag]
+        others = [item for item in flags if item != flag]
         fewer = resolve([config.model_dump(mode="json"), read_assignments(others)])
         assert not memory_report(fewer).fits, f"{flag} is not needed"
 

@@ -125,7 +125,7 @@ def test_a_resumed_run_has_the_commit_that_it_started_with(hub: Path, tmp_path: 
 
 
 def without_times(records: Any) -> list[dict[str, Any]]:
-    return [without_clock(each) for each in records]
+    return [without_clock(record) for record in records]
 
 
 def run_folder(tmp_path: Path, **resolved: Any) -> RunFolder:

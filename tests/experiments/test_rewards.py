@@ -194,7 +194,7 @@ def test_an_evaluation_with_errors_only_fails_and_its_answers_are_graded_again(
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, ["the evaluation set 'a' has only 1 problem: its accuracy is that of one question"]),
+        ({}, ["the evaluation set 'a' has only 1 problem: its accuracy is the accuracy of one question"]),
         ({"evaluation": {"every": 0}}, []),
         (
             {"sampling": {"prompts": 16}},

@@ -92,7 +92,9 @@ def test_the_data_files_hold_the_problems_of_a_run(folder: Path) -> None:
         assert [problem_from_json(info["problem"]) for info in rows["extra_info"]] == list(problems)
         assert [info["index"] for info in rows["extra_info"]] == list(range(len(problems)))
         assert [row[0]["content"] for row in rows["prompt"]] == [problem.prompt for problem in problems]
-        assert [model["ground_truth"] for model in rows["reward_model"]] == [each.answer for each in problems]
+        assert [model["ground_truth"] for model in rows["reward_model"]] == [
+            problem.answer for problem in problems
+        ]
         assert set(rows["data_source"]) == {"countdown"}
 
 

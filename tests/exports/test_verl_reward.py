@@ -38,7 +38,7 @@ def test_rewards_are_those_of_a_run(grader: str) -> None:
     expected = [
         {"score": shaped_reward(grade, 1, 8, config.reward), "acc": float(grade.correct)} for grade in grades
     ]
-    assert {each["acc"] for each in expected} == {0.0, 1.0}
+    assert {item["acc"] for item in expected} == {0.0, 1.0}
     assert [score(function, problem(grader), text) for text in TEXTS] == expected
 
 

@@ -77,7 +77,7 @@ def file_variants(content: bytes, texts: tuple[str, ...]) -> Iterator[bytes]:
     yield from (text.encode("utf-16"), text.encode("utf-16-le"), text.encode("utf-32"), text.encode("utf-7"))
     yield from (content.replace(b"\n", b"\r\n"), content.replace(b"\n", b"\r"), content * 2)
     yield from (content[: len(content) * part // 7] for part in range(1, 7))
-    yield from (each.encode("utf-8", "surrogatepass") for each in texts)
+    yield from (item.encode("utf-8", "surrogatepass") for item in texts)
 
 
 def damaged_files(content: bytes, texts: tuple[str, ...], seed: int, count: int) -> Iterator[bytes]:

@@ -64,8 +64,12 @@ def contents(path: Path, count: int) -> Iterator[bytes]:
     if path.suffix == ".json":
         yield from map(as_json, changed_values(ROWS, 2, count))
     elif path.suffix == ".jsonl":
-        changed = (each for each in changed_values(ROWS, 3, count) if isinstance(each, list))
-        yield from (b"\n".join(map(as_json, each)) for each in changed)
+        changed = (
+            changed_value
+            for changed_value in changed_values(ROWS, 3, count)
+            if isinstance(changed_value, list)
+        )
+        yield from (b"\n".join(map(as_json, item)) for item in changed)
 
 
 def read_problems(path: Path) -> None:
@@ -178,13 +182,13 @@ def test_files_of_an_untrusted_sweep(sweep: Path, name: str, count: int) -> None
         inputs += map(write, changed_values(yaml.safe_load(good), 6, count))
     if path.suffix == ".jsonl":
         lines = [json.loads(line) for line in good.splitlines()]
-        inputs += (as_json(each) for each in changed_values(lines, 7, count))
+        inputs += (as_json(changed_value) for changed_value in changed_values(lines, 7, count))
         inputs += (
-            b"\n".join(map(as_json, each)) + b"\n"
-            for each in changed_values(lines, 8, count)
-            if isinstance(each, list)
+            b"\n".join(map(as_json, changed_value)) + b"\n"
+            for changed_value in changed_values(lines, 8, count)
+            if isinstance(changed_value, list)
         )
-    before = {each for each in sweep.parent.rglob("*") if each != path}
+    before = {item for item in sweep.parent.rglob("*") if item != path}
     try:
         for content in inputs:
             path.write_bytes(content)
@@ -197,4 +201,4 @@ def test_files_of_an_untrusted_sweep(sweep: Path, name: str, count: int) -> None
     finally:
         path.write_bytes(good)
     read_all(sweep)
-    assert {each for each in sweep.parent.rglob("*") if each != path} == before
+    assert {item for item in sweep.parent.rglob("*") if item != path} == before

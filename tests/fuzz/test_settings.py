@@ -64,7 +64,9 @@ def test_settings_files(empty_cwd: Path, count: int) -> None:
 def test_every_setting_with_every_unusual_value(empty_cwd: Path) -> None:
     """9,000 values, each as a layer read from a file, on top of a valid config."""
     value = yaml.safe_load(to_yaml(resolve([{"task": DATA_TASK}])))
-    found = [accepts(lambda each=each: resolve([value, each]), each) for each in each_entry_replaced(value)]
+    found = [
+        accepts(lambda entry=entry: resolve([value, entry]), entry) for entry in each_entry_replaced(value)
+    ]
     assert len(found) > 3000
     assert 0.05 < sum(found) / len(found) < 0.95
 
@@ -93,7 +95,7 @@ def test_paths_that_are_not_files(empty_cwd: Path, kind: str) -> None:
 
 
 def test_assignments(empty_cwd: Path) -> None:
-    texts = [*NAMES, *(str(each) for each in ODD), *(text for text in QUICK if len(text) < 5000)]
+    texts = [*NAMES, *(str(item) for item in ODD), *(text for text in QUICK if len(text) < 5000)]
     found = [
         accepts(lambda key=key, text=text: resolve([read_assignments([f"{key}={text}"])]), (key, text))
         for key in ("model.path", "optim.lr", "bounds", "a\nb")

@@ -361,7 +361,7 @@ def test_plain_numbers_start_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_spawn_starts_one_worker_of_each_grader_that_may_need_one() -> None:
     with GraderPool(GradingConfig(workers=2)) as pool:
         pool.spawn(["math", "number", "nosuch:judge"])
-        ((worker,),) = [each._workers for each in pool._worker_pools.values()]
+        ((worker,),) = [worker_pool._workers for worker_pool in pool._worker_pools.values()]
         assert not worker.ready, "the import is not waited for"
         (grade,) = pool.grade([Problem("p", "", "(x+1)^2", "t", "math")], ["Answer: $x^2+2x+1$"])
         assert grade.correct

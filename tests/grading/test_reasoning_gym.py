@@ -249,6 +249,6 @@ def test_correct_answers_of_all_evaluating_scorers_pass_the_checks(pool: GraderP
         data = reasoning_gym.create_dataset(name, seed=11, size=30)
         entries = [data[index] for index in range(30)]
         grades = pool.grade(
-            [problem(name, each) for each in entries], [tagged(each["answer"]) for each in entries]
+            [problem(name, entry) for entry in entries], [tagged(entry["answer"]) for entry in entries]
         )
         assert grades == [CORRECT] * 30, name

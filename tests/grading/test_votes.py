@@ -142,7 +142,7 @@ def test_equal_votes_get_equal_grades(grader: str, references: list[str]) -> Non
 
 def test_equal_countdown_votes_get_equal_grades() -> None:
     """Every text of up to five of these characters, as an answer to "make 12 of 12" and to "make 3 of 1 and 2"."""
-    texts = ["".join(each) for length in range(1, 6) for each in product("12+ $.\n", repeat=length)]
+    texts = ["".join(item) for length in range(1, 6) for item in product("12+ $.\n", repeat=length)]
     for answer, numbers in (("12", "12"), ("3", "1 2")):
         problem = Problem("p", "?", answer, "s", "countdown", {"numbers": numbers})
         verdicts: dict[str | None, set[str]] = {}

@@ -104,9 +104,11 @@ def test_the_loss_of_an_exported_method_is_that_of_a_run(
 def test_most_methods_are_compared() -> None:
     """Those that are skipped above: five that verl does not have, two that choose other tokens."""
     configs = [small(read_layer(file), {"objective": {"importance_cap": None}}) for file in METHOD_FILES]
-    skipped = {each.bounds.method for each in configs if not is_runnable(each) or differences_of(each)}
+    skipped = {
+        config.bounds.method for config in configs if not is_runnable(config) or differences_of(config)
+    }
     assert skipped == {"dcpo", "ce-gppo", "aspo", "drpo", "topr", "clip-cov", "kl-cov"}
-    assert {each.bounds.method for each in configs} - skipped == set(LOSSES) - {"clip-cov", "kl-cov"}
+    assert {config.bounds.method for config in configs} - skipped == set(LOSSES) - {"clip-cov", "kl-cov"}
 
 
 STUB = [

@@ -213,7 +213,7 @@ def test_settings_without_a_band_are_refused_when_they_are_created(verl_package:
 
 def test_importing_verl_registers_the_loss(verl_package: SimpleNamespace) -> None:
     """The entry point of the installed package needs no variable; it is loaded while verl itself is being imported."""
-    if not any(each.name == "bandpo" for each in entry_points(group="verl.plugins")):
+    if not any(entry_point.name == "bandpo" for entry_point in entry_points(group="verl.plugins")):
         pytest.skip("bandpo is not installed, only on the path")
     assert verl_package.registered_by_verl
 

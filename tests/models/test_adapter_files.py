@@ -59,7 +59,7 @@ Write = Callable[..., Path]
 def test_an_adapter_of_peft_is_merged_as_by_peft(written_by_peft: Write, settings: dict[str, Any]) -> None:
     folder = written_by_peft(**settings)
     base = load(embedded_model_path()).model
-    unmerged = {name: each.clone() for name, each in base.named_parameters()}
+    unmerged = {name: value.clone() for name, value in base.named_parameters()}
     merged = peft.PeftModel.from_pretrained(base, folder).merge_and_unload()
     found = dict(load(folder).model.named_parameters())
     changed = 0
@@ -142,20 +142,20 @@ DEFECTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "a list": (lambda folder: (folder / CONFIG).write_text("[]"), ["expected a JSON object"]),
     "a pickle": (no_weights, [f"it has no {WEIGHTS}", "safetensors"]),
     "damaged": (lambda folder: (folder / WEIGHTS).write_bytes(b"half"), ["cannot be read"]),
-    "no pair": (change_tensors(lambda each: each.pop(B)), ["no pair", "q_proj"]),
-    "rank": (change_tensors(lambda each: each.update({B: torch.zeros(128, 3)})), ["matrices of [128, 3] and [4, 128]"]),
-    "shape": (change_tensors(lambda each: each.update({B: torch.zeros(7, 4)})), ["for weights of [128, 128]"]),
+    "no pair": (change_tensors(lambda t: t.pop(B)), ["no pair", "q_proj"]),
+    "rank": (change_tensors(lambda t: t.update({B: torch.zeros(128, 3)})), ["matrices of [128, 3] and [4, 128]"]),
+    "shape": (change_tensors(lambda t: t.update({B: torch.zeros(7, 4)})), ["for weights of [128, 128]"]),
     "other layer": (
-        change_tensors(lambda each: each.update({key.replace("s.0.", "s.9."): each.pop(key) for key in (A, B)})),
+        change_tensors(lambda t: t.update({key.replace("s.0.", "s.9."): t.pop(key) for key in (A, B)})),
         ["no layer model.layers.9.self_attn.q_proj"],
     ),
     "embedding": (
-        change_tensors(lambda each: each.update({"base_model.model.model.embed_tokens.weight": torch.zeros(2)})),
+        change_tensors(lambda t: t.update({"base_model.model.model.embed_tokens.weight": torch.zeros(2)})),
         ["embed_tokens"],
     ),
-    "no tensors": (change_tensors(lambda each: each.clear()), ["no tensor"]),
-    "NaN": (change_tensors(lambda each: each[A].fill_(float("nan"))), ["NaN or infinity", "lora_A"]),
-    "integers": (change_tensors(lambda each: each.update({A: each[A].int()})), ["no floating-point numbers"]),
+    "no tensors": (change_tensors(lambda t: t.clear()), ["no tensor"]),
+    "NaN": (change_tensors(lambda tensors: tensors[A].fill_(float("nan"))), ["NaN or infinity", "lora_A"]),
+    "integers": (change_tensors(lambda t: t.update({A: t[A].int()})), ["no floating-point numbers"]),
 }  # fmt: skip
 
 

@@ -276,7 +276,7 @@ def without_end(folder: Path) -> None:
 def test_what_a_folder_lacks_is_named(folder: Path, change: Callable[[Path], None], words: list[str]) -> None:
     change(folder)
     error = load_error(folder)
-    assert all(each in error for each in words)
+    assert all(word in error for word in words)
 
 
 def test_loader_prints_nothing_besides_the_error(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -134,8 +134,8 @@ def test_rarely_multiplying_answers_have_the_requested_share_of_products() -> No
         for row in demonstrations.rows(rarely_multiplying(0.2))
         for answer in row.completions
     ]
-    with_sums = [text in correct for text, correct in answers if any("*" not in each for each in correct)]
-    only_products = [(text, correct) for text, correct in answers if all("*" in each for each in correct)]
+    with_sums = [text in correct for text, correct in answers if any("*" not in item for item in correct)]
+    only_products = [(text, correct) for text, correct in answers if all("*" in item for item in correct)]
     assert all(with_sums)
     assert 0.12 < sum(text in correct for text, correct in only_products) / len(only_products) < 0.28
     assert all(("*" in text) == (text in correct) for text, correct in only_products)
@@ -144,7 +144,7 @@ def test_rarely_multiplying_answers_have_the_requested_share_of_products() -> No
 def test_first_product_target_is_the_first_that_no_sum_reaches() -> None:
     task = CountdownTask()
     assert task.numbers * task.max_number + 1 == FIRST_PRODUCT_TARGET
-    problems = {each.prompt: each for each in TRAIN if each.extra["numbers"] == "9 9 9 9"}
+    problems = {item.prompt: item for item in TRAIN if item.extra["numbers"] == "9 9 9 9"}
     needs_product = {
         int(problems[prompt].answer): all("*" in answer for answer in answers)
         for prompt, answers in solved_problems(list(problems.values()))

@@ -68,15 +68,15 @@ def test_the_gradient_is_that_of_plain_weights(kind: str) -> None:
     for name, parameter in adapter_parameters(model):
         if ".lora_A." in name:
             other = dict(adapter_parameters(model))[name.replace("lora_A", "lora_B")]
-            leaves = (each.detach().clone().requires_grad_() for each in (parameter, other))
+            leaves = (item.detach().clone().requires_grad_() for item in (parameter, other))
             factors[name.removeprefix(PREFIX).removesuffix(".lora_A.weight")] = tuple(leaves)  # type: ignore[assignment]
-    weights = {name: each.detach() for name, each in plain.named_parameters()}
+    weights = {name: value.detach() for name, value in plain.named_parameters()}
     changed = {
         f"{name}.weight": weights[f"{name}.weight"] + 12 / 3 * b @ a for name, (a, b) in factors.items()
     }
     # The linear layers of two decoder layers: q, k, v, o, gate, up, down.
     assert len(changed) == 14
-    expected = functional_call(_Passes(plain), {f"model.{key}": each for key, each in changed.items()})
+    expected = functional_call(_Passes(plain), {f"model.{key}": value for key, value in changed.items()})
     expected.square().sum().backward()
 
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -90,8 +90,8 @@ def test_the_gradient_is_that_of_plain_weights(kind: str) -> None:
             assert scale > 0
             # Both are float32; seen up to 2.5e-5, depending on the processor.
             torch.testing.assert_close(gradient, leaf.grad, atol=1e-4 * scale, rtol=0)
-    with_gradient = {name for name, each in model.named_parameters() if each.grad is not None}
-    assert with_gradient == {name for name, each in model.named_parameters() if each.requires_grad}
+    with_gradient = {name for name, value in model.named_parameters() if value.grad is not None}
+    assert with_gradient == {name for name, value in model.named_parameters() if value.requires_grad}
     assert len(with_gradient) == 2 * len(factors)
 
 
@@ -126,19 +126,21 @@ def test_the_trained_parameters_are_those_of_the_adapters(dtype: str) -> None:
     """rank × (inputs + outputs) per layer, in the dtype of the weights; the optimizer has state of these only."""
     settings = ModelConfig.model_validate({"device": "cpu", "dtype": dtype, "lora": {"rank": 4}})
     model, base = load_policy(settings).model, load_policy(settings.model_copy(update={"lora": None})).model
-    linear = [each for each in base.modules() if isinstance(each, nn.Linear) and each is not base.lm_head]
-    expected = sum(4 * (each.in_features + each.out_features) for each in linear)
-    trained = [each for each in model.parameters() if each.requires_grad]
-    assert sum(each.numel() for each in trained) == expected
-    assert {each.dtype for each in model.parameters()} == {getattr(torch, dtype)}
+    linear = [
+        module for module in base.modules() if isinstance(module, nn.Linear) and module is not base.lm_head
+    ]
+    expected = sum(4 * (item.in_features + item.out_features) for item in linear)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert sum(item.numel() for item in trained) == expected
+    assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
     assert model.dtype == getattr(torch, dtype)
     optimizer = Optimizer(model, OptimConfig(warmup_steps=0), 10)
     logprobs_of(model).sum().backward()
     optimizer.step()
-    moments = {key: each for key, each in optimizer.state().items() if each.ndim}
+    moments = {key: value for key, value in optimizer.state().items() if value.ndim}
     assert all("lora_" in key for key in moments)
-    assert {each.dtype for each in moments.values()} == {torch.float32}
-    assert sum(each.numel() for each in moments.values()) == (2 if dtype == "float32" else 3) * expected
+    assert {moment.dtype for moment in moments.values()} == {torch.float32}
+    assert sum(moment.numel() for moment in moments.values()) == (2 if dtype == "float32" else 3) * expected
 
 
 def test_the_start_is_the_model_itself_and_depends_on_the_seed_of_the_run() -> None:
@@ -183,7 +185,7 @@ def test_merged_weights_are_neighbours_of_the_exact_sum_and_right_on_average() -
     assert len(layers) == 14
     errors = []
     for name, layer in layers.items():
-        a, b = (each["default"].weight.double() for each in (layer.lora_A, layer.lora_B))
+        a, b = (item["default"].weight.double() for item in (layer.lora_A, layer.lora_B))
         exact = (parameters[f"{name}.base_layer.weight"].double() + 4 * b @ a).detach()
         unit = torch.exp2(exact.abs().log2().floor() - 7)
         errors.append(((weights[f"{name}.weight"].double() - exact) / unit).flatten())
@@ -245,12 +247,12 @@ def test_a_layer_in_bfloat16_rounds_the_sum_of_both_terms_once(bias: bool) -> No
     assert torch.equal(adapted_layer(x), layer(x)), "the start is the model itself; its bias is 0"
     with torch.no_grad():
         adapted_layer.lora_B["default"].weight.copy_(1e-4 * torch.randn(adapted_layer.out_features, 3))
-        a, b = (each["default"].weight.double() for each in (adapted_layer.lora_A, adapted_layer.lora_B))
+        a, b = (item["default"].weight.double() for item in (adapted_layer.lora_A, adapted_layer.lora_B))
         exact = 4 * x.double() @ a.T @ b.T
         own = layer(x).double()
         shares = [
-            (((found.double() - own) * exact).sum() / exact.square().sum()).item()
-            for found in (adapted_layer(x), peft.tuners.lora.Linear.forward(adapted_layer, x))
+            (((item.double() - own) * exact).sum() / exact.square().sum()).item()
+            for item in (adapted_layer(x), peft.tuners.lora.Linear.forward(adapted_layer, x))
         ]
     assert shares[0] == pytest.approx(1.0, abs=0.05)
     assert shares[1] < 0.5
@@ -276,7 +278,7 @@ def test_adapters_load_into_the_same_tensors(tmp_path: Path) -> None:
     model, other = adapted(), random_model()
     add_adapters(other, SETTINGS, seed=9, base="base")
     save_adapter(
-        model, tmp_path, {name: each.clone() for name, each in weights_to_save(model, SINGLE).items()}
+        model, tmp_path, {name: value.clone() for name, value in weights_to_save(model, SINGLE).items()}
     )
     before = [parameter for _, parameter in adapter_parameters(other)]
     load_weights(other, tmp_path, SINGLE)
@@ -320,10 +322,13 @@ def test_the_reference_is_the_model_without_adapters(dtype: str) -> None:
         # In bfloat16 an adapted layer rounds before it adds its bias.
         tolerance = 0.0 if dtype == "float32" else 0.1
         torch.testing.assert_close(found, logprobs_of(base), atol=tolerance, rtol=0)
-    before = {name: each.clone() for name, each in adapter_weights(policy.model)}
+    before = {name: adapter_weight.clone() for name, adapter_weight in adapter_weights(policy.model)}
     logprobs_of(policy.model).sum().backward()
     assert optimizer.step() > 0
-    assert all(not torch.equal(each, before[name]) for name, each in adapter_weights(policy.model))
+    assert all(
+        not torch.equal(adapter_weight, before[name])
+        for name, adapter_weight in adapter_weights(policy.model)
+    )
 
 
 def test_an_error_in_a_pass_of_the_reference_leaves_the_adapters_on() -> None:
@@ -339,11 +344,11 @@ def test_log_probs_of_the_sampler_are_the_trainers() -> None:
     prompts = [(1, 2, 3), (4,)]
     groups = TransformersSampler(model, 0).sample(prompts, params, seed=3)
     rows = [
-        Row(prompt, [each.token_ids for each in group]) for prompt, group in zip(prompts, groups, strict=True)
+        Row(prompt, [item.token_ids for item in group]) for prompt, group in zip(prompts, groups, strict=True)
     ]
     with torch.no_grad():
         expected = token_logprobs(model, collate(rows, model.device), temperature=0.8).logprobs
-    reported = torch.tensor([value for group in groups for each in group for value in each.logprobs])
+    reported = torch.tensor([value for group in groups for item in group for value in item.logprobs])
     torch.testing.assert_close(reported, expected, atol=1e-5, rtol=0)
 
 

@@ -70,8 +70,8 @@ def test_components_of_the_estimate_computed_by_hand(tmp_path: Path, numel: int)
 
 
 def test_with_lora_only_the_adapters_have_gradients_and_optimizer_state(tmp_path: Path, numel: int) -> None:
-    linear = [each for name, each in random_model().named_parameters() if "proj.weight" in name]
-    adapters = sum(4 * sum(each.shape) for each in linear)
+    linear = [value for name, value in random_model().named_parameters() if "proj.weight" in name]
+    adapters = sum(4 * sum(item.shape) for item in linear)
     assert len(linear) == 14
     layer = {
         "model": {"path": str(tmp_path), "dtype": "bfloat16", "lora": {"rank": 4}},
@@ -141,7 +141,7 @@ def saved_by_packed_rows(model: torch.nn.Module, rows: list[Row]) -> int:
     saved: dict[int, torch.Tensor] = {}
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     batch = collate(rows, torch.device("cpu"))
-    indices = {each.gather_index.data_ptr() for each in batch.packing.blocks}
+    indices = {block.gather_index.data_ptr() for block in batch.packing.blocks}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
@@ -179,7 +179,9 @@ def test_estimated_activations_equal_those_of_packed_rows(
         add_adapters(real, lora, seed=0, base="")
     meta = build_on_meta_device(settings)
     assert all(parameter.is_meta for parameter in meta.parameters())
-    assert sum(each.numel() for each in meta.parameters()) == sum(each.numel() for each in real.parameters())
+    assert sum(parameter.numel() for parameter in meta.parameters()) == sum(
+        parameter.numel() for parameter in real.parameters()
+    )
     tokens = prompt + samples * completion
     ids = [index % 20 for index in range(tokens)]
     row = Row(ids[:prompt], [ids[:completion]] * samples)

@@ -51,9 +51,9 @@ def peak_bytes(work: Callable[[], object]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         work()
     assert recorded.profiler is not None
-    events = [each for each in recorded.profiler.kineto_results.events() if each.name() == "[memory]"]
+    events = [item for item in recorded.profiler.kineto_results.events() if item.name() == "[memory]"]
     held = peak = 0
-    for event in sorted(events, key=lambda each: each.start_ns()):
+    for event in sorted(events, key=lambda item: item.start_ns()):
         held += event.nbytes()
         peak = max(peak, held)
     return peak
@@ -139,9 +139,9 @@ def test_the_first_rank_stores_its_share(rank_0_of_4: Ranks) -> None:
     counts = shard_of(model, RANKS)
     shard(model, rank_0_of_4, torch.device("cpu"))
     local = [local_tensor(parameter) for parameter in model.parameters()]
-    assert sum(each.numel() for each in local) == counts.stored
-    trained = [each for each in model.parameters() if each.requires_grad]
-    assert sum(local_tensor(each).numel() for each in trained) == counts.trained_stored
+    assert sum(item.numel() for item in local) == counts.stored
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert sum(local_tensor(item).numel() for item in trained) == counts.trained_stored
     assert counts.stored - counts.trained_stored == 64 * 64 // 4
     # The last norm, of 64, is the only trained parameter outside of the layers: bfloat16, float32 and a quarter.
     assert counts.reduction == {"gradient outside of the layers to reduce": 2 * 64 + 4 * 64 + 4 * 16}

@@ -31,9 +31,9 @@ BY_HAND = {
 def weights_by(rule: str, cap: float | None = 1.5, **more: Any) -> torch.Tensor | None:
     """Return the weights of the tokens of `RATIOS`."""
     sampler = torch.linspace(-3, -0.5, 9)
-    ratios = torch.tensor([ratio for each in RATIOS for ratio in each])
+    ratios = torch.tensor([ratio for item in RATIOS for ratio in item])
     objective = ObjectiveConfig(importance=rule, importance_cap=cap, **more)  # type: ignore[arg-type]
-    lengths = torch.tensor([len(each) for each in RATIOS])
+    lengths = torch.tensor([len(item) for item in RATIOS])
     return importance_weights(sampler + ratios.log(), sampler, lengths, objective)
 
 
@@ -59,7 +59,7 @@ def test_the_floor_of_a_mask_is_the_inverse_of_its_cap() -> None:
     found = weights_by("token-mask")
     assert found is not None
     assert [weight > 0 for weight in found.tolist()] == [
-        2 / 3 <= ratio <= 1.5 for each in RATIOS for ratio in each
+        2 / 3 <= ratio <= 1.5 for item in RATIOS for ratio in item
     ]
 
 

@@ -114,7 +114,7 @@ def drpo(token: Token) -> float:
 
 
 def gspo(token: Token) -> float:
-    mean = sum(each.new - each.old for each in token.completion) / len(token.completion)
+    mean = sum(item.new - item.old for item in token.completion) / len(token.completion)
     ratio = math.exp(mean)
     clipped = ratio > 1 + 4e-4 if token.advantage > 0 else ratio < 1 - 3e-4
     return 0.0 if clipped else ratio
@@ -133,7 +133,7 @@ def gmpo(token: Token) -> float:
 def topr(token: Token) -> float:
     if token.advantage > 0:
         return 1.0
-    return min(math.exp(sum(each.new - each.old for each in token.completion)), 1.0)
+    return min(math.exp(sum(item.new - item.old for item in token.completion)), 1.0)
 
 
 BY_HAND: dict[str, Callable[[Token], float]] = {
@@ -171,7 +171,7 @@ def test_the_gradient_weight_is_the_one_derived_by_hand(name: str, spread: float
 
 def _split(values: list[float], groups: list[list[Token]]) -> list[list[float]]:
     sizes = [len(group) for group in groups]
-    return [each.tolist() for each in torch.tensor(values, dtype=torch.float64).split(sizes)]
+    return [item.tolist() for item in torch.tensor(values, dtype=torch.float64).split(sizes)]
 
 
 def test_clip_cov_removes_the_gradient_of_some_tokens_in_the_range() -> None:

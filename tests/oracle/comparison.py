@@ -163,27 +163,27 @@ class GivenSampler:
         entropies: list[list[float]] = [[] for _ in rows]
         for _ in range(MAX_TOKENS):
             logits = self._model(input_ids=torch.tensor(rows), use_cache=False).logits[:, -1].double()
-            for row, found, policy in zip(
+            for row, entry, policy in zip(
                 rows, logprobs, _log_softmax(logits / self._temperature), strict=True
             ):
                 # Partly uniform and more often at an end than the model: rare tokens, completions of every length.
-                shares = [0.7 * math.exp(each) + 0.3 / len(policy) for each in policy]
+                shares = [0.7 * math.exp(item) + 0.3 / len(policy) for item in policy]
                 shares[END] += 0.15
                 row += self._random.choices(range(len(policy)), shares)
                 noise = self._random.gauss(0, self._noise)
-                found.append(min(policy[row[-1]] + noise, -1e-3) if self._noise else policy[row[-1]])
-            for found, each in zip(
+                entry.append(min(policy[row[-1]] + noise, -1e-3) if self._noise else policy[row[-1]])
+            for entry, entropy in zip(
                 entropies, torch.distributions.Categorical(logits=logits).entropy(), strict=True
             ):
-                found.append(each.item())
+                entry.append(entropy.item())
         rollouts = [
-            self._rollout(prompt, row[len(prompt) :], found)
-            for row, found in zip(rows, logprobs, strict=True)
+            self._rollout(prompt, row[len(prompt) :], value)
+            for row, value in zip(rows, logprobs, strict=True)
         ]
         if not self._noise and not self._ahead:
             self._entropies |= {
-                (each.prompt_ids, each.token_ids): tuple(found[: len(each.token_ids)])
-                for each, found in zip(rollouts, entropies, strict=True)
+                (rollout.prompt_ids, rollout.token_ids): tuple(value[: len(rollout.token_ids)])
+                for rollout, value in zip(rollouts, entropies, strict=True)
             }
         # Every third group repeats one completion, so that its rewards are all equal.
         return [rollouts[0]] * SAMPLES if place % 3 == 2 else rollouts
@@ -226,7 +226,7 @@ class TextGrader:
 
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
         grades = map(grade_text, texts)
-        return [self._timeout if each.verdict == "timeout" else each for each in grades]
+        return [self._timeout if grade.verdict == "timeout" else grade for grade in grades]
 
     def cancel(self) -> None:
         pass
@@ -343,8 +343,10 @@ def record_gradients(components: Components) -> list[list[torch.Tensor]]:
     def spy() -> float:
         recorded.append(
             [
-                torch.zeros_like(each).double() if each.grad is None else each.grad.double().clone()
-                for each in components.optimizer._parameters
+                torch.zeros_like(parameter).double()
+                if parameter.grad is None
+                else parameter.grad.double().clone()
+                for parameter in components.optimizer._parameters
             ]
         )
         return step()
@@ -422,4 +424,4 @@ def _undecided(result: StepResult) -> float:
 
 def norm(tensors: Sequence[torch.Tensor]) -> float:
     """Return the Euclidean norm of all entries together."""
-    return math.sqrt(sum(float((each.double() ** 2).sum()) for each in tensors))
+    return math.sqrt(sum(float((tensor.double() ** 2).sum()) for tensor in tensors))

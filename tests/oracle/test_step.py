@@ -338,7 +338,7 @@ def test_batches_sampled_one_step_ahead_train_as_in_the_reference(tmp_path: Path
     case = compare(tmp_path, random_qwen2, cap, steps=4, ahead=True)
     note("one step ahead", case.differences)
     assert learns(case)
-    assert [max(t.importance for u in each.updates for t in u.tokens) for each in case.results[1:]] == [
+    assert [max(t.importance for u in result.updates for t in u.tokens) for result in case.results[1:]] == [
         1.2
     ] * 3
     assert case.records[0]["sampler/importance_max"] == pytest.approx(1.0, abs=1e-5), (

@@ -48,7 +48,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "folder" not in metafunc.fixturenames:
         return
     skip = pytest.mark.skip(reason="needs pretrained models: make test-real MODELS=FOLDER")
-    folders = [pytest.param(each, id=each.name) for each in model_folders()]
+    folders = [pytest.param(model_folder, id=model_folder.name) for model_folder in model_folders()]
     metafunc.parametrize("folder", folders or [pytest.param(None, marks=skip)], scope="module")
 
 
@@ -96,7 +96,7 @@ def completion_logprobs(
 
 def reported_logprobs(groups: Sequence[Sequence[Completion]]) -> torch.Tensor:
     """Return the log-probs that an engine reported, float64 [N]."""
-    return torch.tensor([each for group in groups for c in group for each in c.logprobs]).double()
+    return torch.tensor([logprob for group in groups for c in group for logprob in c.logprobs]).double()
 
 
 def check_logprobs(found: torch.Tensor, plain: torch.Tensor, dtype: str, exact: torch.Tensor) -> None:

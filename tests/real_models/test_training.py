@@ -100,14 +100,14 @@ def test_a_step_is_that_of_the_models_own_logits(
     run = RunFolder.create(tmp_path, "run")
     (report,) = train(config, components, run)
     policy, prompts, groups = components.policy.model, sampler.prompts, sampler.groups
-    trained = {name: each.detach() for name, each in policy.named_parameters()}
+    trained = {name: value.detach() for name, value in policy.named_parameters()}
     # Tied weights are trained as one matrix and stored once.
     assert policy.get_output_embeddings().weight is policy.get_input_embeddings().weight
     components.close()
     del components, policy, sampler  # a second model and its optimizer follow
 
     model = plain_model(folder)
-    before = {name: each.detach().clone() for name, each in model.named_parameters()}
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
     rows = [
         (prompt, completion.token_ids)

@@ -181,14 +181,19 @@ def test_all_forms_of_the_report_have_the_metric(tmp_path, without_plots):
     metric = report.metric("entropy_at_accuracy")
     assert metric.name == "entropy at 40% accuracy"
     assert report.accuracy_level == 0.4
-    assert [each.key for each in report.figures][:4] == ["accuracy", "area", "entropy", "entropy_at_accuracy"]
+    assert [figure.key for figure in report.figures][:4] == [
+        "accuracy",
+        "area",
+        "entropy",
+        "entropy_at_accuracy",
+    ]
     difference = next(
-        each for each in report.differences if (each.arm, each.figure) == ("kl 0.02", metric.key)
+        item for item in report.differences if (item.arm, item.figure) == ("kl 0.02", metric.key)
     )
     expected = stats.ttest_rel(entropies["kl 0.02"], entropies["clip"])
     assert difference.paired.p == pytest.approx(expected.pvalue)
     assert difference.p_holm == pytest.approx(expected.pvalue)  # the variant without values is not tested
-    without = next(each for each in report.differences if (each.arm, each.figure) == ("kl 0.03", metric.key))
+    without = next(item for item in report.differences if (item.arm, item.figure) == ("kl 0.03", metric.key))
     assert (without.paired, without.verdict) == (None, "no value")
     with report.files["leaderboard.csv"].open(newline="") as file:
         rows = {row["arm"]: row for row in csv.DictReader(file)}
@@ -240,7 +245,7 @@ def test_a_note_says_why_there_is_no_level(tmp_path, without_plots, finals, note
     report = report_of(write_sweep(tmp_path / "s", finals))
     assert note in report.notes
     assert report.accuracy_level is None
-    assert not any(each.key == "entropy_at_accuracy" for each in report.figures)
+    assert not any(figure.key == "entropy_at_accuracy" for figure in report.figures)
 
 
 def test_several_sets_are_compared_at_their_mean_accuracy(tmp_path, without_plots):

@@ -44,7 +44,7 @@ def test_lines_are_means_and_the_legend_describes_the_bands(tmp_path, figures):
     assert list(lines["clip (baseline)"].get_ydata()) == pytest.approx([0.2, 0.42])
     assert list(lines["kl 0.02"].get_ydata()) == pytest.approx([0.2, 0.55])
     assert lines["clip (baseline)"].get_color() == style.MUTED_COLOR
-    bands = [each.get_paths()[0].vertices for each in figure.axes[0].collections]
+    bands = [collection.get_paths()[0].vertices for collection in figure.axes[0].collections]
     ends = sorted((float(v[v[:, 0] == 4][:, 1].min()), float(v[v[:, 0] == 4][:, 1].max())) for v in bands)
     interval = estimate(list(FINALS["clip"].values()))
     assert ends == [pytest.approx((interval.low, interval.high)), pytest.approx((0.5, 0.6))]
@@ -170,7 +170,7 @@ def test_accuracy_against_learning_rate_shows_the_most_accurate_of_many_lines(tm
 def test_every_arm_has_its_own_line_style():
     names = [f"arm {index}" for index in range(MAX_VARIANTS_PLOTTED)]
     styles = variant_styles(names, "arm 3")
-    assert len({(each.color, str(each.dash)) for each in styles.values()}) == MAX_VARIANTS_PLOTTED
+    assert len({(item.color, str(item.dash)) for item in styles.values()}) == MAX_VARIANTS_PLOTTED
     assert styles["arm 3"].color == style.MUTED_COLOR
     assert variant_styles(names, None)["arm 0"].color != style.MUTED_COLOR
     assert variant_styles(["kl 0.05"], None)["kl 0.05"].name == "kl 0.05"

@@ -56,7 +56,9 @@ def test_intervals_of_shares_are_within_0_and_1(tmp_path):
     for arm in report.arms:
         for key in ("accuracy", "area", "pass_at_16"):
             assert 0 <= arm.figures[key].low <= arm.figures[key].high <= 1
-    (change,) = [each.paired.change for each in report.differences if each.figure == "accuracy"]
+    (change,) = [
+        difference.paired.change for difference in report.differences if difference.figure == "accuracy"
+    ]
     assert (change.low, change.high) == (-1, 1)
     for name in ("report.html", "report.md"):
         assert "0.000 – 1.000" in report.files[name].read_text()
@@ -85,13 +87,15 @@ def test_time_per_step_has_the_range_of_its_steps(tmp_path):
 
 def test_differences_are_paired_by_seed_and_adjusted(sweep):
     report = report_of(sweep)
-    found = {each.arm: each for each in report.differences if each.figure == "accuracy"}
+    found = {
+        difference.arm: difference for difference in report.differences if difference.figure == "accuracy"
+    }
     p = {}
-    for arm, each in found.items():
+    for arm, value in found.items():
         expected = stats.ttest_rel(list(CLEAR[arm].values()), list(CLEAR["clip"].values()))
         p[arm] = expected.pvalue
-        assert each.paired.p == pytest.approx(expected.pvalue)
-        assert each.paired.change.low == pytest.approx(expected.confidence_interval().low)
+        assert value.paired.p == pytest.approx(expected.pvalue)
+        assert value.paired.change.low == pytest.approx(expected.confidence_interval().low)
     assert found["kl 0.02"].p_holm == pytest.approx(2 * p["kl 0.02"])
     assert found["kl 0.03"].p_holm == pytest.approx(p["kl 0.03"])
     assert (found["kl 0.02"].verdict, found["kl 0.03"].verdict) == ("higher", "not significant")
@@ -121,14 +125,20 @@ def test_finding_without_significant_difference(tmp_path, arms):
     report = report_of(write_sweep(tmp_path / "s", dict(list(finals.items())[:arms])))
     assert re.search("(differs|do not differ) significantly", report.finding)
     assert "higher for" not in report.finding
-    assert {each.verdict for each in report.differences if each.figure == "accuracy"} == {"not significant"}
+    assert {difference.verdict for difference in report.differences if difference.figure == "accuracy"} == {
+        "not significant"
+    }
 
 
 def test_verdict_where_only_the_unadjusted_p_value_is_significant(tmp_path):
     finals = {"clip": {0: 0.40, 1: 0.42, 2: 0.41}, "kl 0.02": {0: 0.43, 1: 0.48, 2: 0.45}}
     finals |= {f"kl 0.0{index}": {0: 0.39 + index / 1000, 1: 0.43, 2: 0.42} for index in (3, 4, 5, 6)}
     report = report_of(write_sweep(tmp_path / "s", finals))
-    each = next(each for each in report.differences if (each.arm, each.figure) == ("kl 0.02", "accuracy"))
+    each = next(
+        difference
+        for difference in report.differences
+        if (difference.arm, difference.figure) == ("kl 0.02", "accuracy")
+    )
     assert each.paired.p < 0.05 < each.p_holm
     assert each.verdict == "higher, but not after Holm's adjustment"
     assert report.finding.startswith("No variant differs significantly from clip in final held-out accuracy")
@@ -138,7 +148,7 @@ def test_one_seed_has_no_interval_in_any_output(tmp_path):
     sweep = write_sweep(tmp_path / "s", {"clip": {0: 0.4}, "kl 0.02": {0: 0.6}})
     report = report_of(sweep)
     assert all(value.low is None for arm in report.arms for value in arm.figures.values())
-    assert {each.verdict for each in report.differences} == {"one seed: no test"}
+    assert {difference.verdict for difference in report.differences} == {"one seed: no test"}
     assert report.finding == (
         "kl 0.02 ends with the highest held-out accuracy, 0.600 (one seed, no interval); with these seeds no "
         "difference from clip can be tested."
@@ -162,7 +172,9 @@ def test_without_baseline_there_are_no_differences_and_a_note(sweep):
 def test_only_common_seeds_are_compared(tmp_path):
     finals = {"clip": {0: 0.4, 1: 0.42, 5: 0.9}, "kl 0.02": {0: 0.5, 1: 0.53, 7: 0.1}, "kl 0.03": {9: 0.5}}
     report = report_of(write_sweep(tmp_path / "s", finals))
-    found = {each.arm: each for each in report.differences if each.figure == "accuracy"}
+    found = {
+        difference.arm: difference for difference in report.differences if difference.figure == "accuracy"
+    }
     assert found["kl 0.02"].paired.change.n == 2
     assert found["kl 0.02"].paired.change.mean == pytest.approx(0.105)
     assert found["kl 0.03"].verdict == "no common seed"
@@ -175,7 +187,7 @@ def test_excluded_runs_are_listed_and_do_not_change_the_results(sweep):
     more = [*runs, VariantRun("clip", 3, failed), VariantRun("dcpo", 0, sweep / "gone")]
     out = sweep / "report"
     report = write_report(more, "t", "clip", out)
-    assert [(each.run, each.arm, each.seed) for each in report.left_out] == [
+    assert [(item.run, item.arm, item.seed) for item in report.left_out] == [
         ("failed", "clip", 3),
         ("gone", "dcpo", 0),
     ]

@@ -35,7 +35,7 @@ def test_one_value_and_equal_values_have_no_interval(values):
 
 def test_interval_has_the_nominal_coverage():
     samples = np.random.default_rng(0).normal(0.4, 0.02, size=(4000, 3))
-    covered = [found.low <= 0.4 <= found.high for found in map(estimate, samples)]
+    covered = [sample.low <= 0.4 <= sample.high for sample in map(estimate, samples)]
     assert 0.94 < np.mean(covered) < 0.96
 
 

@@ -172,7 +172,7 @@ def test_a_process_that_is_killed_while_it_samples_is_an_error(
     thread, errors = in_a_thread(lambda: engine.sample(PROMPTS, PARAMS, 0))
     os.kill(child_of(engine).pid, signal.SIGKILL)
     thread.join(WAIT_S)
-    assert [type(each) for each in errors] == [RunError]
+    assert [type(error) for error in errors] == [RunError]
     with pytest.raises(RunError, match=KILLED):
         raise errors[0]
     with pytest.raises(RunError, match=KILLED):
@@ -216,7 +216,7 @@ def test_a_process_of_the_engine_that_holds_the_connection_is_ended_with_it(
     engine = started(monkeypatch, policy, line)
     thread, errors = in_a_thread(lambda: engine.sample(PROMPTS, PARAMS, 0))
     thread.join(WAIT_S)
-    assert [type(each) for each in errors] == [RunError]
+    assert [type(error) for error in errors] == [RunError]
     assert "ended with exit code 4" in str(errors[0])
     assert has_ended(int(child_of(engine)._output.split()[0]))
 
@@ -230,7 +230,7 @@ def test_close_ends_a_process_that_samples(monkeypatch: pytest.MonkeyPatch, poli
         time.sleep(0.01)
     engine.close()
     thread.join(WAIT_S)
-    assert [(type(each), str(each)) for each in errors] == [(RunError, "the engine process is closed")]
+    assert [(type(error), str(error)) for error in errors] == [(RunError, "the engine process is closed")]
     assert child_of(engine).wait(0)
     engine.close()
 

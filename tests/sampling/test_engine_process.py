@@ -92,14 +92,14 @@ def test_completions_are_those_of_the_engine_in_this_process(engine: EngineProce
     initial = in_this_process(policy, 0)
     assert engine.sample(PROMPTS, PARAMS, 7) == initial
     assert engine.sample(PROMPTS, PARAMS, 8) != initial
-    assert all(len(each.entropies) == len(each.token_ids) for group in initial for each in group)
+    assert all(len(item.entropies) == len(item.token_ids) for group in initial for item in group)
     perturb(policy.model, seed=1)
     assert engine.sample(PROMPTS, PARAMS, 7) == initial
     engine.sync(policy.model, 4)
     changed = in_this_process(policy, 4)
     assert engine.sample(PROMPTS, PARAMS, 7) == changed
-    assert [[each.token_ids for each in group] for group in initial] != [
-        [each.token_ids for each in group] for group in changed
+    assert [[item.token_ids for item in group] for group in initial] != [
+        [item.token_ids for item in group] for group in changed
     ]
 
 
@@ -144,7 +144,9 @@ Weights = Iterator[tuple[str, torch.Tensor]]
 
 
 def without_one(model: PreTrainedModel) -> Weights:
-    return (each for index, each in enumerate(checkpoint_weights(model)) if index != 3)
+    return (
+        checkpoint_weight for index, checkpoint_weight in enumerate(checkpoint_weights(model)) if index != 3
+    )
 
 
 def with_another(model: PreTrainedModel) -> Weights:
@@ -153,11 +155,17 @@ def with_another(model: PreTrainedModel) -> Weights:
 
 
 def with_a_transposed_one(model: PreTrainedModel) -> Weights:
-    return ((name, each.T if "embed" in name else each) for name, each in checkpoint_weights(model))
+    return (
+        (name, checkpoint_weight.T if "embed" in name else checkpoint_weight)
+        for name, checkpoint_weight in checkpoint_weights(model)
+    )
 
 
 def with_another_dtype(model: PreTrainedModel) -> Weights:
-    return ((name, each.double() if "norm" in name else each) for name, each in checkpoint_weights(model))
+    return (
+        (name, checkpoint_weight.double() if "norm" in name else checkpoint_weight)
+        for name, checkpoint_weight in checkpoint_weights(model)
+    )
 
 
 @pytest.mark.parametrize(

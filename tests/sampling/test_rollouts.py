@@ -172,7 +172,9 @@ def test_prompts_that_are_all_too_long_are_reported_with_the_share_of_the_templa
         ]
     )
     questions = ["2 plus 2", "2 plus 2 plus 2"]
-    problems = [problem(build_prompt(each, "be brief be {question} brief be brief")) for each in questions]
+    problems = [
+        problem(build_prompt(question, "be brief be {question} brief be brief")) for question in questions
+    ]
     encoder = PromptEncoder(tokenizer_of(TEMPLATE))
     message = (
         "sampling.max_prompt_tokens = 12: all 2 prompts of 'training' are longer: 14 to 16 tokens, of which the "

@@ -94,11 +94,11 @@ def test_completions_of_chat_prompts_end_at_the_end_of_a_turn(base_model: Path, 
     assert prompts[0].text.endswith("<|im_start|>assistant\n")
     groups = components.sampler.sample([prompt.token_ids for prompt in prompts], components.params, seed=0)
     completions = [completion for group in groups for completion in group]
-    turns = [each for each in completions if end_of_turn in each.token_ids]
+    turns = [completion for completion in completions if end_of_turn in completion.token_ids]
     assert len(turns) > 5, "no completion ends a turn, so nothing is tested"
-    for each in turns:
-        assert each.token_ids.index(end_of_turn) == len(each.token_ids) - 1
-        assert each.finish_reason == "stop"
+    for turn in turns:
+        assert turn.token_ids.index(end_of_turn) == len(turn.token_ids) - 1
+        assert turn.finish_reason == "stop"
     components.close()
 
 

@@ -96,7 +96,7 @@ def test_a_synced_engine_passes_at_the_first_attempt(dtype: torch.dtype) -> None
 def test_one_token_far_off_in_16_bits_is_no_error() -> None:
     """One token off by 2 nats is 0.06 on average: rounding at a token that the policy hardly ever samples."""
     model = random_model().bfloat16()
-    engine = Engine(copy.deepcopy(model), lambda call, each: [shifted(each[0], 2.0), *each[1:]])
+    engine = Engine(copy.deepcopy(model), lambda call, item: [shifted(item[0], 2.0), *item[1:]])
     assert check(model, engine) == pytest.approx(2 / 32, abs=0.03)
     assert len(engine.prompts) == 1
 
@@ -106,11 +106,11 @@ def test_a_probe_above_the_limit_is_repeated_once_with_other_tokens() -> None:
     far_off = [20.0] * 8
     once = Engine(
         copy.deepcopy(model),
-        lambda call, each: [shifted(one, *far_off) for one in each] if call == 0 else each,
+        lambda call, item: [shifted(one, *far_off) for one in item] if call == 0 else item,
     )
     assert check(model, once) < HALF_PRECISION_LIMIT
     assert len(once.seeds) == len(set(once.seeds)) == ATTEMPTS == 2
-    always = Engine(copy.deepcopy(model), lambda call, each: [shifted(one, *far_off) for one in each])
+    always = Engine(copy.deepcopy(model), lambda call, entry: [shifted(one, *far_off) for one in entry])
     with pytest.raises(
         StaleEngineError, match=r"version 5 of the weights: .* by 20 nats on average, .* 0\.1"
     ):
@@ -134,7 +134,7 @@ def test_the_first_sync_one_in_ten_and_those_after_a_failure_are_checked_complet
 def test_log_probs_that_are_not_numbers_raise() -> None:
     model = random_model()
     with pytest.raises(StaleEngineError, match="nan nats"):
-        check(model, Engine(model, lambda call, each: [shifted(one, math.nan) for one in each]))
+        check(model, Engine(model, lambda call, item: [shifted(one, math.nan) for one in item]))
 
 
 def partly_synced(dtype: torch.dtype, noise: float, left_out: str) -> tuple[PreTrainedModel, Engine]:

@@ -128,7 +128,7 @@ def test_completions_depend_on_the_seed_plus_the_index_of_the_prompt() -> None:
 
     def sampled(prompts: list[tuple[int, ...]], seed: int, most: int = 2048) -> list[list[tuple[int, ...]]]:
         groups = TransformersSampler(model, 0, most).sample(prompts, params, seed)
-        return [[each.token_ids for each in group] for group in groups]
+        return [[item.token_ids for item in group] for group in groups]
 
     expected = sampled(PROMPTS, seed=7)
     assert sampled(PROMPTS, seed=7, most=5) == expected
@@ -152,7 +152,7 @@ def test_ended_completions_in_the_batch_do_not_change_the_others(
     """They are kept to the end, until half of the batch has ended, or removed at once."""
     params = replace(PARAMS, samples=16, entropy=True)
     expected = TransformersSampler(model, 0).sample(PROMPTS, params, seed=4)
-    assert {each.finish_reason for group in expected for each in group} == {"stop", "length"}
+    assert {item.finish_reason for group in expected for item in group} == {"stop", "length"}
     monkeypatch.setattr(transformers_sampler, "KEPT_UNTIL", kept_until)
     found = TransformersSampler(model, 0).sample(PROMPTS, params, seed=4)
     for one, other in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
@@ -193,4 +193,4 @@ def test_a_further_token_is_written_in_place() -> None:
     layer.update(*torch.ones(2, 1, 1, 1, 2))
     assert layer.keys.data_ptr() == place
     cache = growing_cache(random_model(), 100)
-    assert [type(each) for each in cache.layers] == [GrowingLayer] * 2
+    assert [type(item) for item in cache.layers] == [GrowingLayer] * 2

@@ -130,7 +130,10 @@ def checked(ranks: Ranks, failing: int, rank: int) -> tuple[int, float, str | No
         completions = engine.sample([prompt], params, seed)[0]
         if ranks.rank != rank or probes > failing:
             return completions
-        return [replace(each, logprobs=tuple(value + 3.0 for value in each.logprobs)) for each in completions]
+        return [
+            replace(completion, logprobs=tuple(value + 3.0 for value in completion.logprobs))
+            for completion in completions
+        ]
 
     check = SyncCheck(policy_of(model, ranks), 100)
     try:

@@ -185,11 +185,11 @@ def test_the_seed_of_a_prompt_is_that_of_its_place_in_all_calls(monkeypatch: pyt
     """The prompts of a call, divided over two calls, have the same seeds."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
     params = SamplingParams(samples=4, temperature=1.0, max_tokens=8, stop_ids=(2,))
-    seeds = [each.seed for each in vllm_sampler._requests(params, 2**63 - 2, 5)]
+    seeds = [request.seed for request in vllm_sampler._requests(params, 2**63 - 2, 5)]
     first, second = (
         vllm_sampler._requests(params, 2**63 - 2 + start, count) for start, count in ((0, 2), (2, 3))
     )
-    assert seeds == [each.seed for each in (*first, *second)]
+    assert seeds == [item.seed for item in (*first, *second)]
     assert seeds[1] == random.Random(2**63 - 1).getrandbits(62)
     assert min(abs(a - b) for a in seeds for b in seeds if a != b) > params.samples
 

@@ -31,12 +31,12 @@ class Engine:
         self.started += len(prompts)
         self.queue += zip(ids, prompts, strict=True)
         self.most_queued = max(self.most_queued, len(self.queue))
-        return [f"{each}-0123abcd" for each in ids]
+        return [f"{item}-0123abcd" for item in ids]
 
     def step(self) -> list[Any]:
         assert self.in_call
         number, prompt = self.queue.pop()
-        running = [SimpleNamespace(request_id=each, finished=False) for each, _ in self.queue]
+        running = [SimpleNamespace(request_id=value, finished=False) for value, _ in self.queue]
         return [*running, SimpleNamespace(request_id=number, finished=True, prompt=prompt)]
 
     def abort_request(self, ids: list[str]) -> None:
@@ -100,8 +100,8 @@ def test_no_code_of_the_caller_runs_within_a_call_of_the_engine() -> None:
 def test_closing_the_stream_drops_unfinished_requests() -> None:
     engine = Engine()
     outputs = stream(engine, [1, 1, 3], 2 * SAMPLES)
-    assert [each.prompt for each in next(outputs)] == [(0, 0)]
-    assert [each.prompt for each in next(outputs)] == [(1, 0)]
+    assert [item.prompt for item in next(outputs)] == [(0, 0)]
+    assert [item.prompt for item in next(outputs)] == [(1, 0)]
     outputs.close()  # type: ignore[attr-defined]
     assert engine.aborted == []
     outputs = stream(Failing(engine), [3], 10**6)

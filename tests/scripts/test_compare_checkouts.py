@@ -68,7 +68,7 @@ def differences(sides: tuple[Side, Side], command: Command | None = None, *outco
     command = command or Command("train", ("train",))
     pair = (outcomes[0], outcomes[1]) if outcomes else (outcome(sides[0]), outcome(sides[1]))
     (verdict,) = judge_all([command], {command.name: pair}, sides, messages=False)
-    return [str(each) for each in verdict.differences]
+    return [str(difference) for difference in verdict.differences]
 
 
 def test_runs_that_differ_in_durations_and_paths_are_equal(sides: tuple[Side, Side]) -> None:

@@ -159,7 +159,9 @@ def test_a_step_falls_short_by_its_metrics(
     found = step_limits(
         Work("cpu", False, tmp_path), TrainedRun(tmp_path, [dict(RECORD), {**RECORD, **changed}])
     )
-    assert [each.partition(" is ")[0] for each in found.shortfalls] == ([] if name is None else [name])
+    assert [shortfall.partition(" is ")[0] for shortfall in found.shortfalls] == (
+        [] if name is None else [name]
+    )
 
 
 def ranks_run(folder: Path, texts: str = "ab", **changed: float) -> TrainedRun:
@@ -193,7 +195,7 @@ def test_two_ranks_that_differ_from_one_fall_short(
         ranks_run(tmp_path / "two", **two),
         ranks_run(tmp_path / "resumed", **resumed),
     )
-    assert [each.partition(" is ")[0] for each in found.shortfalls] == names
+    assert [shortfall.partition(" is ")[0] for shortfall in found.shortfalls] == names
 
 
 def test_log_probs_that_differ_fall_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +203,7 @@ def test_log_probs_that_differ_fall_short(tmp_path: Path, monkeypatch: pytest.Mo
     exact = kernels._tiled
     monkeypatch.setattr(kernels, "_tiled", lambda inputs: 1.1 * exact(inputs))
     shortfalls = kernels.check_logprobs(tiny(tmp_path), "0.5b").shortfalls
-    assert [each.partition(" is ")[0] for each in shortfalls] == [
+    assert [shortfall.partition(" is ")[0] for shortfall in shortfalls] == [
         "max_difference_nats",
         "hidden_gradient_difference",
         "weight_gradient_difference",

@@ -26,7 +26,7 @@ _VALUES = {
 }
 _NULLABLE = ("answer", "length", "finish_reason", "logprob_sum")
 _ROWS = st.fixed_dictionaries(
-    {each.name: (st.none() if each.name in _NULLABLE else st.nothing()) | _VALUES[each.type] for each in _SCHEMA}
+    {item.name: (st.none() if item.name in _NULLABLE else st.nothing()) | _VALUES[item.type] for item in _SCHEMA}
 )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def test_rows_with_question_answer_and_completions(tmp_path: Path) -> None:
     ((label, problems),) = read_completions(jsonl(tmp_path / "my answers.jsonl", *rows)).items()
     assert label == "my-answers"
     assert [stored.problem.answer for stored in problems] == ["2", "4"]
-    assert [[each.text for each in stored.completions_G] for stored in problems] == [
+    assert [[completion.text for completion in stored.completions_G] for stored in problems] == [
         ["Answer: 2", "Answer: 3", "Answer: 4"], ["4"],
     ]  # fmt: skip
     assert {stored.problem.grader for stored in problems} == {"math"}
@@ -92,7 +92,7 @@ def test_own_table_as_csv_and_from_pandas(tmp_path: Path) -> None:
     frame.to_csv(tmp_path / "a.csv", index=False)
     for name in ("a.parquet", "a.csv"):
         (problems,) = read_completions(tmp_path / name).values()
-        lengths = [(each.length, each.logprob_sum) for each in problems[0].completions_G]
+        lengths = [(completion.length, completion.logprob_sum) for completion in problems[0].completions_G]
         assert lengths == [(5, -1.25), (None, None)], name
 
 

@@ -48,7 +48,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 def read(path: str, **settings: Any) -> tuple[dict[str, Problem], list[str]]:
     """Return the problems of a file by answer, those held out included, and the notes."""
     task = build_task(DataTask.model_validate({"name": "data", "train": path, **settings}))
-    problems = [*task.train_problems(), *(each for part in task.heldout_sets().values() for each in part)]
+    problems = [*task.train_problems(), *(item for part in task.heldout_sets().values() for item in part)]
     return {problem.answer: problem for problem in problems}, task.notes()
 
 
@@ -175,6 +175,6 @@ def test_a_malformed_list_is_one_line_with_file_row_and_field(
 
 
 def test_a_malformed_list_beside_completions_names_its_row(tmp_path: Path) -> None:
-    rows = [{"messages": user(each), "answer": "1", "completions": ["1"]} for each in ("1?", [IMAGE])]
+    rows = [{"messages": user(item), "answer": "1", "completions": ["1"]} for item in ("1?", [IMAGE])]
     with pytest.raises(ConfigError, match=r"row 2: the chat messages of 'messages': message 1 has a part"):
         read_completions(Path(write(tmp_path / "bad.jsonl", rows)))

@@ -14,8 +14,8 @@ from tests.commands import run_bandpo
 
 SECRET = "s3cr3t"
 ADDRESS = f"http://me:{SECRET}@127.0.0.1:9/?token={SECRET}#{SECRET}"
-TRAIN = ["train", *(each for each in SMALL if each != "--no-mlflow"), "--steps", "2"]
-SWEEP = [each for each in TRAIN[1:] if each not in ("--seed", "3")]
+TRAIN = ["train", *(item for item in SMALL if item != "--no-mlflow"), "--steps", "2"]
+SWEEP = [item for item in TRAIN[1:] if item not in ("--seed", "3")]
 
 
 def run(cwd: Path, *arguments: str, uri: str | None = None) -> subprocess.CompletedProcess[str]:

@@ -230,7 +230,7 @@ def test_a_run_whose_creation_was_not_answered_is_found_and_not_created_twice(
     client = client_of(store.uri)
     experiment = client.get_experiment_by_name(store.experiment)
     found = client.search_runs([experiment.experiment_id], f"tags.`bandpo.run` = '{link.key}'")
-    assert [each.info.run_id for each in found] == [link.run_id]
+    assert [item.info.run_id for item in found] == [link.run_id]
 
 
 def test_a_run_is_tracked_and_synced_at_the_same_time_without_duplicates(

@@ -174,12 +174,12 @@ class Recording:
 
     def line(self, step: int) -> dict[str, Any]:
         """Return the step's line in metrics.jsonl."""
-        (line,) = [each for each in self.folder.read_metrics() if each["step"] == step]
+        (line,) = [read_metric for read_metric in self.folder.read_metrics() if read_metric["step"] == step]
         return line
 
     def seeds(self, kind: str) -> dict[int, list[int]]:
         """Return the sampling seeds of each step, of `training` or `evaluation`."""
-        return {step: [call.seed for call in getattr(each, kind)] for step, each in self.steps.items()}
+        return {step: [call.seed for call in getattr(value, kind)] for step, value in self.steps.items()}
 
 
 class RecordingSampler:
@@ -319,7 +319,7 @@ def execute(recording: Recording, first: int = 0, stop: Callable[[], bool] = lam
 
     def note_update(optimizer: torch.optim.Optimizer, *_: object) -> None:
         (group,) = optimizer.param_groups
-        largest = max(each.grad.abs().max().item() for each in group["params"] if each.grad is not None)
+        largest = max(item.grad.abs().max().item() for item in group["params"] if item.grad is not None)
         recording.current.order.append("update")
         recording.current.updates.append(Update(largest, weights_of(recording.components.policy.model)))
 

@@ -71,8 +71,8 @@ def plain_logprobs(
     model = copy.deepcopy(components.policy.model)
     model.load_state_dict(weights)
     found: list[float] = []
-    for each in (sampled for group in groups for sampled in group):
-        prompt, tokens = each.prompt_ids, each.completion.token_ids
+    for item in (sampled for group in groups for sampled in group):
+        prompt, tokens = item.prompt_ids, item.completion.token_ids
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
         rows = torch.log_softmax(logits / temperature, dim=-1).tolist()
@@ -85,7 +85,7 @@ def test_a_batch_is_sampled_from_the_weights_of_one_step_before(ahead: Recording
     """The first two batches are from the initial weights; version and log-probs agree."""
     before = max(1, step - 1)
     reported = [
-        value for group in groups(ahead)[step] for each in group for value in each.completion.logprobs
+        value for group in groups(ahead)[step] for item in group for value in item.completion.logprobs
     ]
     of_sampler, of_trainer = (
         plain_logprobs(ahead.components, ahead.weights_before(number), groups(ahead)[step], temperature=0.7)
@@ -94,7 +94,7 @@ def test_a_batch_is_sampled_from_the_weights_of_one_step_before(ahead: Recording
     assert reported == pytest.approx(of_sampler, abs=1e-4)
     if step > 1:
         assert max(abs(one - other) for one, other in zip(reported, of_trainer, strict=True)) > 1e-2
-    versions = {each.completion.policy_version for group in groups(ahead)[step] for each in group}
+    versions = {item.completion.policy_version for group in groups(ahead)[step] for item in group}
     assert versions == {2 * (before - 1)}
     assert ahead.line(step)["sampler/lag"] == (0 if step == 1 else 2)
 
@@ -117,7 +117,7 @@ def test_the_engine_is_synced_after_its_batch_and_evaluates_the_new_weights(ahea
         assert order[:sync].count("grade") == order[:sync].count("sample")
         assert last < sync
         evaluated = [group for call in ahead.steps[step].evaluation for group in call.completions_PG]
-        assert {each.policy_version for group in evaluated for each in group} <= {2 * step}
+        assert {item.policy_version for group in evaluated for item in group} <= {2 * step}
     assert ahead.steps[2].evaluation
 
 
@@ -168,10 +168,12 @@ def test_grades_while_sampling_give_the_same_run(
         )
         for early in (False, True)
     ]
-    plain, early = ([without_clock(line) for line in each.folder.read_metrics()] for each in recordings)
+    plain, early = (
+        [without_clock(line) for line in recording.folder.read_metrics()] for recording in recordings
+    )
     assert plain == early
-    assert same_weights(*(each.steps[2].updates[-1].weights for each in recordings))
-    batches = sum(len(each.training) for each in recordings[1].steps.values())
+    assert same_weights(*(recording.steps[2].updates[-1].weights for recording in recordings))
+    batches = sum(len(step.training) for step in recordings[1].steps.values())
     assert StreamingCopy.waited == [True] * batches
     assert batches >= 3 if dynamic else batches == 2
 
@@ -218,7 +220,7 @@ def test_an_error_of_a_grader_that_grades_while_sampling_ends_the_run(
     monkeypatch.setattr(recording.components.grader, "grade", fail)
     with pytest.raises(RunError, match="the grader has gone"):
         execute(recording, first=1)
-    assert not [each.name for each in threading.enumerate() if each.name.startswith("grading")]
+    assert not [item.name for item in threading.enumerate() if item.name.startswith("grading")]
 
 
 class WaitingSampler(RecordingSampler):
@@ -279,7 +281,7 @@ def test_an_error_while_sampling_ahead_ends_the_run(
     with pytest.raises(RunError, match="the engine has gone"):
         execute(recording)
     assert recording.folder.read_metrics() == []
-    assert "rollouts" not in [each.name for each in threading.enumerate()]
+    assert "rollouts" not in [item.name for item in threading.enumerate()]
 
 
 def test_an_error_of_an_update_closes_the_engine_that_samples_ahead(
@@ -299,7 +301,7 @@ def test_an_error_of_an_update_closes_the_engine_that_samples_ahead(
     assert isinstance(sampler, WaitingSampler)
     assert sampler.closed.is_set()
     assert cancelled == [True]
-    assert "rollouts" not in [each.name for each in threading.enumerate()]
+    assert "rollouts" not in [item.name for item in threading.enumerate()]
 
 
 EVERY_STEP: dict[str, Any] = {"checkpoint": {"every": 1, "keep_last": None}, "evaluation": {"every": 2}}
@@ -325,7 +327,7 @@ def test_a_resumed_run_trains_on_the_batch_that_was_sampled_ahead(
     for step in (3, 4, 5):
         assert without_clock(resumed.line(step)) == without_clock(whole.line(step))
         for name in ("samples", "tokens"):
-            paths = [each.folder.path / name / f"step-{step:06d}.parquet" for each in (whole, resumed)]
+            paths = [item.folder.path / name / f"step-{step:06d}.parquet" for item in (whole, resumed)]
             assert paths[0].exists() == paths[1].exists()
             assert not paths[0].exists() or paths[0].read_bytes() == paths[1].read_bytes()
     assert same_weights(resumed.steps[5].updates[-1].weights, whole.steps[5].updates[-1].weights)

@@ -197,7 +197,7 @@ def test_the_tensor_file_has_the_bytes_that_safetensors_writes(
     }
     checksum = write_tensors(tmp_path / "ours", values)
     assert checksum == xxhash.xxh3_64_hexdigest((tmp_path / "ours").read_bytes())
-    save_file({name: each.contiguous() for name, each in values.items()}, tmp_path / "theirs")
+    save_file({name: value.contiguous() for name, value in values.items()}, tmp_path / "theirs")
     assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 

@@ -74,7 +74,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate(monkeypatch)
     yield gate
     gate.open.set()
-    assert [each.name for each in threading.enumerate() if each.name == "checkpoint"] == []
+    assert [item.name for item in threading.enumerate() if item.name == "checkpoint"] == []
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
@@ -113,15 +113,15 @@ def test_a_second_copy_takes_the_new_state_and_no_further_memory(embedded: Polic
     copy, state = StateCopy(), TrainedState.of(*trained)
     assert copy.missing_bytes(state) == state.nbytes
     first = copy.take(state)
-    places = {name: each.data_ptr() for name, each in {**first.weights, **first.optimizer}.items()}
+    places = {name: value.data_ptr() for name, value in {**first.weights, **first.optimizer}.items()}
     update(trained, 2)
     later = TrainedState.of(*trained)
     assert copy.missing_bytes(later) == 0
     second = copy.take(later)
     now = {**second.weights, **second.optimizer}
-    assert {name: each.data_ptr() for name, each in now.items()} == places
-    assert not [name for name, each in tensors(trained).items() if not torch.equal(now[name], each)]
-    in_use = {each.data_ptr() for each in tensors(trained).values()}
+    assert {name: value.data_ptr() for name, value in now.items()} == places
+    assert not [name for name, tensor in tensors(trained).items() if not torch.equal(now[name], tensor)]
+    in_use = {tensor.data_ptr() for tensor in tensors(trained).values()}
     assert in_use.isdisjoint(places.values())
     assert second.nbytes == later.nbytes, "tied weights are copied once"
 

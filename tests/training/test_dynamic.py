@@ -24,7 +24,7 @@ def test_60_of_256_groups_give_each_of_4_updates_15() -> None:
     sampled = [group(f"{index}", 0.0, float(index % 13 == 0)) for index in range(3 * 256)]
     kept = {str(index) for index in range(0, 3 * 256, 13)}
     assert len(kept) == 60
-    ordered = [each.problem.id for each in select_groups(sampled, 256, 4)]
+    ordered = [select_group.problem.id for select_group in select_groups(sampled, 256, 4)]
     assert len(ordered) == len(set(ordered)) == 256
     updates = [ordered[start : start + 64] for start in range(0, 256, 64)]
     assert [len(kept.intersection(names)) for names in updates] == [15] * 4
@@ -34,7 +34,7 @@ def test_60_of_256_groups_give_each_of_4_updates_15() -> None:
 
 def test_groups_with_a_gradient_keep_their_order_where_they_fill_the_step() -> None:
     sampled = [group(f"{index}", 0.0, float(index % 2)) for index in range(12)]
-    assert [each.problem.id for each in select_groups(sampled, 4, 2)] == ["1", "3", "5", "7"]
+    assert [select_group.problem.id for select_group in select_groups(sampled, 4, 2)] == ["1", "3", "5", "7"]
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,4 @@ def test_the_order_of_groups_over_updates(sampled: str, updates: int, expected: 
     """Capital letters are groups whose rewards differ."""
     groups = [group(name, 0.0, float(name.isupper())) for name in sampled]
     selected = select_groups(groups, len(groups), updates)
-    assert "".join(each.problem.id for each in selected) == expected
+    assert "".join(item.problem.id for item in selected) == expected

@@ -81,7 +81,7 @@ class Outcome:
 def updated(policy: Policy, experiences: list[Experience], config: RunConfig) -> Outcome:
     optimizer = Optimizer(policy.model, config.optim, total_updates=len(experiences))
     updates = update_policy(policy, optimizer, experiences, config)
-    gradient = torch.cat([each.grad.flatten() for each in policy.model.parameters()])  # type: ignore[union-attr]
+    gradient = torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])  # type: ignore[union-attr]
     return Outcome(weights_of(policy), gradient, updates)
 
 
@@ -200,7 +200,7 @@ def test_no_more_passes_than_the_loss_needs_with_a_sampler_that_is_not_exact(
         policy, None, groups, group_advantages(rewards), loss, config, is_exact(sampler, policy)
     )
     update_policy(policy, Optimizer(policy.model, config.optim, 2), experiences, config)
-    sizes = [sum(len(each.completion.token_ids) for each in group.rollouts_G) for group in groups]
+    sizes = [sum(len(rollout.completion.token_ids) for rollout in group.rollouts_G) for group in groups]
     tokens = {
         "left out of the first": sizes[1],
         "second": sizes[2],
@@ -237,8 +237,8 @@ def test_a_reference_model_keeps_all_groups() -> None:
     loss = policy_loss(config.bounds, config.objective)
     reference = load_reference(policy, ModelConfig())
     experiences = prepare_updates(policy, reference, groups, advantages, loss, config, sampler_is_exact=True)
-    assert [group for each in experiences for group in each.groups] == groups
-    assert all(each.left_out is None and each.ref_logprobs is not None for each in experiences)
+    assert [group for item in experiences for group in item.groups] == groups
+    assert all(item.left_out is None and item.ref_logprobs is not None for item in experiences)
 
 
 def test_one_group_is_kept_where_none_has_an_advantage() -> None:
@@ -262,7 +262,7 @@ def test_entropies_and_log_probs_of_the_sampler_are_those_of_the_trainer() -> No
     loss = policy_loss(config.bounds, config.objective)
     complete = experience_of(policy, changed, torch.zeros(4, 4), loss, config)
     reported = [
-        value for group in changed for each in group.rollouts_G for value in each.completion.entropies
+        value for group in changed for rollout in group.rollouts_G for value in rollout.completion.entropies
     ]
     assert complete.entropy is not None
     torch.testing.assert_close(torch.tensor(reported), complete.entropy, atol=2e-5, rtol=1e-5)

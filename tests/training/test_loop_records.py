@@ -34,7 +34,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def share(groups: list[list[Sampled]], holds: Callable[[Sampled], bool]) -> float:
-    return mean([holds(each) for group in groups for each in group])
+    return mean([holds(item) for group in groups for item in group])
 
 
 def test_dropped_groups_count_in_the_metrics_and_stay_in_the_samples(
@@ -66,22 +66,22 @@ def check_samples(recording: Recording, step: int) -> None:
     """Require the sample table of a step to hold every recorded rollout, in order."""
     expected = [
         {
-            "source": each.problem.source,
-            "problem_id": each.problem.id,
-            "prompt": each.problem.prompt,
-            "reference": each.problem.answer,
-            "grader": each.problem.grader,
-            "extra": json.dumps(dict(each.problem.extra)),
-            "text": each.text,
-            "reward": pytest.approx(shaped(each, recording.config), rel=1e-12),
-            "accuracy": float(each.grade.correct),
-            "length": len(each.completion.token_ids),
-            "finish_reason": each.completion.finish_reason,
-            "verdict": each.grade.verdict,
-            "logprob_sum": pytest.approx(sum(each.completion.logprobs), rel=1e-9),
+            "source": item.problem.source,
+            "problem_id": item.problem.id,
+            "prompt": item.problem.prompt,
+            "reference": item.problem.answer,
+            "grader": item.problem.grader,
+            "extra": json.dumps(dict(item.problem.extra)),
+            "text": item.text,
+            "reward": pytest.approx(shaped(item, recording.config), rel=1e-12),
+            "accuracy": float(item.grade.correct),
+            "length": len(item.completion.token_ids),
+            "finish_reason": item.completion.finish_reason,
+            "verdict": item.grade.verdict,
+            "logprob_sum": pytest.approx(sum(item.completion.logprobs), rel=1e-9),
         }
         for group in recording.steps[step].training_groups()
-        for each in group
+        for item in group
     ]
     table = pd.read_parquet(recording.folder.path / "samples" / f"step-{step:06d}.parquet")
     rows = table.to_dict("records")
@@ -100,13 +100,13 @@ def test_token_tables_are_written_at_evaluated_steps(recorded: Recording) -> Non
     ]
     for step in (2, 4, 5):
         groups = recorded.steps[step].training_groups()
-        count = sum(len(each.completion.token_ids) for group in groups for each in group)
+        count = sum(len(item.completion.token_ids) for group in groups for item in group)
         assert len(pd.read_parquet(folder / f"step-{step:06d}.parquet")) == count
 
 
 def pass_by_subsets(group: list[Sampled], k: int) -> float:
     """Return the share of the subsets of k completions that hold a correct one."""
-    return mean([any(each.grade.correct for each in subset) for subset in combinations(group, k)])
+    return mean([any(item.grade.correct for item in subset) for subset in combinations(group, k)])
 
 
 def evaluation_by_hand(recording: Recording, step: int) -> dict[str, dict[str, dict[str, float]]]:
@@ -118,16 +118,18 @@ def evaluation_by_hand(recording: Recording, step: int) -> dict[str, dict[str, d
         found[label] = {}
         for problem in problems:
             group = next(groups)
-            assert {each.problem.id for each in group} == {problem.id}
+            assert {item.problem.id for item in group} == {problem.id}
             found[label][problem.id] = {
-                "mean_at_3": share([group], lambda each: each.grade.correct),
+                "mean_at_3": share([group], lambda item: item.grade.correct),
                 "pass_at_1": pass_by_subsets(group, 1),
                 "pass_at_2": pass_by_subsets(group, 2),
-                "answer_format_rate": share([group], lambda each: each.grade.verdict != "malformed"),
-                "truncation_rate": share([group], lambda each: each.completion.finish_reason == "length"),
-                "response_length": mean([len(each.completion.token_ids) for each in group]),
-                "timeout_rate": share([group], lambda each: each.grade.verdict == "timeout"),
-                "grader_error_rate": share([group], lambda each: each.grade.verdict == "grader-error"),
+                "answer_format_rate": share([group], lambda entry: entry.grade.verdict != "malformed"),
+                "truncation_rate": share(
+                    [group], lambda element: element.completion.finish_reason == "length"
+                ),
+                "response_length": mean([len(item.completion.token_ids) for item in group]),
+                "timeout_rate": share([group], lambda member: member.grade.verdict == "timeout"),
+                "grader_error_rate": share([group], lambda rollout: rollout.grade.verdict == "grader-error"),
             }
     assert next(groups, None) is None
     return found
@@ -178,7 +180,7 @@ def test_checkpoints_hold_the_state_after_their_step_and_precede_its_line(record
     assert list(model_checkpoints(recorded.folder)) == [3, 5]
     for step in (3, 5):
         check_checkpoint(recorded, step)
-    at_line = {step: each.checkpoints_at_line for step, each in recorded.steps.items()}
+    at_line = {step: value.checkpoints_at_line for step, value in recorded.steps.items()}
     assert at_line == {0: [], 1: [], 2: [], 3: [3], 4: [3], 5: [3, 5]}
 
 
@@ -189,7 +191,7 @@ def test_old_checkpoints_are_removed_after_the_line_of_the_new_one(tmp_path: Pat
         "evaluation": {"every": 0},
     }
     recording = run(tmp_path / "a", small_model, keep)
-    at_line = {step: each.checkpoints_at_line for step, each in recording.steps.items()}
+    at_line = {step: value.checkpoints_at_line for step, value in recording.steps.items()}
     assert at_line == {1: [1], 2: [1, 2], 3: [2, 3]}
     assert list(model_checkpoints(recording.folder)) == [3]
 
@@ -268,7 +270,7 @@ def test_a_step_with_grader_errors_only_ends_the_run(
 ) -> None:
     """Held-out problems are graded before training; errors on them alone, or on the training problems alone."""
     recording = prepare_run(tmp_path / "a", small_model)
-    heldout = {each.id for problems in recording.components.heldout.values() for each in problems}
+    heldout = {item.id for problems in recording.components.heldout.values() for item in problems}
 
     def grade(problem: Problem, text: str) -> Grade:
         return GRADER_ERROR if (problem.id in heldout) == (failing == "eval") else hashed_grade(problem, text)
@@ -290,7 +292,7 @@ def texts_by_hand(recording: Recording, ids: tuple[int, ...]) -> str:
     """Return token ids as text; in this vocabulary a token is a character, and the first two are special."""
     names = {number: name for name, number in recording.components.policy.tokenizer.get_vocab().items()}
     assert {names[0], names[1]} == {"<pad>", "<eos>"}
-    return "".join(names[each].replace("Ġ", " ") for each in ids if each > 1)
+    return "".join(names[item].replace("Ġ", " ") for item in ids if item > 1)
 
 
 @pytest.mark.parametrize("kind", ["training", "evaluation"])
@@ -299,12 +301,12 @@ def test_the_grader_receives_the_text_of_each_completion_with_its_own_problem(
 ) -> None:
     groups = [group for step in recorded.steps.values() for group in getattr(step, f"{kind}_groups")()]
     for group in groups:
-        assert len({each.problem.id for each in group}) == 1
-        for each in group:
-            assert texts_by_hand(recorded, each.prompt_ids) == each.problem.prompt
-            assert each.text == texts_by_hand(recorded, each.completion.token_ids)
+        assert len({item.problem.id for item in group}) == 1
+        for entry in group:
+            assert texts_by_hand(recorded, entry.prompt_ids) == entry.problem.prompt
+            assert entry.text == texts_by_hand(recorded, entry.completion.token_ids)
     assert len({group[0].problem.id for group in groups}) == (20 if kind == "training" else 8)
-    assert any(1 in each.completion.token_ids for group in groups for each in group)
+    assert any(1 in item.completion.token_ids for group in groups for item in group)
 
 
 @pytest.mark.parametrize("place", range(4))
@@ -319,7 +321,7 @@ def test_an_update_has_a_gradient_where_its_own_groups_have_spread(
         uniform=lambda ids: {id_ for index, id_ in enumerate(ids) if index != place},
     )
     gradients = [update.largest_gradient for update in recording.steps[1].updates]
-    assert [index for index, each in enumerate(gradients) if each > 0] == [place]
+    assert [index for index, gradient in enumerate(gradients) if gradient > 0] == [place]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -334,7 +336,7 @@ def test_the_trainers_own_model_is_corrected_for_in_16_bits_only(
         assert not [key for key in line if key.startswith("sampler/importance")]
         assert line["sampler/logprob_gap_max"] < 1e-4
         return
-    reported = [logprob for group in groups for each in group for logprob in each.completion.logprobs]
+    reported = [logprob for group in groups for item in group for logprob in item.completion.logprobs]
     table = pd.read_parquet(recording.folder.path / "tokens" / "step-000001.parquet")
     weights = [math.exp(old - new) for old, new in zip(table["old_logprob"], reported, strict=True)]
     assert max(weights) > 1.003, "no token differs, so nothing is tested"
@@ -346,7 +348,7 @@ def test_weights_change_only_at_updates(recorded: Recording) -> None:
     for number in range(1, 6):
         weights = [
             recorded.weights_before(number),
-            *(each.weights for each in recorded.steps[number].updates),
+            *(update.weights for update in recorded.steps[number].updates),
         ]
         assert not any(same_weights(one, other) for one, other in pairwise(weights))
     assert same_weights(

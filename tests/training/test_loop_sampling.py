@@ -47,7 +47,7 @@ def test_a_seed_depends_on_run_seed_step_and_batch_only(tmp_path: Path, small_mo
 
 
 def test_evaluations_repeat_their_seeds_and_no_two_batches_share_one(recorded: Recording) -> None:
-    seeds = {step: each for step, each in recorded.seeds("evaluation").items() if each}
+    seeds = {step: seed for step, seed in recorded.seeds("evaluation").items() if seed}
     assert list(seeds) == [0, 2, 4, 5]
     assert seeds[0] == seeds[2] == seeds[4] == seeds[5]
     assert len(set(seeds[0])) == len(seeds[0]) == 5
@@ -113,7 +113,7 @@ def test_sync_follows_the_updates_once_with_the_new_weights_and_their_version(re
 
 def test_completions_have_the_version_of_their_weights(recorded: Recording) -> None:
     def versions(groups: list[list[Any]]) -> set[int]:
-        return {each.completion.policy_version for group in groups for each in group}
+        return {item.completion.policy_version for group in groups for item in group}
 
     assert versions(recorded.steps[0].evaluation_groups()) == {0}
     for number in range(1, 6):

@@ -47,11 +47,11 @@ def test_a_run_trains_the_adapters_alone(tmp_path: Path, small_model: Path) -> N
     components = build_components(config, build_task(config.task))
     try:
         policy = components.policy.model
-        start = {name: each.detach().clone() for name, each in policy.named_parameters()}
+        start = {name: value.detach().clone() for name, value in policy.named_parameters()}
         lines = [report.record for report in train(config, components, RunFolder.create(tmp_path, "run"))]
     finally:
         components.close()
-    moved = {name for name, each in policy.named_parameters() if not torch.equal(each, start[name])}
+    moved = {name for name, value in policy.named_parameters() if not torch.equal(value, start[name])}
     assert moved == {name for name, _ in policy.named_parameters() if "lora_" in name}
     assert components.reference is not None
     assert components.reference.model is policy
@@ -82,10 +82,10 @@ def test_the_flops_of_frozen_weights_have_no_gradient() -> None:
         random_model()
     )  # 2 layers, 32 wide, 4 heads of 8 and 2 of keys and values, tied output layer of 23 words
     plain = sum(
-        each.numel() for name, each in model.named_parameters() if "layers" in name and each.ndim == 2
+        value.numel() for name, value in model.named_parameters() if "layers" in name and value.ndim == 2
     )
     add_adapters(model, LORA, seed=0, base="")
-    adapters = sum(each.numel() for _, each in adapter_parameters(model))
+    adapters = sum(adapter_parameter.numel() for _, adapter_parameter in adapter_parameters(model))
     with packed_work(model) as work:
         token_logprobs(model, collate([Row([1, 2, 3], [[4, 5]])], torch.device("cpu")))
         with_gradient = work.flops
@@ -125,7 +125,7 @@ def update(one: Trained, seed: int) -> None:
 
 def masters_of(one: Trained) -> dict[str, torch.Tensor]:
     """Return float32 masters and moments, complete; a sharded model has the masters as its parameters."""
-    state = {name: full_tensor(each).clone() for name, each in one.optimizer.state().items()}
+    state = {name: full_tensor(value).clone() for name, value in one.optimizer.state().items()}
     for name, parameter in one.policy.model.named_parameters():
         if parameter.requires_grad and f"{name}.master" not in state:
             state[f"{name}.master"] = full_tensor(parameter).clone()
@@ -154,10 +154,10 @@ def test_adapters_resume_on_any_number_of_ranks(tmp_path: Path, dtype: torch.dty
     for seed in (1, 2):
         update(uninterrupted, seed)
     expected = masters_of(uninterrupted)
-    assert any("lora_B" in name and each.any() for name, each in expected.items())
-    for found in (*results, masters_of(last)):
-        assert found.keys() == expected.keys()
-        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    assert any("lora_B" in name and value.any() for name, value in expected.items())
+    for result in (*results, masters_of(last)):
+        assert result.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(result[name], expected[name])] == []
 
 
 def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:

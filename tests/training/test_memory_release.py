@@ -32,8 +32,8 @@ def test_no_gradient_and_no_value_per_token_is_held_when_the_sampler_syncs(
         return batches
 
     def observe(*arguments: Any) -> None:
-        gradients = [each.grad is not None for pair in optimizer._pairs for each in pair]
-        at_sync.append((any(gradients), any(each() is not None for each in experiences)))
+        gradients = [item.grad is not None for pair in optimizer._pairs for item in pair]
+        at_sync.append((any(gradients), any(experience() is not None for experience in experiences)))
         sync(*arguments)
 
     monkeypatch.setattr(loop, "prepare_updates", remember)

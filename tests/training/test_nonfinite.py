@@ -332,7 +332,7 @@ def test_a_far_too_high_learning_rate_ends_the_run_with_one_error_line(tmp_path:
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
-    (line,) = [each for each in done.stderr.splitlines() if each.startswith("error: ")]
+    (line,) = [item for item in done.stderr.splitlines() if item.startswith("error: ")]
     assert "try a lower optim.lr than 1e+06" in line
     run = tmp_path / "runs" / "a"
     (kept,) = (run / "bad_batches").iterdir()

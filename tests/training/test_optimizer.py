@@ -27,11 +27,11 @@ class NewBytes(TorchDispatchMode):
         self.total = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {each.untyped_storage().data_ptr() for each in _tensors(args)}
+        before = {tensor.untyped_storage().data_ptr() for tensor in _tensors(args)}
         results = function(*args, **(kwargs or {}))
-        for each in _tensors(results):
-            if each.untyped_storage().data_ptr() not in before:
-                self.total += each.untyped_storage().nbytes()
+        for item in _tensors(results):
+            if item.untyped_storage().data_ptr() not in before:
+                self.total += item.untyped_storage().nbytes()
         return results
 
 
@@ -39,14 +39,14 @@ def _tensors(values: Any) -> list[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         return [values]
     if isinstance(values, list | tuple):
-        return [each for value in values for each in _tensors(value)]
+        return [tensor for value in values for tensor in _tensors(value)]
     return []
 
 
 def with_gradients(model: nn.Module, seed: int) -> None:
     """Backpropagate a random gradient to every parameter."""
     torch.manual_seed(seed)
-    sum((each * torch.randn_like(each)).sum() for each in model.parameters()).backward()  # type: ignore[union-attr]
+    sum((parameter * torch.randn_like(parameter)).sum() for parameter in model.parameters()).backward()  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -54,12 +54,12 @@ def test_updates_follow_the_definition_of_adamw(dtype: torch.dtype) -> None:
     """Loshchilov and Hutter 2019, in float64 from the same gradients."""
     model = random_model().to(dtype)
     optimizer = Optimizer(model, CONFIG, total_updates=10)
-    (beta1, beta2), weights = CONFIG.betas, [each.detach().double() for each in model.parameters()]
-    means, squares = ([torch.zeros_like(each) for each in weights] for _ in range(2))
+    (beta1, beta2), weights = CONFIG.betas, [item.detach().double() for item in model.parameters()]
+    means, squares = ([torch.zeros_like(item) for item in weights] for _ in range(2))
     for number in range(1, 4):
         optimizer.zero_grad()
         with_gradients(model, number)
-        gradients = [each.grad.double() for each in optimizer._parameters if each.grad is not None]
+        gradients = [item.grad.double() for item in optimizer._parameters if item.grad is not None]
         optimizer.step()
         for weight, mean, square, gradient in zip(weights, means, squares, gradients, strict=True):
             mean.mul_(beta1).add_((1 - beta1) * gradient)
@@ -82,7 +82,7 @@ def test_an_update_allocates_no_copy_of_the_parameters(dtype: torch.dtype) -> No
     with_gradients(model, 2)
     with NewBytes() as created:
         optimizer.step()
-    assert created.total < 0.02 * 4 * sum(each.numel() for each in model.parameters())
+    assert created.total < 0.02 * 4 * sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_gradients_of_micro_batches_add_up_in_float32_without_a_copy() -> None:

@@ -87,7 +87,7 @@ def test_model_flops_are_those_of_the_matrix_products(policy: Any) -> None:
 def test_completions_of_a_row_do_not_attend_to_each_other(policy: Any) -> None:
     """The FLOPs of a shared row are those of its two rows, without the second pass over the prompt."""
     flops = []
-    for row in (ROWS[0], *(Row(ROWS[0].prompt_ids, [each]) for each in ROWS[0].completions)):
+    for row in (ROWS[0], *(Row(ROWS[0].prompt_ids, [completion]) for completion in ROWS[0].completions)):
         with packed_work(policy.model) as work, torch.no_grad():
             token_logprobs(policy.model, collate([row], policy.device))
         flops.append(work.flops)

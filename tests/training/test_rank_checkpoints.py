@@ -79,7 +79,7 @@ def update(one: Trained, seed: int) -> None:
 
 def complete_state(one: Trained) -> dict[str, torch.Tensor]:
     """Return weights in the dtype of a checkpoint, moments and masters, complete on every rank."""
-    state = {name: full_tensor(each).clone() for name, each in one.optimizer.state().items()}
+    state = {name: full_tensor(value).clone() for name, value in one.optimizer.state().items()}
     for name, parameter in one.policy.model.named_parameters():
         dtype = torch.bfloat16 if f"{name}.master" in state else torch.float32
         state[name] = full_tensor(parameter).to(dtype)
@@ -180,7 +180,7 @@ def check_files(folder: Path, dtype: torch.dtype) -> None:
     config = json.loads((folder / "config.json").read_text())
     assert config["dtype"] == str(dtype).removeprefix("torch.")
     assert not config["architectures"][0].startswith("FSDP")
-    assert {each.dtype for each in load_file(folder / "model.safetensors").values()} == {dtype}
+    assert {item.dtype for item in load_file(folder / "model.safetensors").values()} == {dtype}
 
 
 class Scenario:
@@ -279,14 +279,14 @@ def writes_a_copy(scenario: Scenario) -> None:
     save_checkpoint(*one, state.progress(9), direct)
     with CheckpointWriter(resolve([{"steps": 100}]), state, run) as writer:  # type: ignore[arg-type]
         writer.prepare(9)
-        kept = {name: local_tensor(each).clone() for name, each in one.optimizer.state().items()}
-        weights = [local_tensor(each).clone() for each in one.policy.model.parameters()]
-        for each in (*one.optimizer.state().values(), *one.policy.model.parameters()):
-            local_tensor(each).zero_()
+        kept = {name: local_tensor(value).clone() for name, value in one.optimizer.state().items()}
+        weights = [local_tensor(item).clone() for item in one.policy.model.parameters()]
+        for entry in (*one.optimizer.state().values(), *one.policy.model.parameters()):
+            local_tensor(entry).zero_()
         writer.commit()
         writer.wait()
-    for name, each in one.optimizer.state().items():
-        local_tensor(each).copy_(kept[name])
+    for name, entry in one.optimizer.state().items():
+        local_tensor(entry).copy_(kept[name])
     for parameter, values in zip(one.policy.model.parameters(), weights, strict=True):
         local_tensor(parameter).copy_(values)
     scenario.outcomes["copy"] = [
@@ -301,7 +301,7 @@ def contents(folder: Path) -> dict[str, object]:
     For that reason the checksums are left out of state.json.
     """
     return {
-        name: repr({key: each.tolist() for key, each in load_file(folder / name).items()})
+        name: repr({key: value.tolist() for key, value in load_file(folder / name).items()})
         if name.endswith(".safetensors")
         else plain_state(folder)
         if name.endswith("state.json")

@@ -45,8 +45,11 @@ def part(ranks: Ranks, folder: Path, model: Path, first: int, stop_after: int, m
             components.resume_from(run.checkpoint_dir(first - 1))
         for report in train(config, components, run, first=first, stop=stop):
             lines.append(without_clock(report.record))
-        state = {f"weight {key}": each.clone() for key, each in checkpoint_weights(components.policy.model)}
-        state |= {key: full_tensor(each).clone() for key, each in components.optimizer.state().items()}
+        state = {
+            f"weight {key}": checkpoint_weight.clone()
+            for key, checkpoint_weight in checkpoint_weights(components.policy.model)
+        }
+        state |= {key: full_tensor(value).clone() for key, value in components.optimizer.state().items()}
     finally:
         components.close()
     return lines, state

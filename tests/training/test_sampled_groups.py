@@ -54,8 +54,8 @@ def batch_of(
             Group(
                 problem,
                 tuple(
-                    Rollout(problem, prompt.text, prompt.token_ids, each, text, next(given))
-                    for each, text in zip(group, texts, strict=True)
+                    Rollout(problem, prompt.text, prompt.token_ids, value, text, next(given))
+                    for value, text in zip(group, texts, strict=True)
                 ),
             )
         )
@@ -115,7 +115,7 @@ def test_a_batch_is_read_as_it_was_written(
     write_sampled(path, batch)
     found = read(path, policy)
     assert found == replace(batch, seconds=0.0)
-    assert [each.logprobs for each in flat(found)] == [each.logprobs for each in flat(batch)]
+    assert [item.logprobs for item in flat(found)] == [item.logprobs for item in flat(batch)]
     assert all(
         struct.pack("d", one) == struct.pack("d", other)
         for a, b in zip(flat(found), flat(batch), strict=True)

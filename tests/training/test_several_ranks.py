@@ -61,10 +61,13 @@ def trained(ranks: Ranks, folder: Path, model: Path, layers: list[dict[str, Any]
         reports = train(config, components, run)
         lines = [without_clock(report.record) for report in islice(reports, STEPS + 1)]
         reports.close()
-        weights = {key: each.clone() for key, each in checkpoint_weights(components.policy.model)}
+        weights = {
+            key: checkpoint_weight.clone()
+            for key, checkpoint_weight in checkpoint_weights(components.policy.model)
+        }
     finally:
         components.close()
-    assert len({repr(each) for each in ranks.gather(lines)}) == 1
+    assert len({repr(item) for item in ranks.gather(lines)}) == 1
     if not ranks.is_main:
         return None
     tables = [pq.read_table(run.path / f"samples/step-{step:06d}.parquet") for step in range(1, STEPS + 1)]
@@ -137,7 +140,7 @@ def sharded_gradient(ranks: Ranks, dtype: torch.dtype) -> dict[str, Any]:
         batch = collate(rows, model.device) if rows else empty_batch(0, model.device)
         logprobs = token_logprobs(model, batch, temperature=0.7).logprobs
         logprobs.backward(torch.ones_like(logprobs))
-    gradient = {name: full_tensor(each.grad) for name, each in model.named_parameters()}
+    gradient = {name: full_tensor(value.grad) for name, value in model.named_parameters()}
     # The ranks sample different numbers of tokens, so that a pass which needs the other rank would wait for ever.
     params = SamplingParams(2, 1.0, max_tokens=3 + 4 * ranks.rank, stop_ids=(-1,))
     sampled = TransformersSampler(model, 0).sample([(1, 2)], params, seed=5)
@@ -145,9 +148,9 @@ def sharded_gradient(ranks: Ranks, dtype: torch.dtype) -> dict[str, Any]:
         inside = token_logprobs(model, collate(ROWS[: 1 + ranks.rank], model.device)).logprobs
     return {
         "gradient": gradient,
-        "stored": {each.dtype for each in model.parameters()},
+        "stored": {parameter.dtype for parameter in model.parameters()},
         "dtype": forward_dtype(model),
-        "sampled": [each.token_ids for each in sampled[0]],
+        "sampled": [item.token_ids for item in sampled[0]],
         "inside": inside,
         "weights": dict(checkpoint_weights(model)),
     }
@@ -161,21 +164,21 @@ def test_a_sharded_model_has_the_gradient_and_samples_of_the_model(
     logprobs = token_logprobs(model, collate(ROWS, model.device), temperature=0.7).logprobs
     logprobs.backward(torch.ones_like(logprobs))
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
-    for rank, found in enumerate(run_ranks(2, tmp_path, sharded_gradient, dtype)):
-        assert found["stored"] == {torch.float32}
-        assert found["dtype"] == dtype
+    for rank, run_rank in enumerate(run_ranks(2, tmp_path, sharded_gradient, dtype)):
+        assert run_rank["stored"] == {torch.float32}
+        assert run_rank["dtype"] == dtype
         for name, parameter in model.named_parameters():
             scale = parameter.grad.abs().max().item()
             torch.testing.assert_close(
-                found["gradient"][name], parameter.grad.float(), atol=tolerance * scale, rtol=0
+                run_rank["gradient"][name], parameter.grad.float(), atol=tolerance * scale, rtol=0
             )
-            assert torch.equal(found["weights"][name], parameter.detach())
+            assert torch.equal(run_rank["weights"][name], parameter.detach())
         params = SamplingParams(2, 1.0, max_tokens=3 + 4 * rank, stop_ids=(-1,))
         expected = TransformersSampler(model, 0).sample([(1, 2)], params, seed=5)
-        assert found["sampled"] == [each.token_ids for each in expected[0]]
+        assert run_rank["sampled"] == [item.token_ids for item in expected[0]]
         with torch.no_grad():
             outside = token_logprobs(model, collate(ROWS[: 1 + rank], model.device)).logprobs
-        torch.testing.assert_close(found["inside"], outside, atol=1e-5, rtol=0)
+        torch.testing.assert_close(run_rank["inside"], outside, atol=1e-5, rtol=0)
 
 
 ADAPTERS = OptimConfig(warmup_steps=0, max_grad_norm=None, eps=1e-2)
@@ -197,12 +200,16 @@ def sharded_adapters(ranks: Ranks, dtype: str, saved: Path) -> dict[str, Any]:
         policy.model, collate(ROWS[:2] if ranks.is_main else ROWS[2:], policy.device)
     ).logprobs
     logprobs.backward(torch.ones_like(logprobs))
-    trained = {name: each for name, each in adapter_parameters(policy.model) if each.grad is not None}
+    trained = {
+        name: adapter_parameter
+        for name, adapter_parameter in adapter_parameters(policy.model)
+        if adapter_parameter.grad is not None
+    }
     return {
         "start": start,
         "reference": of_reference,
-        "gradient": {name: full_tensor(each.grad) for name, each in trained.items()},
-        "stored": {name: each.dtype for name, each in policy.model.named_parameters()},
+        "gradient": {name: full_tensor(value.grad) for name, value in trained.items()},
+        "stored": {name: value.dtype for name, value in policy.model.named_parameters()},
         "norm": optimizer.step(),
         "saved": weights_to_save(policy.model, ranks),
         "weights": dict(checkpoint_weights(policy.model)),
@@ -215,7 +222,10 @@ def sharded_adapters(ranks: Ranks, dtype: str, saved: Path) -> dict[str, Any]:
 def test_sharded_adapters_train_and_merge_as_those_of_one_rank(tmp_path: Path, dtype: str) -> None:
     settings = ModelConfig.model_validate({"device": "cpu", "dtype": dtype, "lora": {"rank": 4}})
     policy = load_policy(settings, seed=3)
-    model, start = policy.model, {name: each.clone() for name, each in adapter_weights(policy.model)}
+    model, start = (
+        policy.model,
+        {name: adapter_weight.clone() for name, adapter_weight in adapter_weights(policy.model)},
+    )
     with torch.no_grad():
         base = token_logprobs(model, collate(ROWS, model.device)).logprobs  # B is 0
         for _, parameter in adapter_parameters(model):
@@ -228,27 +238,29 @@ def test_sharded_adapters_train_and_merge_as_those_of_one_rank(tmp_path: Path, d
     norm = optimizer.step()
     # Without a limit on its norm the gradient stays as it was; AdamW's first moment is a tenth of it.
     state = optimizer.state()
-    names = {id(each): name for name, each in model.named_parameters()}
-    masters = {name: 10 * state[f"{names[id(each)]}.exp_avg"] for name, each in gradient.items()}
+    names = {id(value): name for name, value in model.named_parameters()}
+    masters = {name: 10 * state[f"{names[id(value)]}.exp_avg"] for name, value in gradient.items()}
     weights = dict(checkpoint_weights(model))
     # Two ranks add in another order; in float32 that makes up to 1.1e-5 here, depending on the processor.
     tolerance = 1e-4 if dtype == "float32" else 0.02
     narrow = getattr(torch, dtype)
-    for rank, found in enumerate(run_ranks(2, tmp_path / "results", sharded_adapters, dtype, tmp_path)):
-        assert torch.equal(found["reference"], base)
-        assert found["norm"] == pytest.approx(norm, rel=tolerance)
-        assert set(found["gradient"]) == set(masters)
+    for rank, run_rank in enumerate(run_ranks(2, tmp_path / "results", sharded_adapters, dtype, tmp_path)):
+        assert torch.equal(run_rank["reference"], base)
+        assert run_rank["norm"] == pytest.approx(norm, rel=tolerance)
+        assert set(run_rank["gradient"]) == set(masters)
         for name, expected in masters.items():
-            assert torch.equal(found["start"][name], start[name])
+            assert torch.equal(run_rank["start"][name], start[name])
             scale = expected.abs().max().item()
-            torch.testing.assert_close(found["gradient"][name], expected, atol=tolerance * scale, rtol=0)
-        for name, stored in found["stored"].items():
+            torch.testing.assert_close(run_rank["gradient"][name], expected, atol=tolerance * scale, rtol=0)
+        for name, stored in run_rank["stored"].items():
             assert stored == (torch.float32 if "lora_" in name else narrow)
-        assert found["saved"].keys() == (gradient.keys() if rank == 0 else set())
-        assert found["weights"].keys() == weights.keys()
+        assert run_rank["saved"].keys() == (gradient.keys() if rank == 0 else set())
+        assert run_rank["weights"].keys() == weights.keys()
         for name, weight in weights.items():
-            assert found["weights"][name].dtype == narrow
-            torch.testing.assert_close(found["weights"][name], weight, atol=tolerance / 100, rtol=tolerance)
+            assert run_rank["weights"][name].dtype == narrow
+            torch.testing.assert_close(
+                run_rank["weights"][name], weight, atol=tolerance / 100, rtol=tolerance
+            )
 
 
 class OneRankFails:

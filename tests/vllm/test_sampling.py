@@ -160,8 +160,8 @@ def test_a_stream_samples_what_separate_calls_sample(running: Running) -> None:
     expected = [running.sampler.sample(request.prompts_P, PARAMS, request.seed) for request in requests]
     found = list(running.sampler.sample_stream(requests, PARAMS))
     flat, flat_expected = (
-        [completion for groups in each for group in groups for completion in group]
-        for each in (found, expected)
+        [completion for groups in item for group in groups for completion in group]
+        for item in (found, expected)
     )
     assert [[len(group) for group in groups] for groups in found] == [
         [PARAMS.samples] * len(request.prompts_P) for request in requests

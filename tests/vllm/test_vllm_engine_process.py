@@ -39,11 +39,11 @@ def test_an_engine_process_runs_the_weights_of_the_last_sync() -> None:
         running.sync()
         after = engine.sample(PROMPTS, PARAMS, seed=1)
         assert gap(running, after, 1.0) <= 1e-4
-        assert {each.policy_version for group in after for each in group} == {1}
+        assert {item.policy_version for group in after for item in group} == {1}
         requests = [SampleRequest(PROMPTS[:2], 1), SampleRequest(PROMPTS[2:], 3)]
         streamed = [group for groups in engine.sample_stream(requests, PARAMS) for group in groups]
-        assert [[each.token_ids for each in group] for group in streamed] == [
-            [each.token_ids for each in group] for group in after
+        assert [[item.token_ids for item in group] for group in streamed] == [
+            [item.token_ids for item in group] for group in after
         ]
         stream = engine.sample_stream(requests * 3, SamplingParams(4, 1.0, 20, ()))
         next(stream)

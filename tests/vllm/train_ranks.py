@@ -51,11 +51,14 @@ def main() -> None:
             # The first report is of the evaluation before training, if there is one.
             lines = [without_clock(report.record) for report in islice(reports, steps)]
             reports.close()
-            weights = {key: each.clone() for key, each in checkpoint_weights(components.policy.model)}
+            weights = {
+                key: checkpoint_weight.clone()
+                for key, checkpoint_weight in checkpoint_weights(components.policy.model)
+            }
             gap = components.sampler.probe_gap  # type: ignore[attr-defined]
         finally:
             components.close()
-        equal = len({repr(each) for each in ranks.gather(lines)}) == 1
+        equal = len({repr(item) for item in ranks.gather(lines)}) == 1
         ranks.wait()  # after the engines have ended, the ranks are still connected
     if ranks.is_main:
         columns = ["problem_id", "text", "reward", "length"]

@@ -109,12 +109,13 @@ def entropy_at_equal_accuracy(
 def entropy_when_reached(record: VariantRunData, accuracy: Series, level: float) -> float | None:
     """Return the entropy of the policy when `accuracy` first reaches `level`; None if it never does.
 
-    The value is that of the straight line fitted by least squares to the entropies of the steps between the
+    The value is read from the straight line fitted by least squares to the entropies of the steps between the
     evaluations before and after that moment: this reduces the noise of single steps and follows the trend. Where the
     line leaves the range of these entropies or of their steps, the value is that at the end of the range.
 
     Args:
-        record: the run, for its entropy. The entropy recorded at a step is that of the policy after the step before.
+        record: the run, for its entropy. The entropy recorded at a step is the entropy of the policy after the step
+            before.
         accuracy: held-out accuracy of the run over the steps.
         level: the accuracy at which the entropy is taken.
 

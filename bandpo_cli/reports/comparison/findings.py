@@ -66,8 +66,7 @@ def headline(
             f"the difference is {_evidence(largest, metric)}."
         )
     return (
-        f"No variant differs significantly from {baseline} in final held-out accuracy; the largest difference is "
-        f"that of "
+        f"No variant differs significantly from {baseline} in final held-out accuracy; the largest difference has "
         f"{largest.arm}: {_evidence(largest, metric)}."
     )
 

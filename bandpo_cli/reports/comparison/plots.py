@@ -253,7 +253,7 @@ def _plot_accuracy_entropy(
         curve = common_curve([accuracy(record) for record in runs])
         entropy = common_curve([entropy_of(record) for record in runs])
         if curve is not None and entropy is not None:
-            # The entropy recorded at a step is that of the policy after the previous step.
+            # The entropy recorded at a step is the entropy of the policy after the previous step.
             paths[name] = np.interp(curve.steps, entropy.steps - 1, entropy.mean), curve.mean
     if not paths:
         return None

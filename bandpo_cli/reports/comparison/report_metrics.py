@@ -105,7 +105,7 @@ def report_metrics(
         metrics.append(Metric(f"pass_at_{k}", f"pass@{k}", f"{over}pass@{k} of the last evaluation"))
     zero_gradient = "share of tokens with zero gradient, mean over the run"
     seconds = (
-        "seconds per step, without evaluations and checkpoints; the range is that of the middle 80% of the steps of "
+        "seconds per step, without evaluations and checkpoints; the range covers the middle 80% of the steps of "
         "all seeds"
     )
     metrics += [

@@ -182,8 +182,9 @@ def read_tuning(sweep: SweepFolder | None) -> Tuning | None:
 def accuracy_by_learning_rate(arms: Mapping[str, Sequence[VariantRunData]], sets: Sequence[str]) -> Lines:
     """Return the last accuracies of the runs, the learning rates ascending.
 
-    A line has the runs whose settings are equal except for the learning rate and the seed. Its name is that of its
-    variants without `lr=...`, or that of its method where these names differ; a second line of a name ends with ` #2`.
+    A line has the runs whose settings are equal except for the learning rate and the seed. Its name is the name of its
+    variants without `lr=...`, or the name of its method where these names differ; a second line of a name ends with `
+    #2`.
 
     Args:
         arms: the runs of each variant.
