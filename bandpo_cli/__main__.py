@@ -27,8 +27,8 @@ try:
     import typer
 
     from bandpo_cli.cli import app
+    from bandpo_cli.cli.console import protect_streams
     from bandpo_cli.cli.signals import exit_on_sigterm, handle_forwarded_signals
-    from bandpo_cli.cli.terminal import protect_streams
     from bandpo_cli.errors import RunError, UserError, system_error_message
     from bandpo_cli.rank_process import (
         launched_ranks,

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.config.data import Fields
+from bandpo_cli.config.task import Fields
 from bandpo_cli.errors import UserError, nearest, one_line
 from bandpo_cli.extract import final_answer, last_boxed, unwrap
 from bandpo_cli.grading.answers import (

@@ -69,8 +69,7 @@ def _print_description(
     from bandpo_cli.cli.console import format_duration, print_column, print_line
     from bandpo_cli.cli.statement import describe_model, print_statement
     from bandpo_cli.storage.run_folder import resume_command
-    from bandpo_cli.tracking.link import ui_text
-    from bandpo_cli.tracking.store import tracking_store
+    from bandpo_cli.tracking.store import tracking_store, ui_text
 
     run, config = described.overview, described.config
     progress = (

@@ -21,8 +21,7 @@ from bandpo_cli.experiments.memory import (
     saving_advice,
 )
 from bandpo_cli.tasks.task import Task
-from bandpo_cli.tracking.link import ui_text
-from bandpo_cli.tracking.store import tracking_store
+from bandpo_cli.tracking.store import tracking_store, ui_text
 from bandpo_cli.types import RunResult
 
 if TYPE_CHECKING:

@@ -1,16 +1,156 @@
-"""Configuration files: lookup of the files that the package ships, and the line of a setting in a file."""
+"""Config files: a strict YAML loader, the files that the package ships, and the line of a setting in a file.
+
+The loader returns plain values of limited size and depth; an error is one line with its position.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from bandpo_cli.config.yaml_loader import MERGE_TAG, read_yaml
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import path_exists, read_text
+
+MAX_VALUES, MAX_DEPTH, MAX_DIGITS = 100_000, 50, 100
+"""Limits on the values of a file (aliases expanded), on their nesting, and on the characters of a number."""
+
+_SIMPLE = re.compile(r"[\w .:/,+=@()\[\]{}'#\n-]{0,4096}", re.ASCII)
+"""Texts that libyaml reads in an eighth of the time of PyYAML's parser: short enough for the stack, because its
+recursion has no limit, and without tabs, tags, aliases and other characters that the two parsers treat differently."""
+
+MERGE_TAG = "tag:yaml.org,2002:merge"
+"""The tag of the key `<<`, whose value is a mapping, or a list of mappings, to take entries from."""
+
+
+def read_yaml(path: Path, where: str) -> Any:
+    """Return the value in a file, as `parse_yaml` does. Raise ConfigError, which begins with `where`."""
+    return parse_yaml(read_text(path, where), where)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Return the value of the document `text`, None for an empty one.
+
+    Raises:
+        ConfigError: the text is not YAML, has a key twice, has a language-specific tag, or is too large or too deep.
+    """
+    try:
+        if _SIMPLE.fullmatch(text):
+            with suppress(yaml.YAMLError):  # the other loader accepts a few more texts, and words the error
+                return yaml.load(text, Loader=_FastLoader)
+        return yaml.load(text, Loader=_StrictLoader)
+    except Exception as error:  # noqa: BLE001 - PyYAML raises KeyError, IndexError and others for malformed values
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None)
+        if not problem:
+            problem = "nested too deep" if isinstance(error, RecursionError) else type(error).__name__
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{where}{line}: not readable as YAML: {problem}") from None
+
+
+class _Strict(yaml.constructor.SafeConstructor):
+    """Limits for PyYAML's safe loaders; a duplicate key is an error, where PyYAML silently takes the last one."""
+
+    _flattened: set[int]
+
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()  # type: ignore[misc]
+        if node is not None:
+            _check_expanded_size(MAX_VALUES, node)
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        if not isinstance(node, yaml.MappingNode):  # `!!map 5`
+            raise _yaml_error("expected `key: value` lines", node)
+        return super().construct_mapping(node, deep)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put the entries of merge keys (`<<: *defaults`) before those of the mapping itself, which win.
+
+        Duplicate keys are searched for in the mapping as it is written, therefore before the first merge.
+        """
+        if id(node) not in self._flattened:
+            self._flattened.add(id(node))
+            self._check_keys(node)
+            super().flatten_mapping(node)
+
+    def _check_keys(self, node: yaml.MappingNode) -> None:
+        seen = set()
+        for key_node, _ in node.value:
+            key = "<<" if key_node.tag == MERGE_TAG else self.construct_object(key_node, deep=True)
+            if key is not None and not isinstance(key, (str, int, float)):
+                raise _yaml_error("a key must be a plain name", key_node)
+            if key in seen:
+                raise _yaml_error(f"'{key}' is given twice", key_node)
+            seen.add(key)
+
+    def construct_number(self, node: yaml.ScalarNode) -> Any:
+        """Construct a number. YAML has base-60 numbers, and long ones take hours to convert."""
+        if not isinstance(node.value, str) or len(node.value) > MAX_DIGITS:
+            raise _yaml_error(f"a number of more than {MAX_DIGITS} digits", node)
+        return self.construct_yaml_int(node) if node.tag.endswith("int") else self.construct_yaml_float(node)
+
+
+for _tag in ("int", "float"):
+    _Strict.add_constructor(f"tag:yaml.org,2002:{_tag}", _Strict.construct_number)  # type: ignore[type-var]
+
+
+class _StrictLoader(_Strict, yaml.SafeLoader):
+    """The loader of all texts, in Python."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._composed = 0
+        self._flattened = set()
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._composed += 1
+        if self._composed > MAX_VALUES:  # checked during parsing, which takes a minute per megabyte
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, f"more than {MAX_VALUES:,} values", mark)
+        return super().compose_node(parent, index)
+
+
+_CLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _FastLoader(_Strict, _CLoader):  # type: ignore[misc]
+    """The loader of texts that match `_SIMPLE`: libyaml, where PyYAML is built with it."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)  # type: ignore[call-arg]
+        self._flattened = set()
+
+
+def _yaml_error(text: str, node: yaml.Node) -> yaml.MarkedYAMLError:
+    """Return an error that `parse_yaml` reports with the line of `node`."""
+    return yaml.constructor.ConstructorError(None, None, text, node.start_mark)
+
+
+def _check_expanded_size(max_values: int, root: yaml.Node) -> None:
+    """Raise an error for more than `max_values` values with all aliases expanded, and for an alias inside itself."""
+    sizes: dict[int, int] = {}
+
+    def size(node: yaml.Node, depth: int) -> int:
+        if not isinstance(node, yaml.CollectionNode):
+            return 1
+        if depth > MAX_DEPTH:  # also an alias inside itself
+            raise _yaml_error(f"nested more than {MAX_DEPTH} deep", node)
+        if id(node) not in sizes:
+            children = (
+                child for item in node.value for child in (item if isinstance(item, tuple) else (item,))
+            )
+            sizes[id(node)] = 1 + sum(size(child, depth + 1) for child in children)
+            if sizes[id(node)] > max_values:
+                raise _yaml_error(f"more than {max_values:,} values", node)
+        return sizes[id(node)]
+
+    size(root, 0)
+
 
 SHIPPED = Path(__file__).parents[1] / "configs"
 """The folder `configs` of the repository, which is part of the installed package too."""

@@ -17,12 +17,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from bandpo_cli.config.files import FileLayer, read_mapping
+from bandpo_cli.config.files import FileLayer, parse_yaml, read_mapping
 from bandpo_cli.config.other_trainers import setting_for
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.section import Choice, choice_of
 from bandpo_cli.config.task import task_defaults
-from bandpo_cli.config.yaml_loader import parse_yaml
 from bandpo_cli.errors import ConfigError, has_secret, nearest, redact_credentials, unknown_choice
 from bandpo_cli.registries.methods import method_name
 

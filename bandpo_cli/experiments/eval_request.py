@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from bandpo_cli.config.data import FILE_SUFFIXES, Source
 from bandpo_cli.config.layers import Layer, nest, read_layer, resolve, without_secret
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sampling import check_engine
-from bandpo_cli.config.task import DataTask, task_from_arguments
+from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, task_from_arguments
 from bandpo_cli.errors import ConfigError, UserError, nearest
 from bandpo_cli.experiments.preflight import (
     ModelRef,

@@ -103,8 +103,7 @@ def _open_model(
     use_expandable_segments(config)
     with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
-        from bandpo_cli.models.device import with_dtype_here
-        from bandpo_cli.models.load import load_policy
+        from bandpo_cli.models.load import load_policy, with_dtype_here
         from bandpo_cli.sampling.rollouts import (
             PromptEncoder,
             check_context_length,

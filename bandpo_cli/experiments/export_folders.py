@@ -24,8 +24,7 @@ from bandpo_cli.experiments.preflight import (
 )
 from bandpo_cli.exports import verl_data, verl_files
 from bandpo_cli.exports.verl_files import Machines
-from bandpo_cli.exports.verl_losses import Overrides
-from bandpo_cli.exports.verl_rules import MODEL, InFolder, is_copied
+from bandpo_cli.exports.verl_rules import MODEL, InFolder, Overrides, is_copied
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable, overrides_of
 from bandpo_cli.grading.pool import check_grader
 from bandpo_cli.paths import is_adapter_folder, path_exists, user_path

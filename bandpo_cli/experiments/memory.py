@@ -45,7 +45,7 @@ def memory_report(config: RunConfig, ranks: int = 1, training: bool = True) -> M
     Raises:
         UserError: the model's architecture cannot be read, or this machine has no such GPU or no memory left on it.
     """
-    from bandpo_cli.models.device import is_on_cuda
+    from bandpo_cli.models.load import is_on_cuda
     from bandpo_cli.models.memory import Device, estimate_memory
 
     if not is_on_cuda(config.model):
@@ -306,7 +306,7 @@ def out_of_memory_errors(config: RunConfig, training: bool = True) -> Iterator[N
         failed = find_out_of_memory(error)
         if failed is None:
             raise
-        from bandpo_cli.models.device import is_on_cuda
+        from bandpo_cli.models.load import is_on_cuda
 
         on_gpu = is_on_cuda(config.model)
         has_gpu = training and on_gpu and bool(_engine_cards(config, local_rank_count()))

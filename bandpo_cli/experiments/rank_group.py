@@ -56,7 +56,7 @@ def check_gpu_count(model: ModelConfig, count: int, what: str) -> None:
     """
     import torch
 
-    from bandpo_cli.models.device import is_on_cuda
+    from bandpo_cli.models.load import is_on_cuda
 
     if not is_on_cuda(model):
         return
@@ -82,7 +82,7 @@ def connected_ranks(config: RunConfig) -> Iterator[Ranks]:
     if ranks.size == 1:
         yield ranks
         return
-    from bandpo_cli.models.device import is_on_cuda
+    from bandpo_cli.models.load import is_on_cuda
 
     check_rank_settings(config, ranks.size)
     check_gpu_count(config.model, local_rank_count(), f"{local_rank_count()} ranks on this machine")

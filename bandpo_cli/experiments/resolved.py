@@ -13,8 +13,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import AUTO_ENGINE, is_installed, resolve_engine
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.hub import cached_commit, is_commit
-from bandpo_cli.paths import path_exists
+from bandpo_cli.paths import cached_commit, is_commit, path_exists
 from bandpo_cli.registries import ENGINES
 from bandpo_cli.storage.files import read_json_object
 from bandpo_cli.storage.run_folder import RunFolder

@@ -203,7 +203,7 @@ def settings_here(config: RunConfig, events: TrainEvents) -> RunConfig:
     """Begin the phase `load`, which imports torch, and return the settings with the dtype that `auto` is here."""
     events.phase("load")
     use_expandable_segments(config)
-    from bandpo_cli.models.device import with_dtype_here
+    from bandpo_cli.models.load import with_dtype_here
 
     return with_dtype_here(config)
 

@@ -12,8 +12,7 @@ from typing import Any
 from bandpo_cli.config.layers import flatten
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.exports.verl_losses import Overrides
-from bandpo_cli.exports.verl_rules import InFolder, longest_row, tokens_per_micro_batch
+from bandpo_cli.exports.verl_rules import InFolder, Overrides, longest_row, tokens_per_micro_batch
 from bandpo_cli.exports.verl_settings import RULES
 
 VERL_VERSION = "0.9.1"

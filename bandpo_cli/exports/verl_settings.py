@@ -15,15 +15,17 @@ from typing import Any
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.exports import verl_rules as rules
-from bandpo_cli.exports.verl_losses import (
+from bandpo_cli.exports.verl_rules import (
     ACTOR,
+    CORRECTION,
     LOSSES,
+    MODEL,
+    ROLLOUT,
     Overrides,
     is_corrected,
     loss_differences,
     loss_overrides,
 )
-from bandpo_cli.exports.verl_rules import CORRECTION, MODEL, ROLLOUT
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
-"""Loading and saving a policy: the model that is trained, its tokenizer and its special tokens."""
+"""Loading and saving a policy: the model that is trained, its tokenizer, its special tokens, its device and dtype."""
 
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -22,9 +23,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils.logging import disable_progress_bar
 
-from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig
+from bandpo_cli.config.hardware import dtype_on, with_dtype
+from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig
 from bandpo_cli.errors import UserError, first_line, is_out_of_memory
-from bandpo_cli.hub import cached_commit
 from bandpo_cli.models.adapter_files import adapter_folder, base_config, merge_adapter
 from bandpo_cli.models.attention import has_torch_varlen
 from bandpo_cli.models.checks import (
@@ -37,11 +38,37 @@ from bandpo_cli.models.checks import (
     check_weight_format,
     loading_errors,
 )
-from bandpo_cli.models.device import dtype_here, is_on_cuda
 from bandpo_cli.models.lora import adapters_disabled, add_adapters, has_adapters, save_adapter
 from bandpo_cli.models.sharding import forward_dtype, is_sharded, shard
-from bandpo_cli.paths import path_exists, user_path
+from bandpo_cli.paths import cached_commit, path_exists, user_path
 from bandpo_cli.ranks import SINGLE, Ranks
+
+
+def is_on_cuda(config: ModelConfig) -> bool:
+    """Return whether `model.device` is a CUDA GPU on this machine."""
+    return torch.cuda.is_available() and config.device.partition(":")[0] in ("auto", "cuda")
+
+
+def dtype_here(config: ModelConfig) -> torch.dtype:
+    """Return what `model.dtype` is on this machine."""
+    dtype: torch.dtype = getattr(torch, dtype_on(config.dtype, is_on_cuda(config)))
+    return dtype
+
+
+def with_dtype_here(config: RunConfig) -> RunConfig:
+    """Return the settings with what `model.dtype` is on this machine: running them again gives the same run."""
+    return with_dtype(config, is_on_cuda(config.model))
+
+
+def release_cached_memory() -> None:
+    """Return unused GPU memory from torch's caching allocator to the driver; do nothing without a CUDA context.
+
+    An engine with an allocator of its own, as vLLM's for sleep and wake, cannot use what torch has cached. Objects in
+    reference cycles, such as tracebacks, hold tensors until garbage collection.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def embedded_model_path() -> Path:

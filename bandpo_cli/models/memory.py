@@ -16,8 +16,7 @@ from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.models.adapter_files import adapter_folder, base_config
 from bandpo_cli.models.checks import check_declared_size, loading_errors
-from bandpo_cli.models.device import dtype_here
-from bandpo_cli.models.load import model_location, read_config, uses_gradient_checkpointing
+from bandpo_cli.models.load import dtype_here, model_location, read_config, uses_gradient_checkpointing
 from bandpo_cli.models.logprobs import TILE_BYTES
 from bandpo_cli.models.lora import add_adapters
 from bandpo_cli.models.packing import MAX_MASKED_ROW_TOKENS, MAX_SHARED_ROW_TOKENS, Row, split_row

@@ -19,8 +19,14 @@ from bandpo_cli.models.lora import (
     lora_layers,
     merge_adapter_of,
 )
-from bandpo_cli.models.sharding import forward_dtype, full_tensor, is_sharded, sharded_like
-from bandpo_cli.models.shards import read_shards, saved_shapes
+from bandpo_cli.models.sharding import (
+    forward_dtype,
+    full_tensor,
+    is_sharded,
+    read_shards,
+    saved_shapes,
+    sharded_like,
+)
 from bandpo_cli.ranks import Ranks
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
+from bandpo_cli.config.files import read_yaml
 from bandpo_cli.config.layers import to_yaml
-from bandpo_cli.config.yaml_loader import read_yaml
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
 from bandpo_cli.storage.files import read_json_object, sync_folder, write_json, write_text

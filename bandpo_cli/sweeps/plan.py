@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from bandpo_cli.config.files import parse_yaml
 from bandpo_cli.config.layers import Layer, nest, resolve, split_values
 from bandpo_cli.config.methods import TrustRegionSettings, method_classes
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import Settings, SweepConfig
-from bandpo_cli.config.yaml_loader import parse_yaml
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.registries import METHODS
 from bandpo_cli.storage.run_folder import is_valid_name

@@ -16,7 +16,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.config.data import Source
+from bandpo_cli.config.task import Source
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import GRADERS, is_custom_grader
 from bandpo_cli.tasks.fields import (

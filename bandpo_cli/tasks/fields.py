@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from typing import Any, NamedTuple
 
-from bandpo_cli.config.data import Fields
+from bandpo_cli.config.task import Fields
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.extract import final_answer, unwrap
 from bandpo_cli.types import Message

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from bandpo_cli.config.data import Source
-from bandpo_cli.config.task import DataTask
+from bandpo_cli.config.task import DataTask, Source
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.registries import DATASETS, GRADERS
 from bandpo_cli.tasks.questions import (

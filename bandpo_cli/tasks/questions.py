@@ -15,7 +15,7 @@ from hashlib import blake2b
 from itertools import chain, islice
 from typing import Any
 
-from bandpo_cli.config.data import Fields, Source
+from bandpo_cli.config.task import Fields, Source
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import DATASETS, GRADERS
 from bandpo_cli.tasks.fields import (

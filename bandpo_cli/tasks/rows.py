@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from bandpo_cli.config.data import FILE_SUFFIXES, Source
+from bandpo_cli.config.task import FILE_SUFFIXES, Source
 from bandpo_cli.errors import ConfigError, first_line, nearest
 from bandpo_cli.paths import check_regular_file, path_exists, user_path
 from bandpo_cli.registries import DATASETS

@@ -20,14 +20,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
 from bandpo_cli.errors import redact_credentials
-from bandpo_cli.tracking.link import KEY_TAG, new_link, read_links, write_link
 from bandpo_cli.tracking.names import (
     MAX_METRICS_PER_BATCH,
     MAX_PARAMS_PER_BATCH,
     MAX_TAG_CHARS,
     finite_metrics,
 )
-from bandpo_cli.tracking.store import Store, create_sqlite_store
+from bandpo_cli.tracking.store import KEY_TAG, Store, create_sqlite_store, new_link, read_links, write_link
 
 log = logging.getLogger("bandpo_cli")
 

@@ -16,10 +16,20 @@ from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import read_metrics_after, run_artifacts
 from bandpo_cli.storage.run_record import StoredRun, read_stored_run
-from bandpo_cli.tracking.link import LINK, find_link, link_version, read_links, record_sent_files, send_lock
 from bandpo_cli.tracking.mirror import MlflowMirror, Sent
 from bandpo_cli.tracking.names import flat_params, run_tags
-from bandpo_cli.tracking.store import Store, is_redacted, sqlite_path, tracking_store
+from bandpo_cli.tracking.store import (
+    LINK,
+    Store,
+    find_link,
+    is_redacted,
+    link_version,
+    read_links,
+    record_sent_files,
+    send_lock,
+    sqlite_path,
+    tracking_store,
+)
 from bandpo_cli.types import RunStatus
 
 RECORDS_PER_CALL = 50

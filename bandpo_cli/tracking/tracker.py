@@ -10,8 +10,15 @@ from contextlib import suppress
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.errors import UserError, redact_credentials
 from bandpo_cli.storage.run_folder import sync_command
-from bandpo_cli.tracking.link import new_link, read_links, run_url
-from bandpo_cli.tracking.store import check_reachable, is_server, short_error, tracking_store
+from bandpo_cli.tracking.store import (
+    check_reachable,
+    is_server,
+    new_link,
+    read_links,
+    run_url,
+    short_error,
+    tracking_store,
+)
 from bandpo_cli.tracking.sync import RunSender
 from bandpo_cli.types import CallbackBase, RunInfo, RunResult, RunStatus, StepReport
 

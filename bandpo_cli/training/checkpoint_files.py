@@ -25,7 +25,7 @@ from xxhash import xxh3_64
 
 from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory
 from bandpo_cli.models.load import Policy, save_policy
-from bandpo_cli.models.shards import ShardError, read_shards, saved_shapes, write_shards
+from bandpo_cli.models.sharding import ShardError, read_shards, saved_shapes, write_shards
 from bandpo_cli.models.weights import load_weights, weights_to_save
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.checkpoints import (
@@ -39,8 +39,8 @@ from bandpo_cli.storage.checkpoints import (
     write_trainer_state,
 )
 from bandpo_cli.storage.files import apply_umask, file_checksum, sync_file, sync_folder
+from bandpo_cli.training.batches import SampledGroups, write_sampled
 from bandpo_cli.training.optimizer import Optimizer
-from bandpo_cli.training.sampled_groups import SampledGroups, write_sampled
 from bandpo_cli.training.update import check_finite_weights
 
 OPTIMIZER = f"{TRAINER}/optimizer.safetensors"

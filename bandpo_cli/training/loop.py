@@ -25,7 +25,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.evaluate import is_evaluation_due, sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
 from bandpo_cli.grading.rewards import check_not_all_failed, first_errors
-from bandpo_cli.models.device import release_cached_memory
+from bandpo_cli.models.load import release_cached_memory
 from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.objective.loss import policy_loss
 from bandpo_cli.sampling.sampler import is_exact

@@ -24,8 +24,14 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import CONTINUES, SafeConsole, open_console, print_json
-from bandpo_cli.cli.terminal import RawStream, protect_streams
+from bandpo_cli.cli.console import (
+    CONTINUES,
+    RawStream,
+    SafeConsole,
+    open_console,
+    print_json,
+    protect_streams,
+)
 from bandpo_cli.errors import escape_controls
 from tests.cli.train_runs import SMALL
 from tests.text_model import save_text_model

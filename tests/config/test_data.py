@@ -8,9 +8,8 @@ from typing import Any, cast
 import pytest
 from pydantic import ValidationError
 
-from bandpo_cli.config.data import FILE_SUFFIXES, Fields, Source
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.task import DataTask, task_from_arguments, task_names
+from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Fields, Source, task_from_arguments, task_names
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import DATASETS, GRADERS
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.config.data import Source
 from bandpo_cli.config.files import read_config
 from bandpo_cli.config.layers import flatten, nest, read_assignments, read_layer, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.task import Source
 from bandpo_cli.errors import ConfigError
 
 

@@ -26,7 +26,7 @@ from bandpo_cli.experiments.memory import GIB, memory_saving_settings
 from bandpo_cli.experiments.overview import changed_settings
 from bandpo_cli.exports.verl_settings import overrides_of
 from bandpo_cli.metric_names import without_clock
-from bandpo_cli.models import device
+from bandpo_cli.models import load
 from bandpo_cli.models.load import load_policy
 from bandpo_cli.models.memory import Device, estimate_memory
 from bandpo_cli.sweeps.estimate import seconds_from_earlier_runs
@@ -37,7 +37,7 @@ RUN: list[Any] = [SMALL, {"steps": 1, "evaluation": {"every": 0}}]
 
 def use_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this machine one with a GPU, on which the code runs with the CPU."""
-    monkeypatch.setattr(device, "is_on_cuda", lambda config: True)
+    monkeypatch.setattr(load, "is_on_cuda", lambda config: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: (80 * GIB, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: SimpleNamespace(name="a GPU"))
 

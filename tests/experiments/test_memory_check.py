@@ -31,7 +31,7 @@ from bandpo_cli.experiments.memory import (
     with_memory_fraction,
 )
 from bandpo_cli.experiments.resume_run import CHANGEABLE_SETTINGS
-from bandpo_cli.models import device
+from bandpo_cli.models import load
 from bandpo_cli.models.memory import SLEEPING_ENGINE_BYTES, Device, estimate_memory
 from bandpo_cli.ranks import SINGLE
 from tests.config.shapes import config_on_disk
@@ -56,7 +56,7 @@ class Gpus:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     found = Gpus()
-    monkeypatch.setattr(device, "is_on_cuda", lambda config: True)
+    monkeypatch.setattr(load, "is_on_cuda", lambda config: True)
     monkeypatch.setattr(
         torch.cuda, "mem_get_info", lambda card: (int(found.free[card] * 1e9), int(found.total[card] * 1e9))
     )

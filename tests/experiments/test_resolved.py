@@ -24,9 +24,9 @@ from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import resume, train
 from bandpo_cli.experiments.preflight import check_config
 from bandpo_cli.experiments.resolved import pin, stored_resolution
-from bandpo_cli.hub import cached_commit
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import embedded_model_path, load_policy
+from bandpo_cli.paths import cached_commit
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
 from tests.text_model import save_text_model

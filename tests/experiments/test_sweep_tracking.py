@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.experiments.sweep_tracking import sweep_mlflow_run
+from bandpo_cli.experiments.sweep_run import sweep_mlflow_run
 from bandpo_cli.reports.comparison import Report
 from bandpo_cli.sweeps.folder import SweepFolder
 from bandpo_cli.tracking.store import Store, sqlite_uri

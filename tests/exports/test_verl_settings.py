@@ -10,7 +10,7 @@ import pytest
 
 from bandpo_cli.config.layers import flatten, nest, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.exports.verl_losses import ACTOR, LOSSES, loss_differences, loss_overrides
+from bandpo_cli.exports.verl_rules import ACTOR, LOSSES, loss_differences, loss_overrides
 from bandpo_cli.exports.verl_settings import RULES, differences_of, is_runnable, overrides_of
 from bandpo_cli.registries import METHODS, TASKS
 

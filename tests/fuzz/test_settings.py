@@ -10,9 +10,9 @@ import yaml
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bandpo_cli.config import yaml_loader
+from bandpo_cli.config import files
+from bandpo_cli.config.files import parse_yaml
 from bandpo_cli.config.layers import read_assignments, read_layer, resolve, to_yaml
-from bandpo_cli.config.yaml_loader import parse_yaml
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import sweep_request
 from tests.fuzz.mutate import (
@@ -149,17 +149,17 @@ TOKENS = (
 @given(st.lists(st.sampled_from(TOKENS)))
 def test_libyaml_and_the_python_parser_read_the_same(parts: list[str]) -> None:
     text = "".join(parts)
-    assume(yaml_loader._SIMPLE.fullmatch(text))
+    assume(files._SIMPLE.fullmatch(text))
     try:
-        fast = yaml.load(text, Loader=yaml_loader._FastLoader)
+        fast = yaml.load(text, Loader=files._FastLoader)
     except yaml.YAMLError:
         return  # then the Python parser decides
-    assert fast == yaml.load(text, Loader=yaml_loader._StrictLoader)
+    assert fast == yaml.load(text, Loader=files._StrictLoader)
 
 
 @pytest.mark.parametrize("part", ["[", "- ", "{a:", "a: ["])
 def test_deeply_nested_short_texts_do_not_exhaust_the_stack(part: str) -> None:
     text = part * (4096 // len(part))
-    assert yaml_loader._SIMPLE.fullmatch(text)
+    assert files._SIMPLE.fullmatch(text)
     with pytest.raises(ConfigError):
         parse_yaml(text, "file")

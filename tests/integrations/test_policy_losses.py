@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from bandpo_cli.objective.covariance_losses import ClipCovLoss, KlCovLoss, token_covariance
 from bandpo_cli.objective.loss import Columns, LossOutputs, PolicyLoss
+from bandpo_cli.objective.policy_losses import ClipCovLoss, KlCovLoss, token_covariance
 from tests.integrations.batches import (
     SPREADS,
     Batch,

@@ -13,7 +13,7 @@ from bandpo_cli.bounds.intervals import clip_state
 from bandpo_cli.config.methods import ClipSettings
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.objective.loss import AGGREGATIONS, LossBatch, LossOutputs, k3, policy_objective
-from bandpo_cli.objective.token_losses import IntervalLoss
+from bandpo_cli.objective.policy_losses import IntervalLoss
 from bandpo_cli.training.metrics import clip_metrics
 
 log_prob = st.floats(-12.0, -1e-3)

@@ -28,8 +28,7 @@ from transformers import (
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.metric_names import without_clock
-from bandpo_cli.models.device import with_dtype_here
-from bandpo_cli.models.load import embedded_model_path
+from bandpo_cli.models.load import embedded_model_path, with_dtype_here
 from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training.components import Components, build_components

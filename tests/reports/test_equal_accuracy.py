@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from bandpo_cli.reports.comparison import VariantRun, write_report
-from bandpo_cli.reports.comparison.equal_accuracy import (
+from bandpo_cli.reports.comparison.report_metrics import (
     EqualAccuracy,
     entropy_at_equal_accuracy,
     entropy_when_reached,

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bandpo_cli.config.data import Fields
+from bandpo_cli.config.task import Fields
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.tasks.fields import (
     ANSWER_NAMES,

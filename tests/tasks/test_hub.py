@@ -10,8 +10,7 @@ from typing import Any
 import datasets
 import pytest
 
-from bandpo_cli.config.data import Source
-from bandpo_cli.config.task import DataTask
+from bandpo_cli.config.task import DataTask, Source
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import DATASETS
 from bandpo_cli.tasks.questions import load_questions

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bandpo_cli.config.data import Fields, Source
+from bandpo_cli.config.task import Fields, Source
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.tasks.questions import TEMPLATES, load_questions, question_key
 from bandpo_cli.tasks.rows import source_label

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.config.data import Source
-from bandpo_cli.config.task import DataTask
+from bandpo_cli.config.task import DataTask, Source
 from bandpo_cli.tasks.questions import LoadedQuestions, load_questions
 from bandpo_cli.tasks.task import build_task
 

@@ -14,8 +14,7 @@ import bandpo_cli.tracking.mirror
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.eval_folder import EvalFolder
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tracking.link import read_links, write_link
-from bandpo_cli.tracking.store import Store, tracking_store
+from bandpo_cli.tracking.store import Store, read_links, tracking_store, write_link
 from bandpo_cli.tracking.sync import send_evaluation
 from tests.tracking.tracked import client_of, runs_at, track
 

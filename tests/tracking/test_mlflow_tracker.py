@@ -15,8 +15,7 @@ import pytest
 
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tracking.link import run_url
-from bandpo_cli.tracking.store import Store, tracking_store
+from bandpo_cli.tracking.store import Store, run_url, tracking_store
 from bandpo_cli.tracking.tracker import MlflowTracker
 from bandpo_cli.types import RunResult, RunStatus
 from tests.tracking.mlflow_server import MlflowServer, silent_port

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from bandpo_cli.models import device
-from bandpo_cli.models.device import release_cached_memory
+from bandpo_cli.models import load
+from bandpo_cli.models.load import release_cached_memory
 from bandpo_cli.training import loop
 from tests.training.recording import prepare_run
 
@@ -71,6 +71,6 @@ def test_the_cache_is_emptied_after_garbage_collection_if_there_is_a_gpu(
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
-    monkeypatch.setattr(device.gc, "collect", lambda: calls.append("collect"))
+    monkeypatch.setattr(load.gc, "collect", lambda: calls.append("collect"))
     release_cached_memory()
     assert calls == (["collect", "empty"] if initialized else [])

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from bandpo_cli.errors import plural
-from bandpo_cli.reports.comparison.equal_accuracy import EqualAccuracy, RunKey, percent_text
-from bandpo_cli.reports.comparison.report_metrics import Metric
+from bandpo_cli.reports.comparison.report_metrics import EqualAccuracy, Metric, RunKey, percent_text
 from bandpo_cli.reports.comparison.runs import ExcludedRun, VariantRunData
 from bandpo_cli.reports.comparison.selection import differing_settings, is_within
 from bandpo_cli.reports.comparison.statistics import LEVEL, Estimate

@@ -20,7 +20,7 @@ from matplotlib.transforms import offset_copy
 from numpy.typing import NDArray
 
 from bandpo_cli.reports import style
-from bandpo_cli.reports.comparison.equal_accuracy import percent_text
+from bandpo_cli.reports.comparison.report_metrics import percent_text
 from bandpo_cli.reports.comparison.runs import VariantRunData, accuracy_of
 from bandpo_cli.reports.comparison.selection import format_setting
 from bandpo_cli.reports.comparison.statistics import interval_band

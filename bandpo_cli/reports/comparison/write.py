@@ -10,10 +10,15 @@ from tempfile import TemporaryDirectory
 
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.reports.comparison import tables
-from bandpo_cli.reports.comparison.equal_accuracy import entropy_at_equal_accuracy
 from bandpo_cli.reports.comparison.findings import headline, report_notes, scope
 from bandpo_cli.reports.comparison.plots import MAX_VARIANTS_PLOTTED, plot_all
-from bandpo_cli.reports.comparison.report_metrics import common_k, common_sets, report_metrics, run_values
+from bandpo_cli.reports.comparison.report_metrics import (
+    common_k,
+    common_sets,
+    entropy_at_equal_accuracy,
+    report_metrics,
+    run_values,
+)
 from bandpo_cli.reports.comparison.runs import ExcludedRun, VariantRunData, read_variant_run
 from bandpo_cli.reports.comparison.selection import VariantRun
 from bandpo_cli.reports.comparison.tuning import Tuning

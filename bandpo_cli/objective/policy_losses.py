@@ -1,11 +1,13 @@
-"""Policy losses per token: the clipped loss, DPPO, CISPO, SAPO, CE-GPPO, ASPO and DRPO.
+"""Policy losses of the methods: per token, with the ratio of a completion, and by covariance.
 
-The clipped loss is the loss of the interval methods: the Band, clip, clip-higher, DCPO and none.
+The clipped loss comes first. It is the loss of the interval methods: the Band, clip, clip-higher, DCPO and none. A
+ratio outside its interval loses its gradient there.
 
-Notation as in `objective.loss`; sg(·) is a value without gradient, and all losses are [n], one per token. Each class
-names its paper, public code and where it departs from them; docs/methods.md lists all methods. The gradient of a loss
-−w·a·log π with a weight w that has no gradient is −w·a·∇log π, as that of −r·a is −r·a·∇log π; such losses differ from
-others by a value, and not by a gradient. `objective.dual_clip` applies to the clipped loss alone.
+Notation as in `objective.loss`: N tokens of an update, n of a micro-batch, L tokens of a completion, a its advantage;
+sg(·) is a value without gradient. All losses are [n], one per token. Each class names its paper, public code and where
+it departs from them; docs/methods.md lists all methods. The gradient of a loss −w·a·log π with a weight w that has no
+gradient is −w·a·∇log π, just as the gradient of −r·a is −r·a·∇log π; such losses differ from others by a value, and not
+by a gradient. `objective.dual_clip` applies only to the clipped loss.
 """
 
 from __future__ import annotations
@@ -20,12 +22,25 @@ from bandpo_cli.config.policy_losses import (
     AspoSettings,
     CeGppoSettings,
     CispoSettings,
+    ClipCovSettings,
     DppoSettings,
     DrpoSettings,
+    GmpoSettings,
+    GspoSettings,
+    KlCovSettings,
     SapoSettings,
+    ToprSettings,
 )
 from bandpo_cli.config.run import ObjectiveConfig
-from bandpo_cli.objective.loss import Columns, LossBatch, PolicyLoss
+from bandpo_cli.objective.loss import (
+    MAX_LOG_RATIO,
+    Columns,
+    LossBatch,
+    PolicyLoss,
+    log_ratio,
+    sequence_index,
+    sequence_sum,
+)
 
 
 class IntervalLoss(PolicyLoss):
@@ -221,3 +236,142 @@ class DrpoLoss(PolicyLoss):
         ratios, advantages = batch.ratios(logprobs), batch.advantages
         penalty = batch.old_logprobs.exp() * (ratios - 1.0).square() / (2.0 * self._eps)
         return -ratios * advantages + advantages.abs() * penalty
+
+
+class GspoLoss(PolicyLoss):
+    """−min(s·a, clamp(s, 1 − ε, 1 + ε)·a), s = exp(mean over the completion of log r) (arXiv 2507.18071, equation 5).
+
+    Per token it is the GSPO-token form of the paper's section 4.3, s_t = sg(s)·π/sg(π): equal in value, and in
+    gradient where the tokens of a completion have equal weights. The recommended aggregation is
+    `seq-mean-token-mean`.
+
+    Equal to verl 0.9.1, `compute_policy_loss_gspo` (which limits log s to 10, here ±20), and in the gradient to TRL
+    1.16, `importance_sampling_level="sequence"`, which distributes the completion's gradient over its tokens evenly.
+    """
+
+    def __init__(self, settings: GspoSettings, objective: ObjectiveConfig) -> None:
+        self._lower, self._upper = 1.0 - settings.eps_low, 1.0 + settings.eps_high
+
+    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
+        """Return the loss of each token, [n]."""
+        advantages = batch.advantages
+        means = sequence_sum(logprobs.detach() - batch.old_logprobs, batch.lengths) / batch.lengths
+        log_s = means[sequence_index(batch.lengths)] + logprobs - logprobs.detach()
+        ratios = torch.exp(log_s.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+        clamped = ratios.clamp(self._lower, self._upper)
+        return -torch.minimum(ratios * advantages, clamped * advantages)
+
+
+class GmpoLoss(PolicyLoss):
+    """−a·exp(mean over the completion of the clipped log r) (arXiv 2507.20673, equation 4).
+
+    log r is clipped to [−ε_low, ε_high] on the side that the sign of a asks for, as in PPO; clipped tokens have no
+    gradient. With `seq-mean-token-mean` the loss is the mean over completions, as in the source.
+
+    Equal to verl 0.9.1, `compute_policy_loss_geo_mean`; the authors' code is callsys/GMPO, train_zero_math_gmpo.py.
+    One departure: log r is limited to ±20 on the other side, which no finite ratio of interest reaches.
+    """
+
+    def __init__(self, settings: GmpoSettings, objective: ObjectiveConfig) -> None:
+        self._low, self._high = -settings.log_eps_low, settings.log_eps_high
+
+    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
+        """Return the loss of each token, [n], which is the loss of its completion."""
+        log_ratios = log_ratio(logprobs, batch.old_logprobs)
+        clipped = torch.where(
+            batch.advantages > 0, log_ratios.clamp(max=self._high), log_ratios.clamp(min=self._low)
+        )
+        means = sequence_sum(clipped, batch.lengths) / batch.lengths
+        return -batch.advantages * torch.exp(means)[sequence_index(batch.lengths)]
+
+
+class ToprLoss(PolicyLoss):
+    """−sg(w)·a·log π, w = 1 for a ≥ 0 and clamp(Π r, 0, max_weight) for a < 0 (TOPR, arXiv 2503.14286).
+
+    Two departures: the sign and the factor are those of the paper's reward, here those of the advantage, which is the
+    reward minus a baseline; and π_old takes the place of the policy that sampled the data. The paper's ratio is that
+    of the complete completion, as here; public code that multiplies per-token ratios' clamps instead (Trinity-RFT,
+    `TOPRPolicyLossFn`) differs.
+    """
+
+    def __init__(self, settings: ToprSettings, objective: ObjectiveConfig) -> None:
+        self._max_weight = settings.max_weight
+
+    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
+        """Return the loss of each token, [n]."""
+        sums = sequence_sum(logprobs.detach() - batch.old_logprobs, batch.lengths)
+        products = torch.exp(sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).clamp(max=self._max_weight)
+        weights = torch.where(batch.advantages < 0, products[sequence_index(batch.lengths)], 1.0)
+        return -weights * batch.advantages * logprobs
+
+
+def token_covariance(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+    """Return (log π − mean)·(a − mean) of each token, [N]; its mean is the covariance over the tokens."""
+    return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
+
+
+class ClipCovLoss(PolicyLoss):
+    """PPO's clipped loss, without gradient for some tokens whose covariance is in (cov_low, cov_high).
+
+    Source of Clip-Cov and KL-Cov: arXiv 2505.22617; PRIME-RL/Entropy-Mechanism-of-RL and verl 0.9.1,
+    verl/trainer/ppo/core_algos.py, `compute_policy_loss_clip_cov` and `..._kl_cov`. Two departures: the covariance is
+    computed with π_old over the update, and not with π over a micro-batch, so that the choice of tokens does not depend
+    on the size of micro-batches (the source leaves out tokens that the interval clips, which is not known then); and
+    the random choice of Clip-Cov is a function of the number of tokens, so that a resumed run repeats it. For the same
+    tokens, losses and gradients equal verl's.
+    """
+
+    needs_all_tokens = True
+
+    def __init__(self, settings: ClipCovSettings, objective: ObjectiveConfig) -> None:
+        self._lower, self._upper = self.interval = (1.0 - settings.eps_low, 1.0 + settings.eps_high)
+        self._share, self._cov_low, self._cov_high = settings.share, settings.cov_low, settings.cov_high
+
+    def prepare(self, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> Columns:
+        """Return `kept`, 0 for the tokens without gradient and 1 for the others: share·N of them, at least one."""
+        covariance = token_covariance(old_logprobs, advantages)
+        return {"kept": self.choose(covariance)}
+
+    def choose(self, covariance: torch.Tensor) -> torch.Tensor:
+        """Return 0 for up to share·N tokens (at least one) with a covariance in the range, 1 for the others, [N]."""
+        kept = torch.ones_like(covariance)
+        (candidates,) = torch.nonzero(
+            (covariance > self._cov_low) & (covariance < self._cov_high), as_tuple=True
+        )
+        number = max(int(self._share * len(covariance)), 1)
+        generator = torch.Generator().manual_seed(len(covariance))
+        order = torch.randperm(len(candidates), generator=generator)[:number]
+        kept[candidates[order.to(candidates.device)]] = 0.0
+        return kept
+
+    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
+        """Return the loss of each token, [n]."""
+        ratios, advantages = batch.ratios(logprobs), batch.advantages
+        clamped = ratios.clamp(self._lower, self._upper)
+        return -torch.minimum(ratios * advantages, clamped * advantages) * batch.columns["kept"]
+
+
+class KlCovLoss(PolicyLoss):
+    """−r·a, plus kl_coef·|log r| for the share of tokens with the highest covariance."""
+
+    needs_all_tokens = True
+
+    def __init__(self, settings: KlCovSettings, objective: ObjectiveConfig) -> None:
+        self._share, self._kl_coef = settings.share, settings.kl_coef
+
+    def prepare(self, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> Columns:
+        """Return `penalized`, 1 for the tokens with the penalty and 0 for the others: share·N of them, at least one."""
+        covariance = token_covariance(old_logprobs, advantages)
+        return {"penalized": self.choose(covariance)}
+
+    def choose(self, covariance: torch.Tensor) -> torch.Tensor:
+        """Return 1 for the share·N tokens, at least one, with the highest covariance, and 0 for the others, [N]."""
+        number = max(int(self._share * len(covariance)), 1)
+        penalized = torch.zeros_like(covariance)
+        penalized[torch.topk(covariance, number).indices] = 1.0
+        return penalized
+
+    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
+        """Return the loss of each token, [n]."""
+        penalty = self._kl_coef * log_ratio(logprobs, batch.old_logprobs).abs()
+        return -batch.ratios(logprobs) * batch.advantages + batch.columns["penalized"] * penalty
