@@ -1,7 +1,7 @@
 """Settings of the methods that are an interval of ratios (`bounds:` in a config file), one class per method.
 
 `bounds.method` chooses the class. The other methods are in `config.policy_losses`. A new method needs a class, a
-function in `bounds.methods` or a loss in `objective`, and an entry in `registries.METHODS`.
+function in `bounds.intervals` or a loss in `objective`, and an entry in `registries.METHODS`.
 """
 
 from __future__ import annotations

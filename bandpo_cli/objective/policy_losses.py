@@ -46,7 +46,7 @@ from bandpo_cli.objective.loss import (
 class IntervalLoss(PolicyLoss):
     """−min(r·a, clamp(r, lower, upper)·a), with bounds that are computed from π_old (PPO, arXiv 1707.06347).
 
-    Equation 7 of the paper has one fixed interval; `bounds.methods` has the bounds of each method. For a < 0 the loss
+    Equation 7 of the paper has one fixed interval; `bounds.intervals` has the bounds of each method. For a < 0 the loss
     is at most −dual_clip·a (`objective.dual_clip`; dual-clip PPO, arXiv 1912.09729), so that a single very large ratio
     does not dominate the update.
 

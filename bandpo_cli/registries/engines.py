@@ -12,8 +12,8 @@ class EngineEntry(Entry):
     """A sampling engine (`sampling.engine`).
 
     Attributes:
-        build: a function from `SamplingConfig` and the policy to a `sampling.base.Sampler`. An engine with weights of
-            its own also takes an `EngineModel` in place of the policy, and is a `LoadingSampler`.
+        build: a function from `SamplingConfig` and the policy to a `sampling.sampler.Sampler`. An engine with weights
+            of its own also takes an `EngineModel` in place of the policy, and is a `LoadingSampler`.
         shares_weights: the engine runs the trainer's own model and needs no memory for a second copy.
         package: the optional package that the engine needs; None for none.
         install: how to install that package, for the error message.

@@ -13,8 +13,8 @@ class MethodEntry(Entry):
 
     Attributes:
         settings: a subclass of `config.methods.MethodSettings`; the default of its field `method` is the entry's name.
-        bounds: a function from these settings to a `bounds.methods.BoundsFunction`: the interval of ratios beyond which
-            the method removes a token's gradient, by the sign of its advantage; None for a method without one.
+        bounds: a function from these settings to a `bounds.intervals.BoundsFunction`: the interval of ratios beyond
+            which the method removes a token's gradient, by the sign of its advantage; None for a method without one.
         loss: a subclass of `objective.loss.PolicyLoss`.
         paper: the source of the method and of its default settings; "" for none.
         without_bounds: why there are no bounds, as the end of a sentence; "" where there are.

@@ -69,7 +69,7 @@ class TaskEntry(Entry):
 
     Attributes:
         settings: a subclass of `config.task.TaskSettings`.
-        build: a function from these settings to a `tasks.base.Task`.
+        build: a function from these settings to a `tasks.task.Task`.
         defaults: a mapping of settings by section that replace the general defaults for this task, where the user sets
             nothing; None for the general ones.
         members: a function that returns a description of each member of the task, by name. `--task TASK:MEMBER` selects

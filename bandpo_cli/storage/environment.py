@@ -44,7 +44,8 @@ def describe_environment(
 
     Args:
         command: sys.argv by default; passwords in its addresses are redacted.
-        sampler: description of the sampling engine (`sampling.base.describe_sampler`); None where nothing is sampled.
+        sampler: description of the sampling engine (`sampling.sampler.describe_sampler`); None where nothing is
+            sampled.
     """
     engine = {} if sampler is None else {"sampler": dict(sampler)}
     return {

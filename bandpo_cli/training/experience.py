@@ -76,7 +76,7 @@ class Experience(LossBatch):
         loss: the policy loss of the method.
         objective: the settings of the importance weights.
         old_source: the source of `old_logprobs`. They are those of the sampler until the trainer's are known.
-        sampler_is_exact: the sampler's log-probs are the trainer's; see `sampling.base.is_exact`.
+        sampler_is_exact: the sampler's log-probs are the trainer's; see `sampling.sampler.is_exact`.
         is_first: the update is the first one after sampling: the policy that it starts from is π_old.
         trainer_logprobs: [N] float32, log-probs of π_old as the trainer computes them; None where it does not.
         entropy: [N] float32, entropy of π_old at T=1 at each token's position, by the trainer, else as the sampler
@@ -195,7 +195,7 @@ def prepare_updates(
         advantages_PG: [P, G] float32.
         loss: the method's loss.
         sampler_is_exact: the sampler's log-probs are the trainer's, so that no correction is needed; see
-            `sampling.base.is_exact`.
+            `sampling.sampler.is_exact`.
 
     Raises:
         RunError: a completion has no tokens.

@@ -150,7 +150,7 @@ def test_the_trainer_is_killed_and_stopped(uninterrupted: Path, tmp_path: Path) 
     done = end_of(process)
     assert done.code == 130, done
     assert done.err.count("\n") == 1
-    assert "once more to drop the step" in done.err
+    assert "press Ctrl-C again" in done.err
     check_ended(left)
     stopped = summary(folder)["steps"]
     assert f"stopped by Ctrl-C after step {stopped}" in done.out
@@ -162,7 +162,7 @@ def test_the_trainer_is_killed_and_stopped(uninterrupted: Path, tmp_path: Path) 
     os.kill(engine_of(process.pid), signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
     assert process.stderr is not None
-    assert "once more to drop the step" in process.stderr.readline()
+    assert "press Ctrl-C again" in process.stderr.readline()
     with pytest.raises(subprocess.TimeoutExpired):  # the step waits for the batch that is sampled ahead
         process.wait(1.0)
     process.send_signal(signal.SIGTERM)

@@ -242,7 +242,10 @@ def test_an_evaluation_equals_the_step_that_it_repeats(place: Path, latest: Path
         (["--model", RUN, "--k", "16"], ["k = 16", "samples is 8"]),
         (["--model", RUN, "--name", "latest"], ["exists already", "--name latest-2"]),
         (["--resume", "latets"], ["no evaluation 'latets'", "did you mean 'latest'"]),
-        (["--resume", "latest", "--n", "4", "--seed", "0"], ["--resume", "own settings", "--n, --seed"]),
+        (
+            ["--resume", "latest", "--n", "4", "--seed", "0"],
+            ["--resume", "settings of the evaluation", "--n, --seed"],
+        ),
         (["--resume", RUN], [f"no evaluation '{RUN}'"]),
     ],
 )

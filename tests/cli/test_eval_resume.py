@@ -211,7 +211,7 @@ def test_a_changed_or_deleted_samples_file_is_refused_at_resume(tmp_path: Path) 
     (folder / "samples.parquet").unlink()
     for change in (lambda: path.write_text(path.read_text() + "\n"), path.unlink):
         change()
-        assert "has changed since, or is gone" in usage_error(
+        assert "was changed or deleted since" in usage_error(
             "eval", "--resume", "a", "--no-mlflow", cwd=tmp_path
         )
 
@@ -234,7 +234,7 @@ def test_resume_refuses_settings(tmp_path: Path) -> None:
     }  # fmt: skip
     words = [word for flag in flags.items() for word in flag]
     line = usage_error("eval", "--resume", "anything", *words, "--legacy-best-at-k", cwd=tmp_path)
-    assert "own settings" in line
+    assert "settings of the evaluation" in line
     named = line.partition("leave out ")[2].strip().split(", ")
     assert sorted(named) == sorted([*flags, "--legacy-best-at-k"])
 

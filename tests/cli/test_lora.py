@@ -164,7 +164,7 @@ def test_a_resume_with_other_adapters_is_refused(place: Path) -> None:
     for setting in ("rank=8", "alpha=3", "target_modules=[q_proj]"):
         flags = ["--set", f"model.lora.{setting}", "--steps", "4"]
         line = usage_error("train", "--resume", "lora", *flags, cwd=place)
-        assert "a run is resumed with its own settings" in line
+        assert "the settings of the run are used" in line
         assert f"model.lora.{setting.partition('=')[0]}" in line
 
 

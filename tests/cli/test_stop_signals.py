@@ -30,7 +30,7 @@ def test_the_first_signal_requests_a_stop_and_the_second_exits(
         with pytest.raises(SystemExit) as end:
             os.kill(os.getpid(), number)
     assert end.value.code == code
-    assert "once more to drop the step" in capfd.readouterr().err
+    assert "press Ctrl-C again" in capfd.readouterr().err
     with StopSignals() as signals:
         signals.start(None)
         signals.phase("close")  # outside of steps the first one exits
@@ -105,7 +105,7 @@ def test_a_rank_of_nproc_listens_to_its_parent_process_alone(capfd: pytest.Captu
             os.kill(os.getpid(), signal.SIGUSR2)
     assert (end.value.code, str(end.value)) == (143, "stopped by SIGTERM")
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
-    assert "once more to drop the step" in capfd.readouterr().err
+    assert "press Ctrl-C again" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("launched")

@@ -61,15 +61,21 @@ def test_the_hint_for_a_complete_run_of_a_sweep_names_its_folder(
     ("arguments", "parts"),
     [
         (["--lr"], ["--lr"]),
-        (["--set", "optim.lr=1e-3"], ["optim.lr = 0.001 (the run has 5e-05)", "What may change", "tracking"]),
+        (
+            ["--set", "optim.lr=1e-3"],
+            ["optim.lr = 0.001 (the run has 5e-05)", "These settings can be changed", "tracking"],
+        ),
         (
             ["--seed", "4", "--delta", "0.1"],
             ["seed = 4 (the run has 3), bounds.delta = 0.1 (the run has 0.05)"],
         ),
-        (["--set", "sampling.max_lag=1"], ["sampling.max_lag = 1 (the run has 0)", "What may change"]),
+        (
+            ["--set", "sampling.max_lag=1"],
+            ["sampling.max_lag = 1 (the run has 0)", "These settings can be changed"],
+        ),
         (["--method", "clip"], ["bounds.method = clip (the run has band)"]),
         (["--set", "grading.deadline=1"], ["grading.deadline"]),
-        (["--name", "b"], ["leave out --name"]),
+        (["--name", "b"], ["remove --name"]),
         (["--steps", "5"], ["the run has done 5 already"]),
         (["--set", "optim.lrr=1"], ["optim.lrr", "did you mean 'lr'"]),
         (["--set", "checkpoint.best_metric=time/step"], ["best_metric", "metrics.jsonl"]),
@@ -106,7 +112,7 @@ def test_a_damaged_env_file_is_reported(placeholder_run: Path, tmp_path: Path) -
 def test_a_finite_schedule_cannot_be_extended(placeholder_run: Path, tmp_path: Path) -> None:
     config = (placeholder_run / "config.yaml").read_text().replace("schedule: constant", "schedule: cosine")
     (placeholder_run / "config.yaml").write_text(config)
-    assert "only a constant one can be extended" in usage_error(
+    assert "only a run with a constant schedule can be extended" in usage_error(
         "train", "--resume", "a", "--steps", "12", cwd=tmp_path
     )
     assert "(its cosine schedule has ended)" in usage_error("train", "--resume", "a", cwd=tmp_path)
@@ -172,7 +178,7 @@ def _evaluation(folder: Path) -> None:
         (
             _no_checkpoint_of_a_finished_run,
             ["--steps", "8"],
-            ["no complete checkpoint", "train anew", "--steps 8"],
+            ["no complete checkpoint", "start a new run", "--steps 8"],
         ),
         (_evaluation, [], ["bandpo eval --resume a"]),
     ],

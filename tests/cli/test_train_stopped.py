@@ -46,7 +46,7 @@ def test_sigterm_finishes_the_step_and_a_second_process_is_refused(tmp_path: Pat
     out, err = process.communicate(timeout=120)
     assert process.returncode == 143, out + err
     assert "Traceback" not in err
-    assert "once more to drop the step" in err
+    assert "press Ctrl-C again" in err
     done = summary(folder)
     last = done["steps"]
     assert f"stopped by SIGTERM after step {last}; its files are in there/a" in out

@@ -275,7 +275,7 @@ def test_the_time_left_of_a_sweep_is_not_shorter_than_that_of_its_slowest_run() 
 def test_config_warnings() -> None:
     assert config_warnings(RunConfig()) == []
     (one,) = config_warnings(resolve([{"optim": {"updates": 1}}]))
-    assert "never bind" in one
+    assert "never has an effect" in one
     assert config_warnings(resolve([{"optim": {"updates": 1}, "bounds": {"method": "none"}}])) == []
     (late,) = config_warnings(resolve([{"steps": 1, "optim": {"warmup_steps": 4}}]))
     assert "warm-up is 4 updates" in late

@@ -66,7 +66,7 @@ def test_a_template_is_a_name_or_a_text(template: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "part"), [("boxd", "did you mean 'boxed'"), ("Q: {}", "{question} in it")]
+    ("template", "part"), [("boxd", "did you mean 'boxed'"), ("Q: {}", "that contains {question}")]
 )
 def test_a_template_without_the_question_is_refused(template: str, part: str) -> None:
     with pytest.raises(ValidationError) as caught:
@@ -144,5 +144,5 @@ def test_invalid_rewards_are_one_line(rewards: Any, message: str) -> None:
 def test_the_first_reward_is_the_only_grader_of_the_answers() -> None:
     with pytest.raises(ConfigError, match="'number' and the first of the rewards, 'math', both grade"):
         resolve_rewards(["math"], grader="number")
-    with pytest.raises(ConfigError, match="leave `grader` out of the first entry"):
+    with pytest.raises(ConfigError, match="remove `grader` from the first entry"):
         resolve([{"task": {"name": "countdown", "rewards": ["math"]}}])

@@ -91,10 +91,10 @@ def test_the_home_folder_is_understood(runs: Path, tmp_path: Path, monkeypatch: 
     [
         ("a@3", "no checkpoint of that step; there are: 2, 10"),
         ("runs/a/checkpoints/step-000003", "no checkpoint of that step; there are: 2, 10"),
-        ("a@", "after @ goes a step"),
+        ("a@", "expected a step after @"),
         ("a@last", "expected a step after @, as in a@100; not 'last'"),
-        ("a@²", "after @ goes a step"),
-        ("a@" + "1" * 5000, "after @ goes a step"),
+        ("a@²", "expected a step after @"),
+        ("a@" + "1" * 5000, "expected a step after @"),
         ("b", "no such run"),
         ("runs/b", "no such run"),
         ("./b", "no such run"),

@@ -118,7 +118,7 @@ def test_the_table_has_seconds_per_step_and_the_way_to_open_the_trace() -> None:
     assert ["other", "0.500", "12.5%"] in rows, (
         "8 s without sampling and updates, of which backward is a part"
     )
-    assert ["a", "step", "4.000", "100.0%"] in rows
+    assert ["complete", "step", "4.000", "100.0%"] in rows
     assert "runs/a/profile/t.json.gz" in out.getvalue()
     assert "https://ui.perfetto.dev" in out.getvalue()
 

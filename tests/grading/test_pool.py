@@ -337,7 +337,10 @@ def test_workers_exit_with_their_parent(
             "importing 'broken_grader' failed: ModuleNotFoundError: .*no_such_module_any",
         ),
         ("dying_grader:judge", "its process ended with exit code 7 while importing"),
-        ("maths", r"none of that name \(did you mean 'math'\?\); known: math, number, .*, or your own"),
+        (
+            "maths",
+            r"none of that name \(did you mean 'math'\?\); known: math, number, .*, or a custom function",
+        ),
     ],
 )
 def test_unusable_grader_is_reported_in_one_line(pool: GraderPool, name: str, message: str) -> None:

@@ -382,7 +382,7 @@ def test_the_transformers_engine_on_a_gpu_is_warned_about(
     advice: str | None,
 ) -> None:
     caplog.set_level(logging.WARNING, "bandpo_cli")
-    for module in ("config.sampling", "sampling.base"):
+    for module in ("config.sampling", "sampling.sampler"):
         monkeypatch.setattr(f"bandpo_cli.{module}.is_installed", lambda package: installed)
     build_sampler(RunConfig.model_validate({"sampling": {"engine": choice}}), policy_on(device))
     if advice is None:

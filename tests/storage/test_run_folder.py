@@ -128,7 +128,7 @@ def test_find_run_reads_a_step_after_the_at_sign_unless_the_name_has_it(tmp_path
     assert found("a@2@5") == ("a@2", 5)
     assert find_run("b@10", tmp_path) is None
     for step in ("x", "", "9" * 5000):
-        with pytest.raises(UserError, match="after @ goes a step"):
+        with pytest.raises(UserError, match="expected a step after @"):
             find_run(f"a@{step}", tmp_path)
     (tmp_path / "a" / "config.json").write_text("{}")
     assert find_run("a", tmp_path) is None  # the folder of a model

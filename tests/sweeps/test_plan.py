@@ -112,7 +112,7 @@ def test_excluded_values_are_compared_after_validation(exclude: dict[str, Any], 
             ["exclude: bounds.delta: no such setting of 'clip'"],
         ),
         ({"arms": {"a": {}, "b": {}}}, ["'a'", "'b'", "the same runs"]),
-        ({"arms": {"a": {"bounds.method": "clip"}}, "baseline": "b"}, ["baseline = 'b'", "arms: a"]),
+        ({"arms": {"a": {"bounds.method": "clip"}}, "baseline": "b"}, ["baseline = 'b'", "variants: a"]),
         (
             {"axes": {"bounds.method": ["band", "dppo"], "bounds.divergence": ["kl", "chi2"]}},
             ["bounds.divergence = 'chi2'", "allowed: kl, tv"],

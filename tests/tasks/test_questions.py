@@ -119,7 +119,7 @@ def test_empty_missing_and_misplaced_sources(tmp_path: Path) -> None:
     assert "did you mean 'gsm8k'" in error_of(Source(path="gsm8"))
     assert "split is for data sets on the hub" in error_of(Source(path=path, split="test"))
     assert "for evaluation only; use it in task.heldout" in error_of(Source(name="aime24"))
-    assert "has no evaluation part" in error_of(Source(name="dapo-math-17k"), "heldout")
+    assert "has no evaluation split" in error_of(Source(name="dapo-math-17k"), "heldout")
 
 
 def test_rows_after_the_first_thousand_are_read(tmp_path: Path) -> None:

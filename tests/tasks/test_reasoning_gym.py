@@ -177,7 +177,7 @@ def test_options_and_templates_reach_the_problems() -> None:
     [
         ({}, ["name at least one generator", "reasoning-gym:list"]),
         ({"names": ["leg_count"]}, ["no generator 'leg_count'", "did you mean 'leg_counting'"]),
-        ({"names": ["composite"]}, ["'composite' cannot be used", "task.names does"]),
+        ({"names": ["composite"]}, ["'composite' cannot be used", "task.names also does"]),
         ({"names": ["gcd", "gcd"]}, ["gcd is named more than once"]),
         ({"options": {"gdc": {}}}, ["task.options: reasoning-gym has no generator 'gdc'", "did you mean 'gcd'"]),
         ({"options": {"gcd": {"max_valeu": 3}}}, ["gcd.max_valeu", "did you mean 'max_value'", "min_numbers"]),

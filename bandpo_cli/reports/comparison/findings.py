@@ -30,7 +30,7 @@ def scope(arms: Sequence[Variant], sets: Sequence[str]) -> str:
     steps = f"{most:,} steps" if least == most else f"{least:,} to {most:,} steps"
     listed = ", ".join(map(str, seeds))
     over = f"{len(seeds)} seeds" if len(seeds) > 8 else f"{'seed' if len(seeds) == 1 else 'seeds'} {listed}"
-    return f"{plural(len(arms), 'arm')}, {plural(runs, 'run')} over {over}; {steps}; evaluated on {', '.join(sets)}"
+    return f"{plural(len(arms), 'variant')}, {plural(runs, 'run')} over {over}; {steps}; evaluated on {', '.join(sets)}"
 
 
 def headline(
