@@ -39,8 +39,8 @@ from bandpo_cli.storage.checkpoints import (
     write_trainer_state,
 )
 from bandpo_cli.storage.files import apply_umask, file_checksum, sync_file, sync_folder
-from bandpo_cli.training.batches import SampledGroups, write_sampled
 from bandpo_cli.training.optimizer import Optimizer
+from bandpo_cli.training.sampled_groups import SampledGroups, write_sampled
 from bandpo_cli.training.update import check_finite_weights
 
 OPTIMIZER = f"{TRAINER}/optimizer.safetensors"

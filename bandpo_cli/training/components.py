@@ -36,9 +36,9 @@ from bandpo_cli.sampling.sampler import (
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.checkpoints import Progress
 from bandpo_cli.tasks.task import ProblemStream, Task
-from bandpo_cli.training.batches import SampledGroups, read_sampled
 from bandpo_cli.training.checkpoint_files import ROLLOUTS, load_checkpoint, reading_errors
 from bandpo_cli.training.optimizer import Optimizer
+from bandpo_cli.training.sampled_groups import SampledGroups, read_sampled
 from bandpo_cli.types import Problem
 
 

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from bandpo_cli.models.packing import Packing
 from bandpo_cli.models.sharding import forward_dtype
 from bandpo_cli.ranks import SINGLE, Ranks
-from bandpo_cli.training.batches import SampledGroups
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.metrics import StepTimer
+from bandpo_cli.training.sampled_groups import SampledGroups
 
 GIB = 2**30
 

@@ -15,9 +15,9 @@ from bandpo_cli.models.load import load_policy
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.training import performance
-from bandpo_cli.training.batches import SampledGroups
 from bandpo_cli.training.metrics import StepTimer
 from bandpo_cli.training.performance import PEAK_FLOPS, packed_work, peak_flops
+from bandpo_cli.training.sampled_groups import SampledGroups
 from tests.training.recording import Recording, run
 
 ROWS = [Row([1] * 30, [[2] * 5, [3] * 9]), Row([1] * 23, [[2] * 14])]

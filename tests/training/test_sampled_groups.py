@@ -23,9 +23,10 @@ from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.sampling.rollouts import PromptEncoder, decode_completions
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import ProblemStream
-from bandpo_cli.training.batches import SampledGroups, read_sampled, select_groups, write_sampled
+from bandpo_cli.training.batches import select_groups
 from bandpo_cli.training.checkpoint_files import RESERVED_BYTES, ROLLOUTS, TrainedState, check_savable
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
+from bandpo_cli.training.sampled_groups import SampledGroups, read_sampled, write_sampled
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 from tests.training.trained import State, fresh, update
 

@@ -13,8 +13,8 @@ from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import Policy
 from bandpo_cli.storage.checkpoints import Progress
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.training.batches import SampledGroups
 from bandpo_cli.training.optimizer import Optimizer
+from bandpo_cli.training.sampled_groups import SampledGroups
 from tests.conftest import random_model
 
 FOLDERS = ("samples", "tokens", "evals", "checkpoints")
