@@ -9,6 +9,7 @@ import base64
 import logging
 import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -79,6 +80,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the cases of a parametrized test after the first n of `slow_after(n)` as slow."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if marker := item.get_closest_marker("slow_after"):
+            function = item.nodeid.partition("[")[0]
+            seen[function] += 1
+            if seen[function] > marker.args[0]:
+                item.add_marker(pytest.mark.slow)
 
 
 EMPTY_PNG = base64.b64decode(

@@ -53,6 +53,7 @@ def slow_calls(step: int) -> list[str]:
     return [line for line in lines if line.startswith("SLOW")]
 
 
+@pytest.mark.slow
 def test_texts_of_known_shapes_take_linear_time() -> None:
     assert slow_calls(step=12) == []
 
@@ -176,6 +177,7 @@ def test_canonical_text_of_a_long_text_is_not_longer() -> None:
         assert len(canonical_text(text)) <= 3 * len(text)
 
 
+@pytest.mark.slow
 def test_garbled_completions_are_graded_within_seconds_of_cpu_time() -> None:
     """32 bad completions of a half-trained model, which took minutes when one pattern was exponential."""
     if not GARBLED.is_file():

@@ -135,6 +135,7 @@ def test_who_prints_an_error(
     assert capsys.readouterr().err == (f"error: {found.message}\n" if printed else "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_an_unexpected_error_is_recorded_with_its_traceback(tmp_path: Path, rank: str) -> None:
     code = (

@@ -119,6 +119,7 @@ def test_the_registries_need_the_standard_library_only() -> None:
     assert not {"pydantic", "numpy", "torch", "typer", "yaml"} & set(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_a_section_of_a_method_that_is_registered_later_is_validated() -> None:
     """The validators of the tagged unions are built again after a registration."""
     code = (
@@ -155,6 +156,7 @@ def helps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -177,6 +179,7 @@ def test_error_messages_name_the_registered_entries(
     assert message in done.stderr
 
 
+@pytest.mark.slow
 def test_a_registered_divergence_and_method_have_bounds(tmp_path: Path) -> None:
     done = bandpo("bounds", "0.1", "-d", "dummy,chi2", "--compare", "dummy", "--format", "json", cwd=tmp_path)
     dummy, chi2, method = json.loads(done.stdout)

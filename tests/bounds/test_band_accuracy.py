@@ -34,6 +34,7 @@ def test_bounds_equal_independently_computed_values(name: str) -> None:
     assert (bounds.lower[0], bounds.upper[0]) == pytest.approx(CHECK_VALUES[name], rel=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DIVERGENCES)
 @settings(max_examples=settings().max_examples // 8)
 @given(logp=LOGPS, delta=DELTAS)
@@ -52,6 +53,7 @@ def test_one_token_has_the_reference_bounds(name: str, logp: float, delta: float
             assert_close(got.item(), want, tolerance, rounding, dtype)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("delta", [1e-4, 0.05, 2.0])
 @pytest.mark.parametrize("name", ["kl", "reverse-kl", "js"])
 def test_a_large_batch_has_the_reference_bounds(name: str, delta: float) -> None:
@@ -71,6 +73,7 @@ def test_a_large_batch_has_the_reference_bounds(name: str, delta: float) -> None
                 assert_close(got[index].item(), want, tolerance, rounding, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kl", "reverse-kl", "js"])
 def test_tables_agree_with_the_direct_solution(name: str) -> None:
     """The comparison is dense enough to check each piece of a table, the kink included."""

@@ -17,6 +17,7 @@ from bandpo_cli.config.methods import (
 from bandpo_cli.registries import DIVERGENCES
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("count", [5, 100_000])
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_bands_read_no_value(name: str, count: int) -> None:

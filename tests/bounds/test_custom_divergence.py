@@ -36,6 +36,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "my_divergences"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["chi2", "tv", "kl", "neyman"])
 @pytest.mark.parametrize("count", [40, 40_000])
 def test_a_custom_f_agrees_with_the_closed_form(module: str, name: str, count: int) -> None:

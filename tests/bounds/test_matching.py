@@ -34,6 +34,7 @@ def test_the_clip_fraction_equals_the_metric_of_training() -> None:
         assert clip_fraction(config, given) == pytest.approx(metrics["clip/active_fraction"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("divergence", ["kl", "tv", "chi2", "js"])
 def test_no_radius_of_a_fine_grid_is_closer(divergence: str) -> None:
     given, band = tokens(), BandSettings(divergence=divergence)

@@ -129,6 +129,7 @@ def test_masks_are_compared_as_intervals(run) -> None:
     assert "dppo kl" in Path("out.svg").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
 def test_plot(run, suffix: str) -> None:
     arguments = ["-d", "kl", "-d", "js", "--delta", "0.05", "--delta", "0.1", "--compare", "clip,dcpo,none"]
@@ -187,6 +188,7 @@ def test_a_user_error_is_one_line(run, arguments: list[str], parts: list[str]) -
 LARGE = ["torch", "transformers", "vllm", "mlflow", "pandas", "matplotlib"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "unused"),
     [

@@ -55,6 +55,7 @@ def rewrite_config(folder: Path, old: str, new: str) -> None:
     (folder / "config.yaml").write_text(text.replace(old, new))
 
 
+@pytest.mark.slow
 def test_runs_lists_values_of_metrics_jsonl(bandpo: Run, trained: Path) -> None:
     code, out, err = bandpo("runs", "--format", "json")
     (found,) = json.loads(out)
@@ -77,6 +78,7 @@ def test_runs_fits_eighty_columns(bandpo: Run) -> None:
     assert "finished" in out
 
 
+@pytest.mark.slow
 def test_runs_are_filtered_and_sorted(bandpo: Run, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     better = runs / "deltas" / "kl-s1"
@@ -188,6 +190,7 @@ def test_samples_are_filtered(bandpo: Run, trained: Path) -> None:
     assert texts("--problem", problem) == [row["text"] for row in rows if row["problem_id"] == problem]
 
 
+@pytest.mark.slow
 def test_samples_of_an_evaluation(bandpo: Run) -> None:
     few = ["--limit", "2", "--n", "2", "--k", "2", "--no-mlflow"]
     assert bandpo("eval", "--model", "first", "--name", "scored", *few).code == 0
@@ -196,6 +199,7 @@ def test_samples_of_an_evaluation(bandpo: Run) -> None:
     assert "1 of 4 completions of runs/scored/samples.parquet" in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -216,6 +220,7 @@ def test_mistakes_are_one_line(bandpo: Run, arguments: tuple[str, ...], message:
     assert message in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
 def test_plot_writes_each_format(bandpo: Run, tmp_path: Path, suffix: str, magic: bytes) -> None:
     code, out, _ = bandpo("plot", "first", "--format", suffix, "--out", "figures")

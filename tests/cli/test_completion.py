@@ -154,6 +154,7 @@ def test_fish_gets_a_value_and_its_description_per_line(
     assert lines == ["deltas/kl-s0\trun", "first\trun", "second\trun"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["train", "--method", "c"], ["show", ""], ["train", "-c", "gs"]])
 def test_heavy_packages_are_not_imported(words: list[str], place: Path) -> None:
     heavy = WITHOUT_TORCH.replace('"mlflow"', '"mlflow", "pydantic", "numpy", "pandas", "matplotlib"')

@@ -124,6 +124,7 @@ def test_an_import_that_ends_python_is_reported(plant: Plant) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cuda", "gpus", "warning", "problem"),
     [

@@ -72,6 +72,7 @@ def test_metrics_agree_with_the_table_of_completions(latest: Path) -> None:
         assert figures[name]["value"] == pytest.approx(value, abs=1e-12), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -94,6 +95,7 @@ def test_an_earlier_checkpoint_by_every_form_of_reference(place: Path, tmp_path:
     }
 
 
+@pytest.mark.slow
 def test_a_relative_path_inside_the_run_folder_finds_the_run(place: Path) -> None:
     run = place / "runs" / RUN
     checkpoint = run / "checkpoints" / "step-000004"
@@ -107,6 +109,7 @@ def test_a_relative_path_inside_the_run_folder_finds_the_run(place: Path) -> Non
         assert Path(record["model"]["run"]).resolve() == run
 
 
+@pytest.mark.slow
 def test_completions_are_reproducible_by_seed(place: Path, latest: Path) -> None:
     for name, seed in (("again", "5"), ("other", "6")):
         succeed("eval", "--model", RUN, "--name", name, "--seed", seed, "--no-mlflow", cwd=place)
@@ -134,6 +137,7 @@ def test_flags_override_the_settings_of_the_run(place: Path) -> None:
     assert {"mean_at_2", "pass_at_2", "maj_at_2", "legacy_best_at_2"} <= set(scores["figures"])
 
 
+@pytest.mark.slow
 def test_greedy_decoding_does_not_depend_on_the_seed(place: Path) -> None:
     for name, seed in (("greedy", "1"), ("greedy2", "2")):
         succeed(
@@ -152,6 +156,7 @@ def test_standard_output_is_the_json_record_only(place: Path) -> None:
     assert "runs/json" in done.err
 
 
+@pytest.mark.slow
 def test_output_to_a_file_is_plain_lines(place: Path) -> None:
     done = succeed(
         "eval", "--model", RUN, "--name", "plain", "--no-mlflow", "--set", "evaluation.batch=8", cwd=place
@@ -176,6 +181,7 @@ def test_the_default_name_has_model_tasks_n_and_seed(place: Path) -> None:
     assert folder.name in done.out
 
 
+@pytest.mark.slow
 def test_resume_works_from_another_current_folder(place: Path, tmp_path: Path) -> None:
     """The record contains absolute paths of the model and its files, so the current folder does not matter."""
     succeed("eval", "--model", f"runs/{RUN}", "--name", "moved", "--no-mlflow", cwd=place)

@@ -138,6 +138,7 @@ def interrupted_evaluation(place: Path, keep: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [0, 1, 6])
 def test_resume_after_any_number_of_batches(tmp_path: Path, uninterrupted: Path, keep: int) -> None:
     """Before the first batch, after the first, and between the last part and the complete table."""
@@ -146,6 +147,7 @@ def test_resume_after_any_number_of_batches(tmp_path: Path, uninterrupted: Path,
     check_equal(folder, uninterrupted)
 
 
+@pytest.mark.slow
 def test_files_that_are_not_parts_are_ignored(tmp_path: Path, uninterrupted: Path) -> None:
     """A kill during the write of a part leaves a temporary file, which is not a part."""
     folder = interrupted_evaluation(tmp_path, 2)
@@ -155,6 +157,7 @@ def test_files_that_are_not_parts_are_ignored(tmp_path: Path, uninterrupted: Pat
     check_equal(folder, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_damaged_part_is_named(tmp_path: Path, uninterrupted: Path) -> None:
     folder = interrupted_evaluation(tmp_path, 2)
     part = min((folder / "parts").glob("*.parquet"))
@@ -167,6 +170,7 @@ def test_a_damaged_part_is_named(tmp_path: Path, uninterrupted: Path) -> None:
     check_equal(folder, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_kill_between_the_table_and_the_metrics(tmp_path: Path, uninterrupted: Path) -> None:
     """The table is complete, the parts still exist, and the status is running: the metrics come from the table."""
     succeed("eval", *SETTINGS, "--name", "a", cwd=tmp_path)
@@ -183,6 +187,7 @@ def test_a_kill_between_the_table_and_the_metrics(tmp_path: Path, uninterrupted:
     check_equal(folder, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_finished_evaluation_is_graded_again_without_its_model(tmp_path: Path) -> None:
     """Only the table is read: neither the model nor the file of the problems is needed."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in FOREIGN))
@@ -216,6 +221,7 @@ def test_a_changed_or_deleted_samples_file_is_refused_at_resume(tmp_path: Path) 
         )
 
 
+@pytest.mark.slow
 def test_changed_problems_with_the_same_ids_are_refused_at_resume(tmp_path: Path) -> None:
     """The task's file, or its settings as here, gives the same number of problems, but different ones."""
     folder = interrupted_evaluation(tmp_path, 2)

@@ -34,6 +34,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_completions_of_an_evaluation_give_equal_metrics(place: Path) -> None:
     arguments = ["--samples", "runs/first/samples.parquet", "--k", "1,4", "--name", "again", "--no-mlflow"]
     succeed("eval", *arguments, cwd=place)
@@ -58,6 +59,7 @@ def test_completions_of_a_training_step_get_equal_verdicts(place: Path) -> None:
     assert figures["mean_at_4"]["value"] == pytest.approx(by_problem.mean().mean())
 
 
+@pytest.mark.slow
 def test_the_command_imports_what_it_needs_and_exits_without_a_garbage_collection(tmp_path: Path) -> None:
     """The start, the imports and the exit take most of the time of a small evaluation."""
     code = """
@@ -84,6 +86,7 @@ def test_no_model_is_loaded(tmp_path: Path) -> None:
     assert json.loads(done.out)["sets"]["a"]["figures"]["mean_at_n"]["value"] == 0.75
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grader", "correct", "votes"),
     [
@@ -162,6 +165,7 @@ FOUR = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("grader", "right"), [("number", [1, 1, 0, 0]), ("math", [1, 1, 0, 1])])
 def test_the_grader_option_replaces_the_grader(tmp_path: Path, grader: str, right: list[int]) -> None:
     """The same four texts with different graders; the table has the name of the grader."""
@@ -172,6 +176,7 @@ def test_the_grader_option_replaces_the_grader(tmp_path: Path, grader: str, righ
     assert set(table["grader"]) == {grader}
 
 
+@pytest.mark.slow
 def test_a_custom_grader(tmp_path: Path) -> None:
     """The grader is in the current folder and prints; standard output contains only JSON."""
     (tmp_path / "mine.py").write_text(MINE)
@@ -207,6 +212,7 @@ def test_several_sets_in_one_table(tmp_path: Path) -> None:
     assert list(samples_of(tmp_path / "runs" / "a")["task"]) == ["aime24", "aime24", "amc23", "amc23"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["my answers (1)=x.jsonl", "ответы.jsonl", "[bold]x[red].jsonl", "x" * 240 + ".jsonl"]
 )
@@ -225,6 +231,7 @@ def test_a_file_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     assert "not a text in UTF-8" in usage_error("eval", "--samples", "a\udcff.jsonl", cwd=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
@@ -294,6 +301,7 @@ def test_extra_fields_of_any_type_round_trip(tmp_path: Path) -> None:
     assert json.loads(a["extra"][0])["extra_info"]["deep"] == [{"a": [None, 1.5]}]
 
 
+@pytest.mark.slow
 def test_garbled_completions_are_graded_in_seconds(tmp_path: Path) -> None:
     path = Path(__file__).parents[2].parent / "shared" / "data" / "garbled_completions.jsonl"
     if not path.is_file():

@@ -35,6 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_several_files_are_several_sets(place: Path) -> None:
     """Files with the same name are distinguished by their folders."""
     succeed(
@@ -55,6 +56,7 @@ def test_several_files_are_several_sets(place: Path) -> None:
     assert (table["logprob_sum"] < 0).all()
 
 
+@pytest.mark.slow
 def test_samples_of_a_set_do_not_depend_on_other_sets(place: Path) -> None:
     for name, tasks in (("alone", ["a/test.jsonl"]), ("second", ["sums.jsonl", "a/test.jsonl"])):
         flags = [f"--task={task}" for task in tasks]
@@ -65,6 +67,7 @@ def test_samples_of_a_set_do_not_depend_on_other_sets(place: Path) -> None:
     assert alone == [row for row in second if row["task"] == "test"]
 
 
+@pytest.mark.slow
 def test_limit_selects_the_same_problems_for_every_seed(place: Path) -> None:
     for seed in ("1", "2"):
         succeed(
@@ -87,6 +90,7 @@ def test_an_unusual_file_name_gets_a_plain_label_and_markup_is_printed_literally
     assert "evaluation  my runs [b]/odd" in done.out
 
 
+@pytest.mark.slow
 def test_too_long_prompts_are_excluded_and_counted(place: Path) -> None:
     rows = [json.loads(line) for line in (place / "sums.jsonl").read_text().splitlines()]
     rows.append({"question": "so many words " * 60, "answer": "1"})
@@ -116,6 +120,7 @@ def test_more_tokens_than_the_context_are_refused_and_nothing_is_written(place: 
     assert (list((place / "runs").iterdir()) if (place / "runs").exists() else []) == before
 
 
+@pytest.mark.slow
 def test_template_and_system_message_of_a_run_apply_to_another_file(place: Path) -> None:
     """A text model's run of one step is evaluated on its own held-out file and then on another file."""
     succeed(

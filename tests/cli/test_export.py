@@ -73,6 +73,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_one_line_and_writes_nothing(arguments: list[str], message: str, place: Path) -> None:
     small = SMALL[-2:] if "task={name: gsm8k}" in arguments else SMALL

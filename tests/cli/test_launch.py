@@ -105,6 +105,7 @@ def test_ranks_have_their_place_and_rank_0_alone_prints(
     assert err == "error of 0\n"
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_is_named(
     in_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +161,7 @@ FAILURES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "error", "printed"), FAILURES, ids=["lost rank", "mistake", "traceback", "exit code"]
 )
@@ -172,6 +174,7 @@ def test_the_first_error_is_reported_once(
     assert capfd.readouterr() == ("", printed)
 
 
+@pytest.mark.slow
 def test_a_complete_run_does_not_wait_for_a_rank_that_hangs(
     in_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,6 +198,7 @@ write(f"received-{rank}", " ".join(received))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGINT, 0)]
 )
@@ -211,6 +215,7 @@ def test_rank_0_alone_receives_the_first_signal_and_decides_the_exit_code(
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.slow
 def test_an_error_after_a_signal_is_reported(in_folder: Path) -> None:
     sender = send_when(signal.SIGINT, in_folder / "ready")
     with pytest.raises(RunError, match="rank 1: disk full"):
@@ -238,6 +243,7 @@ def test_a_second_signal_ends_rank_0_while_it_waits_for_another_rank(in_folder: 
         sender.join()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "printed"), [(signal.SIGINT, 130, ""), (signal.SIGTERM, 143, "stopped\n")]
 )

@@ -51,6 +51,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return dict(AutoModelForCausalLM.from_pretrained(folder).state_dict())
 
 
+@pytest.mark.slow
 def test_the_run_is_described_with_its_adapters(tmp_path: Path) -> None:
     done = succeed("train", "--steps", "2", *SMALL, *LORA, "--dry-run", cwd=tmp_path)
     printed = " ".join(done.out.split())
@@ -59,6 +60,7 @@ def test_the_run_is_described_with_its_adapters(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_merged_model_is_a_plain_one_with_the_weights_of_the_run(place: Path, tmp_path: Path) -> None:
     checkpoint = place / "runs" / "lora" / "checkpoints" / "step-000002"
     done = succeed("export", "merged", "lora", "--out", str(tmp_path / "out"), cwd=place)

@@ -113,6 +113,7 @@ def test_an_engine_that_sleeps_shares_memory_with_the_update() -> None:
     assert "vLLM: weights and cache" in on_cpu.always, "an engine on a CPU does not sleep"
 
 
+@pytest.mark.slow
 def test_too_large_an_estimate_names_settings_to_change() -> None:
     many = {"sampling": {"prompts": 10_000_000, "max_sequences": 1}}
     enormous = resolve([many, {"optim": {"micro_batch_tokens": 500_000_000}}])
@@ -250,6 +251,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "device", "ranks", "expected"),
     [

@@ -41,6 +41,7 @@ def test_the_statement_has_the_methods_settings_and_source(task: Task, method: s
     assert source == ([f"{paper}, published defaults"] if paper else [])
 
 
+@pytest.mark.slow
 def test_the_statement_names_settings_that_differ_from_the_published_ones(tmp_path: Path) -> None:
     """DPPO's published radius depends on its divergence."""
     changed = ["--set", "bounds.max_weight=5", "--delta", "0.1"]

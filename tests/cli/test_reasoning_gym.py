@@ -37,6 +37,7 @@ def run_python(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.slow
 def test_the_list_is_printed_without_torch(tmp_path: Path) -> None:
     done = run_python(WITHOUT_TORCH, "train", "--task", "reasoning-gym:list", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -58,6 +59,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_missing_extra_is_named(place: Path) -> None:
     for arguments in (["--model", "model", "--task", "reasoning-gym:gcd"], ["--task", "reasoning-gym:list"]):
         done = run_python(WITHOUT_THE_LIBRARY, "train", *arguments, cwd=place)

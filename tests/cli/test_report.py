@@ -89,6 +89,7 @@ def test_excluded_runs_are_listed(report, tmp_path):
     assert "left out: c: config.yaml, line 1: not readable as YAML" in arguments
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -116,6 +117,7 @@ def test_nothing_is_truncated_in_80_columns(report, tmp_path):
     assert "±0.038" in out
 
 
+@pytest.mark.slow
 def test_reading_files_imports_no_large_package(tmp_path):
     write_sweep(tmp_path / "s", {"clip": {0: 0.4}})
     code = (

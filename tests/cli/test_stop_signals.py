@@ -108,6 +108,7 @@ def test_a_rank_of_nproc_listens_to_its_parent_process_alone(capfd: pytest.Captu
     assert "press Ctrl-C again" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("times", [1, 2])
 def test_signals_that_arrive_in_native_code_are_counted(times: int) -> None:
@@ -205,6 +206,7 @@ main()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "number"),
     [

@@ -51,6 +51,7 @@ def test_sync_prints_what_was_sent_and_the_second_time_nothing(runs: Path, store
     )
 
 
+@pytest.mark.slow
 def test_all_includes_runs_of_sweeps_and_excludes_runs_without_tracking(runs: Path, store: str) -> None:
     make_run(runs, "alone")
     make_run(runs, "private", "tracking:\n  mlflow: false\n")

@@ -280,6 +280,7 @@ def test_json_has_equal_values_in_every_encoding(encoding: str, monkeypatch: pyt
     assert ("δ" in written) == (encoding == "utf-8")
 
 
+@pytest.mark.slow
 def test_characters_that_the_encoding_lacks_are_escaped(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bandpo_cli", "bounds", "0.1"],

@@ -44,6 +44,7 @@ def test_the_resolved_config_gives_the_same_run(tmp_path: Path) -> None:
     assert record(tmp_path / "runs" / "a") == record(tmp_path / "runs" / "b")
 
 
+@pytest.mark.slow
 def test_an_existing_name_is_refused_and_the_run_is_unchanged(tmp_path: Path) -> None:
     (tmp_path / "runs" / "a").mkdir(parents=True)
     (done,) = without_torch([(tmp_path, ["train", "--name", "a"])])
@@ -130,6 +131,7 @@ def test_ctrl_c_stops_the_run_and_its_record_is_complete(tmp_path: Path) -> None
     assert summary["steps"] == json.loads(metrics.read_text().splitlines()[-1])["step"]
 
 
+@pytest.mark.slow
 def test_a_failed_run_is_reported_in_one_line(tmp_path: Path) -> None:
     """The learning rate makes the weights diverge: exit code 1, and the metrics of the earlier steps are recorded."""
     done = bandpo("train", *SMALL, "--set", "optim.lr=1e30", "--name", "a", "--no-mlflow", cwd=tmp_path)

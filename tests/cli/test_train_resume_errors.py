@@ -57,6 +57,7 @@ def test_the_hint_for_a_complete_run_of_a_sweep_names_its_folder(
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
@@ -149,6 +150,7 @@ def _evaluation(folder: Path) -> None:
     (folder / "eval.json").write_text("{}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "arguments", "words"),
     [
@@ -198,6 +200,7 @@ def test_a_damaged_run_is_one_line(
     assert file_contents(placeholder_run) == before
 
 
+@pytest.mark.slow
 def test_user_errors_are_raised_before_torch_is_loaded(placeholder_run: Path, tmp_path: Path) -> None:
     """A similar run name is suggested."""
     (done,) = without_torch([(tmp_path, ["train", "--resume", "a", "--seed", "9"])])
@@ -206,6 +209,7 @@ def test_user_errors_are_raised_before_torch_is_loaded(placeholder_run: Path, tm
     assert "did you mean 'a'" in usage_error("train", "--resume", "aa", cwd=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [

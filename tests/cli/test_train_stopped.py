@@ -177,6 +177,7 @@ def test_ctrl_c_while_a_thread_writes_a_checkpoint(tmp_path: Path, signals: int)
     assert "resume with: bandpo train --resume a" in out
 
 
+@pytest.mark.slow
 def test_an_interrupt_during_the_plots_leaves_a_finished_run_without_an_empty_folder(tmp_path: Path) -> None:
     with mock.patch("bandpo_cli.reports.run_plots.plot_accuracy", side_effect=KeyboardInterrupt):
         done = bandpo("train", "--steps", "1", *SMALL, "--name", "a", cwd=tmp_path)

@@ -80,6 +80,7 @@ def fits(config: RunConfig, report: MemoryEstimate, available: int) -> bool:
     return used < 0.95 * available
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
 def test_the_header_of_a_model_names_the_smallest_gpu_that_fits(tmp_path: Path, file: Path) -> None:
     header = _MODEL_HEADER.match(file.read_text("utf-8"))
@@ -161,6 +162,7 @@ def test_an_overlay_of_the_paper_needs_the_same_hardware(tmp_path: Path, file: P
     assert report_on_gpu(config, int(header[1])).fits
 
 
+@pytest.mark.slow
 def test_both_models_in_the_header_of_gsm8k_fit_with_vllm(tmp_path: Path) -> None:
     """The header asks for vLLM, which `auto` is where it is installed."""
     file = CONFIGS / "gsm8k.yaml"

@@ -59,6 +59,7 @@ def test_each_sweep_can_be_planned(file: Path) -> None:
     assert file.read_text(encoding="utf-8").startswith("# ")
 
 
+@pytest.mark.slow
 def test_the_sweeps_have_the_arms_and_runs_of_the_docs() -> None:
     counts = {file.stem: (len({run.arm for run in runs_of(file)}), len(runs_of(file))) for file in SWEEPS}
     assert counts == {
@@ -89,6 +90,7 @@ def test_the_recorded_run_of_rare_tokens_equals_its_clip_arm_but_for_the_seed() 
     assert pilot.seed not in {run.seed for run in runs}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "method"),
     list(product(MODELS, METHODS)),
@@ -159,6 +161,7 @@ PAPER_SETTINGS: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", PAPER_SETTINGS)
 def test_settings_of_the_paper(key: str) -> None:
     value: Any = config_of(PAPER / "base.yaml")

@@ -260,6 +260,7 @@ def evaluated(ranks: Ranks, kind: type[Engine]) -> tuple[list[Batch], list[int]]
     return list(batches_of(engine, ranks=ranks)), engine.prompts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "size"), [(Engine, 2), (Streaming, 2), (Engine, 3)])
 def test_several_ranks_give_the_batches_of_one(tmp_path: Path, kind: type[Engine], size: int) -> None:
     """On every rank, whatever the times of sampling and grading."""

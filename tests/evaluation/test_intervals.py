@@ -94,6 +94,7 @@ def test_few_problems_and_a_single_success_have_finite_ends(values: list[float])
     assert 0 <= low < value < high <= 1
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_for_a_large_set() -> None:
     """The jackknife of 3,000 problems and 6 metrics at once would take 432 MB, all resamples at once 576 MB."""
     values_FP = np.random.default_rng(7).random((6, 3000))

@@ -51,6 +51,7 @@ def elections(draw: st.DrawFn, most: int) -> tuple[Votes, list[float]]:
     return votes, correct
 
 
+@pytest.mark.slow
 @given(elections(most=8))
 @settings(max_examples=150, deadline=None)
 def test_maj_at_k_is_the_mean_over_all_subsets(election: tuple[Votes, list[float]]) -> None:
@@ -70,6 +71,7 @@ def test_ties_of_many_answers(votes: str, k: int) -> None:
     assert maj_at_k(cast, correct, k) == pytest.approx(by_enumeration(cast, correct, k), abs=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["few answers", "many answers", "half abstain", "mixed verdicts"])
 def test_maj_at_k_equals_a_simulation(shape: str) -> None:
     """n = 64, k = 32: too many subsets to enumerate."""
@@ -140,6 +142,7 @@ def test_a_vote_strengthens_a_majority_and_weakens_a_minority() -> None:
     assert (of_majority[-1], of_minority[-1]) == (1.0, 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("k", [1, 7, 500, 999, 1000])
 def test_a_thousand_completions_are_exact_without_overflow(k: int) -> None:
     """Three equally frequent answers win with probability 1/3 each; if all are correct, so is the vote."""

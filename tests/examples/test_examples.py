@@ -32,6 +32,7 @@ def test_the_plain_loop_rewards_sums_of_all_numbers(answer: str, expected: float
     assert grpo_loop.reward("2 3 4=9:", answer) == expected
 
 
+@pytest.mark.slow
 def test_the_plain_loop_trains(capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
     """The shipped model solves some sums from the start; a step changes its weights, so rewards are no constant."""
     history = grpo_loop.train(steps=3)

@@ -75,6 +75,7 @@ def trained(runs: Path) -> Recorder:
     return seen
 
 
+@pytest.mark.slow
 def test_train_calls_back_in_order(trained: Recorder, runs: Path) -> None:
     assert trained.outline() == ["phase load", "start", "step", "step", "phase close", "end"]
     first = trained.calls.index("step")
@@ -88,6 +89,7 @@ def test_train_calls_back_in_order(trained: Recorder, runs: Path) -> None:
     assert [report.step for report in trained.arguments["step"]] == [0, 1]
 
 
+@pytest.mark.slow
 def test_resume_trains_further(trained: Recorder, runs: Path) -> None:
     seen = Recorder()
     result = resume("demo", runs_dir=runs, settings=[{"steps": 2}], callbacks=[seen])
@@ -132,6 +134,7 @@ def test_sync_reports_each_run(trained: Recorder, runs: Path, empty_database: Pa
     assert seen.outline()[3:] == ["start", "phase tracking", "step", "end"]
 
 
+@pytest.mark.slow
 def test_a_requested_stop_before_the_first_step(tmp_path: Path) -> None:
     """Without an evaluation at step 0 there is no line in metrics.jsonl yet."""
     config = resolve([SMALL, {"steps": 2, "evaluation": {"every": 0}}])
@@ -168,6 +171,7 @@ def test_mistakes_are_raised_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_module_is_imported_when_its_function_is_used_and_none_imports_torch() -> None:
     code = """
 import sys

@@ -67,6 +67,7 @@ def test_a_policy_is_loaded_in_the_dtype_of_its_device(monkeypatch: pytest.Monke
     assert load_policy(ModelConfig(dtype="float32")).model.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_a_run_records_its_dtype_and_can_be_repeated_and_resumed_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +140,7 @@ def test_the_dtype_that_auto_was_is_no_changed_setting(dtype: str, on_gpu: bool,
     assert [value for key, (value, _) in found.items() if key == "model.dtype"] == changed
 
 
+@pytest.mark.slow
 def test_the_time_of_a_sweep_is_estimated_from_runs_with_the_dtype_of_auto(tmp_path: Path) -> None:
     train(resolve(RUN), runs_dir=tmp_path, name="a")
     assert read_layer(tmp_path / "a" / "config.yaml")["model"]["dtype"] == "float32"

@@ -81,6 +81,7 @@ def compare(one: Path, other: Path) -> None:
     assert not (other / "parts").exists()
 
 
+@pytest.mark.slow
 def test_several_ranks_write_the_evaluation_of_one(tmp_path: Path) -> None:
     """With three ranks a batch of two problems leaves one of them without a problem."""
     run(SINGLE, tmp_path, "one")
@@ -99,6 +100,7 @@ def test_several_ranks_write_the_evaluation_of_one(tmp_path: Path) -> None:
         assert other_events.ends == 0
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_one_rank_resumes_with_two(tmp_path: Path) -> None:
     run(SINGLE, tmp_path, "one")
     with pytest.raises(KeyboardInterrupt):
@@ -127,6 +129,7 @@ def refused(ranks: Ranks, folder: Path) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_name_that_is_taken_on_rank_0_ends_all_ranks(tmp_path: Path) -> None:
     """Rank 0 alone creates the folder. The name is taken after it was checked, as by another process."""
     (tmp_path / "taken").mkdir()
@@ -147,6 +150,7 @@ def warned(ranks: Ranks, folder: Path) -> list[str]:
     return [record.getMessage() for record in handler.buffer]
 
 
+@pytest.mark.slow
 def test_rank_0_warns_of_the_graders_of_all_ranks(tmp_path: Path) -> None:
     (warning,), nothing = run_ranks(2, tmp_path / "results", warned, tmp_path)
     assert warning.startswith("grader 'countdown' failed on 1 of 28 answers (3.6%)")

@@ -53,6 +53,7 @@ PHASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("phase", "owner", "name", "fail"), PHASES, ids=[item[0] for item in PHASES])
 def test_out_of_memory_in_any_phase_is_one_line_of_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, owner: Any, name: str, fail: Any
@@ -69,6 +70,7 @@ def test_out_of_memory_in_any_phase_is_one_line_of_advice(
         assert json.loads(summary.read_text())["status"] == "FAILED"
 
 
+@pytest.mark.slow
 def test_out_of_memory_while_a_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(resolve(ONE_STEP), runs_dir=tmp_path, name="a")
     monkeypatch.setattr(Optimizer, "load_state", out_of_memory)
@@ -115,6 +117,7 @@ def run_command(command: str, folder: Path) -> None:
         evaluate("embedded", n=2, k=[2], limit=2, settings=[SMALL], runs_dir=folder, name="a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "owner", "name"),
     [("train", loop, "update_policy"), ("evaluate", TransformersSampler, "sample")],
@@ -131,6 +134,7 @@ def test_a_sampler_that_cannot_be_closed_does_not_hide_the_error(
     assert "RuntimeError: the engine does not answer" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_sampler_that_cannot_be_closed_after_the_last_step_is_reported(
     tmp_path: Path, closed: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,6 +171,7 @@ class FailsAtTheEnd(CallbackBase):
         raise ValueError("the callback failed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", ["the callback failed", "no plots"])
 def test_a_failure_at_the_end_does_not_hide_the_error_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: str

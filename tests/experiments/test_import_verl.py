@@ -147,6 +147,7 @@ class FailingServer(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_ends_the_import_in_one_line_without_retries(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +178,7 @@ def run_command(*arguments: str) -> int:
     return ended.value.code
 
 
+@pytest.mark.slow
 def test_runs_of_both_engines_are_two_arms_of_one_report(
     job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,6 +86,7 @@ def flags_of(message: str) -> list[str]:
     return re.findall(r"--set (\S+)", message.partition("it fits with ")[2])
 
 
+@pytest.mark.slow
 def test_the_estimate_is_one_line_before_anything_is_loaded(
     gpus: Gpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -103,6 +104,7 @@ def test_the_estimate_is_one_line_before_anything_is_loaded(
     )
 
 
+@pytest.mark.slow
 def test_the_share_of_vllm_follows_from_the_estimate(gpus: Gpus, tmp_path: Path) -> None:
     """It is what a full batch needs, computed by hand, and at most what the trainer leaves."""
     gpus.add(80)
@@ -124,6 +126,7 @@ def test_the_share_of_vllm_follows_from_the_estimate(gpus: Gpus, tmp_path: Path)
     assert check_memory(other, SINGLE).sampling.vllm.memory_fraction is None
 
 
+@pytest.mark.slow
 def test_the_share_of_vllm_is_smaller_beside_other_processes(gpus: Gpus, tmp_path: Path) -> None:
     gpus.add(80, free=50)
     config = model(tmp_path, "1.5B")
@@ -154,6 +157,7 @@ def test_an_evaluation_leaves_more_to_vllm(gpus: Gpus, tmp_path: Path) -> None:
     assert 0.93 < share + 2 * 1.5437 / 24 < 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("total", "settings", "keys"),
     [
@@ -190,6 +194,7 @@ def test_a_run_that_cannot_fit_is_refused_with_settings_that_make_it_fit(
         assert not memory_report(fewer).fits, f"{flag} is not needed"
 
 
+@pytest.mark.slow
 def test_more_gpus_of_the_machine_come_before_other_weights(gpus: Gpus, tmp_path: Path) -> None:
     for _ in range(8):
         gpus.add(24)
@@ -205,12 +210,14 @@ def test_a_resume_is_advised_to_change_what_may_change(gpus: Gpus, tmp_path: Pat
     assert flags_of(str(raised.value)) == ["model.gradient_checkpointing=true"]
 
 
+@pytest.mark.slow
 def test_what_nothing_makes_fit_has_no_settings(gpus: Gpus, tmp_path: Path) -> None:
     gpus.add(6)
     with pytest.raises(UserError, match="no setting tried makes it fit; use a smaller model or more GPUs"):
         check_memory(four_layers(tmp_path), SINGLE)
 
 
+@pytest.mark.slow
 def test_a_full_gpu_is_named(gpus: Gpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus.add(80, free=10)
     config = four_layers(tmp_path)
@@ -231,6 +238,7 @@ def test_a_full_gpu_is_named(gpus: Gpus, tmp_path: Path, monkeypatch: pytest.Mon
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_key_value_cache_that_may_stay_small_is_a_warning(
     gpus: Gpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -246,6 +254,7 @@ def test_a_key_value_cache_that_may_stay_small_is_a_warning(
     assert flag == "sampling.max_sequences=512"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gib", "warned"), [(4, False), (0.25, True)])
 def test_without_a_gpu_only_too_little_memory_is_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, gib: float, warned: bool
@@ -258,6 +267,7 @@ def test_without_a_gpu_only_too_little_memory_is_reported(
     assert all("it fits with --set " in record.message for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_fit_ends_before_it_loads_the_model(
     gpus: Gpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +278,7 @@ def test_a_run_that_cannot_fit_ends_before_it_loads_the_model(
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 def test_a_run_records_the_share_of_vllm_and_keeps_it_at_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -315,6 +326,7 @@ def test_as_few_settings_as_possible(
 ROW = re.compile(r"\| (\S+)(, LoRA of rank 16)? \| (\d) × (\d+) GB \| (\S+) GiB \| (\S+) \|")
 
 
+@pytest.mark.slow
 def test_the_table_of_performance_md_is_the_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`--task gsm8k` with vLLM and no other setting, on GPUs of so many 10⁹ bytes."""
     monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: True)
@@ -337,6 +349,7 @@ def test_the_table_of_performance_md_is_the_estimate(tmp_path: Path, monkeypatch
         assert (f"{estimate.peak / GIB:.1f}", f"{estimate.memory_fraction:g}") == (peak, share), name
 
 
+@pytest.mark.slow
 def test_the_shapes_have_the_parameters_of_their_models(tmp_path: Path) -> None:
     for size, parameters in (("0.5B", 0.494e9), ("1.5B", 1.544e9), ("3B", 3.086e9), ("7B", 7.616e9)):
         gpu = Device("a GPU", 80 * GIB, 80 * GIB)

@@ -44,6 +44,7 @@ def lose_rank_1(ranks: Ranks, place: str) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["gather", "columns", "fsdp"])
 def test_the_end_of_another_rank_is_one_error(tmp_path: Path, place: str) -> None:
     """In a gloo collective, also one that FSDP calls in a forward pass."""

@@ -93,6 +93,7 @@ def test_the_commit_in_the_cache_is_that_of_the_hubs_library(hub: Path) -> None:
     assert cached_commit(MODEL, "model", "damaged") is None
 
 
+@pytest.mark.slow
 def test_a_model_is_loaded_at_its_revision(hub: Path) -> None:
     add_model(hub, FIRST)
     add_model(hub, SECOND, scale=2.0)
@@ -195,6 +196,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
     return made
 
 
+@pytest.mark.slow
 def test_data_sets_are_pinned_to_the_commit_of_the_start(
     hub: Path, tmp_path: Path, requests: list[tuple[str, str | None]]
 ) -> None:

@@ -68,6 +68,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     return [without_clock(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_the_records_of_weighted_rewards() -> None:
     """The values are computed again from the texts in the samples."""
     folder = run_with({"weight": 2}, {"grader": "pluses_reward:pluses", "weight": 0.5})

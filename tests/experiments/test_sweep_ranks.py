@@ -36,6 +36,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, gpus: str, cores: int = 8) -> None:
     monkeypatch.setattr(MODULE, "usable_cores", lambda: cores)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpus", "jobs", "ranks", "slots", "threads"),
     [

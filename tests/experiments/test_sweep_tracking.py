@@ -41,6 +41,7 @@ def execute(sweep: SweepFolder, store: Store, report: Report | None) -> Any:
     return client, client.get_run(run_id)
 
 
+@pytest.mark.slow
 def test_the_leaderboard_has_a_prefix_of_its_own_and_a_resume_replaces_it(
     sweep: SweepFolder, store: Store
 ) -> None:
@@ -63,6 +64,7 @@ def test_the_leaderboard_has_a_prefix_of_its_own_and_a_resume_replaces_it(
     assert "| clip (baseline) | 2 | 0.300" in resumed.data.tags["mlflow.note.content"]
 
 
+@pytest.mark.slow
 def test_a_description_of_the_user_is_kept(sweep: SweepFolder, store: Store) -> None:
     client, run = execute(sweep, store, None)
     assert "mlflow.note.content" not in run.data.tags

@@ -94,6 +94,7 @@ def test_an_arm_with_a_failed_run_is_not_chosen(tmp_path: Path) -> None:
     assert settings_of(tmp_path, SweepConfig(tuned_on="tuning"))["clip"] == (1e-4, None)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_early_counts_as_failed(tmp_path: Path) -> None:
     write_tuning(tmp_path, clip="KILLED")
     folder = SweepFolder.open(tmp_path, "tuning")
@@ -101,6 +102,7 @@ def test_a_run_that_was_stopped_early_counts_as_failed(tmp_path: Path) -> None:
     assert settings_of(tmp_path, SweepConfig(tuned_on="tuning"))["clip"] == (1e-4, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "config", "message"),
     [

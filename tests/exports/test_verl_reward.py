@@ -56,6 +56,7 @@ def test_weighted_rewards_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert score(function, problem("math"), "nineteen!!") == {"score": pytest.approx(-0.5 * 0.5), "acc": 0.0}
 
 
+@pytest.mark.slow
 def test_many_threads_get_the_rewards_of_their_own_answers() -> None:
     function = RewardFunction(resolve([{"task": DATA}]))
     problems = [problem("number", index, str(index)) for index in range(400)]

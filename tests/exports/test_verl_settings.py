@@ -32,6 +32,7 @@ def rules_for(key: str) -> list[str]:
     return [name for name in RULES if key == name or key.startswith(f"{name}.")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("task", TASKS)
 def test_each_setting_has_one_rule(method: str, task: str) -> None:

@@ -61,6 +61,7 @@ def test_paths_that_are_not_files_for_every_command(tmp_path: Path, kind: str) -
             assert exit_code(tmp_path, *arguments) == 2, (kind, name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["../x", "a/b", "", "con", "a\nb", "x" * 300, "x\udcff"])
 def test_invalid_names_are_refused(tmp_path: Path, name: str) -> None:
     for arguments in (

@@ -82,6 +82,7 @@ def read_problems(path: Path) -> None:
 READERS: list[Callable[[Path], Any]] = [read_problems, read_completions]
 
 
+@pytest.mark.slow
 @COUNTS
 @pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".parquet"])
 @pytest.mark.parametrize("read", READERS)

@@ -50,6 +50,7 @@ def empty_cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @COUNTS
 def test_settings_files(empty_cwd: Path, count: int) -> None:
     path = empty_cwd / "c.yaml"
@@ -157,6 +158,7 @@ def test_libyaml_and_the_python_parser_read_the_same(parts: list[str]) -> None:
     assert fast == yaml.load(text, Loader=files._StrictLoader)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["[", "- ", "{a:", "a: ["])
 def test_deeply_nested_short_texts_do_not_exhaust_the_stack(part: str) -> None:
     text = part * (4096 // len(part))

@@ -35,6 +35,7 @@ def problem(id_: str, grader: str = "slow_grader:judge") -> Problem:
     return Problem(id_, "", "5", "t", grader)
 
 
+@pytest.mark.slow
 def test_slow_answer_in_a_worker_is_named_at_doubling_intervals(caplog: pytest.LogCaptureFixture) -> None:
     with GraderPool(GradingConfig(workers=1, deadline=60)) as pool:
         pool.grade([problem("warm")], ["0"])  # the import is not part of the measured batch
@@ -53,6 +54,7 @@ def test_slow_answer_in_a_worker_is_named_at_doubling_intervals(caplog: pytest.L
     assert caplog.messages == lines, "a warning came after the end of the batch"
 
 
+@pytest.mark.slow
 def test_slow_import_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with GraderPool(GradingConfig(workers=1)) as pool:
         pool.grade([problem("p", "slow_import:judge")], ["0"])
@@ -63,6 +65,7 @@ def test_slow_import_is_named(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages[0] == waiting
 
 
+@pytest.mark.slow
 def test_slow_python_code_in_this_process_is_named_in_one_printable_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,6 +85,7 @@ def test_slow_python_code_in_this_process_is_named_in_one_printable_line(
     assert len(caplog.messages[0]) < 300
 
 
+@pytest.mark.slow
 def test_quick_batches_give_no_warning_and_leave_no_thread(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -94,6 +98,7 @@ def test_quick_batches_give_no_warning_and_leave_no_thread(
     assert threading.active_count() == threads
 
 
+@pytest.mark.slow
 def test_repeated_answers_are_named_by_their_first_problem(caplog: pytest.LogCaptureFixture) -> None:
     formulas = [Problem(f"f{index % 3}", "", "x+1", "t", "math") for index in range(9)]
     waits: list[tuple[int, str | None]] = []

@@ -95,6 +95,7 @@ def verdicts(pool: GraderPool, gold: str, answers: list[str]) -> dict[str, str]:
     return {answer: grade.verdict for answer, grade in zip(answers, grades, strict=True)}
 
 
+@pytest.mark.slow
 def test_equal_variants_are_correct_and_near_misses_are_wrong(pool: GraderPool) -> None:
     for line in KINDS.strip().replace("\n    ", " ").splitlines():
         gold, equal, different = re.split(" == | != ", line)

@@ -146,6 +146,7 @@ def test_units_are_the_texts_of_the_nested_pattern() -> None:
     assert 1000 < len(accepted) < len(texts) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tail",
     ["' ' + 'a' * 200_000 + ','", "' word' * 40_000 + '5'", "' a^2' * 40_000 + '^'", f"{SENTENCE!r} * 6_000"],

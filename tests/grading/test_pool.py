@@ -105,6 +105,7 @@ def test_one_batch_with_several_graders(pool: GraderPool) -> None:
     assert [grade.verdict for grade in grades] == ["correct", "correct", "wrong", "wrong"]
 
 
+@pytest.mark.slow
 def test_repeated_answers_are_graded_once(pool: GraderPool, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     run = pool_module.WorkerPool.run
@@ -155,6 +156,7 @@ def test_other_return_values_are_grader_errors(pool: GraderPool) -> None:
     assert "ValueError" in pool.errors["custom_grader:judge"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["raise", "exit", "die", "crash", "memory", "grow"])
 def test_error_or_exit_affects_only_that_answer(text: str) -> None:
     with GraderPool(GradingConfig(workers=1, deadline=20, memory_gb=0.5)) as pool:
@@ -185,6 +187,7 @@ def test_what_a_grader_prints_is_limited_and_escaped(
     assert [message for message in caplog.messages if "has printed" in message] == [warning]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["sleep", "spin"])
 def test_timeout_affects_only_that_answer(text: str) -> None:
     with GraderPool(GradingConfig(workers=1, deadline=1)) as pool:
@@ -192,6 +195,7 @@ def test_timeout_affects_only_that_answer(text: str) -> None:
         assert verdicts(pool, texts) == ["correct", "timeout", "correct", "wrong", "timeout", "correct"]
 
 
+@pytest.mark.slow
 def test_deadline_is_per_answer_and_excludes_the_import(tmp_path: Path) -> None:
     (tmp_path / "slow_grader.py").write_text(
         "import time\ntime.sleep(1.5)\ndef judge(text, answer, extra):\n    time.sleep(0.3)\n    return True\n"
@@ -201,6 +205,7 @@ def test_deadline_is_per_answer_and_excludes_the_import(tmp_path: Path) -> None:
         assert {grade.verdict for grade in pool.grade([slow] * 6, [""] * 6)} == {"correct"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("setting", "has_reward"), [("none", False), ("wrong", True)])
 def test_deadline_counts_neither_idle_time_nor_queued_answers(
     setting: Literal["none", "wrong"], has_reward: bool
@@ -216,12 +221,14 @@ def test_deadline_counts_neither_idle_time_nor_queued_answers(
     assert all(grade.correct and grade.has_reward for grade in queued)
 
 
+@pytest.mark.slow
 def test_child_processes_are_killed_with_the_worker(pool: GraderPool, tmp_path: Path) -> None:
     note = tmp_path / "pid"
     assert verdicts(pool, ["child"], file=str(note)) == ["timeout"]
     assert exits_soon(int(note.read_text()))
 
 
+@pytest.mark.slow
 def test_any_text_arrives_unchanged() -> None:
     odd = "a\x00b\n\r\u2028\ud800\udfff\\\"'" * 1000
     texts = ["x" * 5_000_000, "\u202eµ\U0001f600" * 100_000, odd, "\n" * 100_000] * 3
@@ -242,6 +249,7 @@ def test_workers_persist_between_calls_and_import_neither_torch_nor_main(pool: G
     assert pool.errors == {}
 
 
+@pytest.mark.slow
 def test_symbolic_grader_does_not_import_torch() -> None:
     code = (
         "import sys, bandpo_cli.grading.symbolic, bandpo_cli.grading.worker; "
@@ -295,6 +303,7 @@ else:
 ALARM = pytest.param("busy", signal.SIGKILL, marks=pytest.mark.slow)  # of the worker, at 2 * 2 + 10 s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("doing", "with_signal"),
     [("busy", signal.SIGINT), ("idle", signal.SIGINT), ("idle", signal.SIGKILL), ("ending", None), ALARM],
@@ -326,6 +335,7 @@ def test_workers_exit_with_their_parent(
     assert exits_soon(worker)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -361,6 +371,7 @@ def test_plain_numbers_start_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [grade.verdict for grade in grades] == ["correct", "wrong", "malformed"]
 
 
+@pytest.mark.slow
 def test_spawn_starts_one_worker_of_each_grader_that_may_need_one() -> None:
     with GraderPool(GradingConfig(workers=2)) as pool:
         pool.spawn(["math", "number", "nosuch:judge"])

@@ -32,6 +32,7 @@ def worked_answers(name: str) -> list[tuple[str, str]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["%s\nAnswer: %s", "%s\nAnswer: $%s$.", "%s\nSo it is $\\boxed{%s}$."])
 @pytest.mark.parametrize("name", SIZES)
 def test_each_reference_is_correct_for_its_own_problem(pool: GraderPool, name: str, form: str) -> None:
@@ -64,6 +65,7 @@ def differ(first: str, second: str) -> bool:
         return first != second
 
 
+@pytest.mark.slow
 def test_expression_in_another_form_is_correct(pool: GraderPool) -> None:
     """The added zero requires symbolic comparison; the texts differ."""
     golds = [gold for _, gold in worked_answers("minerva_math") if "\\frac" in gold and "=" not in gold]

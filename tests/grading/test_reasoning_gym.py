@@ -81,6 +81,7 @@ def test_options_reach_the_scorer(pool: GraderPool) -> None:
     assert (low.reward, high.reward) == (0.01, 1)
 
 
+@pytest.mark.slow
 def test_tuples_of_a_problem_are_kept(pool: GraderPool) -> None:
     """arc_agi compares tuples: after a conversion to JSON its own reference would score 0.05."""
     entry = entry_of("arc_agi")
@@ -154,6 +155,7 @@ EVALUATING = ("n_queens", "spiral_matrix", "string_insertion", "binary_matrix", 
 """The generators of this version whose scorers evaluate the answer."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["n_queens", "puzzle24"])
 def test_the_library_alone_executes_answers(name: str, tmp_path: Path) -> None:
     """The tests below can fail: the same texts create the file when the library scores them."""
@@ -199,6 +201,7 @@ def test_no_field_of_a_problem_is_executed(pool: GraderPool, tmp_path: Path) -> 
     assert not any(grade.correct for grade in grades)
 
 
+@pytest.mark.slow
 def test_every_call_that_evaluates_text_is_replaced() -> None:
     """The modules of the library that call `eval` or `parse_expr` see the checked versions, also those of sympy."""
     code = textwrap.dedent("""
@@ -235,6 +238,7 @@ def test_every_call_that_evaluates_text_is_replaced() -> None:
     assert int(done.stdout) >= 10
 
 
+@pytest.mark.slow
 def test_literals_have_the_value_that_python_gives_them() -> None:
     texts = ["[1, -2]", "[['_', 'Q']]", "(1, 2)", "(0x3 << 2) + ~1 * 5", " 7 ", "7 & 3 | 8 ^ 2 >> 1"]
     code = f"from bandpo_cli.grading.reasoning_gym import evaluate_literal as e; print(list(map(e, {texts})))"

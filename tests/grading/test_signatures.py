@@ -221,6 +221,7 @@ def test_a_call_has_whole_problems_up_to_the_batch_size(size: int) -> None:
     assert [grade.reward for grade in grades] == expected
 
 
+@pytest.mark.slow
 def test_an_error_or_a_timeout_affects_the_answers_of_one_call() -> None:
     names = "abcdef"
     problems = [problem(name, "foreign_rewards:failing") for name in names]

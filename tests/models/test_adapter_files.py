@@ -55,6 +55,7 @@ def written_by_peft(tmp_path: Path) -> Path:
 Write = Callable[..., Path]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"use_rslora": True}, {"rank_pattern": {"down_proj": 2}}], ids=str)
 def test_an_adapter_of_peft_is_merged_as_by_peft(written_by_peft: Write, settings: dict[str, Any]) -> None:
     folder = written_by_peft(**settings)
@@ -69,6 +70,7 @@ def test_an_adapter_of_peft_is_merged_as_by_peft(written_by_peft: Write, setting
     assert changed == 2 * len(base.model.layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_saved_policy_loads_with_the_weights_that_the_sampler_gets(tmp_path: Path, dtype: Any) -> None:
     settings = ModelConfig.model_validate({"device": "cpu", "dtype": dtype, "lora": {"rank": 4}})
@@ -159,6 +161,7 @@ DEFECTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DEFECTS)
 def test_what_cannot_be_merged_is_refused_in_one_line(written_by_peft: Write, name: str) -> None:
     folder = written_by_peft()

@@ -79,6 +79,7 @@ def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], obj
 NORM = "model.layers.0.input_layernorm.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "part"),
     [

@@ -73,6 +73,7 @@ def test_tokenizer_pads_on_the_left() -> None:
     assert batch["attention_mask"] == [[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]]
 
 
+@pytest.mark.slow
 def test_model_is_as_accurate_as_its_card_states(model: Any) -> None:
     """Fails for a damaged or replaced file. With 64 problems the standard error of mean@16 is about 0.025."""
     metrics = measure(model, TOKENIZER, TASK.heldout_sets()["countdown"][:64], seed=0)
@@ -81,6 +82,7 @@ def test_model_is_as_accurate_as_its_card_states(model: Any) -> None:
     assert 0.4 < metrics.entropy < 0.8
 
 
+@pytest.mark.slow
 def test_solutions_are_correct_and_complete() -> None:
     assert solutions([1, 2]) == {3: ["1+2", "2+1"], -1: ["1-2"], 1: ["2-1"], 2: ["1*2", "2*1"]}
     assert solutions([2, 2]) == {4: ["2*2", "2+2"], 0: ["2-2"]}
@@ -91,6 +93,7 @@ def test_solutions_are_correct_and_complete() -> None:
         assert all(grade_countdown(problem, answer).correct for answer in answers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong_share", [0.0, 0.5])
 def test_demonstrations_have_the_requested_share_of_wrong_answers(wrong_share: float) -> None:
     """A wrong answer uses the right numbers and sometimes reaches the target by chance."""

@@ -45,6 +45,7 @@ def reference(
     return chosen, torch.distributions.Categorical(logits=logits).entropy()
 
 
+@pytest.mark.slow_after(8)
 @pytest.mark.usefixtures("_tiles")
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
@@ -118,6 +119,7 @@ def test_bfloat16_weights_have_float32_softmax() -> None:
         torch.testing.assert_close(gradient, other, atol=0.02, rtol=0.01)
 
 
+@pytest.mark.slow
 def test_matrix_of_all_logits_is_never_allocated() -> None:
     """The largest allocation is a tile, for any number of tokens."""
     tokens, vocabulary, width = 768, 100_000, 8
@@ -143,6 +145,7 @@ class LargestFloat32(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "active"), [(5, 5), (600, 5), (600, 0)])
 def test_a_pass_of_few_tokens_holds_no_float32_copy_of_the_output_layer(
     monkeypatch: pytest.MonkeyPatch, tokens: int, active: int

@@ -33,6 +33,7 @@ def test_attention_setting_selects_the_implementation(setting: str, expected: st
     assert policy.model.dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_log_probs_agree_under_all_settings() -> None:
     settings = [{}, {"attention": "eager"}, {"gradient_checkpointing": True}, {"dtype": "bfloat16"}]
     models = [load_policy(ModelConfig.model_validate({**s, "device": "cpu"})).model for s in settings]

@@ -57,6 +57,7 @@ def logprobs_of(model: Any) -> torch.Tensor:
     return token_logprobs(model, BATCH).logprobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 def test_the_gradient_is_that_of_plain_weights(kind: str) -> None:
     """The model without adapters, with weights W + s·B·A that plain autograd differentiates."""
@@ -106,6 +107,7 @@ class _Passes(nn.Module):
         return logprobs_of(self.model)
 
 
+@pytest.mark.slow
 def test_gradient_checkpointing_gives_the_same_gradient() -> None:
     found = []
     for checkpointing in (False, True):
@@ -121,6 +123,7 @@ def test_gradient_checkpointing_gives_the_same_gradient() -> None:
         assert torch.equal(plain, checkpointed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_trained_parameters_are_those_of_the_adapters(dtype: str) -> None:
     """rank × (inputs + outputs) per layer, in the dtype of the weights; the optimizer has state of these only."""
@@ -143,6 +146,7 @@ def test_the_trained_parameters_are_those_of_the_adapters(dtype: str) -> None:
     assert sum(moment.numel() for moment in moments.values()) == (2 if dtype == "float32" else 3) * expected
 
 
+@pytest.mark.slow
 def test_the_start_is_the_model_itself_and_depends_on_the_seed_of_the_run() -> None:
     def start(seed: int) -> dict[str, torch.Tensor]:
         return dict(adapter_weights(load_policy(settings, seed=seed).model))
@@ -297,6 +301,7 @@ def test_adapters_of_other_layers_or_ranks_are_refused() -> None:
             load_adapter(model, dict(adapter_weights(adapted(settings=settings))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_reference_is_the_model_without_adapters(dtype: str) -> None:
     """It has no copy of the model, and training goes on after its passes."""
@@ -375,6 +380,7 @@ def test_a_name_that_the_output_layer_has_too_is_given_in_full() -> None:
     assert "lm_head" not in names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("targets", "parts"),
     [

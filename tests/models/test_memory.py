@@ -162,6 +162,7 @@ def saved_by_packed_rows(model: torch.nn.Module, rows: list[Row]) -> int:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompt", "completion", "samples"),
     [(300, 80, 4), (60, 16, 4), (60, 80, 1)],  # copies of the prompt, a mask, one sequence

@@ -75,6 +75,7 @@ def update_bytes(counts: Shard, words: int, itemsize: int) -> int:
     return 4 * counts.trained_stored + max(during, sum(counts.reduction.values()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "tied", "dtype"),
     [

@@ -266,6 +266,7 @@ extreme = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @given(rows=extreme)
 def test_finite_inputs_give_a_finite_loss_and_gradient(

@@ -310,6 +310,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.slow_after(12)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: str(variant.name))
 def test_two_steps_equal_the_reference(tmp_path: Path, random_qwen2: Path, variant: Variant) -> None:
     case = compare(
@@ -332,6 +333,7 @@ def test_an_untied_output_layer_equals_the_reference(tmp_path: Path, random_llam
     assert largest(case.differences) < TOLERANCE, case.differences
 
 
+@pytest.mark.slow
 def test_batches_sampled_one_step_ahead_train_as_in_the_reference(tmp_path: Path, random_qwen2: Path) -> None:
     """From the third step on the sampler's weights are neither the initial ones nor those of the step."""
     cap = {**CLIP, "objective": {"importance_cap": 1.2}}

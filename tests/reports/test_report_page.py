@@ -35,6 +35,7 @@ class _Page(HTMLParser):
         self.text += data
 
 
+@pytest.mark.slow
 def test_page_and_markdown_have_the_plots_and_need_no_network(tmp_path):
     sweep = write_sweep(tmp_path / "s", {"clip": {0: 0.4, 1: 0.42}, "kl 0.02": {0: 0.5, 1: 0.53}})
     report = report_of(sweep)
@@ -60,6 +61,7 @@ def test_page_and_markdown_have_the_plots_and_need_no_network(tmp_path):
     assert plain["arms"][0]["name"] == "kl 0.02"
 
 
+@pytest.mark.slow
 def test_names_are_escaped_in_html_and_markdown(tmp_path):
     arm = "<script>alert(1)</script> | *a* $x$ [b](c)"
     folder = write_run(tmp_path / "a", CLIP)

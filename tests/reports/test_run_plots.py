@@ -64,6 +64,7 @@ def _plotted(run: RunFolder) -> list[str]:
     return [path.name for path in paths]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2, 200])
 def test_all_plots_are_made_for_a_run_of_any_length(run, steps):
     for step in range(1, steps + 1):
@@ -72,6 +73,7 @@ def test_all_plots_are_made_for_a_run_of_any_length(run, steps):
     assert _plotted(run) == ["accuracy.png", "entropy.png", "clip.png", "clip_map.png"]
 
 
+@pytest.mark.slow
 def test_plots_without_data_are_skipped(run):
     assert _plotted(run) == []
     run.append_metrics({"step": 1})
@@ -82,6 +84,7 @@ def test_plots_without_data_are_skipped(run):
     assert _plotted(run) == ["accuracy.png", "entropy.png"]
 
 
+@pytest.mark.slow
 def test_curves_show_the_values_of_the_records(run, figures):
     for step in (10, 20, 30):
         run.append_metrics({"step": step, **RECORD, "eval/countdown/mean_at_16": step / 100})
@@ -101,6 +104,7 @@ def _write_interval(run: RunFolder, step: int, low: float | None, high: float | 
     run.write_eval(step, {"step": step, "sets": {"countdown": scores}})
 
 
+@pytest.mark.slow
 def test_accuracy_has_the_interval_of_the_evaluations(run, figures):
     for step in (10, 20, 30, 40):
         run.append_metrics({"step": step, **RECORD})
@@ -115,6 +119,7 @@ def test_accuracy_has_the_interval_of_the_evaluations(run, figures):
     assert "mean: 95% interval over problems" in [text.get_text() for text in axes.get_legend().get_texts()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ends", "segments"), [((0.1, 0.5), 1), ((None, None), 0)])
 def test_interval_of_a_single_evaluation_is_a_line_and_there_may_be_none(run, figures, ends, segments):
     run.append_metrics({"step": 10, **RECORD})
@@ -174,6 +179,7 @@ def test_token_tables_of_earlier_versions_are_plotted(run, figures):
     assert "clipped (zero gradient) (50 %)" in _clip_map_labels(run, figures)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "columns",
     [

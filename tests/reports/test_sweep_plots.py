@@ -36,6 +36,7 @@ def _lines(figure):
     return lines
 
 
+@pytest.mark.slow
 def test_lines_are_means_and_the_legend_describes_the_bands(tmp_path, figures):
     report_of(write_sweep(tmp_path / "s", FINALS))
     figure = figures["accuracy.png"]
@@ -62,6 +63,7 @@ def test_lines_are_means_and_the_legend_describes_the_bands(tmp_path, figures):
     assert labels == ["0.1 – 0.5\n20% of all", "0.9 – 1\n80% of all"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seeds", "shading"), [(1, None), (2, "range of two seeds"), (3, "95% interval over seeds")]
 )
@@ -100,6 +102,7 @@ def test_the_values_of_a_curve_are_read_once_however_many_steps_it_has(steps: in
     assert values.reads == 1
 
 
+@pytest.mark.slow
 def test_accuracy_is_plotted_against_the_entropy_of_the_same_policy(tmp_path, figures):
     folder = write_run(tmp_path / "a", accuracy={0: 0.2, 2: 0.3, 4: 0.4})
     write_report([VariantRun("clip", 0, folder)], "t", None, tmp_path / "out")
@@ -109,6 +112,7 @@ def test_accuracy_is_plotted_against_the_entropy_of_the_same_policy(tmp_path, fi
     assert list(axes.get_lines()[0].get_ydata()) == pytest.approx([0.2, 0.3, 0.4])
 
 
+@pytest.mark.slow
 def test_the_accuracy_at_which_entropies_are_compared_is_a_line(tmp_path, figures):
     report_of(write_sweep(tmp_path / "s", FINALS))
     (axes,) = figures["accuracy_entropy.png"].axes
@@ -180,6 +184,7 @@ def test_every_arm_has_its_own_line_style():
     assert long.endswith("arm=7")
 
 
+@pytest.mark.slow
 def test_of_many_arms_the_most_accurate_and_the_baseline_are_plotted(tmp_path, figures):
     finals = {"clip": {0: 0.3}}
     finals |= {f"kl 0.05 learning_rate=1e-4 arm={index:02d}": {0: 0.4 + index / 100} for index in range(14)}
@@ -194,6 +199,7 @@ def test_of_many_arms_the_most_accurate_and_the_baseline_are_plotted(tmp_path, f
     assert imread(report.files["accuracy.png"]).shape == (1000, 1600, 4)
 
 
+@pytest.mark.slow
 def test_dollar_signs_in_names_are_not_mathematics(tmp_path, figures):
     runs = [VariantRun(r"$\frac{$ and $x$", 0, write_run(tmp_path / "a"))]
     report = write_report(runs, "cost $1 $2", None, tmp_path / "out")

@@ -55,6 +55,7 @@ def test_intervals_stay_within_the_limits_of_the_metric():
     assert (found.p, found.change.mean) == (free.p, free.change.mean)
 
 
+@pytest.mark.slow
 def test_limits_do_not_change_the_coverage():
     """Shares of 16 completions whose mean is near 0, where a t-interval often reaches below 0."""
     mean = 0.03

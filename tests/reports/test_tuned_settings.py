@@ -54,6 +54,7 @@ def json_of(folder: Path) -> Any:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_the_tables_list_all_candidates(reported: tuple[Path, Any]) -> None:
     rows = (reported[0] / "report.md").read_text(encoding="utf-8").splitlines()
     start = rows.index("## Tuned settings")
@@ -84,6 +85,7 @@ def test_a_number_at_an_end_of_the_values_tried_is_named(reported: tuple[Path, A
     assert replace(TUNING, arms=[TUNING.arms[1]]).notes_on_range() == []  # a single value is no end
 
 
+@pytest.mark.slow
 def test_the_terminal_names_the_chosen_settings(reported: tuple[Path, Any]) -> None:
     result = CliRunner().invoke(app, ["report", str(reported[0].parent)], catch_exceptions=False)
     assert [line for line in result.stdout.splitlines() if line.startswith("tuned:")] == [
@@ -108,6 +110,7 @@ def test_the_json_has_the_tuning(reported: tuple[Path, Any]) -> None:
     assert [arm["arm"] for arm in tuning["arms"] if arm["chosen"]] == ["clip b", "kl b"]
 
 
+@pytest.mark.slow
 def test_a_sweep_without_tuning_has_none(tmp_path: Path) -> None:
     folder = write_sweep(tmp_path / "plain", {"clip": {0: 0.5}, "kl": {0: 0.7}})
     assert json_of(folder)["tuning"] is None
@@ -193,6 +196,7 @@ def test_a_run_without_a_numeric_learning_rate_is_in_no_line(tmp_path):
     assert _lines(runs) == {"clip": {1e-5: [0.4], 1e-4: [0.4]}}
 
 
+@pytest.mark.slow
 def test_all_forms_of_the_report_have_the_plot(grid, tmp_path):
     selection = select_runs([grid], grid)
     report = write_report(selection.runs, "t", None, tmp_path / "out")

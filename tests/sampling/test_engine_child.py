@@ -291,6 +291,7 @@ def trainer_that_starts_a_busy_process(folder: Path) -> None:
     time.sleep(600)
 
 
+@pytest.mark.slow
 def test_a_working_process_ends_when_the_trainer_is_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -312,6 +313,7 @@ def test_a_working_process_ends_when_the_trainer_is_killed(
             os.killpg(pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_signals_to_the_job_leave_the_process_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is in a process group of its own, and SIGTERM, which a cluster sends to every process, does not end it."""
     monkeypatch.setattr(engine_child, "_SOURCE", BUSY)

@@ -87,6 +87,7 @@ def engine(one_thread: None, policy: Policy) -> Iterator[EngineProcess]:
     started.close()
 
 
+@pytest.mark.slow
 def test_completions_are_those_of_the_engine_in_this_process(engine: EngineProcess, policy: Policy) -> None:
     """Bit by bit, with entropies: with the initial weights, and after a sync of others with them, not before it."""
     initial = in_this_process(policy, 0)
@@ -168,6 +169,7 @@ def with_another_dtype(model: PreTrainedModel) -> Weights:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
@@ -198,6 +200,7 @@ def test_weights_that_are_not_exactly_those_of_the_model_are_refused(
     assert engine.sample(PROMPTS, PARAMS, 7) == in_this_process(policy, 10)
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_into_the_bfloat16_weights_of_the_process() -> None:
     config = settings(lora={"rank": 4}, dtype="bfloat16")
     adapted, merged = load_policy(config.model), load_policy(settings(dtype="bfloat16").model)
@@ -264,6 +267,7 @@ def sampled_by_two(ranks: Ranks) -> tuple[list[list[Completion]], str]:
         engine.close()
 
 
+@pytest.mark.slow
 def test_two_ranks_have_an_engine_each_with_all_weights(tmp_path: Path) -> None:
     """A failure of one is raised on both, and neither waits for the other."""
     single = load_policy(settings().model)
@@ -324,6 +328,7 @@ def stub(one_thread: None, policy: Policy) -> Iterator[EngineProcess]:
         started.close()
 
 
+@pytest.mark.slow
 def test_an_engine_with_weights_of_its_own_loads_what_it_receives() -> None:
     """The process has no policy; the trainer compares its own log-probs with those of the engine."""
     policy = load_policy(settings().model)
@@ -341,6 +346,7 @@ def test_an_engine_with_weights_of_its_own_loads_what_it_receives() -> None:
         engine.close()
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_at_its_first_completions_cannot_run_the_model(
     monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
@@ -353,6 +359,7 @@ def test_an_engine_that_fails_at_its_first_completions_cannot_run_the_model(
             EngineProcess(stub_settings("stub"), policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "kind", "text"),
     [

@@ -172,6 +172,7 @@ def test_one_scaled_tensor_raises(dtype: torch.dtype, factor: float) -> None:
         check(model, Engine(engine))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_first_prompt_is_natural_for_the_policy(dtype: Any) -> None:
     """Its tokens are as likely as samples are, unlike ids taken at random."""

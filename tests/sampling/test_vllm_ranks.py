@@ -103,6 +103,7 @@ def synced(ranks: Ranks, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_engines_receive_the_complete_tensors_of_a_sharded_policy(tmp_path: Path, dtype: torch.dtype) -> None:
     """In the dtype of its passes: the engine's settings are those for a policy that is not sharded."""
@@ -143,12 +144,14 @@ def checked(ranks: Ranks, failing: int, rank: int) -> tuple[int, float, str | No
     return probes, check.gap, None
 
 
+@pytest.mark.slow
 def test_all_ranks_repeat_the_probe_if_that_of_one_failed(tmp_path: Path) -> None:
     for probes, gap, error in run_ranks(2, tmp_path, checked, 1, 1):
         assert (probes, error) == (2, None)
         assert gap < 1e-5
 
 
+@pytest.mark.slow
 def test_one_engine_with_other_weights_ends_all_ranks(tmp_path: Path) -> None:
     for probes, gap, error in run_ranks(3, tmp_path, checked, 2, 2):
         assert probes == 2

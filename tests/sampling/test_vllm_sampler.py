@@ -100,6 +100,7 @@ def test_sleeping_engine_wakes_in_two_stages(calls: list[str]) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_first_every_tenth_and_every_waking_sync_are_checked_completely(calls: list[str]) -> None:
     """Every sync compares the version; tensors and log-probs are compared by the complete checks."""
     sampler = engine("cuda")
@@ -116,6 +117,7 @@ def test_the_first_every_tenth_and_every_waking_sync_are_checked_completely(call
     assert checked == [10, 20, 24]
 
 
+@pytest.mark.slow
 def test_a_matrix_that_the_engine_stores_in_another_form_is_left_out_of_later_checks(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +229,7 @@ def failing(error: Exception) -> Any:
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["torch", "allocator", "worker"])
 @pytest.mark.parametrize("call", ["collective_rpc", "wake_up", "reset_prefix_cache"])
 def test_out_of_memory_in_a_sync_names_the_settings_of_vllm(
@@ -306,6 +309,7 @@ def test_cached_memory_is_released_before_each_stage_of_the_wake_up(
     assert calls[:5] == ["release", "wake weights", "policy_load", "release", "wake kv_cache"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [RuntimeError("no answer"), None])
 def test_an_engine_whose_first_sync_fails_is_closed_and_the_error_of_the_sync_is_raised(
     calls: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception | None
@@ -408,6 +412,7 @@ def test_a_mixture_of_experts_with_vllm_is_refused_before_its_weights_are_loaded
     assert ("it has no weights; copy model.safetensors" in str(error.value)) == (kind != "mixture")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("device", "max_lag", "visible", "card"),
     [

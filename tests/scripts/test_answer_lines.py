@@ -18,6 +18,7 @@ from scripts.answer_lines import LINES, wrong_value
 TEXTS = ("Each box has 3 eggs, so 2 * 3 = 6.\nAnswer: 6", "I do not know.")
 
 
+@pytest.mark.slow
 def test_the_page_has_the_table_of_the_present_graders(capsys: pytest.CaptureFixture[str]) -> None:
     assert answer_lines.main(["table", "--check"]) == 0, capsys.readouterr().err
 
@@ -32,6 +33,7 @@ def test_wrong_values_differ_from_the_reference() -> None:
         wrong_value("1/2", ["0.5", "1/2"], rng)
 
 
+@pytest.mark.slow
 def test_no_line_with_a_wrong_value_is_correct() -> None:
     with GraderPool(GradingConfig(workers=1, deadline=30)) as pool:
         for grader in ("math", "number"):
@@ -41,6 +43,7 @@ def test_no_line_with_a_wrong_value_is_correct() -> None:
                 assert not any(grade.correct for grade in grades), (grader, value)
 
 
+@pytest.mark.slow
 def test_a_corpus_is_repeatable_and_every_completion_gets_a_verdict(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

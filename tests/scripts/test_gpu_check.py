@@ -99,6 +99,7 @@ def test_a_line_that_falls_short_or_raises_fails_alone(
     assert [(line["status"], line["reason"]) for line in report["lines"]] == [("failed", reason), ("ok", "")]
 
 
+@pytest.mark.slow
 def test_a_check_is_interrupted_when_the_time_is_used_up_and_later_ones_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ _ROWS = st.fixed_dictionaries(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(st.lists(_ROWS, max_size=7))
 def test_a_table_of_completions_equals_the_one_of_pyarrow(rows: list[dict[str, Any]]) -> None:
     """Any text, NaN and infinities included; blocks of three rows, so that there are up to three of them."""

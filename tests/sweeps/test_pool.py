@@ -70,6 +70,7 @@ def test_a_job_gets_the_slot_that_is_free(tmp_path: Path) -> None:
     assert [log_of(tmp_path, name) for name in ("short", "next")] == ["a\n", "a\n"]
 
 
+@pytest.mark.slow
 def test_stop_interrupts_and_then_kills_the_process_group(tmp_path: Path) -> None:
     pool = LocalPool([{}, {}], grace_s=1.0)
     handling = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('closed')"
@@ -94,6 +95,7 @@ def test_stop_interrupts_and_then_kills_the_process_group(tmp_path: Path) -> Non
     assert not Path(f"/proc/{grandchild}").exists() or not alive(grandchild)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
 def test_a_run_exits_when_its_sweep_is_killed(tmp_path: Path) -> None:
     """A killed sweep cannot stop its children; they detect it themselves."""

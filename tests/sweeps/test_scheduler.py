@@ -93,6 +93,7 @@ def test_additional_flags_are_passed_to_each_run(
     assert {folder.log_path(name).read_text() for name in ALL} == {f"{flags}\n"}
 
 
+@pytest.mark.slow
 def test_a_run_far_behind_is_stopped_and_not_started_again(
     folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +128,7 @@ def test_a_killed_run_is_resumed_and_a_failed_one_starts_again(
     assert (folder.path / "attempts").exists() != resumed
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_resumed_is_archived(
     folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -143,6 +145,7 @@ def test_a_run_that_cannot_be_resumed_is_archived(
     assert (failures, started) == ({}, ALL[:1])
 
 
+@pytest.mark.slow
 def test_one_slot_runs_one_at_a_time(folder: SweepFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     together: list[int] = []
     free_slots = LocalPool.free_slots.fget

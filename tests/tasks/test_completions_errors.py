@@ -113,6 +113,7 @@ def test_tables_without_rows_or_with_columns_of_other_types(tmp_path: Path) -> N
         assert f"'{name}'" in error_of(tmp_path / "odd.parquet")
 
 
+@pytest.mark.slow
 def test_mutated_files_are_read_or_rejected_in_one_line(tmp_path: Path) -> None:
     """Mutated bytes of a table, and values of other types in its rows; `tests.fuzz` has the other layout."""
     table = write_eval_table(tmp_path / "good.parquet", [ROW, {**ROW, "length": None}] * 3).read_bytes()

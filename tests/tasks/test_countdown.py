@@ -54,6 +54,7 @@ def test_problems_are_exactly_the_solvable_ones(
     assert sorted(problem.prompt for problem in problems) == sorted(solve_by_brute_force(config))
 
 
+@pytest.mark.slow
 def test_each_default_problem_has_an_answer_that_the_grader_accepts() -> None:
     answers = solve_by_brute_force(CountdownTask())
     assert len(answers) == len(ALL)
@@ -68,6 +69,7 @@ def test_training_and_heldout_problems_are_disjoint() -> None:
     assert 0.08 < len(HELDOUT) / len(ids) < 0.12
 
 
+@pytest.mark.slow
 def test_split_does_not_depend_on_other_settings() -> None:
     heldout = {problem.id for problem in HELDOUT}
     smaller = Countdown(CountdownTask(max_number=6, max_target=40, heldout_fraction=0.05))

@@ -99,6 +99,7 @@ def test_parquet_gives_plain_python_values(tmp_path: Path) -> None:
     assert [type(read[name]) for name in ("prompt", "reward_model", "n")] == [list, dict, int]
 
 
+@pytest.mark.slow
 def test_row_of_ten_megabytes(tmp_path: Path) -> None:
     long = "x" * 10_000_000
     for ending in (".jsonl", ".csv"):

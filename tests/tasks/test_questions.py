@@ -40,6 +40,7 @@ ANYTHING = st.recursive(
 NAMES = st.sampled_from(["question", "prompt", "answer", "reward_model", "level", "extra_info", "id"])
 
 
+@pytest.mark.slow
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(rows=st.lists(st.dictionaries(NAMES, ANYTHING, max_size=5), max_size=4))
 def test_any_rows_are_questions_or_counted_or_one_error(tmp_path: Path, rows: list[Any]) -> None:

@@ -22,6 +22,7 @@ def load(file: str, name: str | None) -> LoadedQuestions:
     return load_questions(Source.model_validate({"path": str(DATA / file), "name": name}), "heldout")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize(
     ("file", "name", "count", "first_answers"),
@@ -54,6 +55,7 @@ def test_gsm8k_answers_are_the_numbers_after_the_hashes() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_gsm8k_as_a_task_from_local_copies() -> None:
     load("gsm8k_test.jsonl", "gsm8k")
     copies = {

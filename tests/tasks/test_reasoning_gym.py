@@ -47,6 +47,7 @@ def five() -> ReasoningGym:
     return ReasoningGym(settings(names=FIVE, size=12, heldout_size=8, options={"maze": {"size": 3}}))
 
 
+@pytest.mark.slow
 def test_sizes_are_the_shares_of_the_generators(five: ReasoningGym) -> None:
     train = five.train_problems()
     counts = {name: sum(problem.source == name for problem in train) for name in FIVE}
@@ -59,6 +60,7 @@ def test_sizes_are_the_shares_of_the_generators(five: ReasoningGym) -> None:
     assert five.notes() == [f"reasoning-gym {version('reasoning-gym')}"]
 
 
+@pytest.mark.slow
 def test_a_problem_is_the_library_s(five: ReasoningGym) -> None:
     """The stored problem is complete, and has the prompt and the reference of the problem that the model sees."""
     from reasoning_gym.utils import SYSTEM_PROMPTS
@@ -72,6 +74,7 @@ def test_a_problem_is_the_library_s(five: ReasoningGym) -> None:
         assert data.score_answer(problem.answer, entry) == 1
 
 
+@pytest.mark.slow
 def test_the_problems_are_equal_in_a_process_with_another_hash_seed(five: ReasoningGym) -> None:
     """The comparison can fail: the library itself makes other problems in the other process."""
     library = "[reasoning_gym.create_dataset('isomorphic_strings', seed=1, size=9)[i]['question'] for i in range(9)]"

@@ -35,6 +35,7 @@ def tags(client: Any) -> dict[str, str]:
     return dict(client.get_experiment_by_name("bandpo").tags)
 
 
+@pytest.mark.slow
 def test_a_new_experiment_is_one_of_model_training(store: Store, client: Any, run: RunFolder) -> None:
     """The value is one of those that MLflow's pages know; its demo has the one for GenAI applications."""
     connect(store, run)

@@ -54,6 +54,7 @@ def runs_of(run: RunFolder) -> tuple[Any, dict[str, Any]]:
     return client_of(store_of(run).uri), runs_at(store_of(run).uri)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", ["FINISHED", "FAILED"])
 def test_an_evaluation_is_added_to_the_run_that_made_the_model(
     run: RunFolder, evaluation: EvalFolder, status: str

@@ -66,6 +66,7 @@ def _check_complete(uri: str, run: RunFolder, status: str) -> None:
     assert [file.path for file in samples] == ["samples/step-000010.parquet"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
 def test_a_sqlite_file_in_the_runs_folder_gets_the_complete_record(run, mirror, status):
     store = tracking_store(TrackingConfig(), run.path.parent, {})
@@ -100,6 +101,7 @@ def test_a_runs_folder_with_special_characters_and_a_database_that_a_killed_run_
     _check_complete(store.uri, moved, "FINISHED")
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_its_mlflow_run_and_a_deleted_one_is_created_again(run, mirror):
     store = tracking_store(TrackingConfig(), run.path.parent, {})
     mirror(run, store, "KILLED")
@@ -113,6 +115,7 @@ def test_a_resumed_run_continues_its_mlflow_run_and_a_deleted_one_is_created_aga
     _check_complete(store.uri, run, "FINISHED")
 
 
+@pytest.mark.slow
 def test_a_refused_connection_gives_a_warning_and_a_line_at_the_end(run, mirror):
     warning, closing = mirror(run, Store(NOWHERE.replace("//", "//me:secret@"), "bandpo", None))
     assert "cannot be reached" in warning
@@ -122,6 +125,7 @@ def test_a_refused_connection_gives_a_warning_and_a_line_at_the_end(run, mirror)
     assert "\n" not in warning + closing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "uri",
     [
@@ -137,6 +141,7 @@ def test_an_invalid_uri_gives_a_warning_and_no_output_of_mlflow(run, mirror, uri
     assert uri.startswith("databricks") or capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_a_server_that_answers_500_gives_one_warning(run, mirror):
     class Broken(BaseHTTPRequestHandler):
         def do_GET(self):

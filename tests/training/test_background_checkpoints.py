@@ -59,6 +59,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(config, tmp_path_factory.mktemp("runs"), "a").folder
 
 
+@pytest.mark.slow
 def test_a_run_equals_one_that_waits_for_its_checkpoints(uninterrupted: Path, tmp_path: Path) -> None:
     """Every metric and every byte, with checkpoints removed meanwhile; and threads were at work."""
     threads: list[str] = []

@@ -307,6 +307,7 @@ def test_an_error_of_an_update_closes_the_engine_that_samples_ahead(
 EVERY_STEP: dict[str, Any] = {"checkpoint": {"every": 1, "keep_last": None}, "evaluation": {"every": 2}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"sampling": {"dynamic": True, "dynamic_batches": 2}}])
 def test_a_resumed_run_trains_on_the_batch_that_was_sampled_ahead(
     tmp_path: Path, small_model: Path, more: dict[str, Any]
@@ -335,6 +336,7 @@ def test_a_resumed_run_trains_on_the_batch_that_was_sampled_ahead(
     assert not (last / "ahead").exists(), "nothing is sampled after the last step"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["cut", "other-step", "no-metadata"])
 def test_a_damaged_batch_is_one_line(tmp_path: Path, small_model: Path, damage: str) -> None:
     recording = run(tmp_path / "a", small_model, AHEAD, EVERY_STEP, {"steps": 3})

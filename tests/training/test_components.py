@@ -33,12 +33,14 @@ def test_problems_with_long_prompts_are_dropped_and_counted() -> None:
     assert any(f"training: {dropped:,} of" in note for note in components.notes)
 
 
+@pytest.mark.slow
 def test_a_prompt_limit_that_drops_every_problem_is_refused() -> None:
     config = resolve([{"sampling": {"max_prompt_tokens": 3}}])
     with pytest.raises(ConfigError, match="max_prompt_tokens = 3: all "):
         build_components(config, build_task(config.task))
 
 
+@pytest.mark.slow
 def test_an_engine_that_samples_ahead_has_a_process_of_its_own() -> None:
     """It reports no entropies, which are those of older weights, and ends with the components."""
     config = resolve([{"sampling": {"max_lag": 1}, "evaluation": {"problems": 2}}])

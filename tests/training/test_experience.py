@@ -85,6 +85,7 @@ def updated(policy: Policy, experiences: list[Experience], config: RunConfig) ->
     return Outcome(weights_of(policy), gradient, updates)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("micro_batch_tokens", [10_000, 1])
 @pytest.mark.parametrize("method", METHODS)
 def test_updates_equal_those_of_all_tokens_with_log_probs_of_the_trainer(

@@ -80,6 +80,7 @@ def test_the_run_folder_has_the_documented_files(tmp_path: Path) -> None:
         assert torch.equal(saved.state_dict()[name], parameter), name
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_metrics(tmp_path: Path) -> None:
     first, second, other = (
         record(run(tmp_path, name, {"seed": seed})[1]) for name, seed in [("a", 5), ("b", 5), ("c", 6)]
@@ -88,6 +89,7 @@ def test_the_same_seed_gives_the_same_metrics(tmp_path: Path) -> None:
     assert first != other
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains(tmp_path: Path, method: str) -> None:
     bounds = {"method": method}

@@ -309,6 +309,7 @@ def test_the_grader_receives_the_text_of_each_completion_with_its_own_problem(
     assert any(1 in item.completion.token_ids for group in groups for item in group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", range(4))
 def test_an_update_has_a_gradient_where_its_own_groups_have_spread(
     tmp_path: Path, small_model: Path, place: int

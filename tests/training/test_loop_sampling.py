@@ -34,6 +34,7 @@ def test_every_training_batch_has_a_different_seed(tmp_path: Path, small_model: 
     assert not set(flat(training)) & set(flat(evaluation))
 
 
+@pytest.mark.slow
 def test_a_seed_depends_on_run_seed_step_and_batch_only(tmp_path: Path, small_model: Path) -> None:
     other_settings = {"optim": {"lr": 1e-2}, "steps": 2, "evaluation": {"every": 1}}
     one = run(tmp_path / "a", small_model, TWO_BATCHES, uniform=set)

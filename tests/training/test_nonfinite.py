@@ -296,6 +296,7 @@ def test_weights_whose_sum_is_too_large_are_finite(values: list[float], finite: 
         check_finite_weights(layer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("skips", "last", "kept"), [(0, "step 3, update 1 of 2", {2}), (3, "step 4, update 2 of 2", {2, 3})]
 )

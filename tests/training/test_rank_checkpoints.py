@@ -338,6 +338,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
     return root, json.loads((root / "outcomes.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "failing", "error"),
     [

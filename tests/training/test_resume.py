@@ -65,6 +65,7 @@ def both(tmp_path: Path, *layers: dict[str, Any], stop: int = 3) -> tuple[RunFol
     return uninterrupted, resumed
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     uninterrupted, resumed = both(tmp_path)
     check_same(uninterrupted, resumed)
