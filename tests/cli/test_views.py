@@ -118,12 +118,12 @@ def test_a_signal_is_shown_in_the_panel_and_not_written_between_its_lines(
         signals.start(None)
         os.kill(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + 60
-        while "stopping: the step is finished" not in out.getvalue():  # drawn by the thread of the display
+        while "stopping after this step" not in out.getvalue():  # drawn by the thread of the display
             assert time.monotonic() < deadline
             time.sleep(0.01)
         out.truncate(0)
         view.phase("close")
-        assert "stopping:" not in out.getvalue(), "the final state"
+        assert "stopping after" not in out.getvalue(), "the final state"
         assert capfd.readouterr().err == ""
         with pytest.raises(SystemExit):
             os.kill(os.getpid(), signal.SIGTERM)

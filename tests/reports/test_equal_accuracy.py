@@ -221,7 +221,7 @@ def test_notes_name_the_run_that_sets_the_level_and_what_has_no_value(tmp_path, 
     ) in notes
     assert (
         "No entropy at 40% held-out accuracy, since the best value (median over seeds) is under half of the best "
-        "arm's: kl 0.03."
+        "variant's: kl 0.03."
     ) in notes
     assert "1 run of the compared variants without entropy at 40% held-out accuracy: clip (seed 2)." in notes
 

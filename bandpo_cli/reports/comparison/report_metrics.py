@@ -253,7 +253,7 @@ def report_metrics(
         reached = percent_text(level)
         about = (
             f"entropy when {over}mean@{n} first reaches {reached}, nats per token: the highest level that all runs "
-            "reach, without variants and runs whose best accuracy is under half of the best variant's; linear "
+            "reach, without variants and runs whose best value is under half of the best variant's; linear "
             "between evaluations"
         )
         metrics.append(Metric("entropy_at_accuracy", f"entropy at {reached} accuracy", about, largest=None))
