@@ -192,16 +192,18 @@ def test_clip_cov_removes_the_gradient_of_some_tokens_in_the_range() -> None:
     assert [weight for weight, _ in others] == pytest.approx([expected for _, expected in others])
 
 
-def test_kl_cov_penalizes_the_tokens_of_highest_covariance() -> None:
+@pytest.mark.parametrize("share", [0.1, 1e-4])
+def test_kl_cov_penalizes_the_tokens_of_highest_covariance(share: float) -> None:
+    """A share of less than one token is one token."""
     groups = completions()
     tokens = [token for group in groups for token in group]
-    found = objective({"method": "kl-cov", "share": 0.1, "kl_coef": 0.7}, groups)
+    found = objective({"method": "kl-cov", "share": share, "kl_coef": 0.7}, groups)
     mean_logprob = sum(token.old for token in tokens) / len(tokens)
     mean_advantage = sum(token.advantage for token in tokens) / len(tokens)
     ranked = sorted(
         tokens, key=lambda t: (t.old - mean_logprob) * (t.advantage - mean_advantage), reverse=True
     )
-    chosen = ranked[: int(0.1 * len(tokens))]
+    chosen = ranked[: max(1, int(share * len(tokens)))]
     expected = [
         token.ratio
         - (0.7 * math.copysign(1, token.new - token.old) / token.advantage if token in chosen else 0.0)

@@ -19,7 +19,12 @@ from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.training import checkpoint_files
-from bandpo_cli.training.checkpoint_files import load_checkpoint, save_checkpoint, write_tensors
+from bandpo_cli.training.checkpoint_files import (
+    RESERVED_BYTES,
+    load_checkpoint,
+    save_checkpoint,
+    write_tensors,
+)
 from tests.training.trained import STEP, fresh, tensors, update
 
 
@@ -101,8 +106,13 @@ def test_a_full_disk_is_reported_before_anything_is_written(
     trained = fresh(embedded, torch.float32)
     save_checkpoint(*trained, replace(STEP, step=5), tmp_path / "step-000005")
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
-    with pytest.raises(RunError, match="not enough disk space for the checkpoint step-000010: it takes "):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 * 2**20))
+    tensors = [*trained.policy.model.parameters(), *trained.optimizer.state().values()]
+    needed = (sum(tensor.nbytes for tensor in tensors) + RESERVED_BYTES) / 2**20
+    reason = (
+        f"not enough disk space for the checkpoint step-000010: it takes {needed:,.0f} MiB and .* has 3 MiB"
+    )
+    with pytest.raises(RunError, match=reason):
         save_checkpoint(*trained, STEP, tmp_path / "step-000010")
     assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
 
