@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.bounds import ratio_bounds
-from bandpo_cli.bounds.matching import matching_delta
+from bandpo_cli.bounds.intervals import matching_delta
 from bandpo_cli.cli.console import make_table
 from bandpo_cli.cli.options import check_choice
 from bandpo_cli.errors import UserError, nearest

@@ -369,6 +369,7 @@ class RunConfig(Section):
     grading: GradingConfig = GradingConfig()
     reward: RewardConfig = RewardConfig()
     bounds: Annotated[MethodSettings, METHOD_CHOICE] = BandSettings()
+    """The method, that is the policy loss. Most methods bound the ratio; some methods under this key have no bounds."""
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()
     evaluation: EvaluationConfig = EvaluationConfig()

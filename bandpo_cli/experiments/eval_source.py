@@ -103,7 +103,7 @@ def _open_model(
     use_expandable_segments(config)
     with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
-        from bandpo_cli.models.load import load_policy, with_dtype_here
+        from bandpo_cli.models.load import load_policy, with_resolved_dtype
         from bandpo_cli.sampling.rollouts import (
             PromptEncoder,
             check_context_length,
@@ -118,7 +118,7 @@ def _open_model(
         )
 
         check_model(config)
-        config = check_memory(with_dtype_here(config), ranks, training=False)
+        config = check_memory(with_resolved_dtype(config), ranks, training=False)
         policy = load_policy(config.model, for_training=False, ranks=ranks)
         check_context_length(policy, config)
         encoder = PromptEncoder(policy.tokenizer, config.model.prompts)

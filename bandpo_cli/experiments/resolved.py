@@ -27,7 +27,7 @@ RESOLVED = "resolved"
 _DTYPES = ("float32", "bfloat16")
 
 
-def resolved_settings(config: RunConfig, policy: Policy) -> dict[str, Any]:
+def resolved_entry(config: RunConfig, policy: Policy) -> dict[str, Any]:
     """Return what the settings of a run resolved to, for `env.json`.
 
     Returns:

@@ -26,9 +26,9 @@ from bandpo_cli.experiments.resolved import pin, pin_warnings
 from bandpo_cli.experiments.train_run import (
     loaded_components,
     recorded_run,
+    resolved_settings,
     run_environment,
     run_steps,
-    settings_here,
     train_events,
 )
 from bandpo_cli.paths import path_exists
@@ -251,7 +251,7 @@ def _resume(
         with recorded_run(plan.config, plan.folder, events, (), plan.step + 1) as record:
             pass
         return record.result
-    pinned = settings_here(plan.pinned, events)
+    pinned = resolved_settings(plan.pinned, events)
     model = plan.config.model.model_copy(update={"dtype": pinned.model.dtype})
     with ExitStack() as stack:
         ranks = stack.enter_context(connected_ranks(pinned))

@@ -204,7 +204,7 @@ def _matcher(recorded: str | None, runs_dir: Path, matches: dict[str, Any]) -> D
     """Return a function that finds a radius on the tokens of a run and adds it to `matches`; None without a run."""
     if recorded is None:
         return None
-    from bandpo_cli.bounds.matching import RecordedTokens, match_clip_fraction
+    from bandpo_cli.bounds.intervals import RecordedTokens, match_clip_fraction
 
     columns = read_token_tables(RunFolder.open(runs_dir, recorded).path)
     tokens = RecordedTokens(columns["old_logprob"], columns["ratio"], columns["advantage"])

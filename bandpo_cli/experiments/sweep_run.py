@@ -19,16 +19,17 @@ from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.experiments.rank_group import check_ranks
 from bandpo_cli.experiments.sweep_request import SweepRequest, create_sweep, request_from_config
 from bandpo_cli.storage.environment import describe_environment, usable_cores
-from bandpo_cli.sweeps.estimate import (
+from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
+from bandpo_cli.sweeps.plan import SweepRun
+from bandpo_cli.sweeps.pool import LocalPool, Pool, slot_environments, visible_gpus
+from bandpo_cli.sweeps.scheduler import (
+    RunState,
     rank_flags,
+    run_sweep,
     seconds_from_earlier_runs,
     seconds_from_trial,
     total_seconds,
 )
-from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
-from bandpo_cli.sweeps.plan import SweepRun
-from bandpo_cli.sweeps.pool import LocalPool, Pool, slot_environments, visible_gpus
-from bandpo_cli.sweeps.scheduler import RunState, run_sweep
 from bandpo_cli.tracking.names import flat_params, run_tags
 from bandpo_cli.tracking.store import Store, is_server, run_url, short_error, tracking_store, ui_text
 from bandpo_cli.types import Callback

@@ -46,7 +46,7 @@ from bandpo_cli.experiments.rank_group import (
     connected_ranks,
     lost_rank_errors,
 )
-from bandpo_cli.experiments.resolved import RESOLVED, resolved_settings
+from bandpo_cli.experiments.resolved import RESOLVED, resolved_entry
 from bandpo_cli.rank_process import is_main_process, rank_count
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.environment import describe_environment
@@ -154,7 +154,7 @@ def train(
     """
     plan = config if isinstance(config, TrainPlan) else plan_training(config, runs_dir, name)
     events = train_events(plan.config, callbacks)
-    config = settings_here(plan.config, events)
+    config = resolved_settings(plan.config, events)
     with connected_ranks(config) as ranks:
         config = check_memory(config, ranks)
         with (
@@ -184,7 +184,7 @@ def run_environment(config: RunConfig, components: Components) -> dict[str, Any]
     """Return the content of env.json."""
     return {
         **describe_environment(sampler=components.sampler_description()),
-        RESOLVED: resolved_settings(config, components.policy),
+        RESOLVED: resolved_entry(config, components.policy),
     }
 
 
@@ -199,13 +199,13 @@ def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> Train
     return Dispatcher([*trackers, *callbacks])
 
 
-def settings_here(config: RunConfig, events: TrainEvents) -> RunConfig:
+def resolved_settings(config: RunConfig, events: TrainEvents) -> RunConfig:
     """Begin the phase `load`, which imports torch, and return the settings with the dtype that `auto` is here."""
     events.phase("load")
     use_expandable_segments(config)
-    from bandpo_cli.models.load import with_dtype_here
+    from bandpo_cli.models.load import with_resolved_dtype
 
-    return with_dtype_here(config)
+    return with_resolved_dtype(config)
 
 
 @contextmanager

@@ -49,13 +49,13 @@ def is_on_cuda(config: ModelConfig) -> bool:
     return torch.cuda.is_available() and config.device.partition(":")[0] in ("auto", "cuda")
 
 
-def dtype_here(config: ModelConfig) -> torch.dtype:
+def resolved_dtype(config: ModelConfig) -> torch.dtype:
     """Return what `model.dtype` is on this machine."""
     dtype: torch.dtype = getattr(torch, dtype_on(config.dtype, is_on_cuda(config)))
     return dtype
 
 
-def with_dtype_here(config: RunConfig) -> RunConfig:
+def with_resolved_dtype(config: RunConfig) -> RunConfig:
     """Return the settings with what `model.dtype` is on this machine: running them again gives the same run."""
     return with_dtype(config, is_on_cuda(config.model))
 
@@ -239,7 +239,7 @@ def _load(
         tokenizer = load_tokenizer(config)
         model, info = AutoModelForCausalLM.from_pretrained(
             location,
-            dtype=dtype_here(config),
+            dtype=resolved_dtype(config),
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
@@ -345,7 +345,7 @@ def _attention(config: ModelConfig) -> str | None:
             raise UserError(
                 f"model.attention = {chosen!r} needs {what}, which are not all installed; set model.attention=sdpa"
             )
-        if dtype_here(config) == torch.float32:
+        if resolved_dtype(config) == torch.float32:
             raise UserError(
                 f"model.attention = {chosen!r} does not support float32; set model.dtype=bfloat16 or "
                 "model.attention=sdpa"

@@ -16,7 +16,7 @@ from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.models.adapter_files import adapter_folder, base_config
 from bandpo_cli.models.checks import check_declared_size, loading_errors
-from bandpo_cli.models.load import dtype_here, model_location, read_config, uses_gradient_checkpointing
+from bandpo_cli.models.load import model_location, read_config, resolved_dtype, uses_gradient_checkpointing
 from bandpo_cli.models.logprobs import TILE_BYTES
 from bandpo_cli.models.lora import add_adapters
 from bandpo_cli.models.packing import MAX_MASKED_ROW_TOKENS, MAX_SHARED_ROW_TOKENS, Row, split_row
@@ -305,7 +305,7 @@ def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(
                 model_config,
-                dtype=dtype_here(config),
+                dtype=resolved_dtype(config),
                 attn_implementation=_SHAPES_ONLY,
                 trust_remote_code=config.trust_remote_code,
             )

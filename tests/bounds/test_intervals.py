@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bandpo_cli.bounds import band_bounds, ratio_bounds
-from bandpo_cli.bounds.matching import matching_delta
+from bandpo_cli.bounds.intervals import matching_delta
 from bandpo_cli.config.methods import (
     BandSettings,
     ClipHigherSettings,

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from bandpo_cli.bounds import ratio_bounds
-from bandpo_cli.bounds.intervals import clip_state
-from bandpo_cli.bounds.matching import RecordedTokens, clip_fraction, match_clip_fraction
+from bandpo_cli.bounds.intervals import RecordedTokens, clip_fraction, clip_state, match_clip_fraction
 from bandpo_cli.config.methods import BandSettings, ClipSettings, NoClipSettings
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.storage.run_folder import RunFolder

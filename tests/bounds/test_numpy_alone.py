@@ -67,7 +67,7 @@ def test_bounds_need_numpy_alone() -> None:
 def test_every_function_of_the_bounds_can_be_loaded_with_numpy_alone() -> None:
     """The registries name functions as "module:attribute"; those of the methods take settings as arguments only."""
     code = """
-import bandpo_cli.bounds.matching
+import bandpo_cli.bounds.intervals
 from bandpo_cli.registries import METHODS, load_attribute
 print([load_attribute(entry.bounds).__name__ for entry in METHODS.values() if entry.bounds])
 """

@@ -17,7 +17,7 @@ from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import sweep as run_sweep
 from bandpo_cli.experiments.sweep_request import SweepRequest, plan_sweep
 from bandpo_cli.experiments.sweep_run import Executor, SweepInfo, SweepResult, check_executor, dry_run_info
-from bandpo_cli.sweeps import estimate
+from bandpo_cli.sweeps import scheduler
 from bandpo_cli.sweeps.pool import LocalPool
 from bandpo_cli.types import CallbackBase
 
@@ -162,9 +162,9 @@ def test_the_trial_has_as_many_ranks_as_a_run(tmp_path: Path, monkeypatch: pytes
         commands.append(command)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(estimate.subprocess, "run", run)
+    monkeypatch.setattr(scheduler.subprocess, "run", run)
     for ranks in (1, 2):
         with pytest.raises(KeyboardInterrupt):
-            estimate.seconds_from_trial(request_of(tmp_path).runs[0].config, {}, ranks)
+            scheduler.seconds_from_trial(request_of(tmp_path).runs[0].config, {}, ranks)
     assert "--nproc" not in commands[0]
     assert commands[1][-2:] == ["--nproc", "2"]

@@ -28,7 +28,7 @@ from transformers import (
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.metric_names import without_clock
-from bandpo_cli.models.load import embedded_model_path, with_dtype_here
+from bandpo_cli.models.load import embedded_model_path, with_resolved_dtype
 from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training.components import Components, build_components
@@ -295,7 +295,7 @@ def compare(
             nothing of that, trains on these batches in their order.
         seed: of the completions.
     """
-    config = with_dtype_here(resolve([BASE, {"model": {"path": str(model_folder)}}, *layers]))
+    config = with_resolved_dtype(resolve([BASE, {"model": {"path": str(model_folder)}}, *layers]))
     settings = config.model_dump()
     start = AutoModelForCausalLM.from_pretrained(
         model_folder, dtype=getattr(torch, config.model.dtype)
