@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from bandpo_cli.bounds.intervals import BoundsFunction
 from bandpo_cli.config.methods import MethodSettings
-from bandpo_cli.config.run import SamplingConfig
+from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.config.task import TaskSettings
 from bandpo_cli.registries import (
     DATASETS,

@@ -1,11 +1,14 @@
-"""Choice of the sampling engine, without importing any engine."""
+"""Settings of sampling (`sampling:`), and the choice of the engine without importing any engine."""
 
 from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from typing import Annotated, Literal
 
-from bandpo_cli.config.section import check_known
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+
+from bandpo_cli.config.section import Positive, Section, check_known
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import ENGINES
 
@@ -15,6 +18,77 @@ AUTO_ENGINE = "auto"
 def check_engine_name(name: object) -> str:
     """Return `auto` or the name of an engine; raise pydantic's error with the nearest name otherwise."""
     return check_known(name, [AUTO_ENGINE, *ENGINES])
+
+
+class VllmConfig(Section):
+    """Settings of the vLLM engine."""
+
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the GPU's memory for the engine's weights and cache; the trainer uses the same GPU, unless
+    `sampling.max_lag` gives the engine one of its own. null: what a full batch needs, and at most what the trainer
+    leaves by the estimate; a run writes the share that it used into its config.yaml. Ignored on a CPU."""
+    kv_cache_gb: Positive = 2.0
+    """Size of the key-value cache on a CPU, GiB. Ignored on a GPU."""
+    tensor_parallel: PositiveInt = 1
+    """Number of GPUs per engine."""
+    eager: bool = False
+    """Run without CUDA graphs and compilation: faster to start, slower to sample."""
+    sleep: bool = True
+    """Free the engine's GPU memory while the trainer updates. No effect with `sampling.max_lag`."""
+    prefix_caching: bool = True
+    """Compute each prompt once for all its completions."""
+
+
+class SamplingConfig(Section):
+    """Sampling of the batch of rollouts of one step."""
+
+    engine: Annotated[str, BeforeValidator(check_engine_name)] = AUTO_ENGINE
+    """`auto` is vllm where it is installed and there is a GPU, else transformers."""
+    prompts: PositiveInt = 64
+    """Prompts per step (P)."""
+    samples: Annotated[int, Field(ge=2)] = 16
+    """Completions per prompt (G): the group that advantages are relative to."""
+    temperature: Positive = 1.0
+    max_tokens: PositiveInt = 8
+    """Maximum number of tokens in a completion, its end-of-sequence token included."""
+    max_prompt_tokens: PositiveInt = 64
+    """Problems with a longer prompt are dropped and counted."""
+    max_sequences: PositiveInt = 2048
+    """Maximum number of completions decoded in parallel; more are sampled in several batches."""
+    dynamic: bool = False
+    """Dynamic sampling (DAPO): groups whose rewards are all equal have no gradient, so they are dropped and replaced
+    from further prompts."""
+    dynamic_batches: PositiveInt = 10
+    """With `dynamic`: maximum number of batches sampled for one step; the step then uses the groups it has."""
+    max_lag: Annotated[int, Field(ge=0, le=1)] = 0
+    """Steps by which the weights that sample a batch may be older than those that train on it. With 1 a process of the
+    engine samples the batch of the next step while the trainer updates; the importance correction is on."""
+    weight_transfer: Literal["host", "cuda-ipc"] = "host"
+    """Path of the weights to the engine process (`max_lag`): memory of the host, or a buffer on the trainer's GPU that
+    both processes map. `cuda-ipc` needs a GPU that both can see; no GPU has run it yet."""
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    vllm: VllmConfig = VllmConfig()
+
+    @model_validator(mode="after")
+    def _check_engine_process_has_one_gpu(self) -> SamplingConfig:
+        if self.max_lag and self.vllm.tensor_parallel > 1:
+            raise ValueError(
+                f"max_lag = {self.max_lag}: the engine process of a rank has one GPU, so vllm.tensor_parallel = "
+                f"{self.vllm.tensor_parallel} must be 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_not_truncated(self) -> SamplingConfig:
+        for name, untruncated in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+            if getattr(self, name) != untruncated:
+                raise ValueError(
+                    f"{name} = {getattr(self, name)}: truncated sampling is refused for training: the ratio π/π_old "
+                    f"needs π_old to be the full distribution that the loss differentiates; leave it at {untruncated:g}"
+                )
+        return self
 
 
 def is_installed(package: str) -> bool:

@@ -11,6 +11,7 @@ A program that uses the package as a library registers its own entries before it
     METHODS.register(MethodEntry("mine", "my bounds", settings="my_module:MySettings", bounds="my_module:my_bounds"))
 """
 
+from bandpo_cli.registries.datasets import DATASETS, Dataset
 from bandpo_cli.registries.divergences import DIVERGENCES, DivergenceEntry
 from bandpo_cli.registries.engines import ENGINES, EngineEntry
 from bandpo_cli.registries.graders import (
@@ -25,9 +26,7 @@ from bandpo_cli.registries.methods import METHODS, MethodEntry
 from bandpo_cli.registries.registry import Entry, Registry, is_function_path, load_attribute, load_function
 from bandpo_cli.registries.tasks import (
     DATA_TASK,
-    DATASETS,
     TASKS,
-    Dataset,
     TaskEntry,
     generated_tasks,
     split_member,

@@ -21,8 +21,8 @@ import torch
 from transformers import PreTrainedModel
 
 from bandpo_cli.config.hardware import engine_cards
-from bandpo_cli.config.run import ModelConfig, RunConfig, SamplingConfig
-from bandpo_cli.config.sampling import resolve_engine
+from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.config.sampling import SamplingConfig, resolve_engine
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.models.adapter_files import adapter_folder
 from bandpo_cli.models.load import Policy

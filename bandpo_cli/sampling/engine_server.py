@@ -23,7 +23,8 @@ from typing import Any, cast
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from bandpo_cli.config.run import ModelConfig, RunConfig, SamplingConfig
+from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.errors import EngineMemoryError, RunError, UserError, find_out_of_memory, first_line
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.sampling.sampler import (

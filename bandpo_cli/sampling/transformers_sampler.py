@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
-from bandpo_cli.config.run import SamplingConfig
+from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.sharding import unsharded
 from bandpo_cli.sampling.sampler import Sampler, SamplingParams, TokenIds

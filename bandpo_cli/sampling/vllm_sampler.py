@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bandpo_cli.config.run import SamplingConfig
-from bandpo_cli.config.sampling import check_tensor_parallel
+from bandpo_cli.config.sampling import SamplingConfig, check_tensor_parallel
 from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory, warn_on_failure
 from bandpo_cli.models.load import Policy, release_cached_memory
 from bandpo_cli.models.weights import checkpoint_weights

@@ -10,10 +10,9 @@ from functools import cached_property
 from bandpo_cli.config.task import DataTask, Source
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.registries import DATASETS, GRADERS
+from bandpo_cli.tasks.prompts import TEMPLATES, build_prompt
 from bandpo_cli.tasks.questions import (
-    TEMPLATES,
     LoadedQuestions,
-    build_prompt,
     format_counts,
     hash_order,
     load_questions,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from bandpo_cli.config.run import SamplingConfig
+from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.registries import ENGINES, EngineEntry
 from bandpo_cli.sampling.sampler import EngineModel, SamplingParams, StaleEngineError, TokenIds

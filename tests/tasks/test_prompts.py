@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandpo_cli.config.task import TEMPLATES as TEMPLATE_NAMES
-from bandpo_cli.tasks.questions import TEMPLATES, bare_question, build_prompt
+from bandpo_cli.tasks.prompts import TEMPLATES, bare_question, build_prompt
 from bandpo_cli.types import Message
 
 PAPER = """Solve the following math problem step by step. The last line of your response should be of the form \

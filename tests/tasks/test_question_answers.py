@@ -19,7 +19,7 @@ from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.registries import DATASETS
-from bandpo_cli.tasks.questions import TEMPLATES
+from bandpo_cli.tasks.prompts import TEMPLATES
 from bandpo_cli.tasks.task import Task, build_task
 from bandpo_cli.types import Message, Problem
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from bandpo_cli.config.task import Fields, Source
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.questions import TEMPLATES, load_questions, question_key
+from bandpo_cli.tasks.prompts import TEMPLATES
+from bandpo_cli.tasks.questions import load_questions, question_key
 from bandpo_cli.tasks.rows import source_label
 
 
