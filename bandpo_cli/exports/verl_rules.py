@@ -71,11 +71,7 @@ def loss_differences(config: RunConfig) -> list[str]:
 
 
 def _loss(name: str, low: float, high: float, clip_ratio_c: float | None = None) -> Overrides:
-    overrides = {
-        f"{LOSS}.loss_mode": name,
-        f"{ACTOR}.clip_ratio_low": low,
-        f"{ACTOR}.clip_ratio_high": high,
-    }
+    overrides = {f"{LOSS}.loss_mode": name, f"{ACTOR}.clip_ratio_low": low, f"{ACTOR}.clip_ratio_high": high}
     return overrides if clip_ratio_c is None else {**overrides, f"{ACTOR}.clip_ratio_c": clip_ratio_c}
 
 

@@ -99,10 +99,7 @@ RULES: dict[str, Rule] = {
     "seed": Rule(
         "another order of the problems and other samples than here",
         to="data.seed",
-        overrides=lambda config: {
-            f"{ROLLOUT}.seed": config.seed,
-            f"{ACTOR}.data_loader_seed": config.seed,
-        },
+        overrides=lambda config: {f"{ROLLOUT}.seed": config.seed, f"{ACTOR}.data_loader_seed": config.seed},
     ),
     "steps": Rule(
         "the number of passes only has to be large enough",

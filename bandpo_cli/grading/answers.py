@@ -68,22 +68,18 @@ def grade_math(problem: Problem, text: str) -> Grade | tuple[str, str]:
     if answer is None:
         return MALFORMED
     reference = _reference(problem)
-    gold, number = read_plain_number(reference), read_plain_number(_stated_value(answer))
+    left, *right = _EQUALS.split(answer)  # the value is on the right of "x = 1,234" and "9 * 2 = 18"
+    stated = right[0] if len(right) == 1 and _NAME_OR_ARITHMETIC.fullmatch(unwrap(left)) else answer
+    gold, number = read_plain_number(reference), read_plain_number(stated)
     if gold is not None and number is not None and not gold.has_letter:  # "3 m" may be three masses
-        right = equal(gold, number) or rounds_to(gold, number) or rounds_to(number, gold)
-        return CORRECT if right else WRONG
+        is_right = equal(gold, number) or rounds_to(gold, number) or rounds_to(number, gold)
+        return CORRECT if is_right else WRONG
     return CORRECT if same_text(reference, answer) else (reference, answer)
 
 
 def read_plain_number(answer: str) -> Number | None:
     r"""Read a number as `read_number` does, also one in math delimiters or fonts: `$18$ dollars`, `\mathbf{18}`."""
     return read_number(answer) or read_number(FONT.sub(r" \1 ", _DISPLAY_COMMANDS.sub(" ", answer)))
-
-
-def _stated_value(answer: str) -> str:
-    """Return the right-hand side of `x = 1,234` and `9 * 2 = 18`, else the answer."""
-    left, *right = _EQUALS.split(answer)
-    return right[0] if len(right) == 1 and _NAME_OR_ARITHMETIC.fullmatch(unwrap(left)) else answer
 
 
 def without_remark(answer: str) -> str:
@@ -93,11 +89,8 @@ def without_remark(answer: str) -> str:
     before the remark counts, so that an equation in a remark is not taken for the answer.
     """
     remark = _REMARK.search(answer)
-    if remark is None:
-        return answer
-    if remark["text"] is not None and (
-        not _PROSE.search(remark["text"]) or _NOT_A_REMARK.search(remark["text"])
-    ):
+    text = remark and remark["text"]
+    if remark is None or (text is not None and (not _PROSE.search(text) or _NOT_A_REMARK.search(text))):
         return answer
     stated = unwrap(answer[: remark.start()])
     return stated if read_plain_number(right_hand_side(stated)) else answer
@@ -105,8 +98,7 @@ def without_remark(answer: str) -> str:
 
 def same_text(gold: str, answer: str) -> bool:
     """Return True if both texts have the same canonical form; an empty canonical form equals nothing."""
-    canonical = canonical_text(gold)
-    return bool(canonical) and canonical == canonical_text(answer)
+    return canonical_text(gold) == canonical_text(answer) != ""
 
 
 def canonical_text(answer: str) -> str:
@@ -138,11 +130,7 @@ def voted_answer(text: str, grader: str) -> str | None:
     without its spaces.
 
     Equal votes get equal grades, except decimals that stand for a fraction: for the reference 1/3, `math` accepts
-    0.333333, and neither 0.3333330 nor 333333/1000000.
-
-    Args:
-        text: The completion.
-        grader: The name of the grader; a `module:function` votes like `math`.
+    0.333333, and neither 0.3333330 nor 333333/1000000. A custom grader votes like `math`.
 
     Returns:
         The canonical form, or None if the completion has no answer of at most `MAX_ANSWER_CHARS` characters.

@@ -32,14 +32,7 @@ _LATEX_SPACING = re.compile(r"\\[,;:! ]|~|\\(?:left|right)(?![A-Za-z])")
 _APPROXIMATELY = re.compile(r"(?:\\approx|\\sim|≈|=|(?i:approximately|about)(?![A-Za-z])) ?")
 _CURRENCY = re.compile(r"([+-]?) ?(?:\\?\$|US\$|USD|EUR|GBP|Rs\.?|€|£|¥|₹) ?(?=[-+.0-9])")
 
-_SCALES = {
-    "percent": Fraction(1, 100),
-    "hundred": Fraction(100),
-    "thousand": Fraction(10**3),
-    "million": Fraction(10**6),
-    "billion": Fraction(10**9),
-    "trillion": Fraction(10**12),
-}
+_POWERS = {"percent": -2, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _NON_UNIT_WORDS = re.compile(
     r"and|but|cosh?|cot|csc|cubed|det|exp|factorial|half|halves|inf|infinity|lim|log|minus|mod|not|or|over|pi|plus"
     r"|sinh?|sqrt|squared|tanh?",
@@ -67,8 +60,7 @@ class Number:
 
     Attributes:
         value: The value of the digits.
-        scale: 1/100 after a percent sign, 10**6 after "million", else 1. Either reading may be meant: "50%" is
-            equal to 50 and to 0.5.
+        scale: 1/100 after a percent sign, 10**6 after "million", else 1. "50%" is equal to 50 and to 0.5.
         places: The number of digits after the decimal point of a plain decimal, else None.
         is_fraction: Whether it was written as a fraction.
         has_letter: Whether a single letter follows, which is a unit (5 m) or else a variable.
@@ -88,15 +80,14 @@ class Number:
 def read_number(text: str) -> Number | None:
     """Read a number with an optional currency sign before it and an optional unit after it.
 
-    Returns:
-        The number, or None if `text` is anything else or longer than `MAX_ANSWER_CHARS` characters.
+    Return None for anything else and for texts longer than `MAX_ANSWER_CHARS` characters.
     """
     if len(text) > MAX_ANSWER_CHARS:
         return None
     text = " ".join(_LATEX_SPACING.sub(" ", _GROUPED.sub(",", text.translate(_UNICODE_VARIANTS))).split())
-    text = _CURRENCY.sub(
-        r"\1", _APPROXIMATELY.sub("", text, count=1) if _APPROXIMATELY.match(text) else text, count=1
-    )
+    if approximately := _APPROXIMATELY.match(text):
+        text = text[approximately.end() :]
+    text = _CURRENCY.sub(r"\1", text, count=1)
     match = _NUMBER.match(text)
     unit = read_unit(text[match.end() :]) if match else None
     if match is None or unit is None:
@@ -108,9 +99,8 @@ def read_number(text: str) -> Number | None:
     is_fraction = not (match["power"] or match["decimal"])
     is_plain = match["decimal"] and not (match["exponent"] or match["times"])
     places = len(match["decimal"].partition(".")[2]) if is_plain else None
-    value = -value if match["sign"] == "-" else value
     scale, has_letter = unit
-    return Number(value, scale, places, is_fraction, has_letter)
+    return Number(-value if match["sign"] == "-" else value, scale, places, is_fraction, has_letter)
 
 
 def equal(first: Number, second: Number) -> bool:
@@ -133,18 +123,17 @@ def rounds_to(exact: Number, decimal: Number) -> bool:
 
 
 def read_unit(text: str) -> tuple[Fraction, bool] | None:
-    r"""Read the text after a number: words, `\text{...}`, degree signs.
+    r"""Read the text after a number: words, `\text{...}`, degree signs; None if it is neither empty nor a unit.
 
     Returns:
         The scale (1/100 for percent, 10**6 for million, else 1), and whether the text is a single letter, which may be
-        a variable. None if the text is neither empty nor a unit.
+        a variable.
     """
     if not text.strip():
         return Fraction(1), False
     is_letter = len(text.strip()) == 1 and text.strip().isalpha()
     is_attached = text[0].isascii() and text[0].isalpha()
-    text = _DEGREES.sub(" degrees ", text).replace("\\%", "%").replace("%", " percent ")
-    text = FONT.sub(r" \1 ", text)
+    text = FONT.sub(r" \1 ", _DEGREES.sub(" degrees ", text).replace("\\%", "%").replace("%", " percent "))
     words = re.findall(r"[A-Za-z]+", text)
     if not words or not _UNIT.fullmatch(text) or not _is_unit(words[0]):
         return None
@@ -152,7 +141,7 @@ def read_unit(text: str) -> tuple[Fraction, bool] | None:
         return None
     if is_attached and not _SHORT_UNIT.fullmatch(words[0]):
         return None
-    return _SCALES.get(words[0].lower(), Fraction(1)), is_letter
+    return Fraction(10) ** _POWERS.get(words[0].lower(), 0), is_letter
 
 
 def _is_unit(word: str) -> bool:
@@ -168,11 +157,10 @@ def _value(match: re.Match[str]) -> Fraction:
         factor = _power_of_ten(match["times"]) if match["times"] else Fraction(10) ** int(exponent or 0)
         return _decimal(match["decimal"]) * factor
     numerator, denominator = (
-        match[name] or match[f"{name}1"] or match[f"{name}2"] for name in ("numerator", "denominator")
+        _decimal(match[name] or match[f"{name}1"] or match[f"{name}2"])
+        for name in ("numerator", "denominator")
     )
-    return _decimal(match["integer"] or match["integer2"] or "0") + _decimal(numerator) / _decimal(
-        denominator
-    )
+    return _decimal(match["integer"] or match["integer2"] or "0") + numerator / denominator
 
 
 def _power_of_ten(text: str) -> Fraction:
@@ -181,6 +169,4 @@ def _power_of_ten(text: str) -> Fraction:
 
 def _decimal(text: str) -> Fraction:
     integer, _, places = text.replace(",", "").replace(" ", "").partition(".")
-    sign = -1 if integer.startswith("-") else 1
-    digits = integer.lstrip("+-") + places
-    return Fraction(sign * int(digits), 10 ** len(places))
+    return Fraction(int(integer + places), 10 ** len(places))

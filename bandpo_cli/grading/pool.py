@@ -20,9 +20,6 @@ from bandpo_cli.registries import GRADERS, is_custom_grader, load_attribute
 from bandpo_cli.storage.environment import usable_cores
 from bandpo_cli.types import GRADER_ERROR, Grade, Problem
 
-MAX_DEFAULT_WORKERS = 8
-"""Maximal number of workers per grader if `grading.workers` is null."""
-
 DELAY_NOTICE_S = 30.0
 """Seconds after which a warning says what grading is waiting for; the next ones follow after 60, 120, 240, ... s."""
 
@@ -33,19 +30,13 @@ log = logging.getLogger("bandpo_cli")
 
 
 def default_workers() -> int:
-    """Return the number of workers per grader if `grading.workers` is null: as many as this rank has cores."""
-    return min(max(1, usable_cores() // local_rank_count()), MAX_DEFAULT_WORKERS)
+    """Return the number of workers per grader if `grading.workers` is null: the cores of this rank, at most 8."""
+    return min(max(1, usable_cores() // local_rank_count()), 8)
 
 
 @dataclass
 class GraderUse:
-    """The answers that one grader has graded.
-
-    Attributes:
-        graded: The number of answers.
-        failed: The number of answers with the verdict `grader-error`.
-        error: The first error, as one line; None if there was none.
-    """
+    """The number of answers that one grader has graded, those with the verdict `grader-error`, and the first error."""
 
     graded: int = 0
     failed: int = 0
@@ -126,7 +117,12 @@ class GraderPool:
         with delay_warnings(lambda: self._describe_progress(len(texts))):
             for index, (problem, text) in enumerate(zip(problems, texts, strict=True)):
                 self._report_progress(len(grades), problem.grader, problem.id)
-                first = self._first_stage(problem, text)
+                try:
+                    first = _find_first_stage(problem.grader)(problem, text)
+                except (KeyError, ValueError) as error:  # the problem lacks a field that this grader reads
+                    use = self._uses[problem.grader]
+                    use.error = use.error or one_line(f"problem {problem.id}: {error}")
+                    first = GRADER_ERROR
                 if isinstance(first, Grade):
                     grades[index] = first
                 else:
@@ -161,19 +157,8 @@ class GraderPool:
         batches = _batches([problems[index].id for index in distinct], self._config.batch)
         grades = pool.run([answers[index] for index in distinct], on_wait, batches)
         self._uses[name].error = self._uses[name].error or pool.error
-        return {
-            index: grade
-            for grade, indices in zip(grades, equal_answers.values(), strict=True)
-            for index in indices
-        }
-
-    def _first_stage(self, problem: Problem, text: str) -> Grade | GraderArguments:
-        try:
-            return _find_first_stage(problem.grader)(problem, text)
-        except (KeyError, ValueError) as error:  # the problem lacks a field that this grader reads
-            use = self._uses[problem.grader]
-            use.error = use.error or one_line(f"problem {problem.id}: {error}")
-            return GRADER_ERROR
+        by_answer = zip(grades, equal_answers.values(), strict=True)
+        return {index: grade for grade, indices in by_answer for index in indices}
 
     def _report_progress(self, graded: int, grader: str, problem_id: str | None) -> None:
         """Store what a delay warning describes; raise RunError if grading was cancelled."""
@@ -183,9 +168,10 @@ class GraderPool:
 
     def _describe_progress(self, answers: int) -> str:
         graded, grader, problem_id = self._progress
-        target = "the import of " if problem_id is None else ""
-        place = "" if problem_id is None else f" on problem {problem_id:.80}"
-        return f"grading: {graded:,} of {answers:,} answers are graded, waiting for {target}grader '{grader}'{place}"
+        waiting = f"the import of grader '{grader}'"
+        if problem_id is not None:
+            waiting = f"grader '{grader}' on problem {problem_id:.80}"
+        return f"grading: {graded:,} of {answers:,} answers are graded, waiting for {waiting}"
 
     def _worker_pool(self, name: str) -> WorkerPool:
         if name not in self._worker_pools:
@@ -219,11 +205,7 @@ def delay_warnings(describe: Callable[[], str]) -> Iterator[None]:
 
 
 def check_grader(name: str) -> None:
-    """Check that a grader can be called; a custom function is imported in a separate process.
-
-    Raises:
-        ConfigError: If there is no such grader, or its function cannot be imported.
-    """
+    """Raise ConfigError if there is no such grader, or its function cannot be imported in a separate process."""
     if name in GRADERS:
         return
     pool = WorkerPool(name, _function(name), GradingConfig(), size=1)
@@ -267,8 +249,7 @@ def _close(pools: dict[str, WorkerPool]) -> None:
 def failure_warnings(uses: Sequence[Mapping[str, GraderUse]]) -> list[str]:
     """Return a line for each grader that failed: the share of answers without a verdict, and the first error.
 
-    Args:
-        uses: What each of several pools has graded, such as the pools of all ranks.
+    `uses` is what each of several pools has graded, such as the pools of all ranks.
     """
     totals: dict[str, GraderUse] = defaultdict(GraderUse)
     for use_by_name in uses:

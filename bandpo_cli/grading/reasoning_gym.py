@@ -27,18 +27,10 @@ _ROUNDING = 1e-9
 """Scores are products and quotients of floats, and may exceed 1 by their rounding errors."""
 
 _OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.BitXor: operator.xor,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-    ast.Invert: operator.invert,
-}
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
+    ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Invert: operator.invert,
+}  # fmt: skip
 _FUNCTIONS = frozenset(
     ("Abs", "Integral", "sqrt", "exp", "log", "ln", "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan",
      "acot", "asec", "acsc", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh")
@@ -78,21 +70,15 @@ def score(name: str, options: str, entry: str, answer: str) -> float | dict[str,
 def evaluate_literal(text: str) -> Any:
     """Return the value of a text of literals, lists and integer arithmetic, in place of `eval`.
 
-    Raises:
-        ValueError: The text contains anything else: a name, a call, an attribute.
-        SyntaxError: The text is not a Python expression.
+    Raise ValueError if the text contains anything else (a name, a call, an attribute), and SyntaxError like `eval`.
     """
     return _value(ast.parse(text.strip(), mode="eval").body)
 
 
 def check_expression(text: str) -> None:
-    """Check that a text has only numbers, arithmetic, variables and calls of known functions.
+    """Raise ValueError unless a text has only numbers, arithmetic, variables and calls of known functions.
 
     A name that is not called cannot run code. Python's built-in functions are refused all the same.
-
-    Raises:
-        ValueError: The text contains anything else.
-        SyntaxError: The text is not a Python expression.
     """
     nodes: list[ast.AST] = [ast.parse(text.strip(), mode="eval").body]
     while nodes:

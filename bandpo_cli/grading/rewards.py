@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -14,14 +13,12 @@ from bandpo_cli.types import GRADER_ERROR, NOT_APPLICABLE, Grade, Grader, Proble
 
 
 class ErrorReportingGrader(Protocol):
-    """The part of `GraderPool` that is used here."""
+    """The part of `GraderPool` that is used here: the grades [N] of texts [N], and the first error of each grader."""
 
     @property
-    def errors(self) -> Mapping[str, str]:
-        """The first error of each grader that failed, by name."""
+    def errors(self) -> Mapping[str, str]: ...
 
-    def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
-        """Return the grades [N] of texts [N], each as an answer to its problem [N]."""
+    def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]: ...
 
 
 def training_grader(
@@ -29,23 +26,17 @@ def training_grader(
 ) -> Grader:
     """Return the grader of the completions of training.
 
-    Without components it is the grader of the pool. With components, each of them grades every completion. The reward
-    is the sum of weight times value over the components that apply; see `weighted_grade`. The first component decides
-    the verdict and whether a completion is correct.
-
-    Args:
-        pool: Grades completions, each with the grader of its problem.
-        components: `task.rewards`.
-        ranks: The processes that grade a part of the completions each; all of them must call the grader together.
+    Without components (`task.rewards`) it is the grader of the pool. With components, each of them grades every
+    completion, and `weighted_grade` adds their values. Each of several ranks grades a part of the completions; all of
+    them must call the grader together.
 
     Raises:
         GraderFailedError: When it is called: every verdict of a component, on all ranks, is `grader-error`.
     """
 
     def grade(problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
-        graders: Sequence[RewardComponent | None] = components or [None]
         grades_by_component = []
-        for component in graders:
+        for component in components or [None]:
             renamed = graded_by(component, problems)
             grades = pool.grade(renamed, texts)
             check_not_all_failed(
@@ -77,8 +68,9 @@ def first_errors(pool: ErrorReportingGrader, ranks: Ranks) -> Mapping[str, str]:
 def weighted_grade(components: Sequence[RewardComponent], grades: Sequence[Grade]) -> Grade:
     """Return the grade of a completion from the grades of its components, in their order.
 
-    A component that does not apply adds nothing. If a component failed, the completion has no reward: the sum of the
-    other rewards cannot be compared with the rewards of the group.
+    The reward is the sum of weight times value over the components that apply. The first component decides the verdict
+    and whether the completion is correct. If a component failed, the completion has no reward: the sum of the other
+    rewards cannot be compared with the rewards of the group.
     """
     values = [grade.reward if grade.has_reward else None for grade in grades]
     failed = [grade for grade in grades if is_ungraded(grade)]
@@ -95,14 +87,11 @@ def weighted_grade(components: Sequence[RewardComponent], grades: Sequence[Grade
 def check_not_all_failed(
     verdicts: Collection[str], graders: Iterable[str], errors: Callable[[], Mapping[str, str]]
 ) -> None:
-    """Raise GraderFailedError if there are verdicts and all are `grader-error`.
+    """Raise GraderFailedError if all verdicts of a step or evaluation, if any, are `grader-error`.
 
-    Args:
-        verdicts: The verdicts of one step or evaluation.
-        graders: The names of the graders that gave them.
-        errors: Returns the first error of each grader, by name.
+    `errors` returns the first error of each of the graders, by name.
     """
-    if not verdicts or Counter(verdicts)[GRADER_ERROR.verdict] < len(verdicts):
+    if not verdicts or set(verdicts) != {GRADER_ERROR.verdict}:
         return
     first_errors = errors()
     causes = "; ".join(

@@ -19,25 +19,16 @@ from bandpo_cli.types import CORRECT, NOT_APPLICABLE, UNGRADED_VERDICTS, WRONG, 
 MAX_VERDICT_CHARS = 40
 """Maximal length of the verdict of a custom grader."""
 
+# Arguments of TRL's rewards: those besides the columns, columns with other names, and those that do not exist here.
 _TRL_ARGUMENTS = frozenset({"prompts", "completions", "log_extra", "log_metric"})
-"""What a reward of TRL gets besides the columns of the rows."""
-
 _TRL_PROMPT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
-"""Columns that TRL does not pass on under their names."""
-
 _NOT_AVAILABLE = frozenset({"completion_ids", "trainer_state", "environments"})
-"""Arguments of TRL's trainer that do not exist here."""
 
 
 class Answer(NamedTuple):
-    """A completion with its problem, as it is sent to a worker; JSON values only.
+    """A completion (`text`) with its problem, as it is sent to a worker; JSON values only.
 
-    Attributes:
-        text: The completion.
-        answer: The reference answer.
-        extra: The columns of the row.
-        prompt: The chat messages of the prompt, as dictionaries with `role` and `content`.
-        source: The task or data set of the problem.
+    `extra` has the columns of the row, `prompt` the chat messages as dictionaries with `role` and `content`.
     """
 
     text: str
@@ -49,11 +40,9 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchGrader:
-    """A grader function with its signature adapted.
+    """A grader function with its signature adapted: `grade` takes answers [N] and returns grades [N].
 
-    Attributes:
-        grade: A function from answers [N] to grades [N].
-        batched: Whether it takes any number of answers; otherwise N is 1.
+    N is 1 unless the function is `batched`.
     """
 
     grade: Callable[[Sequence[Any]], list[Grade]]
@@ -105,11 +94,8 @@ def grade_from_result(result: Any) -> Grade:
     if not isinstance(correct, bool):
         raise ValueError(f"'correct' must be true or false, not {correct!r:.60}")
     verdict = fields.get("verdict", CORRECT.verdict if correct else WRONG.verdict)
-    if (
-        not isinstance(verdict, str)
-        or not 0 < len(verdict) <= MAX_VERDICT_CHARS
-        or verdict in UNGRADED_VERDICTS
-    ):
+    short = isinstance(verdict, str) and 0 < len(verdict) <= MAX_VERDICT_CHARS
+    if not short or verdict in UNGRADED_VERDICTS:
         raise ValueError(
             f"'verdict' must be a short word other than {sorted(UNGRADED_VERDICTS)}, not {verdict!r:.60}"
         )
@@ -120,7 +106,8 @@ def adapt_verl(function: Callable[..., Any]) -> BatchGrader:
     """Adapt verl's `compute_score`: one completion per call, or lists if it has the parameters of the batch form.
 
     The arguments are passed by name, as verl does, and those that the function does not have are left out, so that the
-    functions of `verl.utils.reward_score`, which verl calls through another one, can be named directly.
+    functions of `verl.utils.reward_score`, which verl calls through another one, can be named directly. A score is any
+    number, or a dictionary with `score` and, optionally, `acc`.
 
     Raises:
         ValueError: The function has the parameters of neither form.
@@ -138,7 +125,13 @@ def adapt_verl(function: Callable[..., Any]) -> BatchGrader:
             results = _returned_list(_call(function, by_name), len(answers))
         else:
             results = [_call(function, {name: column[0] for name, column in by_name.items()})]
-        return [_grade_from_verl(result) for result in results]
+        grades = []
+        for result in results:
+            fields = result if isinstance(result, Mapping) else {"score": result}
+            score = _finite(fields.get("score"), "a score or a dict with 'score'")
+            accuracy = _finite(fields.get("acc", score), "'acc' as a number or a bool")
+            grades.append(_grade(score, accuracy))
+        return grades
 
     return BatchGrader(grade, batched)
 
@@ -147,7 +140,8 @@ def adapt_trl(function: Callable[..., Any]) -> BatchGrader:
     """Adapt a reward function of TRL's GRPOTrainer, which gets lists and returns one reward, or None, per completion.
 
     Prompts and completions are lists of messages, as for any conversational data set in TRL; a function whose parameter
-    is annotated as `completions: list[str]` gets texts.
+    is annotated as `completions: list[str]` gets texts. The columns of the rows have one value per completion. None
+    and, as in TRL, NaN mean that the function does not apply to the completion.
 
     Raises:
         ValueError: The function has no parameter `completions`, or needs an argument that only TRL's trainer has.
@@ -167,22 +161,35 @@ def adapt_trl(function: Callable[..., Any]) -> BatchGrader:
 
     def grade(answers: Sequence[Any]) -> list[Grade]:
         batch = [Answer(*answer) for answer in answers]
-        columns = _trl_columns(batch)
+        names = dict.fromkeys(
+            key for answer in batch for key in answer.extra if key not in _TRL_PROMPT_COLUMNS
+        )
+        columns: dict[str, list[Any]] = {"answer": [answer.answer for answer in batch]}
+        columns |= {key: [answer.extra.get(key) for answer in batch] for key in names}
         if missing := required - _TRL_ARGUMENTS - set(columns):
             raise ValueError(f"no column {_enumerate(missing)} in the rows, which have {_enumerate(columns)}")
-        arguments: dict[str, Any] = {
-            "prompts": [answer.prompt for answer in batch],
-            "completions": [[{"role": "assistant", "content": answer.text}] for answer in batch],
-        }
         if as_text:
-            arguments = {
-                "prompts": ["\n\n".join(turn["content"] for turn in answer.prompt) for answer in batch],
-                "completions": [answer.text for answer in batch],
-            }
-        result = _call(function, {**columns, **arguments, "log_extra": _ignore, "log_metric": _ignore})
-        return [_grade_from_trl(reward) for reward in _returned_list(result, len(batch))]
+            prompts: list[Any] = ["\n\n".join(turn["content"] for turn in answer.prompt) for answer in batch]
+            completions: list[Any] = [answer.text for answer in batch]
+        else:
+            prompts = [answer.prompt for answer in batch]
+            completions = [[{"role": "assistant", "content": answer.text}] for answer in batch]
+        given = {"prompts": prompts, "completions": completions, "log_extra": _ignore, "log_metric": _ignore}
+        grades = []
+        for reward in _returned_list(_call(function, {**columns, **given}), len(batch)):
+            value = _python_scalar(reward)
+            if value is None or (isinstance(value, float) and math.isnan(value)):
+                grades.append(NOT_APPLICABLE)
+            else:
+                value = _finite(value, "a number or None for each completion")
+                grades.append(_grade(value, value))
+        return grades
 
     return BatchGrader(grade, batched=True)
+
+
+def _grade(reward: float, accuracy: float) -> Grade:
+    return replace(CORRECT if accuracy >= 1 else WRONG, reward=reward)
 
 
 def _verl_arguments(answer: Answer) -> tuple[str, str, Any, dict[str, Any]]:
@@ -199,31 +206,6 @@ def _verl_arguments(answer: Answer) -> tuple[str, str, Any, dict[str, Any]]:
         answer.answer if truth is None or isinstance(truth, str) else truth,
         dict(extra_info) if isinstance(extra_info, Mapping) else row,
     )
-
-
-def _grade_from_verl(result: Any) -> Grade:
-    """Convert a score, or a dictionary with `score` and, optionally, `acc`."""
-    fields = result if isinstance(result, Mapping) else {"score": result}
-    score = _finite(fields.get("score"), "a score or a dict with 'score'")
-    accuracy = _finite(fields.get("acc", score), "'acc' as a number or a bool")
-    return replace(CORRECT if accuracy >= 1 else WRONG, reward=score)
-
-
-def _grade_from_trl(reward: Any) -> Grade:
-    """Convert a reward; None and, as in TRL, NaN mean that the function does not apply to the completion."""
-    value = _python_scalar(reward)
-    if value is None or (isinstance(value, float) and math.isnan(value)):
-        return NOT_APPLICABLE
-    value = _finite(value, "a number or None for each completion")
-    return replace(CORRECT if value >= 1 else WRONG, reward=value)
-
-
-def _trl_columns(batch: Sequence[Answer]) -> dict[str, list[Any]]:
-    """Return the columns of the rows, one value per completion, and `answer`, the reference, if no row has a column
-    of that name."""
-    names = dict.fromkeys(key for answer in batch for key in answer.extra if key not in _TRL_PROMPT_COLUMNS)
-    columns = {key: [answer.extra.get(key) for answer in batch] for key in names}
-    return {"answer": [answer.answer for answer in batch], **columns}
 
 
 def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:

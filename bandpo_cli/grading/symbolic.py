@@ -47,11 +47,9 @@ _TEST_POINTS = (0.5, 1.3)
 
 
 def is_equal(gold: str, answer: str) -> bool:
-    """Return True if `answer` equals the reference, as expressions, equations, sets, intervals or matrices.
+    """Return True if an answer equals the reference, as expressions, equations, sets, intervals or matrices.
 
-    Args:
-        gold: The reference, in LaTeX.
-        answer: The answer, in LaTeX. Text that cannot be parsed equals nothing.
+    Both are LaTeX; text that cannot be parsed equals nothing.
     """
     if _JUXTAPOSED_NUMBERS.search(answer):  # "5 5" would be read as 10
         return False
@@ -60,10 +58,7 @@ def is_equal(gold: str, answer: str) -> bool:
     if gold.count(":") > 1:  # the ratio 2:3:4 would be read as (2/3)/4
         terms = gold.split(":"), answer.split(":")
         return len(terms[0]) == len(terms[1]) and all(map(is_equal, *terms))
-    bases, other_bases = (
-        _BASE.findall(gold),
-        _BASE.findall(answer),
-    )  # 1001_2 and 1001_{3}; the parser ignores them
+    bases, other_bases = _BASE.findall(gold), _BASE.findall(answer)  # 1001_2; the parser ignores them
     if bases and other_bases and bases != other_bases:
         return False
     golds, answers = _parse(gold), _parse(answer)
@@ -80,15 +75,8 @@ def _parse(latex: str) -> list[Any]:
     latex = _TEXT_UNIT.sub("", latex.replace("$", " ").replace("\n", " ").strip())
     for name, readable in _NAMES:
         latex = name.sub(readable, latex)
-    return list(
-        parse(
-            f"${latex}$",
-            [_LATEX],
-            fallback_mode="no_fallback",
-            extraction_mode="first_match",
-            parsing_timeout=None,
-        )
-    )
+    modes = {"fallback_mode": "no_fallback", "extraction_mode": "first_match"}
+    return list(parse(f"${latex}$", [_LATEX], parsing_timeout=None, **modes))
 
 
 def _differ_at_test_points(gold: Any, answer: Any) -> bool:
@@ -97,9 +85,8 @@ def _differ_at_test_points(gold: Any, answer: Any) -> bool:
     This refutes most wrong formulas in a thousandth of the time that simplifying their difference takes. It returns
     False for numbers, relations and sets, and for formulas without a value at the points (undefined functions).
     """
-    if not (isinstance(gold, Expr) and isinstance(answer, Expr)):
-        return False
-    symbols = gold.free_symbols | answer.free_symbols
+    both = isinstance(gold, Expr) and isinstance(answer, Expr)
+    symbols = gold.free_symbols | answer.free_symbols if both else ()
     if not symbols:
         return False
     for point in _TEST_POINTS:

@@ -14,11 +14,8 @@ import re
 
 from bandpo_cli.types import CORRECT, MALFORMED, WRONG, Grade, Problem
 
-TAIL_CHARS = 300
-"""Number of characters at the end of a completion that are read."""
-
-BOX_TAIL_CHARS = 100
-"""Number of characters at the end of a completion in which `math-dapo-boxed` reads a box."""
+TAIL_CHARS, BOX_TAIL_CHARS = 300, 100
+"""Number of characters at the end of a completion that are read, and in which `math-dapo-boxed` reads a box."""
 
 MAX_REFERENCE_CHARS = 1000
 """Maximal length of a reference of `math-dapo`, which bounds the work per answer."""
@@ -30,17 +27,9 @@ _BRACE = re.compile(r"[{}]")
 # The normalisation of Minerva (arXiv 2206.14858, appendix D) as verl has it. The order counts: every replacement acts
 # on the result of those before it, also within words ("than 5" becomes "th5").
 _REPLACED = (
-    ("an ", ""),
-    ("a ", ""),
-    (".$", "$"),
-    (r"\$", ""),
-    ("\\ ", ""),
-    (" ", ""),
-    ("mbox", "text"),
-    (r",\text{and}", ","),
-    (r"\text{and}", ","),
-    (r"\text{m}", r"\text{}"),
-)
+    ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
+    (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
+)  # fmt: skip
 _REMOVED_WORDS = (
     "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm "
     "pounds meters meals edges students childrentickets multiples"
@@ -53,9 +42,7 @@ _REMOVED = (
 _FORMULA = re.compile(r"^[^$\n]*\$([^$\n]*)\$.*", re.MULTILINE)  # the first $...$ stands for its line
 # Without a closing brace the rest of the line is matched too, without a group: nothing in it can match either.
 _WRAPPERS = (
-    re.compile(r"\\text\{(?:([^}\n]*+)\}|[^}\n]*+)"),
-    re.compile(r"\\textbf\{(?:([^}\n]*+)\}|[^}\n]*+)"),
-    re.compile(r"\\overline\{(?:([^}\n]*+)\}|[^}\n]*+)"),
+    *(re.compile(rf"\\{name}\{{(?:([^}}\n]*+)\}}|[^}}\n]*+)") for name in ("text", "textbf", "overline")),
     re.compile(r"\\boxed\{(?:([^\n]*)\}|[^\n]*+)"),
 )
 _SHORT_FRACTION = re.compile(r"frac([^{])(.)")  # \frac12 is \frac{1}{2}
@@ -72,16 +59,17 @@ def grade_math_dapo(problem: Problem, text: str) -> Grade:
     Raises:
         ValueError: If the reference has more than `MAX_REFERENCE_CHARS` characters.
     """
-    return _compare(vote_math_dapo(text), _normalized_reference(problem))
+    if len(problem.answer) > MAX_REFERENCE_CHARS:
+        raise ValueError(
+            f"its answer has more than {MAX_REFERENCE_CHARS:,} characters; use the grader 'math'"
+        )
+    return _compare(vote_math_dapo(text), normalize(problem.answer))
 
 
 def grade_math_dapo_boxed(problem: Problem, text: str) -> Grade:
     r"""Grade like `grade_math_dapo`; without an `Answer: ...` line, the last `\boxed{...}` must be the reference.
 
     The content of the box and the reference are compared unchanged.
-
-    Raises:
-        ValueError: If the reference has more than `MAX_REFERENCE_CHARS` characters.
     """
     if _answer_line(text) is None:
         return _compare(_last_box(text), problem.answer)
@@ -98,11 +86,7 @@ def grade_gsm8k(problem: Problem, text: str) -> Grade:
 
 
 def grade_gsm8k_flexible(problem: Problem, text: str) -> Grade:
-    """Compare the last number of a completion with the reference as texts. Commas of the completion are compared too.
-
-    Raises:
-        ValueError: If the reference is not a number in decimal digits.
-    """
+    """Compare the last number of a completion with the reference as `grade_gsm8k` does, but with its commas."""
     return _compare(vote_gsm8k_flexible(text), _digits_of_reference(problem))
 
 
@@ -173,14 +157,6 @@ def _last_box(text: str) -> str | None:
         if depth == 0:
             return content[: brace.start()]
     return None
-
-
-def _normalized_reference(problem: Problem) -> str:
-    if len(problem.answer) > MAX_REFERENCE_CHARS:
-        raise ValueError(
-            f"its answer has more than {MAX_REFERENCE_CHARS:,} characters; use the grader 'math'"
-        )
-    return normalize(problem.answer)
 
 
 def _digits_of_reference(problem: Problem) -> str:

@@ -30,7 +30,10 @@ def main(name: str, custom: bool, deadline: float, memory_gb: float) -> None:
         deadline: Seconds per answer. The parent enforces it; see the comment on the alarm below.
         memory_gb: Memory limit in GiB, in addition to what the imports use.
     """
-    requests, replies = _claim_pipes()
+    # The protocol leaves descriptors 0 and 1, so that print() and input() in custom code cannot disturb it.
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
     try:
         grader = load_grader(name) if custom else _registered(name)
     except ValueError as error:
@@ -61,16 +64,6 @@ def _call(grader: BatchGrader, answers: Sequence[Any]) -> dict[str, Any]:
         message = f"{type(error).__name__}: {error!s:.300}"
         return {"error": message, "out_of_memory": isinstance(error, MemoryError)}
     return {"results": [[grade.reward, grade.correct, grade.verdict, grade.has_reward] for grade in grades]}
-
-
-def _claim_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move the protocol off descriptors 0 and 1, so that print() and input() in custom code cannot disturb it."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
-    os.dup2(2, 1)
-    return requests, replies
 
 
 def _limit_memory(memory_gb: float) -> None:

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError, RunError, escape_controls
@@ -64,16 +64,12 @@ None while no worker is ready."""
 
 
 class WorkerPool:
-    """A pool of up to `size` processes that call one function and live until `close`."""
+    """A pool of processes that call one function and live until `close`."""
 
     def __init__(self, grader: str, function: str | None, config: GradingConfig, size: int) -> None:
-        """Create an empty pool; `run`, `start` and `spawn` spawn the workers.
+        """Create an empty pool; `run`, `start` and `spawn` spawn at most `size` workers.
 
-        Args:
-            grader: The name of the grader.
-            function: The function of an entry of `GRADERS`, as `module:function`; None for a custom grader.
-            config: The deadline in seconds and the memory limit in GiB.
-            size: The maximal number of processes.
+        `function` is the function of an entry of `GRADERS`, as `module:function`; None for a custom grader.
         """
         self.error: str | None = None
         """The first error of the function, or the first exit of a worker; None if there was none."""
@@ -151,9 +147,9 @@ class WorkerPool:
             self._print(worker.read_output())
             worker.flush()
             if not self._read(worker):
-                self._handle_exit(worker)
+                self._end(worker, timed_out=False)
             elif time.monotonic() >= self._deadline(worker):
-                self._time_out(worker)
+                self._end(worker, timed_out=True)
 
     def _deadline(self, worker: _Worker) -> float:
         """Return the time, on the monotonic clock, at which the job in work or the import times out."""
@@ -174,45 +170,33 @@ class WorkerPool:
                 worker.ready, self._batched = True, bool(reply["batched"])
             elif not worker.jobs:
                 return False  # a reply without a request
+            elif "error" in reply:
+                self._store_error(worker.jobs.popleft(), reply["error"])
             else:
-                self._store_reply(worker.jobs.popleft(), reply)
+                results = zip(worker.jobs.popleft(), reply["results"], strict=True)
+                self._grades |= {index: Grade(*result) for index, result in results}
             if reply.get("out_of_memory"):
                 self._terminate(worker)
                 return True
         return replies is not None
 
-    def _store_reply(self, job: Job, reply: dict[str, Any]) -> None:
-        """Store the grades of the answers of a job."""
-        if "error" in reply:
-            self._store_error(job, reply["error"])
-            return
-        for index, (reward, correct, verdict, has_reward) in zip(job, reply["results"], strict=True):
-            self._grades[index] = Grade(reward, correct=correct, verdict=verdict, has_reward=has_reward)
-
     def _store_error(self, job: Job, error: str) -> None:
         self.error = self.error or error
         self._grades |= dict.fromkeys(job, GRADER_ERROR)
 
-    def _handle_exit(self, worker: _Worker) -> None:
-        """Remove a worker that exited; the answers in work, if there are any, get the verdict `grader-error`."""
+    def _end(self, worker: _Worker, timed_out: bool) -> None:
+        """Remove a worker that exited or whose deadline has passed; the answers in work, if any, get their verdict."""
         job = worker.jobs.popleft() if worker.jobs else ()
-        exit_status = self._terminate(worker)
+        end = self._terminate(worker)
         if not worker.ready:
+            end = f"needed more than {IMPORT_TIMEOUT_S:g} seconds" if timed_out else end
             path = self._function or split_signature(self._grader)[1]
-            raise ConfigError(f"grader '{self._grader}': its process {exit_status} while importing '{path}'")
-        if job:
-            self._store_error(job, f"the worker process {exit_status}")
-
-    def _time_out(self, worker: _Worker) -> None:
-        """Terminate a worker whose deadline has passed; the answers in work get the verdict `timeout`."""
-        if not worker.ready:
-            path = self._function or split_signature(self._grader)[1]
-            raise ConfigError(
-                f"grader '{self._grader}': importing '{path}' took more than {IMPORT_TIMEOUT_S:g} seconds"
-            )
-        grade = replace(TIMEOUT, has_reward=self._config.timeout_reward == "wrong")
-        self._grades |= dict.fromkeys(worker.jobs.popleft(), grade)
-        self._terminate(worker)
+            raise ConfigError(f"grader '{self._grader}': its process {end} while importing '{path}'")
+        if timed_out:
+            grade = replace(TIMEOUT, has_reward=self._config.timeout_reward == "wrong")
+            self._grades |= dict.fromkeys(job, grade)
+        elif job:
+            self._store_error(job, f"the worker process {end}")
 
     def _terminate(self, worker: _Worker) -> str:
         """Kill a worker and return how it ended; its remaining jobs are the next to be assigned."""
@@ -248,11 +232,7 @@ class _Worker:
     """
 
     def __init__(self, grader: str, function: str | None, config: GradingConfig) -> None:
-        """Start the process, with arguments of `WorkerPool`; its imports run concurrently with the caller.
-
-        Raises:
-            RunError: If the system refuses to start a process.
-        """
+        """Start the process, whose imports run concurrently with the caller; raise RunError if the system refuses."""
         package = str(Path(__file__).resolve().parents[2])
         path = [str(Path(entry).absolute()) for entry in sys.path]
         path = path if package in path else [*path, package]
@@ -271,10 +251,8 @@ class _Worker:
             )
         except OSError as error:
             raise RunError(f"cannot start a grading process: {error}; lower grading.workers") from error
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self.stdin, self.stdout, self.stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        pipes = self._process.stdin, self._process.stdout, self._process.stderr
+        self.stdin, self.stdout, self.stderr = (cast("IO[bytes]", pipe) for pipe in pipes)
         for pipe in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(pipe.fileno(), False)
         self.ready = False

@@ -44,14 +44,7 @@ _MAX_TOKENS = 2**31 - 1  # the table stores lengths as 32-bit integers
 
 @dataclass(frozen=True)
 class StoredCompletion:
-    """A completion as text, with what was recorded when it was sampled.
-
-    Attributes:
-        text: The completion.
-        length: The number of tokens, or None if unknown.
-        finish_reason: Why sampling ended, or None if unknown.
-        logprob_sum: Sum of the log-probabilities of the tokens in nats, or None if unknown.
-    """
+    """A completion as text, with its length in tokens and its log-probability in nats; None for what is unknown."""
 
     text: str
     length: int | None = None
@@ -68,16 +61,13 @@ class StoredProblem:
 
 
 def read_completions(path: Path, grader: str | None = None) -> dict[str, list[StoredProblem]]:
-    """Read the evaluation sets in a .parquet, .jsonl, .json or .csv file.
+    """Read the evaluation sets in a .parquet, .jsonl, .json or .csv file, by label.
 
     Args:
         path: A table of this package with one completion per row (`samples.parquet` of an evaluation,
             `samples/step-000010.parquet` of a run), or rows from anywhere with a question, an answer and completions (a
             list of texts or a single text).
         grader: The grader of all problems, instead of the one that the table names (`math` if it names none).
-
-    Returns:
-        The problems of each set, by the label of the set.
 
     Raises:
         ConfigError: If the file cannot be read, lacks a field, or contains values of another type; the message names
@@ -111,7 +101,16 @@ def _read_own_table(
                 f"{where}: problem {_short_repr(problem.id)} has another reference or grader than in an earlier row; "
                 "give different problems different ids"
             )
-        stored.completions_G.append(_read_completion(row, where))
+        length, reason = _optional_number(row, "length", where), row.get("finish_reason")
+        if length is not None and not (0 <= length <= _MAX_TOKENS and length == int(length)):
+            raise ConfigError(f"{where}: 'length' must be a number of tokens, not {_short_repr(length)}")
+        completion = StoredCompletion(
+            _checked_text(row, "text", where),
+            None if length is None else int(length),
+            None if reason is None else _checked_text(row, "finish_reason", where),
+            _optional_number(row, "logprob_sum", where),
+        )
+        stored.completions_G.append(completion)
     return {label: list(problems.values()) for label, problems in sets.items()}
 
 
@@ -120,13 +119,14 @@ def _read_problem(row: Mapping[str, Any], grader: str | None, where: str) -> Pro
 
     A table never decides which code runs: a custom grader in it is refused unless the user names it.
     """
-    label = _checked_text(row.get("task") or row.get("source"), "task", where)
+    row = {"prompt": "", "grader": "math", **row, "task": row.get("task") or row.get("source")}
+    label = _checked_text(row, "task", where)
     if not _LABEL.fullmatch(label):
         raise ConfigError(
             f"{where}: 'task' = {_short_repr(label)} cannot be part of a metric name; use at most 60 "
             "letters, digits, _ . and -"
         )
-    name = _checked_text(row.get("grader", "math"), "grader", where) if grader is None else grader
+    name = _checked_text(row, "grader", where) if grader is None else grader
     if grader is None and is_custom_grader(name):
         raise ConfigError(
             f"{where}: it names a function as its grader, and a file must not choose code to run; if you trust it, "
@@ -137,28 +137,9 @@ def _read_problem(row: Mapping[str, Any], grader: str | None, where: str) -> Pro
     except (TypeError, ValueError, RecursionError):
         extra = None
     if not isinstance(extra, dict):
-        raise ConfigError(f"{where}: 'extra' must hold a JSON object, not {_short_repr(row.get('extra'))}")
-    return Problem(
-        id=_checked_text(row.get("problem_id"), "problem_id", where),
-        prompt=_checked_text(row.get("prompt", ""), "prompt", where),
-        answer=_checked_text(row.get("reference"), "reference", where),
-        source=label,
-        grader=name,
-        extra=to_json_value(extra),
-    )
-
-
-def _read_completion(row: Mapping[str, Any], where: str) -> StoredCompletion:
-    reason = row.get("finish_reason")
-    length = _optional_number(row.get("length"), "length", where)
-    if length is not None and not (0 <= length <= _MAX_TOKENS and length == int(length)):
-        raise ConfigError(f"{where}: 'length' must be a number of tokens, not {_short_repr(length)}")
-    return StoredCompletion(
-        text=_checked_text(row.get("text"), "text", where),
-        length=None if length is None else int(length),
-        finish_reason=None if reason is None else _checked_text(reason, "finish_reason", where),
-        logprob_sum=_optional_number(row.get("logprob_sum"), "logprob_sum", where),
-    )
+        raise ConfigError(f"{where}: 'extra' must hold a JSON object, not {_short_repr(row['extra'])}")
+    id_, prompt, answer = (_checked_text(row, key, where) for key in ("problem_id", "prompt", "reference"))
+    return Problem(id_, prompt, answer, label, name, to_json_value(extra))
 
 
 def _read_question_rows(
@@ -172,12 +153,9 @@ def _read_question_rows(
     if names.question is None or names.answer is None or completions is None:
         fields = {"question": names.question, "answer": names.answer, "completions": completions}
         missing = " and the ".join(name for name, field in fields.items() if field is None)
-        columns = [
-            *map(_short_repr, islice(first_rows[0], 20)),
-            *(["..."] if len(first_rows[0]) > 20 else []),
-        ]
+        columns = ", ".join(map(_short_repr, islice(first_rows[0], 20)))
         raise ConfigError(
-            f"{path}: no field found for the {missing}; its fields: {', '.join(columns)}; "
+            f"{path}: no field found for the {missing}; its fields: {columns}; "
             'expected {"question": ..., "answer": ..., "completions": ["...", ...]} in each row, '
             "or the samples.parquet of an evaluation"
         )
@@ -204,25 +182,26 @@ def _read_question_rows(
         problem = Problem(id_, prompt, answer, path.stem, grader, extra)
         stored = problems.setdefault(id_, StoredProblem(problem))
         for text in [texts] if isinstance(texts, str) else texts:
-            stored.completions_G.append(StoredCompletion(_checked_text(text, completions, where)))
+            checked = _checked_text({completions: text}, completions, where)
+            stored.completions_G.append(StoredCompletion(checked))
     return list(problems.values())
 
 
-def _checked_text(value: Any, name: str, where: str) -> str:
+def _checked_text(row: Mapping[str, Any], name: str, where: str) -> str:
+    value = row.get(name)
     if not isinstance(value, str):
         raise ConfigError(f"{where}: '{name}' must hold text, not {_short_repr(value)}")
     return replace_surrogates(value)
 
 
-def _optional_number(value: Any, name: str, where: str) -> float | None:
+def _optional_number(row: Mapping[str, Any], name: str, where: str) -> float | None:
     """Read a number; return None for a missing one, which pandas writes as NaN and a CSV file as an empty text."""
+    value = row.get(name)
     if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
         return None
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise ConfigError(f"{where}: '{name}' must be a number, not {_short_repr(value)}")
     try:
-        number = float(value)  # a CSV file stores numbers as text
-    except (ValueError, OverflowError):
+        number = math.nan if isinstance(value, bool) else float(value)  # a CSV file stores numbers as text
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise ConfigError(f"{where}: '{name}' must be a finite number, not {_short_repr(value)}")

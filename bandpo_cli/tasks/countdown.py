@@ -27,11 +27,9 @@ class Countdown:
 
     def __init__(self, config: CountdownTask) -> None:
         """Enumerate the problems; raise ConfigError if the settings leave no training or no held-out problem."""
-        ranked = sorted(
-            (_hash_fraction(key), numbers, target) for key, numbers, target in _solvable_problems(config)
-        )
-        split = sum(rank < config.heldout_fraction for rank, _, _ in ranked)
-        problems = [_problem(numbers, target) for _, numbers, target in ranked]
+        ranked = sorted((_hash_fraction(key), key) for key in _solvable_problems(config))
+        split = sum(rank < config.heldout_fraction for rank, _ in ranked)
+        problems = [_problem(key) for _, key in ranked]
         self._heldout, self._train = problems[:split], problems[split:]
         if not self._heldout or not self._train:
             raise ConfigError(
@@ -55,20 +53,9 @@ class Countdown:
         return []
 
 
-def _problem(numbers: Numbers, target: int) -> Problem:
-    key = _key(numbers, target)
-    return Problem(
-        id=f"countdown/{key}",
-        prompt=f"{key}:",
-        answer=str(target),
-        source="countdown",
-        grader="countdown",
-        extra={"numbers": key.partition("=")[0]},
-    )
-
-
-def _key(numbers: Numbers, target: int) -> str:
-    return f"{' '.join(map(str, numbers))}={target}"
+def _problem(key: str) -> Problem:
+    numbers, _, target = key.partition("=")
+    return Problem(f"countdown/{key}", f"{key}:", target, "countdown", "countdown", {"numbers": numbers})
 
 
 def _hash_fraction(key: str) -> float:
@@ -76,12 +63,12 @@ def _hash_fraction(key: str) -> float:
     return int.from_bytes(blake2b(key.encode(), digest_size=6).digest()) / 2**48
 
 
-def _solvable_problems(config: CountdownTask) -> Iterator[tuple[str, Numbers, int]]:
-    """Yield all problems with an answer without parentheses, so that answers have 2·numbers − 1 symbols."""
+def _solvable_problems(config: CountdownTask) -> Iterator[str]:
+    """Yield "1 3 7 8=28" and such, all with an answer without parentheses, which has 2·numbers − 1 symbols."""
     for numbers in combinations_with_replacement(range(1, config.max_number + 1), config.numbers):
         for target in sorted({value for value, has_plus in _signed_sums(numbers) if has_plus}):
             if config.min_target <= target <= config.max_target:
-                yield _key(numbers, target), numbers, target
+                yield f"{' '.join(map(str, numbers))}={target}"
 
 
 @cache

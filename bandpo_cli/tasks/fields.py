@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from bandpo_cli.config.task import Fields
-from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.errors import ConfigError
 from bandpo_cli.extract import final_answer, unwrap
 from bandpo_cli.types import Message
 
@@ -40,7 +40,7 @@ def find_fields(
     Args:
         rows: The rows to search, for example the first thousand of a file.
         configured: The fields that the user names (`fields:` of a source).
-        dataset_fields: The fields of the known data set that the rows are from; empty for other rows.
+        dataset_fields: The fields of the known data set that the rows are from.
 
     Returns:
         Dotted paths of the fields; None for a field that was not found. If `answer` equals `question`, the answer is
@@ -59,7 +59,8 @@ def find_fields(
 
     question = configured.question or first(questions, lambda value: is_chat(value) or clean_text(value))
     answer = configured.answer or first(answers, as_answer)
-    if answer is None and question and any(_ends_with_assistant(value_at(row, question)) for row in rows):
+    chats = [value for row in rows if question and is_chat(value := value_at(row, question))]
+    if answer is None and any(isinstance(c[-1], Mapping) and c[-1].get("role") == "assistant" for c in chats):
         answer = question
     return Fields(
         question=question,
@@ -111,7 +112,7 @@ def read_question(row: Mapping[str, Any], names: Fields, where: str) -> Question
 
 
 def answer_value(row: Mapping[str, Any], question: QuestionValue, names: Fields) -> Any:
-    """Return the value that is the answer of a row; None if there is none."""
+    """Return the value of the answer of a row; None if there is none."""
     return question.solution if names.answer == names.question else value_at(row, str(names.answer))
 
 
@@ -119,10 +120,6 @@ def is_chat(value: Any) -> bool:
     """Return whether a value is meant as chat messages: a list whose first entry has a role or a content."""
     first = value[0] if isinstance(value, list) and value else None
     return isinstance(first, Mapping) and ("role" in first or "content" in first)
-
-
-def _ends_with_assistant(value: Any) -> bool:
-    return is_chat(value) and isinstance(value[-1], Mapping) and value[-1].get("role") == "assistant"
 
 
 def clean_text(value: Any) -> str | None:
@@ -153,38 +150,30 @@ def _read_messages(value: list[Any]) -> QuestionValue:
         if message.role == "system":
             raise ValueError(f"message {number} has the role system, which only the first message can have")
     solution = messages.pop().content if messages[-1].role == "assistant" else None
-    if not messages or messages[-1].role != "user":
-        last = "nothing" if not messages else f"a message with the role {messages[-1].role}"
-        end = " (before the assistant message at the end)" if solution is not None else ""
-        raise ValueError(f"the prompt ends with {last}{end}; a question is a message with the role user")
-    if not messages[-1].content.strip():
-        raise ValueError(f"message {len(messages)}, the question, is empty")
+    if not messages or messages[-1].role != "user" or not messages[-1].content.strip():
+        end = " before the assistant message at the end" if solution is not None else ""
+        raise ValueError(f"no question, which is a message with the role user and a text at the end{end}")
     return QuestionValue(tuple(messages), solution)
 
 
 def _read_message(value: Any, where: str) -> Message:
-    if not isinstance(value, Mapping):
-        raise ValueError(
-            f"{where} is no object {{role: ..., content: ...}}, its type is {type(value).__name__}"
-        )
-    role, content = value.get("role"), value.get("content")
+    role, content = (value.get("role"), value.get("content")) if isinstance(value, Mapping) else (None, None)
     if role not in ROLES:
         given = "no role" if role is None else f"the role {role!r:.50}"
-        suggestion = nearest(role, ROLES) if isinstance(role, str) else ""
-        raise ValueError(f"{where} has {given}{suggestion}; allowed: {', '.join(ROLES)}")
+        raise ValueError(f"{where} has {given}; expected {{role: {' | '.join(ROLES)}, content: ...}}")
     if isinstance(content, list):
-        for part in content:
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            if kind != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(
-                    f"{where} has a part of the type {kind!r:.50} in its content; only text is supported"
-                )
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        given = "no content" if content is None else f"content of the type {type(content).__name__}"
-        raise ValueError(f"{where} has {given}; a text is expected")
-    if content.strip() and clean_text(content) is None:
-        raise ValueError(f"{where} has text that cannot be encoded as UTF-8")
+        parts = [
+            part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"
+        ]
+        if len(parts) < len(content) or not all(isinstance(part, str) for part in parts):
+            raise ValueError(
+                f"{where} has a part of another type than 'text' in its content; only text is supported"
+            )
+        content = "".join(parts)
+    if not isinstance(content, str) or (content.strip() and clean_text(content) is None):
+        raise ValueError(
+            f"{where} has content that is no text in UTF-8; its type is {type(content).__name__}"
+        )
     return Message(role, content)
 
 

@@ -23,12 +23,8 @@ TEMPLATES = {
 def build_prompt(question: str, template: str, system: str | None = None) -> Prompt:
     """Return the chat messages: the system message, if any, then the template filled with the question.
 
-    An instruction of a known template replaces one that came with the question; it is not added around it.
-
-    Args:
-        question: The question.
-        template: A name in `TEMPLATES`, or a text with `{question}` in it.
-        system: The content of the system message; None for no such message.
+    The template is a name in `TEMPLATES` or a text with `{question}` in it. An instruction of a known template replaces
+    one that came with the question; it is not added around it.
     """
     text = TEMPLATES.get(template, template)
     if template in TEMPLATES and text != _SLOT:

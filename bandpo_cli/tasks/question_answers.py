@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import chain
 
 from bandpo_cli.config.task import DataTask, Source
 from bandpo_cli.errors import ConfigError, nearest
@@ -45,18 +46,13 @@ class QuestionAnswerTask:
             _check_labels("train", self._train_sources)
 
     def train_problems(self) -> Sequence[Problem]:
-        """Return the training problems.
-
-        Raises:
-            ConfigError: If a source cannot be used, or no problem remains to train on.
-        """
+        """Return the training problems; raise ConfigError if a source cannot be used or no problem remains."""
         return self._train
 
     def heldout_sets(self) -> dict[str, Sequence[Problem]]:
-        """Return the evaluation sets by label. The training sources are read only if they are to be split.
+        """Return the evaluation sets by label; raise ConfigError if a source cannot be used.
 
-        Raises:
-            ConfigError: If a source cannot be used.
+        The training sources are read only if they are to be split.
         """
         return self._heldout_problems
 
@@ -78,20 +74,16 @@ class QuestionAnswerTask:
     def _heldout(self) -> dict[str, list[Problem]]:
         if not self._heldout_sources:
             return {self._split_label: self._train_heldout_split[1]}
-        sets = {}
-        for source in self._heldout_sources:
-            loaded = self._load(source, "heldout")
-            sets[loaded.label] = hash_order(loaded.questions)
-        return sets
+        loaded = [self._load(source, "heldout") for source in self._heldout_sources]
+        return {part.label: hash_order(part.questions) for part in loaded}
 
     @cached_property
     def _train(self) -> list[Problem]:
         self._train_sources  # noqa: B018 - raises if there are none, before any source is read
         if not self._heldout_sources:
             return self._with_prompts(self._train_heldout_split[0])
-        heldout = [question for questions in self._heldout.values() for question in questions]
-        keys = {question_key(question.prompt) for question in heldout}
-        ids = {question.id for question in heldout}
+        heldout = list(chain.from_iterable(self._heldout.values()))
+        keys, ids = {question_key(question.prompt) for question in heldout}, {q.id for q in heldout}
         questions = self._all_train_questions
         clean = [question for question in questions if question_key(question.prompt) not in keys]
         if shared := len(questions) - len(clean):
@@ -107,11 +99,8 @@ class QuestionAnswerTask:
     @cached_property
     def _all_train_questions(self) -> list[Problem]:
         """The questions of all training sources, mixed in the order of a hash."""
-        questions: dict[str, Problem] = {}
-        for source in self._train_sources:
-            loaded = self._load(source, "train")
-            questions |= {question.id: question for question in loaded.questions}
-        return hash_order(questions.values())
+        loaded = [self._load(source, "train") for source in self._train_sources]
+        return hash_order({q.id: q for part in loaded for q in part.questions}.values())
 
     @cached_property
     def _train_heldout_split(self) -> tuple[list[Problem], list[Problem]]:
@@ -122,9 +111,10 @@ class QuestionAnswerTask:
         # Another hash than in the countdown task: both decide which problems are held out, and must not change.
         ranked = sorted((int(text_hash(f"heldout/{key}"), 16) / 2**64, key) for key in keys)
         heldout_keys = {key for rank, key in ranked if rank < fraction} or {ranked[0][1]}
-        keyed = list(zip(keys, questions, strict=True))
-        train = [question for key, question in keyed if key not in heldout_keys]
-        heldout = [question for key, question in keyed if key in heldout_keys]
+        sides: tuple[list[Problem], list[Problem]] = ([], [])
+        for key, question in zip(keys, questions, strict=True):
+            sides[key in heldout_keys].append(question)
+        train, heldout = sides
         if not train:
             raise ConfigError(
                 f"task.train: of {_count_problems(len(ranked))}, heldout_fraction = {fraction:g} leaves none to train "
@@ -175,7 +165,7 @@ class QuestionAnswerTask:
 
 
 def hub_ids(config: DataTask) -> list[str]:
-    """Return the ids of the data sets on the hub that a task reads, without those of files and folders."""
+    """Return the ids of the data sets on the hub that a task reads, without files and folders."""
     train = config.train
     if not train and config.name in DATASETS and DATASETS[config.name].train_split is not None:
         train = (Source(name=config.name),)

@@ -40,14 +40,10 @@ SAMPLE_ROWS = 1000  # the fields are chosen by these rows, so that a file of mil
 
 @dataclass(frozen=True)
 class LoadedQuestions:
-    """The questions of one source.
+    """The questions of one source, in the order of the rows, and the number of dropped rows by reason.
 
-    Attributes:
-        label: The label of the source.
-        questions: The questions as problems whose prompt is the question alone, without a template, or the complete
-            prompt as chat messages. They are in the order of the rows.
-        dropped: The number of rows that were dropped, by reason.
-        note: A remark about the rows for the user; '' for none.
+    The prompt of a question is the question alone, without a template, or the complete prompt as chat messages. `note`
+    is a remark about the rows for the user; '' for none.
     """
 
     label: str
@@ -120,18 +116,18 @@ def load_questions(
     grader = grader or source.grader or (known.grader if known else "math")
     rows = read_rows(source, part, revision)
     first_rows = list(islice(rows, SAMPLE_ROWS))
-    columns = list(dict.fromkeys(str(name) for row in first_rows for name in row))
+    if not first_rows:
+        raise ConfigError(f"task.{part}: '{place}' holds no rows")
+    columns = ", ".join(dict.fromkeys(str(name) for row in first_rows for name in row))
     known_fields = (
         Fields(question=known.question, answer=known.answer, level=known.level) if known else Fields()
     )
     names = find_fields(first_rows, source.fields, known_fields)
-    if not first_rows:
-        raise ConfigError(f"task.{part}: '{place}' holds no rows")
-    required = ("question", "answer", "level") if source.levels is not None else ("question", "answer")
+    required = ["question", "answer", *(["level"] if source.levels is not None else [])]
     if missing := [name for name in required if getattr(names, name) is None]:
         mapping = ", ".join(f"{name}: ..." for name in missing)
         raise ConfigError(
-            f"'{place}': no field found for the {' and the '.join(missing)}; its fields: {', '.join(columns)}; "
+            f"'{place}': no field found for the {' and the '.join(missing)}; its fields: {columns}; "
             f"set fields: {{{mapping}}}"
         )
     dropped: Counter[str] = Counter()
@@ -150,7 +146,7 @@ def load_questions(
     if not questions:
         raise ConfigError(
             f"task.{part}: no row of '{place}' can be used: {format_counts(dropped)}; the question was read from "
-            f"'{names.question}', the answer from '{names.answer}'; its fields: {', '.join(columns)}"
+            f"'{names.question}', the answer from '{names.answer}'; its fields: {columns}"
         )
     selected = list(questions.values())
     if source.limit is not None and source.limit < len(questions):
@@ -172,9 +168,7 @@ def format_counts(dropped: Mapping[str, int]) -> str:
 def grader_columns(row: Mapping[str, Any], all_columns: bool) -> dict[str, Any]:
     """Return the columns of a row that its grader gets besides the answer, as JSON values.
 
-    Args:
-        row: The row.
-        all_columns: Return all columns, for a custom grader; otherwise those that verl's layout has for it.
+    A custom grader gets all columns, any other grader those that verl's layout has for it.
     """
     names = row if all_columns else ("data_source", "extra_info")
     return {key: to_json_value(row[key]) for key in names if row.get(key) is not None}
@@ -192,11 +186,9 @@ def _question(
     """Return the question of a row, or the reason for dropping the row."""
     if value is None:
         return "without a question"
-    prompt = value.prompt
-    answer = as_answer(answer_value(row, value, names))
+    prompt, answer = value.prompt, as_answer(answer_value(row, value, names))
     # A text of several lines has no final answer that the known graders could compare with.
-    is_proof = answer is not None and "\n" in answer and grader in GRADERS
-    if answer is None or is_proof:
+    if answer is None or ("\n" in answer and grader in GRADERS):
         return "without an answer"
     level = as_level(value_at(row, names.level)) if names.level else None
     if levels is not None and level not in levels:

@@ -15,7 +15,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from enum import Enum
 from functools import cached_property
 from importlib import metadata
 from itertools import chain
@@ -36,7 +35,7 @@ EXCLUDED = {
 references another correct answer, as 1."""
 
 _PROCESS_SOURCE = (
-    "import sys; sys.path[:] = {path!r}; from bandpo_cli.tasks.reasoning_gym import main; sys.exit(main())"
+    "import sys; sys.path[:] = {path!r}; from bandpo_cli.tasks.reasoning_gym import main; main()"
 )
 _MAX_ROUNDS = 4
 """Data sets of the requested size that are made in the search for distinct problems."""
@@ -48,11 +47,7 @@ class ReasoningGym:
     name = "reasoning-gym"
 
     def __init__(self, config: ReasoningGymTask) -> None:
-        """Check the names and the options.
-
-        Raises:
-            ConfigError: There are no names, or the library has no such generator, or does not accept the options.
-        """
+        """Check the names and the options; raise ConfigError if the library does not have or accept them."""
         if not config.names:
             raise ConfigError(
                 "task.names: name at least one generator: --task reasoning-gym:NAME; --task reasoning-gym:list prints "
@@ -60,10 +55,8 @@ class ReasoningGym:
             )
         for name in config.names:
             _check_name("task.names", name)
-        if repeated := {name for name in config.names if config.names.count(name) > 1}:
-            raise ConfigError(
-                f"task.names: {min(repeated)} is named more than once; set its share with its size"
-            )
+            if config.names.count(name) > 1:
+                raise ConfigError(f"task.names: {name} is named more than once; set its share with its size")
         for name, options in config.options.items():
             _check_name("task.options", name)
             _check_options(name, options)
@@ -81,19 +74,11 @@ class ReasoningGym:
             )
 
     def train_problems(self) -> Sequence[Problem]:
-        """Return the training problems of all generators, mixed.
-
-        Raises:
-            ConfigError: A generator fails, or has no problem besides the held-out ones.
-        """
+        """Return the training problems of all generators, mixed; raise ConfigError if a generator makes none."""
         return self._train
 
     def heldout_sets(self) -> Mapping[str, Sequence[Problem]]:
-        """Return the held-out problems by generator.
-
-        Raises:
-            ConfigError: A generator fails.
-        """
+        """Return the held-out problems by generator; raise ConfigError if a generator fails."""
         return self._heldout
 
     def notes(self) -> list[str]:
@@ -102,30 +87,25 @@ class ReasoningGym:
 
     @cached_property
     def _heldout(self) -> dict[str, list[Problem]]:
-        sizes = dict.fromkeys(self._config.names, self._config.heldout_size)
-        return self._make("heldout", sizes, {})
+        return self._make("heldout", dict.fromkeys(self._config.names, self._config.heldout_size), {})
 
     @cached_property
     def _train(self) -> list[Problem]:
-        sizes = {
-            name: int(self._config.options.get(name, {}).get("size", self._config.size))  # type: ignore[arg-type]
-            for name in self._config.names
-        }
-        heldout = {name: [problem.id for problem in problems] for name, problems in self._heldout.items()}
-        return hash_order(chain.from_iterable(self._make("train", sizes, heldout).values()))
+        options = self._config.options
+        sizes = {name: options.get(name, {}).get("size", self._config.size) for name in self._config.names}
+        return hash_order(chain.from_iterable(self._make("train", sizes, self._heldout).values()))
 
     def _make(
-        self, part: str, sizes: Mapping[str, int], excluded: Mapping[str, Sequence[str]]
+        self, part: str, sizes: Mapping[str, Any], excluded: Mapping[str, Sequence[Problem]]
     ) -> dict[str, list[Problem]]:
-        """Return the problems of one part by generator; none has an id in `excluded`."""
-        config = self._config
+        """Return the problems of one part by generator, without those of `excluded`."""
         jobs = [
             {
                 "name": name,
                 "options": self._options(name),
-                "seed": derive_seed(config.seed, "reasoning-gym", part, name),
+                "seed": derive_seed(self._config.seed, "reasoning-gym", part, name),
                 "size": size,
-                "excluded": excluded.get(name, ()),
+                "excluded": [problem.id for problem in excluded.get(name, ())],
             }
             for name, size in sizes.items()
         ]
@@ -165,14 +145,9 @@ def describe_generators() -> dict[str, str]:
 def generate(
     name: str, options: Mapping[str, Any], seed: int, size: int, excluded: Collection[str] = ()
 ) -> list[tuple[str, str | None, str]]:
-    """Make problems with different questions.
+    """Make `size` problems of a generator, with different questions and without the ids in `excluded`.
 
-    Args:
-        name: The generator.
-        options: Its options without size and seed.
-        seed: Seed of the problems.
-        size: The number of problems.
-        excluded: Ids of problems that are not returned.
+    The options are those of the generator without size and seed.
 
     Returns:
         Question, reference answer (None if the library has none) and the complete problem as a Python literal. There
@@ -196,30 +171,21 @@ def generate(
     return [*made.values()]
 
 
-def main() -> int:
+def main() -> None:
     """Read jobs, arguments of `generate`, as JSON from standard input, and write their results, or the error."""
-    jobs = json.load(sys.stdin)
-    results, name = [], ""
+    reply: dict[str, Any] = {"results": []}
     with contextlib.redirect_stdout(sys.stderr):  # some generators print
-        try:
-            for job in jobs:
-                name = job["name"]
-                results.append(generate(**job))
-        except Exception as error:  # noqa: BLE001 - what a generator raises for options that it cannot use
-            line = f"{name}: {type(error).__name__}: {first_line(error)}"
-            reply: dict[str, Any] = {"error": line}
-        else:
-            reply = {"results": results}
+        for job in json.load(sys.stdin):
+            try:
+                reply["results"].append(generate(**job))
+            except Exception as error:  # noqa: BLE001 - what a generator raises for options that it cannot use
+                reply = {"error": f"{job['name']}: {type(error).__name__}: {first_line(error)}"}
+                break
     json.dump(reply, sys.stdout)
-    return 0
 
 
 def _run_generators(jobs: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, str | None, str]]]:
-    """Call `generate` for each job in a process with a fixed hash seed.
-
-    Raises:
-        ConfigError: A generator raises an error, or the process ends early.
-    """
+    """Call `generate` for each job in a process with a fixed hash seed; raise ConfigError if one fails."""
     done = subprocess.run(
         [sys.executable, "-P", "-c", _PROCESS_SOURCE.format(path=sys.path)],
         input=json.dumps(jobs),
@@ -283,12 +249,9 @@ def _default_options(name: str) -> dict[str, Any]:
     """
     _, settings = _registered()[name]
     values = {field.name: getattr(settings(), field.name) for field in dataclasses.fields(settings)}
+    kinds = (type(None), bool, int, float, str, list, tuple)
     return {
-        key: value
-        for key, value in values.items()
-        if key not in ("seed", "size")
-        and (value is None or isinstance(value, tuple(_KINDS)))
-        and not isinstance(value, Enum)
+        key: value for key, value in values.items() if key not in ("seed", "size") and type(value) in kinds
     }
 
 
@@ -304,13 +267,11 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"{where}.{key}: no option of that name can be set{nearest(key, known)}; known: {', '.join(known)}"
             )
-        kind = next((kind for kind in _KINDS if isinstance(known[key], kind)), None)
-        if kind is None:  # the default None: an optional value of any type, which the library checks
-            continue
-        types, expected = _KINDS[kind]
-        if not isinstance(value, types) or (isinstance(value, bool) and kind is not bool):
+        # The annotations of the library are not used: some contradict its own defaults.
+        kind = list if isinstance(known[key], tuple) else type(known[key])
+        if known[key] is not None and type(value) is not kind and (kind, type(value)) != (float, int):
             raise ConfigError(
-                f"{where}.{key} = {_short(value)}: expected {expected}; its default is {_short(known[key])}"
+                f"{where}.{key} = {_short(value)}: expected {kind.__name__}, as its default {_short(known[key])}"
             )
     if options.get("size", 1) < 1:
         raise ConfigError(f"{where}.size = {options['size']}: expected a whole number above 0")
@@ -323,18 +284,6 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
             f"{where}: {_listed(options, ', ')} not accepted: {first_line(error)}; "
             f"defaults: {_listed(defaults, ', ')}"
         ) from None
-
-
-_KINDS: dict[type, tuple[type | tuple[type, ...], str]] = {
-    bool: (bool, "true or false"),
-    int: (int, "a whole number"),
-    float: ((int, float), "a number"),
-    str: (str, "a text"),
-    list: (list, "a list"),
-    tuple: (list, "a list"),
-}
-"""Types of defaults, with the types of the values that a configuration may set instead. The annotations of the library
-are not used: some contradict its own defaults."""
 
 
 def _listed(options: Mapping[str, Any], separator: str) -> str:
@@ -351,7 +300,7 @@ def _system_message(system: str | None) -> str | None:
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
     if system is None or system in SYSTEM_PROMPTS:
-        return None if system is None else SYSTEM_PROMPTS[system]
+        return SYSTEM_PROMPTS.get(system)
     if " " not in system.strip():
         raise ConfigError(
             f"task.system = '{system}': reasoning-gym has no system message of that name"

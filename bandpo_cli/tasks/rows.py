@@ -10,9 +10,9 @@ import io
 import json
 import logging
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,13 +41,13 @@ def read_rows(source: Source, part: SplitName, revision: str | None = None) -> I
     Raises:
         ConfigError: If there is no such file or data set, or it cannot be read.
     """
-    hub = hub_id(source)
-    if hub is not None:
-        return _hub_rows(source, part, hub, revision)
-    path = user_path(str(source.path))
-    exists = path_exists(path)
-    if exists and path.is_dir():
-        return _hub_rows(source, part, str(path))
+    hub, path = hub_id(source), user_path(str(source.path))
+    exists = hub is None and path_exists(path)
+    if hub is not None or (exists and path.is_dir()):
+        subset, split = _subset_and_split(source, part)
+        copy = "FILE" if source.name is None else f"{{name: {source.name}, path: FILE}}"
+        hint = f"give a local copy: --set {shlex.quote(f'task.{part}={copy}')}"
+        return read_hub(hub or str(path), subset, split, hint, revision)
     if not exists and path.suffix.lower() not in FILE_SUFFIXES:
         raise ConfigError(
             f"task.{part} = '{source.path}': no such file, and no known data set of that name"
@@ -57,6 +57,21 @@ def read_rows(source: Source, part: SplitName, revision: str | None = None) -> I
         if getattr(source, name) is not None:
             raise ConfigError(f"task.{part}: {name} is for data sets on the hub; '{path}' is a file")
     return read_file(path)
+
+
+def _subset_and_split(source: Source, part: SplitName) -> tuple[str | None, str]:
+    """Return the subset and the split to read; a copy of a known data set keeps those of the data set."""
+    if source.name is None:
+        return source.subset, source.split or {"train": "train", "heldout": "test"}[part]
+    known = DATASETS[source.name]
+    split = source.split or {"train": known.train_split, "heldout": known.eval_split}[part]
+    if split is None:
+        problem = {
+            "train": "is for evaluation only; use it in task.heldout",
+            "heldout": "has no evaluation split; name a split with split:, or use another data set",
+        }[part]
+        raise ConfigError(f"task.{part}: '{source.name}' {problem}")
+    return source.subset or known.subset, split
 
 
 def hub_id(source: Source) -> str | None:
@@ -112,16 +127,17 @@ def read_hub(
     what = f"data set '{path}'" + (f", subset '{subset}'" if subset else "") + f", split '{split}'"
     what += f", revision '{revision}'" if revision else ""
     saved_to_disk = any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    logging.disable(logging.WARNING)  # an unreachable hub logs every retry; the error message reports it once
     try:
-        with _only_errors("huggingface_hub", "datasets"):
-            if saved_to_disk:
-                rows = datasets.load_from_disk(path)
-            else:
-                at_revision = {"revision": revision} if revision else {}
-                rows = datasets.load_dataset(path, subset, split=split, **at_revision)
+        if saved_to_disk:
+            rows = datasets.load_from_disk(path)
+        else:
+            at_revision = {"revision": revision} if revision else {}
+            rows = datasets.load_dataset(path, subset, split=split, **at_revision)
     except Exception as error:  # noqa: BLE001 - OSError, ValueError, errors of pyarrow and of the library
-        first = first_line(error)
-        raise ConfigError(f"{what}: cannot be loaded ({first[:200].rstrip('.')}); {hint}") from None
+        raise ConfigError(f"{what}: cannot be loaded ({first_line(error).rstrip('.')}); {hint}") from None
+    finally:
+        logging.disable(logging.NOTSET)
     if isinstance(rows, datasets.DatasetDict):
         if split not in rows:
             raise ConfigError(f"{what}: no such split; it has {', '.join(rows)}")
@@ -130,7 +146,7 @@ def read_hub(
         for batch in rows.with_format("arrow").iter(batch_size=1024):
             yield from batch.to_pylist()
     except Exception as error:  # noqa: BLE001 - readers raise errors of any type for a damaged file
-        raise ConfigError(f"data set '{path}': cannot be read ({first_line(error)[:200]})") from None
+        raise ConfigError(f"data set '{path}': cannot be read ({first_line(error)})") from None
 
 
 def source_label(source: Source) -> str:
@@ -149,37 +165,6 @@ def source_label(source: Source) -> str:
     if not label:
         raise ConfigError(f"'{source.path}': its name cannot be part of a metric name; give it a label:")
     return label
-
-
-def _hub_rows(source: Source, part: SplitName, path: str, revision: str | None = None) -> Iterator[Row]:
-    """Read a data set on the hub or a folder in its layout; a copy of a known set keeps its subset and splits."""
-    if source.name is None:
-        split = source.split or {"train": "train", "heldout": "test"}[part]
-        return read_hub(path, source.subset, split, f"give a local file: --set task.{part}=FILE", revision)
-    known = DATASETS[source.name]
-    known_split = source.split or {"train": known.train_split, "heldout": known.eval_split}[part]
-    if known_split is None:
-        problem = {
-            "train": "is for evaluation only; use it in task.heldout",
-            "heldout": "has no evaluation split; name a split with split:, or use another data set",
-        }[part]
-        raise ConfigError(f"task.{part}: '{source.name}' {problem}")
-    hint = f"give a local copy: --set 'task.{part}={{name: {source.name}, path: FILE}}'"
-    return read_hub(path, source.subset or known.subset, known_split, hint, revision)
-
-
-@contextmanager
-def _only_errors(*names: str) -> Iterator[None]:
-    """Set loggers to ERROR: an unreachable hub logs every retry, and the error message reports it once."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _read_jsonl(path: Path) -> Iterator[Row]:
@@ -219,9 +204,9 @@ def _read_json(path: Path) -> Iterator[Row]:
 def _read_csv(path: Path) -> Iterator[Row]:
     text = io.StringIO(_text(path.read_bytes(), str(path)), newline="")
     earlier_limit = csv.field_size_limit(_MAX_CSV_FIELD)
-    reader = csv.reader(text, strict=True, skipinitialspace=True)
+    reader = csv.DictReader(text, strict=True, skipinitialspace=True)
     try:
-        names = [name.strip() for name in next(reader, [])]
+        names = [name.strip() for name in reader.fieldnames or ()]
         if len(set(names)) < len(names):
             raise ConfigError(
                 f"{path}, line 1: two columns have the same name; the first line must name the columns"
@@ -230,16 +215,16 @@ def _read_csv(path: Path) -> Iterator[Row]:
             raise ConfigError(
                 f"{path}, line 1: its columns seem to be separated by {separators[0]!r}; save it with commas"
             )
-        for values in reader:
-            if len(values) > len(names):
+        reader.fieldnames = names
+        for row in reader:
+            if None in row:
                 raise ConfigError(
-                    f"{path}, line {reader.line_num}: {len(values)} values for {len(names)} columns; "
+                    f"{path}, line {reader.line_num}: {len(names) + len(row[None])} values for {len(names)} columns; "
                     "put texts with commas in double quotes"
                 )
-            if values:
-                yield dict(zip(names, values, strict=False))
+            yield row
     except csv.Error as error:
-        raise ConfigError(f"{path}, line {reader.line_num}: not readable as CSV: {error}") from None
+        raise ConfigError(f"{path}, line {reader.reader.line_num}: not readable as CSV: {error}") from None
     finally:
         csv.field_size_limit(earlier_limit)
 

@@ -145,21 +145,21 @@ def user(content: Any) -> list[dict[str, Any]]:
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
 MALFORMED: list[tuple[Any, str]] = [
     ([], "an empty list"),
-    ([{"role": "user"}], "message 1 has no content; a text is expected"),
-    (user(5), "message 1 has content of the type int; a text is expected"),
-    (user(" "), "message 1, the question, is empty"),
-    (user([IMAGE]), "message 1 has a part of the type 'image_url' in its content; only text is supported"),
-    (user(["text"]), "message 1 has a part of the type 'str' in its content"),
-    (user("a\udc00"), "message 1 has text that cannot be encoded as UTF-8"),
-    ([QUESTION, "and?"], "message 2 is no object {role: ..., content: ...}, its type is str"),
-    ([{"content": "1+1?"}], "message 1 has no role; allowed: system, user, assistant"),
-    ([{"role": "usr", "content": "1+1?"}], "message 1 has the role 'usr' (did you mean 'user'?)"),
-    ([{"role": 3, "content": "1+1?"}], "message 1 has the role 3; allowed"),
+    ([{"role": "user"}], "message 1 has content that is no text in UTF-8; its type is NoneType"),
+    (user("a\udc00"), "message 1 has content that is no text in UTF-8"),
+    (user([IMAGE]), "message 1 has a part of another type than 'text' in its content; only text is supported"),
+    (user(["text"]), "message 1 has a part of another type"),
+    (user([{"type": "text"}]), "message 1 has a part of another type"),
+    ([QUESTION, "and?"], "message 2 has no role; expected {role: system | user | assistant, content: ...}"),
+    ([{"role": "usr", "content": "1+1?"}], "message 1 has the role 'usr'; expected"),
+    ([{"role": 3, "content": "1+1?"}], "message 1 has the role 3; expected"),
     ([{"from": "human", "value": "1+1?"}], "message 1 has no role"),
     ([QUESTION, SYSTEM, QUESTION], "message 2 has the role system, which only the first message can have"),
-    ([SYSTEM], "the prompt ends with a message with the role system"),
-    ([SOLUTION], "the prompt ends with nothing (before the assistant message at the end)"),
-    ([QUESTION, SOLUTION, SOLUTION], "the prompt ends with a message with the role assistant (before the"),
+    *((value, "no question, which is a message with the role user") for value in (user(" "), [SYSTEM])),
+    *(
+        ([*turns, SOLUTION], "no question, which is a message with the role user and a text at the end before the")
+        for turns in ([], [QUESTION, SOLUTION])
+    ),
 ]
 
 
