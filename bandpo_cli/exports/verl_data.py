@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.storage.files import write_json
 from bandpo_cli.tasks.task import Task
@@ -32,34 +32,26 @@ def chat_template(config: RunConfig, problems: Sequence[Problem]) -> str | None:
     Raises:
         ConfigError: the tokenizer cannot be loaded, or no template gives verl the same token ids.
     """
+    model = config.model
     if isinstance(problems[0].prompt, str):
         return JOINED
-    if config.model.prompts == "chat":
+    if model.prompts == "chat":
         return None
     from bandpo_cli.models.load import load_tokenizer
-
-    tokenizer: Any = load_tokenizer(config.model)
-    if config.model.prompts == "auto" and getattr(tokenizer, "chat_template", None) is not None:
-        return None
-    return _joined_with_special_tokens(tokenizer, config.model, problems)
-
-
-def _joined_with_special_tokens(tokenizer: Any, model: ModelConfig, problems: Sequence[Problem]) -> str:
-    """Return the template of joined messages, with the tokenizer's beginning-of-sequence token where it adds one."""
     from bandpo_cli.sampling.rollouts import PromptEncoder
 
+    tokenizer: Any = load_tokenizer(model)
+    if model.prompts == "auto" and getattr(tokenizer, "chat_template", None) is not None:
+        return None
     encoded = PromptEncoder(tokenizer, model.prompts).encode(problems)
+
+    def token_ids(template: str, text: str) -> tuple[int, ...]:
+        messages = [{"role": "user", "content": text}]
+        rendered = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
+        return tuple(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
     for template in (JOINED, "{{ bos_token }}" + JOINED):
-        rendered = (
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt.text}], chat_template=template, tokenize=False
-            )
-            for prompt in encoded
-        )
-        if all(
-            tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) == prompt.token_ids
-            for text, prompt in zip(rendered, encoded, strict=True)
-        ):
+        if all(token_ids(template, prompt.text) == prompt.token_ids for prompt in encoded):
             return template
     raise ConfigError(
         f"model.prompts = {model.prompts!r}: the tokenizer of {model.path} adds special tokens to a text that verl "
@@ -75,8 +67,10 @@ def heldout_problems(config: RunConfig, task: Task) -> dict[str, Sequence[Proble
     }
 
 
-def write_problems(path: Path, split: str, sets: Mapping[str, Sequence[Problem]], join_messages: bool) -> int:
-    """Write a Parquet file in verl's layout and return the number of its rows.
+def write_problems(
+    path: Path, split: str, sets: Mapping[str, Sequence[Problem]], join_messages: bool
+) -> None:
+    """Write a Parquet file in verl's layout.
 
     Args:
         path: the file.
@@ -99,21 +93,18 @@ def write_problems(path: Path, split: str, sets: Mapping[str, Sequence[Problem]]
             ("extra_info", pa.struct([("split", text), ("index", pa.int64()), ("problem", text)])),
         ]
     )
-    rows = list(_rows(split, sets, join_messages))
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
-    return len(rows)
-
-
-def _rows(split: str, sets: Mapping[str, Sequence[Problem]], join_messages: bool) -> Iterable[dict[str, Any]]:
-    labelled = ((label, problem) for label, problems in sets.items() for problem in problems)
-    for index, (label, problem) in enumerate(labelled):
-        yield {
+    labelled = [(label, problem) for label, problems in sets.items() for problem in problems]
+    rows = [
+        {
             "data_source": label,
             "prompt": _messages(problem, join_messages),
             "ability": problem.source,
             "reward_model": {"style": "rule", "ground_truth": problem.answer},
             "extra_info": {"split": split, "index": index, "problem": problem_to_json(problem)},
         }
+        for index, (label, problem) in enumerate(labelled)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
 
 
 def _messages(problem: Problem, join: bool) -> list[dict[str, str]]:
@@ -147,8 +138,7 @@ def problem_to_json(problem: Problem) -> str:
     """Return a problem as JSON; `problem_from_json` is the inverse."""
     prompt = problem.prompt
     messages = prompt if isinstance(prompt, str) else [[item.role, item.content] for item in prompt]
-    fields = {**vars(problem), "prompt": messages, "extra": dict(problem.extra)}
-    return json.dumps(fields, ensure_ascii=False)
+    return json.dumps({**vars(problem), "prompt": messages, "extra": dict(problem.extra)}, ensure_ascii=False)
 
 
 def problem_from_json(text: str) -> Problem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import shlex
@@ -18,12 +19,8 @@ from bandpo_cli.exports.verl_settings import RULES
 VERL_VERSION = "0.9.1"
 """The version whose settings, defaults and losses the export is written for."""
 
-TRAIN_FILE, HELDOUT_FILE, REWARD_FILE, CONFIG_FILE = (
-    "train.parquet",
-    "heldout.parquet",
-    "reward.py",
-    "config.yaml",
-)
+TRAIN_FILE, HELDOUT_FILE = "train.parquet", "heldout.parquet"
+REWARD_FILE, CONFIG_FILE = "reward.py", "config.yaml"
 
 _PLAIN = re.compile(r"[A-Za-z][\w./-]*")
 _RESERVED = {"true", "false", "null", "nan", "inf", "none"}
@@ -31,12 +28,7 @@ _RESERVED = {"true", "false", "null", "nan", "inf", "none"}
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines of a job.
-
-    Attributes:
-        nodes: number of machines.
-        gpus_per_node: GPUs of each.
-    """
+    """The number of machines of a job, and the number of GPUs of each."""
 
     nodes: int
     gpus_per_node: int
@@ -49,9 +41,6 @@ class Machines:
 
 def batch_arithmetic(config: RunConfig, machines: Machines, problems: int) -> list[str]:
     """Return the numbers of prompts, completions and updates per step and GPU, one line each.
-
-    Args:
-        problems: number of training problems.
 
     Raises:
         ConfigError: verl needs a number to be divisible and it is not, or has no complete batch of problems.
@@ -107,18 +96,13 @@ def run_script(overrides: Overrides, uri: str | None, external_modules: Sequence
         f'"+ray_kwargs.ray_init.runtime_env.env_vars.{name}=$(quoted "${name}")"' for name in variables
     ]
     body = " \\\n  ".join(["python3 -m verl.trainer.main_ppo", *arguments, '"$@"'])
-    return "\n".join(
-        [
-            "#!/usr/bin/env bash",
-            f"# Runs the experiment of config.yaml on verl {VERL_VERSION}. Arguments are further overrides.",
-            "set -euo pipefail",
-            'HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"',
-            r"""quoted() { printf "'%s'" "${1//\'/\\\'}"; }  # a text in the syntax of Hydra's overrides""",
-            *lines,
-            body,
-            "",
-        ]
-    )
+    header = f"""#!/usr/bin/env bash
+# Runs the experiment of config.yaml on verl {VERL_VERSION}. Arguments are further overrides.
+set -euo pipefail
+HERE="$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)"
+"""
+    quoted = r"""quoted() { printf "'%s'" "${1//\'/\\\'}"; }  # a text in the syntax of Hydra's overrides"""
+    return header + "\n".join([quoted, *lines, body, ""])
 
 
 REWARD_MODULE = '''"""Reward function of this experiment: the graders and rewards of config.yaml."""
@@ -169,14 +153,8 @@ def _argument(key: str, value: Any) -> str:
 
 def hydra_value(value: Any) -> str:
     """Return a value in the syntax of Hydra's overrides, from which it is read back unchanged."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return "inf" if math.isinf(value) else repr(value)
-    if isinstance(value, int):
-        return str(value)
+    if value is None or isinstance(value, bool | int | float):
+        return "inf" if value == math.inf else json.dumps(value)
     if isinstance(value, str):
         if _PLAIN.fullmatch(value) and value.lower() not in _RESERVED:
             return value

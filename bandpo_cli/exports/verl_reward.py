@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.exports.verl_data import problem_from_json
 from bandpo_cli.grading.pool import GraderPool
-from bandpo_cli.grading.rewards import weighted_grade
+from bandpo_cli.grading.rewards import graded_by, weighted_grade
 from bandpo_cli.types import Grade, Problem
 
 log = logging.getLogger("bandpo_cli")
@@ -81,25 +80,17 @@ class RewardFunction:
             return
         for result, grade in zip(results, grades, strict=True):
             result.set_result(grade)
-        self._report_errors()
+        for name, error in self._pool.errors.items():
+            if name not in self._reported:
+                self._reported.add(name)
+                log.warning("grader '%s' failed on an answer, which counts as wrong: %s", name, error)
 
     def _weighted(self, problems: list[Problem], texts: list[str]) -> list[Grade]:
         """Return the grades of completions, those of `task.rewards` weighted and added."""
         if not self._components:
             return self._pool.grade(problems, texts)
-        by_component = []
-        for component in self._components:
-            grader = component.grader
-            named = problems if grader is None else [replace(problem, grader=grader) for problem in problems]
-            by_component.append(self._pool.grade(named, texts))
+        by_component = [self._pool.grade(graded_by(part, problems), texts) for part in self._components]
         return [weighted_grade(self._components, grades) for grades in zip(*by_component, strict=True)]
-
-    def _report_errors(self) -> None:
-        """Log the first error of each grader once."""
-        for name, error in self._pool.errors.items():
-            if name not in self._reported:
-                self._reported.add(name)
-                log.warning("grader '%s' failed on an answer, which counts as wrong: %s", name, error)
 
 
 def load_reward_function(config_file: str | Path) -> RewardFunction:

@@ -70,9 +70,17 @@ def loss_differences(config: RunConfig) -> list[str]:
     return lines
 
 
-def _loss(name: str, low: float, high: float, clip_ratio_c: float | None = None) -> Overrides:
-    overrides = {f"{LOSS}.loss_mode": name, f"{ACTOR}.clip_ratio_low": low, f"{ACTOR}.clip_ratio_high": high}
-    return overrides if clip_ratio_c is None else {**overrides, f"{ACTOR}.clip_ratio_c": clip_ratio_c}
+def aggregation(config: RunConfig) -> Overrides:
+    """Return the mean over tokens and completions; a sum is divided by the longest completion."""
+    if config.objective.aggregation != "seq-sum-norm":
+        return {f"{ACTOR}.loss_agg_mode": config.objective.aggregation}
+    factor = {f"{ACTOR}.loss_scale_factor": config.sampling.max_tokens}
+    return {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm", **factor}
+
+
+def _loss(name: str, low: float, high: float, **others: float) -> Overrides:
+    clip = {"clip_ratio_low": low, "clip_ratio_high": high, **others}
+    return {f"{LOSS}.loss_mode": name, **{f"{ACTOR}.{key}": value for key, value in clip.items()}}
 
 
 def _band(bounds: BandSettings, dual_clip: float) -> Overrides:
@@ -90,20 +98,20 @@ def _band(bounds: BandSettings, dual_clip: float) -> Overrides:
 
 
 def _clip(bounds: IntervalSettings, dual_clip: float) -> Overrides:
-    return _loss("vanilla", bounds.eps_low, bounds.eps_high, dual_clip)
+    return _loss("vanilla", bounds.eps_low, bounds.eps_high, clip_ratio_c=dual_clip)
 
 
 def _dppo(bounds: DppoSettings, dual_clip: float) -> Overrides:
     cap = NEVER if bounds.max_weight is None else bounds.max_weight
-    loss = _loss(f"dppo_{bounds.divergence}", bounds.delta, bounds.delta, cap)
-    return {**loss, f"{ACTOR}.clip_ratio": bounds.delta}
+    delta = bounds.delta
+    return _loss(f"dppo_{bounds.divergence}", delta, delta, clip_ratio_c=cap, clip_ratio=delta)
 
 
 LOSSES: dict[str, Callable[[Any, float], Overrides]] = {
     "band": _band,
     "clip": _clip,
     "clip-higher": _clip,
-    "none": lambda bounds, dual_clip: _loss("vanilla", 1.0, NEVER, dual_clip),
+    "none": lambda bounds, dual_clip: _loss("vanilla", 1.0, NEVER, clip_ratio_c=dual_clip),
     "dppo": _dppo,
     "cispo": lambda bounds, _: _loss("cispo", 1.0 - bounds.min_weight, bounds.max_weight - 1.0),
     "sapo": lambda bounds, _: {
@@ -132,7 +140,6 @@ settings and the dual clip."""
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
-OVERLONG = "+reward.reward_kwargs.overlong_buffer_cfg"
 
 
 class InFolder(str):
@@ -143,9 +150,10 @@ def model_path(config: RunConfig) -> Overrides:
     """Return the model: a hub id, an absolute folder, or the copy in the exported folder."""
     path = config.model.path
     if is_copied(config):
-        return {f"{MODEL}.path": InFolder("model")}
-    local = user_path(path)
-    return {f"{MODEL}.path": str(local.absolute()) if path_exists(local) else path}
+        path = InFolder("model")
+    elif path_exists(local := user_path(path)):
+        path = str(local.absolute())
+    return {f"{MODEL}.path": path}
 
 
 def is_copied(config: RunConfig) -> bool:
@@ -204,36 +212,31 @@ def lora(config: RunConfig) -> Overrides:
 def lora_differences(config: RunConfig) -> list[str]:
     """Return a line for an alpha that verl cannot have."""
     settings = config.model.lora
-    if settings is None or (settings.scaling * settings.rank).is_integer():
-        return []
-    return [f"model.lora.alpha = {settings.scaling * settings.rank:g}: verl has whole numbers only"]
+    alpha = 0.0 if settings is None else settings.scaling * settings.rank
+    return [] if alpha.is_integer() else [f"model.lora.alpha = {alpha:g}: verl has whole numbers only"]
 
 
 def overlong(config: RunConfig) -> Overrides:
     """Return the soft over-long penalty of verl's reward manager `dapo`."""
-    reward = config.reward
+    reward, key = config.reward, "+reward.reward_kwargs"
     if not reward.overlong_buffer:
         return {}
     return {
         "reward.reward_manager.name": "dapo",
-        "+reward.reward_kwargs.max_resp_len": config.sampling.max_tokens,
-        f"{OVERLONG}.enable": True,
-        f"{OVERLONG}.len": reward.overlong_buffer,
-        f"{OVERLONG}.penalty_factor": reward.overlong_penalty,
-        f"{OVERLONG}.log": False,
+        f"{key}.max_resp_len": config.sampling.max_tokens,
+        f"{key}.overlong_buffer_cfg.enable": True,
+        f"{key}.overlong_buffer_cfg.len": reward.overlong_buffer,
+        f"{key}.overlong_buffer_cfg.penalty_factor": reward.overlong_penalty,
+        f"{key}.overlong_buffer_cfg.log": False,
     }
 
 
 def reference_kl(config: RunConfig) -> Overrides:
     """Return the penalty to the reference model in the loss."""
-    coefficient = config.objective.reference_kl
-    if coefficient == 0:
+    if (coefficient := config.objective.reference_kl) == 0:
         return {f"{ACTOR}.use_kl_loss": False}
-    return {
-        f"{ACTOR}.use_kl_loss": True,
-        f"{ACTOR}.kl_loss_coef": coefficient,
-        f"{ACTOR}.kl_loss_type": "low_var_kl",
-    }
+    loss = {f"{ACTOR}.kl_loss_coef": coefficient, f"{ACTOR}.kl_loss_type": "low_var_kl"}
+    return {f"{ACTOR}.use_kl_loss": True, **loss}
 
 
 def reference_kl_differences(config: RunConfig) -> list[str]:
@@ -250,24 +253,14 @@ def importance(config: RunConfig) -> Overrides:
     if cap is None or not is_corrected(config):
         return {}
     floor = 1.0 / cap if objective.importance_floor is None else objective.importance_floor
+    weights, rejection = f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs"
     if objective.importance == "sequence-mask":  # verl's statistic is the inverse ratio
-        return {
-            f"{CORRECTION}.rollout_rs": "seq_mean_k1",
-            f"{CORRECTION}.rollout_rs_threshold": f"{1 / cap}_{1 / floor}",
-        }
+        return {rejection: "seq_mean_k1", f"{rejection}_threshold": f"{1 / cap}_{1 / floor}"}
     if objective.importance == "sequence-mask-any":
-        return {
-            f"{CORRECTION}.rollout_is": "token",
-            f"{CORRECTION}.rollout_is_threshold": cap,
-            f"{CORRECTION}.rollout_rs": "seq_max_k2",
-            f"{CORRECTION}.rollout_rs_threshold": math.log(cap) ** 2 / 2,
-        }
-    return {
-        f"{CORRECTION}.rollout_is": objective.importance.partition("-")[0],
-        f"{CORRECTION}.rollout_is_threshold": f"{floor}_{cap}"
-        if objective.importance == "token-mask"
-        else cap,
-    }
+        overrides: Overrides = {weights: "token", f"{weights}_threshold": cap}
+        return {**overrides, rejection: "seq_max_k2", f"{rejection}_threshold": math.log(cap) ** 2 / 2}
+    threshold = f"{floor}_{cap}" if objective.importance == "token-mask" else cap
+    return {weights: objective.importance.partition("-")[0], f"{weights}_threshold": threshold}
 
 
 IMPORTANCE_DIFFERENCES = {

@@ -34,16 +34,18 @@ class Rule:
 
     Attributes:
         reason: where the value goes, or why verl needs none, for the README of an exported folder.
-        to: the setting of verl that gets the value unchanged; None where there is none.
+        to: the setting of verl that gets the value; None where there is none.
+        value: a function from the value here to the value of `to`.
         overrides: further settings of verl for a configuration.
-        difference: what verl computes differently with the setting's value in a configuration; None or '' for nothing.
+        difference: what verl computes differently with the setting's value in a configuration; false for nothing.
         differences: the same as complete lines, for differences that other settings have a part in.
     """
 
     reason: str = ""
     to: str | None = None
+    value: Callable[[Any], Any] = lambda value: value
     overrides: Callable[[RunConfig], Overrides] = lambda config: {}
-    difference: Callable[[RunConfig], str | None] = lambda config: None
+    difference: Callable[[RunConfig], Any] = lambda config: None
     differences: Callable[[RunConfig], list[str]] = lambda config: []
 
     def describe(self) -> str:
@@ -56,7 +58,7 @@ def overrides_of(config: RunConfig) -> Overrides:
     overrides = dict(FIXED)
     for key, rule in RULES.items():
         if rule.to is not None:
-            overrides[rule.to] = _value(config, key)
+            overrides[rule.to] = rule.value(_value(config, key))
         overrides |= rule.overrides(config)
     return overrides
 
@@ -120,11 +122,7 @@ RULES: dict[str, Rule] = {
         "`auto` is FlashAttention 2 with bfloat16, sdpa with float32", overrides=rules.attention
     ),
     "model.gradient_checkpointing": Rule(
-        "`auto` is true",
-        to=f"{MODEL}.enable_gradient_checkpointing",
-        overrides=lambda config: {
-            f"{MODEL}.enable_gradient_checkpointing": bool(config.model.gradient_checkpointing)
-        },
+        "`auto` is true", to=f"{MODEL}.enable_gradient_checkpointing", value=bool
     ),
     "model.prompts": Rule(
         "messages in the data files; a template joins them where none of the model is used"
@@ -166,7 +164,7 @@ RULES: dict[str, Rule] = {
     "sampling.dynamic_batches": Rule(
         "verl has no limit",
         difference=lambda config: (
-            "verl samples until it has all groups, without a limit" if config.sampling.dynamic else None
+            config.sampling.dynamic and "verl samples until it has all groups, without a limit"
         ),
     ),
     # The asynchronous modes of the exported trainer (`trainer.v1.trainer_mode`) continue partial completions with newer
@@ -174,7 +172,7 @@ RULES: dict[str, Rule] = {
     "sampling.max_lag": Rule(
         "0: `trainer.v1.trainer_mode=sync`, verl's default",
         difference=lambda config: (
-            "verl samples each batch with the weights of its step" if config.sampling.max_lag else None
+            config.sampling.max_lag and "verl samples each batch with the weights of its step"
         ),
     ),
     "sampling.weight_transfer": Rule("no engine process"),
@@ -184,9 +182,7 @@ RULES: dict[str, Rule] = {
     "sampling.vllm.memory_fraction": Rule(
         "null is 0.5, verl's default",
         to=f"{ROLLOUT}.gpu_memory_utilization",
-        overrides=lambda config: {
-            f"{ROLLOUT}.gpu_memory_utilization": config.sampling.vllm.memory_fraction or 0.5
-        },
+        value=lambda fraction: fraction or 0.5,
     ),
     "sampling.vllm.kv_cache_gb": Rule("only for a CPU"),
     "sampling.vllm.tensor_parallel": Rule(to=f"{ROLLOUT}.tensor_model_parallel_size"),
@@ -215,14 +211,7 @@ RULES: dict[str, Rule] = {
     "objective.advantage_std": Rule("1e-6 is added in both", to="algorithm.norm_adv_by_std_in_grpo"),
     "objective.aggregation": Rule(
         "over all GPUs and micro-batches of an update",
-        overrides=lambda config: (
-            {
-                f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm",
-                f"{ACTOR}.loss_scale_factor": config.sampling.max_tokens,
-            }
-            if config.objective.aggregation == "seq-sum-norm"
-            else {f"{ACTOR}.loss_agg_mode": config.objective.aggregation}
-        ),
+        overrides=rules.aggregation,
     ),
     "objective.dual_clip": Rule(f"`{ACTOR}.clip_ratio_c`; null is 1e9, which no ratio reaches"),
     "objective.reference_kl": Rule(
@@ -232,13 +221,14 @@ RULES: dict[str, Rule] = {
     ),
     "objective.old_logprobs": Rule(
         "`sampler` is bypass_mode, which in this trainer keeps the policy loss",
-        overrides=lambda config: {f"{CORRECTION}.bypass_mode": config.objective.old_logprobs == "sampler"},
+        to=f"{CORRECTION}.bypass_mode",
+        value=lambda source: source == "sampler",
     ),
     "objective.importance": Rule(
         f"`{CORRECTION}`",
         overrides=rules.importance,
         difference=lambda config: (
-            rules.IMPORTANCE_DIFFERENCES.get(config.objective.importance) if is_corrected(config) else None
+            is_corrected(config) and rules.IMPORTANCE_DIFFERENCES.get(config.objective.importance)
         ),
     ),
     "objective.importance_cap": Rule("with objective.importance"),
@@ -246,17 +236,12 @@ RULES: dict[str, Rule] = {
     "objective.all_token_metrics": Rule("verl computes its metrics from all tokens"),
     "optim.lr": Rule(to=f"{ACTOR}.optim.lr"),
     "optim.betas": Rule(to=f"{ACTOR}.optim.betas"),
-    "optim.eps": Rule(
-        overrides=lambda config: {f"{ACTOR}.optim.override_optimizer_config": {"eps": config.optim.eps}}
-    ),
+    "optim.eps": Rule(to=f"{ACTOR}.optim.override_optimizer_config", value=lambda eps: {"eps": eps}),
     "optim.weight_decay": Rule(to=f"{ACTOR}.optim.weight_decay"),
     "optim.max_grad_norm": Rule(
         "null is infinity",
-        overrides=lambda config: {
-            f"{ACTOR}.optim.clip_grad": math.inf
-            if config.optim.max_grad_norm is None
-            else config.optim.max_grad_norm
-        },
+        to=f"{ACTOR}.optim.clip_grad",
+        value=lambda norm: math.inf if norm is None else norm,
     ),
     "optim.warmup_steps": Rule(
         "steps, not updates",
@@ -265,10 +250,9 @@ RULES: dict[str, Rule] = {
             or -1
         },
         difference=lambda config: (
-            "verl raises the learning rate once per step, from 0 in the first; "
-            "optim.warmup_steps=0 is the same in both"
-            if config.optim.warmup_steps
-            else None
+            config.optim.warmup_steps
+            and "verl raises the learning rate once per step, from 0 in the first; optim.warmup_steps=0 is the same in "
+            "both"
         ),
     ),
     "optim.schedule": Rule(to=f"{ACTOR}.optim.lr_scheduler_type", difference=rules.schedule_difference),
@@ -288,10 +272,9 @@ RULES: dict[str, Rule] = {
     "optim.max_skips": Rule("verl skips every update whose gradient is not finite, without a limit"),
     "evaluation.every": Rule(
         "with the start and the end",
-        overrides=lambda config: {
-            "trainer.test_freq": config.evaluation.every or -1,
-            "trainer.val_before_train": config.evaluation.every > 0,
-        },
+        to="trainer.test_freq",
+        value=lambda every: every or -1,
+        overrides=lambda config: {"trainer.val_before_train": config.evaluation.every > 0},
     ),
     "evaluation.problems": Rule("the rows of heldout.parquet"),
     "evaluation.samples": Rule(to=f"{ROLLOUT}.val_kwargs.n"),
@@ -314,9 +297,7 @@ RULES: dict[str, Rule] = {
     "checkpoint.best_metric": Rule("with checkpoint.keep_best"),
     "checkpoint.background": Rule("verl's trainer waits for its checkpoints"),
     "tracking.mlflow": Rule(
-        overrides=lambda config: {
-            "trainer.logger": ["console", "mlflow"] if config.tracking.mlflow else ["console"]
-        }
+        to="trainer.logger", value=lambda mlflow: ["console", "mlflow"] if mlflow else ["console"]
     ),
     "tracking.uri": Rule("MLFLOW_TRACKING_URI in run.sh"),
     "tracking.experiment": Rule(to="trainer.project_name"),
