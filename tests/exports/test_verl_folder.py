@@ -15,7 +15,7 @@ from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.experiments import export_verl
 from bandpo_cli.exports import verl_data
-from bandpo_cli.exports.verl_data import problem_from_json, problem_to_json
+from bandpo_cli.exports.verl_data import problem_from_json
 from bandpo_cli.exports.verl_files import Machines, batch_arithmetic, hydra_value
 from bandpo_cli.models.load import load_tokenizer
 from bandpo_cli.sampling.rollouts import PromptEncoder
@@ -98,21 +98,19 @@ def test_the_data_files_hold_the_problems_of_a_run(folder: Path) -> None:
         assert set(rows["data_source"]) == {"countdown"}
 
 
-def test_problems_survive_json() -> None:
-    for prompt in ("1 2=3:", (Message("system", "s"), Message("user", "Σ \\frac{1}{2}"))):
-        problem = Problem("id", prompt, "18", "set", "math", {"numbers": [1, 2], "nested": {"a": None}})
-        assert problem_from_json(problem_to_json(problem)) == problem
-
-
 QUESTION = Problem("q", (Message("system", "Be brief."), Message("user", "What is 1+1?")), "2", "set", "math")
 
 
 @pytest.mark.parametrize("special", [False, True], ids=["", "with a first token"])
 def test_joined_messages_have_the_token_ids_of_a_run(tmp_path: Path, special: bool) -> None:
-    """The tokenizer of a base model has no chat template; Llama's adds a first token to a text."""
+    """The tokenizer of a base model has no chat template; Llama's adds a first token to a text. A chat model keeps its
+    own template."""
     from tokenizers.processors import TemplateProcessing
 
     model = save_text_model(tmp_path / "model", ["What is 1+1?"], layers=1)
+    for prompts in ("auto", "chat"):
+        config = resolve([SMALL, {"model": {"path": str(model), "prompts": prompts}}])
+        assert verl_data.chat_template(config, [QUESTION]) is None
     tokenizer = load_tokenizer(resolve([{"model": {"path": str(model)}}]).model)
     tokenizer.chat_template = None
     (model / "chat_template.jinja").unlink()
@@ -132,14 +130,6 @@ def test_joined_messages_have_the_token_ids_of_a_run(tmp_path: Path, special: bo
     (prompt,) = PromptEncoder(reread, "auto").encode([QUESTION])
     assert tuple(ids) == prompt.token_ids
     assert (ids[0] == 0) is special
-
-
-def test_a_chat_model_keeps_its_own_template(tmp_path: Path) -> None:
-    model = save_text_model(tmp_path / "model", ["What is 1+1?"], layers=1)
-    for prompts in ("auto", "chat"):
-        config = resolve([SMALL, {"model": {"path": str(model), "prompts": prompts}}])
-        assert verl_data.chat_template(config, [QUESTION]) is None
-    assert verl_data.chat_template(resolve([SMALL]), build_task(small().task).train_problems()) is not None
 
 
 def test_the_copied_model_has_the_tokens_that_verl_looks_up(folder: Path) -> None:

@@ -34,11 +34,6 @@ def test_verdicts(verdict: str, texts: list[str]) -> None:
         assert (grade.verdict, grade.correct, grade.reward) == (verdict, right, float(right))
 
 
-@given(st.one_of(st.text(), st.text(alphabet="1378+-*() ")))
-def test_grading_never_raises(text: str) -> None:
-    assert grade_countdown(PROBLEM, text).verdict in {"correct", "wrong-value", "wrong-numbers", "malformed"}
-
-
 def evaluate_with_ast(text: str) -> tuple[int, list[int]]:
     """Return the value and the numbers of an expression by the Python parser, an independent implementation."""
 
@@ -98,8 +93,3 @@ def test_hostile_texts_are_rejected_quickly(text: str) -> None:
     started = time.process_time()
     assert evaluate_expression(text) is None
     assert time.process_time() - started < 0.1
-
-
-def test_deep_nesting_within_the_length_limit_is_parsed() -> None:
-    deep = (MAX_CHARS - 1) // 2
-    assert evaluate_expression("(" * deep + "7" + ")" * deep) == (7, [7])

@@ -99,22 +99,7 @@ def test_quick_batches_give_no_warning_and_leave_no_thread(
 
 
 @pytest.mark.slow
-def test_repeated_answers_are_named_by_their_first_problem(caplog: pytest.LogCaptureFixture) -> None:
-    formulas = [Problem(f"f{index % 3}", "", "x+1", "t", "math") for index in range(9)]
-    waits: list[tuple[int, str | None]] = []
-    with GraderPool(GradingConfig(workers=1, deadline=60)) as pool:
-        pool._report_progress = lambda graded, grader, id_: waits.append((graded, id_))  # type: ignore[method-assign]
-        answers = {index: ("x+1", f"x+1+{index % 3}-{index % 3}") for index in range(9)}
-        grades = pool._grade_in_workers("math", answers, formulas, 0)
-    assert {grade.verdict for grade in grades.values()} == {"correct"}
-    assert sorted(grades) == list(range(9))
-    assert waits[0] == (0, None)
-    assert {id_ for _, id_ in waits} <= {None, "f0", "f1", "f2"}
-    assert [graded for graded, _ in waits] == sorted(graded for graded, _ in waits)
-
-
-@pytest.fixture
-def _one_slow_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eval_prints_the_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     delays = iter([4 * NOTICE_S])
 
     def slow_once(problem: Problem, text: str) -> Grade:
@@ -122,23 +107,7 @@ def _one_slow_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         return CORRECT
 
     monkeypatch.setattr(pool_module, "_find_first_stage", lambda name: slow_once)
-
-
-@pytest.mark.usefixtures("_one_slow_answer")
-def test_eval_prints_the_warning(tmp_path: Path) -> None:
     row = {"question": "q", "answer": "5", "completions": ["a", "b"]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     done = succeed("eval", "--samples", "rows.jsonl", "--no-mlflow", "--name", "a", cwd=tmp_path)
     assert "warning: grading: 0 of 2 answers are graded, waiting for grader 'math' on problem" in done.out
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("_one_slow_answer")
-def test_train_prints_the_warning(tmp_path: Path) -> None:
-    done = succeed(
-        "train", "--steps", "1", "--no-mlflow", "--name", "a", "--set", "sampling.prompts=4", "--set",
-        "sampling.samples=4", "--set", "optim.updates=2", "--set", "evaluation.every=0", cwd=tmp_path,
-    )  # fmt: skip
-    assert (
-        "warning: grading: 0 of 16 answers are graded, waiting for grader 'countdown' on problem" in done.out
-    )

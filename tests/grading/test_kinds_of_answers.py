@@ -111,29 +111,12 @@ def test_limits_are_as_documented(pool: GraderPool) -> None:
     )
 
 
-@pytest.mark.parametrize("grader", ["math", "number"])
-@pytest.mark.parametrize(
-    ("answer", "verdict"),
-    [
-        ("$18 because 9 * 2 = 18", "correct"),
-        ("18, since she sells 9 eggs at $2 each", "correct"),
-        ("18 dollars. Because 9 * 2 = 18", "correct"),
-        ("**18** because of 9 or 10 reasons", "correct"),
-        ("9 * 2 = 18 because there are nine eggs", "correct"),
-        ("18 (nine eggs at $2 each)", "correct"),
-        ("$18$ dollars (9 eggs for $2 each).", "correct"),
-        ("17 because 9 * 2 = 18", "wrong"),
-        ("17, since 9 * 2 = 18", "wrong"),
-        ("17 (nine eggs at $2 each = $18)", "wrong"),
-    ],
-)
-def test_remark_after_a_number_is_not_part_of_the_answer(
-    pool: GraderPool, grader: str, answer: str, verdict: str
-) -> None:
-    [grade] = pool.grade([Problem("p", "", "18", "test", grader)], [f"Answer: {answer}"])
-    assert grade.verdict == verdict
-
-
+REMARKS = [
+    "$18 because 9 * 2 = 18", "18, since she sells 9 eggs at $2 each", "18 dollars. Because 9 * 2 = 18",
+    "**18** because of 9 or 10 reasons", "9 * 2 = 18 because there are nine eggs", "18 (nine eggs at $2 each)",
+    "$18$ dollars (9 eggs for $2 each).",
+]  # fmt: skip
+REMARKS_OF_17 = ["17 because 9 * 2 = 18", "17, since 9 * 2 = 18", "17 (nine eggs at $2 each = $18)"]
 NOT_REMARKS = r"""
 18 (mod 20) | 18 (or maybe 20) | 18 (sin theta minus one) | 18 (not the right answer) | 18 (base twenty) 5 | 18 (2)
 18 (x+1) | 18 (\text{half of this}) | nine eggs because 18 | because 18 | 18becausex | 18 at 20 | 5 of 18
@@ -141,12 +124,11 @@ NOT_REMARKS = r"""
 
 
 @pytest.mark.parametrize("grader", ["math", "number"])
-def test_other_texts_after_a_number_are_not_removed(pool: GraderPool, grader: str) -> None:
-    texts = re.split(r" \| |\n", NOT_REMARKS.strip())
-    grades = pool.grade(
-        [Problem("p", "", "18", "test", grader)] * len(texts), [f"Answer: {text}" for text in texts]
-    )
-    assert [text for text, grade in zip(texts, grades, strict=True) if grade.correct] == []
+def test_only_a_remark_after_a_number_is_not_part_of_the_answer(pool: GraderPool, grader: str) -> None:
+    others = [*REMARKS_OF_17, *re.split(r" \| |\n", NOT_REMARKS.strip())]
+    texts = [f"Answer: {text}" for text in (*REMARKS, *others)]
+    grades = pool.grade([Problem("p", "", "18", "test", grader)] * len(texts), texts)
+    assert [grade.correct for grade in grades] == [True] * len(REMARKS) + [False] * len(others)
 
 
 def test_reference_with_a_remark_is_correct_for_itself(pool: GraderPool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import Grade, Problem
 
@@ -71,16 +70,11 @@ def test_no_answer_in_the_required_form_is_malformed(pool: GraderPool, text: str
         ("0.333333", "1/3", "wrong"),
         ("18", "eighteen", "malformed"),
         ("18", "9+9", "malformed"),
-        ("x", "18", "grader-error"),
+        ("x+1", "18", "grader-error"),
     ],
 )
 def test_number_grader(pool: GraderPool, gold: str, answer: str, verdict: str) -> None:
     [grade] = pool.grade([Problem("p", "", gold, "test", "number")], [f"Answer: {answer}"])
     assert grade.verdict == verdict
-
-
-def test_reference_that_is_not_a_number_is_reported_in_one_line() -> None:
-    with GraderPool(GradingConfig()) as pool:
-        assert pool.errors == {}
-        pool.grade([Problem("p7", "", "x+1", "test", "number")], ["Answer: 5"])
-        assert "problem p7: its answer 'x+1' is not a plain number" in pool.errors["number"]
+    if verdict == "grader-error":
+        assert "problem p: its answer 'x+1' is not a plain number" in pool.errors["number"]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import random
 import re
 import subprocess
 import sys
@@ -14,7 +12,6 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bandpo_cli.grading import numbers
 from bandpo_cli.grading.answers import grade_math
 from bandpo_cli.grading.numbers import MAX_ANSWER_CHARS, Number, equal, read_number, read_unit, rounds_to
 from bandpo_cli.types import CORRECT, Grade, Problem
@@ -66,6 +63,8 @@ def test_read_plain_numbers(line: str) -> None:
 def test_other_texts_are_not_plain_numbers() -> None:
     for text in ("", " ", *re.split(r" \| |\n", OTHER_TEXTS.strip())):
         assert read_number(text) is None, text
+    assert read_number("9" * MAX_ANSWER_CHARS) is not None
+    assert read_number("9" * (MAX_ANSWER_CHARS + 1)) is None
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, min_value=-(10**30), max_value=10**30))
@@ -107,43 +106,7 @@ def test_fraction_equals_its_decimal_to_six_digits(pairs: str, expected: bool) -
         assert rounds_to(*map(read, pair.split("|"))) is expected, pair
 
 
-def test_number_of_digits_is_limited() -> None:
-    assert read_number("9" * MAX_ANSWER_CHARS) is not None
-    assert read_number("9" * (MAX_ANSWER_CHARS + 1)) is None
-
-
-NESTED = re.compile(r"(?:[A-Za-z]+|[ ./()'*²³-]|\^ ?(?:\{ ?-?[1-4] ?\}|-?[1-4]))*")
-"""An ambiguous pattern for the language of units, exponential in the letters of rejected texts."""
 SENTENCE = " apples whereas the total number, "
-
-
-def test_units_are_the_texts_of_the_nested_pattern() -> None:
-    rng = random.Random(0)
-    pieces = [
-        "km",
-        "per hour",
-        "/",
-        "^{-2}",
-        "^ 3",
-        "^{ 4 }",
-        "²",
-        "(s)",
-        "'",
-        "-",
-        " ",
-        ".",
-        "^5",
-        ",",
-        "é",
-        "{",
-        "ſ",
-    ]
-    texts = ["".join(chars) for n in range(7) for chars in itertools.product("a ^{}-15", repeat=n)]
-    texts += ["".join(rng.choices(pieces, k=rng.randrange(1, 6)))[:18] for _ in range(20_000)]
-    texts += map(chr, range(0x3000))
-    accepted = [text for text in texts if numbers._UNIT.fullmatch(text)]
-    assert accepted == [text for text in texts if NESTED.fullmatch(text)]
-    assert 1000 < len(accepted) < len(texts) / 2
 
 
 @pytest.mark.slow
@@ -154,9 +117,6 @@ def test_units_are_the_texts_of_the_nested_pattern() -> None:
 def test_long_text_that_is_not_a_unit_is_rejected_without_backtracking(tail: str) -> None:
     code = f"from bandpo_cli.grading.numbers import read_unit; assert read_unit({tail}) is None"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
-
-
-def test_long_unit_is_accepted() -> None:
     assert read_unit(" apples" * 30_000) == (1, False)
 
 
@@ -176,8 +136,5 @@ PENS = r"5000 pens should be produced for a cost of $\$ 200$."
 def test_sentence_after_a_number_goes_to_the_symbolic_comparison(reference: str, answer: str) -> None:
     verdict = grade_math(Problem("1", "", reference, "set", "math"), f"Answer: {answer}")
     assert not isinstance(verdict, Grade)
-
-
-def test_reference_sentence_with_two_numbers_is_correct_as_a_complete_answer() -> None:
-    problem = Problem("1", "", PENS, "college_math", "math")
-    assert grade_math(problem, rf"So we conclude: \boxed{{{PENS}}}") == CORRECT
+    same = Problem("1", "", PENS, "set", "math")
+    assert grade_math(same, rf"So we conclude: \boxed{{{PENS}}}") == CORRECT

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,12 +50,10 @@ def judge(text, answer, extra):
     if text == "flood":
         for _ in range(40): sys.stderr.write("\\x1b[2J" + "x" * 2**19)
     if text == "pid": return {"score": 0, "verdict": str(os.getpid())}
-    if text.startswith("results"): return eval(text[7:])
+    if text.startswith("results"):
+        import numpy
+        return eval(text[7:])
     return text == answer and extra.get("key", 1) == 1
-
-def numbers(text, answer, extra):
-    import numpy
-    return {"float32": numpy.float32(0.5), "bool": numpy.bool_(True), "zero": numpy.zeros(())}[text]
 
 def echo(text, answer, extra):
     return text == answer == extra["text"]
@@ -90,15 +89,12 @@ def verdicts(pool: GraderPool, texts: list[str], **extra: object) -> list[str]:
     return [grade.verdict for grade in pool.grade([problem(**extra)] * len(texts), texts)]
 
 
-def test_function_gets_text_answer_and_extra_in_order(pool: GraderPool) -> None:
+def test_function_gets_text_answer_and_extra_in_order_also_beside_other_graders(pool: GraderPool) -> None:
     check_grader("custom_grader:judge")
     texts = ["right" if index % 3 else "left" for index in range(200)]
     assert verdicts(pool, texts) == ["correct" if text == "right" else "wrong" for text in texts]
     assert verdicts(pool, ["right"], key=2) == ["wrong"]
     assert pool.grade([], []) == []
-
-
-def test_one_batch_with_several_graders(pool: GraderPool) -> None:
     countdown = Problem("c", "", "3", "t", "countdown", {"numbers": "1 2"})
     number = Problem("n", "", "3", "t", "number")
     grades = pool.grade([problem(), countdown, number, problem()], ["right", "1+2", "Answer: 4", "left"])
@@ -132,14 +128,12 @@ def test_allowed_return_values(pool: GraderPool) -> None:
         "{'score': 0.5}": Grade(0.5, False, "wrong"),
         "{'score': 0.5, 'correct': True}": Grade(0.5, True, "correct"),
         "{'score': 0, 'verdict': 'no-code'}": Grade(0.0, False, "no-code"),
+        "numpy.float32(0.5)": Grade(0.5, False, "wrong"),
+        "numpy.bool_(True)": Grade(1.0, True, "correct"),
+        "numpy.zeros(())": Grade(0.0, False, "wrong"),
     }
     grades = pool.grade([problem()] * len(expected), [f"results{result}" for result in expected])
     assert dict(zip(expected, grades, strict=True)) == expected
-
-
-def test_numpy_scalars_are_allowed(pool: GraderPool) -> None:
-    grades = pool.grade([problem(function="numbers")] * 3, ["float32", "bool", "zero"])
-    assert [(grade.reward, grade.correct) for grade in grades] == [(0.5, False), (1.0, True), (0.0, False)]
 
 
 BAD_RESULTS = """
@@ -157,17 +151,23 @@ def test_other_return_values_are_grader_errors(pool: GraderPool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["raise", "exit", "die", "crash", "memory", "grow"])
-def test_error_or_exit_affects_only_that_answer(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("raise", "RuntimeError: an error"),
+        ("exit", "SystemExit: 0"),
+        ("die", "the worker process ended with exit code 3"),
+        ("crash", "the worker process ended by signal 11"),
+        ("memory", "MemoryError"),
+        ("grow", "MemoryError"),
+        ("input", "EOFError"),  # input() and print() do not disturb the protocol
+    ],
+)
+def test_error_or_exit_affects_only_that_answer(text: str, error: str) -> None:
     with GraderPool(GradingConfig(workers=1, deadline=20, memory_gb=0.5)) as pool:
         expected = ["correct", "grader-error", "correct", "wrong"]
-        assert verdicts(pool, ["right", text, "right", "left"]) == expected
-        assert "\n" not in pool.errors["custom_grader:judge"]
-
-
-def test_print_and_input_do_not_disturb_the_protocol(pool: GraderPool) -> None:
-    assert verdicts(pool, ["input", "stdin", "right"]) == ["grader-error", "correct", "correct"]
-    assert "EOFError" in pool.errors["custom_grader:judge"]
+        assert verdicts(pool, ["right", text, "stdin", "left"]) == expected
+        assert pool.errors["custom_grader:judge"].startswith(error)
 
 
 def test_what_a_grader_prints_is_limited_and_escaped(
@@ -196,20 +196,11 @@ def test_timeout_affects_only_that_answer(text: str) -> None:
 
 
 @pytest.mark.slow
-def test_deadline_is_per_answer_and_excludes_the_import(tmp_path: Path) -> None:
-    (tmp_path / "slow_grader.py").write_text(
-        "import time\ntime.sleep(1.5)\ndef judge(text, answer, extra):\n    time.sleep(0.3)\n    return True\n"
-    )
-    with GraderPool(GradingConfig(workers=1, deadline=1)) as pool:
-        slow = Problem("p", "", "", "t", "slow_grader:judge")
-        assert {grade.verdict for grade in pool.grade([slow] * 6, [""] * 6)} == {"correct"}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("setting", "has_reward"), [("none", False), ("wrong", True)])
-def test_deadline_counts_neither_idle_time_nor_queued_answers(
+def test_deadline_counts_neither_the_import_nor_idle_time_nor_queued_answers(
     setting: Literal["none", "wrong"], has_reward: bool
 ) -> None:
+    Path("custom_grader.py").write_text(f"import time\ntime.sleep(2)\n{CUSTOM_GRADER}")
     sleeping = problem(function="sleep")
     with GraderPool(GradingConfig(workers=1, deadline=1.5, timeout_reward=setting)) as pool:
         assert pool.grade([sleeping], ["0"])[0].correct
@@ -361,13 +352,10 @@ def test_unusable_grader_is_reported_in_one_line(pool: GraderPool, name: str, me
         pool.grade([Problem("p", "", "", "t", name)], ["x"])
 
 
-def test_plain_numbers_start_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("a worker was requested")
-
-    monkeypatch.setattr(pool_module, "WorkerPool", refuse)
+def test_plain_numbers_start_no_worker() -> None:
     with GraderPool(GradingConfig()) as pool:
         grades = pool.grade([Problem("p", "", "18", "t", "math")] * 3, ["Answer: 18", "\\boxed{19}", "none"])
+        assert not pool._worker_pools
     assert [grade.verdict for grade in grades] == ["correct", "wrong", "malformed"]
 
 
@@ -395,11 +383,8 @@ def test_hostile_answers_are_never_correct_and_do_not_break_the_pool() -> None:
     assert set(by_name.values()) >= {"timeout", "wrong", "malformed"}
     assert set(given[1::2]) == {"correct"}
     assert [grade.verdict for grade in after] == ["correct", "wrong", "correct"]
-
-
-@pytest.mark.parametrize("grader", ["number", "countdown"])
-def test_graders_without_workers_handle_hostile_answers(grader: str) -> None:
-    five = Problem("five", "", "5", "test", grader, {"numbers": "2 3"})
-    with GraderPool(GradingConfig()) as pool:
-        given = {grade.verdict for grade in pool.grade([five] * len(HOSTILE), list(HOSTILE.values()))}
-    assert given <= {"wrong", "malformed", "wrong-numbers", "wrong-value"}
+    for grader in ("number", "countdown"):  # without workers
+        problem = replace(five, grader=grader, extra={"numbers": "2 3"})
+        with GraderPool(GradingConfig()) as pool:
+            grades = pool.grade([problem] * len(HOSTILE), list(HOSTILE.values()))
+        assert {grade.verdict for grade in grades} <= {"wrong", "malformed", "wrong-numbers", "wrong-value"}

@@ -55,15 +55,6 @@ def test_the_grade_is_the_library_s_score(pool: GraderPool, name: str) -> None:
             assert grade == Grade(score, correct=score == 1, verdict="correct" if score == 1 else "wrong")
 
 
-def test_partial_credit_is_the_reward(pool: GraderPool) -> None:
-    entry = entry_of("number_format") | {"answer": "abcd"}
-    spelled = entry_of("caesar_cipher") | {"answer": "THE CAT SAT"}
-    problems = [problem("caesar_cipher", spelled)] * 2 + [problem("leg_counting", entry)]
-    grades = pool.grade(problems, [tagged("THE DOG SAT"), tagged("the"), tagged("abcdefgh")])
-    assert grades[2] == Grade(4 / 8, correct=False, verdict="wrong"), "the share of equal characters"
-    assert all(not grade.correct and 0 <= grade.reward < 1 for grade in grades)
-
-
 def test_a_score_above_1_by_rounding_is_correct(pool: GraderPool) -> None:
     """For this word the library's score of its own doubled answer is 1.0000000000000002."""
     data = reasoning_gym.create_dataset("spell_backward", seed=0, size=50)

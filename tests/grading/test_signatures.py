@@ -83,9 +83,8 @@ def test_the_signature_is_recognised_by_the_names_of_the_parameters(functions: s
 
 
 def test_asynchronous_functions_are_run() -> None:
-    answers = [answer_of(problem(), "2")]
-    assert load("plain_async").grade(answers) == [Grade(1.0, True, "correct")]
-    assert load("reward_async").grade(answers) == [Grade(1.0, True, "correct")]
+    for function in ("plain_async", "reward_async"):
+        assert load(function).grade([answer_of(problem(), "2")]) == [Grade(1.0, True, "correct")]
 
 
 @pytest.mark.parametrize("signature", ["", "verl:"])
@@ -102,12 +101,9 @@ def test_verl_gets_the_values_of_a_row_in_its_own_layout() -> None:
     reward_model = {"style": "rule", "ground_truth": {"target": ["2", "two"]}}
     row = {"data_source": "openai/gsm8k", "reward_model": reward_model, "extra_info": {"index": 7}}
     load("compute_score").grade([answer_of(problem(**row), "2")])
-    assert calls() == [["openai/gsm8k", "2", {"target": ["2", "two"]}, {"index": 7}]]
-
-
-def test_verl_calls_a_function_of_any_keywords_with_its_four_names() -> None:
     load("any_name", "verl:").grade([answer_of(problem(), "2")])
-    assert calls() == [["data_source", "extra_info", "ground_truth", "solution_str"]]
+    names = ["data_source", "extra_info", "ground_truth", "solution_str"]
+    assert calls() == [["openai/gsm8k", "2", {"target": ["2", "two"]}, {"index": 7}], names]
 
 
 def test_the_batch_form_of_verl_gets_lists() -> None:
@@ -116,24 +112,35 @@ def test_the_batch_form_of_verl_gets_lists() -> None:
     assert calls() == [[["sums", "sums"], ["right", "wrong"], ["2", "2"], [{"level": 1}, {}]]]
 
 
-@pytest.mark.parametrize(
-    ("result", "grade"),
-    [
-        ("-3.5", Grade(-3.5, False, "wrong")),
-        ("True", Grade(1.0, True, "correct")),
-        ("{'score': 0.9, 'acc': True}", Grade(0.9, True, "correct")),
-        ("{'score': 1.0, 'acc': 0.0}", Grade(1.0, False, "wrong")),
-        ("__import__('numpy').float32(0.5)", Grade(0.5, False, "wrong")),
-    ],
-)
-def test_verl_may_return_any_finite_score(result: str, grade: Grade) -> None:
-    assert load("result_of").grade([answer_of(problem(), result)]) == [grade]
+RESULTS = [
+    ("result_of", "-3.5", Grade(-3.5, False, "wrong")),
+    ("result_of", "True", Grade(1.0, True, "correct")),
+    ("result_of", "{'score': 0.9, 'acc': True}", Grade(0.9, True, "correct")),
+    ("result_of", "{'score': 1.0, 'acc': 0.0}", Grade(1.0, False, "wrong")),
+    ("result_of", "__import__('numpy').float32(0.5)", Grade(0.5, False, "wrong")),
+    ("results_of", "[None]", NOT_APPLICABLE),
+    ("results_of", "[float('nan')]", NOT_APPLICABLE),
+    ("results_of", "[-2]", Grade(-2.0, False, "wrong")),
+    ("results_of", "__import__('numpy').array([0.25])", Grade(0.25, False, "wrong")),
+]
+"""Functions of verl and TRL, with their results and grades: any finite score, and None where a reward of TRL does not
+apply."""
+ERRORS = [
+    *(("result_of", result, "it must return") for result in ("None", "'1'", "math.nan", "{}", "[1.0]")),
+    ("result_of", "{'score': 1, 'acc': 'yes'}", "'acc' as a number"),
+    ("results_of", "[]", "returned 0 rewards for 1 completions"),
+    ("results_of", "[1, 2]", "returned 2 rewards for 1 completions"),
+    *(("results_of", result, "must return a list") for result in ("1.0", "'1'", "{'score': 1}")),
+    *(("results_of", result, "a number or None") for result in ("[math.inf]", "['1']")),
+]
 
 
-def test_other_results_of_verl_are_errors() -> None:
-    for result in ("None", "'1'", "math.nan", "{}", "{'score': 1, 'acc': 'yes'}", "[1.0]"):
-        with pytest.raises(ValueError, match="it must return"):
-            load("result_of").grade([answer_of(problem(), result)])
+def test_results_of_verl_and_trl() -> None:
+    for function, result, grade in RESULTS:
+        assert load(function).grade([answer_of(problem(), result)]) == [grade], result
+    for function, result, message in ERRORS:
+        with pytest.raises(ValueError, match=message):
+            load(function).grade([answer_of(problem(), result)])
 
 
 def test_trl_gets_messages_and_every_column_once_per_completion() -> None:
@@ -148,49 +155,16 @@ def test_trl_gets_messages_and_every_column_once_per_completion() -> None:
     assert calls() == [[[prompt, prompt], completions, [3, 4], ["2", "2"], further]]
 
 
-def test_the_column_answer_of_the_row_comes_before_the_reference() -> None:
+def test_the_column_answer_of_the_row_comes_before_the_reference_and_annotated_functions_get_texts() -> None:
     load("reward").grade([answer_of(problem(level=3, answer="so it is #### 2"), "2")])
-    assert calls()[0][3] == ["so it is #### 2"]  # type: ignore[index]
-
-
-def test_a_function_annotated_for_texts_gets_texts() -> None:
     load("on_texts").grade([answer_of(problem(), "two")])
-    assert calls() == [[["be brief\n\n1 + 1?"], ["two"]]]
+    assert calls()[0][3] == ["so it is #### 2"]  # type: ignore[index]
+    assert calls()[1] == [["be brief\n\n1 + 1?"], ["two"]]
 
 
 def test_the_column_that_a_function_needs_is_named() -> None:
     with pytest.raises(ValueError, match="no column gold in the rows, which have answer, level"):
         load("needs_gold").grade([answer_of(problem(level=3), "2")])
-
-
-@pytest.mark.parametrize(
-    ("result", "grade"),
-    [
-        ("[None]", NOT_APPLICABLE),
-        ("[float('nan')]", NOT_APPLICABLE),
-        ("[-2]", Grade(-2.0, False, "wrong")),
-        ("__import__('numpy').array([0.25])", Grade(0.25, False, "wrong")),
-    ],
-)
-def test_none_means_that_a_reward_does_not_apply(result: str, grade: Grade) -> None:
-    assert load("results_of").grade([answer_of(problem(), result)]) == [grade]
-
-
-@pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        ("[]", "returned 0 rewards for 1 completions"),
-        ("[1, 2]", "returned 2 rewards for 1 completions"),
-        ("1.0", "must return a list"),
-        ("'1'", "must return a list"),
-        ("{'score': 1}", "must return a list"),
-        ("[math.inf]", "a number or None"),
-        ("['1']", "a number or None"),
-    ],
-)
-def test_other_results_of_trl_are_errors(result: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load("results_of").grade([answer_of(problem(), result)])
 
 
 @pytest.mark.parametrize(

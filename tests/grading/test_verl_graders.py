@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.config.task import TEMPLATES
 from bandpo_cli.grading.answers import voted_answer
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.grading.verl_graders import (
@@ -18,7 +17,6 @@ from bandpo_cli.grading.verl_graders import (
     grade_math_dapo_boxed,
     normalize,
 )
-from bandpo_cli.registries import GRADERS
 from bandpo_cli.types import Problem
 
 GRADE = {
@@ -120,16 +118,9 @@ def test_replacements_act_one_after_the_other() -> None:
 )
 def test_math_dapo_boxed_reads_a_box_if_there_is_no_answer_line(text: str, expected: str) -> None:
     assert verdict("math-dapo-boxed", text) == expected
-
-
-def test_math_dapo_boxed_compares_the_box_with_the_unchanged_reference() -> None:
-    boxes = {
-        ("\\frac{1}{2}", "\\frac{1}{2}"): "correct",
-        ("1,234", "1,234"): "correct",
-        ("1234", "1,234"): "wrong",
-    }
-    for (box, reference), expected in boxes.items():
-        assert verdict("math-dapo-boxed", f"\\boxed{{{box}}}", reference) == expected
+    for box, reference in (("\\frac{1}{2}", "\\frac{1}{2}"), ("1,234", "1,234"), ("1234", "1,234")):
+        grade = "correct" if box == reference else "wrong"  # the reference is compared unchanged
+        assert verdict("math-dapo-boxed", f"\\boxed{{{box}}}", reference) == grade
 
 
 @pytest.mark.parametrize(
@@ -177,9 +168,6 @@ def test_a_reference_that_no_answer_can_equal_is_a_grader_error(grader: str, ref
         (grade,) = pool.grade([problem], [f"#### {reference}"])
         assert grade.verdict == "grader-error"
         assert "use the grader 'math'" in pool.errors[grader]
-
-
-def test_a_reference_of_more_than_a_thousand_characters_is_a_grader_error() -> None:
     assert verdict("math-dapo", "Answer: 18", "1" * 1000) == "wrong"
     with pytest.raises(ValueError, match="more than 1,000 characters"):
         verdict("math-dapo", "Answer: 18", "1" * 1001)
@@ -216,15 +204,3 @@ def test_only_the_last_300_characters_are_graded(grader: str, unit: str) -> None
     for reference in ("7", "18"):
         assert verdict(grader, text, reference) == verdict(grader, tail, reference)
     assert voted_answer(text, grader) == voted_answer(tail, grader)
-
-
-@pytest.mark.parametrize("unit", ["Answer:", "$", "\\boxed{", "\\text{", "frac", "sqrt", "{", "}", "\n", "="])
-def test_longest_references_are_normalised(unit: str) -> None:
-    reference = unit * (1000 // len(unit))
-    assert verdict("math-dapo", "Answer: 18", reference) == "wrong"
-    assert normalize(reference) == normalize(f" {reference} ")
-
-
-@pytest.mark.parametrize("name", GRADERS)
-def test_templates_of_a_grader_exist(name: str) -> None:
-    assert set(GRADERS[name].templates) <= set(TEMPLATES)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bandpo_cli.storage.tables import SampleRow, write_eval_table, write_sample_table
 from bandpo_cli.tasks.completions import StoredCompletion, read_completions
+from bandpo_cli.types import Problem
 from tests.tasks.stored_completions import ROW, error_of, jsonl, nested
 
 
@@ -20,17 +22,12 @@ def test_table_of_an_evaluation_is_read_as_it_was_written(tmp_path: Path) -> Non
         {**ROW, "problem_id": "p2", "extra": "{}"},
     ]
     sets = read_completions(write_eval_table(tmp_path / "samples.parquet", rows))
-    assert list(sets) == ["aime24", "other"]
+    problems = [Problem("p1", "1+1?", "2", "aime24", "number", {"level": 3})]
+    problems += [replace(problems[0], id="p2", extra={}), replace(problems[0], source="other", grader="math")]
+    assert [stored.problem for stored in (*sets["aime24"], *sets["other"])] == problems
     first, second = sets["aime24"]
-    assert (first.problem.id, first.problem.answer, first.problem.prompt) == ("p1", "2", "1+1?")
-    assert (first.problem.grader, first.problem.source, first.problem.extra) == (
-        "number",
-        "aime24",
-        {"level": 3},
-    )
     assert first.completions_G == [StoredCompletion("Answer: 2", 5, "stop", -1.25), StoredCompletion("no")]
-    assert (second.problem.id, len(second.completions_G)) == ("p2", 1)
-    assert sets["other"][0].problem.grader == "math"
+    assert len(second.completions_G) == 1
 
 
 def test_table_of_a_training_step_is_a_set_named_by_its_source(tmp_path: Path) -> None:
@@ -62,24 +59,22 @@ def test_rows_with_question_answer_and_completions(tmp_path: Path) -> None:
     assert {stored.problem.grader for stored in again} == {"number"}
 
 
-def test_usual_names_of_the_completions_field(tmp_path: Path) -> None:
-    for name in ("completion", "response", "responses", "output", "generations", "predictions"):
-        path = jsonl(tmp_path / "a.jsonl", {"problem": "q", "answer": "1", name: "x"})
-        (problems,) = read_completions(path).values()
-        assert problems[0].completions_G == [StoredCompletion("x")]
-
-
-def test_chat_messages_and_the_verl_layout(tmp_path: Path) -> None:
+def test_names_of_the_completions_field_and_the_verl_layout(tmp_path: Path) -> None:
+    """Any file name gives a label that metric names can have."""
     row = {
         "prompt": [{"role": "system", "content": "be short"}, {"role": "user", "content": "1+1?"}],
         "reward_model": {"ground_truth": "2"},
-        "responses": ["Answer: 2"],
         "extra_info": {"index": 7},
     }
-    (problems,) = read_completions(jsonl(tmp_path / "a.jsonl", row)).values()
-    assert problems[0].problem.prompt == "be short\n\n1+1?"
-    assert problems[0].problem.answer == "2"
-    assert problems[0].problem.extra == {"extra_info": {"index": 7}}
+    names = ("completion", "response", "responses", "output", "generations", "predictions")
+    files = ("日本.jsonl", "==.jsonl", "a b=c.jsonl", "x" * 200 + ".jsonl", "[bold].jsonl", "a.jsonl")
+    for name, file in zip(names, files, strict=True):
+        ((label, (stored,)),) = read_completions(jsonl(tmp_path / file, {**row, name: "Answer: 2"})).items()
+        assert stored.completions_G == [StoredCompletion("Answer: 2")]
+        assert (stored.problem.prompt, stored.problem.answer) == ("be short\n\n1+1?", "2")
+        assert stored.problem.extra == {"extra_info": {"index": 7}}
+        assert label.replace("-", "").replace("_", "").isascii()
+        assert 0 < len(label) <= 60
 
 
 def test_own_table_as_csv_and_from_pandas(tmp_path: Path) -> None:
@@ -94,14 +89,6 @@ def test_own_table_as_csv_and_from_pandas(tmp_path: Path) -> None:
         (problems,) = read_completions(tmp_path / name).values()
         lengths = [(completion.length, completion.logprob_sum) for completion in problems[0].completions_G]
         assert lengths == [(5, -1.25), (None, None)], name
-
-
-def test_labels_of_unusual_file_names(tmp_path: Path) -> None:
-    for name in ("日本.jsonl", "==.jsonl", "a b=c.jsonl", "x" * 200 + ".jsonl", "[bold].jsonl"):
-        path = jsonl(tmp_path / name, {"question": "q", "answer": "1", "completion": "x"})
-        (label,) = read_completions(path)
-        assert label.replace("-", "").replace("_", "").isascii()
-        assert 0 < len(label) <= 60
 
 
 def test_unpaired_surrogates_become_question_marks(tmp_path: Path) -> None:
@@ -137,8 +124,9 @@ def test_a_file_cannot_choose_code_to_run(tmp_path: Path, grader: str) -> None:
     """Otherwise a downloaded table could have any importable function called with a text of its choice."""
     path = write_eval_table(tmp_path / "a.parquet", [{**ROW, "grader": grader, "text": "echo no"}])
     assert f"--grader {grader}" in error_of(path)
-    (problems,) = read_completions(path, grader).values()
-    assert problems[0].problem.grader == grader
+    for requested in (grader, "math"):
+        (problems,) = read_completions(path, requested).values()
+        assert problems[0].problem.grader == requested
 
 
 def test_a_custom_grader_gets_all_columns_but_the_completions(tmp_path: Path) -> None:
@@ -148,14 +136,6 @@ def test_a_custom_grader_gets_all_columns_but_the_completions(tmp_path: Path) ->
     assert problems[0].problem.extra == {"question": "1+1?", "answer": "so 2\n#### 2", "hint": "two"}
     (problems,) = read_completions(path, "math").values()
     assert problems[0].problem.extra == {}
-
-
-def test_requested_grader_replaces_that_of_a_table(tmp_path: Path) -> None:
-    rows = [ROW, {**ROW, "problem_id": "p2", "grader": "math"}]
-    path = write_eval_table(tmp_path / "samples.parquet", rows)
-    for grader in (None, "math", "countdown", "my_module:judge"):
-        graders = [stored.problem.grader for stored in read_completions(path, grader)["aime24"]]
-        assert graders == ([grader] * 2 if grader else ["number", "math"])
 
 
 def test_one_question_with_two_reference_answers_is_two_problems(tmp_path: Path) -> None:

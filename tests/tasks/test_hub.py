@@ -80,12 +80,6 @@ def test_folders_written_by_save_to_disk(tmp_path: Path) -> None:
         list(read_hub(str(tmp_path / "both"), None, "dev", ""))
 
 
-def test_nested_rows_are_plain_values(tmp_path: Path) -> None:
-    row = {"prompt": [{"role": "user", "content": "q"}], "reward_model": {"ground_truth": "1"}}
-    datasets.Dataset.from_list([row]).save_to_disk(tmp_path / "verl")
-    assert list(read_hub(str(tmp_path / "verl"), None, "train", "")) == [row]
-
-
 def fake_load_dataset(row: dict[str, Any], calls: list[tuple[Any, ...]]) -> Any:
     def load_dataset(path: str, name: str | None = None, *, split: str) -> datasets.Dataset:
         calls.append((path, name, split))

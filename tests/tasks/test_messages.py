@@ -123,13 +123,6 @@ def test_a_question_field_has_priority_over_messages(tmp_path: Path) -> None:
     assert problems["0"].prompt == (Message("user", "Say 0."),)
 
 
-def test_parts_of_the_type_text_are_joined(tmp_path: Path) -> None:
-    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "3*4?"}]
-    rows = [{"messages": [{"role": "user", "content": parts}], "answer": "12"}, other("13")]
-    problems, _ = read(write(tmp_path / "parts.jsonl", rows))
-    assert problems["12"].prompt == (Message("user", "What is 3*4?"),)
-
-
 def test_completions_of_chat_messages_can_be_scored(tmp_path: Path) -> None:
     row = {"messages": [QUESTION, SOLUTION], "completions": ["#### 12", "#### 13"]}
     path = Path(write(tmp_path / "done.jsonl", [row]))
@@ -147,7 +140,10 @@ MALFORMED: list[tuple[Any, str]] = [
     ([], "an empty list"),
     ([{"role": "user"}], "message 1 has content that is no text in UTF-8; its type is NoneType"),
     (user("a\udc00"), "message 1 has content that is no text in UTF-8"),
-    (user([IMAGE]), "message 1 has a part of another type than 'text' in its content; only text is supported"),
+    (
+        user([IMAGE]),
+        "message 1 has a part of another type than 'text' in its content; only text is supported",
+    ),
     (user(["text"]), "message 1 has a part of another type"),
     (user([{"type": "text"}]), "message 1 has a part of another type"),
     ([QUESTION, "and?"], "message 2 has no role; expected {role: system | user | assistant, content: ...}"),
@@ -157,7 +153,10 @@ MALFORMED: list[tuple[Any, str]] = [
     ([QUESTION, SYSTEM, QUESTION], "message 2 has the role system, which only the first message can have"),
     *((value, "no question, which is a message with the role user") for value in (user(" "), [SYSTEM])),
     *(
-        ([*turns, SOLUTION], "no question, which is a message with the role user and a text at the end before the")
+        (
+            [*turns, SOLUTION],
+            "no question, which is a message with the role user and a text at the end before the",
+        )
         for turns in ([], [QUESTION, SOLUTION])
     ),
 ]
@@ -172,9 +171,3 @@ def test_a_malformed_list_is_one_line_with_file_row_and_field(
         read(path)
     assert str(caught.value).startswith(f"{path}, row 2: the chat messages of 'messages': {message}")
     assert "\n" not in str(caught.value)
-
-
-def test_a_malformed_list_beside_completions_names_its_row(tmp_path: Path) -> None:
-    rows = [{"messages": user(item), "answer": "1", "completions": ["1"]} for item in ("1?", [IMAGE])]
-    with pytest.raises(ConfigError, match=r"row 2: the chat messages of 'messages': message 1 has a part"):
-        read_completions(Path(write(tmp_path / "bad.jsonl", rows)))

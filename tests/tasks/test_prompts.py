@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from bandpo_cli.config.task import TEMPLATES as TEMPLATE_NAMES
-from bandpo_cli.tasks.prompts import TEMPLATES, bare_question, build_prompt
+from bandpo_cli.tasks.prompts import TEMPLATES, build_prompt
 from bandpo_cli.types import Message
 
 PAPER = """Solve the following math problem step by step. The last line of your response should be of the form \
@@ -50,14 +47,3 @@ def test_instruction_around_the_question_is_replaced() -> None:
         assert build_prompt(PAPER + end, "boxed") == build_prompt("What is $1+1$?", "boxed")
     assert build_prompt(PAPER, "plain") == (Message("user", PAPER),)
     assert build_prompt(PAPER, "Q: {question}") == (Message("user", f"Q: {PAPER}"),)
-
-
-@given(question=st.text(min_size=1), template=st.sampled_from(TEMPLATE_NAMES))
-def test_known_instruction_is_removed(question: str, template: str) -> None:
-    (message,) = build_prompt(question, template)
-    assert bare_question(message.content) == bare_question(question)
-
-
-def test_bare_question_is_unchanged() -> None:
-    for text in ("What is 1+1?", "", "Remember to put your answer on its own line"):
-        assert bare_question(text) == text

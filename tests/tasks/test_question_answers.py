@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -55,18 +53,12 @@ def test_all_fields_of_a_problem(tmp_path: Path) -> None:
     assert data_task(train, heldout, grader="my.module:judge").train_problems()[0].grader == "my.module:judge"
 
 
-def test_template_changes_neither_ids_nor_order_nor_split(tmp_path: Path) -> None:
-    path = jsonl(tmp_path / "x.jsonl", rows(0, 50))
-    one, other = data_task(path), data_task(path, template="plain", system="Be brief.")
-    assert [p.id for p in one.train_problems()] == [p.id for p in other.train_problems()]
-    assert one.train_problems()[0].prompt != other.train_problems()[0].prompt
-
-
 def test_sources_are_mixed_so_that_a_prefix_is_a_fair_sample(tmp_path: Path) -> None:
     paths = [jsonl(tmp_path / f"{start}.jsonl", rows(start, start + 300)) for start in (0, 1000)]
     heldout = jsonl(tmp_path / "t.jsonl", rows(5000, 5001))
     problems = data_task(paths, heldout).train_problems()
     assert len(problems) == 600
+    assert list(data_task(paths).heldout_sets()) == ["heldout"]
     from_first = sum(problem.source == "0" for problem in problems[:100])
     assert 35 < from_first < 65  # 3 standard deviations for a random sample of 100 of the 600
     assert problems[:100] != sorted(problems[:100], key=lambda problem: int(problem.answer))
@@ -93,9 +85,10 @@ def test_split_by_hash_is_stable_when_rows_are_added(tmp_path: Path) -> None:
 
 def test_split_is_fixed(tmp_path: Path) -> None:
     # Literal: a later version must not train on problems that this one evaluates on.
-    task = data_task(jsonl(tmp_path / "x.jsonl", rows(0, 100)))
-    assert [int(problem.answer) // 2 for problem in task.heldout_sets()["x"]] == [18, 59, 40, 14, 60]
-    assert [int(problem.answer) // 2 for problem in task.train_problems()[:3]] == [92, 10, 62]
+    for template in ("answer-line", "plain"):
+        task = data_task(jsonl(tmp_path / "x.jsonl", rows(0, 100)), template=template)
+        assert [int(problem.answer) // 2 for problem in task.heldout_sets()["x"]] == [18, 59, 40, 14, 60]
+        assert [int(problem.answer) // 2 for problem in task.train_problems()[:3]] == [92, 10, 62]
 
 
 def test_one_question_with_two_answers_is_on_one_side(tmp_path: Path) -> None:
@@ -113,14 +106,6 @@ def test_few_problems_give_both_sides(tmp_path: Path) -> None:
     task = data_task(jsonl(tmp_path / "x.jsonl", rows(0, 1)))
     with pytest.raises(ConfigError, match=r"heldout_fraction = 0\.05 leaves none to train on"):
         task.train_problems()
-
-
-def test_several_sources_are_split_into_one_set_and_a_known_data_set_has_its_grader(tmp_path: Path) -> None:
-    paths = [jsonl(tmp_path / f"{n}.jsonl", rows(n * 100, n * 100 + 100)) for n in range(2)]
-    assert list(data_task(paths).heldout_sets()) == ["heldout"]
-    task = data_task({"name": "gsm8k", "path": paths[0]}, paths[1], name="gsm8k")
-    assert task.name == "gsm8k"
-    assert {(problem.source, problem.grader) for problem in task.train_problems()} == {("gsm8k", "number")}
 
 
 def test_problems_of_an_evaluation_set_are_not_trained_on(tmp_path: Path) -> None:
@@ -211,14 +196,6 @@ def test_invalid_settings_are_reported_before_a_file_is_read(
     assert "\n" not in str(caught.value)
     for part in parts:
         assert part in str(caught.value)
-
-
-def test_import_loads_no_heavy_package() -> None:
-    code = "import sys, bandpo_cli.tasks.task; print(*sorted(sys.modules))"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert not {"torch", "transformers", "numpy", "pandas", "datasets", "pyarrow", "mlflow"} & set(loaded)
 
 
 @pytest.mark.parametrize("name", [name for name, dataset in DATASETS.items() if dataset.train_split])

@@ -93,21 +93,6 @@ def test_the_problems_are_equal_in_a_process_with_another_hash_seed(five: Reason
     assert theirs != [data[i]["question"] for i in range(9)]
 
 
-def test_no_question_of_the_held_out_set_is_trained_on() -> None:
-    """From 20 numbers there are 210 questions, so that independent samples of 60 and 100 would share many."""
-    task = ReasoningGym(settings(names=["lcm"]))
-    small = {"options": {"min_value": 1, "max_value": 20}}
-    for seed in range(3):
-        heldout = generate("lcm", **small, seed=seed, size=60)
-        questions = {text for text, _, _ in heldout}
-        alone = {text for text, _, _ in generate("lcm", **small, seed=seed + 99, size=100)}
-        assert alone & questions, "without the exclusion the sets overlap"
-        excluded = [task._problem("lcm", *entry).id for entry in heldout]
-        train = {text for text, _, _ in generate("lcm", **small, seed=seed + 99, size=100, excluded=excluded)}
-        assert len(train) == 100
-        assert not train & questions
-
-
 def test_neighbouring_seeds_share_no_problems() -> None:
     """The library adds the index to the seed: its data sets of the seeds 0 and 1 are equal but for one problem."""
     sets = [reasoning_gym.create_dataset("chain_sum", seed=seed, size=20) for seed in (0, 1)]
@@ -135,11 +120,14 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("in_process")
 def test_a_generator_with_few_problems_gives_fewer_and_a_note() -> None:
     few = {"min_value": 1, "max_value": 3, "size": 50}
-    task = ReasoningGym(settings(names="lcm", heldout_size=4, options={"lcm": few}))
+    task = ReasoningGym(settings(names="lcm", heldout_size=4, options={"lcm": few, "gcd": {}}))
     train, heldout = task.train_problems(), task.heldout_sets()["lcm"]
     assert 0 < len(train) < 20
     assert not {question(p) for p in train} & {question(p) for p in heldout}
-    assert task.notes()[1:] == [f"lcm: only {len(train)} different train problems of 50"]
+    assert task.notes()[1:] == [
+        "gcd: options without effect, it is not in task.names",
+        f"lcm: only {len(train)} different train problems of 50",
+    ]
 
 
 @pytest.mark.usefixtures("in_process")
@@ -201,20 +189,6 @@ def test_wrong_settings_are_refused_before_anything_is_made(values: dict[str, An
     with pytest.raises(ConfigError) as caught:
         build_task(settings(**{**base, **values}))
     assert all(part in str(caught.value) for part in parts), caught.value
-
-
-@pytest.mark.parametrize(
-    "values",
-    [{"template": "no slot"}, {"size": 0}, {"seed": -1}, {"options": {"gcd": 3}}, {"nmaes": ["gcd"]}],
-)
-def test_settings_of_a_wrong_form_are_refused_without_the_library(values: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"task\."):
-        settings(**{"names": ["gcd"], **values})
-
-
-def test_options_of_another_generator_are_noted() -> None:
-    task = ReasoningGym(settings(names="gcd", options={"lcm": {"max_value": 5}}))
-    assert task.notes()[1:] == ["lcm: options without effect, it is not in task.names"]
 
 
 def test_options_of_later_layers_are_merged_key_by_key() -> None:
