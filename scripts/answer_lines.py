@@ -5,8 +5,9 @@
     python -m scripts.answer_lines score FILE [--grader number math]
 
 `table` writes the verdict of each grader on each line into docs/grading.md; with --check it only compares, and the exit
-code is 1 if the page has another table. `corpus` reads the `samples.parquet` of an evaluation and adds to each
-completion a copy that is cut off at random and ends in a line with the right answer or with a wrong one. `bandpo eval
+code is 1 if the page has another table. `corpus` reads completions: the `samples.parquet` of an evaluation, or the
+worked solutions of a problem file such as GSM8K's. To each completion it adds a copy that is cut off at random and ends
+in a line with the right answer or with a wrong one. `bandpo eval
 --samples FILE` reads the result; its `origins` describe each completion: `sampled`, or `right`, `wrong` or `unclear` (a
 hedged or truncated line) with the index of the line. `score` runs that command with each grader and counts verdicts by
 origin; the exit code is 1 after a traceback, a grader error, or a correct completion with a wrong value.
@@ -132,6 +133,15 @@ def _same(first: str, second: str) -> bool:
     return same_text(first, second) if one is None or other is None else equal(one, other)
 
 
+def read_texts(path: Path) -> pandas.DataFrame:
+    """Return completions with `prompt`, `reference` and `text`, from a table of samples or a file like GSM8K's."""
+    if path.suffix == ".parquet":
+        return pandas.read_parquet(path)
+    rows = pandas.read_json(path, lines=True)
+    parts = rows["answer"].str.partition("\n#### ")
+    return pandas.DataFrame({"prompt": rows["question"], "reference": parts[2].str.strip(), "text": parts[0]})
+
+
 def build_corpus(samples: pandas.DataFrame, seed: int) -> pandas.DataFrame:
     """Return one row per problem with `question`, `answer`, `completions` and `origins`.
 
@@ -230,7 +240,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--check", action="store_true", help="compare, and write nothing"
     )
     corpus = commands.add_parser("corpus")
-    corpus.add_argument("samples", type=Path, help="samples.parquet of an evaluation")
+    corpus.add_argument(
+        "samples", type=Path, help="samples.parquet of an evaluation, or .jsonl rows of question and answer"
+    )
     corpus.add_argument("--out", type=Path, required=True, help="file to write, .jsonl")
     corpus.add_argument("--seed", type=int, default=0)
     scoring = commands.add_parser("score")
@@ -240,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "table":
         return write_table(options.check)
     if options.command == "corpus":
-        rows = build_corpus(pandas.read_parquet(options.samples), options.seed)
+        rows = build_corpus(read_texts(options.samples), options.seed)
         rows.to_json(options.out, orient="records", lines=True, force_ascii=False)
         print(f"{options.out}: {len(rows):,} problems, {rows['completions'].str.len().sum():,} completions")
         return 0
