@@ -24,13 +24,14 @@ from bandpo_cli.grading.answers import (
     canonical_text,
     grade_math,
     grade_number,
+    read_number,
+    read_unit,
     right_hand_side,
     vote_countdown,
     vote_expression,
     vote_number,
 )
 from bandpo_cli.grading.countdown import grade_countdown
-from bandpo_cli.grading.numbers import read_number, read_unit
 from bandpo_cli.tasks.completions import read_completions
 from bandpo_cli.tasks.fields import as_answer, as_level, read_question
 from bandpo_cli.tasks.prompts import bare_question

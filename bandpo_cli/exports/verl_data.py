@@ -108,11 +108,11 @@ def write_problems(
 
 
 def _messages(problem: Problem, join: bool) -> list[dict[str, str]]:
-    if isinstance(problem.prompt, str):
-        return [{"role": "user", "content": problem.prompt}]
-    if join:
-        return [{"role": "user", "content": "\n\n".join(message.content for message in problem.prompt)}]
-    return [{"role": message.role, "content": message.content} for message in problem.prompt]
+    prompt = problem.prompt
+    if isinstance(prompt, str) or join:
+        text = prompt if isinstance(prompt, str) else "\n\n".join(message.content for message in prompt)
+        return [{"role": "user", "content": text}]
+    return [vars(message) for message in prompt]
 
 
 def copy_embedded_model(folder: Path) -> None:

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from bandpo_cli.config.layers import read_layer, resolve
@@ -32,12 +33,10 @@ class RewardFunction:
 
     def __init__(self, config: RunConfig) -> None:
         """Create the function without spawning a worker process."""
-        self._reward = config.reward
-        self._components = config.task.rewards or ()
+        self._reward, self._components = config.reward, config.task.rewards or ()
         self._pool = GraderPool(config.grading)
         self._pool_lock = threading.Lock()
-        self._waiting: list[tuple[Problem, str, Future[Grade]]] = []
-        self._waiting_lock = threading.Lock()
+        self._waiting: SimpleQueue[tuple[Problem, str, Future[Grade]]] = SimpleQueue()
         self._reported: set[str] = set()
 
     def __call__(
@@ -45,10 +44,7 @@ class RewardFunction:
     ) -> dict[str, float]:
         """Return `score`, the reward without the penalty for long completions, and `acc`, 1 for a correct answer.
 
-        Args:
-            data_source, ground_truth: not used; both are part of the problem.
-            solution_str: the completion.
-            extra_info: that of a row of `verl_data.write_problems`.
+        `extra_info` is that of a row of `verl_data.write_problems`, which has the complete problem.
         """
         grade = self._grade(problem_from_json(extra_info["problem"]), solution_str)
         reward = self._reward
@@ -60,37 +56,31 @@ class RewardFunction:
     def _grade(self, problem: Problem, text: str) -> Grade:
         """Return the grade of a completion; grade all waiting ones if no other thread has done so meanwhile."""
         result: Future[Grade] = Future()
-        with self._waiting_lock:
-            self._waiting.append((problem, text, result))
+        self._waiting.put((problem, text, result))
         with self._pool_lock:
             if not result.done():
-                with self._waiting_lock:
-                    batch, self._waiting = self._waiting, []
-                self._grade_batch(batch)
+                self._grade_batch([self._waiting.get() for _ in range(self._waiting.qsize())])
         return result.result()
 
     def _grade_batch(self, batch: list[tuple[Problem, str, Future[Grade]]]) -> None:
         """Grade completions and set their results; an error is raised in every thread that waits."""
         problems, texts, results = zip(*batch, strict=True)
         try:
-            grades = self._weighted(list(problems), list(texts))
+            parts = self._components or [None]
+            by_part = [self._pool.grade(graded_by(part, problems), texts) for part in parts]
+            grades = by_part[0]
+            if self._components:
+                grades = [weighted_grade(self._components, values) for values in zip(*by_part, strict=True)]
         except Exception as error:  # noqa: BLE001 - each waiting thread raises it
             for result in results:
                 result.set_exception(error)
             return
         for result, grade in zip(results, grades, strict=True):
             result.set_result(grade)
-        for name, error in self._pool.errors.items():
+        for name, message in self._pool.errors.items():
             if name not in self._reported:
                 self._reported.add(name)
-                log.warning("grader '%s' failed on an answer, which counts as wrong: %s", name, error)
-
-    def _weighted(self, problems: list[Problem], texts: list[str]) -> list[Grade]:
-        """Return the grades of completions, those of `task.rewards` weighted and added."""
-        if not self._components:
-            return self._pool.grade(problems, texts)
-        by_component = [self._pool.grade(graded_by(part, problems), texts) for part in self._components]
-        return [weighted_grade(self._components, grades) for grades in zip(*by_component, strict=True)]
+                log.warning("grader '%s' failed on an answer, which counts as wrong: %s", name, message)
 
 
 def load_reward_function(config_file: str | Path) -> RewardFunction:

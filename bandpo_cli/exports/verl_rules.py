@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 from bandpo_cli.config.hardware import dtype_on
@@ -163,11 +164,11 @@ def is_copied(config: RunConfig) -> bool:
 
 def attention(config: RunConfig) -> Overrides:
     """Return verl's kernels. Packed rows (`use_remove_padding`) need FlashAttention, which has no float32."""
-    chosen = config.model.attention
-    # torch's varlen attention has the kernels of FlashAttention 2.
-    if chosen in ("flash_attention_2", "varlen") or (chosen == "auto" and _dtype(config) == "bfloat16"):
+    kernel = config.model.attention
+    if kernel == "auto":
+        kernel = "flash_attention_2" if _dtype(config) == "bfloat16" else "sdpa"
+    if kernel in ("flash_attention_2", "varlen"):  # torch's varlen attention has the same kernels
         return {}
-    kernel = "sdpa" if chosen == "auto" else chosen
     overrides: Overrides = {f"+{MODEL}.override_config.attn_implementation": kernel}
     if kernel != "flash_attention_3":
         overrides[f"{MODEL}.use_remove_padding"] = False
@@ -182,13 +183,10 @@ def _dtype(config: RunConfig) -> str:
 def passes_dtype(config: RunConfig) -> Overrides:
     """Return the dtype of the engine and of forward and backward passes, which are bfloat16 where nothing is set."""
     overrides: Overrides = {f"{ROLLOUT}.dtype": _dtype(config)}
-    if _dtype(config) == "bfloat16":
-        return overrides
-    return overrides | {
-        f"+actor_rollout_ref.{role}.fsdp_config.mixed_precision.{part}": "fp32"
-        for role in ("actor", "ref")
-        for part in ("param_dtype", "reduce_dtype", "buffer_dtype")
-    }
+    if _dtype(config) != "bfloat16":
+        for role, part in product(("actor", "ref"), ("param_dtype", "reduce_dtype", "buffer_dtype")):
+            overrides[f"+actor_rollout_ref.{role}.fsdp_config.mixed_precision.{part}"] = "fp32"
+    return overrides
 
 
 def lora(config: RunConfig) -> Overrides:
@@ -241,9 +239,8 @@ def reference_kl(config: RunConfig) -> Overrides:
 
 def reference_kl_differences(config: RunConfig) -> list[str]:
     """Return a line if tokens have an importance weight: here it weights the penalty, too."""
-    if config.objective.reference_kl == 0 or not is_corrected(config):
-        return []
-    return ["objective.reference_kl: verl does not weight the penalty by the importance correction"]
+    line = "objective.reference_kl: verl does not weight the penalty by the importance correction"
+    return [line] if config.objective.reference_kl and is_corrected(config) else []
 
 
 def importance(config: RunConfig) -> Overrides:

@@ -99,14 +99,7 @@ class GraderPool:
                 self._worker_pool(name).spawn()
 
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
-        """Grade completions; any text gets a grade.
-
-        Args:
-            problems: The problems [N].
-            texts: The completions [N], one per problem.
-
-        Returns:
-            The grades [N].
+        """Return the grades [N] of completions [N], one per problem [N]; any text gets a grade.
 
         Raises:
             ConfigError: If the function of a grader cannot be imported.

@@ -36,7 +36,8 @@ def training_grader(
 
     def grade(problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
         grades_by_component = []
-        for component in components or [None]:
+        parts: Sequence[RewardComponent | None] = components or [None]
+        for component in parts:
             renamed = graded_by(component, problems)
             grades = pool.grade(renamed, texts)
             check_not_all_failed(

@@ -66,10 +66,10 @@ def load_grader(name: str) -> BatchGrader:
     """
     signature, path = split_signature(name)
     function = load_function(path)
-    if signature is None:
-        names = set(_parameters(function))
-        matching = (key for key, entry in SIGNATURES.items() if any(map(names.issuperset, entry.parameters)))
-        signature = next(matching, None)
+    names = set(_parameters(function))
+    for key, entry in SIGNATURES.items():
+        if signature is None and any(map(names.issuperset, entry.parameters)):
+            signature = key
     if signature is None:
         return BatchGrader(
             lambda answers: [grade_from_result(_result(function(*answer[:3]))) for answer in answers]
@@ -79,14 +79,10 @@ def load_grader(name: str) -> BatchGrader:
 
 
 def grade_from_result(result: Any) -> Grade:
-    """Convert the return value of a grader function into a grade.
+    """Convert the return value of a grader function into a grade; raise ValueError for other values than these.
 
-    Args:
-        result: A bool; a score in [0, 1], correct if it is 1; or a mapping with `score` and optionally `correct` (a
-            bool) and `verdict` (1 to 40 characters, not one of `UNGRADED_VERDICTS`).
-
-    Raises:
-        ValueError: If `result` is anything else.
+    It is a bool; a score in [0, 1], correct if it is 1; or a mapping with `score` and optionally `correct` (a bool) and
+    `verdict` (1 to 40 characters, not one of `UNGRADED_VERDICTS`).
     """
     fields = result if isinstance(result, Mapping) else {"score": result}
     score = _finite(fields.get("score"), "a bool, a score in [0, 1] or a dict with 'score'", 0, 1)
@@ -113,18 +109,17 @@ def adapt_verl(function: Callable[..., Any]) -> BatchGrader:
         ValueError: The function has the parameters of neither form.
     """
     batched = "solution_strs" in _parameters(function)
-    arguments = ("data_source", "solution_str", "ground_truth", "extra_info")
-    if batched:
-        arguments = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+    names = ("data_source", "solution_str", "ground_truth", "extra_info")
+    arguments = [f"{name}s" for name in names] if batched else names
     _check_parameter(arguments[1], function, "verl", arguments)
 
     def grade(answers: Sequence[Any]) -> list[Grade]:
-        columns = zip(*(_verl_arguments(Answer(*answer)) for answer in answers), strict=True)
-        by_name = {name: list(column) for name, column in zip(arguments, columns, strict=True)}
+        rows = [_verl_arguments(Answer(*answer)) for answer in answers]
         if batched:
-            results = _returned_list(_call(function, by_name), len(answers))
+            columns = dict(zip(arguments, map(list, zip(*rows, strict=True)), strict=True))
+            results = _returned_list(_call(function, columns), len(rows))
         else:
-            results = [_call(function, {name: column[0] for name, column in by_name.items()})]
+            results = [_call(function, dict(zip(arguments, row, strict=True))) for row in rows]
         grades = []
         for result in results:
             fields = result if isinstance(result, Mapping) else {"score": result}
@@ -177,7 +172,7 @@ def adapt_trl(function: Callable[..., Any]) -> BatchGrader:
         given = {"prompts": prompts, "completions": completions, "log_extra": _ignore, "log_metric": _ignore}
         grades = []
         for reward in _returned_list(_call(function, {**columns, **given}), len(batch)):
-            value = _python_scalar(reward)
+            value = reward.item() if hasattr(reward, "item") else reward
             if value is None or (isinstance(value, float) and math.isnan(value)):
                 grades.append(NOT_APPLICABLE)
             else:
@@ -266,14 +261,9 @@ def _returned_list(result: Any, count: int) -> list[Any]:
     return results
 
 
-def _python_scalar(value: Any) -> Any:
-    """Return the Python number of a scalar of NumPy or torch; anything else unchanged."""
-    return value.item() if hasattr(value, "item") else value
-
-
 def _finite(value: Any, expected: str, low: float = -math.inf, high: float = math.inf) -> float:
     """Return a finite number from `low` to `high`, also of NumPy or torch; raise ValueError for anything else."""
-    number = _python_scalar(value)
+    number = value.item() if hasattr(value, "item") else value
     if not isinstance(number, Real) or not math.isfinite(number) or not low <= float(number) <= high:
         raise ValueError(f"it must return {expected}, not {number!r:.60}")
     return float(number)

@@ -35,7 +35,11 @@ def main(name: str, custom: bool, deadline: float, memory_gb: float) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     try:
-        grader = load_grader(name) if custom else _registered(name)
+        if custom:
+            grader = load_grader(name)
+        else:
+            function = load_function(name)
+            grader = BatchGrader(lambda answers: [grade_from_result(function(*answer)) for answer in answers])
     except ValueError as error:
         _reply(replies, {"error": str(error)})
         return
@@ -49,12 +53,6 @@ def main(name: str, custom: bool, deadline: float, memory_gb: float) -> None:
         reply = _call(grader, answers)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _reply(replies, reply)
-
-
-def _registered(name: str) -> BatchGrader:
-    """Return the function of an entry of `GRADERS`, which has the parameters that its first stage returns."""
-    function = load_function(name)
-    return BatchGrader(lambda answers: [grade_from_result(function(*arguments)) for arguments in answers])
 
 
 def _call(grader: BatchGrader, answers: Sequence[Any]) -> dict[str, Any]:

@@ -85,16 +85,12 @@ class WorkerPool:
     def run(
         self, arguments: Sequence[GraderArguments], on_wait: OnWait, batches: Sequence[Job]
     ) -> list[Grade]:
-        """Call the function on each list of arguments.
+        """Return the grades [N] of the function for each list of arguments [N].
 
         Args:
             arguments: The arguments [N].
             on_wait: Called before each wait for the workers, many times per second.
-            batches: The answers of each call of a function that takes several. Other functions are called once per
-                answer.
-
-        Returns:
-            The grades [N], in the order of `arguments` [N].
+            batches: The answers of each call, for a function that takes several.
 
         Raises:
             ConfigError: If the function cannot be imported, or its process exits during the import.

@@ -162,14 +162,13 @@ def _read_message(value: Any, where: str) -> Message:
         given = "no role" if role is None else f"the role {role!r:.50}"
         raise ValueError(f"{where} has {given}; expected {{role: {' | '.join(ROLES)}, content: ...}}")
     if isinstance(content, list):
-        parts = [
-            part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"
-        ]
-        if len(parts) < len(content) or not all(isinstance(part, str) for part in parts):
+        parts = [part for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+        if len(texts) < len(content):
             raise ValueError(
                 f"{where} has a part of another type than 'text' in its content; only text is supported"
             )
-        content = "".join(parts)
+        content = "".join(texts)
     if not isinstance(content, str) or (content.strip() and clean_text(content) is None):
         raise ValueError(
             f"{where} has content that is no text in UTF-8; its type is {type(content).__name__}"

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain
 
 from bandpo_cli.config.task import DataTask, Source
-from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.errors import ConfigError, nearest, plural
 from bandpo_cli.registries import DATASETS, GRADERS
 from bandpo_cli.tasks.prompts import TEMPLATES, build_prompt
 from bandpo_cli.tasks.questions import (
@@ -28,19 +28,19 @@ class QuestionAnswerTask:
     """The task of data sets and files. Each source is read once, when its problems are first requested."""
 
     def __init__(self, config: DataTask) -> None:
-        """Check the settings that can be checked without reading a source.
-
-        Raises:
-            ConfigError: If there are no sources, two sources share a label, or a revision is of no source.
-        """
-        self.name: str = config.name
-        self._config = config
+        """Raise ConfigError if there are no sources, two sources share a label, or a revision is of no source."""
+        self.name, self._config = config.name, config
         self._notes: list[str] = []
         self._keep_columns = any(
             reward.grader is not None and reward.grader not in GRADERS for reward in config.rewards or ()
         )
         self._heldout_sources = config.heldout or _default_heldout(config)
-        _check_revisions(config)
+        known = hub_ids(config)
+        if unknown := [name for name in config.revisions if name not in known]:
+            raise ConfigError(
+                f"task.revisions: '{unknown[0]}' is no data set on the hub that this task reads"
+                f"{nearest(unknown[0], known)}; it reads {', '.join(known) or 'local files only'}"
+            )
         _check_labels("heldout", self._heldout_sources)
         if not self._heldout_sources:
             _check_labels("train", self._train_sources)
@@ -87,7 +87,7 @@ class QuestionAnswerTask:
         questions = self._all_train_questions
         clean = [question for question in questions if question_key(question.prompt) not in keys]
         if shared := len(questions) - len(clean):
-            self._notes.append(f"train: {_count_problems(shared)} dropped, also in an evaluation set")
+            self._notes.append(f"train: {plural(shared, 'problem')} dropped, also in an evaluation set")
         if not clean:
             raise ConfigError(
                 "task.train: every problem is also in an evaluation set, so none remains to train on; "
@@ -117,11 +117,11 @@ class QuestionAnswerTask:
         train, heldout = sides
         if not train:
             raise ConfigError(
-                f"task.train: of {_count_problems(len(ranked))}, heldout_fraction = {fraction:g} leaves none to train "
-                "on; give more problems, or separate evaluation problems in task.heldout"
+                f"task.train: of {plural(len(ranked), 'problem')}, heldout_fraction = {fraction:g} leaves none to "
+                "train on; give more problems, or separate evaluation problems in task.heldout"
             )
         self._notes.append(
-            f"{self._split_label}: {len(heldout):,} of {_count_problems(len(questions))} held out "
+            f"{self._split_label}: {len(heldout):,} of {plural(len(questions), 'problem')} held out "
             f"for evaluation (heldout_fraction = {fraction:g})"
         )
         return train, heldout
@@ -132,7 +132,7 @@ class QuestionAnswerTask:
         revision = config.revisions.get(hub_id(source) or "")
         loaded = load_questions(source, part, config.answer_grader, self._keep_columns, revision)
         dropped = f"; dropped: {format_counts(loaded.dropped)}" if loaded.dropped else ""
-        self._notes.append(f"{loaded.label}: {_count_problems(len(loaded.questions), purpose)}{dropped}")
+        self._notes.append(f"{loaded.label}: {plural(len(loaded.questions), f'{purpose} problem')}{dropped}")
         if loaded.note:
             self._notes.append(f"{loaded.label}: {loaded.note}")
         grader = loaded.questions[0].grader
@@ -173,16 +173,6 @@ def hub_ids(config: DataTask) -> list[str]:
     return list(dict.fromkeys(filter(None, ids)))
 
 
-def _check_revisions(config: DataTask) -> None:
-    known = hub_ids(config)
-    for name in config.revisions:
-        if name not in known:
-            raise ConfigError(
-                f"task.revisions: '{name}' is no data set on the hub that this task reads{nearest(name, known)}; "
-                f"it reads {', '.join(known) or 'local files only'}"
-            )
-
-
 def _default_train(config: DataTask) -> tuple[Source, ...]:
     if config.name == "data":
         raise ConfigError(
@@ -202,10 +192,6 @@ def _default_heldout(config: DataTask) -> tuple[Source, ...]:
     known = DATASETS[config.name]
     names = known.evaluation or ((config.name,) if known.eval_split else ())
     return tuple(Source(name=name) for name in names)
-
-
-def _count_problems(count: int, purpose: str = "") -> str:
-    return f"{count:,} {purpose} problem{'' if count == 1 else 's'}".replace("  ", " ")
 
 
 def _check_labels(part: str, sources: Iterable[Source]) -> None:

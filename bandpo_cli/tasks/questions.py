@@ -101,9 +101,9 @@ def load_questions(
 
     Args:
         source: The source in the config.
-        part: The setting that names the source, `train` or `heldout`.
+        part: The setting that names the source.
         grader: The grader of its answers, instead of the one that the source names.
-        keep_columns: Keep all columns of a row for the grader, as is always done for a custom one.
+        keep_columns: Keep all columns of a row for the grader, as is always done for a custom grader.
         revision: The revision of a data set on the hub; None for the latest.
 
     Raises:

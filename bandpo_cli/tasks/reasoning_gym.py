@@ -26,7 +26,6 @@ from bandpo_cli.seeds import derive_seed
 from bandpo_cli.tasks.questions import hash_order, text_hash
 from bandpo_cli.types import Message, Problem
 
-GRADER = "reasoning-gym"
 EXCLUDED = {
     "composite": "it mixes generators, which task.names also does",
     "boxnet": "it has no reference answers, and its scorer raises errors for answers of an unexpected form",
@@ -128,7 +127,7 @@ class ReasoningGym:
             prompt=(user,) if self._system is None else (Message("system", self._system), user),
             answer=answer or "",
             source=name,
-            grader=GRADER,
+            grader="reasoning-gym",
             extra={"generator": name, "options": json.dumps(self._options(name)), "entry": entry},
         )
 
@@ -300,7 +299,7 @@ def _system_message(system: str | None) -> str | None:
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
     if system is None or system in SYSTEM_PROMPTS:
-        return SYSTEM_PROMPTS.get(system)
+        return system and str(SYSTEM_PROMPTS[system])
     if " " not in system.strip():
         raise ConfigError(
             f"task.system = '{system}': reasoning-gym has no system message of that name"

@@ -31,12 +31,7 @@ _MAX_CSV_FIELD = 2**31 - 1  # the default limit of 128 KiB is shorter than a lon
 
 
 def read_rows(source: Source, part: SplitName, revision: str | None = None) -> Iterator[Row]:
-    """Read the rows of a source: a local file, a folder, or a data set on the hub.
-
-    Args:
-        source: The source in the config.
-        part: The setting that names it, which determines the default split.
-        revision: The revision of a data set on the hub; None for the latest.
+    """Read the rows of a source: a local file, a folder, or a data set on the hub, by default its latest revision.
 
     Raises:
         ConfigError: If there is no such file or data set, or it cannot be read.
@@ -114,7 +109,7 @@ def read_hub(
         subset: The subset (configuration); None for the default.
         split: The split.
         hint: What to do if the data set cannot be loaded; the end of the error message.
-        revision: The revision (branch, tag or commit) of a data set on the hub; None for the latest.
+        revision: A branch, tag or commit on the hub; None for the latest.
 
     Raises:
         ConfigError: If the hub cannot be reached, or has no such data set, subset or split.
@@ -152,10 +147,8 @@ def read_hub(
 def source_label(source: Source) -> str:
     """Return the name of a source in metrics: its label, else the name of the data set, else the name of the file.
 
-    The extension of a file is removed, and characters that are not allowed in a metric name are replaced.
-
-    Raises:
-        ConfigError: If the file name has no character that is allowed in a metric name.
+    The extension of a file is removed, and characters that are not allowed in a metric name are replaced; raise
+    ConfigError if no character is allowed.
     """
     if source.label or source.name:
         return str(source.label or source.name)

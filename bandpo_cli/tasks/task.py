@@ -51,20 +51,16 @@ def build_task(config: TaskSettings) -> Task:
 class ProblemStream:
     """An endless stream of shuffled epochs: the problem at position i is a pure function of (problems, seed, i).
 
-    Attributes:
-        position: The number of problems returned so far, over all epochs, which is where `next` continues. It is the
-            only state: a checkpoint stores it, and a resumed run sets it.
+    `position`, the number of problems returned so far, over all epochs, is the only state: a checkpoint stores it, and
+    a resumed run sets it.
     """
 
     def __init__(self, problems: Sequence[Problem], seed: int, position: int = 0) -> None:
         """Create a stream; raise ValueError if `problems` is empty."""
         if not problems:
             raise ValueError("a stream needs at least one problem")
-        self._problems = problems
-        self._seed = seed
-        self._epoch = -1
-        self._order: list[int] = []
-        self.position = position
+        self._problems, self._seed, self.position = problems, seed, position
+        self._epoch, self._order = -1, [0]
 
     def next(self, count: int) -> list[Problem]:
         """Return the next `count` problems and advance the position; raise the same error as `take`."""

@@ -12,8 +12,15 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bandpo_cli.grading.answers import grade_math
-from bandpo_cli.grading.numbers import MAX_ANSWER_CHARS, Number, equal, read_number, read_unit, rounds_to
+from bandpo_cli.grading.answers import (
+    MAX_ANSWER_CHARS,
+    Number,
+    equal,
+    grade_math,
+    read_number,
+    read_unit,
+    rounds_to,
+)
 from bandpo_cli.types import CORRECT, Grade, Problem
 
 NUMBERS = r"""
@@ -115,7 +122,7 @@ SENTENCE = " apples whereas the total number, "
     ["' ' + 'a' * 200_000 + ','", "' word' * 40_000 + '5'", "' a^2' * 40_000 + '^'", f"{SENTENCE!r} * 6_000"],
 )
 def test_long_text_that_is_not_a_unit_is_rejected_without_backtracking(tail: str) -> None:
-    code = f"from bandpo_cli.grading.numbers import read_unit; assert read_unit({tail}) is None"
+    code = f"from bandpo_cli.grading.answers import read_unit; assert read_unit({tail}) is None"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
     assert read_unit(" apples" * 30_000) == (1, False)
 
