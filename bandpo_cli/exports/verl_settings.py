@@ -89,13 +89,17 @@ FIXED: Overrides = {
     f"{ACTOR}.entropy_coeff": 0,
     f"{ACTOR}.ppo_epochs": 1,
     f"{ACTOR}.shuffle": False,
+    f"{ACTOR}.use_dynamic_bsz": True,
+    f"{ROLLOUT}.name": "vllm",
+    f"{ROLLOUT}.top_k": -1,
+    f"{ROLLOUT}.val_kwargs.top_p": 1.0,
+    f"{ROLLOUT}.val_kwargs.top_k": -1,
+    "algorithm.filter_groups.metric": "reward",
     "data.shuffle": True,
     "data.truncation": "error",
     "data.filter_overlong_prompts": True,
 }
 """Values that do not depend on the configuration."""
-
-_IN_CONFIG_FILE = "config.yaml, which reward.py reads"
 
 RULES: dict[str, Rule] = {
     "seed": Rule(
@@ -145,7 +149,6 @@ RULES: dict[str, Rule] = {
     "task": Rule("train.parquet, heldout.parquet; reward.py has the graders and weighted rewards"),
     "sampling.engine": Rule(
         "vLLM",
-        overrides=lambda config: {f"{ROLLOUT}.name": "vllm"},
         difference=lambda config: (
             None if config.sampling.engine in ("auto", "vllm") else "the exported job samples with vLLM"
         ),
@@ -159,7 +162,6 @@ RULES: dict[str, Rule] = {
     "sampling.dynamic": Rule(
         "groups with equal rewards are replaced",
         to="algorithm.filter_groups.enable",
-        overrides=lambda config: {"algorithm.filter_groups.metric": "reward"},
     ),
     "sampling.dynamic_batches": Rule(
         "verl has no limit",
@@ -177,7 +179,7 @@ RULES: dict[str, Rule] = {
     ),
     "sampling.weight_transfer": Rule("no engine process"),
     "sampling.top_p": Rule("1 in both", to=f"{ROLLOUT}.top_p"),
-    "sampling.top_k": Rule("off in both", overrides=lambda config: {f"{ROLLOUT}.top_k": -1}),
+    "sampling.top_k": Rule("off in both"),
     "sampling.min_p": Rule("off in both"),
     "sampling.vllm.memory_fraction": Rule(
         "null is 0.5, verl's default",
@@ -189,16 +191,17 @@ RULES: dict[str, Rule] = {
     "sampling.vllm.eager": Rule(to=f"{ROLLOUT}.enforce_eager"),
     "sampling.vllm.sleep": Rule(to=f"{ROLLOUT}.free_cache_engine"),
     "sampling.vllm.prefix_caching": Rule(to=f"{ROLLOUT}.enable_prefix_caching"),
-    "grading.workers": Rule(f"{_IN_CONFIG_FILE}; per reward worker of verl, of which there are 8"),
-    "grading.deadline": Rule(_IN_CONFIG_FILE),
+    **dict.fromkeys(
+        ("grading.deadline", "grading.memory_gb", "grading.batch", "reward.correct", "reward.wrong"),
+        Rule("config.yaml, which reward.py reads"),
+    ),
+    "grading.workers": Rule(
+        "config.yaml, which reward.py reads; per reward worker of verl, of which there are 8"
+    ),
     "grading.timeout_reward": Rule(
         "verl needs a number for every completion: a timeout and a grader error get the reward of a wrong answer"
     ),
-    "grading.memory_gb": Rule(_IN_CONFIG_FILE),
-    "grading.batch": Rule(_IN_CONFIG_FILE),
     "grading.while_sampling": Rule("verl grades in its reward workers"),
-    "reward.correct": Rule(_IN_CONFIG_FILE),
-    "reward.wrong": Rule(_IN_CONFIG_FILE),
     "reward.overlong_buffer": Rule(
         "verl's reward manager `dapo`, with the same penalty", overrides=rules.overlong
     ),
@@ -210,8 +213,7 @@ RULES: dict[str, Rule] = {
     ),
     "objective.advantage_std": Rule("1e-6 is added in both", to="algorithm.norm_adv_by_std_in_grpo"),
     "objective.aggregation": Rule(
-        "over all GPUs and micro-batches of an update",
-        overrides=rules.aggregation,
+        "over all GPUs and micro-batches of an update", overrides=rules.aggregation
     ),
     "objective.dual_clip": Rule(f"`{ACTOR}.clip_ratio_c`; null is 1e9, which no ratio reaches"),
     "objective.reference_kl": Rule(
@@ -264,10 +266,7 @@ RULES: dict[str, Rule] = {
     ),
     "optim.micro_batch_tokens": Rule(
         "per GPU; at least a prompt and its completion",
-        overrides=lambda config: {
-            f"{ACTOR}.use_dynamic_bsz": True,
-            f"{ACTOR}.ppo_max_token_len_per_gpu": rules.tokens_per_micro_batch(config),
-        },
+        overrides=lambda config: {f"{ACTOR}.ppo_max_token_len_per_gpu": rules.tokens_per_micro_batch(config)},
     ),
     "optim.max_skips": Rule("verl skips every update whose gradient is not finite, without a limit"),
     "evaluation.every": Rule(
@@ -281,11 +280,7 @@ RULES: dict[str, Rule] = {
     "evaluation.k": Rule("verl reports best@k for powers of 2, by resampling, which is not pass@k"),
     "evaluation.temperature": Rule(
         to=f"{ROLLOUT}.val_kwargs.temperature",
-        overrides=lambda config: {
-            f"{ROLLOUT}.val_kwargs.do_sample": config.evaluation.temperature > 0,
-            f"{ROLLOUT}.val_kwargs.top_p": 1.0,
-            f"{ROLLOUT}.val_kwargs.top_k": -1,
-        },
+        overrides=lambda config: {f"{ROLLOUT}.val_kwargs.do_sample": config.evaluation.temperature > 0},
     ),
     "evaluation.batch": Rule("verl samples an evaluation at once"),
     "checkpoint.every": Rule(

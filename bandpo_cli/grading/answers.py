@@ -209,10 +209,7 @@ def grade_number(problem: Problem, text: str) -> Grade:
     """Compare the final answer of a completion with the reference as exact numbers.
 
     The verdict is `malformed` if the final answer is not a plain number. Of an equation ("3 * 6 = 18") the right-hand
-    side is compared.
-
-    Raises:
-        ValueError: If the reference is not a plain number.
+    side is compared. Raise ValueError if the reference is not a plain number.
     """
     gold = read_plain_number(_reference(problem))
     if gold is None:
@@ -347,8 +344,7 @@ def tagged_answer(text: str) -> str | None:
 def grade_tagged(problem: Problem, text: str) -> Grade | tuple[str, str, str, str]:
     """Return the arguments of `reasoning_gym.score` for a completion, or `malformed` if it has no answer to score.
 
-    Raises:
-        KeyError: The problem was not made by the task reasoning-gym.
+    Raise KeyError if the problem was not made by the task reasoning-gym.
     """
     extra = problem.extra
     name, options, entry = (str(extra[field]) for field in ("generator", "options", "entry"))

@@ -36,22 +36,20 @@ _FUNCTIONS = frozenset(
      "acot", "asec", "acsc", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh")
 )  # fmt: skip
 """The functions of sympy that an expression may call. Some references of intermediate_integration have an Integral."""
-_EXPRESSION_NODES = (ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Load)
+_EXPRESSION_NODES = (ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.keyword, ast.Load)
 
 
 def score(name: str, options: str, entry: str, answer: str) -> float | dict[str, object]:
     """Return the library's score of an answer, in [0, 1].
 
-    An answer for which the scorer raises an error, although it accepts the reference, is malformed.
+    An answer for which the scorer raises an error, although it accepts the reference, is malformed. If the scorer fails
+    for the reference too, or there is no reference, the error is raised.
 
     Args:
         name: The generator.
         options: Its options as a JSON object.
         entry: The problem as the generator returned it, as a Python literal (JSON has no tuples).
         answer: The answer.
-
-    Raises:
-        Exception: The scorer fails for the reference too, or there is no reference.
     """
     dataset, problem = _dataset(name, options), ast.literal_eval(entry)
     try:
@@ -80,17 +78,11 @@ def check_expression(text: str) -> None:
 
     A name that is not called cannot run code. Python's built-in functions are refused all the same.
     """
-    nodes: list[ast.AST] = [ast.parse(text.strip(), mode="eval").body]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
-            nodes += [*node.args, *(keyword.value for keyword in node.keywords)]
-        elif isinstance(node, _EXPRESSION_NODES):
-            nodes += ast.iter_child_nodes(node)
-        elif not (
-            (isinstance(node, ast.Constant) and isinstance(node.value, int | float))
-            or (isinstance(node, ast.Name) and not hasattr(builtins, node.id))
-        ):
+    for node in ast.walk(ast.parse(text.strip(), mode="eval").body):
+        called = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS
+        number = isinstance(node, ast.Constant) and isinstance(node.value, int | float)
+        variable = isinstance(node, ast.Name) and not hasattr(builtins, node.id)
+        if not (called or number or variable or isinstance(node, _EXPRESSION_NODES)):
             raise ValueError(f"{type(node).__name__} is not allowed in an expression")
 
 

@@ -30,8 +30,7 @@ def training_grader(
     completion, and `weighted_grade` adds their values. Each of several ranks grades a part of the completions; all of
     them must call the grader together.
 
-    Raises:
-        GraderFailedError: When it is called: every verdict of a component, on all ranks, is `grader-error`.
+    It raises GraderFailedError if every verdict of a component, on all ranks, is `grader-error`.
     """
 
     def grade(problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:

@@ -61,8 +61,7 @@ def answer_of(problem: Problem, text: str) -> Answer:
 def load_grader(name: str) -> BatchGrader:
     """Import a custom grader and adapt its signature, which `name` states or its parameter names show.
 
-    Raises:
-        ValueError: The import fails, or the function cannot be called in the way that `name` states.
+    Raise ValueError if the import fails, or the function cannot be called in the way that `name` states.
     """
     signature, path = split_signature(name)
     function = load_function(path)
@@ -103,10 +102,7 @@ def adapt_verl(function: Callable[..., Any]) -> BatchGrader:
 
     The arguments are passed by name, as verl does, and those that the function does not have are left out, so that the
     functions of `verl.utils.reward_score`, which verl calls through another one, can be named directly. A score is any
-    number, or a dictionary with `score` and, optionally, `acc`.
-
-    Raises:
-        ValueError: The function has the parameters of neither form.
+    number, or a dictionary with `score` and, optionally, `acc`. Raise ValueError if the function has neither form.
     """
     batched = "solution_strs" in _parameters(function)
     names = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -136,10 +132,8 @@ def adapt_trl(function: Callable[..., Any]) -> BatchGrader:
 
     Prompts and completions are lists of messages, as for any conversational data set in TRL; a function whose parameter
     is annotated as `completions: list[str]` gets texts. The columns of the rows have one value per completion. None
-    and, as in TRL, NaN mean that the function does not apply to the completion.
-
-    Raises:
-        ValueError: The function has no parameter `completions`, or needs an argument that only TRL's trainer has.
+    and, as in TRL, NaN mean that the function does not apply to the completion. Raise ValueError if the function has no
+    parameter `completions`, or needs an argument that only TRL's trainer has.
     """
     parameters = _parameters(function)
     _check_parameter("completions", function, "trl", ("prompts", "completions", "**columns"))

@@ -56,8 +56,7 @@ _DIGIT = re.compile(r"[0-9]")
 def grade_math_dapo(problem: Problem, text: str) -> Grade:
     """Compare the last `Answer: ...` line of a completion with the reference, both normalised, as texts.
 
-    Raises:
-        ValueError: If the reference has more than `MAX_REFERENCE_CHARS` characters.
+    Raise ValueError if the reference has more than `MAX_REFERENCE_CHARS` characters.
     """
     if len(problem.answer) > MAX_REFERENCE_CHARS:
         raise ValueError(
@@ -79,8 +78,7 @@ def grade_math_dapo_boxed(problem: Problem, text: str) -> Grade:
 def grade_gsm8k(problem: Problem, text: str) -> Grade:
     """Compare the number after the last `#### ` of a completion with the reference, without commas, as texts.
 
-    Raises:
-        ValueError: If the reference is not a number in decimal digits.
+    Raise ValueError if the reference is not a number in decimal digits.
     """
     return _compare(vote_gsm8k(text), _digits_of_reference(problem))
 

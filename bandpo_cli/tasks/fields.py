@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from bandpo_cli.config.task import Fields
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.extract import final_answer, unwrap
+from bandpo_cli.registries import Dataset
 from bandpo_cli.types import Message
 
 QUESTION_NAMES = ("question", "problem", "prompt", "query", "input", "messages")
@@ -28,7 +29,9 @@ _FIRST_NUMBER = re.compile(r"\d+")
 
 
 def find_fields(
-    rows: Iterable[Mapping[str, Any]], configured: Fields = NO_FIELDS, dataset_fields: Fields = NO_FIELDS
+    rows: Iterable[Mapping[str, Any]],
+    configured: Fields = NO_FIELDS,
+    dataset_fields: Fields | Dataset = NO_FIELDS,
 ) -> Fields:
     """Choose the fields: the configured ones, else the first usual name that has a usable value in one of `rows`.
 
@@ -83,11 +86,9 @@ def value_at(row: Mapping[str, Any], path: str) -> Any:
 
 
 class QuestionValue(NamedTuple):
-    """A question as it is in a row.
+    """A question as it is in a row: text, or the complete prompt as chat messages.
 
-    Attributes:
-        prompt: The question as text, or the complete prompt as chat messages.
-        solution: The content of the assistant message at the end, which is not part of the prompt; None without one.
+    `solution` is the content of an assistant message at the end, which is not part of the prompt.
     """
 
     prompt: str | tuple[Message, ...]
@@ -97,9 +98,7 @@ class QuestionValue(NamedTuple):
 def read_question(row: Mapping[str, Any], names: Fields, where: str) -> QuestionValue | None:
     """Read the question of a row, a text or chat messages; return None for blank text and for values of other types.
 
-    Raises:
-        ConfigError: If a list cannot be read as chat messages. The message begins with `where` and names the first
-            error.
+    Raise ConfigError if a list cannot be read as chat messages; the message begins with `where`.
     """
     value = value_at(row, str(names.question))
     if isinstance(value, list):
@@ -139,9 +138,8 @@ def _read_messages(value: list[Any]) -> QuestionValue:
 
     An assistant message at the end is the solution of the problem: the model is to write its own.
 
-    Raises:
-        ValueError: If the list is empty, a message lacks a role or a text, a system message is not the first, or no
-            user message remains at the end.
+    Raise ValueError if the list is empty, a message lacks a role or a text, a system message is not the first, or no
+    user message remains at the end.
     """
     if not value:
         raise ValueError("an empty list; chat messages are [{role: user, content: ...}]")

@@ -9,7 +9,7 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, islice
@@ -119,10 +119,7 @@ def load_questions(
     if not first_rows:
         raise ConfigError(f"task.{part}: '{place}' holds no rows")
     columns = ", ".join(dict.fromkeys(str(name) for row in first_rows for name in row))
-    known_fields = (
-        Fields(question=known.question, answer=known.answer, level=known.level) if known else Fields()
-    )
-    names = find_fields(first_rows, source.fields, known_fields)
+    names = find_fields(first_rows, source.fields, known or Fields())
     required = ["question", "answer", *(["level"] if source.levels is not None else [])]
     if missing := [name for name in required if getattr(names, name) is None]:
         mapping = ", ".join(f"{name}: ..." for name in missing)
@@ -135,7 +132,7 @@ def load_questions(
     solutions = 0
     for number, row in enumerate(chain(first_rows, rows), start=1):
         value = read_question(row, names, f"{place}, row {number}")
-        question = _question(row, value, names, source.levels, label, grader, keep_columns)
+        question = _question(row, value, names, source, grader, keep_columns)
         solutions += value is not None and value.solution is not None
         if isinstance(question, str):
             dropped[question] += 1
@@ -178,8 +175,7 @@ def _question(
     row: Mapping[str, Any],
     value: QuestionValue | None,
     names: Fields,
-    levels: Collection[int] | None,
-    label: str,
+    source: Source,
     grader: str,
     keep_columns: bool,
 ) -> Problem | str:
@@ -191,7 +187,7 @@ def _question(
     if answer is None or ("\n" in answer and grader in GRADERS):
         return "without an answer"
     level = as_level(value_at(row, names.level)) if names.level else None
-    if levels is not None and level not in levels:
+    if source.levels is not None and level not in source.levels:
         return "of other levels"
     extra = grader_columns(row, keep_columns or grader not in GRADERS)
     if level is not None:
@@ -201,4 +197,5 @@ def _question(
     if not name:
         content = [prompt] if isinstance(prompt, str) else [[turn.role, turn.content] for turn in prompt]
         name = text_hash(json.dumps([content, answer]))
+    label = source_label(source)
     return Problem(f"{label}/{name}", prompt, answer, label, grader, extra)

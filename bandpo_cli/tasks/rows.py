@@ -33,8 +33,7 @@ _MAX_CSV_FIELD = 2**31 - 1  # the default limit of 128 KiB is shorter than a lon
 def read_rows(source: Source, part: SplitName, revision: str | None = None) -> Iterator[Row]:
     """Read the rows of a source: a local file, a folder, or a data set on the hub, by default its latest revision.
 
-    Raises:
-        ConfigError: If there is no such file or data set, or it cannot be read.
+    Raise ConfigError if there is no such file or data set, or it cannot be read.
     """
     hub, path = hub_id(source), user_path(str(source.path))
     exists = hub is None and path_exists(path)
@@ -81,9 +80,8 @@ def hub_id(source: Source) -> str | None:
 def read_file(path: Path) -> Iterator[Row]:
     """Read the rows of a local file, one at a time if the format allows it.
 
-    Raises:
-        ConfigError: If the file cannot be read, has another file name extension, or is damaged; the message names the
-            line if it is known.
+    Raise ConfigError if the file cannot be read, has another extension, or is damaged; the message names the line if it
+    is known.
     """
     reader = _READERS.get(path.suffix.lower())
     if reader is None:

@@ -12,7 +12,7 @@ import pytest
 
 from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.layers import read_layer, resolve
-from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import export_verl
 from bandpo_cli.exports import verl_data
 from bandpo_cli.exports.verl_data import problem_from_json
@@ -191,14 +191,6 @@ def test_an_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         export_verl(small(), tmp_path / "job", gpus_per_node=1)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_existing_folder_is_not_touched(tmp_path: Path) -> None:
-    (tmp_path / "job").mkdir()
-    (tmp_path / "job" / "mine").touch()
-    with pytest.raises(UserError, match="exists already"):
-        export_verl(small(), tmp_path / "job", gpus_per_node=1)
-    assert [path.name for path in (tmp_path / "job").iterdir()] == ["mine"]
 
 
 def test_a_local_model_is_named_by_its_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,10 @@ def test_dotted_paths() -> None:
         ({"question": None, "problem": "q", "ground_truth": 1}, ("problem", "ground_truth")),
         ({"question": "q", "text": "a"}, ("question", None)),
         ({"text": "q", "answer": "a"}, (None, "answer")),
+        (
+            {"messages": [{"role": "user", "content": "m"}], "problem": "q", "solution": "1"},
+            ("problem", "solution"),
+        ),
         ({}, (None, None)),
     ],
 )

@@ -117,12 +117,6 @@ def test_an_assistant_message_at_the_end_is_left_out_where_a_field_has_the_answe
     assert set(configured) == {"12"}
 
 
-def test_a_question_field_has_priority_over_messages(tmp_path: Path) -> None:
-    rows = [{"messages": [QUESTION, SOLUTION], "problem": f"Say {n}.", "solution": str(n)} for n in range(2)]
-    problems, _ = read(write(tmp_path / "numina.jsonl", rows), template="plain")
-    assert problems["0"].prompt == (Message("user", "Say 0."),)
-
-
 def test_completions_of_chat_messages_can_be_scored(tmp_path: Path) -> None:
     row = {"messages": [QUESTION, SOLUTION], "completions": ["#### 12", "#### 13"]}
     path = Path(write(tmp_path / "done.jsonl", [row]))

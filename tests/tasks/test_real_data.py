@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
-from bandpo_cli.config.task import DataTask, Source
+from bandpo_cli.config.task import Source
 from bandpo_cli.tasks.questions import LoadedQuestions, load_questions
-from bandpo_cli.tasks.task import build_task
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 
@@ -44,25 +42,3 @@ def test_number_of_problems_and_first_answers(
     assert all(
         "\n" not in question.answer and "boxed" not in question.answer for question in loaded.questions
     )
-
-
-def test_gsm8k_answers_are_the_numbers_after_the_hashes() -> None:
-    raw = (DATA / "gsm8k_test.jsonl").read_text(encoding="utf-8").splitlines()
-    expected = [line.rsplit("#### ", 1)[1].removesuffix('"}') for line in raw]
-    given = [question.answer for question in load("gsm8k_test.jsonl", "gsm8k").questions]
-    assert [Fraction(text.replace(",", "")) for text in given] == [
-        Fraction(text.replace(",", "")) for text in expected
-    ]
-
-
-@pytest.mark.slow
-def test_gsm8k_as_a_task_from_local_copies() -> None:
-    load("gsm8k_test.jsonl", "gsm8k")
-    copies = {
-        part: {"name": "gsm8k", "path": str(DATA / f"gsm8k_{split}.jsonl")}
-        for part, split in (("train", "train"), ("heldout", "test"))
-    }
-    task = build_task(DataTask.model_validate({"name": "gsm8k", **copies}))
-    train, test = task.train_problems(), task.heldout_sets()["gsm8k"]
-    assert (len(train), len(test)) == (7473, 1319)
-    assert not {problem.id for problem in train} & {problem.id for problem in test}

@@ -203,12 +203,6 @@ def test_options_of_later_layers_are_merged_key_by_key() -> None:
     assert task.names == ("maze", "gcd")
 
 
-def test_several_values_of_task_are_members_of_one_task() -> None:
-    for values in (["gsm8k", "math"], ["reasoning-gym:gcd", "gsm8k"], ["reasoning-gym:gcd", "a.jsonl"]):
-        with pytest.raises(ConfigError, match="several members of one task"):
-            task_from_arguments(values)
-
-
 def test_the_list_has_every_generator_of_the_library_but_the_excluded_ones() -> None:
     from reasoning_gym.factory import DATASETS
 
