@@ -1,6 +1,6 @@
 """Run the same commands in two checkouts of this repository and compare everything that they compute.
 
-    python -m scripts.compare_checkouts OLD NEW [--only NAME ...] [--keep DIR] [--messages]
+    python -m scripts.compare_checkouts OLD NEW [--only NAME ...] [--keep DIR]
 
 OLD and NEW are folders or git revisions. A revision is checked out by `git worktree add` into a temporary folder, which
 is removed at the end. Both sides run at the same time, with one thread each, in folders with the same inputs.
@@ -45,7 +45,6 @@ def main() -> int:
         "--only", nargs="+", default=[], metavar="NAME", help="commands, by the start of their names"
     )
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep all outputs here; a new folder")
-    parser.add_argument("--messages", action="store_true", help="compare the wording of messages too")
     options = parser.parse_args()
     start = time.monotonic()
     try:
@@ -57,7 +56,7 @@ def main() -> int:
                 Side(name, stack.enter_context(checkout(text, temporary / f"{name}-checkout")), place / name)
                 for name, text in (("old", options.old), ("new", options.new))
             )
-            verdicts, outcomes = compare_sides((old, new), commands, options.messages)
+            verdicts, outcomes = compare_sides((old, new), commands)
     except (ValueError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -88,9 +87,7 @@ def checkout(text: str, folder: Path) -> Iterator[Path]:
         _git("worktree", "remove", "--force", str(folder))
 
 
-def compare_sides(
-    sides: Sides, commands: Sequence[Command], messages: bool
-) -> tuple[list[Verdict], dict[str, Pair]]:
+def compare_sides(sides: Sides, commands: Sequence[Command]) -> tuple[list[Verdict], dict[str, Pair]]:
     """Run the commands on both sides at the same time, and compare the outcomes."""
     for side in sides:
         side.work.mkdir(parents=True)
@@ -102,7 +99,7 @@ def compare_sides(
         runners = [stack.enter_context(Runner(side)) for side in sides]
         old, new = threads.map(lambda runner: runner.run_all(commands), runners)
     outcomes = {name: (old[name], new[name]) for name in old}
-    return judge_all(commands, outcomes, sides, messages), outcomes
+    return judge_all(commands, outcomes, sides), outcomes
 
 
 def show(verdicts: Sequence[Verdict], outcomes: dict[str, Pair], seconds: float) -> int:

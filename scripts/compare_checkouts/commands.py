@@ -13,8 +13,7 @@ from typing import Any
 class Stdout(Enum):
     """Comparison of what a command prints to standard output."""
 
-    NONE = "not compared: it contains durations"
-    WORDS = "compared with --messages only"
+    NONE = "not compared: wording, or durations"
     BYTES = "byte for byte"
     JSON = "as JSON, without the ignored keys"
     NUMBERS = "the numbers in it, in their order"
@@ -236,10 +235,10 @@ def _all() -> Iterator[Command]:
     yield from _parse(
         "dry-sweep: sweep -c small.yaml --delta 0.1,0.2 --seeds 0,1 --steps 2 --dry-run", writes=False
     )
-    yield from _parse(_HELP, stdout=Stdout.WORDS, writes=False)
+    yield from _parse(_HELP, writes=False)
     wrong = enumerate(_WRONG_LINES.strip().splitlines(), start=1)
     lines = "\n".join(f"wrong-{number:02d}: {line}" for number, line in wrong)
-    mistake: dict[str, Any] = {"code": 2, "stdout": Stdout.WORDS, "writes": False}
+    mistake: dict[str, Any] = {"code": 2, "writes": False}
     yield Command("help-none", (), **mistake)
     yield from (replace(command, needs=_RUNS) for command in _parse(lines, **mistake))
 

@@ -39,7 +39,7 @@ WORDING_KEYS = {
     "notes": "sentences of a report",
     "verdict": "a phrase of a report; in a table of completions it is data and is compared",
 }
-"""Keys of JSON files and JSON output that hold sentences: compared with --messages only."""
+"""Keys of JSON files and JSON output that hold sentences, which are not compared."""
 
 FILE_KEYS = {
     "env.json": {"git": "the commit differs by design", "resumes": "holds dates and the step of the kill"},
@@ -139,20 +139,16 @@ def without_keys(value: Any, patterns: Sequence[str]) -> Any:
     return [without_keys(inner, patterns) for inner in value] if isinstance(value, list) else value
 
 
-def ignored_keys(name: str, messages: bool) -> list[str]:
+def ignored_keys(name: str) -> list[str]:
     """Return the patterns of the keys that are ignored in a file of this name."""
-    wording = () if messages else WORDING_KEYS
-    return [*CLOCK_KEYS, *FILE_KEYS.get(name, ()), *wording]
+    return [*CLOCK_KEYS, *FILE_KEYS.get(name, ()), *WORDING_KEYS]
 
 
-def compare_files(
-    old: Path, new: Path, plain: tuple[Plain, Plain], messages: bool = False
-) -> Difference | None:
+def compare_files(old: Path, new: Path, plain: tuple[Plain, Plain]) -> Difference | None:
     """Return the first difference between two files, of which one may be missing.
 
     Args:
         plain: replaces the paths of the old side and of the new side.
-        messages: compare sentences too.
     """
     states = ["present" if path.is_file() else MISSING for path in (old, new)]
     if MISSING in states:
@@ -160,9 +156,7 @@ def compare_files(
     if presence_only(old):
         return None
     try:
-        values = [
-            read_values(path, replace, messages) for path, replace in zip((old, new), plain, strict=True)
-        ]
+        values = [read_values(path, replace) for path, replace in zip((old, new), plain, strict=True)]
     except (ValueError, KeyError, yaml.YAMLError, sqlite3.Error) as error:
         return Difference(f"cannot be read ({error})", old, new)
     return first_difference(*values)
@@ -173,7 +167,7 @@ def presence_only(path: Path) -> bool:
     return path.suffix in PRESENCE_ONLY or path.name in PRESENCE_ONLY
 
 
-def read_values(path: Path, plain: Plain, messages: bool = False) -> Any:
+def read_values(path: Path, plain: Plain) -> Any:
     """Return the content of a file as plain values, without the keys that are ignored."""
     if path.name == MLFLOW_DB:
         return without_keys(read_mlflow(path, plain), list(CLOCK_KEYS))
@@ -186,7 +180,7 @@ def read_values(path: Path, plain: Plain, messages: bool = False) -> Any:
     except UnicodeDecodeError:
         return path.read_bytes()
     read = _READERS.get(path.suffix, str.splitlines)
-    return without_keys(read(text), ignored_keys(path.name, messages))
+    return without_keys(read(text), ignored_keys(path.name))
 
 
 _READERS: dict[str, Callable[[str], Any]] = {

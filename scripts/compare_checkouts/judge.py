@@ -36,9 +36,7 @@ class Verdict:
     differences: list[Difference]
 
 
-def judge_all(
-    commands: Sequence[Command], outcomes: Mapping[str, Pair], sides: Sides, messages: bool
-) -> list[Verdict]:
+def judge_all(commands: Sequence[Command], outcomes: Mapping[str, Pair], sides: Sides) -> list[Verdict]:
     """Return a verdict for each command.
 
     Files are compared as they are after the last command. A file that several commands wrote counts for the last.
@@ -49,19 +47,19 @@ def judge_all(
         pair = outcomes[command.name]
         paths = sorted((pair[0].written | pair[1].written) - judged)
         judged.update(paths)
-        verdicts.append(judge(command, pair, paths, sides, messages))
+        verdicts.append(judge(command, pair, paths, sides))
     return verdicts[::-1]
 
 
-def judge(command: Command, pair: Pair, paths: Sequence[str], sides: Sides, messages: bool) -> Verdict:
+def judge(command: Command, pair: Pair, paths: Sequence[str], sides: Sides) -> Verdict:
     """Compare one command and the files in `paths`, relative to each side's folder."""
     parts = ["exit code"]
     differences = [*_exit_differences(command, pair)]
     if not command.writes:
         parts.append("no files written")
-    if command.stdout not in (Stdout.NONE, Stdout.WORDS) or (messages and command.stdout != Stdout.NONE):
+    if command.stdout is not Stdout.NONE:
         parts.append("stdout")
-        differences += _output_differences(command, pair, messages)
+        differences += _output_differences(command, pair)
     # Artifacts lie in folders with random names; the comparer of the MLflow store lists them.
     named = [path for path in paths if compare.MLFLOW_ARTIFACTS not in path.split("/")]
     plain = (sides[0].plain, sides[1].plain)
@@ -69,7 +67,7 @@ def judge(command: Command, pair: Pair, paths: Sequence[str], sides: Sides, mess
     for path in named:
         old, new = (side.work / path for side in sides)
         presences += compare.presence_only(old)
-        found = compare.compare_files(old, new, plain, messages)
+        found = compare.compare_files(old, new, plain)
         if found is not None:
             differences.append(Difference(f"{path}: {found.where}", found.old, found.new))
     if command.writes:
@@ -93,26 +91,20 @@ def _exit_differences(command: Command, pair: Pair) -> Iterator[Difference]:
         yield Difference("writes files", *(file[:3] for file in files))
 
 
-def _output_differences(command: Command, pair: Pair, messages: bool) -> Iterator[Difference]:
-    """Yield the first difference of standard output; with `messages` that of the text of both streams too."""
+def _output_differences(command: Command, pair: Pair) -> Iterator[Difference]:
+    """Yield the first difference of standard output."""
     try:
-        values = [_output_values(command.stdout, item.stdout, messages) for item in pair]
-        found = compare.first_difference(values[0], values[1], "stdout")
+        old, new = (_output_values(command.stdout, outcome.stdout) for outcome in pair)
+        difference = compare.first_difference(old, new, "stdout")
     except ValueError as error:
-        found = Difference(f"stdout cannot be read ({error})", *(item.stdout for item in pair))
-    if found is not None:
-        yield found
-    elif messages and command.stdout in (Stdout.WORDS, Stdout.NUMBERS, Stdout.SETTINGS):
-        for stream in ("stdout", "stderr"):
-            old, new = (getattr(item, stream).splitlines() for item in pair)
-            found = compare.first_difference(old, new, f"{stream}: line ")
-            if found is not None:
-                yield found
+        difference = Difference(f"stdout cannot be read ({error})", *(outcome.stdout for outcome in pair))
+    if difference is not None:
+        yield difference
 
 
-def _output_values(stdout: Stdout, text: str, messages: bool) -> Any:
+def _output_values(stdout: Stdout, text: str) -> Any:
     if stdout is Stdout.JSON:
-        return compare.without_keys(json.loads(text), compare.ignored_keys("stdout", messages))
+        return compare.without_keys(json.loads(text), compare.ignored_keys("stdout"))
     if stdout is Stdout.NUMBERS:
         return compare.numbers_in(text)
     if stdout is Stdout.SETTINGS:

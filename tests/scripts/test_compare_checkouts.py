@@ -67,7 +67,7 @@ def differences(sides: tuple[Side, Side], command: Command | None = None, *outco
     """Return what the comparison of one command reports."""
     command = command or Command("train", ("train",))
     pair = (outcomes[0], outcomes[1]) if outcomes else (outcome(sides[0]), outcome(sides[1]))
-    (verdict,) = judge_all([command], {command.name: pair}, sides, messages=False)
+    (verdict,) = judge_all([command], {command.name: pair}, sides)
     return [str(difference) for difference in verdict.differences]
 
 
@@ -142,7 +142,7 @@ def test_output_is_compared_as_the_command_asks(sides: tuple[Side, Side]) -> Non
     report = '{"finding": "%s", "accuracy": %s, "seconds_per_step": %s}'
     assert found(Stdout.JSON, report % ("a", 1, 2), report % ("b", 1, 3)) == []
     assert found(Stdout.JSON, report % ("a", 1, 2), report % ("a", 1.0, 2)) == ["stdout: accuracy: 1 != 1.0"]
-    assert found(Stdout.WORDS, "a", "b") == []
+    assert found(Stdout.NONE, "a", "b") == []
 
 
 def test_settings_of_a_dry_run_are_read_between_sentences() -> None:
