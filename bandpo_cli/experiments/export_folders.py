@@ -22,7 +22,7 @@ from bandpo_cli.experiments.preflight import (
     check_model_path,
     resolve_model,
 )
-from bandpo_cli.exports import verl_data, verl_files
+from bandpo_cli.exports import verl_files
 from bandpo_cli.exports.verl_files import Machines
 from bandpo_cli.exports.verl_rules import MODEL, InFolder, Overrides, is_copied
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable, overrides_of
@@ -101,13 +101,14 @@ def export_verl(
     check_is_no_adapter(config.model.path)
     check_embedded_task(config, f"task.name = {config.task.name!r}")
     task = build_task(config.task)
-    training, heldout = task.train_problems(), verl_data.heldout_problems(config, task)
+    training, sets = task.train_problems(), task.heldout_sets()
+    heldout = {label: problems[: config.evaluation.problems] for label, problems in sets.items()}
     arithmetic = verl_files.batch_arithmetic(config, machines, len(training))
     check_graders(chain(training, *heldout.values()))
     for reward in config.task.rewards or ():
         if reward.grader is not None:
             check_grader(reward.grader)
-    template = verl_data.chat_template(config, training)
+    template = verl_files.chat_template(config, training)
     overrides = {
         **overrides_of(config),
         f"{MODEL}.custom_chat_template": template,
@@ -116,13 +117,10 @@ def export_verl(
     by_source: dict[str, list[Problem]] = {}
     for problem in training:
         by_source.setdefault(problem.source, []).append(problem)
-    sets = (
-        ("train", verl_files.TRAIN_FILE, by_source),
-        ("test", verl_files.HELDOUT_FILE, heldout),
-    )
+    join = template is not None
     with export_folder(out) as folder:
-        for split, file, problems in sets:
-            verl_data.write_problems(folder / file, split, problems, join_messages=template is not None)
+        verl_files.write_problems(folder / verl_files.TRAIN_FILE, "train", by_source, join)
+        verl_files.write_problems(folder / verl_files.HELDOUT_FILE, "test", heldout, join)
         modules = [VERL_MODULE] if config.bounds.method == "band" else []
         script = verl_files.run_script(overrides, config.tracking.uri, modules, config.tracking.mlflow)
         write_text(folder / "run.sh", script).chmod(0o755)
@@ -130,7 +128,7 @@ def export_verl(
         write_text(folder / verl_files.REWARD_FILE, verl_files.REWARD_MODULE)
         write_text(folder / "README.md", verl_files.readme(config, overrides, differences, arithmetic))
         if is_copied(config):
-            verl_data.copy_embedded_model(folder / "model")
+            verl_files.copy_embedded_model(folder / "model")
     return VerlExport(
         folder=out,
         overrides=overrides,

@@ -16,7 +16,7 @@ from typing import Any
 
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.exports.verl_data import problem_from_json
+from bandpo_cli.exports.verl_files import problem_from_json
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.grading.rewards import graded_by, weighted_grade
 from bandpo_cli.types import Grade, Problem
@@ -44,7 +44,7 @@ class RewardFunction:
     ) -> dict[str, float]:
         """Return `score`, the reward without the penalty for long completions, and `acc`, 1 for a correct answer.
 
-        `extra_info` is that of a row of `verl_data.write_problems`, which has the complete problem.
+        `extra_info` is that of a row of `verl_files.write_problems`, which has the complete problem.
         """
         grade = self._grade(problem_from_json(extra_info["problem"]), solution_str)
         reward = self._reward

@@ -14,9 +14,8 @@ from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import export_verl
-from bandpo_cli.exports import verl_data
-from bandpo_cli.exports.verl_data import problem_from_json
-from bandpo_cli.exports.verl_files import Machines, batch_arithmetic, hydra_value
+from bandpo_cli.exports import verl_files
+from bandpo_cli.exports.verl_files import Machines, batch_arithmetic, hydra_value, problem_from_json
 from bandpo_cli.models.load import load_tokenizer
 from bandpo_cli.sampling.rollouts import PromptEncoder
 from bandpo_cli.tasks.task import build_task
@@ -110,7 +109,7 @@ def test_joined_messages_have_the_token_ids_of_a_run(tmp_path: Path, special: bo
     model = save_text_model(tmp_path / "model", ["What is 1+1?"], layers=1)
     for prompts in ("auto", "chat"):
         config = resolve([SMALL, {"model": {"path": str(model), "prompts": prompts}}])
-        assert verl_data.chat_template(config, [QUESTION]) is None
+        assert verl_files.chat_template(config, [QUESTION]) is None
     tokenizer = load_tokenizer(resolve([{"model": {"path": str(model)}}]).model)
     tokenizer.chat_template = None
     (model / "chat_template.jinja").unlink()
@@ -121,8 +120,8 @@ def test_joined_messages_have_the_token_ids_of_a_run(tmp_path: Path, special: bo
         )
     tokenizer.save_pretrained(model)
     config = resolve([SMALL, {"model": {"path": str(model)}}])
-    template = verl_data.chat_template(config, [QUESTION])
-    messages = verl_data._messages(QUESTION, join=True)
+    template = verl_files.chat_template(config, [QUESTION])
+    messages = verl_files._messages(QUESTION, join=True)
     reread: Any = load_tokenizer(config.model)
     ids = reread.apply_chat_template(
         messages, chat_template=template, return_dict=False, add_generation_prompt=True

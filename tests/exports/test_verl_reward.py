@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bandpo_cli.config.layers import resolve, to_yaml
-from bandpo_cli.exports.verl_data import problem_to_json
+from bandpo_cli.exports.verl_files import problem_to_json
 from bandpo_cli.exports.verl_reward import RewardFunction, load_reward_function
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.grading.rewards import training_grader

@@ -19,7 +19,7 @@ import torch
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments import export_verl, import_verl
-from bandpo_cli.exports.verl_data import problem_from_json, problem_to_json
+from bandpo_cli.exports.verl_files import problem_from_json, problem_to_json
 from bandpo_cli.exports.verl_reward import RewardFunction
 from bandpo_cli.exports.verl_rules import LOSSES
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable
