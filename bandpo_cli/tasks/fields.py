@@ -29,9 +29,7 @@ _FIRST_NUMBER = re.compile(r"\d+")
 
 
 def find_fields(
-    rows: Iterable[Mapping[str, Any]],
-    configured: Fields = NO_FIELDS,
-    dataset_fields: Fields | Dataset = NO_FIELDS,
+    rows: Iterable[Mapping[str, Any]], configured: Fields = NO_FIELDS, known: Fields | Dataset = NO_FIELDS
 ) -> Fields:
     """Choose the fields: the configured ones, else the first usual name that has a usable value in one of `rows`.
 
@@ -43,7 +41,7 @@ def find_fields(
     Args:
         rows: The rows to search, for example the first thousand of a file.
         configured: The fields that the user names (`fields:` of a source).
-        dataset_fields: The fields of the known data set that the rows are from.
+        known: The fields of the known data set that the rows are from.
 
     Returns:
         Dotted paths of the fields; None for a field that was not found. If `answer` equals `question`, the answer is
@@ -51,14 +49,12 @@ def find_fields(
     """
     rows = list(rows)
     verl = any(is_chat(row.get("prompt")) and value_at(row, _VERL_ANSWER) is not None for row in rows)
-    questions = ["prompt" if verl else None, dataset_fields.question, *QUESTION_NAMES]
-    answers = sorted([dataset_fields.answer, *ANSWER_NAMES], key=lambda name: name == "solution")
+    questions = ["prompt" if verl else None, known.question, *QUESTION_NAMES]
+    answers = sorted([known.answer, *ANSWER_NAMES], key=lambda name: name == "solution")
     answers.insert(0, _VERL_ANSWER if verl else None)
 
     def first(names: Iterable[str | None], usable: Any) -> str | None:
-        return next(
-            (name for name in names if name and any(usable(value_at(row, name)) for row in rows)), None
-        )
+        return next((n for n in names if n and any(usable(value_at(row, n)) for row in rows)), None)
 
     question = configured.question or first(questions, lambda value: is_chat(value) or clean_text(value))
     answer = configured.answer or first(answers, as_answer)
@@ -68,7 +64,7 @@ def find_fields(
     return Fields(
         question=question,
         answer=answer,
-        level=configured.level or first((dataset_fields.level, *LEVEL_NAMES), as_level),
+        level=configured.level or first((known.level, *LEVEL_NAMES), as_level),
         id=configured.id,
     )
 

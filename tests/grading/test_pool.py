@@ -240,15 +240,6 @@ def test_workers_persist_between_calls_and_import_neither_torch_nor_main(pool: G
     assert pool.errors == {}
 
 
-@pytest.mark.slow
-def test_symbolic_grader_does_not_import_torch() -> None:
-    code = (
-        "import sys, bandpo_cli.grading.symbolic, bandpo_cli.grading.worker; "
-        "sys.exit(any(name in sys.modules for name in ('torch', 'asyncio')))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
 def test_close_terminates_all_workers(pool: GraderPool) -> None:
     pids = set(verdicts(pool, ["pid"] * 20))
     pool.close()
@@ -367,6 +358,11 @@ def test_spawn_starts_one_worker_of_each_grader_that_may_need_one() -> None:
         assert not worker.ready, "the import is not waited for"
         (grade,) = pool.grade([Problem("p", "", "(x+1)^2", "t", "math")], ["Answer: $x^2+2x+1$"])
         assert grade.correct
+    code = (
+        "import sys, bandpo_cli.grading.symbolic, bandpo_cli.grading.worker; "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'asyncio')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.storage.tables import SampleRow, write_eval_table, write_sample_table
+from bandpo_cli.storage.tables import write_eval_table
 from bandpo_cli.tasks.completions import StoredCompletion, read_completions
 from bandpo_cli.types import Problem
 from tests.tasks.stored_completions import ROW, error_of, jsonl, nested
@@ -28,16 +28,6 @@ def test_table_of_an_evaluation_is_read_as_it_was_written(tmp_path: Path) -> Non
     first, second = sets["aime24"]
     assert first.completions_G == [StoredCompletion("Answer: 2", 5, "stop", -1.25), StoredCompletion("no")]
     assert len(second.completions_G) == 1
-
-
-def test_table_of_a_training_step_is_a_set_named_by_its_source(tmp_path: Path) -> None:
-    row = SampleRow(
-        source="countdown", problem_id="c", prompt="1 2=3:", reference="3", grader="countdown",
-        extra='{"numbers": "1 2"}', text="1+2", reward=1.0, accuracy=1.0, length=4, finish_reason="stop",
-        verdict="correct", logprob_sum=-0.5,
-    )  # fmt: skip
-    sets = read_completions(write_sample_table(tmp_path / "step-000002.parquet", [row, row]))
-    assert [len(stored.completions_G) for stored in sets["countdown"]] == [2]
 
 
 def test_rows_with_question_answer_and_completions(tmp_path: Path) -> None:

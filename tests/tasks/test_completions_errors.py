@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
-from bandpo_cli.storage.tables import write_eval_table
 from tests.tasks.stored_completions import ROW, error_of, jsonl, nested
 
 
@@ -74,18 +71,3 @@ def test_invalid_values_in_an_own_table(tmp_path: Path, change: dict, part: str)
     line = error_of(jsonl(tmp_path / "a.jsonl", ROW, {**ROW, **change}))
     assert "row 2: " in line
     assert part in line
-
-
-def test_tables_without_rows_or_with_columns_of_other_types(tmp_path: Path) -> None:
-    assert "holds no completions" in error_of(write_eval_table(tmp_path / "none.parquet", []))
-    for name, column in (
-        ("text", pa.array([b"\xff"], pa.binary())),
-        ("text", pa.array([["x"]])),
-        ("reference", pa.array([2.5])),
-        ("length", pa.array([{"x": 1}])),
-        ("extra", pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))),
-    ):
-        table = pa.Table.from_pylist([dict(ROW)])
-        table = table.set_column(table.column_names.index(name), name, column)
-        pq.write_table(table, tmp_path / "odd.parquet")
-        assert f"'{name}'" in error_of(tmp_path / "odd.parquet")
