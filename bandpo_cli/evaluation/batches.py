@@ -5,17 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import TypeVar
 
 from bandpo_cli.grading.answers import voted_answer
 from bandpo_cli.storage.eval_folder import PartKey
 from bandpo_cli.storage.tables import EvalRow, encode_extra
-from bandpo_cli.tasks.completions import StoredProblem
+from bandpo_cli.tasks.completions import StoredCompletion, StoredProblem
 from bandpo_cli.types import Grade, Grader, Problem
 
 _Item = TypeVar("_Item")
+
+SubmitAnswers = Callable[[Sequence[Problem], Sequence[str]], Future[list[Grade]]]
+"""Returns the future grades of texts [N], each as an answer to its problem [N]."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,7 @@ def regrade_batches(
             pairs = [(stored.problem, completion) for stored in chunk for completion in stored.completions_G]
             grades = grade([problem for problem, _ in pairs], [completion.text for _, completion in pairs])
             rows = [
-                eval_row(
-                    label,
-                    problem,
-                    prompt=str(problem.prompt),
-                    text=completion.text,
-                    grade=completion_grade,
-                    length=completion.length,
-                    finish_reason=completion.finish_reason,
-                    logprob_sum=completion.logprob_sum,
-                )
+                eval_row(label, problem, str(problem.prompt), completion, completion_grade)
                 for (problem, completion), completion_grade in zip(pairs, grades, strict=True)
             ]
             yield Batch(key, label, rows)
@@ -78,24 +72,9 @@ def chunks(items: Sequence[_Item], size: int) -> Iterator[tuple[int, Sequence[_I
 
 
 def eval_row(
-    label: str,
-    problem: Problem,
-    *,
-    prompt: str,
-    text: str,
-    grade: Grade,
-    length: int | None,
-    finish_reason: str | None,
-    logprob_sum: float | None,
+    label: str, problem: Problem, prompt: str, completion: StoredCompletion, grade: Grade
 ) -> EvalRow:
-    """Return the stored row of a completion.
-
-    Args:
-        label: name of the evaluation set.
-        prompt: the prompt as text.
-        length: number of sampled tokens; None if unknown.
-        logprob_sum: log-probability of the completion in nats; None if unknown.
-    """
+    """Return the stored row of a completion; `label` is the name of its evaluation set."""
     return EvalRow(
         task=label,
         problem_id=problem.id,
@@ -103,45 +82,32 @@ def eval_row(
         reference=problem.answer,
         grader=problem.grader,
         extra=encode_extra(problem.extra),
-        text=text,
-        answer=voted_answer(text, problem.grader),
+        text=completion.text,
+        answer=voted_answer(completion.text, problem.grader),
         accuracy=float(grade.correct),
         verdict=grade.verdict,
-        length=length,
-        finish_reason=finish_reason,
-        logprob_sum=logprob_sum,
+        length=completion.length,
+        finish_reason=completion.finish_reason,
+        logprob_sum=completion.logprob_sum,
     )
 
 
-class BackgroundGrading:
-    """One thread that grades batches in the order in which they are submitted; a context manager.
+@contextmanager
+def background_grading(grade: Grader, cancel: Callable[[], None]) -> Iterator[SubmitAnswers]:
+    """Grade batches in one thread, in the order in which they are submitted; yield the function that submits one.
 
-    Where its body ends with an exception, Ctrl-C included, the batches that wait are dropped and the one in work is
+    If the block ends with an exception, Ctrl-C included, the waiting batches are dropped and the running one is
     cancelled.
+
+    Args:
+        grade: grades texts [N], each as an answer to its problem [N]; called in the thread.
+        cancel: makes a running call of `grade` end soon with an exception.
     """
-
-    def __init__(self, grade: Grader, cancel: Callable[[], None]) -> None:
-        """Set the functions; the thread starts with the first batch.
-
-        Args:
-            grade: grades texts [N], each as an answer to its problem [N]; called in the thread.
-            cancel: makes a running call of `grade` end soon with an exception.
-        """
-        self._grade, self._cancel = grade, cancel
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grading")
-
-    def submit(self, problems: Sequence[Problem], texts: Sequence[str]) -> Future[list[Grade]]:
-        """Return the future grades of the texts; its `result` raises what grading raised."""
-        return self._executor.submit(self._grade, problems, texts)
-
-    def __enter__(self) -> BackgroundGrading:
-        """Return the object."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Wait for the thread, after cancelling its work if the body failed."""
-        if error is not None:
-            self._cancel()
-        self._executor.shutdown(wait=True, cancel_futures=error is not None)
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grading")
+    try:
+        yield lambda problems, texts: executor.submit(grade, problems, texts)
+    except BaseException:
+        cancel()
+        executor.shutdown(cancel_futures=True)
+        raise
+    executor.shutdown()

@@ -13,22 +13,22 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from bandpo_cli.config.run import EvaluationConfig, RewardConfig
-from bandpo_cli.evaluation.batches import BackgroundGrading, Batch, chunks, eval_row
+from bandpo_cli.config.run import EvaluationConfig
+from bandpo_cli.evaluation.batches import Batch, background_grading, chunks, eval_row
 from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.rollouts import (
     EncodedPrompt,
     PromptEncoder,
     decode_completions,
-    graded_groups,
     problem_per_completion,
     stream_completions,
 )
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.eval_folder import PartKey
+from bandpo_cli.tasks.completions import StoredCompletion
 from bandpo_cli.types import Completion, Grade, Grader, Problem
 
 MAX_UNGRADED_BATCHES = 2
@@ -36,29 +36,13 @@ MAX_UNGRADED_BATCHES = 2
 the memory, and what an interrupted evaluation loses."""
 
 
-@dataclass(frozen=True)
-class _Sampled:
-    """This rank's share of a batch, whose completions are being graded."""
-
-    planned: _Planned
-    completions_PG: Sequence[Sequence[Completion]]
-    texts: Sequence[str]
-    grades: Future[list[Grade]]
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """This rank's share of a batch that is to be sampled."""
+class _Share(NamedTuple):
+    """This rank's problems of a batch, with their prompts; there may be none."""
 
     key: PartKey
     label: str
     problems: Sequence[Problem]
     prompts: Sequence[EncodedPrompt]
-    seed: int
-
-    @property
-    def request(self) -> SampleRequest:
-        return SampleRequest([prompt.token_ids for prompt in self.prompts], self.seed)
 
 
 def sample_batches(
@@ -94,83 +78,50 @@ def sample_batches(
     Raises:
         StaleEngineError: the sampler does not run the weights of `version`.
     """
-    planned: deque[_Planned] = deque()
+    requested: deque[_Share] = deque()
+    sampled: deque[tuple[_Share, list[list[Completion]], list[str], Future[list[Grade]]]] = deque()
 
     def requests() -> Iterator[SampleRequest]:
-        for batch in _plan(encoder, sets, batch_size // params.samples, seed, done, ranks):
-            planned.append(batch)
-            yield batch.request
+        for index, (label, problems_P) in enumerate(sets.items()):
+            set_seed = derive_seed(seed, "eval", label)
+            for start, chunk in chunks(problems_P, batch_size // params.samples):
+                if (key := PartKey(index, start)) not in done:
+                    problems, first = ranks.share(chunk), start + ranks.share_start(len(chunk))
+                    prompts = encoder.encode(problems)
+                    requested.append(_Share(key, label, problems, prompts))
+                    # A sampler gives the prompt after the first the next seed: a seed per problem of the set.
+                    yield SampleRequest([prompt.token_ids for prompt in prompts], set_seed + first)
 
-    ungraded: deque[_Sampled] = deque()
+    def next_batch() -> Batch:
+        """Wait for the grades of the first sampled batch, and return it complete, on every rank."""
+        (key, label, problems, prompts), completions_PG, texts, grades = sampled.popleft()
+        answers = [
+            (problem, prompt.text, completion)
+            for problem, prompt, group in zip(problems, prompts, completions_PG, strict=True)
+            for completion in group
+        ]
+        rows = []
+        for (problem, prompt, item), text, grade in zip(answers, texts, grades.result(), strict=True):
+            stored = StoredCompletion(text, len(item.token_ids), item.finish_reason, sum(item.logprobs))
+            rows.append(eval_row(label, problem, prompt, stored, grade))
+        return Batch(key, label, ranks.gather_all(rows))
+
     with (
-        BackgroundGrading(grade, cancel) as grading,
+        background_grading(grade, cancel) as submit,
         closing(stream_completions(sampler, requests(), params, version)) as stream,
     ):
         for completions_PG in stream:
-            batch = planned.popleft()
+            share = requested.popleft()
             texts = decode_completions(encoder.tokenizer, completions_PG)
-            grades = grading.submit(problem_per_completion(batch.problems, completions_PG), texts)
-            ungraded.append(_Sampled(batch, completions_PG, texts, grades))
-            while ungraded and (len(ungraded) > MAX_UNGRADED_BATCHES or _is_graded(ungraded[0], ranks)):
-                yield _gathered(ungraded.popleft(), params.max_tokens, ranks)
-        while ungraded:
-            yield _gathered(ungraded.popleft(), params.max_tokens, ranks)
-
-
-def _plan(
-    encoder: PromptEncoder,
-    sets: Mapping[str, Sequence[Problem]],
-    problems_per_batch: int,
-    seed: int,
-    done: Container[PartKey],
-    ranks: Ranks,
-) -> Iterator[_Planned]:
-    """Yield this rank's share of each batch that is not `done`, in order; it may have no problems."""
-    for index, (label, problems_P) in enumerate(sets.items()):
-        set_seed = derive_seed(seed, "eval", label)
-        for start, chunk in chunks(problems_P, problems_per_batch):
-            key = PartKey(index, start)
-            if key not in done:
-                problems, first = ranks.share(chunk), start + ranks.share_start(len(chunk))
-                # A sampler gives the prompt after the first the next seed, and so on: a seed per problem of the set.
-                yield _Planned(key, label, problems, encoder.encode(problems), set_seed + first)
-
-
-def _is_graded(sampled: _Sampled, ranks: Ranks) -> bool:
-    """Return whether the grades can be taken without waiting; False with several ranks.
-
-    Their grades are gathered. Sampling may communicate as well, so the order of both must not depend on time.
-    """
-    return ranks.size == 1 and sampled.grades.done()
-
-
-def _gathered(sampled: _Sampled, max_tokens: int, ranks: Ranks) -> Batch:
-    """Wait for the grades of a batch, and return it complete, on every rank."""
-    batch = sampled.planned
-    groups = graded_groups(
-        batch.problems,
-        batch.prompts,
-        sampled.completions_PG,
-        sampled.texts,
-        sampled.grades.result(),
-        RewardConfig(),
-        max_tokens,
-    )
-    rows = [
-        eval_row(
-            batch.label,
-            rollout.problem,
-            prompt=rollout.prompt,
-            text=rollout.text,
-            grade=rollout.grade,
-            length=len(rollout.completion.token_ids),
-            finish_reason=rollout.completion.finish_reason,
-            logprob_sum=sum(rollout.completion.logprobs),
-        )
-        for group in groups
-        for rollout in group.rollouts_G
-    ]
-    return Batch(batch.key, batch.label, ranks.gather_all(rows))
+            grades = submit(problem_per_completion(share.problems, completions_PG), texts)
+            sampled.append((share, completions_PG, texts, grades))
+            # Several ranks gather the grades, and sampling may communicate, too: the order must not depend on time.
+            while sampled and (
+                len(sampled) > MAX_UNGRADED_BATCHES or (ranks.size == 1 and sampled[0][-1].done())
+            ):
+                yield next_batch()
+        while sampled:
+            yield next_batch()
 
 
 def is_evaluation_due(config: EvaluationConfig, step: int, last_step: int) -> bool:

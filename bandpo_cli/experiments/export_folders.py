@@ -23,7 +23,6 @@ from bandpo_cli.experiments.preflight import (
     resolve_model,
 )
 from bandpo_cli.exports import verl_files
-from bandpo_cli.exports.verl_files import Machines
 from bandpo_cli.exports.verl_rules import MODEL, InFolder, Overrides, is_copied
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable, overrides_of
 from bandpo_cli.grading.pool import check_grader
@@ -88,7 +87,6 @@ def export_verl(
         raise UserError(
             f"--out {out}: it exists already, and an export overwrites nothing; name another folder"
         )
-    machines = Machines(nodes, gpus_per_node)
     differences = differences_of(config)
     if not is_runnable(config):
         raise ConfigError(f"verl cannot run this configuration: {'; '.join(differences)}")
@@ -103,7 +101,7 @@ def export_verl(
     task = build_task(config.task)
     training, sets = task.train_problems(), task.heldout_sets()
     heldout = {label: problems[: config.evaluation.problems] for label, problems in sets.items()}
-    arithmetic = verl_files.batch_arithmetic(config, machines, len(training))
+    arithmetic = verl_files.batch_arithmetic(config, nodes * gpus_per_node, len(training))
     check_graders(chain(training, *heldout.values()))
     for reward in config.task.rewards or ():
         if reward.grader is not None:
@@ -112,7 +110,14 @@ def export_verl(
     overrides = {
         **overrides_of(config),
         f"{MODEL}.custom_chat_template": template,
-        **_placement(config, out.name, machines),
+        "data.train_files": InFolder(verl_files.TRAIN_FILE),
+        "data.val_files": InFolder(verl_files.HELDOUT_FILE),
+        "reward.custom_reward_function.path": InFolder(verl_files.REWARD_FILE),
+        "reward.custom_reward_function.name": "compute_score",
+        "trainer.experiment_name": out.name,
+        "trainer.default_local_dir": InFolder("checkpoints"),
+        "trainer.nnodes": nodes,
+        "trainer.n_gpus_per_node": gpus_per_node,
     }
     by_source: dict[str, list[Problem]] = {}
     for problem in training:
@@ -138,20 +143,6 @@ def export_verl(
         problems=len(training),
         heldout=sum(map(len, heldout.values())),
     )
-
-
-def _placement(config: RunConfig, name: str, machines: Machines) -> Overrides:
-    """Return verl's settings for the files of the folder and for the machines."""
-    return {
-        "data.train_files": InFolder(verl_files.TRAIN_FILE),
-        "data.val_files": InFolder(verl_files.HELDOUT_FILE),
-        "reward.custom_reward_function.path": InFolder(verl_files.REWARD_FILE),
-        "reward.custom_reward_function.name": "compute_score",
-        "trainer.experiment_name": name,
-        "trainer.default_local_dir": InFolder("checkpoints"),
-        "trainer.nnodes": machines.nodes,
-        "trainer.n_gpus_per_node": machines.gpus_per_node,
-    }
 
 
 def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") -> Path:

@@ -12,7 +12,6 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from bandpo_cli.config.layers import flatten
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.exports.verl_rules import InFolder, Overrides, longest_row, tokens_per_micro_batch
-from bandpo_cli.exports.verl_settings import RULES
+from bandpo_cli.exports.verl_settings import RULES, describe_rule
 from bandpo_cli.storage.files import write_json
 from bandpo_cli.types import Message, Problem
 
@@ -34,20 +33,7 @@ _PLAIN = re.compile(r"[A-Za-z][\w./-]*")
 _RESERVED = {"true", "false", "null", "nan", "inf", "none"}
 
 
-@dataclass(frozen=True)
-class Machines:
-    """The number of machines of a job, and the number of GPUs of each."""
-
-    nodes: int
-    gpus_per_node: int
-
-    @property
-    def gpus(self) -> int:
-        """Number of GPUs of all machines."""
-        return self.nodes * self.gpus_per_node
-
-
-def batch_arithmetic(config: RunConfig, machines: Machines, problems: int) -> list[str]:
+def batch_arithmetic(config: RunConfig, gpus: int, problems: int) -> list[str]:
     """Return the numbers of prompts, completions and updates per step and GPU, one line each.
 
     Raises:
@@ -61,20 +47,20 @@ def batch_arithmetic(config: RunConfig, machines: Machines, problems: int) -> li
             f"sampling.prompts = {prompts}: there are {problems:,} training problems, and verl drops a batch that is "
             "not complete; take fewer prompts"
         )
-    if machines.gpus % parallel:
+    if gpus % parallel:
         raise ConfigError(
-            f"sampling.vllm.tensor_parallel = {parallel} does not divide the {machines.gpus} GPUs of the job"
+            f"sampling.vllm.tensor_parallel = {parallel} does not divide the {gpus} GPUs of the job"
         )
-    if per_update % machines.gpus:
+    if per_update % gpus:
         raise ConfigError(
             f"an update has {prompts} / {updates} × {samples} = {per_update:,} completions (sampling.prompts / "
-            f"optim.updates × sampling.samples), and verl needs a multiple of the {machines.gpus} GPUs"
+            f"optim.updates × sampling.samples), and verl needs a multiple of the {gpus} GPUs"
         )
     longest, tokens = longest_row(config), tokens_per_micro_batch(config)
     return [
         f"per step: {prompts:,} prompts × {samples} completions = {prompts * samples:,} completions; GPUs: "
-        f"{machines.gpus}, vLLM engines: {machines.gpus // parallel}",
-        f"per update ({updates} per step): {per_update:,} completions, {per_update // machines.gpus:,} per GPU",
+        f"{gpus}, vLLM engines: {gpus // parallel}",
+        f"per update ({updates} per step): {per_update:,} completions, {per_update // gpus:,} per GPU",
         f"per micro-batch and GPU: at most {tokens:,} tokens; a prompt and its completion have at most {longest:,}",
         f"per pass over the {problems:,} training problems: {problems // prompts:,} steps",
     ]
@@ -98,19 +84,24 @@ def run_script(overrides: Overrides, uri: str | None, external_modules: Sequence
         default = '"sqlite:///$HERE/mlflow.db"' if uri is None else shlex.quote(uri)
         lines.append(f"DEFAULT_URI={default}")
         lines.append('export MLFLOW_TRACKING_URI="${MLFLOW_TRACKING_URI:-$DEFAULT_URI}"')
-    arguments = [_argument(key, value) for key, value in overrides.items()]
+    arguments = [
+        f'"{key}=$(quoted "$HERE/{value}")"'
+        if isinstance(value, InFolder)
+        else shlex.quote(f"{key}={hydra_value(value)}")
+        for key, value in overrides.items()
+    ]
     # Workers on other machines do not inherit the environment of this script.
     arguments += [
         f'"+ray_kwargs.ray_init.runtime_env.env_vars.{name}=$(quoted "${name}")"' for name in variables
     ]
     body = " \\\n  ".join(["python3 -m verl.trainer.main_ppo", *arguments, '"$@"'])
-    header = f"""#!/usr/bin/env bash
+    header = rf"""#!/usr/bin/env bash
 # Runs the experiment of config.yaml on verl {VERL_VERSION}. Arguments are further overrides.
 set -euo pipefail
 HERE="$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)"
+quoted() {{ printf "'%s'" "${{1//\'/\\\'}}"; }}  # a text in the syntax of Hydra's overrides
 """
-    quoted = r"""quoted() { printf "'%s'" "${1//\'/\\\'}"; }  # a text in the syntax of Hydra's overrides"""
-    return header + "\n".join([quoted, *lines, body, ""])
+    return header + "\n".join([*lines, body, ""])
 
 
 REWARD_MODULE = '''"""Reward function of this experiment: the graders and rewards of config.yaml."""
@@ -137,9 +128,9 @@ def readme(
     )
     environment.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
     settings = [
-        (key, value, rule.describe())
+        (key, value, describe_rule(name))
         for key, value in flatten(config.model_dump(mode="json")).items()
-        for name, rule in RULES.items()
+        for name in RULES
         if key == name or key.startswith(f"{name}.")
     ]
     return environment.get_template("README.md").render(
@@ -150,13 +141,6 @@ def readme(
         settings=settings,
         overrides=[(key.removeprefix("+"), hydra_value(value)) for key, value in overrides.items()],
     )
-
-
-def _argument(key: str, value: Any) -> str:
-    """Return an override as a word of the shell."""
-    if isinstance(value, InFolder):
-        return f'"{key}=$(quoted "$HERE/{value}")"'
-    return shlex.quote(f"{key}={hydra_value(value)}")
 
 
 def hydra_value(value: Any) -> str:

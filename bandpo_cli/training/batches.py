@@ -19,7 +19,7 @@ from types import TracebackType
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import RewardComponent
 from bandpo_cli.errors import warn_on_failure
-from bandpo_cli.evaluation.batches import BackgroundGrading, chunks
+from bandpo_cli.evaluation.batches import SubmitAnswers, background_grading, chunks
 from bandpo_cli.grading.rewards import ErrorReportingGrader, graded_by, training_grader
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.ranks import Ranks
@@ -186,7 +186,7 @@ def _sample_batch(
         with timer.phase("sample"):
             prompts = components.encoder.encode(problems)
             if _grades_while_sampling(config, components):
-                grading = BackgroundGrading(components.grader.grade, components.grader.cancel)
+                grading = background_grading(components.grader.grade, components.grader.cancel)
                 pool = early = EarlyGrades(pool, stack.enter_context(grading), config.task.rewards)
                 size = config.grading.batch // params.samples
                 completions = _submit_parts(components, early, problems, prompts, size, seed, version)
@@ -247,11 +247,11 @@ class EarlyGrades:
     def __init__(
         self,
         pool: ErrorReportingGrader,
-        grading: BackgroundGrading,
+        submit_answers: SubmitAnswers,
         components: Sequence[RewardComponent] | None,
     ) -> None:
-        """Set the pool that grades, in the thread of `grading`, for each of the components (`task.rewards`)."""
-        self._pool, self._grading = pool, grading
+        """Set the pool that grades, through `submit_answers`, for each of the components (`task.rewards`)."""
+        self._pool, self._submit_answers = pool, submit_answers
         self._components: Sequence[RewardComponent | None] = components or [None]
         self._parts: list[list[Future[list[Grade]]]] = [[] for _ in self._components]
 
@@ -263,7 +263,7 @@ class EarlyGrades:
     def submit(self, problems: Sequence[Problem], texts: Sequence[str]) -> None:
         """Start grading texts [N], each as an answer to its problem [N]."""
         for component, parts in zip(self._components, self._parts, strict=True):
-            parts.append(self._grading.submit(graded_by(component, problems), texts))
+            parts.append(self._submit_answers(graded_by(component, problems), texts))
 
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
         """Wait for the grades of all texts and return them: at the first call those of the first component, etc."""

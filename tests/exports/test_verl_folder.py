@@ -15,7 +15,7 @@ from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import export_verl
 from bandpo_cli.exports import verl_files
-from bandpo_cli.exports.verl_files import Machines, batch_arithmetic, hydra_value, problem_from_json
+from bandpo_cli.exports.verl_files import batch_arithmetic, hydra_value, problem_from_json
 from bandpo_cli.models.load import load_tokenizer
 from bandpo_cli.sampling.rollouts import PromptEncoder
 from bandpo_cli.tasks.task import build_task
@@ -153,7 +153,7 @@ def test_values_in_hydras_syntax(value: object, text: str) -> None:
 
 
 def test_batches_are_counted_per_update_and_gpu() -> None:
-    lines = batch_arithmetic(small(), Machines(2, 4), problems=100)
+    lines = batch_arithmetic(small(), 8, problems=100)
     assert lines[0].startswith(
         "per step: 8 prompts × 4 completions = 32 completions; GPUs: 8, vLLM engines: 8"
     )
@@ -162,24 +162,24 @@ def test_batches_are_counted_per_update_and_gpu() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "machines", "problems", "message"),
+    ("sections", "gpus", "problems", "message"),
     [
-        ({}, Machines(3, 1), 100, r"an update has 8 / 2 × 4 = 16 completions .* multiple of the 3 GPUs"),
-        ({}, Machines(1, 32), 100, "multiple of the 32 GPUs"),
-        ({}, Machines(1, 1), 7, "sampling.prompts = 8: there are 7 training problems"),
+        ({}, 3, 100, r"an update has 8 / 2 × 4 = 16 completions .* multiple of the 3 GPUs"),
+        ({}, 32, 100, "multiple of the 32 GPUs"),
+        ({}, 1, 7, "sampling.prompts = 8: there are 7 training problems"),
         (
             {"sampling": {"vllm": {"tensor_parallel": 3}}},
-            Machines(1, 4),
+            4,
             100,
             "tensor_parallel = 3 does not divide",
         ),
     ],
 )
 def test_batches_that_verl_cannot_split_are_refused(
-    sections: dict[str, Any], machines: Machines, problems: int, message: str
+    sections: dict[str, Any], gpus: int, problems: int, message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        batch_arithmetic(small(**sections), machines, problems)
+        batch_arithmetic(small(**sections), gpus, problems)
 
 
 def test_an_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

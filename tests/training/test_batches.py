@@ -16,7 +16,7 @@ import torch
 
 from bandpo_cli.config.task import RewardComponent
 from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.evaluation.batches import BackgroundGrading
+from bandpo_cli.evaluation.batches import background_grading
 from bandpo_cli.grading.rewards import training_grader
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
@@ -197,7 +197,7 @@ def test_early_grades_of_weighted_rewards_are_those_of_the_pool() -> None:
 
     pool = Pool()
     for components in (rewards, None):
-        with BackgroundGrading(pool.grade, lambda: None) as grading:
+        with background_grading(pool.grade, lambda: None) as grading:
             early = EarlyGrades(pool, grading, components)
             for part in (slice(2), slice(2, 5)):
                 early.submit(problems[part], texts[part])
