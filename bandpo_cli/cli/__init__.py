@@ -9,16 +9,11 @@ from typer.core import TyperGroup
 
 from bandpo_cli import __version__
 from bandpo_cli.cli.bounds import bounds
-from bandpo_cli.cli.configs import configs_app
-from bandpo_cli.cli.doctor import doctor
+from bandpo_cli.cli.doctor import configs_app, doctor
 from bandpo_cli.cli.eval import eval_app
-from bandpo_cli.cli.export import export_app
-from bandpo_cli.cli.import_ import import_app
-from bandpo_cli.cli.plot import plot
+from bandpo_cli.cli.export import export_app, import_app
 from bandpo_cli.cli.report import report
-from bandpo_cli.cli.runs import runs
-from bandpo_cli.cli.samples import samples
-from bandpo_cli.cli.show import show
+from bandpo_cli.cli.runs import plot, runs, samples, show
 from bandpo_cli.cli.sweep import sweep
 from bandpo_cli.cli.sync import sync
 from bandpo_cli.cli.train import train
@@ -60,16 +55,11 @@ def root(
     """Reinforcement learning of language models with Band-constrained Policy Optimization."""
 
 
+# In the order of the help.
 app.command()(train)
 app.add_typer(eval_app, name="eval")
-app.command()(sweep)
-app.command()(report)
-app.command()(runs)
-app.command()(show)
-app.command()(samples)
-app.command()(plot)
-app.command()(sync)
-app.command()(bounds)
+for command in (sweep, report, runs, show, samples, plot, sync, bounds):
+    app.command()(command)
 app.add_typer(export_app, name="export")
 app.add_typer(import_app, name="import")
 app.add_typer(configs_app, name="configs")

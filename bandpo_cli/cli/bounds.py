@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from bandpo_cli.cli.completion import several_of
-from bandpo_cli.cli.options import choice
+from bandpo_cli.cli.options import argument, check_choice, choice, option
+from bandpo_cli.errors import UserError
 from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry
+from bandpo_cli.registries.methods import method_name
 
 
 def _is_comparable(method: MethodEntry) -> bool:
@@ -20,65 +22,58 @@ def _is_matchable(method: MethodEntry) -> bool:
     return _is_comparable(method) and method.bounded and not method.trust_region
 
 
+PEERS = tuple(name for name, method in METHODS.items() if _is_comparable(method))
+MATCHABLE = tuple(name for name, method in METHODS.items() if _is_matchable(method))
+
+
 def bounds(
     probs: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="PROB", help="Probabilities in (0, 1]; - reads them from standard input."),
+        list[str] | None, argument("Probabilities in (0, 1]; - reads them from standard input.", "PROB")
     ] = None,
     file: Annotated[
         Path | None,
-        typer.Option(
-            "--file",
-            "-f",
-            metavar="FILE",
-            help="Read probabilities from FILE: spaces, commas or lines; # comments.",
+        option(
+            "Read probabilities from FILE: spaces, commas or lines; # comments.",
+            "FILE",
+            flags=["--file", "-f"],
         ),
     ] = None,
     divergence: Annotated[
         list[str] | None,
-        typer.Option(
-            "--divergence",
-            "-d",
-            metavar="NAME",
-            help=f"{DIVERGENCES.names_text()}; repeatable.",
-            show_default="kl",
-            autocompletion=several_of(DIVERGENCES),
+        option(
+            f"{DIVERGENCES.names_text()}; repeatable.",
+            "NAME",
+            "kl",
+            flags=["--divergence", "-d"],
+            complete=several_of(DIVERGENCES),
         ),
     ] = None,
     delta: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="RADIUS", help="Radius of the trust region, > 0; repeatable.", show_default="0.05"
-        ),
+        list[str] | None, option("Radius of the trust region, > 0; repeatable.", "RADIUS", "0.05")
     ] = None,
     compare: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="METHODS",
-            help=f"Add {METHODS.names_text(_is_comparable)}, separated by commas.",
-            autocompletion=several_of([item.name for item in METHODS.values() if _is_comparable(item)]),
+        option(
+            f"Add {METHODS.names_text(_is_comparable)}, separated by commas.",
+            "METHODS",
+            complete=several_of(PEERS),
         ),
     ] = None,
     max_ratio: Annotated[
-        float | None,
-        typer.Option(help="Cap the Bands' upper bounds, > 1.", show_default="no cap; training uses 10"),
+        float | None, option("Cap the Bands' upper bounds, > 1.", default="no cap; training uses 10")
     ] = None,
     format_: Annotated[str, choice("--format", "table", "json", "csv")] = "table",
     plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Plot ratio bounds and Δp against p: .png, .svg or .pdf. Needs no PROB."
-        ),
+        Path | None, option("Plot ratio bounds and Δp against p: .png, .svg or .pdf. Needs no PROB.", "FILE")
     ] = None,
     match: Annotated[
         str | None,
-        typer.Option(
-            metavar="METHOD",
-            help="Find the delta whose upper bound equals this method's: "
-            f"{METHODS.names_text(_is_matchable)}.",
+        option(
+            f"Find the delta whose upper bound equals this method's: {METHODS.names_text(_is_matchable)}.",
+            "METHOD",
         ),
     ] = None,
-    at: Annotated[str | None, typer.Option(metavar="PROB", help="The probability at which to match.")] = None,
+    at: Annotated[str | None, option("The probability at which to match.", "PROB")] = None,
 ) -> None:
     """Show the interval of probability ratios that each method allows a token.
 
@@ -98,20 +93,27 @@ def bounds(
     """
     from bandpo_cli.bounds.divergences import find_divergence
     from bandpo_cli.cli import bounds_view as view
-    from bandpo_cli.errors import UserError
     from bandpo_cli.reports.interval_table import as_csv, as_json, band_rows, method_rows
 
     radii = view.radii(delta or ["0.05"])
     regions = [name.strip() for text in divergence or ["kl"] for name in text.split(",")]
     for name in regions:
         find_divergence(name)  # raises for an unknown name
-    peers = view.compared_methods(compare or [])
+    peers = [method_name(name.strip()) for text in compare or [] for name in text.split(",")]
+    for name in peers:
+        if name in METHODS and (why := METHODS[name].without_bounds):
+            raise UserError(
+                f"--compare: {name} has no interval of ratios: {why}; allowed: {', '.join(PEERS)}"
+            )
+        check_choice("--compare", name, PEERS)
     if max_ratio is not None and not max_ratio > 1.0:
         raise UserError(f"--max-ratio: {max_ratio:g} is no cap on an upper bound; allowed: a number > 1")
     if match is not None or at is not None:
         if probs or file or plot or compare or delta:
             raise UserError("--match computes a delta and accepts only --at PROB, --divergence and --format")
-        view.print_matches(match, at, regions, format_)
+        if match is None or at is None:
+            raise UserError("--match METHOD and --at PROB go together, as in: --match clip-higher --at 0.1")
+        view.print_matches(check_choice("--match", method_name(match), MATCHABLE), at, regions, format_)
         return
     if plot is not None:
         view.check_plot_file(plot)

@@ -13,18 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.bounds import ratio_bounds
 from bandpo_cli.bounds.intervals import matching_delta
 from bandpo_cli.cli.console import make_table
-from bandpo_cli.cli.options import check_choice
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import read_text
-from bandpo_cli.registries import METHODS
-from bandpo_cli.registries.methods import method_name
 from bandpo_cli.reports.interval_table import PEERS, IntervalRow
 
 _MAX_TEXT_BYTES = 2**28
@@ -32,8 +29,15 @@ _MAX_TEXT_BYTES = 2**28
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
-MATCHABLE = tuple(name for name in PEERS if METHODS[name].bounded and not METHODS[name].trust_region)
-"""Methods whose upper bound `--match` can match."""
+_COLUMNS: tuple[tuple[str, int, JustifyMethod], ...] = (
+    ("p", 10, "right"),
+    ("lower", 9, "right"),
+    ("upper", 9, "right"),
+    ("probability range", 19, "center"),
+    ("Δp", 9, "right"),
+    ("saturated", 9, "left"),
+)
+"""The columns of the table of intervals: heading, minimum width, alignment."""
 
 
 def probabilities(words: Sequence[str], file: Path | None) -> list[float]:
@@ -86,23 +90,6 @@ def _number(word: str, source: str, wanted: str) -> float:
         raise UserError(f"{source}: '{word}' is not a number; expected {wanted}") from None
 
 
-def compared_methods(texts: Iterable[str]) -> list[str]:
-    """Return the methods of `--compare`, each one of `PEERS` or an alias.
-
-    Raises:
-        UserError: a name is unknown, or names a method that is no interval of ratios; the message says why.
-    """
-    names = [method_name(name.strip()) for text in texts for name in text.split(",")]
-    for name in names:
-        if name in METHODS and METHODS[name].without_bounds:
-            raise UserError(
-                f"--compare: {name} has no interval of ratios: {METHODS[name].without_bounds}; "
-                f"allowed: {', '.join(PEERS)}"
-            )
-        check_choice("--compare", name, PEERS)
-    return names
-
-
 def check_plot_file(file: Path) -> None:
     """Raise UserError for a plot file that cannot be written, before anything is computed."""
     if file.suffix.lower() not in PLOT_SUFFIXES:
@@ -121,72 +108,42 @@ def check_plot_file(file: Path) -> None:
 def print_intervals(rows: Sequence[IntervalRow], max_ratio: float | None) -> None:
     """Print one block per method under its name; the columns line up and fit 80 characters."""
     console = Console(highlight=False)
-    for number, ((name, delta), block) in enumerate(
-        groupby(rows, key=lambda row: (row.divergence, row.delta))
-    ):
-        title = name if delta is None else f"{name}, delta {delta:g}"
+    blocks = groupby(rows, key=lambda row: (row.divergence, row.delta))
+    for number, ((name, delta), block) in enumerate(blocks):
+        table = Table(
+            box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_header=number == 0
+        )
+        for heading, width, side in _COLUMNS:
+            table.add_column(heading, justify=side, min_width=width, no_wrap=True)
+        for row in block:
+            saturated = [("0", row.lower_saturated), ("1/p", row.upper_saturated)]
+            table.add_row(
+                f"{row.prob:.4g}",
+                f"{row.lower:.4g}",
+                f"{row.upper:.4g}",
+                f"{row.prob_lower:.3g} – {row.prob_upper:.3g}",
+                f"+{row.prob_upper - row.prob:.3g}",
+                " ".join(end for end, reached in saturated if reached) or "·",
+            )
         if number > 0:
             console.print()
-        console.print(Text(title, style="bold"))
-        console.print(_block(list(block), heading=number == 0))
-    console.print(_footnote(rows, max_ratio), style="dim")
-
-
-def _block(rows: Sequence[IntervalRow], heading: bool) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=heading, header_style="dim")
-    for name, width in (("p", 10), ("lower", 9), ("upper", 9)):
-        table.add_column(name, justify="right", min_width=width, no_wrap=True)
-    table.add_column("probability range", justify="center", min_width=19, no_wrap=True)
-    table.add_column("Δp", justify="right", min_width=9, no_wrap=True)
-    table.add_column("saturated", min_width=9, no_wrap=True)
-    for row in rows:
-        table.add_row(*_cells(row))
-    return table
-
-
-def _cells(row: IntervalRow) -> tuple[str, ...]:
-    ends = [end for end, reached in (("0", row.lower_saturated), ("1/p", row.upper_saturated)) if reached]
-    return (
-        f"{row.prob:.4g}",
-        f"{row.lower:.4g}",
-        f"{row.upper:.4g}",
-        f"{row.prob_lower:.3g} – {row.prob_upper:.3g}",
-        f"+{row.prob_upper - row.prob:.3g}",
-        " ".join(ends) or "·",
-    )
-
-
-def _footnote(rows: Sequence[IntervalRow], max_ratio: float | None) -> str:
-    lines = ["lower, upper: π/π_old.  Δp: the most that p can gain."]
+        console.print(Text(name if delta is None else f"{name}, delta {delta:g}", style="bold"))
+        console.print(table)
+    lines = ["\nlower, upper: π/π_old.  Δp: the most that p can gain."]
     if any(row.lower_saturated or row.upper_saturated for row in rows):
         lines.append("saturated: 0 = the token may vanish; 1/p = it may become certain.")
-    lines.append(
-        f"upper capped at {max_ratio:g}." if max_ratio else "No cap on upper (training caps it at 10)."
-    )
-    return "\n" + "\n".join(lines)
+    cap = f"upper capped at {max_ratio:g}." if max_ratio else "No cap on upper (training caps it at 10)."
+    console.print("\n".join([*lines, cap]), style="dim")
 
 
-def print_matches(method: str | None, at: str | None, regions: Sequence[str], style: str) -> None:
+def print_matches(method: str, at: str, regions: Sequence[str], style: str) -> None:
     """Print the radius for each divergence, null or a reason where no Band is that wide."""
-    if method is None or at is None:
-        raise UserError("--match METHOD and --at PROB go together, as in: --match clip-higher --at 0.1")
-    method = check_choice("--match", method_name(method), MATCHABLE)
-    if at == "-":
-        raise UserError("--at: '-' is not a number; expected a probability in (0, 1)")
-    prob = probabilities([at], None)[0]
+    prob = _probability(at, "--at")
     if prob == 1.0:
         raise UserError("--at 1: a certain token cannot gain, whatever the radius; allowed: 0 < p < 1")
     upper = float(ratio_bounds(PEERS[method])(np.log([prob])).upper[0])
-    rows: list[dict[str, Any]] = [
-        {
-            "divergence": name,
-            "method": method,
-            "prob": prob,
-            "upper": upper,
-            "delta": matching_delta(name, prob, upper),
-        }
-        for name in regions
-    ]
+    common: dict[str, Any] = {"method": method, "prob": prob, "upper": upper}
+    rows = [{"divergence": name, **common, "delta": matching_delta(name, prob, upper)} for name in regions]
     if style == "json":
         print(json.dumps(rows, indent=1))
     elif style == "csv":

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -32,13 +32,11 @@ class RawStream:
     Everything written after that is discarded. Nothing is escaped: Rich writes its own control codes here.
 
     Attributes:
-        lost: the reader has gone away.
-        on_loss: the line for standard error in that case; None for no line.
+        on_loss: the line for standard error when the reader goes away; None for no line.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.lost = False
         self.on_loss: str | None = None
 
     def write(self, text: str) -> int:
@@ -60,13 +58,11 @@ class RawStream:
         """Discard all later output if the reader has gone away, else raise the error."""
         if error.errno not in (errno.EPIPE, errno.EIO):
             raise error
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, self._stream.fileno())
-        os.close(null)
-        if not self.lost:
-            self.lost = True
-            if self.on_loss is not None and sys.stderr is not None:
-                print(self.on_loss, file=sys.stderr)
+        with open(os.devnull, "wb") as null:
+            os.dup2(null.fileno(), self._stream.fileno())
+        message, self.on_loss = self.on_loss, None
+        if message is not None and sys.stderr is not None:
+            print(message, file=sys.stderr)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -153,9 +149,8 @@ def open_console(stderr: bool = False, long_running: bool = False) -> Console:
         stream.rich_proxied_file.on_loss = CONTINUES
     console = SafeConsole(stderr=stderr, markup=False, emoji=False)
     logger = logging.getLogger("bandpo_cli")
-    for handler in [handler for handler in logger.handlers if isinstance(handler, LogHandler)]:
-        logger.removeHandler(handler)
-    logger.addHandler(LogHandler(console))
+    others = [handler for handler in logger.handlers if not isinstance(handler, LogHandler)]
+    logger.handlers = [*others, LogHandler(console)]
     logger.setLevel(logging.INFO)
     logger.propagate = False  # MLflow's database migrations give the root logger a handler of their own
     return console
@@ -170,8 +165,8 @@ class LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one message."""
-        printer = print_warning if record.levelno >= logging.WARNING else print_line
-        printer(self._console, redact_credentials(record.getMessage()))
+        heading = ("warning:", "yellow") if record.levelno >= logging.WARNING else ()
+        print_line(self._console, redact_credentials(record.getMessage()), *heading)
 
 
 def print_line(console: Console, line: str, heading: str = "", style: str = "bold") -> None:
@@ -181,15 +176,11 @@ def print_line(console: Console, line: str, heading: str = "", style: str = "bol
     console.print(text, highlight=False, soft_wrap=True)
 
 
-def print_column(console: Console, text: str, heading: str, width: int) -> None:
-    """Print the lines of `text` below each other after a heading of `width` characters."""
-    for index, line in enumerate(text.splitlines()):
-        print_line(console, line, f"{'' if index else heading:<{width}}")
-
-
-def print_warning(console: Console, line: str) -> None:
-    """Print a line after the heading `warning:`."""
-    print_line(console, line, "warning:", "yellow")
+def print_rows(console: Console, rows: Iterable[tuple[str, str]], width: int = 0) -> None:
+    """Print rows of a heading, `width` characters wide, and a text whose lines are below each other."""
+    for heading, text in rows:
+        for index, line in enumerate(text.splitlines()):
+            print_line(console, line, f"{'' if index else heading:<{width}}")
 
 
 def make_table(*headings: str, gap: int = 2) -> Table:
@@ -227,100 +218,77 @@ def format_duration(seconds: float) -> str:
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
 
-class Spinner:
-    """A spinner with a text, one at a time."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._status: Status | None = None
-
-    def show(self, text: str | None) -> None:
-        """Replace the text by `text`; None removes the spinner."""
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
-        if text is not None:
-            self._status = self._console.status(Text(text))
-            self._status.start()
-
-
-class LiveDisplay:
-    """Lines that stay in place on a terminal while they change, and end in their final state.
-
-    The cursor waits on an empty line below them. At Ctrl-C the terminal writes ^C at the cursor: at the end of a
-    full line that would begin a new line, and the next update would leave old lines above the new ones.
-    """
-
-    def __init__(self, console: Console, render: Callable[[], RenderableType]) -> None:
-        """Show nothing yet; `render` returns the current state, four times per second."""
-        self._render, self._running = render, False
-        self._live = Live(console=console, get_renderable=self._get_renderable, refresh_per_second=4)
-
-    def start(self) -> None:
-        """Show the lines."""
-        self._running = True
-        self._live.start(refresh=True)
-
-    def stop(self) -> None:
-        """Show the final state and leave it on the terminal."""
-        self._running = False
-        self._live.stop()
-
-    def _get_renderable(self) -> RenderableType:
-        return Group(self._render(), "") if self._running else self._render()
-
-
 class ExperimentView(CallbackBase):
     """Base class of the console views: a spinner in some phases, and progress, live on a terminal and lines elsewhere.
 
+    A live display stays in place while it changes, and ends in its final state. The cursor waits on an empty line below
+    it. At Ctrl-C the terminal writes ^C at the cursor: at the end of a full line that would begin a new line, and the
+    next update would leave old lines above the new ones.
+
     Attributes:
         spinners: the text beside the spinner, by phase.
+        in_progress: progress is shown.
     """
 
     spinners: Mapping[str, str] = {}
 
-    def __init__(self, console: Console, runs_dir: Path) -> None:
+    def __init__(self, console: Console, runs_dir: Path = Path("runs")) -> None:
         self.console, self.runs_dir = console, runs_dir
-        self.spinner = Spinner(console)
-        self._display: LiveDisplay | None = None
-        self._line: Callable[[], str | None] | None = None
+        self.in_progress = False
+        self._status: Status | None = None
+        self._live: Live | None = None
+
+    def render(self) -> RenderableType:
+        """Return the current state of the progress for a terminal."""
+        raise NotImplementedError
+
+    def line(self) -> str | None:
+        """Return the progress since the last line for a file; None if it is too early for another line."""
+        raise NotImplementedError
 
     def print_start(self, folder: Path | None, heading: str, notes: Iterable[str] = ()) -> None:
         """Print the notes and the folder of the experiment."""
-        self.spinner.show(None)
+        self.spin(None)
         for note in notes:
             print_line(self.console, note, "note:", "yellow")
         print_line(self.console, str(folder), heading)
 
+    def spin(self, text: str | None) -> None:
+        """Show a spinner with `text` in place of an earlier one; None removes it."""
+        if self._status is not None:
+            self._status.stop()
+        self._status = None if text is None else self.console.status(Text(text))
+        if self._status is not None:
+            self._status.start()
+
     def phase(self, name: str) -> None:
         """Show the spinner of a phase that has one."""
-        self.spinner.show(self.spinners.get(name))
+        self.spin(self.spinners.get(name))
 
-    def show_progress(self, render: Callable[[], RenderableType], line: Callable[[], str | None]) -> None:
-        """Show progress until `stop_progress`.
-
-        Args:
-            render: returns the current state for a terminal.
-            line: returns a line for a file, or None if nothing is to be printed; called by `update_progress`.
-        """
+    def show_progress(self) -> None:
+        """Show progress until `stop_progress`: four times per second on a terminal, elsewhere by `update_progress`."""
+        self.spin(None)
+        self.in_progress = True
         if self.console.is_terminal:
-            self._display = LiveDisplay(self.console, render)
-            self._display.start()
-        else:
-            self._line = line
+            self._live = Live(console=self.console, get_renderable=self._get_state, refresh_per_second=4)
+            self._live.start(refresh=True)
 
     def update_progress(self) -> None:
-        """Print a line where the output is no terminal. A terminal shows the current state in any case."""
-        if self._line is not None and (text := self._line()) is not None:
+        """Print a line if one is due. A terminal shows the current state in any case."""
+        if self.in_progress and self._live is None and (text := self.line()) is not None:
             print_line(self.console, text)
 
     def stop_progress(self) -> None:
         """Leave the final state on a terminal."""
-        if self._display is not None:
-            self._display.stop()
-        self._display = self._line = None
+        self.in_progress = False
+        if self._live is not None:
+            self._live.stop()
+        self._live = None
 
     def close(self) -> None:
         """Remove the spinner and the progress, where an error left them."""
-        self.spinner.show(None)
+        self.spin(None)
         self.stop_progress()
+
+    def _get_state(self) -> RenderableType:
+        return Group(self.render(), "") if self.in_progress else self.render()

@@ -1,13 +1,18 @@
-"""`bandpo doctor`: versions, tested ranges and GPUs on one screen."""
+"""Commands about the installation: `bandpo doctor`, and `bandpo configs`, the config files of the package."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import asdict
+from typing import Annotated
 
 import typer
 
-from bandpo_cli.cli.options import TableOrJson
+from bandpo_cli.cli.completion import complete_shipped_config
+from bandpo_cli.cli.options import TableOrJson, argument, command_group
+from bandpo_cli.errors import UserError, nearest
+
+configs_app = command_group(invoke_without_command=True)
 
 
 def doctor(format_: TableOrJson = "table") -> None:
@@ -21,7 +26,7 @@ def doctor(format_: TableOrJson = "table") -> None:
 
     [bold]bandpo doctor --format json[/bold]  in scripts
     """
-    from bandpo_cli.cli.console import make_table, open_console, print_json, print_line
+    from bandpo_cli.cli.console import make_table, open_console, print_json, print_line, print_rows
     from bandpo_cli.experiments.doctor import diagnose
 
     console = open_console()
@@ -30,8 +35,7 @@ def doctor(format_: TableOrJson = "table") -> None:
     if format_ == "json":
         print_json(asdict(diagnosis))
     else:
-        for heading, line in diagnosis.system.items():
-            print_line(console, line, f"{heading:<7}")
+        print_rows(console, diagnosis.system.items(), 7)
         table = make_table("package", "installed", "tested")
         for package in diagnosis.packages:
             version = package.version or ("optional" if package.optional else "missing")
@@ -40,7 +44,48 @@ def doctor(format_: TableOrJson = "table") -> None:
         console.print("", table, highlight=False)
         for problem in diagnosis.problems:
             print_line(console, problem, "problem", "red")
-        if diagnosis.repair:
-            print_line(console, diagnosis.repair, "repair ")
+        print_rows(console, [("repair", diagnosis.repair or "")], 7)
     if diagnosis.problems:
         raise typer.Exit(1)
+
+
+@configs_app.callback()
+def configs(context: typer.Context) -> None:
+    """List the config files of the package; --config accepts their names.
+
+    [bold]bandpo configs[/bold]  list the names, each with a one-line description
+
+    [bold]bandpo configs show paper/base[/bold]  print a config file, to copy and change
+
+    [bold]bandpo train -c paper/base -c paper/models/qwen2.5-3b-instruct[/bold]  use them
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from rich.text import Text
+
+    from bandpo_cli.cli.console import make_table, open_console
+    from bandpo_cli.config.files import describe_config, shipped_configs
+
+    table = make_table("", "")
+    table.show_header = False
+    table.columns[0].no_wrap = True
+    for name, path in shipped_configs().items():
+        table.add_row(Text(name, "bold"), Text(describe_config(path)))
+    open_console().print(table, highlight=False)
+
+
+@configs_app.command()
+def show(
+    name: Annotated[
+        str, argument("A name of the list, such as paper/base.", "NAME", complete=complete_shipped_config)
+    ],
+) -> None:
+    """Print a configuration file."""
+    from bandpo_cli.config.files import shipped_configs
+
+    known = shipped_configs()
+    path = known.get(name.removesuffix(".yaml"))
+    if path is None:
+        near = nearest(name, known)
+        raise UserError(f"{name}: no configuration of that name{near}; `bandpo configs` lists them")
+    print(path.read_text(encoding="utf-8"), end="")

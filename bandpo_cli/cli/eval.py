@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -22,19 +21,17 @@ from bandpo_cli.cli.options import (
     RunsDir,
     TableOrJson,
     Tracking,
+    argument,
     command_group,
     given_options,
+    option,
     refuse_with,
     takes_settings,
 )
 from bandpo_cli.registries import tasks_text
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from bandpo_cli.experiments.eval_request import EvalRequest
     from bandpo_cli.experiments.eval_run import EvalResult
-    from bandpo_cli.storage.eval_folder import EvalFolder
 
 eval_app = command_group(invoke_without_command=True)
 
@@ -43,16 +40,8 @@ _GC_THRESHOLDS = (50_000, 10, 10)
 Python's thresholds (700, 10, 10) the collector visits them 470 times in all, which takes 0.35 s."""
 
 _OF_SAMPLING = {
-    "--model",
-    "--task",
-    "--n",
-    "--temperature",
-    "--max-tokens",
-    "--sampler",
-    "--limit",
-    "--seed",
-    "--nproc",
-}
+    "--model", "--task", "--n", "--temperature", "--max-tokens", "--sampler", "--limit", "--seed", "--nproc"
+}  # fmt: skip
 """The options without effect where stored completions are scored."""
 _OF_RESUME = {"--resume", "--format", "--runs-dir", "--tracking-uri", "--mlflow", "--nproc"}
 
@@ -64,66 +53,59 @@ def evaluate(
     *,
     model: Annotated[
         str | None,
-        typer.Option(
-            metavar="MODEL",
-            help="A run: NAME or its folder for the latest checkpoint, NAME@STEP for another. Or a Hugging Face "
+        option(
+            "A run: NAME or its folder for the latest checkpoint, NAME@STEP for another. Or a Hugging Face "
             "folder, an adapter folder of peft, or a hub id.",
-            show_default="the bundled model",
-            autocompletion=folder_of("run"),
+            "MODEL",
+            "the bundled model",
+            complete=folder_of("run"),
         ),
     ] = None,
     task: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"{tasks_text()}, or a .jsonl, .json, .csv or .parquet file; repeatable.",
-            show_default="the evaluation sets of the run",
+        option(
+            f"{tasks_text()}, or a .jsonl, .json, .csv or .parquet file; repeatable.",
+            "NAME|FILE",
+            "the evaluation sets of the run",
             **TASK_VALUES,
         ),
     ] = None,
     samples: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Score stored completions, without a model: .jsonl, .json, .csv or .parquet rows with question, "
+        option(
+            "Score stored completions, without a model: .jsonl, .json, .csv or .parquet rows with question, "
             "answer and completions, or an earlier samples.parquet.",
+            "FILE",
         ),
     ] = None,
     n: Annotated[
         int | None,
-        typer.Option(
-            "--n", metavar="N", min=1, help="Completions per problem.", show_default="the run's, else 16 or 4"
-        ),
+        option("Completions per problem.", "N", "the run's, else 16 or 4", flags=["--n"], min=1),
     ] = None,
     k: Annotated[
         str | None,
-        typer.Option(
-            "--k", metavar="K,K", help="The k of pass@k and maj@k.", show_default="4, 16, ... up to n"
-        ),
+        option("The k of pass@k and maj@k.", "K,K", "4, 16, ... up to n", flags=["--k"]),
     ] = None,
     settings: EvalSettings,
     legacy_best_at_k: Annotated[
         bool,
-        typer.Option(
-            "--legacy-best-at-k",
-            help="Add best@k as resampling with replacement gives it (biased), to compare with such tables.",
+        option(
+            "Add best@k as resampling with replacement gives it (biased), to compare with such tables.",
+            flags=["--legacy-best-at-k"],
         ),
     ] = False,
     format_: TableOrJson = "table",
     resume: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Resume an interrupted evaluation with the settings that it was started with.",
-            autocompletion=folder_of("evaluation"),
+        option(
+            "Resume an interrupted evaluation with the settings that it was started with.",
+            "NAME",
+            complete=folder_of("evaluation"),
         ),
     ] = None,
     name: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Name of the evaluation's folder.",
-            show_default="from model, tasks, n, seed and time",
-        ),
+        option("Name of the evaluation's folder.", "NAME", "from model, tasks, n, seed and time"),
     ] = None,
     config: ConfigFiles = None,
     set_: Assignments = None,
@@ -163,6 +145,7 @@ def evaluate(
 
     console = open_console(stderr=format_ == "json", long_running=True)
     given = given_options(context)
+    start: partial[EvalResult]
     if resume is not None:
         extra = [option for option in given if option not in _OF_RESUME]
         refuse_with("--resume", "the settings of the evaluation are used", extra)
@@ -170,94 +153,59 @@ def evaluate(
         layer = nest(tracking).get("tracking", {})
         request = plan_evaluation_resume(folder, layer)
         start = partial(resume_evaluation, resume, runs_dir, layer, request=request)
-        return _execute(start, request, folder, runs_dir, console, format_, nproc)
-    if samples is not None:
-        extra = [option for option in given if option in _OF_SAMPLING]
-        refuse_with("--samples", "nothing is sampled", extra)
-    grader = settings.pop("task.grader", None)
-    request = plan_evaluation(
-        "embedded" if model is None else model,
-        task or [],
-        samples=samples,
-        n=n,
-        k=None if k is None else read_k(k),
-        grader=grader,
-        base=[*map(read_config, config or []), nest(tracking | settings)],
-        settings=[read_assignments(set_ or [])],
-        legacy_best_at_k=legacy_best_at_k,
-        runs_dir=runs_dir,
-    )
-    asked = launched_name() if name is None else name
-    folder = EvalFolder(runs_dir / choose_run_name(runs_dir, asked, request.default_name()))
-    # The name is chosen again at the start: another process may have taken the default one since.
-    start = partial(run_evaluation, request, runs_dir=runs_dir, name=asked)
-    return _execute(start, request, folder, runs_dir, console, format_, nproc)
-
-
-def _execute(
-    start: Callable[..., EvalResult],
-    request: EvalRequest,
-    folder: EvalFolder,
-    runs_dir: Path,
-    console: Console,
-    style: str,
-    nproc: int | None,
-) -> int | None:
-    """Evaluate by `start` with the console view, and print the files; or start the ranks of `--nproc`.
-
-    Returns:
-        The exit code of the ranks; None without them.
-    """
-    from bandpo_cli.cli.eval_view import EvalView, print_files, print_request
-    from bandpo_cli.cli.launch import ranks_to_start
-    from bandpo_cli.cli.signals import exit_on_sigterm
+    else:
+        if samples is not None:
+            refuse_with(
+                "--samples", "nothing is sampled", [option for option in given if option in _OF_SAMPLING]
+            )
+        grader = settings.pop("task.grader", None)
+        request = plan_evaluation(
+            "embedded" if model is None else model,
+            task or [],
+            samples=samples,
+            n=n,
+            k=None if k is None else read_k(k),
+            grader=grader,
+            base=[*map(read_config, config or []), nest(tracking | settings)],
+            settings=[read_assignments(set_ or [])],
+            legacy_best_at_k=legacy_best_at_k,
+            runs_dir=runs_dir,
+        )
+        asked = launched_name() if name is None else name
+        folder = EvalFolder(runs_dir / choose_run_name(runs_dir, asked, request.default_name()))
+        # The name is chosen again at the start: another process may have taken the default one since.
+        start = partial(run_evaluation, request, runs_dir=runs_dir, name=asked)
+    from bandpo_cli.cli.launch import launch, ranks_to_start
 
     if (ranks := ranks_to_start(nproc)) is not None:
-        return _launch(ranks, request, folder, runs_dir)
+        from bandpo_cli.experiments.rank_group import check_rank_settings
+
+        check_rank_settings(request.config, ranks)
+        return launch(ranks, request.config.model, "eval", folder.path, runs_dir)
+    from bandpo_cli.cli.eval_view import EvalView, print_files, print_request
+    from bandpo_cli.cli.signals import exit_on_sigterm
+
     if not folder.samples_path.exists():
         print_request(console, request)
-    with exit_on_sigterm(), closing(EvalView(console, style, runs_dir)) as view:
+    with exit_on_sigterm(), closing(EvalView(console, format_, runs_dir)) as view:
         result = start(callbacks=[view])
     print_files(console, result)
     return None
 
 
-def _launch(count: int, request: EvalRequest, folder: EvalFolder, runs_dir: Path) -> int:
-    """Start this command in `count` processes, and return its exit code."""
-    from bandpo_cli.cli.launch import continue_with, launch
-    from bandpo_cli.experiments.rank_group import check_rank_settings
-    from bandpo_cli.storage.run_folder import resume_command
-
-    def how_to_continue() -> str:
-        if not folder.path.is_dir():
-            return "nothing has been written yet: start the evaluation again"
-        return continue_with(resume_command("eval", folder.path, runs_dir), count)
-
-    check_rank_settings(request.config, count)
-    return launch(count, request.config.model, how_to_continue, folder.path.name)
+_EVALUATION = folder_of("evaluation", "run")
 
 
 @eval_app.command()
 def compare(
     a: Annotated[
         str,
-        typer.Argument(
-            metavar="A",
-            help="An evaluation, or RUN or RUN@STEP as evaluated in training.",
-            autocompletion=folder_of("evaluation", "run"),
-        ),
+        argument("An evaluation, or RUN or RUN@STEP as evaluated in training.", "A", complete=_EVALUATION),
     ],
     b: Annotated[
-        str,
-        typer.Argument(
-            metavar="B",
-            help="The evaluation to compare with A, in the same forms.",
-            autocompletion=folder_of("evaluation", "run"),
-        ),
+        str, argument("The evaluation to compare with A, in the same forms.", "B", complete=_EVALUATION)
     ],
-    show: Annotated[
-        int, typer.Option(metavar="N", min=0, help="Number of the most changed problems to list.")
-    ] = 5,
+    show: Annotated[int, option("Number of the most changed problems to list.", "N", min=0)] = 5,
     format_: TableOrJson = "table",
     runs_dir: RunsDir = RUNS,
 ) -> None:

@@ -1,16 +1,25 @@
-"""`bandpo export`: an experiment as files for another engine, and the policy of a run as a model folder."""
+"""`bandpo export` and `bandpo import`: experiments as files for another engine, its runs as run folders."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from bandpo_cli.cli.completion import folder_of
-from bandpo_cli.cli.options import RUNS, Assignments, ConfigFiles, command_group
+from bandpo_cli.cli.options import (
+    RUNS,
+    Assignments,
+    ConfigFiles,
+    RunsDir,
+    argument,
+    command_group,
+    option,
+)
 
 export_app = command_group(no_args_is_help=True)
+import_app = command_group(no_args_is_help=True)
+
+NewFolder = Annotated[Path, option("Folder to write; it must not exist.", "DIR")]
 
 
 @export_app.callback()
@@ -18,18 +27,18 @@ def export() -> None:
     """Write an experiment for verl, or the policy of a run as a model folder."""
 
 
-@export_app.command()
-def verl(
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; it must not exist.")],
+@export_app.command("verl")
+def export_verl(
+    out: NewFolder,
     config: ConfigFiles = None,
     set_: Assignments = None,
-    nodes: Annotated[int, typer.Option(metavar="N", min=1, help="Machines of the job.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(metavar="N", min=1, help="GPUs of each machine.")] = 8,
+    nodes: Annotated[int, option("Machines of the job.", "N", min=1)] = 1,
+    gpus_per_node: Annotated[int, option("GPUs of each machine.", "N", min=1)] = 8,
     allow_differences: Annotated[
         bool,
-        typer.Option(
-            "--allow-differences",
-            help="Export settings that verl computes differently; README.md lists them.",
+        option(
+            "Export settings that verl computes differently; README.md lists them.",
+            flags=["--allow-differences"],
         ),
     ] = False,
 ) -> None:
@@ -46,16 +55,14 @@ def verl(
 
     [bold]bandpo export verl --set optim.warmup_steps=0 --out job --gpus-per-node 1[/bold]  the bundled model
     """
-    from bandpo_cli.cli.console import open_console, print_line
+    from bandpo_cli.cli.console import open_console, print_rows
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import read_assignments, resolve
-    from bandpo_cli.experiments.export_folders import export_verl
+    from bandpo_cli.experiments import export_verl as export_experiment
 
     settings = resolve([*map(read_config, config or []), read_assignments(set_ or [])])
-    exported = export_verl(
-        settings, out, nodes=nodes, gpus_per_node=gpus_per_node, allow_differences=allow_differences
-    )
-    console = open_console()
+    size = {"nodes": nodes, "gpus_per_node": gpus_per_node}
+    exported = export_experiment(settings, out, **size, allow_differences=allow_differences)
     rows = [
         ("method", settings.bounds.describe()),
         ("data", f"{exported.problems:,} training problems, {exported.heldout:,} held out"),
@@ -64,22 +71,21 @@ def verl(
         *(("differs", line) for line in exported.differences),
         ("run", f"bash {exported.folder / 'run.sh'}"),
     ]
-    for heading, line in rows:
-        print_line(console, line, heading)
+    print_rows(open_console(), rows)
 
 
 @export_app.command()
 def merged(
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="RUN",
-            help="A run (or RUN@STEP) in --runs-dir, or an adapter folder of peft.",
-            autocompletion=folder_of("run"),
+        argument(
+            "A run (or RUN@STEP) in --runs-dir, or an adapter folder of peft.",
+            "RUN",
+            complete=folder_of("run"),
         ),
     ],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to write; it must not exist.")],
-    runs_dir: Annotated[Path, typer.Option(metavar="DIR", help="Folder of the runs.")] = RUNS,
+    out: NewFolder,
+    runs_dir: Annotated[Path, option("Folder of the runs.", "DIR")] = RUNS,
 ) -> None:
     """Write the policy of a run as a model folder, which transformers and vLLM load.
 
@@ -91,7 +97,48 @@ def merged(
     [bold]bandpo export merged NAME@100 --out model[/bold]  the checkpoint of step 100
     """
     from bandpo_cli.cli.console import open_console, print_line
-    from bandpo_cli.experiments.export_folders import export_merged
+    from bandpo_cli.experiments import export_merged
 
-    folder = export_merged(model, out, runs_dir)
-    print_line(open_console(), str(folder), "model")
+    print_line(open_console(), str(export_merged(model, out, runs_dir)), "model")
+
+
+@import_app.callback()
+def import_() -> None:
+    """Read runs of another engine into the runs folder."""
+
+
+@import_app.command("verl")
+def import_verl(
+    job: Annotated[Path, argument("Folder of `bandpo export verl`.", "JOB")],
+    name: Annotated[
+        str | None, option("Name of the run's folder.", default="the name of the job's folder")
+    ] = None,
+    tracking_uri: Annotated[
+        str | None,
+        option(
+            "MLflow server or store that the job wrote to.",
+            "URI",
+            "$MLFLOW_TRACKING_URI, else tracking.uri of the settings, else mlflow.db in JOB",
+        ),
+    ] = None,
+    run: Annotated[str | None, option("The MLflow run.", "ID", "the last run with the job's name")] = None,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Read the MLflow run of a job that verl trained, and write it as a run folder.
+
+    `bandpo report` then compares the run with other runs; runs of verl are variants of
+    their own, engine=verl. Metrics with a different meaning in verl are left
+    out: accuracy and entropy of training, pass@k.
+
+    [bold]bandpo import verl job[/bold]  the run of job, to runs/job
+
+    [bold]bandpo import verl job --name band-verl --tracking-uri http://127.0.0.1:5000[/bold]  from a server
+
+    [bold]bandpo report runs/job runs/first[/bold]  both engines in one table
+    """
+    from bandpo_cli.cli.console import open_console, print_rows
+    from bandpo_cli.experiments import import_verl as import_run
+
+    imported = import_run(job, name=name, uri=tracking_uri, run_id=run, runs_dir=runs_dir)
+    progress = f"{imported.status}, step {imported.last_step:,} of {imported.steps:,}"
+    print_rows(open_console(), [(str(imported.folder), progress), ("left out", ", ".join(imported.left_out))])

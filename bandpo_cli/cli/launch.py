@@ -13,16 +13,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 from bandpo_cli.cli.signals import FORWARDED, STOPPED, signal_handlers, stop_signals, write_line
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import RunError, SignalExit, UserError, describe_exit
 from bandpo_cli.experiments.rank_group import check_gpu_count
+from bandpo_cli.paths import path_exists
 from bandpo_cli.rank_process import (
     ERROR_FILE_VARIABLE,
     LAUNCHER_VARIABLE,
@@ -33,6 +35,7 @@ from bandpo_cli.rank_process import (
     read_error,
 )
 from bandpo_cli.storage.environment import usable_cores
+from bandpo_cli.storage.run_folder import resume_command
 from bandpo_cli.sweeps.pool import PARENT_PID_VARIABLE
 
 POLL_INTERVAL_S = 0.1
@@ -90,8 +93,12 @@ class RankProcess:
         """Whether the rank has ended with an error or is about to."""
         return bool(self.process.returncode) or self._error_file.exists()
 
-    def exit(self) -> RankExit:
-        """Return how the rank has ended."""
+    def end(self) -> RankExit:
+        """Kill the rank if it is running, and the processes that it has left unless it succeeded."""
+        if self.process.poll() != 0:
+            self.kill()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(_KILLED_S)
         return RankExit(self.rank, self.process.returncode or 0, read_error(self._error_file), self.killed)
 
     def kill(self) -> None:
@@ -118,8 +125,9 @@ def ranks_to_start(nproc: int | None) -> int | None:
 def launch(
     count: int,
     model: ModelConfig,
-    how_to_continue: Callable[[], str],
-    name: str | None = None,
+    command: Literal["train", "eval"],
+    folder: Path,
+    runs_dir: Path,
     arguments: Sequence[str] | None = None,
 ) -> int:
     """Run this command in `count` processes, and return the exit code of the run.
@@ -131,8 +139,8 @@ def launch(
 
     Args:
         model: the settings of the model; its device decides whether each rank needs a GPU.
-        how_to_continue: returns what a message says about continuing, after a rank was killed.
-        name: the name of the run or evaluation, for all ranks.
+        command: the command that resumes the run or evaluation in `folder`.
+        folder: the folder that rank 0 writes in `runs_dir`; its name is the name for all ranks.
         arguments: those of the Python interpreter of each rank; None for this command.
 
     Raises:
@@ -166,33 +174,33 @@ def launch(
                 rank.kill()
 
     with (
-        TemporaryDirectory(prefix="bandpo-ranks-", ignore_cleanup_errors=True) as folder,
+        TemporaryDirectory(prefix="bandpo-ranks-", ignore_cleanup_errors=True) as errors,
         signal_handlers(dict.fromkeys(stop_signals(), forward)),
     ):
         try:
             for number in range(count):
-                variables = rank_variables(number, count, store.port, name, os.environ)
-                command = arguments or ["-m", "bandpo_cli", *sys.argv[1:]]
-                ranks.append(RankProcess(number, command, variables, Path(folder)))
+                variables = rank_variables(number, count, store.port, folder.name, os.environ)
+                words = arguments or ["-m", "bandpo_cli", *sys.argv[1:]]
+                ranks.append(RankProcess(number, words, variables, Path(errors)))
             _watch(ranks)
         finally:
-            for rank in ranks:
-                if rank.process.poll() != 0:
-                    rank.kill()
-                    with suppress(subprocess.TimeoutExpired):
-                        rank.process.wait(_KILLED_S)
-        exits = [rank.exit() for rank in ranks]
-    return _exit_code(exits, received, how_to_continue)
+            exits = [rank.end() for rank in ranks]
+    return _exit_code(exits, received, _advice(command, folder, runs_dir, count))
 
 
-def rank_variables(
-    rank: int, count: int, port: int, name: str | None, environ: Mapping[str, str]
-) -> dict[str, str]:
+def _advice(command: Literal["train", "eval"], folder: Path, runs_dir: Path, count: int) -> str:
+    """Return the clause of a message about the command that continues the run or evaluation."""
+    if not path_exists(folder / {"train": "config.yaml", "eval": "eval.json"}[command]):
+        return "nothing has been written yet: repeat the command"
+    return f"continue with: {resume_command(command, folder, runs_dir)} --nproc {count}"
+
+
+def rank_variables(rank: int, count: int, port: int, name: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables of a rank: those that torchrun sets, and those of this launcher.
 
     Args:
         port: the port of the store in this process by which the ranks find each other.
-        name: the name of the run, None where the command line has it.
+        name: the name of the run or evaluation.
         environ: the environment of this process; its OMP_NUM_THREADS is kept.
     """
     return {
@@ -213,7 +221,7 @@ def rank_variables(
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // count)),
         PARENT_PID_VARIABLE: str(os.getpid()),
         LAUNCHER_VARIABLE: str(count),
-        **({} if name is None else {RUN_NAME_VARIABLE: name}),
+        RUN_NAME_VARIABLE: name,
     }
 
 
@@ -233,11 +241,12 @@ def _watch(ranks: Sequence[RankProcess]) -> None:
         time.sleep(POLL_INTERVAL_S)
 
 
-def _exit_code(exits: Sequence[RankExit], signals: Sequence[int], how_to_continue: Callable[[], str]) -> int:
+def _exit_code(exits: Sequence[RankExit], signals: Sequence[int], advice: str) -> int:
     """Return the exit code of the run, or raise the error of the rank that failed first.
 
     Args:
         signals: those that this process has received and forwarded.
+        advice: a clause about the command that continues the run.
     """
     main, cause = exits[0], first_failure(exits, signals)
     if cause is None or (signals and cause.error is not None and cause.error.lost_rank):
@@ -246,14 +255,14 @@ def _exit_code(exits: Sequence[RankExit], signals: Sequence[int], how_to_continu
         return main.code if main.code >= 0 else 128 + signals[-1] if signals else 1
     error = cause.error
     if error is None:
-        raise RunError(f"rank {cause.rank} {describe_exit(cause.code)}; {how_to_continue()}")
+        raise RunError(f"rank {cause.rank} {describe_exit(cause.code)}; {advice}")
     # A failure of all ranks is not one of the rank that was the first by a moment.
     on_main = main.error is not None and main.error.message == error.message
     named = cause.rank == 0 or on_main or error.received
     message = error.message if named else f"rank {cause.rank}: {error.message}"
     if error.traceback:
         print(error.traceback.rstrip(), file=sys.stderr)
-        message = f"{message}; {how_to_continue()}"
+        message = f"{message}; {advice}"
     raise UserError(message) if error.code == 2 else RunError(message)
 
 
@@ -282,8 +291,3 @@ def first_failure(exits: Sequence[RankExit], signals: Collection[int] = ()) -> R
 
     failures = [(order, end.rank, end) for end in exits if (order := place(end)) is not None]
     return min(failures)[2] if failures else None
-
-
-def continue_with(resume: str, count: int) -> str:
-    """Return the clause of a message about the command that continues a run with `count` ranks."""
-    return f"continue with: {resume} --nproc {count}"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bandpo_cli.cli.completion import complete_config, complete_task, folder_of, one_of, several_of
+from bandpo_cli.cli.completion import complete_config, complete_task, one_of, several_of
 from bandpo_cli.errors import UserError, unknown_choice
 from bandpo_cli.registries import (
     DIVERGENCES,
@@ -26,7 +26,42 @@ from bandpo_cli.registries import (
 
 RUNS = Path("runs")
 
+_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+
 _EXPECTED = {int: "an integer", float: "a number"}
+
+
+def option(
+    help: str,
+    metavar: str | None = None,
+    default: str | None = None,
+    flags: Sequence[str] = (),
+    complete: Callable[..., Any] | None = None,
+    **more: Any,
+) -> Any:
+    """Return an option of a command, for the annotation of a parameter.
+
+    Args:
+        metavar: the name of the value in the help.
+        default: the text of the default in the help; None for the parameter's default, if it has one.
+        flags: the flags, if they differ from the parameter's name.
+        complete: completes the values in a shell.
+        more: further arguments of `typer.Option`.
+    """
+    default_text = True if default is None else default
+    return typer.Option(
+        *flags, help=help, metavar=metavar, show_default=default_text, autocompletion=complete, **more
+    )
+
+
+def argument(
+    help: str,
+    metavar: str,
+    default: str | None = None,
+    complete: Callable[..., Any] | None = None,
+) -> Any:
+    """Return a positional argument of a command; see `option`."""
+    return typer.Argument(help=help, metavar=metavar, show_default=default or True, autocompletion=complete)
 
 
 @dataclass(frozen=True)
@@ -65,13 +100,9 @@ class Flag:
 
     def option(self, command: str) -> inspect.Parameter:
         """Return the parameter of a command's function from which Typer makes the option."""
-        kind, metavar, default, more, complete = (
-            self.kind,
-            self.metavar,
-            self.default,
-            dict(self.more),
-            one_of,
-        )
+        kind: Any = self.kind
+        metavar, default, complete = self.metavar, self.default, one_of
+        more = dict(self.more)
         if self.sweep == "several values" and command != "eval":
             kind = str  # which the parser below, or the sweep, reads
             if command == "train":
@@ -80,15 +111,10 @@ class Flag:
                 initial = (metavar or "VALUE")[0]
                 metavar, default, complete = f"{initial},{initial}", None, several_of
         if self.names:
-            more["autocompletion"] = complete(self.names)
-        more = {"metavar": metavar, "show_default": default or False, **more}
-        option = typer.Option(self.name, help=self.help, **more)
-        return inspect.Parameter(
-            self.parameter,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[kind | None, option],
-        )
+            more["complete"] = complete(self.names)
+        made = option(self.help, metavar=metavar, default=default, flags=[self.name], **more)
+        annotation = Annotated[kind | None, made]
+        return inspect.Parameter(self.parameter, _KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _one_value(flag: str, kind: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -124,8 +150,8 @@ def print_members(context: typer.Context, tasks: list[str] | None) -> list[str] 
     return tasks
 
 
-TASK_VALUES = {"metavar": "NAME|FILE", "callback": print_members, "autocompletion": complete_task}
-"""Arguments of `typer.Option` for `--task`."""
+TASK_VALUES: dict[str, Any] = {"callback": print_members, "complete": complete_task}
+"""Arguments of `option` for `--task`."""
 
 # fmt: off
 _SAMPLER = Flag("--sampler", "sampling.engine", str, f"auto, {ENGINES.names_text()}.", "auto", "ENGINE",
@@ -144,7 +170,7 @@ SETTINGS = (
          sweep="several values"),
     Flag("--task", "task", list[str],
          f"Problems to train on: {tasks_text()}, or a .jsonl, .json, .csv or .parquet file of questions and answers.",
-         "countdown", read="bandpo_cli.config.task:task_from_arguments", more=TASK_VALUES),
+         "countdown", "NAME|FILE", read="bandpo_cli.config.task:task_from_arguments", more=TASK_VALUES),
     _GRADER,
     Flag("--lr", "optim.lr", float, "Peak learning rate.", "5e-5; 1e-6 for language models", "RATE",
          sweep="several values"),
@@ -203,7 +229,7 @@ def takes_settings(command: str) -> Callable[[Callable[..., Any]], Callable[...,
                 groups[name] = [flag for flag in flags if command != "sweep" or flag.sweep != "no flag"]
                 parameters += [flag.option(command) for flag in groups[name]]
             else:
-                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+                parameters.append(parameter.replace(kind=_KEYWORD_ONLY))
 
         @functools.wraps(function)
         def run(**values: Any) -> Any:
@@ -246,18 +272,13 @@ def check_choice(flag: str, value: str, allowed: Collection[str]) -> str:
 
 
 def choice(flag: str, *allowed: str, metavar: str = "FORMAT", help: str | None = None) -> Any:
-    """Return an option whose value is one of `allowed`.
+    """Return an option whose value is one of `allowed`; they are the help text if there is no other."""
 
-    Args:
-        help: the help text; None for the allowed values.
-    """
-    return typer.Option(
-        flag,
-        metavar=metavar,
-        help=help or f"{', '.join(allowed[:-1])} or {allowed[-1]}.",
-        callback=lambda value: None if value is None else check_choice(flag, value.lower(), allowed),
-        autocompletion=one_of(allowed),
-    )
+    def check(value: str | None) -> str | None:
+        return None if value is None else check_choice(flag, value.lower(), allowed)
+
+    text = help or f"{', '.join(allowed[:-1])} or {allowed[-1]}."
+    return option(text, metavar, flags=[flag], complete=one_of(allowed), callback=check)
 
 
 def command_group(**more: Any) -> typer.Typer:
@@ -268,35 +289,25 @@ def command_group(**more: Any) -> typer.Typer:
 
 ConfigFiles = Annotated[
     list[Path] | None,
-    typer.Option(
-        "--config",
-        "-c",
-        metavar="FILE",
-        help="YAML config file, or a name of `bandpo configs`; repeatable, later files win.",
-        autocompletion=complete_config,
+    option(
+        "YAML config file, or a name of `bandpo configs`; repeatable, later files win.",
+        "FILE",
+        flags=["--config", "-c"],
+        complete=complete_config,
     ),
 ]
 Assignments = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Any setting, as section.key=value; repeatable."),
+    option("Any setting, as section.key=value; repeatable.", "KEY=VALUE", flags=["--set"]),
 ]
-RunsDir = Annotated[
-    Path,
-    typer.Option(metavar="FOLDER", help="Where runs, evaluations, sweeps and the MLflow store are kept."),
-]
+RunsDir = Annotated[Path, option("Where runs, evaluations, sweeps and the MLflow store are kept.", "FOLDER")]
 TableOrJson = Annotated[str, choice("--format", "table", "json")]
-RunName = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN", help="Its name in --runs-dir, or its folder.", autocompletion=folder_of("run")
-    ),
-]
 Nproc = Annotated[
     int | None,
-    typer.Option(
-        metavar="N",
+    option(
+        "Number of processes on this machine. On a machine with GPUs each process has its own GPU.",
+        "N",
+        "1",
         min=1,
-        help="Number of processes on this machine. On a machine with GPUs each process has its own GPU.",
-        show_default="1",
     ),
 ]

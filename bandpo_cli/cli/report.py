@@ -5,42 +5,33 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from bandpo_cli.cli.completion import folder_of
-from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson
+from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, argument, option
 
 
 def report(
     paths: Annotated[
         list[Path],
-        typer.Argument(
-            metavar="PATH",
-            help="A sweep's folder; or run folders, or a folder of runs.",
-            autocompletion=folder_of("sweep", "run"),
+        argument(
+            "A sweep's folder; or run folders, or a folder of runs.",
+            "PATH",
+            complete=folder_of("sweep", "run"),
         ),
     ],
     baseline: Annotated[
         str | None,
-        typer.Option(
-            metavar="VARIANT",
-            help="The variant that all other variants are compared with.",
-            show_default="the sweep's",
-        ),
+        option("The variant that all other variants are compared with.", "VARIANT", "the sweep's"),
     ] = None,
     by: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY,KEY",
-            help="Settings that define a variant, for example bounds,optim.lr; repeatable.",
-            show_default="all that differ, except the seed",
+        option(
+            "Settings that define a variant, for example bounds,optim.lr; repeatable.",
+            "KEY,KEY",
+            "all that differ, except the seed",
         ),
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Folder of the report.", show_default="SWEEP/report, or report here"
-        ),
+        Path | None, option("Folder of the report.", "DIR", "SWEEP/report, or report here")
     ] = None,
     format_: TableOrJson = "table",
     runs_dir: RunsDir = RUNS,

@@ -1,58 +1,58 @@
-"""`bandpo runs`: one line per run."""
+"""Commands that read run folders: `bandpo runs`, `bandpo show`, `bandpo samples` and `bandpo plot`."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from bandpo_cli.cli.completion import folder_of, one_of
-from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, choice
+from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, argument, choice, option
+from bandpo_cli.errors import UserError
 from bandpo_cli.registries import DATASETS, METHODS, generated_tasks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from rich.console import Console
-    from rich.text import Text
 
-    from bandpo_cli.experiments.overview import RunOverview
+    from bandpo_cli.experiments.overview import RunDescription
+    from bandpo_cli.storage.tables import GradedCompletion
 
-STATUSES = ("running", "finished", "failed", "killed", "damaged")
-_STYLES = {"RUNNING": "cyan", "FINISHED": "green", "FAILED": "red", "KILLED": "yellow", "DAMAGED": "red"}
+RunName = Annotated[str, argument("Its name in --runs-dir, or its folder.", "RUN", complete=folder_of("run"))]
+
+_STYLES = {"running": "cyan", "finished": "green", "failed": "red", "killed": "yellow", "damaged": "red"}
+"""The status of a run, and its color."""
+
+_SHOWN_STEPS = 6
+_FIRST_METRICS = (
+    "train/accuracy", "train/reward", "train/entropy", "train/response_length", "clip/active_fraction",
+    "clip/outside_fraction", "gradient/weight_mean", "ratio/max", "kl/old_new", "kl/ref", "optim/grad_norm",
+    "optim/lr",
+)  # fmt: skip
+"""The metrics of `bandpo show`, in this order, before the scores of evaluations; --all prints every metric."""
 
 
 def runs(
     patterns: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="PATTERN...",
-            help="Names, with * and ?; a sweep stands for its runs.",
-            show_default="all",
-            autocompletion=folder_of("run", "sweep"),
+        argument(
+            "Names, with * and ?; a sweep stands for its runs.",
+            "PATTERN...",
+            "all",
+            complete=folder_of("run", "sweep"),
         ),
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(
-            metavar="METHOD",
-            help="Only runs of this method: clip, band, band-kl.",
-            autocompletion=one_of(METHODS),
-        ),
+        option("Only runs of this method: clip, band, band-kl.", "METHOD", complete=one_of(METHODS)),
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(
-            metavar="TASK",
-            help="Only runs of this task.",
-            autocompletion=one_of([*generated_tasks(), *DATASETS]),
-        ),
+        option("Only runs of this task.", "TASK", complete=one_of([*generated_tasks(), *DATASETS])),
     ] = None,
     status: Annotated[
         str | None,
-        choice("--status", *STATUSES, metavar="STATUS", help=f"Only runs that are {', '.join(STATUSES)}."),
+        choice("--status", *_STYLES, metavar="STATUS", help=f"Only runs that are {', '.join(_STYLES)}."),
     ] = None,
     sort: Annotated[
         str,
@@ -72,40 +72,31 @@ def runs(
 
     [bold]bandpo runs --status running --format json[/bold]  in scripts
     """
+    from bandpo_cli.cli.console import make_table, open_console, print_json, print_line
     from bandpo_cli.experiments.overview import list_runs
 
     runs = list_runs(runs_dir, patterns or (), method=method, task=task, status=status, sort=sort)
-    from bandpo_cli.cli.console import open_console, print_json
-
     if format_ == "json":
         print_json([asdict(run) | {"path": str(run.path)} for run in runs])
-    else:
-        _print_table(open_console(), runs)
-
-
-def _print_table(console: Console, runs: Sequence[RunOverview]) -> None:
-    from rich.text import Text
-
-    from bandpo_cli.cli.console import make_table, print_line
-
+        return
+    console = open_console()
     if not runs:
         print_line(console, "no runs")
         return
+    from rich.text import Text
+
     wide = console.width >= 100
     headings = ["run", "method", "task", "status", ">steps", ">held-out", ">training", ">entropy"]
     table = make_table(*headings, *([">started"] if wide else []), gap=2 if wide else 1)
     table.columns[0].min_width, table.columns[3].no_wrap = 12, True
     for run in runs:
-        status = run.status or "DAMAGED"
-        cells = [Text(run.name), Text(run.method), Text(run.task), Text(status.lower(), _STYLES[status])]
+        status = (run.status or "DAMAGED").lower()
+        cells = [Text(run.name), Text(run.method), Text(run.task), Text(status, _STYLES[status])]
         if run.status is not None:
-            cells += [
-                Text(f"{run.step:,}/{run.steps:,}"),
-                _number(run.heldout),
-                _number(run.accuracy),
-                _number(run.entropy),
-                Text(time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started_ms / 1000))),
-            ]
+            metrics = (run.heldout, run.accuracy, run.entropy)
+            started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started_ms / 1000))
+            numbers = ["" if value is None else f"{value:.3f}" for value in metrics]
+            cells += map(Text, [f"{run.step:,}/{run.steps:,}", *numbers, started])
         table.add_row(*cells[: len(table.columns)])
     console.print(table, highlight=False)
     for run in runs:
@@ -113,7 +104,203 @@ def _print_table(console: Console, runs: Sequence[RunOverview]) -> None:
             print_line(console, run.error.splitlines()[0][:200], run.name, "yellow")
 
 
-def _number(value: float | None) -> Text:
+def show(
+    run: RunName,
+    all_: Annotated[bool, option("Every metric.", flags=["--all"])] = False,
+    format_: TableOrJson = "table",
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Show a run: the settings that differ from the defaults, the metrics, and the paths of its files.
+
+    [bold]bandpo show first[/bold]
+
+    [bold]bandpo show first --format json[/bold]  all settings and metrics, in scripts
+    """
+    from bandpo_cli.cli.console import open_console, print_json
+    from bandpo_cli.experiments.overview import describe_run
+
+    described = describe_run(run, runs_dir)
+    if format_ == "table":
+        _print_description(open_console(), described, runs_dir, all_)
+        return
+    changed = {
+        key: dict(zip(("value", "default"), pair, strict=True)) for key, pair in described.changed.items()
+    }
+    metrics = {
+        key: dict(zip(("first", "last"), pair, strict=True)) for key, pair in described.metrics.items()
+    }
+    print_json(
+        asdict(described.overview)
+        | {
+            "path": str(described.overview.path),
+            "config": described.config.model_dump(mode="json"),
+            "changed": changed,
+            "metrics": metrics,
+            "checkpoints": described.checkpoints,
+            "sampled_steps": described.sampled_steps,
+            "plots": [str(path) for path in described.plots],
+            "seconds": described.seconds,
+        }
+    )
+
+
+def _print_description(
+    console: Console, described: RunDescription, runs_dir: Path, every_metric: bool
+) -> None:
     from rich.text import Text
 
-    return Text("" if value is None else f"{value:.3f}")
+    from bandpo_cli.cli.console import format_duration, make_table, print_line, print_rows
+    from bandpo_cli.cli.statement import describe_model, print_statement
+    from bandpo_cli.storage.run_folder import resume_command
+    from bandpo_cli.tracking.store import tracking_store, ui_text
+
+    run, config = described.overview, described.config
+    status = (
+        f"{str(run.status).lower()}, step {run.step:,} of {run.steps:,}, {format_duration(described.seconds)}"
+    )
+    changed = [f"{key} = {value}  (default {default})" for key, (value, default) in described.changed.items()]
+    rows = [
+        ("run", str(run.path)),
+        ("status", status + (f": {run.error.splitlines()[0]}" if run.error else "")),
+        ("model", describe_model(config)),
+        ("task", run.task),
+        ("bounds", config.bounds.describe()),
+        ("settings", "\n".join(changed)),
+        ("checkpoints", _steps(described.checkpoints)),
+        ("completions", _steps(described.sampled_steps)),
+        ("plots", ", ".join(path.name for path in described.plots)),
+    ]
+    print_statement(console, [(heading, text or "none") for heading, text in rows])
+    if config.tracking.mlflow:
+        store = tracking_store(config.tracking, run.path.absolute().parent)
+        # Not a row of the table, which would break the address into lines that a terminal does not link.
+        print_rows(console, [("MLflow", ui_text(run.path, store))], len("completions"))
+    table = make_table("metric", ">first", ">step", ">last", ">step")
+    order = {key: index for index, key in enumerate(_FIRST_METRICS)}
+    scores = ("mean_at_", "pass_at_", "maj_at_")
+    chosen = [
+        key
+        for key in described.metrics
+        if every_metric
+        or key in order
+        or (key.startswith("eval/") and key.rpartition("/")[2].startswith(scores))
+    ]
+    for key in sorted(chosen, key=lambda key: order.get(key, len(order) * key.startswith("eval/"))):
+        (first_step, first), (last_step, last) = described.metrics[key]
+        table.add_row(Text(key), f"{first:.4g}", f"{first_step}", f"{last:.4g}", f"{last_step}")
+    console.print()
+    console.print(table, highlight=False)
+    if run.status in ("FAILED", "KILLED"):
+        console.print()
+        print_line(console, resume_command("train", run.path, runs_dir), "resume with:")
+
+
+def _steps(steps: tuple[int, ...]) -> str:
+    """Return `step 0, 10, 20`; of many steps the first, the last ones and their number."""
+    if len(steps) <= _SHOWN_STEPS:
+        return f"step {', '.join(map(str, steps))}" if steps else ""
+    shown = ", ".join(map(str, steps[-_SHOWN_STEPS + 1 :]))
+    return f"step {steps[0]}, …, {shown} ({len(steps)} in all)"
+
+
+def samples(
+    run: Annotated[
+        str,
+        argument(
+            "A run or an evaluation: its name in --runs-dir, or its folder.",
+            "RUN",
+            complete=folder_of("run", "evaluation"),
+        ),
+    ],
+    step: Annotated[int | None, option("Step of the run.", "N", "the last step with samples", min=0)] = None,
+    correct: Annotated[
+        bool | None, option("Only these completions.", default="both", flags=["--correct/--wrong"])
+    ] = None,
+    problem: Annotated[str | None, option("Only completions of this problem.", "ID")] = None,
+    limit: Annotated[int, option("Maximum number of completions to print; 0 prints all.", "N", min=0)] = 8,
+    format_: Annotated[str, choice("--format", "text", "jsonl")] = "text",
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Print completions with their reference answers and verdicts, grouped by prompt.
+
+    [bold]bandpo samples first[/bold]  of the last step
+
+    [bold]bandpo samples first --step 0 --wrong[/bold]  what went wrong before the training
+
+    [bold]bandpo samples first --problem 3-7-8-9-24 --limit 0[/bold]  all completions of a problem
+
+    [bold]bandpo samples first --limit 0 --format jsonl > completions.jsonl[/bold]  in scripts
+    """
+    from bandpo_cli.cli.console import open_console, to_json
+    from bandpo_cli.experiments.overview import read_completions_of, select_completions
+
+    path, completions = read_completions_of(run, runs_dir, step)
+    chosen = select_completions(completions, problem, correct)
+    shown = chosen[:limit] if limit else chosen
+    if format_ == "jsonl":
+        for completion in shown:
+            print(to_json(completion))
+        return
+    if not chosen:
+        wanted = "correct" if correct else "wrong"
+        raise UserError(f"{path}: none of its {len(completions):,} completions is {wanted}")
+    console = open_console()
+    previous = None
+    for completion in shown:
+        # A group has one prompt, which may be longer than all of its completions together.
+        _print_completion(console, completion, with_prompt=completion["prompt"] != previous)
+        previous = completion["prompt"]
+    right = sum(item["accuracy"] == 1 for item in chosen)
+    more = f"; --limit 0 prints all {len(chosen):,}" if len(shown) < len(chosen) else ""
+    line = f"{len(shown):,} of {len(chosen):,} completions of {path}, {right:,} correct{more}"
+    console.print(line, style="dim", highlight=False, soft_wrap=True)
+
+
+def _print_completion(console: Console, completion: GradedCompletion, with_prompt: bool) -> None:
+    from rich.rule import Rule
+    from rich.text import Text
+
+    style = "green" if completion["accuracy"] == 1 else "red"
+    label, problem = completion["label"], completion["problem_id"]
+    facts = [problem if problem.startswith(label) else f"{label} {problem}", completion["verdict"]]
+    if completion["reward"] is not None:
+        facts.append(f"reward {completion['reward']:g}")
+    if completion["length"] is not None:
+        facts.append(f"{completion['length']:,} tokens")
+    if completion["finish_reason"] == "length":
+        facts.append("truncated")
+    console.print(Rule(Text(" · ".join(facts), style), align="left", style=style))
+    if with_prompt:
+        console.print(Text(completion["prompt"], "dim"), soft_wrap=True)
+    console.print(Text(completion["text"]), soft_wrap=True)
+    console.print(Text.assemble(("reference  ", "bold"), completion["reference"]), soft_wrap=True)
+    console.print()
+
+
+def plot(
+    run: RunName,
+    format_: Annotated[str, choice("--format", "png", "pdf", "svg")] = "png",
+    out: Annotated[Path | None, option("Folder of the plots.", "DIR", "plots in the run folder")] = None,
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Plot accuracy, entropy, clipped tokens and the clip map of a run, which may be in progress.
+
+    [bold]bandpo plot first[/bold]  again, with the steps that it has now
+
+    [bold]bandpo plot first --format pdf --out figures[/bold]  for a paper
+    """
+    from bandpo_cli.cli.console import open_console, print_line
+    from bandpo_cli.reports.run_plots import plot_run
+    from bandpo_cli.storage.run_folder import RunFolder
+
+    folder = RunFolder.open(runs_dir, run).path
+    console = open_console()
+    try:
+        written = plot_run(folder, out, f".{format_}")
+    except OSError as error:
+        target = out or folder / "plots"
+        raise UserError(f"--out {target}: cannot be written: {error.strerror or error}") from None
+    if not written:
+        raise UserError(f"{folder} has nothing to plot: the run has completed no step")
+    for path in written:
+        print_line(console, str(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,28 +17,17 @@ from bandpo_cli.cli.options import (
     RunsDir,
     Settings,
     Tracking,
+    argument,
     given_options,
+    option,
     refuse_with,
     takes_settings,
 )
 from bandpo_cli.errors import RunError, UserError
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from bandpo_cli.experiments.sweep_request import SweepRequest
-    from bandpo_cli.experiments.sweep_run import Executor
-
-
 _EXECUTION = {
-    "--resume",
-    "--jobs",
-    "--gpus-per-run",
-    "--stop-behind",
-    "--executor",
-    "--ray-address",
-    "--runs-dir",
-}
+    "--resume", "--jobs", "--gpus-per-run", "--stop-behind", "--executor", "--ray-address", "--runs-dir"
+}  # fmt: skip
 """The options that say how runs are executed, and not which."""
 
 
@@ -48,94 +37,76 @@ def sweep(
     *,
     file: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[FILE]",
-            help="A sweep file with the keys fixed, axes, arms, exclude, seeds and baseline.",
-        ),
+        argument("A sweep file with the keys fixed, axes, arms, exclude, seeds and baseline.", "[FILE]"),
     ] = None,
     settings: Settings,
-    seeds: Annotated[
-        str | None,
-        typer.Option(metavar="S,S", help="Seeds; every variant runs once per seed.", show_default="0"),
-    ] = None,
-    axis: Annotated[
-        list[str] | None,
-        typer.Option("--axis", metavar="KEY=V,V", help="Any other setting's values; repeatable."),
-    ] = None,
+    seeds: Annotated[str | None, option("Seeds; every variant runs once per seed.", "S,S", "0")] = None,
+    axis: Annotated[list[str] | None, option("Any other setting's values; repeatable.", "KEY=V,V")] = None,
     recorded: Annotated[
         str | None,
-        typer.Option(
-            metavar="RUN",
-            help="For --delta match:clip: the run on whose recorded tokens the radius is matched to the clip "
+        option(
+            "For --delta match:clip: the run on whose recorded tokens the radius is matched to the clip "
             "fraction of clip.",
-            autocompletion=folder_of("run"),
+            "RUN",
+            complete=folder_of("run"),
         ),
     ] = None,
     tuned_on: Annotated[
         str | None,
-        typer.Option(
-            metavar="SWEEP",
-            help="Run each method with the settings that were best in that sweep, with other seeds.",
-            autocompletion=folder_of("sweep"),
+        option(
+            "Run each method with the settings that were best in that sweep, with other seeds.",
+            "SWEEP",
+            complete=folder_of("sweep"),
         ),
     ] = None,
     baseline: Annotated[
-        str | None,
-        typer.Option(metavar="VARIANT", help="The variant that the report compares all other variants with."),
+        str | None, option("The variant that the report compares all other variants with.", "VARIANT")
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, help="Runs at a time.", show_default="as many as there are GPUs for, else cores"),
+        option("Runs at a time.", default="as many as there are GPUs for, else cores", min=1),
     ] = None,
     gpus_per_run: Annotated[
         int | None,
-        typer.Option(
-            metavar="K",
+        option(
+            "Number of GPUs per run, one process per GPU. Without a GPU, a run has K processes on the CPU.",
+            "K",
+            "1",
             min=1,
-            help="Number of GPUs per run, one process per GPU. Without a GPU, a run has K processes on the CPU.",
-            show_default="1",
         ),
     ] = None,
     stop_behind: Annotated[
         float | None,
-        typer.Option(
-            metavar="MARGIN",
-            help="Stop a run after half of its steps or later if its held-out accuracy is more than "
+        option(
+            "Stop a run after half of its steps or later if its held-out accuracy is more than "
             "MARGIN below another variant's.",
-            show_default="no run is ended",
+            "MARGIN",
+            "no run is ended",
         ),
     ] = None,
     executor: Annotated[
         str,
-        typer.Option(
-            help="Where runs are executed: local, or ray for a cluster (the extra 'ray').",
-            autocompletion=one_of(("local", "ray")),
+        option(
+            "Where runs are executed: local, or ray for a cluster (the extra 'ray').",
+            complete=one_of(("local", "ray")),
         ),
     ] = "local",
     ray_address: Annotated[
         str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="A running Ray cluster, or auto.",
-            show_default="a local cluster that ends with the sweep",
-        ),
+        option("A running Ray cluster, or auto.", "ADDRESS", "a local cluster that ends with the sweep"),
     ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the sweep's folder.", show_default="sweep-time")
-    ] = None,
+    name: Annotated[str | None, option("Name of the sweep's folder.", default="sweep-time")] = None,
     config: ConfigFiles = None,
     set_: Assignments = None,
     runs_dir: RunsDir = RUNS,
     tracking: Tracking,
-    dry_run: Annotated[
-        bool, typer.Option(help="Print the runs and the estimate of the time, and stop.")
-    ] = False,
+    dry_run: Annotated[bool, option("Print the runs and the estimate of the time, and stop.")] = False,
     resume: Annotated[
         str | None,
-        typer.Option(
-            metavar="SWEEP",
-            help="Resume a sweep: runs that are not finished are executed again.",
-            autocompletion=folder_of("sweep"),
+        option(
+            "Resume a sweep: runs that are not finished are executed again.",
+            "SWEEP",
+            complete=folder_of("sweep"),
         ),
     ] = None,
 ) -> None:
@@ -165,60 +136,43 @@ def sweep(
     """
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import nest, read_assignments
-    from bandpo_cli.experiments.sweep_request import plan_sweep
-    from bandpo_cli.experiments.sweep_run import Executor, check_executor
+    from bandpo_cli.experiments import sweep as run_sweep
+    from bandpo_cli.experiments.sweep_request import SweepRequest, plan_sweep
+    from bandpo_cli.experiments.sweep_run import Executor, check_executor, dry_run_info
 
     chosen = Executor(executor, ray_address, jobs, stop_behind, gpus_per_run)
     check_executor(chosen)
+    request: SweepRequest | str
     if resume is not None:
         extra = [option for option in given_options(context) if option not in _EXECUTION]
         refuse_with("--resume", "the plan of the sweep is used", extra)
-        return _run(resume, chosen, runs_dir, None)
-    compared = {flag.setting for flag in SETTINGS if flag.sweep == "several values"}
-    axes = {key: text for key, text in settings.items() if key in compared}
-    shared = {key: value for key, value in settings.items() if key not in compared}
-    layers = [*map(read_config, config or []), nest(shared | tracking), read_assignments(set_ or [])]
-    if not (axes or axis or file is not None or seeds is not None or tuned_on is not None):
-        raise UserError(
-            "nothing is swept: give values to compare, for example --delta 0.01,0.05,0.1 --seeds 0,1,2, or a sweep file"
-        )
-    options = {"seeds": seeds, "baseline": baseline, "recorded": recorded, "tuned_on": tuned_on}
-    request = plan_sweep(file, axes, axis or [], options, layers, runs_dir)
-    return _dry_run(request, chosen, runs_dir) if dry_run else _run(request, chosen, runs_dir, name)
-
-
-def _run(request: SweepRequest | str, executor: Executor, runs_dir: Path, name: str | None) -> None:
-    """Run a new sweep, or resume the one of that name. Raises RunError where runs failed."""
-    from bandpo_cli.cli.console import open_console
+        request = resume
+    else:
+        compared = {flag.setting for flag in SETTINGS if flag.sweep == "several values"}
+        axes = {key: text for key, text in settings.items() if key in compared}
+        shared = {key: value for key, value in settings.items() if key not in compared}
+        layers = [*map(read_config, config or []), nest(shared | tracking), read_assignments(set_ or [])]
+        if not (axes or axis or file is not None or seeds is not None or tuned_on is not None):
+            raise UserError(
+                "nothing is swept: give values to compare, for example --delta 0.01,0.05,0.1 --seeds 0,1,2, or a "
+                "sweep file"
+            )
+        options = {"seeds": seeds, "baseline": baseline, "recorded": recorded, "tuned_on": tuned_on}
+        request = plan_sweep(file, axes, axis or [], options, layers, runs_dir)
+    from bandpo_cli.cli.console import open_console, print_line
     from bandpo_cli.cli.signals import exit_on_sigterm
     from bandpo_cli.cli.sweep_view import SweepView
-    from bandpo_cli.experiments import sweep as run_sweep
     from bandpo_cli.storage.run_folder import resume_command
 
-    console = open_console(long_running=True)
-    if not isinstance(request, str):
-        _print_notes(console, request)
-    with exit_on_sigterm(), closing(SweepView(console, runs_dir)) as view:
-        result = run_sweep(request, executor=executor, runs_dir=runs_dir, name=name, callbacks=[view])
+    console = open_console(long_running=not dry_run)
+    for kind, note in request.notes() if isinstance(request, SweepRequest) else ():
+        print_line(console, note, kind, "cyan")
+    with closing(SweepView(console, runs_dir)) as view:
+        if dry_run and isinstance(request, SweepRequest):
+            view.print_plan(dry_run_info(request, chosen))
+            return
+        with exit_on_sigterm():
+            result = run_sweep(request, executor=chosen, runs_dir=runs_dir, name=name, callbacks=[view])
     if result.failures:
         again = resume_command("sweep", result.folder, runs_dir)
         raise RunError(f"{len(result.failures)} of {result.runs} runs failed; try them again: {again}")
-
-
-def _dry_run(request: SweepRequest, executor: Executor, runs_dir: Path) -> None:
-    """Print the runs and how long they will take."""
-    from bandpo_cli.cli.console import open_console
-    from bandpo_cli.cli.sweep_view import SweepView
-    from bandpo_cli.experiments.sweep_run import dry_run_info
-
-    console = open_console()
-    _print_notes(console, request)
-    with closing(SweepView(console, runs_dir)) as view:
-        view.print_plan(dry_run_info(request, executor))
-
-
-def _print_notes(console: Console, request: SweepRequest) -> None:
-    from bandpo_cli.cli.console import print_line
-
-    for kind, note in request.notes():
-        print_line(console, note, kind, "cyan")

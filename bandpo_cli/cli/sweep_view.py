@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -12,7 +12,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from bandpo_cli.cli.console import ExperimentView, format_duration, make_table, print_column, print_line
+from bandpo_cli.cli.console import ExperimentView, format_duration, make_table, print_line, print_rows
 from bandpo_cli.errors import SignalExit, plural
 from bandpo_cli.experiments.sweep_run import States, SweepInfo, SweepResult, estimate_time
 from bandpo_cli.paths import relative_to_cwd
@@ -29,24 +29,22 @@ LINES_EVERY_S = 60.0
 _WIDE = 110
 """Width of a terminal from which on a mean and its interval are on one line, in columns."""
 
-SPINNERS = {
-    "tracking": "opening the sweep at MLflow …",
-    "trial": "a trial of three steps, for an estimate of the time …",
-    "report": "writing the report …",
-}
-"""Text beside the spinner, by phase."""
-
 
 class SweepView(ExperimentView):
-    """Console view of a sweep: a live table on a terminal, plain lines elsewhere."""
+    """Console view of a sweep: a live table on a terminal, elsewhere a line when a run ends and every minute."""
 
-    spinners = SPINNERS
+    spinners: Mapping[str, str] = {
+        "tracking": "opening the sweep at MLflow …",
+        "trial": "a trial of three steps, for an estimate of the time …",
+        "report": "writing the report …",
+    }
 
     def __init__(self, console: Console, runs_dir: Path) -> None:
         super().__init__(console, runs_dir)
         self._info: SweepInfo | None = None
-        self._progress: SweepProgress | None = None
+        self._states: States = {}
         self._start = time.perf_counter()
+        self._ended, self._next_line = -1, 0.0
 
     def start(self, info: SweepInfo) -> None:
         """Print the folder, the plan and the estimate of the time."""
@@ -68,27 +66,22 @@ class SweepView(ExperimentView):
         if not info.pending:
             return
         try:
-            estimate = estimate_time(info, self.runs_dir, lambda: self.spinner.show(SPINNERS["trial"]))
+            estimate = estimate_time(info, self.runs_dir, lambda: self.spin(self.spinners["trial"]))
         finally:
-            self.spinner.show(None)
-        if estimate is None:
-            self.console.print(
-                "no time estimate, because no finished run has these settings; the live table shows an estimate "
-                "after the first steps"
-            )
-            return
+            self.spin(None)
         self.console.print(
-            f"about {format_duration(estimate.total_s)} in total, {format_duration(estimate.run_s)} per run "
+            "no time estimate, because no finished run has these settings; the live table shows an estimate "
+            "after the first steps"
+            if estimate is None
+            else f"about {format_duration(estimate.total_s)} in total, {format_duration(estimate.run_s)} per run "
             f"({estimate.method})",
             highlight=False,
         )
 
     def phase(self, name: str) -> None:
         """Show the live table while the runs are executed, a spinner in other phases."""
-        self.spinner.show(None)
-        if name == "run" and self._info is not None:
-            self._progress = SweepProgress(self._info.runs, self._info.slots)
-            self.show_progress(self._progress.render, self._progress.line)
+        if name == "run":
+            self.show_progress()
         if name == "report":
             self.stop_progress()
             self.console.print()
@@ -96,9 +89,8 @@ class SweepView(ExperimentView):
 
     def step(self, report: States) -> None:
         """Show the states of the runs."""
-        if self._progress is not None:
-            self._progress.add(report)
-            self.update_progress()
+        self._states = report
+        self.update_progress()
 
     def end(self, result: SweepResult) -> None:
         """Print the report and what failed; after Ctrl-C or SIGTERM print how to resume."""
@@ -108,9 +100,7 @@ class SweepView(ExperimentView):
         finished = f"{result.finished} of {len(self._info.runs)} runs"
         if result.error is not None:
             if isinstance(result.error, KeyboardInterrupt | SignalExit):
-                how = (
-                    "stopped by Ctrl-C" if isinstance(result.error, KeyboardInterrupt) else str(result.error)
-                )
+                how = str(result.error) if isinstance(result.error, SignalExit) else "stopped by Ctrl-C"
                 again = resume_command("sweep", result.folder, self.runs_dir)
                 print_line(self.console, f"{how}, {finished} are finished; resume with: {again}")
             return
@@ -122,12 +112,46 @@ class SweepView(ExperimentView):
         duration = format_duration(time.perf_counter() - self._start)
         took = f" in {duration}" if self._info.pending else ""
         self.console.print(f"{finished} finished{took}", highlight=False)
-        if result.mlflow is not None:
-            print_column(self.console, result.mlflow, "MLflow", 6)
-        for name, why in result.stopped.items():
-            print_line(self.console, f"{name}: {why}", "stopped early", "yellow")
-        for name, why in result.failures.items():
-            print_line(self.console, f"{name}: {why}", "failed", "red")
+        print_rows(self.console, [("MLflow", result.mlflow or "")], 6)
+        for runs, heading, style in (
+            (result.stopped, "stopped early", "yellow"),
+            (result.failures, "failed", "red"),
+        ):
+            for name, why in runs.items():
+                print_line(self.console, f"{name}: {why}", heading, style)
+
+    def render(self) -> RenderableType:
+        """Return the table of the variants; nothing before the first states."""
+        if self._info is None or not self._states:
+            return ""
+        table = variants_table(self._info.runs, self._states)
+        table.title, table.title_justify = self._counts_text(), "left"
+        return table
+
+    def line(self) -> str | None:
+        """Return a line if a run has ended since the last line, or `LINES_EVERY_S` seconds have passed."""
+        ended = sum(state.status in ("finished", "failed", "stopped") for state in self._states.values())
+        if ended == self._ended and time.monotonic() < self._next_line:
+            return None
+        self._ended, self._next_line = ended, time.monotonic() + LINES_EVERY_S
+        running = ", ".join(
+            f"{name} {state.step}/{state.steps}"
+            for name, state in self._states.items()
+            if state.status == "running"
+        )
+        return self._counts_text() + (f"  running: {running}" if running else "")
+
+    def _counts_text(self) -> str:
+        """Return `2/6 runs finished · 1 failed · 0:01:05 left`."""
+        counts = Counter(state.status for state in self._states.values())
+        left = None if self._info is None else seconds_left(self._states, self._info.slots)
+        parts = [
+            f"{counts['finished']}/{len(self._states)} runs finished",
+            f"{counts['failed']} failed" if counts["failed"] else "",
+            f"{counts['stopped']} stopped early" if counts["stopped"] else "",
+            f"{format_duration(left)} left" if left is not None else "",
+        ]
+        return " · ".join(filter(None, parts))
 
 
 def plan_table(runs: Sequence[SweepRun], steps: Mapping[str, int]) -> Table:
@@ -150,23 +174,32 @@ def variants_table(runs: Sequence[SweepRun], states: States) -> Table:
     accuracy = "held-out accuracy" if held_out else "training accuracy"
     table = make_table("variant", ">finished", "running at step", f">{accuracy}", ">entropy", ">left")
     for arm, members in by_variant(runs).items():
-        variant_states = [states[run.name] for run in members]
-        running = [state for state in variant_states if state.status == "running"]
-        finished = sum(state.status == "finished" for state in variant_states)
-        ended = [
-            (f" {count} {status}", style)
-            for status, style in (("failed", "red"), ("stopped", "yellow"))
-            if (count := sum(state.status == status for state in variant_states))
-        ]
+        variant = [states[run.name] for run in members]
+        counts = Counter(state.status for state in variant)
+        running = [state for state in variant if state.status == "running"]
         table.add_row(
             Text(arm),
-            Text.assemble(f"{finished}/{len(variant_states)}", *ended),
+            Text.assemble(
+                f"{counts['finished']}/{len(variant)}",
+                (f" {counts['failed']} failed" if counts["failed"] else "", "red"),
+                (f" {counts['stopped']} stopped" if counts["stopped"] else "", "yellow"),
+            ),
             "  ".join(f"{state.step}/{state.steps}" for state in running) or "·",
-            _mean([state.accuracy for state in variant_states if state.evaluations or not held_out]),
-            _mean([state.entropy for state in variant_states]),
-            _max_duration([state.seconds_left for state in running]),
+            _over_runs(
+                fmean, [s.accuracy for s in variant if s.evaluations or not held_out], "{:.3f}".format
+            ),
+            _over_runs(fmean, [state.entropy for state in variant], "{:.3f}".format),
+            _over_runs(max, [state.seconds_left for state in running], format_duration),
         )
     return table
+
+
+def _over_runs(
+    summary: Callable[[list[float]], float], values: Iterable[float | None], form: Callable[[float], str]
+) -> str:
+    """Return the summary of the known values as text; `·` without any."""
+    known = [value for value in values if value is not None]
+    return form(summary(known)) if known else "·"
 
 
 def seconds_left(states: States, jobs: int) -> float | None:
@@ -184,68 +217,15 @@ def seconds_left(states: States, jobs: int) -> float | None:
     return max(steps * seconds_per_step / jobs, *(seconds for _, seconds in timed))
 
 
-def _mean(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return f"{fmean(known):.3f}" if known else "·"
-
-
-def _max_duration(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    return format_duration(max(known)) if known else "·"
-
-
-def _progress(states: States, jobs: int) -> str:
-    """Return `2/6 runs finished · 1 failed · 0:01:05 left`."""
-    counts = Counter(state.status for state in states.values())
-    left = seconds_left(states, jobs)
-    parts = [
-        f"{counts['finished']}/{len(states)} runs finished",
-        f"{counts['failed']} failed" if counts["failed"] else "",
-        f"{counts['stopped']} stopped early" if counts["stopped"] else "",
-        f"{format_duration(left)} left" if left is not None else "",
-    ]
-    return " · ".join(filter(None, parts))
-
-
-class SweepProgress:
-    """Progress of a sweep: the table of its variants on a terminal, else a line when a run ends and every minute."""
-
-    def __init__(self, runs: Sequence[SweepRun], jobs: int) -> None:
-        self._runs, self._jobs = runs, jobs
-        self._states: States = {}
-        self._table: RenderableType = ""
-        self._ended, self._next_line = -1, 0.0
-
-    def add(self, states: States) -> None:
-        """Replace the states of the runs."""
-        self._states = states
-        table = variants_table(self._runs, states)
-        table.title, table.title_justify = _progress(states, self._jobs), "left"
-        self._table = table
-
-    def render(self) -> RenderableType:
-        """Return the table."""
-        return self._table
-
-    def line(self) -> str | None:
-        """Return a line if a run has ended since the last line, or `LINES_EVERY_S` seconds have passed."""
-        ended = sum(state.status in ("finished", "failed", "stopped") for state in self._states.values())
-        if ended == self._ended and time.monotonic() < self._next_line:
-            return None
-        self._ended, self._next_line = ended, time.monotonic() + LINES_EVERY_S
-        running = ", ".join(
-            f"{name} {state.step}/{state.steps}"
-            for name, state in self._states.items()
-            if state.status == "running"
-        )
-        return _progress(self._states, self._jobs) + (f"  running: {running}" if running else "")
-
-
 def print_report(console: Console, report: Report) -> None:
     """Print the report: finding, leaderboard, notes, files."""
     soft_wrap = not console.is_terminal  # in a file or a pipe a sentence is a line
-    console.print(Text.assemble((report.title, "bold"), f"  {report.about}"), soft_wrap=soft_wrap)
-    console.print(Text(report.finding), soft_wrap=soft_wrap)
+
+    def print_text(text: str, heading: str = "", style: str = "") -> None:
+        console.print(Text.assemble((heading, style), text), soft_wrap=soft_wrap)
+
+    print_text(f"  {report.about}", report.title, "bold")
+    print_text(report.finding)
     console.print()
     separator = " " if console.width >= _WIDE else "\n"
     over_sets = [metric for metric in report.figures if "/" not in metric.key]
@@ -255,24 +235,16 @@ def print_report(console: Console, report: Report) -> None:
         by_set = [metric for metric in report.figures if metric.key.startswith("accuracy/")]
         console.print(_report_table(report, by_set, separator))
     for line in report.tuning.notes() if report.tuning is not None else ():
-        console.print(Text.assemble(("tuned: ", "dim"), line), soft_wrap=soft_wrap)
+        print_text(line, "tuned: ", "dim")
     for note in report.notes:
-        console.print(Text.assemble(("note: ", "yellow"), note), soft_wrap=soft_wrap)
+        print_text(note, "note: ", "yellow")
     for run in report.left_out:
         variant_and_seed = f"{run.arm}, seed {run.seed}: " if run.arm else ""
-        line = f"{run.run}: {variant_and_seed}{run.reason}"
-        console.print(Text.assemble(("left out: ", "yellow"), line), soft_wrap=soft_wrap)
+        print_text(f"{run.run}: {variant_and_seed}{run.reason}", "left out: ", "yellow")
     console.print()
     for name in ("report.html", "report.md", "leaderboard.csv"):
         console.print(Text(str(relative_to_cwd(report.files[name]))), soft_wrap=True)
-    plots = [name for name in report.files if name.endswith(".png")]
-    console.print(Text(f"plots: {', '.join(plots)}", style="dim"), soft_wrap=soft_wrap)
-
-
-def _heading(metric: Metric) -> str:
-    """Return the name of `metric` on several short lines, such as `entropy`, `at 41%`, `accuracy`."""
-    name = metric.name.replace(", ", ",\n").replace("held-out ", "held-out\n")
-    return name.replace(" ", "\n").replace("at\n", "at ") if metric.key == "entropy_at_accuracy" else name
+    print_text("", f"plots: {', '.join(name for name in report.files if name.endswith('.png'))}", "dim")
 
 
 def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> Table:
@@ -280,17 +252,20 @@ def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> 
 
     A cell has the mean and, after `separator`, half the width of its 95% interval, or a range.
     """
-    headings = [f">{_heading(metric)}" for metric in metrics]
+
+    def heading(metric: Metric) -> str:
+        """Return the name on several short lines, such as `entropy`, `at 41%`, `accuracy`."""
+        name = metric.name.replace(", ", ",\n").replace("held-out ", "held-out\n")
+        return name.replace(" ", "\n").replace("at\n", "at ") if metric.key == "entropy_at_accuracy" else name
+
+    headings = [f">{heading(metric)}" for metric in metrics]
     table = make_table("variant", ">seeds", *headings, gap=1 if separator == "\n" else 2)
     for arm in report.arms:
-        name = Text(arm.name)
-        if arm.name == report.baseline:
-            name.append("\nbaseline", style="dim")
+        name = Text.assemble(arm.name, ("\nbaseline" if arm.name == report.baseline else "", "dim"))
         cells = []
         for metric in metrics:
-            estimate = arm.figures.get(metric.key)
             around = short_range_text(metric, arm)
             interval = (f"{separator}{around}" if around else "", "dim")
-            cells.append(Text.assemble(value_text(metric, estimate), interval))
+            cells.append(Text.assemble(value_text(metric, arm.figures.get(metric.key)), interval))
         table.add_row(name, str(len(arm.seeds)), *cells)
     return table

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Annotated
 
 from bandpo_cli.cli.completion import folder_of
 from bandpo_cli.cli.options import (
@@ -19,18 +17,15 @@ from bandpo_cli.cli.options import (
     RunsDir,
     Settings,
     Tracking,
+    option,
     takes_settings,
 )
 from bandpo_cli.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from bandpo_cli.config.run import RunConfig
     from bandpo_cli.experiments.profile import ProfileCallback
     from bandpo_cli.experiments.resume_run import ResumePlan
-    from bandpo_cli.storage.run_folder import RunFolder
-    from bandpo_cli.types import RunResult
+    from bandpo_cli.experiments.train_run import TrainPlan
 
 
 @takes_settings("train")
@@ -38,15 +33,13 @@ def train(
     *,
     config: ConfigFiles = None,
     settings: Settings,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the run's folder.", show_default="method-task-seed-time")
-    ] = None,
+    name: Annotated[str | None, option("Name of the run's folder.", default="method-task-seed-time")] = None,
     resume: Annotated[
         str | None,
-        typer.Option(
-            metavar="RUN",
-            help="Resume a run that ended early: its name in --runs-dir, or its folder.",
-            autocompletion=folder_of("run"),
+        option(
+            "Resume a run that ended early: its name in --runs-dir, or its folder.",
+            "RUN",
+            complete=folder_of("run"),
         ),
     ] = None,
     set_: Assignments = None,
@@ -54,11 +47,10 @@ def train(
     tracking: Tracking,
     nproc: Nproc = None,
     profile: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Trace N steps after the first with torch's profiler."),
+        int | None, option("Trace N steps after the first with torch's profiler.", "N")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option(help="Print the settings, the batch arithmetic and the memory it takes, and stop.")
+        bool, option("Print the settings, the batch arithmetic and the memory it takes, and stop.")
     ] = False,
 ) -> int | None:
     """Train a policy with a trust-region policy loss and record the run.
@@ -81,114 +73,76 @@ def train(
 
     [bold]bandpo train --dry-run[/bold]  every setting, and stop
     """
+    from bandpo_cli.cli.launch import launch, ranks_to_start
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import nest, read_assignments, resolve
+    from bandpo_cli.experiments.resume_run import locked_resume
+    from bandpo_cli.experiments.train_run import plan_training
+    from bandpo_cli.rank_process import launched_name, rank_count
 
     layers = [*map(read_config, config or []), nest(settings | tracking), read_assignments(set_ or [])]
-    if resume is None:
-        return _train(resolve(layers), runs_dir, name, dry_run, profile, nproc)
-    if name is not None:
-        raise UserError(f"--resume {resume}: the run continues in its folder; remove --name")
-    return _resume(resume, runs_dir, layers, dry_run, profile, nproc)
-
-
-def _train(
-    config: RunConfig,
-    runs_dir: Path,
-    name: str | None,
-    dry_run: bool,
-    profile: int | None,
-    nproc: int | None,
-) -> int | None:
-    """Print the statement, then train; a dry run prints the settings and the memory instead.
-
-    With `--nproc` this process only checks the settings, and starts the ranks, which print. Return the exit code then.
-    """
-    from bandpo_cli.cli.console import open_console
-    from bandpo_cli.cli.launch import ranks_to_start
-    from bandpo_cli.cli.statement import print_memory, print_statement, run_statement
-    from bandpo_cli.config.layers import to_yaml
-    from bandpo_cli.experiments.train_run import check_prompt_lengths, plan_training, train
-    from bandpo_cli.rank_process import launched_name, rank_count
-    from bandpo_cli.storage.run_folder import RunFolder
-
-    profilers = _profilers(profile, 0, config.steps)
     to_start = ranks_to_start(nproc)
     ranks = to_start or rank_count()
-    plan = plan_training(config, runs_dir, launched_name() if name is None else name, ranks)
-    if to_start is not None and not dry_run:
-        return _launch(to_start, config, RunFolder(runs_dir / plan.name), runs_dir)
-    console = open_console(long_running=True)
-    print_statement(console, run_statement(config, plan.task, ranks), plan.task.notes(), plan.warnings)
-    if not dry_run:
-        _execute(partial(train, plan), console, config, runs_dir, profilers)
-        return None
-    console.print(to_yaml(config), markup=False, highlight=False)
-    if print_memory(console, config, ranks):
-        check_prompt_lengths(config, plan.task)
-    return None
+    plan: TrainPlan | ResumePlan
+    with ExitStack() as lock:
+        if resume is None:
+            plan = plan_training(resolve(layers), runs_dir, launched_name() if name is None else name, ranks)
+            folder, first_step, is_trained = runs_dir / plan.name, 0, False
+        else:
+            if name is not None:
+                raise UserError(f"--resume {resume}: the run continues in its folder; remove --name")
+            plan = lock.enter_context(locked_resume(resume, runs_dir, layers, read_only=dry_run, ranks=ranks))
+            folder, first_step, is_trained = plan.folder.path, plan.step + 1, plan.is_trained
+        profilers = []
+        if profile is not None:
+            from bandpo_cli.experiments.profile import ProfileCallback, check_profile_steps
 
-
-def _resume(
-    run: str,
-    runs_dir: Path,
-    layers: Sequence[Mapping[str, Any]],
-    dry_run: bool,
-    profile: int | None,
-    nproc: int | None,
-) -> int | None:
-    """Resume the run under its lock; a dry run prints the plan and takes no lock.
-
-    With `--nproc` this process only checks that the run can be resumed, and starts the ranks. Return the exit code
-    then.
-    """
-    from bandpo_cli.cli.launch import ranks_to_start
-    from bandpo_cli.experiments.resume_run import locked_resume
-    from bandpo_cli.rank_process import rank_count
-
-    to_start = ranks_to_start(nproc)
-    ranks = to_start or rank_count()
-    with locked_resume(run, runs_dir, layers, read_only=dry_run, ranks=ranks) as plan:
-        profilers = _profilers(profile, plan.step + 1, plan.config.steps)
-        if to_start is None or dry_run or plan.is_trained:  # plots and the summary need one process
-            _resume_plan(plan, runs_dir, dry_run, profilers, ranks)
+            check_profile_steps(profile, first_step, plan.config.steps)
+            profilers = [ProfileCallback(profile)]
+        if to_start is None or dry_run or is_trained:  # plots and the summary need one process
+            _run(plan, runs_dir, ranks, profilers, dry_run)
             return None
-    # The lock is released: rank 0 takes it.
-    return _launch(to_start, plan.config, plan.folder, runs_dir)
+    # With --nproc this process has only checked the settings. The lock of a resume is released: rank 0 takes it.
+    return launch(to_start, plan.config.model, "train", folder, runs_dir)
 
 
-def _resume_plan(
-    plan: ResumePlan, runs_dir: Path, dry_run: bool, profilers: Sequence[ProfileCallback], ranks: int
-) -> None:
-    """Print the plan, and resume the run unless it is a dry run."""
-    from bandpo_cli.cli.console import open_console
-    from bandpo_cli.cli.statement import print_statement, run_statement
-    from bandpo_cli.experiments.resume_run import resume
-
-    console = open_console(long_running=True)
-    rows = [] if plan.task is None else run_statement(plan.config, plan.task, ranks)
-    notes = [] if plan.task is None else plan.task.notes()
-    print_statement(console, [*rows, ("resume", plan.describe())], notes, plan.warnings)
-    if not dry_run:
-        _execute(partial(resume, plan), console, plan.config, runs_dir, profilers)
-
-
-def _execute(
-    start: Callable[..., RunResult],
-    console: Console,
-    config: RunConfig,
+def _run(
+    plan: TrainPlan | ResumePlan,
     runs_dir: Path,
+    ranks: int,
     profilers: Sequence[ProfileCallback],
+    dry_run: bool,
 ) -> None:
-    """Train by `start` with the console view and the signal handlers, and print the summary and the profiles.
+    """Print the statement, then train with the console view and the signal handlers, and print the summary.
+
+    A dry run prints the settings and the memory of a new run instead.
 
     Raises:
         SystemExit: a signal has stopped the run.
     """
+    from bandpo_cli.cli.console import open_console
     from bandpo_cli.cli.signals import StopSignals
-    from bandpo_cli.cli.statement import print_profile, print_summary
-    from bandpo_cli.cli.train_view import TrainView
+    from bandpo_cli.cli.statement import print_memory, print_profile, print_statement, run_statement
+    from bandpo_cli.cli.train_view import TrainView, print_summary
+    from bandpo_cli.config.layers import to_yaml
+    from bandpo_cli.experiments.resume_run import ResumePlan, resume
+    from bandpo_cli.experiments.train_run import check_prompt_lengths, train
 
+    console = open_console(long_running=True)
+    task, config = plan.task, plan.config
+    rows = [] if task is None else run_statement(config, task, ranks)
+    if isinstance(plan, ResumePlan):
+        rows.append(("resume", plan.describe()))
+        start = partial(resume, plan)
+    else:
+        start = partial(train, plan)
+    print_statement(console, rows, [] if task is None else task.notes(), plan.warnings)
+    if dry_run:
+        if not isinstance(plan, ResumePlan):
+            console.print(to_yaml(config), markup=False, highlight=False)
+            if print_memory(console, config, ranks):
+                check_prompt_lengths(config, plan.task)
+        return
     with StopSignals() as signals, closing(TrainView(console, runs_dir, signals)) as view:
         result = start(callbacks=[view, signals, *profilers], stop_requested=lambda: signals.requested)
         if result.status != "FINISHED":
@@ -197,26 +151,3 @@ def _execute(
         for profiler in profilers:
             if profiler.result is not None:
                 print_profile(console, profiler.result)
-
-
-def _launch(count: int, config: RunConfig, folder: RunFolder, runs_dir: Path) -> int:
-    """Start this command in `count` processes, and return its exit code."""
-    from bandpo_cli.cli.launch import continue_with, launch
-    from bandpo_cli.storage.run_folder import is_run_folder, resume_command
-
-    def how_to_continue() -> str:
-        if not is_run_folder(folder.path):
-            return "nothing has been written yet: start the run again"
-        return continue_with(resume_command("train", folder.path, runs_dir), count)
-
-    return launch(count, config.model, how_to_continue, folder.name)
-
-
-def _profilers(steps: int | None, first_step: int, last_step: int) -> list[ProfileCallback]:
-    """Return the callback that traces `steps` steps; none without --profile."""
-    if steps is None:
-        return []
-    from bandpo_cli.experiments.profile import ProfileCallback, check_profile_steps
-
-    check_profile_steps(steps, first_step, last_step)
-    return [ProfileCallback(steps)]

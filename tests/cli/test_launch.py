@@ -60,13 +60,15 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     monkeypatch.setattr(launcher, "POLL_INTERVAL_S", 0.02)
+    (tmp_path / "runs" / "the-name").mkdir(parents=True)
+    (tmp_path / "runs" / "the-name" / "config.yaml").touch()
     return tmp_path
 
 
 def start(script: str, count: int = 2) -> int:
-    return launch(
-        count, ModelConfig(), lambda: "continue with: COMMAND", "the-name", ["-c", f"{START}\n{script}"]
-    )
+    """Launch ranks that execute `script`, for a run whose folder has been written."""
+    folder = Path("runs", "the-name")
+    return launch(count, ModelConfig(), "train", folder, Path("runs"), ["-c", f"{START}\n{script}"])
 
 
 def check_ended(pid_file: Path) -> None:
@@ -118,7 +120,8 @@ def test_a_killed_rank_ends_the_others_and_is_named(
     with pytest.raises(RunError) as error:
         start(script)
     assert str(error.value) == (
-        "rank 1 was killed by SIGKILL (as the system does when memory runs out); continue with: COMMAND"
+        "rank 1 was killed by SIGKILL (as the system does when memory runs out); continue with: "
+        "bandpo train --resume the-name --nproc 2"
     )
     check_ended(in_folder / "pid-0")
     assert capfd.readouterr() == ("", "")
@@ -140,6 +143,7 @@ def test_the_processes_of_a_killed_rank_end_with_it(in_folder: Path) -> None:
         time.sleep(0.02)
 
 
+RESUME = "continue with: bandpo train --resume the-name --nproc 2"
 FAILURES = [
     # Rank 0 has ended long before rank 1, whose error was the cause.
     (
@@ -154,10 +158,10 @@ FAILURES = [
         "try:\n    if rank == '1': 1 / 0\n"
         "except ZeroDivisionError as error:\n"
         "    record_error(RunError('ZeroDivisionError: x'), 1, 'Traceback: x'); sys.exit(1)",
-        RunError("rank 1: ZeroDivisionError: x; continue with: COMMAND"),
+        RunError(f"rank 1: ZeroDivisionError: x; {RESUME}"),
         "Traceback: x\n",
     ),
-    ("os._exit(7 * int(rank))", RunError("rank 1 ended with exit code 7; continue with: COMMAND"), ""),
+    ("os._exit(7 * int(rank))", RunError(f"rank 1 ended with exit code 7; {RESUME}"), ""),
 ]
 
 
@@ -325,7 +329,7 @@ def test_the_message_names_the_rank_that_failed_once(
 ) -> None:
     exits = [RankExit(0, int(first is not None), first, first is None), RankExit(1, 1, second)]
     with pytest.raises(RunError, match=f"^{message}$"):
-        launcher._exit_code(exits, [], lambda: "continue with: COMMAND")
+        launcher._exit_code(exits, [], RESUME)
 
 
 def test_how_a_process_ended() -> None:
@@ -342,7 +346,7 @@ def test_how_a_process_ended() -> None:
 def test_the_threads_of_a_rank_are_its_share_of_the_cores_unless_the_user_says(
     count: int, environ: dict[str, str], threads: int
 ) -> None:
-    assert rank_variables(0, count, 1, None, environ)["OMP_NUM_THREADS"] == str(threads)
+    assert rank_variables(0, count, 1, "a", environ)["OMP_NUM_THREADS"] == str(threads)
 
 
 def test_only_the_first_process_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

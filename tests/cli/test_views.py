@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from rich.panel import Panel
 
-from bandpo_cli.cli.console import LiveDisplay, Spinner
+from bandpo_cli.cli.console import ExperimentView
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.cli.statement import print_statement, run_statement
 from bandpo_cli.cli.sweep_view import plan_table, seconds_left, variants_table
@@ -92,15 +92,21 @@ def test_a_terminal_shows_one_panel_with_curves_and_the_tokens_per_second_of_the
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\r")
 
 
+class StateView(ExperimentView):
+    state = "first"
+
+    def render(self) -> Panel:
+        return Panel(self.state)
+
+
 def test_the_cursor_is_below_a_live_display_until_its_end() -> None:
     """At the end of a full line, the ^C that a terminal writes would begin a new line and so move the display."""
     out = io.StringIO()
-    state = "first"
-    display = LiveDisplay(Console(file=out, force_terminal=True, width=20), lambda: Panel(state))
-    display.start()
+    view = StateView(Console(file=out, force_terminal=True, width=20))
+    view.show_progress()
     assert CONTROL.sub("", out.getvalue()).endswith("╯\n")
-    state = "last"
-    display.stop()
+    view.state = "last"
+    view.stop_progress()
     final = CONTROL.sub("", out.getvalue())
     assert final.endswith(f"│ {'last':<16} │\n╰{'─' * 18}╯\n")
     up = "\x1b[1A"
@@ -251,11 +257,11 @@ def test_names_with_square_brackets_are_printed_unchanged() -> None:
     print_statement(console, [("model", name)], [name], [name])
     console.print(plan_table(runs, {"r": 1}))
     console.print(variants_table(runs, {"r": RunState("waiting", 0, 1)}))
-    spinner = Spinner(console)
-    spinner.show(name)
-    spinner.show(None)
+    view = StateView(console)
+    view.spin(name)
+    view.spin(None)
     assert out.getvalue().count(name) >= 6
-    record = {"eval/[/b]/mean_at_4": 0.5, "eval/c/mean_at_4": 0.5}
+    record = {"step": 0, "eval/[/b]/mean_at_4": 0.5, "eval/c/mean_at_4": 0.5}
     for terminal in (False, True):
         assert "[/b]: mean@4 0.500" in shown(terminal, [StepReport(0, record, None)], 1)
 
