@@ -117,8 +117,18 @@ Sources = Annotated[tuple[Source, ...], BeforeValidator(_as_list)]
 """Several sources; a single one need not be in a list."""
 
 
-TEMPLATES = ("answer-line", "boxed", "hashes", "plain")
-"""The templates of the user message that have a name; any other value is the template itself."""
+TEMPLATES = {
+    # The prompt of arXiv 2603.04918 and of DAPO.
+    "answer-line": "Solve the following math problem step by step. The last line of your response should be of the "
+    "form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+    "{question}\n\n"
+    'Remember to put your answer on its own line after "Answer:".',
+    "boxed": "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}.",
+    # verl's prompt for GSM8K.
+    "hashes": '{question} Let\'s think step by step and output the final answer after "####".',
+    "plain": "{question}",
+}
+"""The known user messages by name; any other value of `task.template` is the template itself."""
 
 
 def check_template(template: str) -> str:

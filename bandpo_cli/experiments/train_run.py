@@ -226,7 +226,7 @@ def loaded_components(config: RunConfig, task: Task, ranks: Ranks) -> Iterator[C
             raise
         except BaseException:
             # The other ranks may never get here: this rank reports its own answers, and waits for none of them.
-            _log_warnings(components.grader.warnings())
+            _log_warnings(failure_warnings([components.grader.uses()]))
             raise
         warnings = failure_warnings(ranks.gather(components.grader.uses()))
         if ranks.is_main:

@@ -28,15 +28,16 @@ _NUMBER = re.compile(
     rf"(?:(?P<integer>{_INTEGER}) ?)?\\[dtc]?frac ?"
     rf"(?:\{{ ?(?P<numerator>{_SIGNED}) ?\}} ?\{{ ?(?P<denominator>{_SIGNED}) ?\}}"
     r"|(?P<numerator1>[0-9]) ?(?P<denominator1>[0-9]))"
-    rf"|(?:(?P<integer2>{_INTEGER}) )?(?P<numerator2>{_DECIMAL}) ?/ ?(?P<denominator2>{_SIGNED})"
+    rf"|(?:(?P<integer1>{_INTEGER}) )?(?P<numerator2>{_DECIMAL}) ?/ ?(?P<denominator2>{_SIGNED})"
     rf"|(?P<power>{_POWER})"
     rf"|(?P<decimal>{_DECIMAL})(?:[eE](?P<exponent>[+-]?[0-9]{{1,3}})(?![0-9])"
-    rf"| ?(?:\\times|\\cdot|\*|×|·|x) ?(?P<times>{_POWER}))?)"
+    rf"| ?(?:\\times|\\cdot|\*|×|·|x) ?(?P<power1>{_POWER}))?)"
 )
+"""A number; the digit of a group distinguishes the alternatives, one of which matches."""
 _UNICODE_VARIANTS = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "’": "'"})
 _GROUPED = re.compile(r"\{,\}|,\\!|(?<=[0-9])\\,(?=[0-9]{3})")  # 10{,}000, 10,\!000 and 10\,000
 _LATEX_SPACING = re.compile(r"\\[,;:! ]|~|\\(?:left|right)(?![A-Za-z])")
-_APPROXIMATELY = re.compile(r"(?:\\approx|\\sim|≈|=|(?i:approximately|about)(?![A-Za-z])) ?")
+_APPROXIMATELY = re.compile(r"^(?:\\approx|\\sim|≈|=|(?i:approximately|about)(?![A-Za-z])) ?")
 _CURRENCY = re.compile(r"([+-]?) ?(?:\\?\$|US\$|USD|EUR|GBP|Rs\.?|€|£|¥|₹) ?(?=[-+.0-9])")
 
 _POWERS = {"percent": -2, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
@@ -63,21 +64,16 @@ _UNIT = re.compile(r"(?:[A-Za-z ./()'*²³-]|\^ ?(?:\{ ?-?[1-4] ?\}|-?[1-4]))*")
 
 @dataclass(frozen=True)
 class Number:
-    """A number and the form it was written in.
-
-    Attributes:
-        value: The value of the digits.
-        scale: 1/100 after a percent sign, 10**6 after "million", else 1. "50%" is equal to 50 and to 0.5.
-        places: The number of digits after the decimal point of a plain decimal, else None.
-        is_fraction: Whether it was written as a fraction.
-        has_letter: Whether a single letter follows, which is a unit (5 m) or else a variable.
-    """
+    """A number and the form it was written in."""
 
     value: Fraction
     scale: Fraction
+    """1/100 after a percent sign, 10**6 after "million", else 1. "50%" is equal to 50 and to 0.5."""
     places: int | None
+    """The number of digits after the decimal point of a plain decimal, else None."""
     is_fraction: bool
     has_letter: bool
+    """A single letter follows, which is a unit (5 m) or a variable."""
 
     def __str__(self) -> str:
         """Return the value, and the scale if it is not 1: `50 × 1/100`."""
@@ -92,20 +88,25 @@ def read_number(text: str) -> Number | None:
     if len(text) > MAX_ANSWER_CHARS:
         return None
     text = " ".join(_LATEX_SPACING.sub(" ", _GROUPED.sub(",", text.translate(_UNICODE_VARIANTS))).split())
-    if approximately := _APPROXIMATELY.match(text):
-        text = text[approximately.end() :]
-    text = _CURRENCY.sub(r"\1", text, count=1)
+    text = _CURRENCY.sub(r"\1", _APPROXIMATELY.sub("", text), count=1)
     match = _NUMBER.match(text)
     unit = read_unit(text[match.end() :]) if match else None
     if match is None or unit is None:
         return None
-    try:
-        value = _value(match)
-    except ZeroDivisionError:
-        return None
-    is_fraction = not (match["power"] or match["decimal"])
-    is_plain = match["decimal"] and not (match["exponent"] or match["times"])
-    places = len(match["decimal"].partition(".")[2]) if is_plain else None
+    parts = {
+        name.rstrip("12"): re.sub("[ ,]", "", part) for name, part in match.groupdict("").items() if part
+    }
+    places = None
+    if is_fraction := "numerator" in parts:
+        denominator = Fraction(parts["denominator"])
+        if denominator == 0:
+            return None
+        value = Fraction(parts.get("integer", 0)) + Fraction(parts["numerator"]) / denominator
+    else:
+        decimal, power = parts.get("decimal", "1"), parts.get("power", "10^0").partition("^")[2].strip("{}")
+        value = Fraction(f"{decimal}e{parts.get('exponent', power)}")
+        if parts.keys() <= {"sign", "decimal"}:
+            places = len(decimal.partition(".")[2])
     scale, has_letter = unit
     return Number(-value if match["sign"] == "-" else value, scale, places, is_fraction, has_letter)
 
@@ -142,46 +143,17 @@ def read_unit(text: str) -> tuple[Fraction, bool] | None:
     is_attached = text[0].isascii() and text[0].isalpha()
     text = FONT.sub(r" \1 ", _DEGREES.sub(" degrees ", text).replace("\\%", "%").replace("%", " percent "))
     words = re.findall(r"[A-Za-z]+", text)
-    if not words or not _UNIT.fullmatch(text) or not _is_unit(words[0]):
+    if not words or not _UNIT.fullmatch(text) or (is_attached and not _SHORT_UNIT.fullmatch(words[0])):
         return None
-    if not all(_is_unit(word) or _PREPOSITION.fullmatch(word) for word in words[1:]):
-        return None
-    if is_attached and not _SHORT_UNIT.fullmatch(words[0]):
-        return None
+    for index, word in enumerate(words):
+        is_unit = _SHORT_UNIT.fullmatch(word) or (len(word) > 2 and not _NON_UNIT_WORDS.fullmatch(word))
+        if not is_unit and (index == 0 or not _PREPOSITION.fullmatch(word)):
+            return None
     return Fraction(10) ** _POWERS.get(words[0].lower(), 0), is_letter
 
 
-def _is_unit(word: str) -> bool:
-    return bool(_SHORT_UNIT.fullmatch(word)) or (len(word) > 2 and not _NON_UNIT_WORDS.fullmatch(word))
-
-
-def _value(match: re.Match[str]) -> Fraction:
-    """Return the value of the matched number without its sign."""
-    if match["power"]:
-        return _power_of_ten(match["power"])
-    if match["decimal"]:
-        exponent = match["exponent"]
-        factor = _power_of_ten(match["times"]) if match["times"] else Fraction(10) ** int(exponent or 0)
-        return _decimal(match["decimal"]) * factor
-    numerator, denominator = (
-        _decimal(match[name] or match[f"{name}1"] or match[f"{name}2"])
-        for name in ("numerator", "denominator")
-    )
-    return _decimal(match["integer"] or match["integer2"] or "0") + numerator / denominator
-
-
-def _power_of_ten(text: str) -> Fraction:
-    return Fraction(10) ** int(text.partition("^")[2].strip(" {}"))
-
-
-def _decimal(text: str) -> Fraction:
-    integer, _, places = text.replace(",", "").replace(" ", "").partition(".")
-    return Fraction(int(integer + places), 10 ** len(places))
-
-
 MAX_TAGGED_CHARS = 20_000
-"""Longer answers in <answer> tags are malformed. The longest reference of reasoning-gym with default options, of
-tower_of_hanoi, has about 4,000 characters."""
+"""Longer answers in <answer> tags are malformed. The longest reference of reasoning-gym has about 4,000 characters."""
 
 _DISPLAY_COMMANDS = re.compile(
     r"\\(?:left|right|big|Big|bigl|bigr|Bigl|Bigr|displaystyle|textstyle|limits)(?![A-Za-z])|\$|\\[()\[\]]"
@@ -189,7 +161,6 @@ _DISPLAY_COMMANDS = re.compile(
 _SPACES = re.compile(r"\\(?:quad|qquad)(?![A-Za-z])|\\[,;:! ]|~")
 _FRACTIONS = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _FREE_SPACE = re.compile(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])")
-_OPEN, _CLOSE = "<answer>", "</answer>"
 _EMPTY_SET = re.compile(r"\\varnothing(?![A-Za-z])|\\\{ *\\\}")
 _CHOICE = re.compile(r"(?:(?i:option|choice) ?)?\(?([A-Za-z])\)|(?i:option|choice) ([A-Za-z])")
 _WORDS = re.compile(r"[A-Za-z]{2,}(?: [A-Za-z]+)*")
@@ -211,10 +182,10 @@ def grade_number(problem: Problem, text: str) -> Grade:
     The verdict is `malformed` if the final answer is not a plain number. Of an equation ("3 * 6 = 18") the right-hand
     side is compared. Raise ValueError if the reference is not a plain number.
     """
-    gold = read_plain_number(_reference(problem))
+    gold = read_plain_number(without_remark(unwrap(problem.answer)))
     if gold is None:
         raise ValueError(f"its answer {problem.answer!r:.60} is not a plain number; use the grader 'math'")
-    number = _stated_number(text)
+    number = read_plain_number(right_hand_side(_final_answer(text)))
     if number is None:
         return MALFORMED
     return CORRECT if equal(gold, number) else WRONG
@@ -226,10 +197,9 @@ def grade_math(problem: Problem, text: str) -> Grade | tuple[str, str]:
     Returns:
         A grade, or else the pair (reference, final answer), the arguments of `symbolic.is_equal`.
     """
-    answer = _final_answer(text)
-    if answer is None:
+    reference, answer = without_remark(unwrap(problem.answer)), _final_answer(text)
+    if not answer:
         return MALFORMED
-    reference = _reference(problem)
     left, *right = _EQUALS.split(answer)  # the value is on the right of "x = 1,234" and "9 * 2 = 18"
     stated = right[0] if len(right) == 1 and _NAME_OR_ARITHMETIC.fullmatch(unwrap(left)) else answer
     gold, number = read_plain_number(reference), read_plain_number(stated)
@@ -237,6 +207,16 @@ def grade_math(problem: Problem, text: str) -> Grade | tuple[str, str]:
         is_right = equal(gold, number) or rounds_to(gold, number) or rounds_to(number, gold)
         return CORRECT if is_right else WRONG
     return CORRECT if same_text(reference, answer) else (reference, answer)
+
+
+def grade_tagged(problem: Problem, text: str) -> Grade | tuple[str, str, str, str]:
+    """Return the arguments of `reasoning_gym.score` for a completion, or `malformed` if it has no answer to score.
+
+    Raise KeyError if the problem was not made by the task reasoning-gym.
+    """
+    name, options, entry = (str(problem.extra[field]) for field in ("generator", "options", "entry"))
+    answer = tagged_answer(text)
+    return MALFORMED if answer is None else (name, options, entry, answer)
 
 
 def read_plain_number(answer: str) -> Number | None:
@@ -258,6 +238,11 @@ def without_remark(answer: str) -> str:
     return stated if read_plain_number(right_hand_side(stated)) else answer
 
 
+def right_hand_side(answer: str) -> str:
+    """Return the text to the right of the last equals sign, or all of `answer` if there is none."""
+    return _EQUALS.split(answer)[-1].strip()
+
+
 def same_text(gold: str, answer: str) -> bool:
     """Return True if both texts have the same canonical form; an empty canonical form equals nothing."""
     return canonical_text(gold) == canonical_text(answer) != ""
@@ -271,15 +256,25 @@ def canonical_text(answer: str) -> str:
     text = FONT.sub(r" \1 ", _FRACTIONS.sub(r"\\frac", _SPACES.sub(" ", _DISPLAY_COMMANDS.sub(" ", answer))))
     text = _EMPTY_SET.sub(r"\\emptyset", text.replace(r"\%", "%"))
     text = _FREE_SPACE.sub("", " ".join(text.split())).removesuffix(".")
-    choice = _CHOICE.fullmatch(text)
-    if choice:
+    if choice := _CHOICE.fullmatch(text):
         return choice[1] or choice[2]
     return text.casefold() if _WORDS.fullmatch(text) else text
 
 
-def right_hand_side(answer: str) -> str:
-    """Return the text to the right of the last equals sign, or all of `answer` if there is none."""
-    return _EQUALS.split(answer)[-1].strip()
+def tagged_answer(text: str) -> str | None:
+    """Return the content of the last <answer>...</answer> pair without surrounding space.
+
+    The pairs are those of `reasoning_gym.utils.extract_answer`: from left to right, an opening tag and the first
+    closing tag after it. Its regular expression takes quadratic time for many opening tags, this function linear time.
+    Return None if there is no pair, and for an answer of more than `MAX_TAGGED_CHARS` characters.
+    """
+    *beginnings, _ = text.split("</answer>")
+    for beginning in reversed(beginnings):
+        _, tag, content = beginning.partition("<answer>")
+        if tag:
+            answer = content.strip()
+            return answer if len(answer) <= MAX_TAGGED_CHARS else None
+    return None
 
 
 def voted_answer(text: str, grader: str) -> str | None:
@@ -305,17 +300,14 @@ def voted_answer(text: str, grader: str) -> str | None:
 def vote_expression(text: str) -> str | None:
     """Return the vote of a completion for the grader `math` and for custom graders."""
     answer = _final_answer(text)
-    if answer is None:
-        return None
     number = read_plain_number(answer)
-    if number is None or number.has_letter:  # "3 m" may be three masses
-        return canonical_text(answer) or None
-    return str(number)
+    is_number = number is not None and not number.has_letter  # "3 m" may be three masses
+    return str(number) if is_number else canonical_text(answer) or None
 
 
 def vote_number(text: str) -> str | None:
     """Return the vote of a completion for the grader `number`."""
-    number = _stated_number(text)
+    number = read_plain_number(right_hand_side(_final_answer(text)))
     return None if number is None else str(number)
 
 
@@ -325,50 +317,12 @@ def vote_countdown(text: str) -> str | None:
     return _FREE_SPACES.sub("", answer) or None if len(answer) <= MAX_ANSWER_CHARS else None
 
 
-def tagged_answer(text: str) -> str | None:
-    """Return the content of the last <answer>...</answer> pair without surrounding space; None if there is no pair.
-
-    The pairs are those of `reasoning_gym.utils.extract_answer`: from left to right, an opening tag and the first
-    closing tag after it. Its regular expression takes quadratic time for many opening tags, this function linear time.
-    """
-    answer, position = None, 0
-    while (start := text.find(_OPEN, position)) >= 0:
-        start += len(_OPEN)
-        end = text.find(_CLOSE, start)
-        if end < 0:
-            break
-        answer, position = text[start:end], end + len(_CLOSE)
-    return None if answer is None else answer.strip()
-
-
-def grade_tagged(problem: Problem, text: str) -> Grade | tuple[str, str, str, str]:
-    """Return the arguments of `reasoning_gym.score` for a completion, or `malformed` if it has no answer to score.
-
-    Raise KeyError if the problem was not made by the task reasoning-gym.
-    """
-    extra = problem.extra
-    name, options, entry = (str(extra[field]) for field in ("generator", "options", "entry"))
-    answer = tagged_answer(text)
-    if answer is None or len(answer) > MAX_TAGGED_CHARS:
-        return MALFORMED
-    return (name, options, entry, answer)
-
-
 def vote_tagged(text: str) -> str | None:
-    """Return the vote of a completion: its answer in tags with single spaces; None if it has no such answer."""
-    answer = tagged_answer(text)
-    return None if answer is None or len(answer) > MAX_TAGGED_CHARS else " ".join(answer.split()) or None
+    """Return the vote of a completion: its answer in tags with single spaces."""
+    return " ".join((tagged_answer(text) or "").split()) or None
 
 
-def _final_answer(text: str) -> str | None:
-    answer = final_answer(text)
-    return None if answer is None or len(answer) > MAX_ANSWER_CHARS else without_remark(answer)
-
-
-def _stated_number(text: str) -> Number | None:
-    answer = _final_answer(text)
-    return None if answer is None else read_plain_number(right_hand_side(answer))
-
-
-def _reference(problem: Problem) -> str:
-    return without_remark(unwrap(problem.answer))
+def _final_answer(text: str) -> str:
+    """Return the final answer without a remark; '' if there is none or it is too long."""
+    answer = final_answer(text) or ""
+    return without_remark(answer) if len(answer) <= MAX_ANSWER_CHARS else ""

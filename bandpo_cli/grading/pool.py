@@ -1,4 +1,4 @@
-"""Graders by name: bounded work in this process, unbounded work in worker processes that a deadline kills."""
+"""Graders by name: bounded work in this process, unbounded work in worker processes that a deadline ends."""
 
 from __future__ import annotations
 
@@ -22,9 +22,6 @@ from bandpo_cli.types import GRADER_ERROR, Grade, Problem
 
 DELAY_NOTICE_S = 30.0
 """Seconds after which a warning says what grading is waiting for; the next ones follow after 60, 120, 240, ... s."""
-
-FirstStage = Callable[[Problem, str], Grade | GraderArguments]
-"""Returns a grade, or the arguments to call the function of the worker with."""
 
 log = logging.getLogger("bandpo_cli")
 
@@ -80,10 +77,6 @@ class GraderPool:
         """Return what each grader has graded, by name."""
         return dict(self._uses)
 
-    def warnings(self) -> list[str]:
-        """Return a line for each grader that failed; see `failure_warnings`."""
-        return failure_warnings([self._uses])
-
     def cancel(self) -> None:
         """Make a running call of `grade` in another thread raise RunError within about a second, and all later ones."""
         self._cancelled.set()
@@ -111,7 +104,7 @@ class GraderPool:
             for index, (problem, text) in enumerate(zip(problems, texts, strict=True)):
                 self._report_progress(len(grades), problem.grader, problem.id)
                 try:
-                    first = _find_first_stage(problem.grader)(problem, text)
+                    first = _first_stage(problem, text)
                 except (KeyError, ValueError) as error:  # the problem lacks a field that this grader reads
                     use = self._uses[problem.grader]
                     use.error = use.error or one_line(f"problem {problem.id}: {error}")
@@ -129,26 +122,21 @@ class GraderPool:
         return [grades[index] for index in range(len(texts))]
 
     def _grade_in_workers(
-        self,
-        name: str,
-        answers: Mapping[int, GraderArguments],
-        problems: Sequence[Problem],
-        graded_before: int,
+        self, name: str, answers: Mapping[int, GraderArguments], problems: Sequence[Problem], graded: int
     ) -> dict[int, Grade]:
         """Call the function of a grader in workers; functions of this package run once per distinct arguments."""
         equal_answers: dict[object, list[int]] = defaultdict(list)
         for index, answer in answers.items():
             # A custom function may depend on the complete text, or on a clock.
             equal_answers[tuple(answer) if name in GRADERS else index].append(index)
-        distinct = [indices[0] for indices in equal_answers.values()]
+        firsts = [indices[0] for indices in equal_answers.values()]
+        ids = [problems[index].id for index in firsts]
 
-        def on_wait(graded: int, position: int | None) -> None:
-            waiting_for = None if position is None else problems[distinct[position]].id
-            self._report_progress(graded_before + graded, name, waiting_for)
+        def on_wait(more: int, position: int | None) -> None:
+            self._report_progress(graded + more, name, None if position is None else ids[position])
 
         pool = self._worker_pool(name)
-        batches = _batches([problems[index].id for index in distinct], self._config.batch)
-        grades = pool.run([answers[index] for index in distinct], on_wait, batches)
+        grades = pool.run([answers[index] for index in firsts], on_wait, _batches(ids, self._config.batch))
         self._uses[name].error = self._uses[name].error or pool.error
         by_answer = zip(grades, equal_answers.values(), strict=True)
         return {index: grade for grade, indices in by_answer for index in indices}
@@ -229,9 +217,12 @@ def _batches(problem_ids: Sequence[str], size: int) -> list[list[int]]:
     return batches
 
 
-def _find_first_stage(name: str) -> FirstStage:
-    stage: FirstStage = load_attribute(GRADERS[name].first_stage) if name in GRADERS else answer_of
-    return stage
+def _first_stage(problem: Problem, text: str) -> Grade | GraderArguments:
+    """Return the grade of a completion, or the arguments to call the function of the worker with."""
+    name = problem.grader
+    stage: Callable[[Problem, str], Grade | GraderArguments]
+    stage = load_attribute(GRADERS[name].first_stage) if name in GRADERS else answer_of
+    return stage(problem, text)
 
 
 def _close(pools: dict[str, WorkerPool]) -> None:
@@ -244,17 +235,14 @@ def failure_warnings(uses: Sequence[Mapping[str, GraderUse]]) -> list[str]:
 
     `uses` is what each of several pools has graded, such as the pools of all ranks.
     """
-    totals: dict[str, GraderUse] = defaultdict(GraderUse)
-    for use_by_name in uses:
-        for name, use in use_by_name.items():
-            total = totals[name]
-            total.graded += use.graded
-            total.failed += use.failed
-            total.error = total.error or use.error
-    return [
-        f"grader '{name}' failed on {total.failed:,} of {total.graded:,} answers "
-        f"({total.failed / total.graded:.1%}), which have no reward and count as not correct; the first error: "
-        f"{total.error}"
-        for name, total in totals.items()
-        if total.failed
-    ]
+    lines = []
+    for name in dict.fromkeys(name for by_name in uses for name in by_name):
+        parts = [by_name[name] for by_name in uses if name in by_name]
+        graded, failed = sum(use.graded for use in parts), sum(use.failed for use in parts)
+        error = next((use.error for use in parts if use.error), None)
+        if failed:
+            lines.append(
+                f"grader '{name}' failed on {failed:,} of {graded:,} answers ({failed / graded:.1%}), which have no "
+                f"reward and count as not correct; the first error: {error}"
+            )
+    return lines

@@ -70,7 +70,22 @@ def evaluate_literal(text: str) -> Any:
 
     Raise ValueError if the text contains anything else (a name, a call, an attribute), and SyntaxError like `eval`.
     """
-    return _value(ast.parse(text.strip(), mode="eval").body)
+
+    def value_of(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.List(elts=elements):
+                return [*map(value_of, elements)]
+            case ast.Tuple(elts=elements):
+                return tuple(map(value_of, elements))
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](value_of(left), value_of(right))
+            case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](value_of(operand))
+        raise ValueError(f"{type(node).__name__} is not allowed in a literal")
+
+    return value_of(ast.parse(text.strip(), mode="eval").body)
 
 
 def check_expression(text: str) -> None:
@@ -84,21 +99,6 @@ def check_expression(text: str) -> None:
         variable = isinstance(node, ast.Name) and not hasattr(builtins, node.id)
         if not (called or number or variable or isinstance(node, _EXPRESSION_NODES)):
             raise ValueError(f"{type(node).__name__} is not allowed in an expression")
-
-
-def _value(node: ast.expr) -> Any:
-    match node:
-        case ast.Constant(value=value):
-            return value
-        case ast.List(elts=elements):
-            return [_value(element) for element in elements]
-        case ast.Tuple(elts=elements):
-            return tuple(_value(element) for element in elements)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_value(left), _value(right))
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_value(operand))
-    raise ValueError(f"{type(node).__name__} is not allowed in a literal")
 
 
 @functools.lru_cache(maxsize=256)
@@ -117,11 +117,10 @@ def _replace_evaluation() -> None:
         return parse(text, *arguments, **keywords)
 
     for name, module in [*sys.modules.items()]:
-        if name.partition(".")[0] not in ("reasoning_gym", "sympy") or module is None:
-            continue
-        if getattr(module, "parse_expr", None) is parse:
+        package = name.partition(".")[0]
+        if package in ("reasoning_gym", "sympy") and getattr(module, "parse_expr", None) is parse:
             module.parse_expr = parse_checked  # type: ignore[attr-defined]
-        if name.partition(".")[0] == "reasoning_gym":
+        if package == "reasoning_gym":
             module.eval = evaluate_literal  # type: ignore[attr-defined]
 
 

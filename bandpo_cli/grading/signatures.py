@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any, NamedTuple
 
 from bandpo_cli.registries import SIGNATURES, load_attribute, load_function, split_signature
-from bandpo_cli.types import CORRECT, NOT_APPLICABLE, UNGRADED_VERDICTS, WRONG, Grade, Problem
+from bandpo_cli.types import CORRECT, NOT_APPLICABLE, UNGRADED_VERDICTS, WRONG, Grade, Message, Problem
 
 MAX_VERDICT_CHARS = 40
 """Maximal length of the verdict of a custom grader."""
@@ -38,8 +38,7 @@ class Answer(NamedTuple):
     source: str
 
 
-@dataclass(frozen=True)
-class BatchGrader:
+class BatchGrader(NamedTuple):
     """A grader function with its signature adapted: `grade` takes answers [N] and returns grades [N].
 
     N is 1 unless the function is `batched`.
@@ -51,10 +50,8 @@ class BatchGrader:
 
 def answer_of(problem: Problem, text: str) -> Answer:
     """Return what a worker receives for a completion."""
-    if isinstance(problem.prompt, str):
-        prompt = [{"role": "user", "content": problem.prompt}]
-    else:
-        prompt = [{"role": turn.role, "content": turn.content} for turn in problem.prompt]
+    turns = (Message("user", problem.prompt),) if isinstance(problem.prompt, str) else problem.prompt
+    prompt = [{"role": turn.role, "content": turn.content} for turn in turns]
     return Answer(text, problem.answer, dict(problem.extra), prompt, problem.source)
 
 
@@ -67,14 +64,10 @@ def load_grader(name: str) -> BatchGrader:
     function = load_function(path)
     names = set(_parameters(function))
     for key, entry in SIGNATURES.items():
-        if signature is None and any(map(names.issuperset, entry.parameters)):
-            signature = key
-    if signature is None:
-        return BatchGrader(
-            lambda answers: [grade_from_result(_result(function(*answer[:3]))) for answer in answers]
-        )
-    adapted: BatchGrader = load_attribute(SIGNATURES[signature].adapter)(function)
-    return adapted
+        if signature == key or (signature is None and any(map(names.issuperset, entry.parameters))):
+            adapted: BatchGrader = load_attribute(entry.adapter)(function)
+            return adapted
+    return BatchGrader(lambda answers: [grade_from_result(_result(function(*item[:3]))) for item in answers])
 
 
 def grade_from_result(result: Any) -> Grade:
@@ -89,8 +82,8 @@ def grade_from_result(result: Any) -> Grade:
     if not isinstance(correct, bool):
         raise ValueError(f"'correct' must be true or false, not {correct!r:.60}")
     verdict = fields.get("verdict", CORRECT.verdict if correct else WRONG.verdict)
-    short = isinstance(verdict, str) and 0 < len(verdict) <= MAX_VERDICT_CHARS
-    if not short or verdict in UNGRADED_VERDICTS:
+    is_short = isinstance(verdict, str) and 0 < len(verdict) <= MAX_VERDICT_CHARS
+    if not is_short or verdict in UNGRADED_VERDICTS:
         raise ValueError(
             f"'verdict' must be a short word other than {sorted(UNGRADED_VERDICTS)}, not {verdict!r:.60}"
         )
@@ -105,23 +98,24 @@ def adapt_verl(function: Callable[..., Any]) -> BatchGrader:
     number, or a dictionary with `score` and, optionally, `acc`. Raise ValueError if the function has neither form.
     """
     batched = "solution_strs" in _parameters(function)
-    names = ("data_source", "solution_str", "ground_truth", "extra_info")
-    arguments = [f"{name}s" for name in names] if batched else names
-    _check_parameter(arguments[1], function, "verl", arguments)
+    names = [
+        f"{name}{'s' * batched}" for name in ("data_source", "solution_str", "ground_truth", "extra_info")
+    ]
+    _check_parameter(names[1], function, "verl", names)
 
     def grade(answers: Sequence[Any]) -> list[Grade]:
         rows = [_verl_arguments(Answer(*answer)) for answer in answers]
         if batched:
-            columns = dict(zip(arguments, map(list, zip(*rows, strict=True)), strict=True))
-            results = _returned_list(_call(function, columns), len(rows))
+            columns = map(list, zip(*rows, strict=True))
+            results = _returned_list(_call(function, zip(names, columns, strict=True)), len(rows))
         else:
-            results = [_call(function, dict(zip(arguments, row, strict=True))) for row in rows]
+            results = [_call(function, zip(names, row, strict=True)) for row in rows]
         grades = []
         for result in results:
             fields = result if isinstance(result, Mapping) else {"score": result}
             score = _finite(fields.get("score"), "a score or a dict with 'score'")
             accuracy = _finite(fields.get("acc", score), "'acc' as a number or a bool")
-            grades.append(_grade(score, accuracy))
+            grades.append(replace(CORRECT if accuracy >= 1 else WRONG, reward=score))
         return grades
 
     return BatchGrader(grade, batched)
@@ -150,35 +144,32 @@ def adapt_trl(function: Callable[..., Any]) -> BatchGrader:
 
     def grade(answers: Sequence[Any]) -> list[Grade]:
         batch = [Answer(*answer) for answer in answers]
-        names = dict.fromkeys(
-            key for answer in batch for key in answer.extra if key not in _TRL_PROMPT_COLUMNS
-        )
-        columns: dict[str, list[Any]] = {"answer": [answer.answer for answer in batch]}
-        columns |= {key: [answer.extra.get(key) for answer in batch] for key in names}
+        names = dict.fromkeys(key for answer in batch for key in answer.extra)
+        columns: dict[str, Any] = {"answer": [answer.answer for answer in batch]}
+        columns |= {
+            key: [answer.extra.get(key) for answer in batch]
+            for key in names
+            if key not in _TRL_PROMPT_COLUMNS
+        }
         if missing := required - _TRL_ARGUMENTS - set(columns):
             raise ValueError(f"no column {_enumerate(missing)} in the rows, which have {_enumerate(columns)}")
+        columns["prompts"] = [answer.prompt for answer in batch]
+        columns["completions"] = [[{"role": "assistant", "content": answer.text}] for answer in batch]
         if as_text:
-            prompts: list[Any] = ["\n\n".join(turn["content"] for turn in answer.prompt) for answer in batch]
-            completions: list[Any] = [answer.text for answer in batch]
-        else:
-            prompts = [answer.prompt for answer in batch]
-            completions = [[{"role": "assistant", "content": answer.text}] for answer in batch]
-        given = {"prompts": prompts, "completions": completions, "log_extra": _ignore, "log_metric": _ignore}
+            for name in ("prompts", "completions"):
+                columns[name] = ["\n\n".join(turn["content"] for turn in turns) for turns in columns[name]]
+        columns |= {"log_extra": _ignore, "log_metric": _ignore}
         grades = []
-        for reward in _returned_list(_call(function, {**columns, **given}), len(batch)):
+        for reward in _returned_list(_call(function, columns.items()), len(batch)):
             value = reward.item() if hasattr(reward, "item") else reward
             if value is None or (isinstance(value, float) and math.isnan(value)):
                 grades.append(NOT_APPLICABLE)
             else:
                 value = _finite(value, "a number or None for each completion")
-                grades.append(_grade(value, value))
+                grades.append(replace(CORRECT if value >= 1 else WRONG, reward=value))
         return grades
 
     return BatchGrader(grade, batched=True)
-
-
-def _grade(reward: float, accuracy: float) -> Grade:
-    return replace(CORRECT if accuracy >= 1 else WRONG, reward=reward)
 
 
 def _verl_arguments(answer: Answer) -> tuple[str, str, Any, dict[str, Any]]:
@@ -197,12 +188,10 @@ def _verl_arguments(answer: Answer) -> tuple[str, str, Any, dict[str, Any]]:
     )
 
 
-def _call(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+def _call(function: Callable[..., Any], arguments: Iterable[tuple[str, Any]]) -> Any:
     """Call a function with the arguments that it has a parameter for."""
-    if not _takes_any(function):
-        names = _parameters(function)
-        arguments = {name: value for name, value in arguments.items() if name in names}
-    return _result(function(**arguments))
+    names, takes_any = _parameters(function), _takes_any(function)
+    return _result(function(**{name: value for name, value in arguments if takes_any or name in names}))
 
 
 def _result(value: Any) -> Any:
@@ -211,10 +200,10 @@ def _result(value: Any) -> Any:
         return value
     import asyncio  # not at module level: every worker imports this module, and few functions are asynchronous
 
-    async def wait_for(awaitable: Awaitable[Any]) -> Any:
-        return await awaitable
+    async def wait() -> Any:
+        return await value
 
-    return asyncio.run(wait_for(value))
+    return asyncio.run(wait())
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -231,7 +220,7 @@ def _takes_any(function: Callable[..., Any]) -> bool:
 
 
 def _check_parameter(
-    name: str, function: Callable[..., Any], signature: str, arguments: Sequence[str]
+    name: str, function: Callable[..., Any], signature: str, arguments: Iterable[str]
 ) -> None:
     """Raise ValueError unless the function takes an argument of that name."""
     names = _parameters(function)

@@ -11,6 +11,7 @@ Only the end of a completion is read, so that the work per answer is bounded.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from bandpo_cli.types import CORRECT, MALFORMED, WRONG, Grade, Problem
 
@@ -101,14 +102,12 @@ def vote_math_dapo_boxed(text: str) -> str | None:
 
 def vote_gsm8k(text: str) -> str | None:
     """Return the number after the last `#### `, without commas; None if there is none."""
-    numbers = _HASHES.findall(text[-TAIL_CHARS:])
-    return _with_digit(numbers[-1].replace(",", "")) if numbers else None
+    return _last_number([number.replace(",", "") for number in _HASHES.findall(text[-TAIL_CHARS:])])
 
 
 def vote_gsm8k_flexible(text: str) -> str | None:
     """Return the last number; None if there is none. Like verl, read "18, or" as "18," and "It is 18." as "18."."""
-    numbers = [number for number in _NUMBER.findall(text[-TAIL_CHARS:]) if number != "."]
-    return _with_digit(numbers[-1]) if numbers else None
+    return _last_number([number for number in _NUMBER.findall(text[-TAIL_CHARS:]) if number != "."])
 
 
 def normalize(answer: str) -> str:
@@ -118,10 +117,8 @@ def normalize(answer: str) -> str:
     removed, `\frac12` becomes `\frac{1}{2}`, and a text of digits and commas loses its commas.
     """
     text = answer.rpartition("=")[2]
-    for old, new in _REPLACED:
+    for old, new in (*_REPLACED, *((removed, "") for removed in _REMOVED)):
         text = text.replace(old, new)
-    for removed in _REMOVED:
-        text = text.replace(removed, "")
     text = _FORMULA.sub(r"$\1$", text)
     for wrapper in _WRAPPERS:
         text = wrapper.sub(lambda match: match[0] if match[1] is None else match[1], text)
@@ -166,6 +163,6 @@ def _digits_of_reference(problem: Problem) -> str:
     return problem.answer.replace(",", "")
 
 
-def _with_digit(number: str) -> str | None:
-    """Return `number`; None if it is punctuation only, which verl's patterns read as a number."""
-    return number if _DIGIT.search(number) else None
+def _last_number(numbers: Sequence[str]) -> str | None:
+    """Return the last number; None if it is punctuation only, which verl's patterns read as a number."""
+    return numbers[-1] if numbers and _DIGIT.search(numbers[-1]) else None

@@ -1,9 +1,13 @@
-"""Pool of worker processes for one grader function: it assigns answers and enforces deadlines.
+"""Worker processes for one grader function, and their pool, which assigns answers and enforces deadlines.
 
 A job is one call of the function, on one answer or, if the function takes batches, on several. Each worker holds a few
 jobs: it works on the first, and the others wait in its pipe so that it never idles. The deadline runs only for the
 first job, from the moment the reply to the job before it arrived. If the deadline passes or the worker exits, the
 answers of that job get their verdict, and the other jobs go to another worker.
+
+Messages are lines of JSON, never pickles. A request is the list of the answers of one job, each a list of arguments.
+The first reply, after the import of the function, is `{"batched": ...}`; a later one is `{"results": [[reward, correct,
+verdict, has_reward], ...]}` or `{"error": ..., "out_of_memory": ...}`.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import contextlib
 import json
 import logging
 import os
+import resource
 import select
 import signal
 import subprocess
@@ -21,12 +26,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
-from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError, RunError, escape_controls
-from bandpo_cli.registries import split_signature
+from bandpo_cli.grading.signatures import BatchGrader, grade_from_result, load_grader
+from bandpo_cli.registries import load_function, split_signature
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade
+
+if TYPE_CHECKING:  # a worker, which imports this module, does without pydantic
+    from bandpo_cli.config.run import GradingConfig
 
 IMPORT_TIMEOUT_S = 600.0
 """Seconds after which a worker that has not imported its function counts as failed."""
@@ -47,7 +55,7 @@ _CHUNK_BYTES = 1 << 16
 # current folder.
 _WORKER_SOURCE = (
     "import json, sys; *arguments, sys.path[:] = json.loads(sys.argv[1]); "
-    "from bandpo_cli.grading.worker import main; main(*arguments)"
+    "from bandpo_cli.grading.workers import serve; serve(*arguments)"
 )
 
 log = logging.getLogger("bandpo_cli")
@@ -71,11 +79,10 @@ class WorkerPool:
 
         `function` is the function of an entry of `GRADERS`, as `module:function`; None for a custom grader.
         """
-        self.error: str | None = None
-        """The first error of the function, or the first exit of a worker; None if there was none."""
+        self.error: str | None = None  # the first error of the function, or the first exit of a worker
         self._grader, self._function, self._config, self._size = grader, function, config, size
         self._workers: list[_Worker] = []
-        self._batched = False  # a worker that has imported the function reports it
+        self._batched = False  # as a worker reports that has imported the function
         self._arguments: Sequence[GraderArguments] = ()
         self._pending: deque[Job] = deque()
         self._grades: dict[int, Grade] = {}
@@ -163,7 +170,7 @@ class WorkerPool:
             if not worker.ready:
                 if "error" in reply:
                     raise ConfigError(f"grader '{self._grader}': {reply['error']}")
-                worker.ready, self._batched = True, bool(reply["batched"])
+                worker.ready, self._batched = True, reply["batched"]
             elif not worker.jobs:
                 return False  # a reply without a request
             elif "error" in reply:
@@ -216,15 +223,10 @@ class WorkerPool:
 
 
 class _Worker:
-    """A process that serves one function, and the jobs that it holds. Messages are lines of JSON, never pickles.
+    """A process that serves one function, and the jobs that it holds.
 
     It leads its own process group, so that killing it also kills the processes that a custom function started, and
     Ctrl-C at the terminal reaches only the parent. No method blocks.
-
-    Attributes:
-        ready: The process has imported the function.
-        jobs: The jobs that were sent and have no reply yet.
-        started_at: Time of the start of the process; once it is ready, time at which work on the first job began.
     """
 
     def __init__(self, grader: str, function: str | None, config: GradingConfig) -> None:
@@ -251,9 +253,9 @@ class _Worker:
         self.stdin, self.stdout, self.stderr = (cast("IO[bytes]", pipe) for pipe in pipes)
         for pipe in (self.stdin, self.stdout, self.stderr):
             os.set_blocking(pipe.fileno(), False)
-        self.ready = False
-        self.jobs: deque[Job] = deque()
-        self.started_at = time.monotonic()
+        self.ready = False  # the process has imported the function
+        self.jobs: deque[Job] = deque()  # those that were sent and have no reply yet
+        self.started_at = time.monotonic()  # of the process; once it is ready, of the work on the first job
         self.unsent = bytearray()
         self._received = bytearray()
 
@@ -320,3 +322,60 @@ def _wait(workers: Sequence[_Worker], seconds: float) -> None:
         if worker.unsent:
             poll.register(worker.stdin.fileno(), select.POLLOUT)
     poll.poll(max(0, min(seconds, MAX_WAIT_S)) * 1000 + 1)
+
+
+def serve(name: str, custom: bool, deadline: float, memory_gb: float) -> None:
+    """Serve requests for a function, in a worker process, until standard input closes.
+
+    Args:
+        name: The function, as `module:function`; of a custom grader, its name.
+        custom: It is a custom grader; otherwise a function that an entry of `GRADERS` names.
+        deadline: Seconds per answer. The parent enforces it; see the comment on the alarm below.
+        memory_gb: Memory limit in GiB, in addition to what the imports use.
+    """
+    # The protocol leaves descriptors 0 and 1, so that print() and input() in custom code cannot disturb it.
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+
+    def reply(**values: Any) -> None:
+        print(json.dumps(values), file=replies, flush=True)
+
+    try:
+        if custom:
+            grader = load_grader(name)
+        else:
+            function = load_function(name)
+            grader = BatchGrader(lambda answers: [grade_from_result(function(*answer)) for answer in answers])
+    except ValueError as error:
+        reply(error=str(error))
+        return
+    _limit_memory(memory_gb)
+    reply(batched=grader.batched)
+    for line in requests:
+        # If the parent is gone, no one enforces the deadline; then this alarm ends the process, whatever code runs.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        answers = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, 2 * deadline * len(answers) + 10)
+        try:
+            grades = grader.grade(answers)
+        except BaseException as error:  # noqa: BLE001  (sys.exit in a custom function is an error like any other)
+            message = f"{type(error).__name__}: {error!s:.300}"
+            outcome: dict[str, Any] = {"error": message, "out_of_memory": isinstance(error, MemoryError)}
+        else:
+            outcome = {
+                "results": [(item.reward, item.correct, item.verdict, item.has_reward) for item in grades]
+            }
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        reply(**outcome)
+
+
+def _limit_memory(memory_gb: float) -> None:
+    """Limit the address space to the present size plus `memory_gb` GiB, and disable core files."""
+    pages = Path("/proc/self/statm")
+    used = int(pages.read_text().split()[0]) * resource.getpagesize() if pages.exists() else 0
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    requested = used + int(memory_gb * 2**30)
+    limit = requested if hard == resource.RLIM_INFINITY else min(requested, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from bandpo_cli.config.run import RewardConfig, RunConfig
-from bandpo_cli.config.task import DataTask, TaskSettings
+from bandpo_cli.config.task import TEMPLATES, DataTask, TaskSettings
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.models.load import Policy
 from bandpo_cli.objective.advantages import shaped_reward
@@ -20,7 +20,7 @@ from bandpo_cli.sampling.sampler import (
     StaleEngineError,
     sample_requests,
 )
-from bandpo_cli.tasks.prompts import TEMPLATES, build_prompt
+from bandpo_cli.tasks.questions import build_prompt
 from bandpo_cli.types import Completion, Grade, Group, Message, Problem, Rollout
 
 _CHECKED_PROMPTS = 64

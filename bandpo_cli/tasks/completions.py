@@ -19,15 +19,7 @@ from typing import Any
 from bandpo_cli.config.task import Source
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import GRADERS, is_custom_grader
-from bandpo_cli.tasks.fields import (
-    answer_value,
-    as_answer,
-    find_fields,
-    read_question,
-    replace_surrogates,
-    to_json_value,
-    value_at,
-)
+from bandpo_cli.tasks.fields import find_fields, read_question, replace_surrogates, to_json_value, value_at
 from bandpo_cli.tasks.questions import SAMPLE_ROWS, grader_columns, text_hash
 from bandpo_cli.tasks.rows import read_file, source_label
 from bandpo_cli.types import Problem
@@ -84,7 +76,7 @@ def read_completions(path: Path, grader: str | None = None) -> dict[str, list[St
         label = source_label(Source(path=str(path)))
     except ConfigError:  # no character of the file name is allowed in a metric name
         label = "samples"
-    return {label: _read_question_rows(path, first_rows, all_rows, "math" if grader is None else grader)}
+    return {label: _read_question_rows(path, first_rows, all_rows, grader or "math")}
 
 
 def _read_own_table(
@@ -96,18 +88,18 @@ def _read_own_table(
         where = f"{path}, row {number}"
         problem = _read_problem(row, grader, where)
         stored = sets.setdefault(problem.source, {}).setdefault(problem.id, StoredProblem(problem))
-        if stored.problem.answer != problem.answer or stored.problem.grader != problem.grader:
+        if (stored.problem.answer, stored.problem.grader) != (problem.answer, problem.grader):
             raise ConfigError(
                 f"{where}: problem {_short_repr(problem.id)} has another reference or grader than in an earlier row; "
                 "give different problems different ids"
             )
-        length, reason = _optional_number(row, "length", where), row.get("finish_reason")
+        length = _optional_number(row, "length", where)
         if length is not None and not (0 <= length <= _MAX_TOKENS and length == int(length)):
             raise ConfigError(f"{where}: 'length' must be a number of tokens, not {_short_repr(length)}")
         completion = StoredCompletion(
-            _checked_text(row, "text", where),
+            _text(row.get("text"), "text", where),
             None if length is None else int(length),
-            None if reason is None else _checked_text(row, "finish_reason", where),
+            None if row.get("finish_reason") is None else _text(row["finish_reason"], "finish_reason", where),
             _optional_number(row, "logprob_sum", where),
         )
         stored.completions_G.append(completion)
@@ -120,17 +112,17 @@ def _read_problem(row: Mapping[str, Any], grader: str | None, where: str) -> Pro
     A table never decides which code runs: a custom grader in it is refused unless the user names it.
     """
     row = {"prompt": "", "grader": "math", **row, "task": row.get("task") or row.get("source")}
-    label = _checked_text(row, "task", where)
+    names = ("problem_id", "prompt", "reference", "task", *(["grader"] if grader is None else []))
+    id_, prompt, answer, label, *name = (_text(row.get(key), key, where) for key in names)
     if not _LABEL.fullmatch(label):
         raise ConfigError(
             f"{where}: 'task' = {_short_repr(label)} cannot be part of a metric name; use at most 60 "
             "letters, digits, _ . and -"
         )
-    name = _checked_text(row, "grader", where) if grader is None else grader
-    if grader is None and is_custom_grader(name):
+    if grader is None and is_custom_grader(*name):
         raise ConfigError(
             f"{where}: it names a function as its grader, and a file must not choose code to run; if you trust it, "
-            f"add --grader {name:.100}"
+            f"add --grader {name[0]:.100}"
         )
     try:
         extra = json.loads(row.get("extra") or "{}")
@@ -138,8 +130,7 @@ def _read_problem(row: Mapping[str, Any], grader: str | None, where: str) -> Pro
         extra = None
     if not isinstance(extra, dict):
         raise ConfigError(f"{where}: 'extra' must hold a JSON object, not {_short_repr(row['extra'])}")
-    id_, prompt, answer = (_checked_text(row, key, where) for key in ("problem_id", "prompt", "reference"))
-    return Problem(id_, prompt, answer, label, name, to_json_value(extra))
+    return Problem(id_, prompt, answer, label, grader or name[0], to_json_value(extra))
 
 
 def _read_question_rows(
@@ -150,9 +141,8 @@ def _read_question_rows(
     names = find_fields(
         {key: value for key, value in row.items() if key != completions} for row in first_rows
     )
-    if names.question is None or names.answer is None or completions is None:
-        fields = {"question": names.question, "answer": names.answer, "completions": completions}
-        missing = " and the ".join(name for name, field in fields.items() if field is None)
+    fields = {"question": names.question, "answer": names.answer, "completions": completions}
+    if missing := " and the ".join(name for name, field in fields.items() if field is None):
         columns = ", ".join(map(_short_repr, islice(first_rows[0], 20)))
         raise ConfigError(
             f"{path}: no field found for the {missing}; its fields: {columns}; "
@@ -163,32 +153,27 @@ def _read_question_rows(
     for number, row in enumerate(rows, start=1):
         where = f"{path}, row {number}"
         question = read_question(row, names, where)
-        if question is None:
-            value = _short_repr(value_at(row, names.question))
-            raise ConfigError(f"{where}: '{names.question}' holds no question: {value}")
-        answer = as_answer(answer_value(row, question, names))
-        if answer is None:
-            value = _short_repr(value_at(row, names.answer))
-            raise ConfigError(f"{where}: '{names.answer}' holds no answer: {value}")
-        texts = row.get(completions)
+        if question is None or question.answer is None:
+            name = "question" if question is None else "answer"
+            value = _short_repr(value_at(row, fields[name]))
+            raise ConfigError(f"{where}: '{fields[name]}' holds no {name}: {value}")
+        texts = value_at(row, completions)
         if not isinstance(texts, str | list) or texts == []:
             raise ConfigError(f"{where}: '{completions}' must be a list of texts, not {_short_repr(texts)}")
         prompt = question.prompt
         if not isinstance(prompt, str):
             prompt = "\n\n".join(message.content for message in prompt)
-        id_ = text_hash(json.dumps([prompt, answer]))
+        id_ = text_hash(json.dumps([prompt, question.answer]))
         columns_of_row = {key: value for key, value in row.items() if key != completions}
         extra = grader_columns(columns_of_row, grader not in GRADERS)
-        problem = Problem(id_, prompt, answer, path.stem, grader, extra)
+        problem = Problem(id_, prompt, question.answer, path.stem, grader, extra)
         stored = problems.setdefault(id_, StoredProblem(problem))
         for text in [texts] if isinstance(texts, str) else texts:
-            checked = _checked_text({completions: text}, completions, where)
-            stored.completions_G.append(StoredCompletion(checked))
+            stored.completions_G.append(StoredCompletion(_text(text, str(completions), where)))
     return list(problems.values())
 
 
-def _checked_text(row: Mapping[str, Any], name: str, where: str) -> str:
-    value = row.get(name)
+def _text(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str):
         raise ConfigError(f"{where}: '{name}' must hold text, not {_short_repr(value)}")
     return replace_surrogates(value)

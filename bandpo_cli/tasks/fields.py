@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
 from typing import Any, NamedTuple
 
 from bandpo_cli.config.task import Fields
-from bandpo_cli.errors import ConfigError
+from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.extract import final_answer, unwrap
 from bandpo_cli.registries import Dataset
-from bandpo_cli.types import Message
+from bandpo_cli.types import Message, Prompt
 
 QUESTION_NAMES = ("question", "problem", "prompt", "query", "input", "messages")
 _VERL_ANSWER = "reward_model.ground_truth"
@@ -48,67 +48,61 @@ def find_fields(
         the assistant message at the end of the chat messages.
     """
     rows = list(rows)
+
+    def first(names: Iterable[str | None], usable: Callable[[Any], Any]) -> str | None:
+        return next((n for n in names if n and any(usable(value_at(row, n)) for row in rows)), None)
+
     verl = any(is_chat(row.get("prompt")) and value_at(row, _VERL_ANSWER) is not None for row in rows)
     questions = ["prompt" if verl else None, known.question, *QUESTION_NAMES]
     answers = sorted([known.answer, *ANSWER_NAMES], key=lambda name: name == "solution")
-    answers.insert(0, _VERL_ANSWER if verl else None)
-
-    def first(names: Iterable[str | None], usable: Any) -> str | None:
-        return next((n for n in names if n and any(usable(value_at(row, n)) for row in rows)), None)
-
     question = configured.question or first(questions, lambda value: is_chat(value) or clean_text(value))
-    answer = configured.answer or first(answers, as_answer)
-    chats = [value for row in rows if question and is_chat(value := value_at(row, question))]
-    if answer is None and any(isinstance(c[-1], Mapping) and c[-1].get("role") == "assistant" for c in chats):
-        answer = question
-    return Fields(
-        question=question,
-        answer=answer,
-        level=configured.level or first((known.level, *LEVEL_NAMES), as_level),
-        id=configured.id,
-    )
+    answer = configured.answer or first([_VERL_ANSWER if verl else None, *answers], as_answer)
+    if answer is None:
+        last_turns = [chat[-1] for row in rows if is_chat(chat := value_at(row, question))]
+        if any(isinstance(turn, Mapping) and turn.get("role") == "assistant" for turn in last_turns):
+            answer = question
+    level = configured.level or first((known.level, *LEVEL_NAMES), as_level)
+    return Fields(question=question, answer=answer, level=level, id=configured.id)
 
 
-def value_at(row: Mapping[str, Any], path: str) -> Any:
+def value_at(row: Mapping[str, Any], path: str | None) -> Any:
     """Return the value at a dotted path (a key of that very name first), or None if there is none."""
-    if path in row:
-        return row[path]
+    if path is None or path in row:
+        return None if path is None else row[path]
     value: Any = row
     for key in path.split("."):
-        if not isinstance(value, Mapping) or key not in value:
-            return None
-        value = value[key]
+        value = value.get(key) if isinstance(value, Mapping) else None
     return value
 
 
-class QuestionValue(NamedTuple):
-    """A question as it is in a row: text, or the complete prompt as chat messages.
+class Question(NamedTuple):
+    """The question of a row, as text or as the complete prompt in chat messages, and its answer; None for none.
 
-    `solution` is the content of an assistant message at the end, which is not part of the prompt.
+    `has_solution`: an assistant message at the end is not part of the prompt, because the model writes its own.
     """
 
-    prompt: str | tuple[Message, ...]
-    solution: str | None = None
+    prompt: Prompt
+    answer: str | None
+    has_solution: bool
 
 
-def read_question(row: Mapping[str, Any], names: Fields, where: str) -> QuestionValue | None:
+def read_question(row: Mapping[str, Any], names: Fields, where: str) -> Question | None:
     """Read the question of a row, a text or chat messages; return None for blank text and for values of other types.
 
     Raise ConfigError if a list cannot be read as chat messages; the message begins with `where`.
     """
-    value = value_at(row, str(names.question))
+    value = value_at(row, names.question)
+    prompt: Prompt | None = clean_text(value)
+    solution = None
     if isinstance(value, list):
         try:
-            return _read_messages(value)
+            prompt, solution = _read_messages(value)
         except ValueError as error:
             raise ConfigError(f"{where}: the chat messages of '{names.question}': {error}") from None
-    text = clean_text(value)
-    return None if text is None else QuestionValue(text)
-
-
-def answer_value(row: Mapping[str, Any], question: QuestionValue, names: Fields) -> Any:
-    """Return the value of the answer of a row; None if there is none."""
-    return question.solution if names.answer == names.question else value_at(row, str(names.answer))
+    if prompt is None:
+        return None
+    answer = solution if names.answer == names.question else value_at(row, names.answer)
+    return Question(prompt, as_answer(answer), solution is not None)
 
 
 def is_chat(value: Any) -> bool:
@@ -129,45 +123,42 @@ def clean_text(value: Any) -> str | None:
     return value.strip() or None
 
 
-def _read_messages(value: list[Any]) -> QuestionValue:
+def _read_messages(value: list[Any]) -> tuple[tuple[Message, ...], str | None]:
     """Read chat messages, a list of {role, content}; other keys of a message are ignored.
 
-    An assistant message at the end is the solution of the problem: the model is to write its own.
+    Returns:
+        The prompt, and the content of an assistant message at the end, which is the solution of the problem.
 
-    Raise ValueError if the list is empty, a message lacks a role or a text, a system message is not the first, or no
-    user message remains at the end.
+    Raises:
+        ValueError: A message lacks a role or a text, a system message is not the first, or there is no user message at
+            the end of the prompt.
     """
-    if not value:
-        raise ValueError("an empty list; chat messages are [{role: user, content: ...}]")
-    messages = [_read_message(entry, f"message {number}") for number, entry in enumerate(value, start=1)]
-    for number, message in enumerate(messages[1:], start=2):
-        if message.role == "system":
-            raise ValueError(f"message {number} has the role system, which only the first message can have")
-    solution = messages.pop().content if messages[-1].role == "assistant" else None
-    if not messages or messages[-1].role != "user" or not messages[-1].content.strip():
-        end = " before the assistant message at the end" if solution is not None else ""
-        raise ValueError(f"no question, which is a message with the role user and a text at the end{end}")
-    return QuestionValue(tuple(messages), solution)
-
-
-def _read_message(value: Any, where: str) -> Message:
-    role, content = (value.get("role"), value.get("content")) if isinstance(value, Mapping) else (None, None)
-    if role not in ROLES:
-        given = "no role" if role is None else f"the role {role!r:.50}"
-        raise ValueError(f"{where} has {given}; expected {{role: {' | '.join(ROLES)}, content: ...}}")
-    if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
-        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
-        if len(texts) < len(content):
+    messages = []
+    for number, entry in enumerate(value, start=1):
+        message = entry if isinstance(entry, Mapping) else {}
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES or (role == "system" and number > 1):
             raise ValueError(
-                f"{where} has a part of another type than 'text' in its content; only text is supported"
+                f"message {number} has the role {role!r:.50}{nearest(str(role), ROLES)}; expected {{role: user, content: ...}}, with the role "
+                "user, assistant or, of the first message, system"
             )
-        content = "".join(texts)
-    if not isinstance(content, str) or (content.strip() and clean_text(content) is None):
+        if isinstance(content, list) and all(
+            isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in content
+        ):
+            content = "".join(part["text"] for part in content)
+        if not isinstance(content, str) or (content.strip() and clean_text(content) is None):
+            raise ValueError(
+                f"message {number} has content that is no text in UTF-8; only a text, or a list of parts of the type "
+                "'text', is supported"
+            )
+        messages.append(Message(role, content))
+    solution = messages.pop().content if messages and messages[-1].role == "assistant" else None
+    if not messages or messages[-1].role != "user" or not messages[-1].content.strip():
         raise ValueError(
-            f"{where} has content that is no text in UTF-8; its type is {type(content).__name__}"
+            "no question, which is a message with the role user and a text, at the end or before an assistant message"
         )
-    return Message(role, content)
+    return tuple(messages), solution
 
 
 def as_answer(value: Any) -> str | None:
@@ -186,7 +177,7 @@ def as_answer(value: Any) -> str | None:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, (float, Decimal)):
-        number = value if isinstance(value, Decimal) else Decimal(repr(value))
+        number = Decimal(str(value))
         if not number.is_finite() or abs(number.adjusted()) > 400:  # more digits than any float has
             return None
         return str(int(number)) if number == int(number) else format(number, "f")

@@ -8,12 +8,12 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 
-from bandpo_cli.config.task import DataTask, Source
+from bandpo_cli.config.task import TEMPLATES, DataTask, Source
 from bandpo_cli.errors import ConfigError, nearest, plural
-from bandpo_cli.registries import DATASETS, GRADERS
-from bandpo_cli.tasks.prompts import TEMPLATES, build_prompt
+from bandpo_cli.registries import DATA_TASK, DATASETS, GRADERS
 from bandpo_cli.tasks.questions import (
     LoadedQuestions,
+    build_prompt,
     format_counts,
     hash_order,
     load_questions,
@@ -34,7 +34,7 @@ class QuestionAnswerTask:
         self._keep_columns = any(
             reward.grader is not None and reward.grader not in GRADERS for reward in config.rewards or ()
         )
-        self._heldout_sources = config.heldout or _default_heldout(config)
+        self._heldout_sources = _sources(config, "heldout")
         known = hub_ids(config)
         if unknown := [name for name in config.revisions if name not in known]:
             raise ConfigError(
@@ -43,7 +43,7 @@ class QuestionAnswerTask:
             )
         _check_labels("heldout", self._heldout_sources)
         if not self._heldout_sources:
-            _check_labels("train", self._train_sources)
+            self._train_sources  # noqa: B018 - raises if there are none
 
     def train_problems(self) -> Sequence[Problem]:
         """Return the training problems; raise ConfigError if a source cannot be used or no problem remains."""
@@ -62,7 +62,15 @@ class QuestionAnswerTask:
 
     @cached_property
     def _train_sources(self) -> tuple[Source, ...]:
-        sources = self._config.train or _default_train(self._config)
+        sources = _sources(self._config, "train")
+        if not sources:
+            name = self.name
+            raise ConfigError(
+                "task.train: the task 'data' needs it: --set task.train=FILE, or the name of a known data set"
+                if name == DATA_TASK
+                else f"task.name = '{name}': this data set is for evaluation only; use it in task.heldout "
+                f"(--set task.heldout={name}) of another task"
+            )
         _check_labels("train", sources)
         return sources
 
@@ -150,8 +158,7 @@ class QuestionAnswerTask:
 
     @property
     def _split_label(self) -> str:
-        labels = [source_label(source) for source in self._train_sources]
-        return labels[0] if len(labels) == 1 else "heldout"
+        return source_label(self._train_sources[0]) if len(self._train_sources) == 1 else "heldout"
 
     def _with_prompts(self, questions: Iterable[Problem]) -> list[Problem]:
         """Return the questions in the template of the config; chat messages are complete prompts already."""
@@ -166,36 +173,23 @@ class QuestionAnswerTask:
 
 def hub_ids(config: DataTask) -> list[str]:
     """Return the ids of the data sets on the hub that a task reads, without files and folders."""
-    train = config.train
-    if not train and config.name in DATASETS and DATASETS[config.name].train_split is not None:
-        train = (Source(name=config.name),)
-    ids = [hub_id(source) for source in (*train, *(config.heldout or _default_heldout(config)))]
+    ids = [hub_id(source) for source in (*_sources(config, "train"), *_sources(config, "heldout"))]
     return list(dict.fromkeys(filter(None, ids)))
 
 
-def _default_train(config: DataTask) -> tuple[Source, ...]:
-    if config.name == "data":
-        raise ConfigError(
-            "task.train: the task 'data' needs it: --set task.train=FILE, or the name of a known data set"
-        )
-    if DATASETS[config.name].train_split is None:
-        raise ConfigError(
-            f"task.name = '{config.name}': this data set is for evaluation only; use it in task.heldout "
-            f"(--set task.heldout={config.name}) of another task"
-        )
-    return (Source(name=config.name),)
-
-
-def _default_heldout(config: DataTask) -> tuple[Source, ...]:
-    if config.name == "data":
-        return ()
+def _sources(config: DataTask, part: SplitName) -> tuple[Source, ...]:
+    """Return the sources of a part: the configured ones, else those of the known data set `task.name`."""
+    configured: tuple[Source, ...] = {"train": config.train, "heldout": config.heldout}[part]
+    if configured or config.name == DATA_TASK:
+        return configured
     known = DATASETS[config.name]
-    names = known.evaluation or ((config.name,) if known.eval_split else ())
-    return tuple(Source(name=name) for name in names)
+    split = {"train": known.train_split, "heldout": known.eval_split}[part]
+    names = () if split is None else (config.name,)
+    return tuple(Source(name=name) for name in (part == "heldout" and known.evaluation) or names)
 
 
 def _check_labels(part: str, sources: Iterable[Source]) -> None:
-    for label, count in Counter(source_label(source) for source in sources).items():
+    for label, count in Counter(map(source_label, sources)).items():
         if count > 1:
             raise ConfigError(
                 f"task.{part}: {count} sources have the label '{label}'; give each a different label:"

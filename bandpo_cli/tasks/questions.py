@@ -1,7 +1,4 @@
-"""Questions of one source in the config, each with its reference answer.
-
-Rows that cannot be used are counted by reason.
-"""
+"""Questions of one source in the config, with their reference answers, and the prompts that are built from them."""
 
 from __future__ import annotations
 
@@ -15,12 +12,11 @@ from hashlib import blake2b
 from itertools import chain, islice
 from typing import Any
 
-from bandpo_cli.config.task import Fields, Source
+from bandpo_cli.config.task import TEMPLATES, Fields, Source
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import DATASETS, GRADERS
 from bandpo_cli.tasks.fields import (
-    QuestionValue,
-    answer_value,
+    Question,
     as_answer,
     as_level,
     clean_text,
@@ -29,10 +25,10 @@ from bandpo_cli.tasks.fields import (
     to_json_value,
     value_at,
 )
-from bandpo_cli.tasks.prompts import bare_question
 from bandpo_cli.tasks.rows import SplitName, read_rows, source_label
 from bandpo_cli.types import Message, Problem, Prompt
 
+_SLOT = "{question}"
 _MAX_MARKS = 30  # combining characters in a row; no language uses more than four
 _GRAPHEME_JOINER = "\u034f"
 SAMPLE_ROWS = 1000  # the fields are chosen by these rows, so that a file of millions is read only once
@@ -50,6 +46,29 @@ class LoadedQuestions:
     questions: tuple[Problem, ...]
     dropped: Mapping[str, int]
     note: str = ""
+
+
+def build_prompt(question: str, template: str, system: str | None = None) -> Prompt:
+    """Return the chat messages: the system message, if any, then the template filled with the question.
+
+    The template is a name in `TEMPLATES` or a text with `{question}` in it. An instruction of a known template replaces
+    one that came with the question; it is not added around it. The slot is replaced literally, because questions
+    contain many braces.
+    """
+    text = TEMPLATES.get(template, template)
+    if template in TEMPLATES and text != _SLOT:
+        question = bare_question(question)
+    user = Message("user", text.replace(_SLOT, question))
+    return (user,) if system is None else (Message("system", system), user)
+
+
+def bare_question(text: str) -> str:
+    """Remove a known instruction around a question, because some data sets include it in their questions."""
+    for template in TEMPLATES.values():
+        before, _, after = template.partition(_SLOT)
+        if (before or after) and text.startswith(before) and text.rstrip().endswith(after):
+            return text.rstrip()[len(before) :].removesuffix(after)
+    return text
 
 
 def question_key(prompt: Prompt) -> str:
@@ -110,8 +129,7 @@ def load_questions(
         ConfigError: If the source cannot be read, has no field for the question or the answer, has chat messages that
             are malformed, or has no usable row.
     """
-    label = source_label(source)
-    place = source.path or source.name
+    label, place = source_label(source), source.path or source.name
     known = DATASETS[source.name] if source.name else None
     grader = grader or source.grader or (known.grader if known else "math")
     rows = read_rows(source, part, revision)
@@ -128,27 +146,35 @@ def load_questions(
             f"set fields: {{{mapping}}}"
         )
     dropped: Counter[str] = Counter()
-    questions: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     solutions = 0
     for number, row in enumerate(chain(first_rows, rows), start=1):
-        value = read_question(row, names, f"{place}, row {number}")
-        question = _question(row, value, names, source, grader, keep_columns)
-        solutions += value is not None and value.solution is not None
-        if isinstance(question, str):
-            dropped[question] += 1
-        elif question.id in questions:
+        question = read_question(row, names, f"{place}, row {number}")
+        if question is None:
+            dropped["without a question"] += 1
+            continue
+        solutions += question.has_solution
+        level = as_level(value_at(row, names.level))
+        # A text of several lines has no final answer that the known graders could compare with.
+        if question.answer is None or ("\n" in question.answer and grader in GRADERS):
+            dropped["without an answer"] += 1
+        elif source.levels is not None and level not in source.levels:
+            dropped["of other levels"] += 1
+        elif (id_ := f"{label}/{_name(row, names, question)}") in problems:
             dropped["repeated"] += 1
         else:
-            questions[question.id] = question
-    if not questions:
+            extra = grader_columns(row, keep_columns or grader not in GRADERS)
+            extra |= {} if level is None else {"level": level}
+            problems[id_] = Problem(id_, question.prompt, question.answer, label, grader, extra)
+    if not problems:
         raise ConfigError(
             f"task.{part}: no row of '{place}' can be used: {format_counts(dropped)}; the question was read from "
             f"'{names.question}', the answer from '{names.answer}'; its fields: {columns}"
         )
-    selected = list(questions.values())
-    if source.limit is not None and source.limit < len(questions):
-        dropped["over the limit"] = len(questions) - source.limit
-        selected = [selected[index * len(questions) // source.limit] for index in range(source.limit)]
+    selected = list(problems.values())
+    if source.limit is not None and source.limit < len(problems):
+        dropped["over the limit"] = len(problems) - source.limit
+        selected = [selected[index * len(problems) // source.limit] for index in range(source.limit)]
     note = ""
     if solutions:
         prompts = "1 prompt ends" if solutions == 1 else f"{solutions:,} prompts end"
@@ -171,31 +197,9 @@ def grader_columns(row: Mapping[str, Any], all_columns: bool) -> dict[str, Any]:
     return {key: to_json_value(row[key]) for key in names if row.get(key) is not None}
 
 
-def _question(
-    row: Mapping[str, Any],
-    value: QuestionValue | None,
-    names: Fields,
-    source: Source,
-    grader: str,
-    keep_columns: bool,
-) -> Problem | str:
-    """Return the question of a row, or the reason for dropping the row."""
-    if value is None:
-        return "without a question"
-    prompt, answer = value.prompt, as_answer(answer_value(row, value, names))
-    # A text of several lines has no final answer that the known graders could compare with.
-    if answer is None or ("\n" in answer and grader in GRADERS):
-        return "without an answer"
-    level = as_level(value_at(row, names.level)) if names.level else None
-    if source.levels is not None and level not in source.levels:
-        return "of other levels"
-    extra = grader_columns(row, keep_columns or grader not in GRADERS)
-    if level is not None:
-        extra["level"] = level
-    id_ = value_at(row, names.id) if names.id else None
-    name = clean_text(id_) if isinstance(id_, str) else as_answer(id_)
-    if not name:
-        content = [prompt] if isinstance(prompt, str) else [[turn.role, turn.content] for turn in prompt]
-        name = text_hash(json.dumps([content, answer]))
-    label = source_label(source)
-    return Problem(f"{label}/{name}", prompt, answer, label, grader, extra)
+def _name(row: Mapping[str, Any], names: Fields, question: Question) -> str:
+    """Return the identifier in the row, else a hash of the prompt and the answer."""
+    value, prompt = value_at(row, names.id), question.prompt
+    name = clean_text(value) if isinstance(value, str) else as_answer(value)
+    content = [prompt] if isinstance(prompt, str) else [[turn.role, turn.content] for turn in prompt]
+    return name or text_hash(json.dumps([content, question.answer]))

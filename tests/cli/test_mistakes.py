@@ -115,8 +115,8 @@ MISTAKES: dict[str, list[str]] = {
     "train --task problem.csv": ["--task problem.csv: there is no such file (did you mean 'problems.csv'?)"],
     # chat messages as questions
     "train --model some/model --task image.jsonl": [
-        "image.jsonl, row 1: the chat messages of 'messages': message 1 has a part of the type 'image' in its content",
-        "only text is supported",
+        "image.jsonl, row 1: the chat messages of 'messages': message 1 has content that is no text",
+        "parts of the type 'text'",
     ],
     "train --model some/model --task roles.json": [
         "roles.json, row 1: the chat messages of 'prompt': message 1 has the role 'usr' (did you mean 'user'?)",

@@ -18,7 +18,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import LostRankError, RunError, UserError
 from bandpo_cli.experiments.rank_group import check_same_on_all, connected_ranks, lost_rank_errors
 from bandpo_cli.experiments.train_run import loaded_components
-from bandpo_cli.grading.pool import GraderUse, failure_warnings
+from bandpo_cli.grading.pool import GraderUse
 from bandpo_cli.ranks import SINGLE, Ranks, connected
 from tests.training.several_ranks import run_ranks
 
@@ -86,9 +86,6 @@ class FailingGrader:
 
     def uses(self) -> dict[str, GraderUse]:
         return self.use
-
-    def warnings(self) -> list[str]:
-        return failure_warnings([self.use])
 
 
 def grader_warnings(ranks: Ranks, fails: bool) -> list[str]:

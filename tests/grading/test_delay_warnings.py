@@ -75,7 +75,7 @@ def test_slow_python_code_in_this_process_is_named_in_one_printable_line(
             pass
         return CORRECT
 
-    monkeypatch.setattr(pool_module, "_find_first_stage", lambda name: busy)
+    monkeypatch.setattr(pool_module, "_first_stage", busy)
     with GraderPool(GradingConfig()) as pool:
         pool.grade([problem("a", "math"), problem("b\n\x1b" + "c" * 500, "math")], ["quick", "slow"])
     assert caplog.messages[0].startswith(
@@ -106,7 +106,7 @@ def test_eval_prints_the_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         time.sleep(next(delays, 0))
         return CORRECT
 
-    monkeypatch.setattr(pool_module, "_find_first_stage", lambda name: slow_once)
+    monkeypatch.setattr(pool_module, "_first_stage", slow_once)
     row = {"question": "q", "answer": "5", "completions": ["a", "b"]}
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     done = succeed("eval", "--samples", "rows.jsonl", "--no-mlflow", "--name", "a", cwd=tmp_path)

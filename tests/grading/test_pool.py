@@ -359,7 +359,7 @@ def test_spawn_starts_one_worker_of_each_grader_that_may_need_one() -> None:
         (grade,) = pool.grade([Problem("p", "", "(x+1)^2", "t", "math")], ["Answer: $x^2+2x+1$"])
         assert grade.correct
     code = (
-        "import sys, bandpo_cli.grading.symbolic, bandpo_cli.grading.worker; "
+        "import sys, bandpo_cli.grading.symbolic, bandpo_cli.grading.workers; "
         "sys.exit(any(name in sys.modules for name in ('torch', 'asyncio')))"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -9,7 +9,7 @@ import pytest
 
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.grading.pool import GraderPool, check_grader
+from bandpo_cli.grading.pool import GraderPool, check_grader, failure_warnings
 from bandpo_cli.grading.signatures import BatchGrader, answer_of, load_grader
 from bandpo_cli.types import NOT_APPLICABLE, Grade, Message, Problem
 
@@ -203,7 +203,7 @@ def test_an_error_or_a_timeout_affects_the_answers_of_one_call() -> None:
         grades = pool.grade(problems, ["x", "y", "x", "bad", "hang", "x"])
         expected = ["correct"] * 2 + ["grader-error"] * 2 + ["timeout"] * 2
         assert [grade.verdict for grade in grades] == expected
-        assert pool.warnings() == [
+        assert failure_warnings([pool.uses()]) == [
             "grader 'foreign_rewards:failing' failed on 2 of 6 answers (33.3%), which have no reward and "
             "count as not correct; the first error: RuntimeError: bad text"
         ]

@@ -15,7 +15,7 @@ from bandpo_cli.config.task import Fields
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.tasks.fields import (
     ANSWER_NAMES,
-    QuestionValue,
+    Question,
     as_answer,
     as_level,
     find_fields,
@@ -70,7 +70,7 @@ def test_levels() -> None:
     assert (as_level(3.0), as_level(True)) == (3, None)
 
 
-def read(value: Any) -> QuestionValue | None:
+def read(value: Any) -> Question | None:
     return read_question({"q": value}, Fields(question="q"), "row 1")
 
 

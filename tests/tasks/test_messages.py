@@ -130,30 +130,22 @@ def user(content: Any) -> list[dict[str, Any]]:
 
 
 IMAGE = {"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}
+NO_TEXT = (
+    "has content that is no text in UTF-8; only a text, or a list of parts of the type 'text', is supported"
+)
 MALFORMED: list[tuple[Any, str]] = [
-    ([], "an empty list"),
-    ([{"role": "user"}], "message 1 has content that is no text in UTF-8; its type is NoneType"),
-    (user("a\udc00"), "message 1 has content that is no text in UTF-8"),
-    (
-        user([IMAGE]),
-        "message 1 has a part of another type than 'text' in its content; only text is supported",
-    ),
-    (user(["text"]), "message 1 has a part of another type"),
-    (user([{"type": "text"}]), "message 1 has a part of another type"),
-    ([QUESTION, "and?"], "message 2 has no role; expected {role: system | user | assistant, content: ...}"),
-    ([{"role": "usr", "content": "1+1?"}], "message 1 has the role 'usr'; expected"),
+    *((value, f"message 1 {NO_TEXT}") for value in (
+        [{"role": "user"}], user("a\udc00"), user([IMAGE]), user(["text"]), user([{"type": "text"}]),
+    )),
+    ([QUESTION, "and?"], "message 2 has the role None; expected {role: user, content: ...}"),
+    ([{"role": "usr", "content": "1+1?"}], "message 1 has the role 'usr' (did you mean 'user'?); expected"),
     ([{"role": 3, "content": "1+1?"}], "message 1 has the role 3; expected"),
-    ([{"from": "human", "value": "1+1?"}], "message 1 has no role"),
-    ([QUESTION, SYSTEM, QUESTION], "message 2 has the role system, which only the first message can have"),
-    *((value, "no question, which is a message with the role user") for value in (user(" "), [SYSTEM])),
-    *(
-        (
-            [*turns, SOLUTION],
-            "no question, which is a message with the role user and a text at the end before the",
-        )
-        for turns in ([], [QUESTION, SOLUTION])
-    ),
-]
+    ([{"from": "human", "value": "1+1?"}], "message 1 has the role None"),
+    ([QUESTION, SYSTEM, QUESTION], "message 2 has the role 'system'; expected"),
+    *((value, "no question, which is a message with the role user and a text, at the end or before") for value in (
+        [], user(" "), [SYSTEM], [SOLUTION], [QUESTION, SOLUTION, SOLUTION],
+    )),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("messages", "message"), MALFORMED)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from bandpo_cli.config.task import TEMPLATES as TEMPLATE_NAMES
-from bandpo_cli.tasks.prompts import TEMPLATES, build_prompt
+from bandpo_cli.tasks.questions import build_prompt
 from bandpo_cli.types import Message
 
 PAPER = """Solve the following math problem step by step. The last line of your response should be of the form \
@@ -35,10 +34,6 @@ def test_hashes_is_the_prompt_of_verl_for_gsm8k() -> None:
 def test_custom_template_is_filled_literally() -> None:
     (message,) = build_prompt("{x} \\1 {question} %s", "<{a}> {question} {0} %d")
     assert message.content == "<{a}> {x} \\1 {question} %s {0} %d"
-
-
-def test_template_names_equal_those_of_the_config() -> None:
-    assert tuple(TEMPLATES) == TEMPLATE_NAMES
 
 
 def test_instruction_around_the_question_is_replaced() -> None:

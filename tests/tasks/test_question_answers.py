@@ -13,11 +13,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.config.task import DataTask
+from bandpo_cli.config.task import TEMPLATES, DataTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.registries import DATASETS
-from bandpo_cli.tasks.prompts import TEMPLATES
 from bandpo_cli.tasks.task import Task, build_task
 from bandpo_cli.types import Message, Problem
 

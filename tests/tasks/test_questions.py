@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.config.task import Fields, Source
+from bandpo_cli.config.task import TEMPLATES, Fields, Source
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.prompts import TEMPLATES
 from bandpo_cli.tasks.questions import load_questions, question_key
 from bandpo_cli.tasks.rows import source_label
 
