@@ -10,7 +10,7 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from bandpo_cli.config.task import Fields
-from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.errors import ConfigError
 from bandpo_cli.extract import final_answer, unwrap
 from bandpo_cli.registries import Dataset
 from bandpo_cli.types import Message, Prompt
@@ -139,7 +139,7 @@ def _read_messages(value: list[Any]) -> tuple[tuple[Message, ...], str | None]:
         role, content = message.get("role"), message.get("content")
         if role not in ROLES or (role == "system" and number > 1):
             raise ValueError(
-                f"message {number} has the role {role!r:.50}{nearest(str(role), ROLES)}; expected {{role: user, content: ...}}, with the role "
+                f"message {number} has the role {role!r:.50}; expected {{role: user, content: ...}}, with the role "
                 "user, assistant or, of the first message, system"
             )
         if isinstance(content, list) and all(

@@ -119,7 +119,7 @@ MISTAKES: dict[str, list[str]] = {
         "parts of the type 'text'",
     ],
     "train --model some/model --task roles.json": [
-        "roles.json, row 1: the chat messages of 'prompt': message 1 has the role 'usr' (did you mean 'user'?)",
+        "roles.json, row 1: the chat messages of 'prompt': message 1 has the role 'usr'",
     ],
     "train --model nosuch/folder/model": ["nosuch/folder/model"],
     "train --name a/b": ["--name 'a/b' cannot be used"],
