@@ -17,8 +17,8 @@ from bandpo_cli.errors import SignalExit, plural
 from bandpo_cli.experiments.sweep_run import States, SweepInfo, SweepResult, estimate_time
 from bandpo_cli.paths import relative_to_cwd
 from bandpo_cli.reports.comparison.report_metrics import Metric
-from bandpo_cli.reports.comparison.tables import short_range_text, value_text
 from bandpo_cli.reports.comparison.variants import Report
+from bandpo_cli.reports.comparison.write import short_range_text, value_text
 from bandpo_cli.storage.run_folder import resume_command
 from bandpo_cli.sweeps.folder import by_variant
 from bandpo_cli.sweeps.plan import SweepRun

@@ -106,7 +106,7 @@ def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
 
 
 def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, report: Report | None) -> None:
-    from bandpo_cli.reports.comparison.tables import render
+    from bandpo_cli.reports.comparison.write import render
 
     try:
         mirror.close(status)  # first: a file that cannot be stored must not leave the run as RUNNING forever

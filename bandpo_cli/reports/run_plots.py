@@ -13,21 +13,26 @@ import yaml
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
-from bandpo_cli.errors import UserError
+from bandpo_cli.bounds.intervals import clip_state
+from bandpo_cli.errors import UserError, plural
 from bandpo_cli.evaluation.scores import success_axis, success_histogram
 from bandpo_cli.reports import style
-from bandpo_cli.reports.clip_map import plot_clip_map
 from bandpo_cli.storage.eval_folder import RECORD_FILE, read_record
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import read_metrics
+from bandpo_cli.storage.tables import read_token_table
 
 Record = Mapping[str, Any]
-Series = tuple[list[int], list[float]]
-"""Steps and values of a metric, of the steps that have a value."""
+Curve = dict[int, float]
+"""Values of a metric by step, of the steps that have a value, ascending."""
 
 Intervals = Mapping[str, Mapping[int, tuple[float, float]]]
 """Ends of the 95% interval over problems, by metric and step; only where there is one."""
+
+MAX_POINTS = 5_000
+"""Maximum number of points per kind of token; with more tokens only every second, third, ... is plotted."""
 
 _LABEL_CHARS, _SUBTITLE_CHARS = 24, 105  # three legend names fit side by side, a subtitle fits on one line
 
@@ -47,6 +52,7 @@ _PASS_MARKERS = ("s", "^", "D", "v", "P")
 """One marker per k, since the pass@k lines of a task share its colour."""
 
 _EVAL = re.compile(r"eval/(.+)/(mean|pass)_at_(\d+)")
+_CLIP_BIN = re.compile(r"clip/active_fraction/p_([\d.e-]+)_([\d.e-]+)")
 
 _CLIP_LINES = (
     ("clip/outside_fraction", "outside the interval", style.MUTED_COLOR),
@@ -88,30 +94,27 @@ def plot_success_histogram(folder: Path) -> Path:
     """
     all_sets = read_record(folder / RECORD_FILE)["sets"]
     sets = dict(islice(all_sets.items(), len(style.CYCLE)))
-    figure, (axes,) = style.new_figure(
-        "Problems by correct completions",
-        _shorten(f"{_describe_sets(all_sets, len(sets))} · {folder.resolve().name}", _SUBTITLE_CHARS),
-    )
+    ((first, scores), *others) = sets.items()
+    about = f"{plural(scores['problems'], 'problem')} of {first}"
+    if others:
+        plotted = "" if len(sets) == len(all_sets) else f"the first {len(sets)} of "
+        about = f"{plotted}{len(all_sets)} sets"
+    subtitle = _shorten(f"{about} · {folder.resolve().name}", _SUBTITLE_CHARS)
+    figure, (axes,) = style.new_figure("Problems by correct completions", subtitle)
     sizes = {size for scores in sets.values() for size in scores["completions_per_problem"]}
     n = sizes.pop() if len(sizes) == 1 else None
     width = 0.8 / len(sets)
-    names: list[str] = []
     for index, (label, scores) in enumerate(sets.items()):
-        shares = [next(iter(values.values())) for values in scores["by_problem"].values()]
-        counts = success_histogram(shares, n)
-        names = [name.replace(" ", "") for name, _ in counts]
-        axes.bar(
-            np.arange(len(counts)) + (index - (len(sets) - 1) / 2) * width,
-            np.array([count for _, count in counts]) / len(scores["by_problem"]),
-            width,
-            color=style.CYCLE[index],
-            label=f"{_shorten(label, _LABEL_CHARS)} ({scores['problems']:,})",
-        )
-    axes.set_xticks(range(len(names)), names)
-    axes.set_xlim(-0.6, len(names) - 0.4)
+        problems = scores["by_problem"].values()
+        names, counts = zip(*success_histogram([next(iter(p.values())) for p in problems], n), strict=True)
+        places = np.arange(len(counts)) + (index - (len(sets) - 1) / 2) * width
+        text = f"{_shorten(label, _LABEL_CHARS)} ({scores['problems']:,})"
+        axes.bar(places, np.array(counts) / len(problems), width, color=style.CYCLE[index], label=text)
+        axes.set_xticks(range(len(names)), [name.replace(" ", "") for name in names])
+        axes.set_xlim(-0.6, len(names) - 0.4)
     style.percent_axis(axes)
     style.label(axes, success_axis(n), "share of the problems")
-    if len(sets) > 1:
+    if others:
         style.legend(axes, columns=3)
     return style.save(figure, folder / "plots" / "success.png")
 
@@ -129,18 +132,15 @@ def read_intervals(folder: Path) -> Intervals:
             continue
         sets = read_record(path)["sets"]
         try:
-            ends = {
-                f"eval/{label}/{name}": (value["low"], value["high"])
-                for label, scores in sets.items()
-                for name, value in scores["figures"].items()
-            }
+            for label, scores in sets.items():
+                for name, value in scores["figures"].items():
+                    if value["low"] is not None:
+                        ends = intervals.setdefault(f"eval/{label}/{name}", {})
+                        ends[step] = value["low"], value["high"]
         except (AttributeError, KeyError, TypeError):
             raise UserError(
                 f"{path}: this is not the record of an evaluation: a metric has no interval"
             ) from None
-        for metric, (low, high) in ends.items():
-            if low is not None:
-                intervals.setdefault(metric, {})[step] = (low, high)
     return intervals
 
 
@@ -153,31 +153,31 @@ def plot_accuracy(records: Sequence[Record], intervals: Intervals, subtitle: str
         The path of the plot; None without data.
     """
     train = series(records, "train/accuracy")
-    names = sorted({name for record in records for name in record if _EVAL.fullmatch(name)}, key=_eval_parts)
-    evaluations = [(name, series(records, name)) for name in names]
-    steps = [step for _, points in [("", train), *evaluations] for step in points[0]]
+    matches = filter(None, map(_EVAL.fullmatch, {name for record in records for name in record}))
+    names = sorted((match[1], match[2], int(match[3]), match[0]) for match in matches)
+    curves = [series(records, name) for *_, name in names]
+    steps = [step for curve in (train, *curves) for step in curve]
     if not steps:
         return None
     figure, (axes,) = style.new_figure("Accuracy", subtitle)
-    if train[0]:
+    if train:
         _plot_smoothed(axes, train, "training accuracy", style.MUTED_COLOR)
-    tasks = sorted({_eval_parts(name)[0] for name in names})
-    ks = sorted({count for _, measure, count in map(_eval_parts, names) if measure == "pass"})
-    for name, (eval_steps, values) in evaluations:
-        task, measure, count = _eval_parts(name)
-        marker = _PASS_MARKERS[ks.index(count) % len(_PASS_MARKERS)] if measure == "pass" else "o"
-        line: dict[str, Any] = {"linestyle": "-", "linewidth": 2.2}
-        if measure == "pass":
-            line = {"linestyle": (0, (4, 2)), "linewidth": 1.6, "markerfacecolor": "white"}
+    tasks = sorted({task for task, *_ in names})
+    ks = sorted({count for _, measure, count, _ in names if measure == "pass"})
+    for (task, measure, count, name), curve in zip(names, curves, strict=True):
         color = style.CYCLE[tasks.index(task) % len(style.CYCLE)]
         if measure == "mean":
-            _plot_interval(axes, eval_steps, intervals.get(name, {}), color)
-        label = f"held-out {style.escape_mathtext(style.shorten_middle(task))} {measure}@{count}"
-        dots: dict[str, Any] = {"marker": marker, "markersize": 6, "clip_on": False, "zorder": 3}
-        axes.plot(eval_steps, values, color=color, label=label, **line, **dots)
+            line: dict[str, Any] = {"marker": "o", "linestyle": "-", "linewidth": 2.2}
+            _plot_interval(axes, curve, intervals.get(name, {}), color)
+        else:
+            marker = _PASS_MARKERS[ks.index(count) % len(_PASS_MARKERS)]
+            dashes = (0, (4, 2))
+            line = {"marker": marker, "linestyle": dashes, "linewidth": 1.6, "markerfacecolor": "white"}
+        line |= {"color": color, "label": f"held-out {style.legend_name(task)} {measure}@{count}"}
+        axes.plot(list(curve), list(curve.values()), markersize=6, clip_on=False, zorder=3, **line)
     if axes.collections:
-        label = "mean: 95% interval over problems"
-        axes.fill_between([], [], color=style.MUTED_COLOR, alpha=0.25, label=label)
+        text = "mean: 95% interval over problems"
+        axes.fill_between([], [], color=style.MUTED_COLOR, alpha=0.25, label=text)
     axes.set_ylim(0, 1)
     style.percent_axis(axes)
     style.label(axes, "step", "correct answers")
@@ -186,60 +186,115 @@ def plot_accuracy(records: Sequence[Record], intervals: Intervals, subtitle: str
 
 def plot_entropy(records: Sequence[Record], subtitle: str, path: Path) -> Path | None:
     """Plot the entropy of the policy, in nats per token, over the steps; None without data."""
-    points = series(records, "train/entropy")
-    if not points[0]:
+    curve = series(records, "train/entropy")
+    if not curve:
         return None
     figure, (axes,) = style.new_figure("Entropy of the policy", subtitle)
-    _plot_smoothed(
-        axes, points, "mean over the sampled tokens, under the policy that sampled them", style.BLUE
-    )
-    axes.set_ylim(0, 1.08 * max(*points[1], 0.01))
+    name = "mean over the sampled tokens, under the policy that sampled them"
+    _plot_smoothed(axes, curve, name, style.BLUE)
+    axes.set_ylim(0, 1.08 * max(*curve.values(), 0.01))
     style.label(axes, "step", "entropy, nats per token")
-    return _finish(figure, [axes], points[0], path)
+    return _finish(figure, [axes], list(curve), path)
 
 
 def plot_clip(records: Sequence[Record], subtitle: str, path: Path) -> Path | None:
     """Plot the share of clipped tokens over the steps and, if recorded, per bin of probability; None without data."""
     lines = [(series(records, name), text, color) for name, text, color in _CLIP_LINES]
-    lines = [line for line in lines if line[0][0]]
+    lines = [line for line in lines if line[0]]
     if not lines:
         return None
     bins = probability_bins({name for record in records for name in record if record[name] is not None})
     figure, panels = style.new_figure("Clipped tokens", subtitle, panels=2 if bins else 1)
-    for points, text, color in lines:
-        _plot_smoothed(panels[0], points, text, color, show_values=False)
+    for curve, text, color in lines:
+        _plot_smoothed(panels[0], curve, text, color, show_values=False)
     style.label(panels[0], "step", "share of all tokens")
     for index, (name, text) in enumerate(bins):
         bin_color = colormaps["viridis"](0.92 * (1 - index / max(len(bins) - 1, 1)))
-        _plot_smoothed(panels[1], series(records, name), text, bin_color, show_values=False)
+        _plot_smoothed(panels[1], series(records, name), f"p {text}", bin_color, show_values=False)
     if bins:
         style.label(panels[1], "step", "clipped share of the tokens in that range of p")
     for axes in panels:
         axes.set_ylim(bottom=0)
         style.percent_axis(axes)
-    return _finish(figure, panels, lines[0][0][0], path)
+    return _finish(figure, panels, list(lines[0][0]), path)
+
+
+def plot_clip_map(folder: Path, subtitle: str, path: Path) -> Path | None:
+    """Plot ratio against old probability of the tokens in the last token table of a run, clipped tokens marked.
+
+    Tables of earlier versions have no gradient weights. They are of methods with bounds, or without any clipping.
+
+    Returns:
+        The path of the plot; None if the run has no token table, or none of its tokens fits on log axes.
+    """
+    tables = sorted((folder / "tokens").glob("step-*.parquet"))
+    if not tables:
+        return None
+    columns = read_token_table(tables[-1])
+    columns["prob"] = np.exp(columns["old_logprob"])
+    shown = (columns["prob"] > 0) & np.isfinite(columns["ratio"]) & (columns["ratio"] > 0)
+    if not shown.any():
+        return None
+    names = ("prob", "ratio", "lower", "upper", "advantage", "gradient_weight")
+    prob, ratio, lower, upper, advantage, weight = (columns[name][shown] for name in names)
+    subtitle = f"{subtitle} · step {step_of(tables[-1])} · {len(prob):,} tokens"
+    figure, (axes,) = style.new_figure("Clip map", subtitle)
+    # The y axis shows 99.9% of the ratios, lower bounds from 0.1 on and upper bounds up to 20.
+    lowest, highest = np.quantile(ratio, [0.0005, 0.9995])
+    low = np.clip(min(lowest, np.min(lower[lower >= 0.1], initial=1.0)) / 1.25, 1e-3, 0.7)
+    high = np.clip(max(highest, np.max(upper[upper <= 20], initial=1.0)) * 1.25, 1.4, 1e3)
+    clipped = (weight == 0) & (advantage != 0)
+    kinds = [(~clipped, "not clipped", style.MUTED_COLOR, 5, 0.40)]
+    if (lower > 0).any() or np.isfinite(upper).any():  # other methods have no interval: no inside and outside
+        clipped = clip_state(ratio, lower, upper, advantage).active
+        outside = (ratio > upper) | (ratio < lower)
+        kinds = [
+            (~outside, "inside", style.MUTED_COLOR, 5, 0.40),
+            (outside & ~clipped, "outside, not clipped", style.ORANGE, 9, 0.7),
+        ]
+        order = np.argsort(prob)
+        inside = np.maximum(lower, low)[order], np.minimum(upper, high)[order]
+        area: dict[str, Any] = {"color": style.SKY, "alpha": 0.20, "linewidth": 0}
+        axes.fill_between(prob[order], *inside, label="allowed interval", **area)
+        for bound in (lower[order], upper[order]):  # a bound beyond the axes gets no line at their edge
+            visible = np.where((bound > low) & (bound < high), bound, np.nan)
+            axes.plot(prob[order], visible, color=style.BLUE, linewidth=1.6, zorder=4)
+    p = np.geomspace(prob.min() / 1.3, 1.0, 200)
+    dashes: Any = (0, (4, 3))
+    axes.plot(p, 1 / p, color=style.TEXT_COLOR, linewidth=1.2, linestyle=dashes, zorder=4, label="limit 1/p")
+    axes.axhline(1.0, color=style.MUTED_COLOR, linewidth=0.8)
+    for mask, text, color, size, alpha in [*kinds, (clipped, "clipped (zero gradient)", style.RED, 9, 0.7)]:
+        index = np.flatnonzero(mask)
+        share = len(index) / len(mask)
+        name = f"{text} ({f'{100 * share:.2g}' if share < 0.995 else f'{100 * share:.4g}'} %)"
+        index = index[:: max(1, -(-len(index) // MAX_POINTS))]
+        dots: dict[str, Any] = {"s": size, "color": color, "alpha": alpha, "linewidth": 0, "label": name}
+        axes.scatter(prob[index], ratio[index], **dots)
+    axes.set(xscale="log", yscale="log", xlim=(prob.min() / 1.3, 1.25), ylim=(low, high))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(style.PLAIN_NUMBERS)
+    style.label(axes, "probability of the token under the old policy", "ratio, new / old probability")
+    style.legend(axes, columns=3, markerscale=2.0)
+    return style.save(figure, path)
 
 
 def run_subtitle(folder: Path) -> str:
     """Return name and method of a run, `a · band, kl, δ 0.05`; only the name if there is no readable config."""
+    name = folder.resolve().name
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-        bounds = dict(config["bounds"])
-        words = [bounds["method"]]
+        bounds = dict(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["bounds"])
+        words = [str(bounds["method"])]
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
-        return folder.resolve().name
-    words += [
-        f"{_SETTING_SYMBOLS[name]}{value}"
-        for name, value in bounds.items()
-        if name in _SETTING_SYMBOLS and value is not None
-    ]
-    return f"{folder.resolve().name} · {', '.join(str(word) for word in words)}"
+        return name
+    settings = {key: value for key, value in bounds.items() if key in _SETTING_SYMBOLS and value is not None}
+    words += [f"{_SETTING_SYMBOLS[key]}{value}" for key, value in settings.items()]
+    return f"{name} · {', '.join(words)}"
 
 
-def series(records: Iterable[Record], name: str) -> Series:
-    """Return the steps and values of the metric `name`, without the steps that have no value."""
-    points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
-    return [step for step, _ in points], [float(value) for _, value in points]
+def series(records: Iterable[Record], name: str) -> Curve:
+    """Return the values of the metric `name` by step, without the steps that have no value."""
+    return {record["step"]: float(record[name]) for record in records if record.get(name) is not None}
 
 
 def smooth(values: Sequence[float]) -> tuple[list[float], int]:
@@ -251,38 +306,23 @@ def smooth(values: Sequence[float]) -> tuple[list[float], int]:
     totals = np.concatenate([[0.0], np.cumsum(values)])
     at = np.arange(len(values))
     low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
-    means = (totals[high] - totals[low]) / (high - low)
-    return [float(mean) for mean in means], 2 * half + 1
+    means: list[float] = ((totals[high] - totals[low]) / (high - low)).tolist()
+    return means, 2 * half + 1
 
 
 def probability_bins(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (name, label) of the metrics `clip/active_fraction/p_<low>_<high>` in `names`, sorted by probability."""
-    pattern = re.compile(r"clip/active_fraction/p_([\d.e-]+)_([\d.e-]+)")
-    matches = sorted(filter(None, map(pattern.fullmatch, names)), key=lambda match: float(match[1]))
-    return [(match[0], f"p {match[1]} – {match[2]}") for match in matches]
-
-
-def _describe_sets(sets: Mapping[str, Mapping[str, Any]], plotted: int) -> str:
-    if len(sets) > 1:
-        return f"{len(sets)} sets" if plotted == len(sets) else f"the first {plotted} of {len(sets)} sets"
-    ((label, scores),) = sets.items()
-    return f"{scores['problems']:,} problem{'' if scores['problems'] == 1 else 's'} of {label}"
+    """Return (name, `0.1 – 0.5`) of the metrics `clip/active_fraction/p_0.1_0.5` in `names`, by probability."""
+    matches = sorted(filter(None, map(_CLIP_BIN.fullmatch, names)), key=lambda match: float(match[1]))
+    return [(match[0], f"{match[1]} – {match[2]}") for match in matches]
 
 
 def _shorten(text: str, max_chars: int) -> str:
     return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
 
 
-def _eval_parts(name: str) -> tuple[str, str, int]:
-    """Return (task, "mean" or "pass", n or k) of an evaluation metric's name."""
-    match = _EVAL.fullmatch(name)
-    assert match is not None
-    return match[1], match[2], int(match[3])
-
-
-def _plot_smoothed(axes: Axes, points: Series, name: str, color: Any, show_values: bool = True) -> None:
+def _plot_smoothed(axes: Axes, curve: Curve, name: str, color: Any, show_values: bool = True) -> None:
     """Plot the smoothed curve, behind it the values in a pale colour; a single value is a dot."""
-    steps, values = points
+    steps, values = list(curve), list(curve.values())
     means, width = smooth(values)
     if show_values and width > 1:
         axes.plot(steps, values, color=color, alpha=0.22, linewidth=1)
@@ -292,7 +332,7 @@ def _plot_smoothed(axes: Axes, points: Series, name: str, color: Any, show_value
 
 
 def _plot_interval(
-    axes: Axes, steps: Sequence[int], ends: Mapping[int, tuple[float, float]], color: str
+    axes: Axes, steps: Iterable[int], ends: Mapping[int, tuple[float, float]], color: str
 ) -> None:
     """Shade the interval at the `steps` that have one; the interval of a single step is a line."""
     known = [step for step in steps if step in ends]

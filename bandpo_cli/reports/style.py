@@ -6,7 +6,6 @@ pyplot is not used, so importing this module and plotting change no global state
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,8 @@ CYCLE = (BLUE, RED, GREEN, PURPLE, ORANGE, SKY)
 LINE_COLORS = (*CYCLE, "#7f4f24", TEXT_COLOR)
 """Colours of lines, in plots with more lines than `CYCLE` has colours."""
 
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+
 HEIGHT = 6.25
 """Height of a figure in inches; its width is 10."""
 
@@ -43,30 +44,10 @@ LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 10.5, "labelcolor": TEXT
 PLAIN_NUMBERS = FuncFormatter(lambda value, _: f"{value:g}")
 """Labels of logarithmic axes: 0.01 in place of a power of ten."""
 
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 _MAX_NAME_CHARS = 30
 
-
-@dataclass(frozen=True)
-class VariantStyle:
-    """Name and line style of a variant, the same in all plots of a report.
-
-    Attributes:
-        name: legend text, shortened and escaped for matplotlib.
-        color: colour of the line.
-        dash: dash pattern as matplotlib's `linestyle`.
-        width: line width in points.
-    """
-
-    name: str
-    color: str
-    dash: Any
-    width: float
-
-    @property
-    def line(self) -> dict[str, Any]:
-        """The line style as arguments of `Axes.plot`."""
-        return {"color": self.color, "linestyle": self.dash, "linewidth": self.width}
+LineStyles = Mapping[str, Mapping[str, Any]]
+"""The line of each variant in all plots of a report, as arguments of `Axes.plot`; its `label` is the legend text."""
 
 
 def new_figure(
@@ -83,8 +64,7 @@ def new_figure(
 
 def clean_axes(axes: Axes) -> Axes:
     """Remove the box and the tick marks from `axes`, and put a light grid behind the data."""
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color(MUTED_COLOR)
     axes.grid(axis="y", color=GRID_COLOR, linewidth=1)
     axes.set_axisbelow(True)
@@ -98,31 +78,25 @@ def label(axes: Axes, x: str, y: str) -> None:
     axes.set_ylabel(y, size=11.5, color=TEXT_COLOR, labelpad=8)
 
 
-def legend(axes: Axes, columns: int = 4, marker_scale: float = 1.0) -> Legend | None:
-    """Put the legend above the axes, where it covers no data; None without entries."""
-    handles, names = axes.get_legend_handles_labels()
-    if not handles:
-        return None
+def legend(axes: Axes, columns: int, **options: Any) -> Legend:
+    """Put the legend above the axes, where it covers no data; `options` are further arguments of `Axes.legend`."""
     place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "borderaxespad": 0.1}
-    sizes: dict[str, Any] = {"handlelength": 1.6, "columnspacing": 1.4, "markerscale": marker_scale}
-    return axes.legend(handles, names, ncols=columns, **place, **sizes, **LEGEND)
+    sizes: dict[str, Any] = {"ncols": columns, "handlelength": 1.6, "columnspacing": 1.4}
+    legend: Legend = axes.legend(**place, **sizes, **LEGEND, **options)
+    return legend
 
 
 def fit_legends(figure: Figure, panels: Sequence[Axes]) -> None:
     """Put the legends of all panels above them, in as many columns as fit, and shrink the panels to make room."""
-    heights = [0.0]
     lefts = [axes.get_window_extent().x0 for axes in panels]
-    ends = [*lefts[1:], figure.bbox.width]
-    for axes, left, end in zip(panels, lefts, ends, strict=True):
-        entries = len(axes.get_legend_handles_labels()[0])
-        for columns in range(entries, 0, -1):
-            placed = legend(axes, columns)
-            assert placed is not None
-            extent = placed.get_window_extent()
+    height = 0.0
+    for axes, left, end in zip(panels, lefts, [*lefts[1:], figure.bbox.width], strict=True):
+        for columns in range(len(axes.get_legend_handles_labels()[0]), 0, -1):
+            extent = legend(axes, columns).get_window_extent()
             if extent.width <= end - left or columns == 1:
-                heights.append(extent.height / figure.bbox.height)
+                height = max(height, extent.height / figure.bbox.height)
                 break
-    top = min(0.80, 1 - 0.72 / figure.get_figheight() - max(heights))
+    top = min(0.80, 1 - 0.72 / figure.get_figheight() - height)
     for axes in panels:
         box = axes.get_position()
         axes.set_position((box.x0, box.y0, box.width, top - box.y0))
@@ -135,8 +109,8 @@ def steps_axis(axes: Axes, steps: Sequence[float]) -> None:
     axes.set_xlim(low - pad, high + pad)
     if low == high:
         axes.set_xticks([low])
-        return
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
 
 
 def percent_axis(axes: Axes) -> None:
@@ -149,68 +123,51 @@ def save(figure: Figure, path: Path) -> Path:
     return write_atomically(path, lambda temporary: figure.savefig(temporary, format=path.suffix[1:]))
 
 
-def variant_styles(names: Sequence[str], baseline: str | None) -> dict[str, VariantStyle]:
-    """Return the style of each variant: each colour once, then the colours with other dashes; the baseline is grey."""
-    others = [name for name in names if name != baseline]
-    styles = {
-        name: VariantStyle(
-            escape_mathtext(shorten_middle(name)),
-            LINE_COLORS[index % len(LINE_COLORS)],
-            _DASHES[(index + index // len(LINE_COLORS)) % len(_DASHES)],
-            2.2,
-        )
-        for index, name in enumerate(others)
-    }
+def variant_styles(names: Sequence[str], baseline: str | None) -> LineStyles:
+    """Return the line of each variant: each colour once, then the colours with other dashes; the baseline is grey."""
+    styles = {}
+    for index, name in enumerate(name for name in names if name != baseline):
+        styles[name] = {
+            "color": LINE_COLORS[index % len(LINE_COLORS)],
+            "linestyle": DASHES[(index + index // len(LINE_COLORS)) % len(DASHES)],
+            "linewidth": 2.2,
+            "label": legend_name(name),
+        }
     if baseline is not None:
-        styles[baseline] = VariantStyle(
-            f"{escape_mathtext(shorten_middle(baseline))} (baseline)", MUTED_COLOR, "-", 2.8
-        )
+        grey = {"color": MUTED_COLOR, "linestyle": "-", "linewidth": 2.8}
+        styles[baseline] = {**grey, "label": f"{legend_name(baseline)} (baseline)"}
     return styles
 
 
 def side_legend(
-    figure: Figure,
-    axes: Axes,
-    final_values: Mapping[str, float],
-    styles: Mapping[str, VariantStyle],
-    shading: str = "",
+    figure: Figure, axes: Axes, final_values: Mapping[str, float], styles: LineStyles, shading: str = ""
 ) -> None:
     """Put a legend right of the axes and shrink the axes to fit.
 
     Args:
-        figure: the figure.
-        axes: its axes.
         final_values: last value of each variant; the legend has the variants in the order of these, the largest first.
-        styles: the line style of each variant.
+        styles: the line of each variant.
         shading: meaning of the shaded areas, the last entry of the legend; "" where there are none.
     """
     names = sorted(final_values, key=lambda name: -final_values[name])
-    handles: list[Line2D | Patch] = [Line2D([], [], **styles[name].line) for name in names]
-    texts = [styles[name].name for name in names]
+    handles: list[Line2D | Patch] = [Line2D([], [], **styles[name]) for name in names]
     if shading:
-        handles.append(Patch(facecolor=MUTED_COLOR, alpha=0.25, linewidth=0))
-        texts.append(shading)
+        handles.append(Patch(facecolor=MUTED_COLOR, alpha=0.25, linewidth=0, label=shading))
     top = 1 - HEADER / HEIGHT
-    legend = figure.legend(
-        handles,
-        texts,
-        loc="upper right",
-        bbox_to_anchor=(0.985, top + 0.02),
-        handlelength=2.4,
-        labelspacing=0.75,
-        **LEGEND,
-    )
+    place: dict[str, Any] = {"loc": "upper right", "bbox_to_anchor": (0.985, top + 0.02)}
+    texts = [str(handle.get_label()) for handle in handles]
+    legend = figure.legend(handles, texts, handlelength=2.4, labelspacing=0.75, **place, **LEGEND)
     width = legend.get_window_extent().width / figure.bbox.width
     box = axes.get_position()
     axes.set_position((box.x0, box.y0, 0.985 - width - 0.02 - box.x0, top - box.y0))
 
 
-def shorten_middle(name: str) -> str:
-    """Return `name` with its middle cut out if it is longer than the legend allows; names differ at their ends."""
-    if len(name) <= _MAX_NAME_CHARS:
-        return name
-    half = (_MAX_NAME_CHARS - 1) // 2
-    return f"{name[:half]}…{name[-half:]}"
+def legend_name(name: str) -> str:
+    """Return a name as legend text: escaped, and without its middle if it is long, since names differ at their ends."""
+    if len(name) > _MAX_NAME_CHARS:
+        half = (_MAX_NAME_CHARS - 1) // 2
+        name = f"{name[:half]}…{name[-half:]}"
+    return escape_mathtext(name)
 
 
 def escape_mathtext(text: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -104,6 +104,16 @@ def check_names(runs: Sequence[PlannedRun]) -> None:
         seen[run.name] = run.arm
 
 
+def check_baseline(baseline: str | None, arms: Iterable[str], where: str = "") -> None:
+    """Raise ConfigError, which begins with `where`, if `baseline` is neither None nor one of the variants `arms`."""
+    names = list(dict.fromkeys(arms))
+    if baseline is not None and baseline not in names:
+        near = nearest(baseline, names)
+        raise ConfigError(
+            f"{where}baseline = {baseline!r}: no variant of that name{near}; variants: {', '.join(names)}"
+        )
+
+
 def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
     """Return the values of comma-separated lists by dotted setting; each value is parsed as YAML, as for `--set`.
 
@@ -128,12 +138,7 @@ def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
 
 def _with_seeds(sweep: SweepConfig, arms: Mapping[RunConfig, tuple[str, str]]) -> list[PlannedRun]:
     """Return the runs of variants that are given as settings with name and group, one seed after the other."""
-    names = [arm for arm, _ in arms.values()]
-    if sweep.baseline not in (None, *names):
-        near = nearest(str(sweep.baseline), names)
-        raise ConfigError(
-            f"baseline = {sweep.baseline!r}: no variant of that name{near}; variants: {', '.join(names)}"
-        )
+    check_baseline(sweep.baseline, [arm for arm, _ in arms.values()])
     return [
         PlannedRun(run_name(arm, seed), arm, seed, group, config=config.model_copy(update={"seed": seed}))
         for seed in sweep.seeds

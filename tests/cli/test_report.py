@@ -94,7 +94,10 @@ def test_excluded_runs_are_listed(report, tmp_path):
     ("arguments", "message"),
     [
         (["delats"], "did you mean 'deltas'?"),
-        (["deltas", "--baseline", "klip"], "--baseline klip: no variant of that name (did you mean 'clip'?)"),
+        (
+            ["deltas", "--baseline", "klip"],
+            "baseline = 'klip': no variant of that name (did you mean 'clip'?)",
+        ),
         (["deltas", "--format", "csv"], "--format csv: unknown; allowed: table, json"),
         (["deltas", "--out", "file"], "file: cannot be written to"),
         ([], "Missing argument 'PATH'"),

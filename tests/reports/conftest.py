@@ -1,6 +1,8 @@
-"""Fixtures of the tests of reports: no plots, or the figures that are saved."""
+"""Fixtures of the tests of reports: no plots, or the figures in place of image files."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
@@ -16,10 +18,14 @@ def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
-    """Return the figures that are saved from now on, by file name."""
+    """Return the figures that are saved from now on, by file name. Their files are empty: rendering takes long."""
     saved: dict[str, Figure] = {}
-    save = style.save
-    monkeypatch.setattr(
-        style, "save", lambda figure, path: saved.update({path.name: figure}) or save(figure, path)
-    )
+
+    def save(figure: Figure, path: Path) -> Path:
+        saved[path.name] = figure
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        return path
+
+    monkeypatch.setattr(style, "save", save)
     return saved

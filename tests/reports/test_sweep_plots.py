@@ -1,19 +1,16 @@
-"""Plots of a report: means and bands of the runs, distinct line styles, and no text outside the figure."""
+"""Plots of a report: means and bands of the runs, distinct line styles, and names that are no mathematics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
-from matplotlib.image import imread
 from matplotlib.patches import Patch
 
 from bandpo_cli.reports import style
 from bandpo_cli.reports.comparison import VariantRun, write_report
-from bandpo_cli.reports.comparison.plots import MAX_VARIANTS_PLOTTED, common_curve, plot_accuracy_lr
+from bandpo_cli.reports.comparison.plots import MAX_VARIANTS_PLOTTED, common_curves, plot_accuracy_lr
 from bandpo_cli.reports.comparison.statistics import estimate
-from bandpo_cli.reports.style import shorten_middle, variant_styles
+from bandpo_cli.reports.style import legend_name, variant_styles
 from tests.reports.sweep_folders import report_of, write_run, write_sweep
 
 FINALS = {"clip": {0: 0.40, 1: 0.42, 2: 0.44}, "kl 0.02": {0: 0.5, 1: 0.6}, "kl 0.03": {0: 0.39}}
@@ -23,20 +20,18 @@ def _lines(figure):
     """Return the lines of the variants by their name in the legend, matched by colour, dash and width."""
     (axes,) = figure.axes
     legend = figure.legends[0]
-    lines = {}
-    for handle, text in zip(legend.legend_handles, legend.get_texts(), strict=True):
-        if isinstance(handle, Patch):  # the shading
-            continue
-        lines[text.get_text()] = next(
+    return {
+        text.get_text(): next(
             line
             for line in axes.get_lines()
             if (line.get_color(), line.get_linestyle(), line.get_linewidth())
             == (handle.get_color(), handle.get_linestyle(), handle.get_linewidth())
         )
-    return lines
+        for handle, text in zip(legend.legend_handles, legend.get_texts(), strict=True)
+        if not isinstance(handle, Patch)  # the shading
+    }
 
 
-@pytest.mark.slow
 def test_lines_are_means_and_the_legend_describes_the_bands(tmp_path, figures):
     report_of(write_sweep(tmp_path / "s", FINALS))
     figure = figures["accuracy.png"]
@@ -61,68 +56,51 @@ def test_lines_are_means_and_the_legend_describes_the_bands(tmp_path, figures):
     assert cells.tolist() == [["10%", "0%"]] * 3
     labels = [label.get_text() for label in axes.get_xticklabels()]
     assert labels == ["0.1 – 0.5\n20% of all", "0.9 – 1\n80% of all"]
+    (axes,) = figures["accuracy_entropy.png"].axes
+    assert list(axes.get_lines()[-1].get_ydata()) == [
+        0.39,
+        0.39,
+    ]  # the best value of kl 0.03, the lowest of all runs
+    assert [text.get_text() for text in axes.texts] == ["entropies compared at 39%"]
+    low, high = axes.get_ylim()
+    assert low < 0.39 < high
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("seeds", "shading"), [(1, None), (2, "range of two seeds"), (3, "95% interval over seeds")]
-)
-def test_the_legend_says_what_the_shading_is(tmp_path, figures, seeds, shading):
+@pytest.mark.parametrize("seeds", [1, 2, 3])
+def test_the_legend_says_what_the_shading_is(tmp_path, figures, seeds):
     finals = dict(list({0: 0.4, 1: 0.42, 2: 0.45}.items())[:seeds])
-    report_of(write_sweep(tmp_path / "s", {"clip": finals, "kl 0.02": finals}))
+    report_of(write_sweep(tmp_path / "s", {"clip": finals}))
+    shading = {1: [], 2: ["range of two seeds"], 3: ["95% interval over seeds"]}[seeds]
     for name in ("accuracy.png", "entropy.png"):
         figure = figures[name]
-        texts = [text.get_text() for text in figure.legends[0].get_texts()]
-        assert texts[2:] == ([] if shading is None else [shading])
-        assert bool(figure.axes[0].collections) == (shading is not None)
-        assert ("no interval" in figure.texts[1].get_text()) == (shading is None)
+        assert [text.get_text() for text in figure.legends[0].get_texts()[1:]] == shading
+        assert bool(figure.axes[0].collections) == bool(shading)
+        assert ("no interval" in figure.texts[1].get_text()) == (not shading)
+    assert not figures["accuracy_entropy.png"].axes[0].texts  # one variant: no common level
 
 
 def test_curves_cover_the_common_steps():
-    curve = common_curve([([0, 20, 40], [0.1, 0.2, 0.3]), ([0, 10, 20], [0.3, 0.5, 0.6])])
-    assert curve.steps.tolist() == [0, 20]
-    assert curve.mean.tolist() == pytest.approx([0.2, 0.4])
-    assert common_curve([([0], [0.1]), ([1], [0.1])]) is None
-    assert common_curve([]) is None
+    both = [{0: 0.1, 20: 0.2, 40: 0.3}, {0: 0.3, 10: 0.5, 20: 0.6}]
+    curves = common_curves({"both": both, "none": [{0: 0.1}, {1: 0.1}]})
+    assert list(curves) == ["both"]
+    steps, values_RS = curves["both"]
+    assert steps.tolist() == [0, 20]
+    assert values_RS.tolist() == [[0.1, 0.2], [0.3, 0.6]]
 
 
-@pytest.mark.parametrize("steps", [10, 100])
-def test_the_values_of_a_curve_are_read_once_however_many_steps_it_has(steps: int) -> None:
-    class Counted(list[float]):
-        reads = 0
-
-        def __iter__(self) -> Iterator[float]:
-            self.reads += 1
-            return super().__iter__()
-
-    values = Counted(range(steps))
-    curve = common_curve([(list(range(steps)), values)])
-    assert curve is not None
-    assert curve.values_RS.tolist() == [list(range(steps))]
-    assert values.reads == 1
-
-
-@pytest.mark.slow
-def test_accuracy_is_plotted_against_the_entropy_of_the_same_policy(tmp_path, figures):
+def test_accuracy_is_plotted_against_the_entropy_of_the_same_policy_and_names_are_no_mathematics(
+    tmp_path, figures
+):
     folder = write_run(tmp_path / "a", accuracy={0: 0.2, 2: 0.3, 4: 0.4})
-    write_report([VariantRun("clip", 0, folder)], "t", None, tmp_path / "out")
+    report = write_report([VariantRun(r"$\frac{$ and $x$", 0, folder)], "cost $1 $2", None, tmp_path / "out")
     (axes,) = figures["accuracy_entropy.png"].axes
     # The entropy 0.5 − 0.05·step is recorded before the update of the step; none is recorded after the last one.
     assert list(axes.get_lines()[0].get_xdata()) == pytest.approx([0.45, 0.35, 0.30])
     assert list(axes.get_lines()[0].get_ydata()) == pytest.approx([0.2, 0.3, 0.4])
-
-
-@pytest.mark.slow
-def test_the_accuracy_at_which_entropies_are_compared_is_a_line(tmp_path, figures):
-    report_of(write_sweep(tmp_path / "s", FINALS))
-    (axes,) = figures["accuracy_entropy.png"].axes
-    line = axes.get_lines()[-1]
-    assert list(line.get_ydata()) == [0.39, 0.39]  # the best value of kl 0.03, the lowest of all runs
-    assert [text.get_text() for text in axes.texts] == ["entropies compared at 39%"]
-    low, high = axes.get_ylim()
-    assert low < 0.39 < high
-    report_of(write_sweep(tmp_path / "t", {"clip": FINALS["clip"]}))  # one arm: no comparison
-    assert not figures["accuracy_entropy.png"].axes[0].texts
+    assert len([name for name in report.files if name.endswith(".png")]) == 4
+    (legend,) = figures["accuracy.png"].legends
+    texts = [legend.get_texts()[0], figures["accuracy.png"].texts[1]]
+    assert not any(text._preprocess_math(text.get_text())[1] is True for text in texts)
 
 
 LINES = {
@@ -132,23 +110,25 @@ LINES = {
 
 
 def test_accuracy_against_learning_rate_has_means_intervals_and_the_best_rate():
-    figure = plot_accuracy_lr(LINES, "tuning", "held-out accuracy, mean@16")
+    figure = plot_accuracy_lr(LINES, "title", "tuning", "held-out accuracy, mean@16")
     (axes,) = figure.axes
     assert axes.get_xscale() == "log"
     assert [text.get_text() for text in axes.get_xticklabels()] == ["1e-5", "1e-4", "1e-3"]
     assert list(_lines(figure)) == ["kl 0.05", "clip"]  # the highest best mean first
     lines = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()]
-    clip, kl = ([1e-5, 1e-4, 1e-3], pytest.approx([0.17, 0.33, 0.15])), ([1e-5, 1e-3], [0.25, 0.5])
-    assert clip in lines
-    assert kl in lines
     best = [line for line in axes.get_lines() if line.get_markersize() > 8]
     assert [(float(line.get_xdata()[0]), float(line.get_ydata()[0])) for line in best] == [
         (1e-4, pytest.approx(0.33)),
         (1e-3, 0.5),
     ]
     interval = estimate(LINES["clip"][1e-4])
-    assert ([1e-4, 1e-4], pytest.approx([interval.low, interval.high])) in lines
-    assert ([1e-3, 1e-3], [0.1, 0.2]) in lines  # the range of two seeds
+    for expected in (
+        ([1e-5, 1e-4, 1e-3], pytest.approx([0.17, 0.33, 0.15])),
+        ([1e-5, 1e-3], [0.25, 0.5]),
+        ([1e-4, 1e-4], pytest.approx([interval.low, interval.high])),
+        ([1e-3, 1e-3], [0.1, 0.2]),  # the range of two seeds
+    ):
+        assert expected in lines
     low, high = axes.get_ylim()
     assert low <= estimate(LINES["clip"][1e-5]).low
     assert interval.high < high
@@ -157,53 +137,37 @@ def test_accuracy_against_learning_rate_has_means_intervals_and_the_best_rate():
     )
 
 
-def test_accuracy_against_learning_rate_shows_the_most_accurate_of_many_lines(tmp_path):
+def test_accuracy_against_learning_rate_shows_the_most_accurate_of_many_lines():
     lines = {
         f"kl 0.05 schedule=linear updates={index:02d}": {1e-5: [0.0], 1e-4: [index / 100]}
         for index in range(20)
     }
-    figure = plot_accuracy_lr(lines, "s", "held-out accuracy, mean@16")
-    assert list(_lines(figure)) == [shorten_middle(name) for name in list(lines)[:-13:-1]]
+    figure = plot_accuracy_lr(lines, "t", "s", "held-out accuracy, mean@16")
+    assert list(_lines(figure)) == [legend_name(name) for name in list(lines)[:-13:-1]]
     assert "the 12 most accurate of 20 methods" in figure.texts[1].get_text()
-    assert plot_accuracy_lr({}, "s", "y") is None
-    assert (
-        plot_accuracy_lr({"clip": {1e-4: [0.1, 0.2]}, "kl": {1e-5: [0.2]}}, "s", "y") is None
-    )  # one rate each
+    for one_rate_each in ({}, {"clip": {1e-4: [0.1, 0.2]}, "kl": {1e-5: [0.2]}}):
+        assert plot_accuracy_lr(one_rate_each, "t", "s", "y") is None
 
 
-def test_every_arm_has_its_own_line_style():
+def test_every_variant_has_its_own_line_style():
     names = [f"arm {index}" for index in range(MAX_VARIANTS_PLOTTED)]
     styles = variant_styles(names, "arm 3")
-    assert len({(item.color, str(item.dash)) for item in styles.values()}) == MAX_VARIANTS_PLOTTED
-    assert styles["arm 3"].color == style.MUTED_COLOR
-    assert variant_styles(names, None)["arm 0"].color != style.MUTED_COLOR
-    assert variant_styles(["kl 0.05"], None)["kl 0.05"].name == "kl 0.05"
-    long = shorten_middle("kl 0.05 optim.betas=0.9,0.999 arm=7")
+    assert len({(line["color"], str(line["linestyle"])) for line in styles.values()}) == MAX_VARIANTS_PLOTTED
+    assert styles["arm 3"]["color"] == style.MUTED_COLOR
+    assert variant_styles(names, None)["arm 0"]["color"] != style.MUTED_COLOR
+    assert variant_styles(["kl 0.05"], None)["kl 0.05"]["label"] == "kl 0.05"
+    long = legend_name("kl 0.05 optim.betas=0.9,0.999 arm=7")
     assert len(long) <= 30
     assert long.startswith("kl 0.05")
     assert long.endswith("arm=7")
 
 
-@pytest.mark.slow
-def test_of_many_arms_the_most_accurate_and_the_baseline_are_plotted(tmp_path, figures):
+def test_of_many_variants_the_most_accurate_and_the_baseline_are_plotted(tmp_path, figures):
     finals = {"clip": {0: 0.3}}
     finals |= {f"kl 0.05 learning_rate=1e-4 arm={index:02d}": {0: 0.4 + index / 100} for index in range(14)}
     report = report_of(write_sweep(tmp_path / "s", finals))
-    assert any(
-        f"the {MAX_VARIANTS_PLOTTED} most accurate variants and the baseline" in note for note in report.notes
-    )
+    assert report.notes[-1] == "The plots show the 12 most accurate variants and the baseline."
     (legend,) = figures["accuracy.png"].legends
     texts = [text.get_text() for text in legend.get_texts()]
-    assert len(texts) == MAX_VARIANTS_PLOTTED + 1  # one seed per arm: no shading
+    assert len(texts) == MAX_VARIANTS_PLOTTED + 1  # one seed per variant: no shading
     assert "clip (baseline)" in texts
-    assert imread(report.files["accuracy.png"]).shape == (1000, 1600, 4)
-
-
-@pytest.mark.slow
-def test_dollar_signs_in_names_are_not_mathematics(tmp_path, figures):
-    runs = [VariantRun(r"$\frac{$ and $x$", 0, write_run(tmp_path / "a"))]
-    report = write_report(runs, "cost $1 $2", None, tmp_path / "out")
-    assert len([name for name in report.files if name.endswith(".png")]) == 4
-    (legend,) = figures["accuracy.png"].legends
-    texts = [legend.get_texts()[0], figures["accuracy.png"].texts[1]]
-    assert not any(text._preprocess_math(text.get_text())[1] is True for text in texts)

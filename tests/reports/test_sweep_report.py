@@ -28,6 +28,11 @@ def sweep(tmp_path):
     return write_sweep(tmp_path / "deltas", CLEAR)
 
 
+def in_accuracy(report):
+    """Return the differences in the accuracy by variant."""
+    return {item.arm: item for item in report.differences if item.figure == "accuracy"}
+
+
 def test_leaderboard_has_means_and_intervals_of_scipy(sweep):
     report = report_of(sweep)
     with (sweep / "report" / "leaderboard.csv").open(newline="") as file:
@@ -36,17 +41,13 @@ def test_leaderboard_has_means_and_intervals_of_scipy(sweep):
     for row in rows:
         values = list(CLEAR[row["arm"]].values())
         low, high = stats.t.interval(0.95, 2, np.mean(values), stats.sem(values))
-        assert float(row["accuracy"]) == pytest.approx(np.mean(values))
-        assert float(row["accuracy_low"]) == pytest.approx(low)
-        assert float(row["accuracy_high"]) == pytest.approx(high)
-        assert float(row["area"]) == pytest.approx((0.2 + np.mean(values)) / 2)
-        assert float(row["pass_at_16"]) == pytest.approx(np.mean(values) + 0.3)
-        assert (float(row["entropy"]), row["entropy_low"]) == (pytest.approx(0.3), "")
-        assert (float(row["clipped"]), float(row["seconds_per_step"])) == (
-            pytest.approx(0.02),
-            pytest.approx(1.25),
-        )
-        assert (row["seeds"], row["steps"]) == ("3", "4")
+        expected = {
+            "accuracy": np.mean(values), "accuracy_low": low, "accuracy_high": high, "seeds": 3, "steps": 4,
+            "area": (0.2 + np.mean(values)) / 2, "pass_at_16": np.mean(values) + 0.3, "entropy": 0.3, "clipped": 0.02,
+            "seconds_per_step": 1.25,
+        }  # fmt: skip
+        assert {key: float(row[key]) for key in expected} == pytest.approx(expected)
+        assert row["entropy_low"] == ""
     assert [arm.name for arm in report.arms] == [row["arm"] for row in rows]
 
 
@@ -56,9 +57,7 @@ def test_intervals_of_shares_are_within_0_and_1(tmp_path):
     for arm in report.arms:
         for key in ("accuracy", "area", "pass_at_16"):
             assert 0 <= arm.figures[key].low <= arm.figures[key].high <= 1
-    (change,) = [
-        difference.paired.change for difference in report.differences if difference.figure == "accuracy"
-    ]
+    change = in_accuracy(report)["kl 0.02"].change
     assert (change.low, change.high) == (-1, 1)
     for name in ("report.html", "report.md"):
         assert "0.000 – 1.000" in report.files[name].read_text()
@@ -75,7 +74,7 @@ def test_time_per_step_has_the_range_of_its_steps(tmp_path):
     (arm,) = report.arms
     low, high = np.percentile(seconds[0] + seconds[1], [10, 90])
     assert arm.figures["seconds_per_step"].mean == pytest.approx((3.15 + 3.65) / 2)
-    assert arm.spreads == {"seconds_per_step": (pytest.approx(low), pytest.approx(high))}
+    assert arm.spreads == {"seconds_per_step": pytest.approx([low, high])}
     with (sweep / "report" / "leaderboard.csv").open(newline="") as file:
         (row,) = csv.DictReader(file)
     assert float(row["seconds_per_step_p10"]) == pytest.approx(low)
@@ -85,62 +84,60 @@ def test_time_per_step_has_the_range_of_its_steps(tmp_path):
     assert "largest" in json.loads(json.dumps(report.as_json()))["figures"][0]
 
 
-def test_differences_are_paired_by_seed_and_adjusted(sweep):
+def test_differences_are_paired_by_seed_and_adjusted_and_the_finding_names_the_significant_ones(sweep):
     report = report_of(sweep)
-    found = {
-        difference.arm: difference for difference in report.differences if difference.figure == "accuracy"
-    }
+    differences = in_accuracy(report)
     p = {}
-    for arm, value in found.items():
+    for arm, difference in differences.items():
         expected = stats.ttest_rel(list(CLEAR[arm].values()), list(CLEAR["clip"].values()))
         p[arm] = expected.pvalue
-        assert value.paired.p == pytest.approx(expected.pvalue)
-        assert value.paired.change.low == pytest.approx(expected.confidence_interval().low)
-    assert found["kl 0.02"].p_holm == pytest.approx(2 * p["kl 0.02"])
-    assert found["kl 0.03"].p_holm == pytest.approx(p["kl 0.03"])
-    assert (found["kl 0.02"].verdict, found["kl 0.03"].verdict) == ("higher", "not significant")
-    assert (found["kl 0.03"].paired.higher, found["kl 0.03"].paired.lower) == (2, 1)
+        assert difference.paired.p == pytest.approx(expected.pvalue)
+        assert difference.change.low == pytest.approx(expected.confidence_interval().low)
+    higher, neither = differences["kl 0.02"], differences["kl 0.03"]
+    assert higher.p_holm == pytest.approx(2 * p["kl 0.02"])
+    assert neither.p_holm == pytest.approx(p["kl 0.03"])
+    assert (higher.verdict, neither.verdict) == ("higher", "not significant")
+    assert (neither.paired.higher, neither.paired.lower) == (2, 1)
     assert any(
         note.startswith("10 comparisons: 2 variants against clip in 5 metrics") for note in report.notes
     )
-
-
-def test_finding_names_significant_arms_and_counts_the_others(sweep, tmp_path):
-    swapped = write_sweep(tmp_path / "s", {"clip": CLEAR["kl 0.02"], "kl 0.02": CLEAR["clip"]})
-    lower = report_of(swapped).finding
-    assert lower.startswith(
-        "Against clip, final held-out accuracy is lower for kl 0.02 (-0.107, 95% interval -0."
-    )
-    assert "Holm" not in lower
     assert re.fullmatch(
         r"Against clip, final held-out accuracy is higher for kl 0\.02 \(\+0\.107, 95% interval \+0\.\d+ to \+0\.\d+ "
         r"over 3 seeds, Holm-adjusted p = 0\.0\d+\); the other variant does not differ significantly from it\.",
-        report_of(sweep).finding,
+        report.finding,
     )
 
 
-@pytest.mark.parametrize("arms", [2, 3])
-def test_finding_without_significant_difference(tmp_path, arms):
+def test_finding_on_several_variants_in_both_directions(tmp_path):
+    finals = {"clip": CLEAR["clip"]}
+    for index, change in enumerate((0.1, 0.2, 0.3, 0.4, -0.1, 0.0)):
+        noise = (0.001, -0.001, 0.0)
+        finals[f"kl {index}"] = {seed: CLEAR["clip"][seed] + change + noise[seed] for seed in range(3)}
+    finding = report_of(write_sweep(tmp_path / "s", finals)).finding
+    assert re.fullmatch(
+        r"Against clip, final held-out accuracy is higher for kl 3 \(\+0\.400, 95% .*, Holm-adjusted p < 0\.001\), "
+        r"kl 2 \(\+0\.300\), kl 1 \(\+0\.200\) and 1 more variant and lower for kl 4 \(-0\.100, .*\); "
+        r"the other variant does not differ significantly from it\.",
+        finding,
+    )
+
+
+@pytest.mark.parametrize("variants", [2, 3])
+def test_finding_without_significant_difference(tmp_path, variants):
     finals = {"clip": {0: 0.4, 1: 0.5}, "kl 0.02": {0: 0.5, 1: 0.45}, "kl 0.03": {0: 0.39, 1: 0.52}}
-    report = report_of(write_sweep(tmp_path / "s", dict(list(finals.items())[:arms])))
+    report = report_of(write_sweep(tmp_path / "s", dict(list(finals.items())[:variants])))
     assert re.search("(differs|do not differ) significantly", report.finding)
     assert "higher for" not in report.finding
-    assert {difference.verdict for difference in report.differences if difference.figure == "accuracy"} == {
-        "not significant"
-    }
+    assert {difference.verdict for difference in in_accuracy(report).values()} == {"not significant"}
 
 
 def test_verdict_where_only_the_unadjusted_p_value_is_significant(tmp_path):
     finals = {"clip": {0: 0.40, 1: 0.42, 2: 0.41}, "kl 0.02": {0: 0.43, 1: 0.48, 2: 0.45}}
     finals |= {f"kl 0.0{index}": {0: 0.39 + index / 1000, 1: 0.43, 2: 0.42} for index in (3, 4, 5, 6)}
     report = report_of(write_sweep(tmp_path / "s", finals))
-    each = next(
-        difference
-        for difference in report.differences
-        if (difference.arm, difference.figure) == ("kl 0.02", "accuracy")
-    )
-    assert each.paired.p < 0.05 < each.p_holm
-    assert each.verdict == "higher, but not after Holm's adjustment"
+    difference = in_accuracy(report)["kl 0.02"]
+    assert difference.paired.p < 0.05 < difference.p_holm
+    assert difference.verdict == "higher, but not after Holm's adjustment"
     assert report.finding.startswith("No variant differs significantly from clip in final held-out accuracy")
 
 
@@ -172,31 +169,29 @@ def test_without_baseline_there_are_no_differences_and_a_note(sweep):
 def test_only_common_seeds_are_compared(tmp_path):
     finals = {"clip": {0: 0.4, 1: 0.42, 5: 0.9}, "kl 0.02": {0: 0.5, 1: 0.53, 7: 0.1}, "kl 0.03": {9: 0.5}}
     report = report_of(write_sweep(tmp_path / "s", finals))
-    found = {
-        difference.arm: difference for difference in report.differences if difference.figure == "accuracy"
-    }
-    assert found["kl 0.02"].paired.change.n == 2
-    assert found["kl 0.02"].paired.change.mean == pytest.approx(0.105)
-    assert found["kl 0.03"].verdict == "no common seed"
-    assert any("do not have the same seeds" in note for note in report.notes)
+    differences = in_accuracy(report)
+    assert differences["kl 0.02"].change.n == 2
+    assert differences["kl 0.02"].change.mean == pytest.approx(0.105)
+    assert differences["kl 0.03"].verdict == "no common seed"
+    assert (
+        "The variants do not have the same seeds; each variant is compared over the seeds that it shares with the "
+        "baseline."
+    ) in report.notes
 
 
 def test_excluded_runs_are_listed_and_do_not_change_the_results(sweep):
     runs = read_sweep(sweep).runs
     failed = write_run(sweep / "failed", CLIP, 3, {0: 0.2, 4: 0.99}, status="FAILED")
     more = [*runs, VariantRun("clip", 3, failed), VariantRun("dcpo", 0, sweep / "gone")]
-    out = sweep / "report"
-    report = write_report(more, "t", "clip", out)
-    assert [(item.run, item.arm, item.seed) for item in report.left_out] == [
-        ("failed", "clip", 3),
-        ("gone", "dcpo", 0),
-    ]
-    assert report.arms == report_of(sweep).arms
+    report = write_report(more, "t", "clip", sweep / "report")
+    excluded = [(item.run, item.arm, item.seed) for item in report.left_out]
+    assert excluded == [("failed", "clip", 3), ("gone", "dcpo", 0)]
     assert "All runs of dcpo were excluded." in report.notes
     for name in ("report.html", "report.md"):
-        text = (write_report(more, "t", "clip", out).files[name]).read_text()
+        text = report.files[name].read_text()
         assert "NonFiniteError: the loss is nan" in text
         assert "its folder does not exist" in text
+    assert report.arms == report_of(sweep).arms
 
 
 @pytest.mark.parametrize("exists", [False, True])
@@ -205,9 +200,8 @@ def test_an_interrupted_report_leaves_no_partial_folder(sweep, monkeypatch, exis
     if exists:
         write_report(runs, "earlier", "clip", sweep / "report")
     before = {path: path.read_bytes() for path in sweep.rglob("*") if path.is_file()}
-    monkeypatch.setattr(
-        "bandpo_cli.reports.comparison.tables.render", mock.Mock(side_effect=KeyboardInterrupt)
-    )
+    render = mock.Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr("bandpo_cli.reports.comparison.write.render", render)
     with pytest.raises(KeyboardInterrupt):
         write_report(runs, "t", "clip", sweep / "report")
     assert {path: path.read_bytes() for path in sweep.rglob("*") if path.is_file()} == before
@@ -215,28 +209,38 @@ def test_an_interrupted_report_leaves_no_partial_folder(sweep, monkeypatch, exis
 
 
 def test_errors_are_one_line(sweep, tmp_path):
+    runs = read_sweep(sweep).runs
     gone = [VariantRun("clip", seed, sweep / f"gone-{seed}") for seed in (0, 1)]
-    twice = [*read_sweep(sweep).runs, VariantRun("clip", 0, write_run(sweep / "again", CLIP, 0))]
-    differing = [
-        *read_sweep(sweep).runs,
-        VariantRun("clip", 0, write_run(sweep / "lr", (*CLIP, "optim.lr=1e-4"))),
-    ]
-    other = [*read_sweep(sweep).runs, VariantRun("x", 0, write_run(sweep / "gsm", CLIP, 0, sets=["gsm8k"]))]
-    for runs, baseline, message in (
+
+    def and_run(arm, name, *settings, sets=("countdown",)):
+        return [*runs, VariantRun(arm, 0, write_run(sweep / name, (*CLIP, *settings), 0, sets=sets))]
+
+    for listed, baseline, message in (
         (gone, None, "all runs are excluded: gone-0: its folder does not exist; 1 more"),
         ([], None, "no runs to report on"),
-        (twice, None, "both seed 0 of the variant 'clip'; give only one of them"),
-        (differing, None, "they differ in optim.lr: add it to --by"),
-        (other, None, "share no evaluation set: clip-s0 has countdown, gsm has gsm8k"),
-        (read_sweep(sweep).runs, "clpi", "no variant of that name (did you mean 'clip'?)"),
+        (and_run("clip", "again"), None, "both seed 0 of the variant 'clip'; give only one of them"),
+        (and_run("clip", "lr", "optim.lr=1e-4"), None, "they differ in optim.lr: add it to --by"),
+        (
+            and_run("x", "gsm", sets=["gsm8k"]),
+            None,
+            "share no evaluation set: clip-s0 has countdown, gsm has gsm8k",
+        ),
+        (runs, "clpi", "baseline = 'clpi': no variant of that name (did you mean 'clip'?)"),
     ):
         with pytest.raises(UserError, match=re.escape(message)) as refused:
-            write_report(runs, "t", baseline, tmp_path / "out")
+            write_report(listed, "t", baseline, tmp_path / "out")
         assert "\n" not in str(refused.value)
         assert not (tmp_path / "out").exists()
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot be written to"):
         report_of(sweep, out=tmp_path / "file")
+
+
+def test_three_runs_of_which_only_pairs_share_a_set_are_refused(tmp_path):
+    sets = {"a": ["x", "y"], "b": ["x"], "c": ["y"]}
+    runs = [VariantRun(name, 0, write_run(tmp_path / name, CLIP, sets=sets[name])) for name in sets]
+    with pytest.raises(UserError, match="share no evaluation set: a has x, y, b has x"):
+        write_report(runs, "t", None, tmp_path / "out")
 
 
 def test_several_sets_have_a_mean_and_values_per_set(tmp_path):

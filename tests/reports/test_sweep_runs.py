@@ -21,7 +21,7 @@ def test_data_of_a_run_computed_by_hand(tmp_path):
     record = _read(write_run(tmp_path / "a", accuracy={0: 0.2, 2: 0.3, 4: 0.5}))
     assert isinstance(record, VariantRunData)
     countdown = record.sets["countdown"]
-    assert (countdown.n, countdown.steps, countdown.mean) == ("16", [0, 2, 4], [0.2, 0.3, 0.5])
+    assert (countdown.n, countdown.accuracy) == ("16", {0: 0.2, 2: 0.3, 4: 0.5})
     assert countdown.area == pytest.approx((0.25 * 2 + 0.4 * 2) / 4)
     assert countdown.passes == {4: pytest.approx(0.6), 16: pytest.approx(0.8)}
     long = _read(write_run(tmp_path / "b", steps=20))
@@ -36,8 +36,8 @@ def test_clipped_share_of_a_bin_weights_steps_by_tokens(tmp_path):
     edit_line(folder, 1, **{"clip/active_fraction/p_0.1_0.5": 1.0, "clip/token_share/p_0.1_0.5": 0.1})
     edit_line(folder, 2, **{"clip/active_fraction/p_0.1_0.5": 0.0, "clip/token_share/p_0.1_0.5": 0.3})
     record = _read(folder)
-    assert record.clipped_by_bin == {"p_0.1_0.5": pytest.approx(0.25), "p_0.9_1": 0.0}
-    assert list(record.token_share) == ["p_0.1_0.5", "p_0.9_1"]
+    assert record.clipped_by_bin == {"0.1 – 0.5": pytest.approx(0.25), "0.9 – 1": 0.0}
+    assert list(record.token_share) == ["0.1 – 0.5", "0.9 – 1"]
     assert math.fsum(record.token_share.values()) == pytest.approx(1)
 
 
@@ -57,21 +57,23 @@ def test_set_names_with_slashes_and_mean_at_n_are_read(tmp_path):
     with (folder / "metrics.jsonl").open("a") as file:  # the last record of a step counts
         file.write(json.dumps({"step": 4, "eval/a/b/mean_at_n": 0.7, "eval/a/b/pass_at_2": 0.6}) + "\n")
     record = _read(folder)
-    assert record.sets["a/b"].mean == [0.7]
-    assert record.sets["a/b"].n == "n"
-    assert record.sets["a/b"].passes == {2: 0.6}
-    assert record.sets["a/b"].area is None
+    scores = record.sets["a/b"]
+    assert (scores.n, scores.accuracy, scores.passes, scores.area) == ("n", {4: 0.7}, {2: 0.6}, None)
 
 
-def _delete(folder, name):
-    (folder / name).unlink()
+def _written(name, text):
+    return lambda folder: (folder / name).write_text(text)
 
 
-def _fail(folder):
+def _deleted(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def _failing(folder):
     RunFolder(folder).write_summary({"status": "FAILED", "error": "NonFiniteError: the loss is nan"})
 
 
-def _truncate(folder):
+def _truncated(folder):
     path = folder / "metrics.jsonl"
     path.write_text(path.read_text()[:-5])
 
@@ -79,16 +81,16 @@ def _truncate(folder):
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (_fail, "failed at step 4 of 4: NonFiniteError: the loss is nan"),
+        (_failing, "failed at step 4 of 4: NonFiniteError: the loss is nan"),
         (lambda folder: folder.rename(folder.with_name("gone")), "its folder does not exist"),
-        (lambda folder: _delete(folder, "config.yaml"), "no config.yaml"),
-        (lambda folder: (folder / "config.yaml").write_text("a: ["), "config.yaml, line 1: not readable"),
-        (lambda folder: _delete(folder, "summary.json"), "not finished: step 4 of 4, no summary.json"),
-        (lambda folder: (folder / "summary.json").write_text("{"), "summary.json is not readable"),
-        (lambda folder: (folder / "summary.json").write_text("[]"), "summary.json is not readable"),
-        (lambda folder: _delete(folder, "metrics.jsonl"), "metrics.jsonl ends at step 0 of 4"),
-        (_truncate, "metrics.jsonl ends at step 3 of 4"),
-        (lambda folder: (folder / "metrics.jsonl").write_text("{\n"), "damaged: metrics.jsonl, line 1"),
+        (_deleted("config.yaml"), "no config.yaml"),
+        (_written("config.yaml", "a: ["), "config.yaml, line 1: not readable"),
+        (_deleted("summary.json"), "not finished: step 4 of 4, no summary.json"),
+        (_written("summary.json", "{"), "summary.json is not readable"),
+        (_written("summary.json", "[]"), "summary.json is not readable"),
+        (_deleted("metrics.jsonl"), "metrics.jsonl ends at step 0 of 4"),
+        (_truncated, "metrics.jsonl ends at step 3 of 4"),
+        (_written("metrics.jsonl", "{\n"), "damaged: metrics.jsonl, line 1"),
         (lambda folder: edit_line(folder, 2, step="two"), 'damaged: metrics.jsonl has a step "two"'),
         (lambda folder: edit_line(folder, 2, step=-1), "damaged: metrics.jsonl has a step -1"),
         (lambda folder: edit_line(folder, 2, step=10**400), "damaged: metrics.jsonl has a step 1000"),

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
+from rich.console import Console
 
-from bandpo_cli.cli import app
-from bandpo_cli.reports.comparison import VariantRun, select_runs, write_report
+from bandpo_cli.cli.sweep_view import print_report
+from bandpo_cli.errors import UserError
+from bandpo_cli.reports.comparison import Report, VariantRun, read_tuning, select_runs, write_report
 from bandpo_cli.reports.comparison.runs import read_variant_run
 from bandpo_cli.reports.comparison.tuning import TunedVariant, Tuning, accuracy_by_learning_rate
 from bandpo_cli.reports.comparison.variants import group_by_variant
-from tests.reports.sweep_folders import CLIP, KL, write_plan, write_run, write_sweep
+from tests.reports.sweep_folders import CLIP, KL, report_of, write_plan, write_run, write_sweep
 
 TUNING = Tuning(
     "pilot",
@@ -34,29 +35,21 @@ TUNING = Tuning(
 
 
 @pytest.fixture(scope="module")
-def reported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Return the folder of the report of a sweep whose plan has `TUNING`, and its JSON."""
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """Return the report of a sweep whose plan has `TUNING`."""
     folder = write_sweep(
         tmp_path_factory.mktemp("runs") / "tested", {"clip": {0: 0.5, 1: 0.6}, "kl": {0: 0.7, 1: 0.75}}
     )
-    runs = [
-        {"name": f"{arm}-s{seed}", "arm": arm, "seed": seed, "group": arm}
-        for arm in ("clip", "kl")
-        for seed in (0, 1)
-    ]
-    write_plan(folder, {"name": "tested", "baseline": "clip", "tuning": asdict(TUNING), "runs": runs})
-    return folder / "report", json_of(folder)
+    plan = yaml.safe_load((folder / "sweep.yaml").read_text())
+    write_plan(folder, {**plan, "tuning": asdict(TUNING)})
+    selection = select_runs([folder], folder.parent)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("matplotlib.figure.Figure.savefig", lambda _, path, **__: Path(path).touch())
+        return report_of(folder, tuning=read_tuning(selection.sweep))
 
 
-def json_of(folder: Path) -> Any:
-    result = CliRunner().invoke(app, ["report", str(folder), "--format", "json"], catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
-@pytest.mark.slow
-def test_the_tables_list_all_candidates(reported: tuple[Path, Any]) -> None:
-    rows = (reported[0] / "report.md").read_text(encoding="utf-8").splitlines()
+def test_the_tables_list_all_candidates(report: Report) -> None:
+    rows = report.files["report.md"].read_text(encoding="utf-8").splitlines()
     start = rows.index("## Tuned settings")
     assert "seeds 100, 101" in rows[start + 2]
     assert [row.split(" | ")[1:] for row in rows[start + 6 : start + 12]] == [
@@ -67,7 +60,7 @@ def test_the_tables_list_all_candidates(reported: tuple[Path, Any]) -> None:
         ["optim.lr = 1e-4, bounds.delta = 0.02", "0.400", "0.500, 0.300", "chosen |"],
         ["optim.lr = 1e-4, bounds.delta = 0.05", "0.110", "0.100, 0.120", " |"],
     ]
-    page = (reported[0] / "report.html").read_text(encoding="utf-8")
+    page = report.files["report.html"].read_text(encoding="utf-8")
     chosen = page.split('<tr class="significant">\n<td class="name">')[1:]
     assert [row.partition("<")[0] for row in chosen][-2:] == [
         "optim.lr = 5e-5",
@@ -75,47 +68,46 @@ def test_the_tables_list_all_candidates(reported: tuple[Path, Any]) -> None:
     ]
 
 
-def test_a_number_at_an_end_of_the_values_tried_is_named(reported: tuple[Path, Any]) -> None:
+def test_a_number_at_an_end_of_the_values_tried_is_named(report: Report) -> None:
     """clip's rate lies between the others; of kl both numbers are at an end."""
     (note,) = TUNING.notes_on_range()
     assert "optim.lr = 1e-4 of kl, bounds.delta = 0.02 of kl." in note
     assert "clip" not in note
-    assert note in reported[1]["notes"]
+    assert note in report.notes
     assert replace(TUNING, arms=TUNING.arms[:3]).notes_on_range() == []
     assert replace(TUNING, arms=[TUNING.arms[1]]).notes_on_range() == []  # a single value is no end
 
 
-@pytest.mark.slow
-def test_the_terminal_names_the_chosen_settings(reported: tuple[Path, Any]) -> None:
-    result = CliRunner().invoke(app, ["report", str(reported[0].parent)], catch_exceptions=False)
-    assert [line for line in result.stdout.splitlines() if line.startswith("tuned:")] == [
+def test_the_terminal_names_the_chosen_settings(report: Report) -> None:
+    output = io.StringIO()
+    print_report(Console(file=output, width=150), report)
+    assert [line for line in output.getvalue().splitlines() if line.startswith("tuned:")] == [
         "tuned: clip: optim.lr = 5e-5; accuracy 0.405 over 2 seeds, the best of 3 variants",
         "tuned: kl: optim.lr = 1e-4, bounds.delta = 0.02; accuracy 0.400 over 2 seeds, the best of 3 variants",
     ]
 
 
-def test_the_plot_has_a_line_per_method_and_other_settings(reported: tuple[Path, Any]) -> None:
+def test_the_plot_has_a_line_per_method_and_other_settings(report: Report) -> None:
     assert TUNING.by_learning_rate() == {
         "clip": {2e-5: [0.30, 0.32], 5e-5: [0.40, 0.41], 1e-4: [0.35, 0.10]},
         "kl delta=0.02": {5e-5: [0.20, 0.21], 1e-4: [0.50, 0.30]},
         "kl delta=0.05": {1e-4: [0.10, 0.12]},
     }
-    assert (reported[0] / "tuning_lr.png").is_file()
-    assert "(tuning_lr.png)" in (reported[0] / "report.md").read_text(encoding="utf-8")
+    assert report.files["tuning_lr.png"].is_file()
+    assert "(tuning_lr.png)" in report.files["report.md"].read_text(encoding="utf-8")
 
 
-def test_the_json_has_the_tuning(reported: tuple[Path, Any]) -> None:
-    tuning = reported[1]["tuning"]
-    assert (tuning["sweep"], tuning["metric"], tuning["seeds"]) == ("pilot", "accuracy", [100, 101])
-    assert [arm["arm"] for arm in tuning["arms"] if arm["chosen"]] == ["clip b", "kl b"]
+def test_the_json_has_the_tuning(report: Report) -> None:
+    assert json.loads(json.dumps(report.as_json()))["tuning"] == json.loads(json.dumps(asdict(TUNING)))
 
 
-@pytest.mark.slow
-def test_a_sweep_without_tuning_has_none(tmp_path: Path) -> None:
-    folder = write_sweep(tmp_path / "plain", {"clip": {0: 0.5}, "kl": {0: 0.7}})
-    assert json_of(folder)["tuning"] is None
-    assert "Tuned" not in (folder / "report" / "report.md").read_text(encoding="utf-8")
-    assert not (folder / "report" / "tuning_lr.png").exists()
+def test_a_damaged_tuning_is_refused(tmp_path: Path) -> None:
+    folder = write_sweep(tmp_path / "plain", {"clip": {0: 0.5}})
+    plan = yaml.safe_load((folder / "sweep.yaml").read_text())
+    assert read_tuning(select_runs([folder], tmp_path).sweep) is None
+    write_plan(folder, {**plan, "tuning": {**asdict(TUNING), "metric": "speed"}})
+    with pytest.raises(UserError, match=r"sweep\.yaml: tuning\.metric: Input should be 'accuracy' or 'area'"):
+        read_tuning(select_runs([folder], tmp_path).sweep)
 
 
 def _lines(runs):
@@ -196,12 +188,11 @@ def test_a_run_without_a_numeric_learning_rate_is_in_no_line(tmp_path):
     assert _lines(runs) == {"clip": {1e-5: [0.4], 1e-4: [0.4]}}
 
 
-@pytest.mark.slow
-def test_all_forms_of_the_report_have_the_plot(grid, tmp_path):
+def test_all_forms_of_the_report_have_the_plot(grid, tmp_path, figures):
     selection = select_runs([grid], grid)
     report = write_report(selection.runs, "t", None, tmp_path / "out")
-    assert (tmp_path / "out" / "accuracy_lr.png").is_file()
     assert report.files["accuracy_lr.png"] == tmp_path / "out" / "accuracy_lr.png"
     caption = "Held-out accuracy against learning rate"
     assert f"![{caption}](accuracy_lr.png)" in report.files["report.md"].read_text()
     assert f'alt="{caption}"' in report.files["report.html"].read_text()
+    assert "Tuned" not in report.files["report.md"].read_text()

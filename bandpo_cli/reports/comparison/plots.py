@@ -5,8 +5,7 @@ Metrics over steps with bands, accuracy against learning rate and against entrop
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +19,19 @@ from matplotlib.transforms import offset_copy
 from numpy.typing import NDArray
 
 from bandpo_cli.reports import style
-from bandpo_cli.reports.comparison.report_metrics import percent_text
-from bandpo_cli.reports.comparison.runs import VariantRunData, accuracy_of
+from bandpo_cli.reports.comparison.report_metrics import common_n, percent_text
+from bandpo_cli.reports.comparison.runs import VariantRunData
 from bandpo_cli.reports.comparison.selection import format_setting
 from bandpo_cli.reports.comparison.statistics import interval_band
 from bandpo_cli.reports.comparison.tuning import accuracy_by_learning_rate
 from bandpo_cli.reports.comparison.variants import Report
-from bandpo_cli.reports.run_plots import Series, smooth
-from bandpo_cli.reports.style import (
-    HEADER,
-    HEIGHT,
-    VariantStyle,
-    escape_mathtext,
-    side_legend,
-    variant_styles,
-)
+from bandpo_cli.reports.run_plots import Curve, smooth
+from bandpo_cli.reports.style import HEADER, HEIGHT, LineStyles, escape_mathtext, side_legend, variant_styles
 
 Floats = NDArray[np.float64]
-Variants = Mapping[str, Sequence[VariantRunData]]
+
+Curves = Mapping[str, tuple[Floats, Floats]]
+"""By variant: the S steps that all its R runs have, [S], and the values of the runs, [R, S]."""
 
 MAX_VARIANTS_PLOTTED = 12
 """Lines of more variants cannot be distinguished: only the most accurate ones and the baseline are plotted."""
@@ -54,82 +48,55 @@ _ROW_HEIGHT, _TICK_HEIGHT = 0.7, 0.94
 _MIN_SHARE = 1e-4  # a smaller share of clipped tokens has the colour of 0
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Values of a variant at the S steps that all its R runs have.
-
-    Attributes:
-        steps: [S].
-        values_RS: [R, S].
-    """
-
-    steps: Floats
-    values_RS: Floats
-
-    @property
-    def mean(self) -> Floats:
-        """Mean over the runs, [S]."""
-        return np.asarray(self.values_RS.mean(axis=0))
-
-
-def plot_all(arms: Variants, report: Report, out: Path) -> dict[str, Path]:
+def plot_all(arms: Mapping[str, Sequence[VariantRunData]], report: Report, out: Path) -> dict[str, Path]:
     """Plot into `out` what the runs of `arms` have data for, and the tuning of `report`.
 
     Line styles are assigned in the order of `arms`.
 
     Returns:
-        The written files by the names of `tables.CAPTIONS`.
+        The written files by the names of `CAPTIONS`.
     """
     subtitle, sets = escape_mathtext(report.title), report.sets
     order = [arm.name for arm in report.arms]
     names = [name for name in order if name in order[:MAX_VARIANTS_PLOTTED] or name == report.baseline]
     styles = variant_styles([name for name in arms if name in names], report.baseline)
-    plotted = {name: arms[name] for name in names}
-
-    def accuracy(record: VariantRunData) -> Series:
-        return accuracy_of(record, sets)
-
-    ns = {record.sets[label].n for runs in arms.values() for record in runs for label in sets}
+    accuracy = common_curves({name: [run.accuracy(sets) for run in arms[name]] for name in names})
+    entropy = common_curves({name: [smooth_entropy(run) for run in arms[name]] for name in names})
     over_sets = f", mean of {len(sets)} sets" if len(sets) > 1 else ""
-    y_label = f"held-out accuracy, mean@{ns.pop() if len(ns) == 1 else 'n'}{over_sets}"
-    entropy_texts = ("Entropy of the policy", subtitle, "entropy, nats per token")
-    lines = accuracy_by_learning_rate(arms, sets)
+    n = common_n([run for runs in arms.values() for run in runs], sets)
+    y_label = f"held-out accuracy, mean@{n}{over_sets}"
+    rates = accuracy_by_learning_rate(arms, sets)
     figures = {
-        "accuracy": _plot_over_steps(
-            plotted, styles, accuracy, ("Held-out accuracy", subtitle, y_label), True
-        ),
-        "accuracy_lr": plot_accuracy_lr(lines, subtitle, y_label),
-        "entropy": _plot_over_steps(plotted, styles, entropy_of, entropy_texts, False),
+        "accuracy": _plot_over_steps(accuracy, styles, "Held-out accuracy", subtitle, y_label),
+        "accuracy_lr": plot_accuracy_lr(rates, "Held-out accuracy against learning rate", subtitle, y_label),
+        "entropy": _plot_over_steps(entropy, styles, "Entropy of the policy", subtitle),
         "accuracy_entropy": _plot_accuracy_entropy(
-            plotted, styles, accuracy, report.accuracy_level, subtitle, y_label
+            accuracy, entropy, styles, report.accuracy_level, subtitle, y_label
         ),
-        "clip_by_probability": _plot_clip_table(plotted, styles, subtitle),
+        "clip_by_probability": _plot_clip_table({name: arms[name] for name in names}, styles, subtitle),
     }
     if report.tuning is not None:
         figures["tuning_lr"] = plot_accuracy_lr(
             report.tuning.by_learning_rate(),
+            "Tuning: held-out accuracy against learning rate",
             escape_mathtext(report.tuning.sweep),
             "held-out accuracy" if report.tuning.metric == "accuracy" else "area under held-out accuracy",
-            "Tuning: held-out accuracy against learning rate",
         )
     shown = {name: figure for name, figure in figures.items() if figure is not None}
     return {name: style.save(figure, out / f"{name}.png") for name, figure in shown.items()}
 
 
 def plot_accuracy_lr(
-    lines: Mapping[str, Mapping[float, Sequence[float]]],
-    subtitle: str,
-    y_label: str,
-    title: str = "Held-out accuracy against learning rate",
+    lines: Mapping[str, Mapping[float, Sequence[float]]], title: str, subtitle: str, y_label: str
 ) -> Figure | None:
     """Plot the final accuracy against the learning rate, a line per method; None for fewer than two learning rates.
 
     Args:
         lines: accuracies by name of the line and learning rate, one value per seed. With more than
             `MAX_VARIANTS_PLOTTED` lines, those with the highest best mean are plotted.
+        title: title of the plot.
         subtitle: first part of the line under the title.
         y_label: label of the y axis.
-        title: title of the plot.
     """
     if max((len(line) for line in lines.values()), default=0) < 2:
         return None
@@ -139,31 +106,26 @@ def plot_accuracy_lr(
     best = {name: max(line.values()) for name, line in means.items()}
     names = sorted(best, key=lambda name: -best[name])[:MAX_VARIANTS_PLOTTED]
     styles = variant_styles([name for name in lines if name in names], None)
-    seeds = {len(accuracies) for name in names for accuracies in lines[name].values()}
     subtitle += " · means over seeds, a large dot for the best"
     if len(names) < len(lines):
         subtitle += f"; the {len(names)} most accurate of {len(lines)} methods"
     figure, (axes,) = style.new_figure(title, subtitle)
     axes.set_xscale("log")
-    shown = []
-    for index, name in enumerate(styles):
-        line, rates = styles[name], list(means[name])
+    shown: list[Floats] = []
+    for index, (name, line) in enumerate(styles.items()):
         shift = _SPREAD_POINTS * (index / (len(styles) - 1) - 0.5) if len(styles) > 1 else 0.0
-        place = offset_copy(axes.transData, figure, x=shift, units="points")
-        for rate in rates:
-            values_R = np.array(lines[name][rate], dtype=np.float64)
-            edges = interval_band(values_R[:, np.newaxis])
-            low_high = np.clip(edges, 0, 1).ravel() if edges is not None else values_R
-            shown.append(low_high)
-            bar: dict[str, Any] = {"alpha": 0.25, "linewidth": 6, "solid_capstyle": "butt"}
-            ends = [low_high.min(), low_high.max()]
-            axes.plot([rate, rate], ends, color=line.color, transform=place, **bar)
+        place = {"transform": offset_copy(axes.transData, figure, x=shift, units="points")}
+        bar: dict[str, Any] = {"alpha": 0.25, "linewidth": 6, "solid_capstyle": "butt", **place}
+        for rate in means[name]:
+            values_R1 = np.array(lines[name][rate], dtype=np.float64)[:, np.newaxis]
+            edges = interval_band(values_R1)
+            shown.append(values_R1 if edges is None else np.clip(edges, 0, 1))
+            axes.plot([rate, rate], [shown[-1].min(), shown[-1].max()], color=line["color"], **bar)
         # Dots at an accuracy of 0 are not cut off.
-        dots: dict[str, Any] = {"transform": place, "clip_on": False}
-        values = list(means[name].values())
-        axes.plot(rates, values, marker="o", markersize=5, zorder=3, **line.line, **dots)
-        best_rate = max(rates, key=lambda rate: means[name][rate])
-        axes.plot(best_rate, best[name], color=line.color, **style.LARGE_DOT, **dots)
+        dots: dict[str, Any] = {"clip_on": False, **place}
+        axes.plot(*zip(*means[name].items(), strict=True), marker="o", markersize=5, zorder=3, **line, **dots)
+        best_rate = max(means[name], key=means[name].__getitem__)
+        axes.plot(best_rate, best[name], color=line["color"], **style.LARGE_DOT, **dots)
     _fit_y_axis(axes, shown)
     all_rates = sorted({rate for name in names for rate in lines[name]})
     axes.set_xlim(all_rates[0] / 1.5, all_rates[-1] * 1.5)
@@ -172,100 +134,83 @@ def plot_accuracy_lr(
         axes.xaxis.set_minor_locator(NullLocator())
     style.percent_axis(axes)
     style.label(axes, "learning rate", y_label)
+    seeds = {len(accuracies) for name in names for accuracies in lines[name].values()}
     side_legend(figure, axes, {name: best[name] for name in names}, styles, _describe_bands(seeds))
     return figure
 
 
-def common_curve(curves: Sequence[Series]) -> Curve | None:
-    """Return the curves at their common steps; None if there are none."""
-    by_step = [dict(zip(*curve, strict=True)) for curve in curves]
-    steps = sorted(set.intersection(*map(set, by_step))) if curves else []
-    if not steps:
-        return None
-    values = [[curve[step] for step in steps] for curve in by_step]
-    return Curve(np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64))
+def common_curves(by_variant: Mapping[str, Sequence[Curve]]) -> Curves:
+    """Return the curves of each variant at the steps that all its runs have, without variants that have none."""
+    common = {}
+    for name, curves in by_variant.items():
+        if steps := sorted(set.intersection(*map(set, curves))):
+            values = [[curve[step] for step in steps] for curve in curves]
+            common[name] = np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64)
+    return common
 
 
-def entropy_of(record: VariantRunData) -> Series:
-    """Return the entropy over the steps, smoothed as in the plot of a single run."""
-    return record.entropy[0], smooth(record.entropy[1])[0] if record.entropy[1] else []
+def smooth_entropy(run: VariantRunData) -> Curve:
+    """Return the entropy by step, smoothed as in the plot of a single run."""
+    return dict(zip(run.entropy, smooth(list(run.entropy.values()))[0], strict=True)) if run.entropy else {}
 
 
 def _plot_over_steps(
-    arms: Variants,
-    styles: Mapping[str, VariantStyle],
-    series_of: Callable[[VariantRunData], Series],
-    texts: tuple[str, str, str],
-    percent: bool,
+    curves: Curves, styles: LineStyles, title: str, subtitle: str, share_label: str = ""
 ) -> Figure | None:
     """Plot one line per variant with its band; the legend says what the bands are.
 
     Args:
-        arms: the runs of each variant.
-        styles: the line style of each variant.
-        series_of: returns the series of a run.
-        texts: title, subtitle and label of the y axis.
-        percent: whether the values are shares in [0, 1], shown in percent.
+        share_label: label of the y axis of shares in [0, 1], which are shown in percent; "" for entropies.
     """
-    common = {name: common_curve([series_of(record) for record in runs]) for name, runs in arms.items()}
-    curves = {name: curve for name, curve in common.items() if curve is not None}
     if not curves:
         return None
-    title, subtitle, y_label = texts
-    bands = _describe_bands({len(curve.values_RS) for curve in curves.values()})
+    bands = _describe_bands({len(values_RS) for _, values_RS in curves.values()})
     figure, (axes,) = style.new_figure(
         title, subtitle if bands else f"{subtitle} · one seed per variant, no interval"
     )
-    show_edges = len(curves) <= 4  # the edges of more bands are unreadable
-    shown = [curve.values_RS for curve in curves.values()]
-    for name, curve in curves.items():
-        line, edges = styles[name], interval_band(curve.values_RS)
+    shown = [values_RS for _, values_RS in curves.values()]
+    for name, (steps, values_RS) in curves.items():
+        color, edges = styles[name]["color"], interval_band(values_RS)
         if edges is not None:
-            low, high = np.clip(edges, 0, 1 if percent else None)
+            low, high = np.clip(edges, 0, 1 if share_label else None)
             shown += [low, high]
             alpha = 0.12 if len(curves) <= 2 else 0.07
-            axes.fill_between(curve.steps, low, high, color=line.color, alpha=alpha, linewidth=0)
-            for edge in (low, high) if show_edges else ():
-                axes.plot(curve.steps, edge, color=line.color, alpha=0.45, linewidth=0.8)
-        marker = "o" if len(curve.steps) <= 12 else None
-        axes.plot(curve.steps, curve.mean, marker=marker, markersize=5, zorder=3, **line.line)
+            axes.fill_between(steps, low, high, color=color, alpha=alpha, linewidth=0)
+            for edge in (low, high) if len(curves) <= 4 else ():  # the edges of more bands are unreadable
+                axes.plot(steps, edge, color=color, alpha=0.45, linewidth=0.8)
+        marker = "o" if len(steps) <= 12 else None
+        axes.plot(steps, values_RS.mean(axis=0), marker=marker, markersize=5, zorder=3, **styles[name])
     _fit_y_axis(axes, shown)
-    style.steps_axis(axes, [step for curve in curves.values() for step in curve.steps])
-    if percent:
+    style.steps_axis(axes, [step for steps, _ in curves.values() for step in steps])
+    if share_label:
         style.percent_axis(axes)
-    style.label(axes, "step", y_label)
-    final_values = {name: float(curve.mean[-1]) for name, curve in curves.items()}
+    style.label(axes, "step", share_label or "entropy, nats per token")
+    final_values = {name: float(values_RS[:, -1].mean()) for name, (_, values_RS) in curves.items()}
     side_legend(figure, axes, final_values, styles, bands)
     return figure
 
 
 def _plot_accuracy_entropy(
-    arms: Variants,
-    styles: Mapping[str, VariantStyle],
-    accuracy: Callable[[VariantRunData], Series],
-    level: float | None,
-    subtitle: str,
-    y_label: str,
+    accuracy: Curves, entropy: Curves, styles: LineStyles, level: float | None, subtitle: str, y_label: str
 ) -> Figure | None:
     """Plot accuracy against entropy at the evaluated steps, with the last step and `level` marked."""
-    paths: dict[str, tuple[Floats, Floats]] = {}
-    for name, runs in arms.items():
-        curve = common_curve([accuracy(record) for record in runs])
-        entropy = common_curve([entropy_of(record) for record in runs])
-        if curve is not None and entropy is not None:
-            # The entropy recorded at a step is the entropy of the policy after the previous step.
-            paths[name] = np.interp(curve.steps, entropy.steps - 1, entropy.mean), curve.mean
-    if not paths:
+    names = [name for name in accuracy if name in entropy]
+    if not names:
         return None
     figure, (axes,) = style.new_figure(
         "Held-out accuracy against entropy",
         f"{subtitle} · one dot per evaluation, a large dot for the last evaluation; means over seeds",
     )
-    for name, (entropies, accuracies) in paths.items():
-        line = styles[name]
-        thin = {**line.line, "linewidth": line.width * 0.8}
+    final_values = {}
+    for name in names:
+        (steps, accuracies_RS), (entropy_steps, entropies_RS) = accuracy[name], entropy[name]
+        # The entropy recorded at a step is the entropy of the policy after the previous step.
+        entropies = np.interp(steps, entropy_steps - 1, entropies_RS.mean(axis=0))
+        accuracies = accuracies_RS.mean(axis=0)
+        thin = {**styles[name], "linewidth": styles[name]["linewidth"] * 0.8}
         axes.plot(entropies, accuracies, marker="o", markersize=3.5, **thin)
-        axes.plot(entropies[-1:], accuracies[-1:], color=line.color, **style.LARGE_DOT)
+        axes.plot(entropies[-1:], accuracies[-1:], color=thin["color"], **style.LARGE_DOT)
+        final_values[name] = float(accuracies[-1])
     if level is not None:
         axes.axhline(level, color=style.MUTED_COLOR, linewidth=0.8, zorder=1)
         axes.annotate(
@@ -282,27 +227,29 @@ def _plot_accuracy_entropy(
     axes.grid(axis="x", color=style.GRID_COLOR, linewidth=1)
     style.percent_axis(axes)
     style.label(axes, "entropy, nats per token", y_label)
-    side_legend(figure, axes, {name: float(path[1][-1]) for name, path in paths.items()}, styles)
+    side_legend(figure, axes, final_values, styles)
     return figure
 
 
-def _plot_clip_table(arms: Variants, styles: Mapping[str, VariantStyle], subtitle: str) -> Figure | None:
+def _plot_clip_table(
+    arms: Mapping[str, Sequence[VariantRunData]], styles: LineStyles, subtitle: str
+) -> Figure | None:
     """Plot the clipped share of the tokens as a table of variants and bins of π_old; None without data."""
-    clipped = {name: _mean_by_key([record.clipped_by_bin for record in runs]) for name, runs in arms.items()}
+    clipped = {name: _mean_by_key([run.clipped_by_bin for run in runs]) for name, runs in arms.items()}
     names = [name for name in arms if clipped[name]]
     if not names:
         return None
-    token_shares = _mean_by_key([record.token_share for name in names for record in arms[name]])
-    bins = sorted(token_shares, key=lambda name: float(name.split("_")[1]))
+    token_shares = _mean_by_key([run.token_share for name in names for run in arms[name]])
+    bins = sorted(token_shares, key=lambda text: float(text.split()[0]))
     values = np.array([[clipped[name].get(key, np.nan) for key in bins] for name in names])
     figure, (axes,) = style.new_figure(
         "Clipped tokens by probability",
         f"{subtitle} · clipped share of the tokens of each bin, mean over steps and seeds",
         height=min(HEIGHT, HEADER + _ROW_HEIGHT * len(names) + _TICK_HEIGHT),
     )
-    shares = np.where(values >= _MIN_SHARE, values, _MIN_SHARE)
+    shares = np.where(values < _MIN_SHARE, _MIN_SHARE, values)
     colormap, norm = colormaps["Blues"], LogNorm(_MIN_SHARE, 3.0)
-    axes.imshow(np.where(np.isnan(values), np.nan, shares), cmap=colormap, norm=norm, aspect="auto")
+    axes.imshow(shares, cmap=colormap, norm=norm, aspect="auto")
     for (row, column), value in np.ndenumerate(values):
         text = "–" if np.isnan(value) else _share_text(value)
         dark = not np.isnan(value) and float(np.mean(colormap(norm(shares[row, column]))[:3])) < 0.57
@@ -310,12 +257,8 @@ def _plot_clip_table(arms: Variants, styles: Mapping[str, VariantStyle], subtitl
         axes.text(column, row, text, ha="center", va="center", size=11, color=color)
     axes.grid(False)
     axes.spines["bottom"].set_visible(False)
-    axes.set_yticks(range(len(names)), [styles[name].name for name in names], color=style.TEXT_COLOR)
-    ranges = [" – ".join(key.split("_")[1:]) for key in bins]
-    texts = [
-        f"{range_}\n{_share_text(token_shares[key])} of all" for key, range_ in zip(bins, ranges, strict=True)
-    ]
-    axes.set_xticks(range(len(bins)), texts)
+    axes.set_yticks(range(len(names)), [styles[name]["label"] for name in names], color=style.TEXT_COLOR)
+    axes.set_xticks(range(len(bins)), [f"{key}\n{_share_text(token_shares[key])} of all" for key in bins])
     style.label(axes, "probability of the token under the old policy, and the bin's share of all tokens", "")
     # The left edge of the axes fits the row names; above are the titles, below the names of the bins.
     figure.canvas.draw()
@@ -342,7 +285,7 @@ def _describe_bands(runs: Collection[int]) -> str:
         "range of two seeds" if 2 in runs else "",
         "none for one seed" if 1 in runs and max(runs) > 1 else "",
     ]
-    return "\n".join(filter(None, texts)) if max(runs) > 1 else ""
+    return "\n".join(filter(None, texts))
 
 
 def _fit_y_axis(axes: Axes, shown: Sequence[Floats]) -> None:

@@ -7,62 +7,41 @@ same held-out accuracy, a difference in entropy is a difference between the vari
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 
-from bandpo_cli.errors import UserError
-from bandpo_cli.reports.comparison.runs import VariantRunData, accuracy_of, mean
-from bandpo_cli.reports.comparison.statistics import Limits
-from bandpo_cli.reports.run_plots import Series
+from bandpo_cli.errors import UserError, plural
+from bandpo_cli.reports.comparison.runs import VariantRunData, mean
+from bandpo_cli.reports.comparison.statistics import Estimate, Limits
+from bandpo_cli.reports.run_plots import Curve
 
 FAR_BEHIND = 0.5
 """Runs and variants whose best accuracy is under this share of the best variant's have no value and do not lower the
 level."""
 
+MAX_LISTED = 6
+"""Variants or settings that a note lists."""
+
 RunKey = tuple[str, int]
 """Variant and seed of a run."""
 
 
-@dataclass(frozen=True)
-class CommonLevel:
-    """The highest held-out accuracy that all compared runs reach.
-
-    Attributes:
-        accuracy: the level, in [0, 1].
-        set_by: the run whose best accuracy it is.
-        next_accuracy: the level without that run.
-        start: highest accuracy of a compared run at its first evaluation.
-    """
-
-    accuracy: float
-    set_by: RunKey
-    next_accuracy: float
-    start: float
-
-    @property
-    def is_crossed(self) -> bool:
-        """True if all compared runs start below the level."""
-        return self.accuracy > self.start
-
-
-@dataclass(frozen=True)
-class EqualAccuracy:
+class EqualAccuracy(NamedTuple):
     """Entropies of the runs at the same held-out accuracy.
 
     Attributes:
-        behind: variants that fall far behind and are not compared.
-        level: the accuracy; None for fewer than two variants to compare.
-        values: entropy at the level by run, nats per token; empty for fewer than two variants with a value.
-        missing: runs of the compared variants without a value.
+        level: the accuracy, in [0, 1]; None where fewer than two variants have a value.
+        values: entropy at the level by run, nats per token; empty without a level.
+        notes: sentences on the level and on the runs without a value, or why there is no level.
     """
 
-    behind: tuple[str, ...]
-    level: CommonLevel | None = None
-    values: Mapping[RunKey, float] = field(default_factory=dict)
-    missing: tuple[RunKey, ...] = ()
+    level: float | None
+    values: Mapping[RunKey, float]
+    notes: Sequence[str]
 
 
 def entropy_at_equal_accuracy(
@@ -73,7 +52,7 @@ def entropy_at_equal_accuracy(
     The level is the highest accuracy that all compared runs reach at some evaluation. Not compared are variants that
     fall far behind (the median over seeds of the runs' best accuracies is under `FAR_BEHIND` times that of the best
     variant), and single runs of other variants whose best accuracy is under the same limit. The level is a minimum over
-    runs, so a single run determines it: `CommonLevel` names this run, and gives the level without it.
+    runs, so a single run determines it: a note names this run, and gives the level without it.
 
     There are no values if fewer than two variants have one, or if a run starts at or above the level: the moment at
     which such a run reached it is not known.
@@ -82,34 +61,54 @@ def entropy_at_equal_accuracy(
         arms: the runs of each variant.
         sets: the evaluation sets whose mean accuracy is used.
     """
-    records = {(name, record.run.seed): record for name, runs in arms.items() for record in runs}
-    curves = {key: accuracy_of(record, sets) for key, record in records.items()}
-    best = {key: max(accuracies) for key, (_, accuracies) in curves.items()}
-    typical = {name: median(best[name, record.run.seed] for record in runs) for name, runs in arms.items()}
+    runs = {(name, run.seed): run for name, members in arms.items() for run in members}
+    curves = {key: run.accuracy(sets) for key, run in runs.items()}
+    best = {key: max(curve.values()) for key, curve in curves.items()}
+    typical = {name: median(best[name, run.seed] for run in members) for name, members in arms.items()}
     limit = FAR_BEHIND * max(typical.values())
-    behind = tuple(name for name in arms if typical[name] < limit)
+    behind = [name for name in arms if typical[name] < limit]
     compared = [
-        key
-        for key, record in records.items()
-        if key[0] not in behind and best[key] >= limit and record.entropy[0]
+        key for key, run in runs.items() if key[0] not in behind and best[key] >= limit and run.entropy
     ]
-    if _number_of_variants(compared) < 2:
-        return EqualAccuracy(behind)
-    first, second = sorted(compared, key=lambda key: best[key])[:2]
-    level = CommonLevel(best[first], first, best[second], max(curves[key][1][0] for key in compared))
-    if not level.is_crossed:
-        return EqualAccuracy(behind, level)
-    entropies = {key: entropy_when_reached(records[key], curves[key], level.accuracy) for key in compared}
+    if len({arm for arm, _ in compared}) < 2:
+        note = (
+            "No entropy at equal held-out accuracy: fewer than two variants are left without those whose best value "
+            f"(median over seeds) is under half of the best variant's, {shorten_list(behind)}."
+        )
+        return EqualAccuracy(None, {}, [note] if behind else [])
+    lowest, second = sorted(compared, key=best.__getitem__)[:2]
+    level, percent = best[lowest], percent_text(best[lowest])
+    start = max(curves[key][min(curves[key])] for key in compared)
+    if level <= start:
+        note = (
+            "No entropy at equal held-out accuracy: the highest level that all compared runs reach, "
+            f"{percent}, is not above all first evaluations (up to {percent_text(start)})."
+        )
+        return EqualAccuracy(None, {}, [note])
+    entropies = {key: entropy_when_reached(runs[key].entropy, curves[key], level) for key in compared}
     values = {key: entropy for key, entropy in entropies.items() if entropy is not None}
-    return EqualAccuracy(
-        behind=behind,
-        level=level,
-        values=values if _number_of_variants(values) > 1 else {},
-        missing=tuple(key for key in records if key[0] not in behind and key not in values),
-    )
+    if len({arm for arm, _ in values}) < 2:
+        return EqualAccuracy(None, {}, [])
+    next_percent = percent_text(best[second])
+    notes = [
+        f"Entropies are compared at {percent} held-out accuracy, the highest level that all compared runs reach. It is "
+        f"the best value of {_run_text(lowest)}; without this run it would be "
+        f"{'the same' if next_percent == percent else next_percent}."
+    ]
+    if behind:
+        notes.append(
+            f"No entropy at {percent} held-out accuracy, since the best value (median over seeds) is under half of the "
+            f"best variant's: {shorten_list(behind)}."
+        )
+    if missing := [_run_text(key) for key in runs if key[0] not in behind and key not in values]:
+        notes.append(
+            f"{plural(len(missing), 'run')} of the compared variants without entropy at {percent} held-out accuracy: "
+            f"{shorten_list(missing)}."
+        )
+    return EqualAccuracy(level, values, notes)
 
 
-def entropy_when_reached(record: VariantRunData, accuracy: Series, level: float) -> float | None:
+def entropy_when_reached(entropy: Curve, accuracy: Curve, level: float) -> float | None:
     """Return the entropy of the policy when `accuracy` first reaches `level`; None if it never does.
 
     The value is read from the straight line fitted by least squares to the entropies of the steps between the
@@ -117,22 +116,21 @@ def entropy_when_reached(record: VariantRunData, accuracy: Series, level: float)
     line leaves the range of these entropies or of their steps, the value is that at the end of the range.
 
     Args:
-        record: the run, for its entropy. The entropy recorded at a step is the entropy of the policy after the step
-            before.
-        accuracy: held-out accuracy of the run over the steps.
+        entropy: entropy of a run by step; the value of a step is the entropy of the policy after the step before.
+        accuracy: held-out accuracy of the run by step.
         level: the accuracy at which the entropy is taken.
 
     Returns:
         Nats per token. None also if no entropy was recorded between the two evaluations.
     """
     moment = first_crossing(accuracy, level)
-    if moment is None:
+    if moment is None or not entropy:
         return None
-    steps = accuracy[0]
-    after = next(index for index, step in enumerate(steps) if step >= moment)
-    policies, entropies = np.array(record.entropy, dtype=np.float64)
-    policies -= 1
-    between = (steps[after - 1] <= policies) & (policies <= steps[after])
+    before = max(step for step in accuracy if step < moment)
+    after = min(step for step in accuracy if step >= moment)
+    policies, entropies = np.array(list(entropy.items()), dtype=np.float64).T
+    policies = policies - 1
+    between = (before <= policies) & (policies <= after)
     policies, entropies = policies[between], entropies[between]
     if not len(policies):
         return None
@@ -144,18 +142,18 @@ def entropy_when_reached(record: VariantRunData, accuracy: Series, level: float)
     return float(np.clip(value, entropies.min(), entropies.max()))
 
 
-def first_crossing(accuracy: Series, level: float) -> float | None:
+def first_crossing(accuracy: Curve, level: float) -> float | None:
     """Return the moment, in steps, at which `accuracy` first reaches `level` from below; None if it never does.
 
     Between evaluations the accuracy is taken as linear. A curve that starts at or above the level has no moment.
     """
-    steps, values = accuracy
-    after = next((index for index, value in enumerate(values) if value >= level), 0)
+    steps = list(accuracy)
+    after = next((index for index, step in enumerate(steps) if accuracy[step] >= level), 0)
     if not after:
         return None
-    before = after - 1
-    share = (level - values[before]) / (values[after] - values[before])
-    return steps[before] + share * (steps[after] - steps[before])
+    low, high = steps[after - 1], steps[after]
+    share = (level - accuracy[low]) / (accuracy[high] - accuracy[low])
+    return low + share * (high - low)
 
 
 def percent_text(accuracy: float) -> str:
@@ -163,8 +161,14 @@ def percent_text(accuracy: float) -> str:
     return f"{100 * accuracy:.3g}%"
 
 
-def _number_of_variants(runs: Iterable[RunKey]) -> int:
-    return len({arm for arm, _ in runs})
+def shorten_list(names: Sequence[str]) -> str:
+    """Return the first `MAX_LISTED` names, and the number of the others."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
+
+
+def _run_text(run: RunKey) -> str:
+    return f"{run[0]} (seed {run[1]})"
 
 
 HELD_OUT_ACCURACY = "held-out accuracy"
@@ -206,6 +210,12 @@ class Metric:
         number = format(100 * value if self.percent else value, ("+" if sign else "") + self.pattern)
         return f"{number}%" if self.percent else number
 
+    def interval(self, estimate: Estimate, sign: bool = False) -> str:
+        """Return `0.451 – 0.497`; "" without an interval and for metrics that variants are not compared by."""
+        if not self.compared or estimate.low is None or estimate.high is None:
+            return ""
+        return (" to " if sign else " – ").join(self.text(end, sign) for end in (estimate.low, estimate.high))
+
 
 def common_sets(records: Sequence[VariantRunData]) -> list[str]:
     """Return the evaluation sets that all runs have.
@@ -213,14 +223,21 @@ def common_sets(records: Sequence[VariantRunData]) -> list[str]:
     Raises:
         UserError: there is none.
     """
-    sets = [label for label in records[0].sets if all(label in record.sets for record in records)]
+    first, *others = records
+    sets = [label for label in first.sets if all(label in record.sets for record in others)]
     if not sets:
-        other = next(record for record in records if not record.sets.keys() & records[0].sets.keys())
+        other = min(others, key=lambda record: len(record.sets.keys() & first.sets.keys()))
         raise UserError(
-            f"the runs share no evaluation set: {records[0].run.folder.name} has {', '.join(records[0].sets)}, "
-            f"{other.run.folder.name} has {', '.join(other.sets)}; make a report of each group"
+            f"the runs share no evaluation set: {first.folder.name} has {', '.join(first.sets)}, "
+            f"{other.folder.name} has {', '.join(other.sets)}; make a report of each group"
         )
     return sets
+
+
+def common_n(records: Sequence[VariantRunData], sets: Sequence[str]) -> str:
+    """Return n of mean@n, the number of completions per problem; "n" where the number differs."""
+    ns = {record.sets[label].n for record in records for label in sets}
+    return ns.pop() if len(ns) == 1 else "n"
 
 
 def common_k(records: Sequence[VariantRunData], sets: Sequence[str]) -> int | None:
@@ -229,71 +246,67 @@ def common_k(records: Sequence[VariantRunData], sets: Sequence[str]) -> int | No
     return max(set.intersection(*shared), default=None)
 
 
-def report_metrics(
-    records: Sequence[VariantRunData], sets: Sequence[str], level: float | None
-) -> list[Metric]:
-    """Return the metrics of a report on these runs, accuracy first; with several sets their mean first, then each set.
+def report_metrics(n: str, k: int | None, sets: Sequence[str], level: float | None) -> list[Metric]:
+    """Return the metrics of a report, accuracy first; with several sets their mean first, then each set.
 
     Variants are compared by the accuracy in a set, not by its area and pass@k.
 
     Args:
-        records: the runs.
-        sets: the evaluation sets that all of them have.
-        level: the accuracy at which entropies are compared; None for no such comparison.
+        n: completions per problem in the name mean@n, see `common_n`.
+        k: the k of pass@k; None for no pass@k that all runs have, and therefore no values.
+        sets: the evaluation sets.
+        level: the accuracy at which entropies are compared; None for no such comparison, and therefore no values.
     """
-    ns = {record.sets[label].n for record in records for label in sets}
-    n, k = ns.pop() if len(ns) == 1 else "n", common_k(records, sets)
     over = f"mean over {len(sets)} evaluation sets of " if len(sets) > 1 else ""
-    metrics = [
-        Metric("accuracy", HELD_OUT_ACCURACY, f"{over}mean@{n} of the last evaluation"),
-        Metric("area", "area", f"{over}area under mean@{n} over the steps, divided by the steps"),
-        Metric("entropy", "entropy", "mean over the last tenth of the steps, nats per token", largest=None),
+    reached = percent_text(level or 0.0)
+    scores = [
+        ("accuracy", HELD_OUT_ACCURACY, f"mean@{n} of the last evaluation"),
+        ("area", "area", f"area under mean@{n} over the steps, divided by the steps"),
+        (f"pass_at_{k}", f"pass@{k}", f"pass@{k} of the last evaluation"),
     ]
-    if level is not None:
-        reached = percent_text(level)
-        about = (
-            f"entropy when {over}mean@{n} first reaches {reached}, nats per token: the highest level that all runs "
-            "reach, without variants and runs whose best value is under half of the best variant's; linear "
-            "between evaluations"
-        )
-        metrics.append(Metric("entropy_at_accuracy", f"entropy at {reached} accuracy", about, largest=None))
-    if k:
-        metrics.append(Metric(f"pass_at_{k}", f"pass@{k}", f"{over}pass@{k} of the last evaluation"))
-    zero_gradient = "share of tokens with zero gradient, mean over the run"
-    seconds = (
-        "seconds per step, without evaluations and checkpoints; the range covers the middle 80% of the steps of "
-        "all seeds"
+    accuracy, area, passes = (Metric(key, name, f"{over}{about}") for key, name, about in scores)
+    entropy = "mean over the last tenth of the steps, nats per token"
+    at_accuracy = (
+        f"entropy when {over}mean@{n} first reaches {reached}, nats per token: the highest level that all runs reach, "
+        "without variants and runs whose best value is under half of the best variant's; linear between evaluations"
     )
-    metrics += [
-        Metric("clipped", "clipped", zero_gradient, compared=False, pattern=".2f", percent=True),
-        Metric(SECONDS_PER_STEP, "s/step", seconds, compared=False, pattern=".2f", largest=None),
+    clipped = "share of tokens with zero gradient, mean over the run"
+    seconds = (
+        "seconds per step, without evaluations and checkpoints; the range covers the middle 80% of the steps of all "
+        "seeds"
+    )
+    by_set = [
+        Metric(f"{key}/{label}", f"{name}, {label}", about, compared=key == "accuracy")
+        for label in sets
+        for key, name, about in scores
     ]
-    last = "of the last evaluation"
-    for label in sets if len(sets) > 1 else ():
-        metrics += [
-            Metric(f"accuracy/{label}", f"{HELD_OUT_ACCURACY}, {label}", f"mean@{n} {last}"),
-            Metric(f"area/{label}", f"area, {label}", f"area under mean@{n}, divided by the steps", False),
-        ]
-        if k:
-            metrics.append(Metric(f"pass_at_{k}/{label}", f"pass@{k}, {label}", f"pass@{k} {last}", False))
-    return metrics
+    return [
+        accuracy,
+        area,
+        Metric("entropy", "entropy", entropy, largest=None),
+        Metric("entropy_at_accuracy", f"entropy at {reached} accuracy", at_accuracy, largest=None),
+        passes,
+        Metric("clipped", "clipped", clipped, compared=False, pattern=".2f", percent=True),
+        Metric(SECONDS_PER_STEP, "s/step", seconds, compared=False, pattern=".2f", largest=None),
+        *(by_set if len(sets) > 1 else []),
+    ]
 
 
 def run_values(
-    record: VariantRunData, sets: Sequence[str], k: int | None = None, equal: EqualAccuracy | None = None
+    run: VariantRunData, sets: Sequence[str], k: int | None = None, equal: EqualAccuracy | None = None
 ) -> dict[str, float]:
     """Return the values of a run by key of the metric, without the metrics for which the run has no value."""
-    evaluations = [record.sets[label] for label in sets]
+    evaluations = [run.sets[label] for label in sets]
     by_set: dict[str, list[float | None]] = {
-        "accuracy": [evaluation.mean[-1] for evaluation in evaluations],
+        "accuracy": [evaluation.last_accuracy for evaluation in evaluations],
         "area": [evaluation.area for evaluation in evaluations],
         f"pass_at_{k}": [evaluation.passes.get(k) if k else None for evaluation in evaluations],
     }
     values: dict[str, float | None] = {
-        "entropy": record.final_entropy,
-        "entropy_at_accuracy": None if equal is None else equal.values.get((record.run.arm, record.run.seed)),
-        "clipped": record.clipped,
-        SECONDS_PER_STEP: mean(record.step_seconds),
+        "entropy": run.final_entropy,
+        "entropy_at_accuracy": None if equal is None else equal.values.get((run.arm, run.seed)),
+        "clipped": run.clipped,
+        SECONDS_PER_STEP: mean(run.step_seconds),
     }
     for key, column in by_set.items():
         known = [value for value in column if value is not None]

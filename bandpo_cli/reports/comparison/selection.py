@@ -7,6 +7,7 @@ variant, named by its method and by the settings that differ.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +20,7 @@ from bandpo_cli.config.files import read_yaml
 from bandpo_cli.config.layers import flatten
 from bandpo_cli.config.run import WITHOUT_EFFECT
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.paths import path_exists
+from bandpo_cli.paths import folders_containing, path_exists
 from bandpo_cli.registries import METHODS
 from bandpo_cli.storage.run_folder import VERL_FILE
 from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
@@ -78,26 +79,23 @@ def select_runs(
     other cases, and with `by`, runs are grouped by the settings that differ, or by the settings that `by` names.
 
     Raises:
-        UserError: a path is neither, two paths lead to the same run, or `baseline` or a name in `by` is unknown.
+        UserError: a path is neither, two paths lead to the same run, or a name in `by` is unknown.
     """
     folders = [_find_folder(path, runs_dir) for path in paths]
     if len(folders) == 1 and os.path.isfile(folders[0] / PLAN_FILE):
         selection = read_sweep(folders[0])
-        if by:
-            selection = _group_by_settings(selection, by)
     else:
         runs = [run for folder in folders for run in _runs_in(folder)]
         title = folders[0].resolve().name if len(folders) == 1 else f"{len(runs)} runs"
-        selection = _group_by_settings(Selection(title, None, runs), by)
-    _check_unique(run.folder for run in selection.runs)
-    if baseline is not None:
-        arms = dict.fromkeys(run.arm for run in selection.runs if run.arm)
-        if baseline not in arms:
-            raise UserError(
-                f"--baseline {baseline}: no variant of that name{nearest(baseline, arms)}; variants: {', '.join(arms)}"
-            )
-        selection = replace(selection, baseline=baseline)
-    return selection
+        selection = Selection(title, None, runs)
+    if by or selection.sweep is None:
+        selection = _group_by_settings(selection, by)
+    seen: set[Path] = set()
+    for run in selection.runs:
+        if run.folder.resolve() in seen:
+            raise UserError(f"{run.folder}: given twice; name each run once")
+        seen.add(run.folder.resolve())
+    return selection if baseline is None else replace(selection, baseline=baseline)
 
 
 def read_sweep(folder: Path) -> Selection:
@@ -166,14 +164,13 @@ def variant_names(runs: Sequence[Settings], keys: Sequence[str] | None = None) -
     """
     compared_keys = differing_settings(runs) if keys is None else list(keys)
     shown_keys = _independent_keys(runs, compared_keys) if keys is None else compared_keys
-    names, ids_by_name = [], dict[str, list[tuple[str, ...]]]()
+    names, numbers = [], dict[str, dict[tuple[str, ...], int]]()
     for run in runs:
         name = _variant_name(run, shown_keys, by_method=keys is None)
-        id_ = tuple(format_setting(run.get(key, ABSENT)) for key in compared_keys)
-        ids = ids_by_name.setdefault(name, [])
-        if id_ not in ids:
-            ids.append(id_)
-        names.append(name if id_ == ids[0] else f"{name} #{ids.index(id_) + 1}")
+        values = tuple(format_setting(run.get(key, ABSENT)) for key in compared_keys)
+        of_name = numbers.setdefault(name, {})
+        number = of_name.setdefault(values, len(of_name) + 1)
+        names.append(name if number == 1 else f"{name} #{number}")
     return names
 
 
@@ -191,13 +188,10 @@ def format_setting(value: Any) -> str:
     """Return a setting as a user would type it, such as `1e-4`; different values have different texts."""
     if isinstance(value, list):
         return ",".join(map(format_setting, value))
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     if isinstance(value, float):
-        short = f"{value:g}"
-        short = short if float(short) == value else repr(value)
+        short = f"{value:g}" if float(f"{value:g}") == value else repr(value)
         if not abs(value) < 0.01:
             return short
         digits, _, exponent = f"{value:e}".partition("e")
@@ -208,32 +202,32 @@ def format_setting(value: Any) -> str:
 
 def _find_folder(path: Path, runs_dir: Path) -> Path:
     """Return the folder that `path` names, as it is or in `runs_dir`."""
-    for folder in (path, runs_dir / path):
+    places = (path, runs_dir / path)
+    for folder in places:
         if os.path.isdir(folder):  # pathlib would raise for a name that is too long for the file system
             return folder
-        if os.path.exists(folder):
-            raise UserError(f"{folder}: is a file; give a sweep's folder, run folders, or a folder of runs")
     parents = [path.parent, runs_dir] if len(path.parts) == 1 else [path.parent]
     names = [folder.name for parent in parents if path_exists(parent) for folder in parent.glob("*/")]
-    raise UserError(
-        f"{str(path)[:200]}: no such folder{nearest(path.name, names)}; give a sweep's folder, run folders, "
-        "or a folder of runs"
+    problem = (
+        "is a file" if any(map(os.path.exists, places)) else f"no such folder{nearest(path.name, names)}"
     )
+    raise UserError(f"{str(path)[:200]}: {problem}; give a sweep's folder, run folders, or a folder of runs")
 
 
 def _runs_in(path: Path) -> list[VariantRun]:
     """Return the runs in a folder; those outside a sweep have neither variant nor seed yet."""
-    if os.path.isfile(path / PLAN_FILE) and not os.path.isfile(path / "config.yaml"):
+    if os.path.isfile(path / "config.yaml"):
+        return [VariantRun("", 0, path)]
+    if os.path.isfile(path / PLAN_FILE):
         return read_sweep(path).runs
-    here = [path] if os.path.isfile(path / "config.yaml") else []
-    folders = here or sorted(file.parent for file in path.glob("*/config.yaml"))
-    if not folders:
-        sweeps = sorted(file.parent.name for file in path.glob(f"*/{PLAN_FILE}"))
+    runs = folders_containing(path, "config.yaml")
+    if not runs:
+        sweeps = folders_containing(path, PLAN_FILE)
         hint = f"; it holds sweeps, give one: {', '.join(sweeps[-5:])}" if sweeps else ""
         raise UserError(
             f"{path}: no runs here (no config.yaml or {PLAN_FILE}, here or in its subfolders){hint}"
         )
-    return [VariantRun("", 0, folder) for folder in folders]
+    return [VariantRun("", 0, path / name) for name in runs]
 
 
 def _group_by_settings(selection: Selection, by: Sequence[str]) -> Selection:
@@ -259,17 +253,8 @@ def _group_by_settings(selection: Selection, by: Sequence[str]) -> Selection:
         selection,
         runs=runs,
         baseline=selection.baseline if selection.baseline in names.values() else None,
-        notes=(*selection.notes, note) if others else selection.notes,
+        notes=(note,) if others else (),
     )
-
-
-def _check_unique(folders: Iterable[Path]) -> None:
-    """Raise UserError if two paths lead to the same folder."""
-    seen: set[Path] = set()
-    for folder in folders:
-        if folder.resolve() in seen:
-            raise UserError(f"{folder}: given twice; name each run once")
-        seen.add(folder.resolve())
 
 
 def _differs(key: str, runs: Iterable[Settings]) -> bool:

@@ -59,8 +59,8 @@ def estimate(values: ArrayLike, limits: Limits = NO_LIMITS) -> Estimate | None:
     """Return the mean of `values` [n] with its t-interval; None for no values.
 
     The interval is the part of Student's t-interval within `limits`. The mean that it estimates is within them too, so
-    the part covers it exactly when the t-interval does: the coverage stays the same. An interval on the logit scale
-    would be for another mean, and undefined where a seed has the value 0 or 1.
+    the coverage stays the same. An interval on the logit scale would be for another mean, and undefined where a seed
+    has the value 0 or 1.
 
     Args:
         values: [n], one value per seed.
@@ -82,8 +82,7 @@ def paired_test(
 ) -> PairedTest | None:
     """Return the paired comparison of two variants over their common seeds; None without a common seed.
 
-    Pairing removes what a seed changes in both variants alike: the order of the problems, the evaluation before
-        training.
+    Pairing removes what a seed changes in both variants alike, such as the order of the problems.
 
     Args:
         arm: value of the metric by seed.
@@ -106,13 +105,11 @@ def holm(p_values: Sequence[float]) -> list[float]:
     Rejecting the hypotheses whose adjusted p-value is at most α makes at least one false rejection with probability
     at most α.
     """
-    order = sorted(range(len(p_values)), key=lambda index: p_values[index])
-    adjusted = [0.0] * len(p_values)
-    largest = 0.0
-    for rank, index in enumerate(order):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
-        adjusted[index] = largest
-    return adjusted
+    p = np.asarray(p_values, dtype=np.float64)
+    order = np.argsort(p, kind="stable")
+    adjusted = np.empty_like(p)
+    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)))
+    return list(map(float, adjusted))
 
 
 def area_under(steps: Sequence[float], values: Sequence[float]) -> float | None:
@@ -135,6 +132,11 @@ def interval_band(values_RS: NDArray[np.float64]) -> tuple[NDArray[np.float64], 
         return values_RS.min(axis=0), values_RS.max(axis=0)
     half = stdtrit(runs - 1, (1 + LEVEL) / 2) * values_RS.std(axis=0, ddof=1) / math.sqrt(runs)
     return values_RS.mean(axis=0) - half, values_RS.mean(axis=0) + half
+
+
+def p_text(p: float) -> str:
+    """Return a p-value with two or three digits; `< 0.001` below that."""
+    return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
 def _standard_error(values: NDArray[np.float64]) -> float | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count
 from statistics import fmean
 from typing import Any, Literal, TypeGuard
@@ -13,7 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.reports.comparison.report_metrics import common_sets, run_values
-from bandpo_cli.reports.comparison.runs import VariantRunData, accuracy_of
+from bandpo_cli.reports.comparison.runs import VariantRunData
 from bandpo_cli.reports.comparison.selection import ABSENT, differing_settings, format_setting, method_name
 from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
 
@@ -85,10 +85,8 @@ class Tuning:
     @property
     def groups(self) -> dict[str, list[TunedVariant]]:
         """The variants of each group."""
-        groups: dict[str, list[TunedVariant]] = {}
-        for arm in self.arms:
-            groups.setdefault(arm.group, []).append(arm)
-        return groups
+        names = dict.fromkeys(arm.group for arm in self.arms)
+        return {name: [arm for arm in self.arms if arm.group == name] for name in names}
 
     @property
     def chosen(self) -> dict[str, TunedVariant]:
@@ -145,22 +143,22 @@ def choose(
     Raises:
         UserError: the runs share no evaluation set, or have no value of the metric.
     """
-    records = [record for arms in groups.values() for runs in arms.values() for record in runs]
+    records = [run for arms in groups.values() for runs in arms.values() for run in runs]
     sets = common_sets(records)
     candidates: list[TunedVariant] = []
     for group, arms in groups.items():
-        differing = differing_settings(record.settings for runs in arms.values() for record in runs)
-        values: dict[str, list[float]] = {}
+        differing = differing_settings(run.settings for runs in arms.values() for run in runs)
+        members = []
         for name, runs in arms.items():
-            known = [run_values(record, sets) for record in runs]
-            if any(metric not in by_key for by_key in known):
+            values = [run_values(run, sets).get(metric) for run in runs]
+            known = [value for value in values if value is not None]
+            if len(known) < len(runs):
                 raise UserError(f"{sweep}: {name} has no {metric}: it was evaluated only once")
-            values[name] = [by_key[metric] for by_key in known]
-        best = max(values, key=lambda name: fmean(values[name]))
-        for name, runs in arms.items():
             settings = {key: runs[0].settings[key] for key in differing if key in runs[0].settings}
-            candidates.append(TunedVariant(group, name, settings, values[name], chosen=name == best))
-    return Tuning(sweep, metric, sorted({record.run.seed for record in records}), candidates)
+            members.append(TunedVariant(group, name, settings, known))
+        best = max(members, key=lambda member: member.mean)
+        candidates += [replace(member, chosen=member is best) for member in members]
+    return Tuning(sweep, metric, sorted({run.seed for run in records}), candidates)
 
 
 def read_tuning(sweep: SweepFolder | None) -> Tuning | None:
@@ -190,26 +188,26 @@ def accuracy_by_learning_rate(arms: Mapping[str, Sequence[VariantRunData]], sets
         arms: the runs of each variant.
         sets: the evaluation sets whose mean accuracy is used.
     """
-    records = [record for runs in arms.values() for record in runs if _learning_rate(record) > 0]
-    keys = [key for key in differing_settings(run.settings for run in records) if key != _LEARNING_RATE]
+    runs = [run for members in arms.values() for run in members if _learning_rate(run) > 0]
+    keys = [key for key in differing_settings(run.settings for run in runs) if key != _LEARNING_RATE]
     groups: dict[tuple[str, ...], list[VariantRunData]] = {}
-    for record in records:
-        others = tuple(format_setting(record.settings.get(key, ABSENT)) for key in keys)
-        groups.setdefault(others, []).append(record)
+    for run in runs:
+        others = tuple(format_setting(run.settings.get(key, ABSENT)) for key in keys)
+        groups.setdefault(others, []).append(run)
     lines: Lines = {}
     for group in groups.values():
-        names = {_LR_PART.sub("", record.run.arm).strip() for record in group}
+        names = {_LR_PART.sub("", run.arm).strip() for run in group}
         stem = (names.pop() if len(names) == 1 else "") or method_name(group[0].settings)
         numbered = (f"{stem} #{number}" for number in count(2))
         line = lines.setdefault(next(name for name in chain([stem], numbered) if name not in lines), {})
-        for record in sorted(group, key=_learning_rate):
-            line.setdefault(_learning_rate(record), []).append(accuracy_of(record, sets)[1][-1])
+        for run in sorted(group, key=_learning_rate):
+            line.setdefault(_learning_rate(run), []).append(run.accuracy(sets)[run.steps])
     return lines
 
 
-def _learning_rate(record: VariantRunData) -> float:
+def _learning_rate(run: VariantRunData) -> float:
     """Return the learning rate of a run; 0 where its settings have none."""
-    rate = record.settings.get(_LEARNING_RATE)
+    rate = run.settings.get(_LEARNING_RATE)
     return float(rate) if _is_number(rate) else 0.0
 
 

@@ -16,14 +16,7 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.reports.comparison.report_metrics import SECONDS_PER_STEP, Metric
 from bandpo_cli.reports.comparison.runs import ExcludedRun, VariantRunData
 from bandpo_cli.reports.comparison.selection import ABSENT, differing_settings, format_setting
-from bandpo_cli.reports.comparison.statistics import (
-    LEVEL,
-    Estimate,
-    PairedTest,
-    estimate,
-    holm,
-    paired_test,
-)
+from bandpo_cli.reports.comparison.statistics import LEVEL, Estimate, PairedTest, estimate, holm, paired_test
 from bandpo_cli.reports.comparison.tuning import Tuning
 
 Values = Mapping[str, Mapping[int, Mapping[str, float]]]
@@ -51,7 +44,7 @@ class Variant:
     steps: tuple[int, int]
     settings: Mapping[str, str]
     figures: Mapping[str, Estimate]
-    spreads: Mapping[str, tuple[float, float]]
+    spreads: Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -71,6 +64,12 @@ class VariantDifference:
     paired: PairedTest | None
     p_holm: float | None
     verdict: str
+
+    @property
+    def change(self) -> Estimate:
+        """The mean difference, for a comparison with a common seed."""
+        assert self.paired is not None
+        return self.paired.change
 
 
 @dataclass(frozen=True)
@@ -113,9 +112,7 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values that `json.dumps` accepts."""
-        plain = asdict(self)
-        plain["files"] = {name: str(path) for name, path in self.files.items()}
-        return plain
+        return {**asdict(self), "files": {name: str(path) for name, path in self.files.items()}}
 
 
 def group_by_variant(records: Iterable[VariantRunData]) -> dict[str, list[VariantRunData]]:
@@ -125,15 +122,14 @@ def group_by_variant(records: Iterable[VariantRunData]) -> dict[str, list[Varian
         UserError: two runs of a variant have the same seed; the message names both.
     """
     arms: dict[str, dict[int, VariantRunData]] = {}
-    for record in records:
-        run, other = record.run, arms.setdefault(record.run.arm, {}).setdefault(record.run.seed, record)
-        if other is not record:
-            keys = differing_settings([other.settings, record.settings])
-            advice = (
-                f"they differ in {', '.join(keys[:3])}: add it to --by" if keys else "give only one of them"
-            )
+    for run in records:
+        other = arms.setdefault(run.arm, {}).setdefault(run.seed, run)
+        if other is not run:
+            keys = differing_settings([other.settings, run.settings])
+            differ = f"they differ in {', '.join(keys[:3])}: add it to --by"
             raise UserError(
-                f"{other.run.folder} and {run.folder} are both seed {run.seed} of the variant '{run.arm}'; {advice}"
+                f"{other.folder} and {run.folder} are both seed {run.seed} of the variant '{run.arm}'; "
+                f"{differ if keys else 'give only one of them'}"
             )
     return {name: [seeds[seed] for seed in sorted(seeds)] for name, seeds in arms.items()}
 
@@ -142,27 +138,26 @@ def evaluate_variants(
     arms: Mapping[str, Sequence[VariantRunData]], values: Values, metrics: Sequence[Metric]
 ) -> list[Variant]:
     """Return the variants with the estimates of their metrics, highest accuracy first."""
-    keys = differing_settings(record.settings for records in arms.values() for record in records)
+    keys = differing_settings(run.settings for runs in arms.values() for run in runs)
     evaluated = []
-    for name, records in arms.items():
+    for name, runs in arms.items():
         estimates = {
             metric.key: estimate(list(_by_seed(values[name], metric).values()), metric.limits)
             for metric in metrics
         }
-        seconds = [value for record in records for value in record.step_seconds]
-        spread = tuple(map(float, np.quantile(seconds, SPREAD))) if len(seconds) > 1 else None
+        seconds = [value for run in runs for value in run.step_seconds]
         settings = {
-            key: dict.fromkeys(format_setting(record.settings.get(key, ABSENT)) for record in records)
+            key: " or ".join(dict.fromkeys(format_setting(run.settings.get(key, ABSENT)) for run in runs))
             for key in keys
         }
         evaluated.append(
             Variant(
                 name=name,
-                seeds=tuple(record.run.seed for record in records),
-                steps=(min(record.steps for record in records), max(record.steps for record in records)),
-                settings={key: " or ".join(texts) for key, texts in settings.items()},
+                seeds=tuple(run.seed for run in runs),
+                steps=(min(run.steps for run in runs), max(run.steps for run in runs)),
+                settings=settings,
                 figures={key: value for key, value in estimates.items() if value is not None},
-                spreads={} if spread is None else {SECONDS_PER_STEP: (spread[0], spread[1])},
+                spreads={SECONDS_PER_STEP: np.quantile(seconds, SPREAD).tolist()} if len(seconds) > 1 else {},
             )
         )
     return sorted(evaluated, key=lambda arm: -arm.figures["accuracy"].mean)
@@ -186,23 +181,20 @@ def compare_variants(
         adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
         for name, pair in pairs.items():
             p_holm = adjusted.get(name)
-            has_values = bool(by_variant[name] and base)
-            differences.append(
-                VariantDifference(name, metric.key, pair, p_holm, verdict(pair, p_holm, has_values))
-            )
+            missing = "no common seed" if by_variant[name] and base else "no value"
+            conclusion = missing if pair is None else verdict(pair.change, p_holm)
+            differences.append(VariantDifference(name, metric.key, pair, p_holm, conclusion))
     return differences
 
 
-def verdict(pair: PairedTest | None, p_holm: float | None, has_values: bool) -> str:
-    """Return the conclusion that a difference allows, in words; `has_values`: variant and baseline have the metric."""
-    if pair is None:
-        return "no common seed" if has_values else "no value"
-    change = pair.change
+def verdict(change: Estimate, p_holm: float | None) -> str:
+    """Return the conclusion that a difference from the baseline allows, in words."""
+    if change.n == 1:
+        return "one seed: no test"
     if change.low is None or change.high is None:
-        equal = (
+        return (
             "the same difference in every seed: no interval" if change.mean else "no difference in any seed"
         )
-        return "one seed: no test" if change.n == 1 else equal
     if change.low <= 0 <= change.high:
         return "not significant"
     direction = "higher" if change.mean > 0 else "lower"

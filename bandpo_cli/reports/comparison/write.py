@@ -1,19 +1,30 @@
-"""Writing a report: leaderboard.csv, report.md, the plots, and report.html, which needs no other file or network."""
+"""Writing a report: leaderboard.csv, report.md, the plots, and report.html, which needs no other file or network.
+
+The templates of Markdown and HTML are in `reports/templates`. They call the functions of this module as `texts`.
+"""
 
 from __future__ import annotations
 
+import base64
+import csv
+import io
 import os
-from collections.abc import Sequence
+import re
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.reports.comparison import tables
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from bandpo_cli.errors import UserError
 from bandpo_cli.reports.comparison.findings import headline, report_notes, scope
 from bandpo_cli.reports.comparison.plots import MAX_VARIANTS_PLOTTED, plot_all
 from bandpo_cli.reports.comparison.report_metrics import (
+    Metric,
     common_k,
+    common_n,
     common_sets,
     entropy_at_equal_accuracy,
     report_metrics,
@@ -21,15 +32,33 @@ from bandpo_cli.reports.comparison.report_metrics import (
 )
 from bandpo_cli.reports.comparison.runs import ExcludedRun, VariantRunData, read_variant_run
 from bandpo_cli.reports.comparison.selection import VariantRun
+from bandpo_cli.reports.comparison.statistics import Estimate, PairedTest, p_text
 from bandpo_cli.reports.comparison.tuning import Tuning
 from bandpo_cli.reports.comparison.variants import (
+    SPREAD,
     Report,
-    VariantDifference,
+    Variant,
     compare_variants,
     evaluate_variants,
     group_by_variant,
 )
 from bandpo_cli.storage.files import write_text
+from bandpo_cli.sweeps.plan import check_baseline
+
+LEADERBOARD_CAPTION = (
+    "Mean over seeds; below it the 95% interval over seeds (Student's t, within the limits of the metric), for two or "
+    "more seeds with different values"
+)
+
+CAPTIONS = {
+    "accuracy": "Held-out accuracy over steps",
+    "accuracy_lr": "Held-out accuracy against learning rate",
+    "tuning_lr": "Tuning: held-out accuracy against learning rate",
+    "entropy": "Entropy of the policy over steps",
+    "accuracy_entropy": "Held-out accuracy against entropy",
+    "clip_by_probability": "Share of clipped tokens by probability",
+}
+"""Captions of the plots by file name without suffix, in the order of the report."""
 
 
 def write_report(
@@ -60,12 +89,7 @@ def write_report(
         UserError: all runs are excluded, two runs of a variant have the same seed, the runs share no evaluation set,
             `baseline` is not a variant, or `out` cannot be written to.
     """
-    planned = dict.fromkeys(run.arm for run in runs)
-    if baseline is not None and baseline not in planned:
-        raise UserError(
-            f"baseline = {baseline!r}: no variant of that name{nearest(baseline, planned)}; variants: "
-            f"{', '.join(planned)}"
-        )
+    check_baseline(baseline, [run.arm for run in runs if run.arm])
     read = [read_variant_run(run) for run in runs]
     excluded = tuple(run for run in read if isinstance(run, ExcludedRun))
     records = [run for run in read if isinstance(run, VariantRunData)]
@@ -74,44 +98,42 @@ def write_report(
         why = f"all runs are excluded: {excluded[0].run}: {excluded[0].reason}{more}" if excluded else ""
         raise UserError(f"{title}: {why or 'no runs to report on'}")
     arms = group_by_variant(records)
-    sets, equal = common_sets(records), entropy_at_equal_accuracy(arms, common_sets(records))
-    level = equal.level.accuracy if equal.level is not None and equal.values else None
+    sets = common_sets(records)
+    equal = entropy_at_equal_accuracy(arms, sets)
     k = common_k(records, sets)
     values = {
-        name: {record.run.seed: run_values(record, sets, k, equal) for record in members}
-        for name, members in arms.items()
+        name: {run.seed: run_values(run, sets, k, equal) for run in members} for name, members in arms.items()
     }
-    metrics = report_metrics(records, sets, level)
+    metrics = report_metrics(common_n(records, sets), k, sets, equal.level)
     evaluated = evaluate_variants(arms, values, metrics)
     metrics = [metric for metric in metrics if any(metric.key in arm.figures for arm in evaluated)]
-    differences: list[VariantDifference] = []
-    if baseline in arms and len(arms) > 1:
-        differences = compare_variants([arm.name for arm in evaluated], values, str(baseline), metrics)
+    differences = []
+    if baseline is not None and baseline in arms and len(arms) > 1:
+        differences = compare_variants([arm.name for arm in evaluated], values, baseline, metrics)
     in_accuracy = [difference for difference in differences if difference.figure == "accuracy"]
-    all_notes = [*notes, *report_notes(arms, baseline, differences, sets, bool(k), excluded, equal)]
-    if tuning is not None:
-        all_notes += tuning.notes_on_range()
-    if len(arms) > MAX_VARIANTS_PLOTTED:
-        all_notes.append(
-            f"The plots show the {MAX_VARIANTS_PLOTTED} most accurate variants and the baseline."
-        )
     report = Report(
         title=title,
         about=scope(evaluated, sets),
         finding=headline(evaluated, baseline, in_accuracy, metrics[0]),
         baseline=baseline if baseline in arms else None,
         sets=tuple(sets),
-        accuracy_level=level,
+        accuracy_level=equal.level,
         figures=tuple(metrics),
         arms=tuple(evaluated),
         differences=tuple(differences),
         tuning=tuning,
-        notes=tuple(all_notes),
+        notes=(),
         left_out=excluded,
         files={},
     )
+    all_notes = [*notes, *report_notes(report, arms, baseline), *equal.notes]
+    all_notes += [] if tuning is None else tuning.notes_on_range()
+    if len(arms) > MAX_VARIANTS_PLOTTED:
+        all_notes.append(
+            f"The plots show the {MAX_VARIANTS_PLOTTED} most accurate variants and the baseline."
+        )
     try:
-        return _write_files(report, arms, out)
+        return _write_files(replace(report, notes=tuple(all_notes)), arms, out)
     except OSError as error:
         raise UserError(f"{out}: cannot be written to: {error.strerror or error}") from error
 
@@ -125,10 +147,102 @@ def _write_files(report: Report, arms: dict[str, list[VariantRunData]], out: Pat
         plots = plot_all(arms, report, hidden)
         names = ["report.html", "report.md", "leaderboard.csv", *(path.name for path in plots.values())]
         report = replace(report, files={name: out / name for name in names})
-        write_text(hidden / "leaderboard.csv", tables.leaderboard_csv(report))
-        write_text(hidden / "report.md", tables.render("report.md", report, plots))
-        write_text(hidden / "report.html", tables.render("report.html", report, plots))
+        write_text(hidden / "leaderboard.csv", leaderboard_csv(report))
+        write_text(hidden / "report.md", render("report.md", report, plots))
+        write_text(hidden / "report.html", render("report.html", report, plots))
         out.mkdir(exist_ok=True)
         for name in names:
             os.replace(hidden / name, out / name)
     return report
+
+
+def value_text(metric: Metric, estimate: Estimate | None) -> str:
+    """Return a mean as tables show it; `–` for none."""
+    return "–" if estimate is None else metric.text(estimate.mean)
+
+
+def range_text(metric: Metric, arm: Variant) -> str:
+    """Return the interval of a metric of a variant, or the spread of its steps where the metric has one; else ''."""
+    if metric.key in arm.spreads:
+        return " – ".join(map(metric.text, arm.spreads[metric.key]))
+    return metric.interval(arm.figures[metric.key]) if metric.key in arm.figures else ""
+
+
+def short_range_text(metric: Metric, arm: Variant) -> str:
+    """Return the same for narrow columns: `±0.023`, or `0–0.797` for an interval that ends at a limit of the metric."""
+    text, estimate = range_text(metric, arm), arm.figures.get(metric.key)
+    if (
+        metric.key in arm.spreads
+        or not text
+        or estimate is None
+        or estimate.low is None
+        or estimate.high is None
+    ):
+        return text.replace(" ", "")
+    if estimate.low > metric.limits[0] and estimate.high < metric.limits[1]:
+        return f"±{metric.text(estimate.high - estimate.mean)}"
+    ends = (estimate.low, estimate.high)
+    return "–".join(f"{end:g}" if end in metric.limits else metric.text(end) for end in ends)
+
+
+def difference_cells(metric: Metric, pair: PairedTest | None, p_holm: float | None) -> list[str]:
+    """Return the cells of a difference: mean, interval, seeds, seeds higher and lower, p-value, adjusted p-value."""
+    if pair is None:
+        return ["–", "", "0", "", "", ""]
+    return [
+        metric.text(pair.change.mean, sign=True),
+        metric.interval(pair.change, sign=True),
+        str(pair.change.n),
+        f"{pair.higher} / {pair.lower}",
+        *("" if p is None else p_text(p) for p in (pair.p, p_holm)),
+    ]
+
+
+def leaderboard_csv(report: Report) -> str:
+    """Return one row per variant, highest accuracy first, with unrounded numbers; a missing value is an empty cell.
+
+    The last columns are the quantiles of metrics with a spread: `seconds_per_step_p10`, `seconds_per_step_p90`.
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    keys = [metric.key for metric in report.figures]
+    spread_keys = [key for key in keys if any(key in arm.spreads for arm in report.arms)]
+    columns = [f"{key}{end}" for key in keys for end in ("", "_low", "_high")]
+    columns += [f"{key}_p{100 * share:.0f}" for key in spread_keys for share in SPREAD]
+    writer.writerow(["arm", "seeds", "steps", *columns])
+    for arm in report.arms:
+        cells: list[object] = [arm.name, len(arm.seeds), arm.steps[1]]
+        for value in map(arm.figures.get, keys):
+            cells += ["", "", ""] if value is None else [value.mean, value.low, value.high]
+        for key in spread_keys:
+            cells += arm.spreads.get(key, ["", ""])
+        writer.writerow(cells)
+    return out.getvalue()
+
+
+def render(template: str, report: Report, plots: Mapping[str, Path] | None = None) -> str:
+    """Return the report as text of the file `template` in `reports/templates`.
+
+    Args:
+        template: report.html (one page with the plots embedded), report.md, or leaderboard.md (its first table).
+        plots: PNG files by the names of `CAPTIONS`.
+    """
+    environment = Environment(
+        loader=PackageLoader("bandpo_cli.reports"),
+        autoescape=template.endswith(".html"),  # names of variants and runs are user input
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "base64": lambda path: base64.b64encode(path.read_bytes()).decode(),
+        "cell": lambda text: escape_markdown(text).replace("|", "\\|"),
+        "markdown": escape_markdown,
+    }
+    texts = sys.modules[__name__]
+    return environment.get_template(template).render(report=report, texts=texts, plots=plots or {})
+
+
+def escape_markdown(text: str) -> str:
+    """Return `text` with Markdown markup escaped, on one line."""
+    return " ".join(re.sub(r"[\\`*_<\[]", r"\\\g<0>", text).split())
