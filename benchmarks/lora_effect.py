@@ -162,7 +162,7 @@ def compare_vllm(policy: Policy, rows: torch.Tensor, folder: Path) -> None:
     from vllm import SamplingParams as Request
     from vllm.lora.request import LoRARequest
 
-    from bandpo_cli.sampling.vllm_sampler import VllmSampler, _engine_settings, _token_prompts
+    from bandpo_cli.sampling.vllm_sampler import VllmSampler, _engine_settings
     from bandpo_cli.sampling.vllm_worker import engine_threads, preserve_process_state, stderr_on_failure
 
     plain: Any = copy.deepcopy(policy.model).float()
@@ -181,8 +181,9 @@ def compare_vllm(policy: Policy, rows: torch.Tensor, folder: Path) -> None:
     def score() -> torch.Tensor:
         """Return the engine's log-probs of all tokens of the rows but the first, [rows, tokens - 1]."""
         with engine_threads(torch.get_num_threads()):
+            prompts = [{"prompt_token_ids": row} for row in rows.tolist()]
             outputs = engine.llm.generate(
-                _token_prompts(rows.tolist()), [request] * len(rows), use_tqdm=False, lora_request=engine.lora
+                prompts, [request] * len(rows), use_tqdm=False, lora_request=engine.lora
             )
         return torch.tensor(
             [

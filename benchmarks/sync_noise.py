@@ -95,7 +95,8 @@ def start_engine(name: str, policy: Policy, max_model_len: int) -> Any:
         "vllm": {"kv_cache_gb": 0.5, "eager": True},
     }
     engine: Any = VllmSampler(RunConfig.model_validate({"sampling": settings}).sampling, policy)
-    engine.check, engine.sample_probe = engine._check, engine._sample_probe
+    engine.check = engine._check
+    engine.sample_probe = lambda prompt, params, seed: engine.sample([prompt], params, seed)[0]
     return engine
 
 

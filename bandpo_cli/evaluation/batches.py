@@ -36,10 +36,7 @@ class Batch:
 
 
 def regrade_batches(
-    grade: Grader,
-    sets: Mapping[str, Sequence[StoredProblem]],
-    batch_size: int,
-    done: Container[PartKey] = (),
+    grade: Grader, sets: Mapping[str, Sequence[StoredProblem]], batch_size: int, done: Container[PartKey] = ()
 ) -> Iterator[Batch]:
     """Grade stored completions again and yield them in batches.
 

@@ -140,8 +140,7 @@ def sign_test(higher: int, lower: int) -> float | None:
     """Return the two-sided p-value of the exact sign test; None without a difference.
 
     The null hypothesis is that a problem that differs is as likely to be higher as lower; equal problems do not count.
-    The number of higher ones is then Binomial(higher + lower, ½), so the p-value holds for any number of problems. It
-    depends on the directions of the differences only, not on their sizes.
+    The p-value holds for any number of problems, and depends only on the directions of the differences.
 
     Args:
         higher, lower: number of problems with a positive and with a negative difference.

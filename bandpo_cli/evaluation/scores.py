@@ -53,13 +53,12 @@ class Scores:
 
 
 def score(label: str, rows: Iterable[EvalRow], k: Sequence[int], legacy: bool = False) -> Scores:
-    """Return the scores of the graded completions of one evaluation set.
+    """Return the scores of the graded completions of one evaluation set, in any order.
 
     A metric that needs a column (length, finish reason) is left out if any completion lacks it.
 
     Args:
         label: name of the set, for error messages.
-        rows: graded completions in any order; they are grouped by problem id.
         k: values of k for pass@k and maj@k.
         legacy: also compute best@k as estimated by resampling with replacement.
 
@@ -102,8 +101,7 @@ def score(label: str, rows: Iterable[EvalRow], k: Sequence[int], legacy: bool = 
 def metric_record(scores: Mapping[str, Scores], with_intervals: bool = False) -> dict[str, float]:
     """Return the metrics under their names in metrics.jsonl (`eval/<set>/mean_at_16`).
 
-    Args:
-        with_intervals: add the ends of each interval as `<name>_low` and `<name>_high`.
+    With intervals, the ends of each are `<name>_low` and `<name>_high`.
     """
     record = {}
     for label, set_scores in scores.items():
@@ -119,8 +117,7 @@ def success_histogram(shares: Iterable[float], n: int | None) -> list[tuple[str,
     """Return the number of problems per bin of the number of correct completions, with the name of each bin.
 
     The first and the last bin are the problems that were never and always solved, on which pass@k depends most. Between
-    them each number of correct completions has a bin of its own, up to n = 16. With more completions the bins have
-    several numbers, equally many where n − 1 can be divided so, else they differ by one.
+    them each number of correct completions has a bin of its own, up to n = 16; beyond, bins have several numbers.
 
     Args:
         shares: the share of correct completions of each problem.
@@ -172,13 +169,7 @@ def _split_evenly(numbers: range) -> list[range]:
 def _problem_metrics(
     rows_G: Sequence[EvalRow], n: str, k: Sequence[int], legacy: bool, known: Container[str]
 ) -> dict[str, float]:
-    """Return the metrics of one problem; docs/evaluation.md defines each.
-
-    Args:
-        rows_G: the graded completions of the problem.
-        n: number of completions for the name of mean@n; "n" where it differs between problems.
-        known: optional columns that every completion has; metrics of others are left out.
-    """
+    """Return the metrics of one problem, which docs/evaluation.md defines; `n` is for the name of mean@n."""
     size = len(rows_G)
     accuracies = [row["accuracy"] for row in rows_G]
     correct = sum(accuracy == 1 for accuracy in accuracies)

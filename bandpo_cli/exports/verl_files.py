@@ -37,7 +37,7 @@ def batch_arithmetic(config: RunConfig, gpus: int, problems: int) -> list[str]:
     """Return the numbers of prompts, completions and updates per step and GPU, one line each.
 
     Raises:
-        ConfigError: verl needs a number to be divisible and it is not, or has no complete batch of problems.
+        ConfigError: verl cannot divide the batches so, or there is no complete batch of problems.
     """
     prompts, samples, updates = config.sampling.prompts, config.sampling.samples, config.optim.updates
     parallel = config.sampling.vllm.tensor_parallel
@@ -203,11 +203,9 @@ def write_problems(
     """Write a Parquet file in verl's layout.
 
     Args:
-        path: the file.
         split: `train` or `test`, in `extra_info`.
         sets: problems by `data_source`, by which verl names its metrics.
-        join_messages: the messages of a prompt become one, joined with blank lines; a prompt that is a text is a single
-            message in any case.
+        join_messages: join the messages of a prompt with blank lines to a single message.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -249,7 +247,7 @@ def copy_embedded_model(folder: Path) -> None:
     """Copy the bundled model, and add two tokens to its tokenizer that verl asks every Qwen2 model for.
 
     verl looks up the newline and the end of a chat turn (`utils/tokenizer/continuous_token.py`) before it has a prompt.
-    No prompt of the model contains them, and it cannot sample them: they are beyond its vocabulary.
+    The model cannot sample them: they are beyond its vocabulary.
     """
     from bandpo_cli.models.load import embedded_model_path
 

@@ -1,7 +1,6 @@
 """Reward function for verl: the graders and rewards of a configuration, in the form of verl's `compute_score`.
 
-The module is imported in verl's processes. It needs pydantic and the packages of the graders, but neither torch nor
-transformers.
+verl's processes import the module: it needs neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ log = logging.getLogger("bandpo_cli")
 class RewardFunction:
     """The rewards of a configuration as verl's `compute_score`, for any number of calling threads.
 
-    verl calls it once per completion, from the threads of an executor, while a grader pool takes many completions and
-    one caller. The calls that wait for the pool are therefore graded together by the first of them.
+    verl calls it once per completion, from many threads, while a grader pool takes many completions and one caller. The
+    first of the waiting calls therefore grades all of them.
     """
 
     def __init__(self, config: RunConfig) -> None:

@@ -172,9 +172,18 @@ def _value(config: RunConfig, key: str) -> Any:
 def differences_of(config: RunConfig) -> list[str]:
     """Return what verl would compute differently, one line each, beginning with the setting."""
     model, sampling, objective, optim = config.model, config.sampling, config.objective, config.optim
-    method, has_loss = config.bounds.method, config.bounds.method in LOSSES
+    method, corrected = config.bounds.method, is_corrected(config)
     alpha = model.lora.scaling * model.lora.rank if model.lora else 0.0
-    is_aggregated_otherwise = method in ("sapo", "gmpo") and objective.aggregation != PER_COMPLETION
+    other_mean = method in ("sapo", "gmpo") and objective.aggregation != PER_COMPLETION
+    importance = IMPORTANCE_DIFFERENCES.get(objective.importance, "") if corrected else ""
+    no_loss = f"verl has no such policy loss (it has {', '.join(LOSSES)})"
+    by_pi = "verl chooses the tokens by their covariance under π, not under π_old"
+    scheduled = method in LOSSES and config.bounds.scheduled(1, config.steps)
+    constant = "the radius is constant in verl, whose losses do not know the step"
+    geometric = "verl's gmpo takes the geometric mean of the importance weights over a completion"
+    unweighted = "verl does not weight the penalty by the importance correction"
+    warmup = "verl raises the learning rate once per step, from 0 in the first; optim.warmup_steps=0 is equal in both"
+    per_step = "verl changes the learning rate once per step, not with every update"
     checks: list[tuple[str, object, str]] = [
         ("model.revision", model.revision, "verl loads the latest revision"),
         ("model.lora.alpha", not alpha.is_integer(), "verl has whole numbers only"),
@@ -186,45 +195,16 @@ def differences_of(config: RunConfig) -> list[str]:
             "verl samples until it has all groups, without a limit",
         ),
         ("sampling.max_lag", sampling.max_lag, "verl samples each batch with the weights of its step"),
-        ("bounds.method", not has_loss, f"verl has no such policy loss (it has {', '.join(LOSSES)})"),
-        (
-            "bounds.delta_schedule",
-            has_loss and config.bounds.scheduled(1, config.steps),
-            "the radius is constant in verl, whose losses do not know the step",
-        ),
-        (
-            "bounds.method",
-            method in ("clip-cov", "kl-cov"),
-            "verl chooses the tokens by their covariance under π, not under π_old",
-        ),
-        ("objective.aggregation", is_aggregated_otherwise, f"verl's {method} has {PER_COMPLETION} only"),
-        (
-            "objective.importance_cap",
-            method == "gmpo" and is_corrected(config),
-            "verl's gmpo takes the geometric mean of the importance weights over a completion",
-        ),
-        (
-            "objective.reference_kl",
-            objective.reference_kl and is_corrected(config),
-            "verl does not weight the penalty by the importance correction",
-        ),
-        (
-            "objective.importance",
-            is_corrected(config) and objective.importance in IMPORTANCE_DIFFERENCES,
-            IMPORTANCE_DIFFERENCES.get(objective.importance, ""),
-        ),
-        (
-            "optim.warmup_steps",
-            optim.warmup_steps,
-            "verl raises the learning rate once per step, from 0 in the first; optim.warmup_steps=0 is the same in "
-            "both",
-        ),
+        ("bounds.method", method not in LOSSES, no_loss),
+        ("bounds.delta_schedule", scheduled, constant),
+        ("bounds.method", method in ("clip-cov", "kl-cov"), by_pi),
+        ("objective.aggregation", other_mean, f"verl's {method} has {PER_COMPLETION} only"),
+        ("objective.importance_cap", corrected and method == "gmpo", geometric),
+        ("objective.reference_kl", corrected and objective.reference_kl, unweighted),
+        ("objective.importance", importance, importance),
+        ("optim.warmup_steps", optim.warmup_steps, warmup),
         ("optim.schedule", optim.schedule not in LR_SCHEDULES, f"verl has {' and '.join(LR_SCHEDULES)} only"),
-        (
-            "optim.schedule",
-            optim.schedule == "cosine" and optim.updates > 1,
-            "verl changes the learning rate once per step, not with every update",
-        ),
+        ("optim.schedule", optim.schedule == "cosine" and optim.updates > 1, per_step),
     ]
     return [f"{key} = {_value(config, key)}: {text}" for key, differs, text in checks if differs]
 

@@ -23,12 +23,8 @@ def band_losses(
 
     Args:
         logprobs: log π(token), nats, any shape, with gradient.
-        old_logprobs: log π_old(token), nats, the same shape.
-        advantages: a of each token, the same shape.
-        divergence, delta, max_ratio: the settings of the Band, as in `band_bounds`.
-
-    Raises:
-        ConfigError: `band_bounds` raises it for the settings.
+        old_logprobs, advantages: log π_old(token) in nats, and a of each token; the same shape.
+        divergence, delta, max_ratio: the settings of the Band, as in `band_bounds`, which raises ConfigError.
     """
     lower, upper = band_bounds(old_logprobs, divergence, delta, max_ratio)
     ratios = torch.exp((logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))

@@ -11,10 +11,9 @@ from bandpo_cli.integrations.clipping import band_losses
 def band_loss(
     inputs: LossInputs, *, divergence: str = "kl", delta: float = 0.05, max_ratio: float | None = 10.0
 ) -> LossOutputs:
-    """Return the sum of the clipped losses of one sequence, and the shares of its tokens that the Band clips.
+    """Return the sum of the clipped losses of one sequence, which prime-rl divides by the tokens of the batch.
 
-    π_old is the policy that sampled the sequence (`inference_logprobs`). prime-rl divides the sum by the number of
-    tokens of the batch.
+    π_old is the policy that sampled the sequence (`inference_logprobs`).
 
     Args:
         inputs: one sequence, [seq] each: `trainer_logprobs` with gradient, `inference_logprobs`, `advantages`,
@@ -22,9 +21,8 @@ def band_loss(
         divergence, delta, max_ratio: the settings of the Band, as in `bandpo_cli.bounds.band_bounds`.
 
     Returns:
-        The scalar loss, and the metrics `band/upper_fraction` and `band/lower_fraction`: the tokens of the mask whose
-        gradient is zero because the ratio is above the upper bound at a positive advantage, or below the lower bound
-        at a negative one.
+        The scalar loss, and the shares `band/upper_fraction` and `band/lower_fraction` of the tokens of the mask whose
+        gradient is zero: above the upper bound at a positive, or below the lower bound at a negative advantage.
 
     Raises:
         ConfigError: a setting is invalid.

@@ -54,7 +54,13 @@ class BandGRPOConfig(GRPOConfig):  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_band()
+        try:
+            band_bounds([-1.0], self.band_divergence, self.band_delta, self.band_max_ratio)
+        except ConfigError as error:
+            raise ConfigError(
+                f"BandGRPOConfig(band_divergence={self.band_divergence!r}, band_delta={self.band_delta!r}, "
+                f"band_max_ratio={self.band_max_ratio!r}): {error}"
+            ) from None
         self._check_settings_of_trl()
         if self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0:
             warnings.warn(
@@ -64,36 +70,25 @@ class BandGRPOConfig(GRPOConfig):  # type: ignore[misc]
                 stacklevel=3,
             )
 
-    def _check_band(self) -> None:
-        try:
-            band_bounds([-1.0], self.band_divergence, self.band_delta, self.band_max_ratio)
-        except ConfigError as error:
-            raise ConfigError(
-                f"BandGRPOConfig(band_divergence={self.band_divergence!r}, band_delta={self.band_delta!r}, "
-                f"band_max_ratio={self.band_max_ratio!r}): {error}"
-            ) from None
-
     def _check_settings_of_trl(self) -> None:
-        if self.loss_type not in CLIPPED_LOSSES:
-            raise ConfigError(
-                f"loss_type={self.loss_type!r} has no interval of ratios that the Band could replace; set loss_type to "
-                f"one of {', '.join(CLIPPED_LOSSES)}"
-            )
-        if self.importance_sampling_level != "token":
-            raise ConfigError(
-                f"importance_sampling_level={self.importance_sampling_level!r} has one ratio per completion, and the "
-                "Band bounds the ratio of a token; set importance_sampling_level='token'"
-            )
-        if self.epsilon != GRPOConfig.epsilon or self.epsilon_high is not None:
-            raise ConfigError(
-                f"epsilon={self.epsilon!r} and epsilon_high={self.epsilon_high!r} have no effect, since the Band "
-                "replaces their interval; leave both out, and set band_delta"
-            )
-        if self.delta is not None and (self.band_max_ratio is None or self.delta <= self.band_max_ratio):
-            raise ConfigError(
-                f"delta={self.delta!r}, TRL's limit of the ratio at negative advantages, must be above every upper "
-                f"bound: set band_max_ratio (now {self.band_max_ratio!r}) to less than delta, or leave delta out"
-            )
+        """Raise ConfigError for a setting of TRL that the Band excludes."""
+        cap = self.band_max_ratio
+        checks = [
+            ("loss_type", self.loss_type in CLIPPED_LOSSES, "has no interval of ratios that the Band could replace",
+             f"set loss_type to one of {', '.join(CLIPPED_LOSSES)}"),
+            ("importance_sampling_level", self.importance_sampling_level == "token",
+             "has no ratio per token for the Band to bound", "set importance_sampling_level='token'"),
+            ("epsilon", self.epsilon == GRPOConfig.epsilon, "has no effect, since the Band replaces the interval",
+             "leave it out, and set band_delta"),
+            ("epsilon_high", self.epsilon_high is None, "has no effect, since the Band replaces the interval",
+             "leave it out, and set band_delta"),
+            ("delta", self.delta is None or (cap is not None and self.delta > cap),
+             "limits the ratio at negative advantages and must be above every upper bound",
+             f"set band_max_ratio (now {cap!r}) to less than delta, or leave delta out"),
+        ]  # fmt: skip
+        for name, is_allowed, reason, advice in checks:
+            if not is_allowed:
+                raise ConfigError(f"{name}={getattr(self, name)!r} {reason}; {advice}")
 
 
 class BandGRPOTrainer(GRPOTrainer):  # type: ignore[misc]

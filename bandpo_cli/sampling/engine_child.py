@@ -1,7 +1,7 @@
 """Child process of a sampling engine: environment, entry point, output, and exit status for the trainer.
 
-The process is started by subprocess and not by multiprocessing's spawn, which would run the user's __main__ again, and
-would leave the process in the trainer's process group, where Ctrl-C reaches it, until it has left it by itself.
+multiprocessing's spawn would run the user's __main__ again, and would leave the process in the trainer's process group,
+which Ctrl-C reaches, until the process has left the group by itself.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from bandpo_cli.errors import RunError, describe_exit
 from bandpo_cli.rank_process import LAUNCHER_VARIABLE, RUN_NAME_VARIABLE
 
 OUTPUT_BYTES = 1 << 14
-"""Bytes of the end of the process's output that are kept for an error message."""
+"""Bytes at the end of the process's output in which an error message looks for the last line."""
 EXIT_S = 5.0
 """Seconds to wait for the end of the process after SIGKILL or after the end of the connection."""
 POLL_INTERVAL_S = 0.5
@@ -43,12 +44,7 @@ _RANK_PREFIX = "TORCHELASTIC_"
 
 
 def engine_environment(environ: Mapping[str, str], cards: Sequence[int]) -> dict[str, str]:
-    """Return the environment of an engine process: the environment of a single process that sees only the given GPUs.
-
-    Args:
-        environ: the environment of the trainer.
-        cards: the GPUs of the process, in the trainer's numbers; none on a CPU.
-    """
+    """Return the environment of a single process that sees only the GPUs `cards`, in the numbers of `environ`."""
     variables = {
         name: value
         for name, value in environ.items()
@@ -68,14 +64,12 @@ class EngineChild:
     processes that its engine has started. It ends within a second of the trainer.
 
     Attributes:
+        pid: process id.
         pipe: the connection; its calls raise EOFError or OSError once the process has ended.
     """
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """Start the process.
-
-        Args:
-            environment: what `engine_environment` returns.
+        """Start the process with the variables of `engine_environment`.
 
         Raises:
             RunError: the system refuses to start a process.
@@ -85,40 +79,36 @@ class EngineChild:
         path = path if package in path else [*path, package]
         self._socket, theirs = socket.socketpair()
         arguments = json.dumps([theirs.fileno(), os.getpid(), path])
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115 - the process writes to it
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _SOURCE, arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=self._output,
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
                 start_new_session=True,
                 pass_fds=[theirs.fileno()],
-                bufsize=0,
             )
         except OSError as error:
             self._socket.close()
             raise RunError(f"cannot start the engine process: {error}") from error
         finally:
             theirs.close()
+        self.pid = self._process.pid
         self.pipe = Connection(os.dup(self._socket.fileno()))
-        self._output = b""
-        self._reader = threading.Thread(target=self._collect_output, name="engine-output", daemon=True)
         self._watch = threading.Thread(target=self._wait, name="engine-watch", daemon=True)
-        self._reader.start()
         self._watch.start()
-
-    @property
-    def pid(self) -> int:
-        """Process id."""
-        return self._process.pid
 
     def kill(self) -> None:
         """Kill the process and those that it has started, and wait for its end; do nothing if it has ended."""
         if self._watch.is_alive():  # the process is not reaped yet, so its id was not reused
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self._kill_group()
         self.wait(EXIT_S)
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def wait(self, seconds: float) -> bool:
         """Wait for the end of the process; return whether it has ended."""
@@ -129,27 +119,19 @@ class EngineChild:
         """Return how the process ended and the last line of its output. One that still runs is killed."""
         if not self.wait(EXIT_S):
             self.kill()
-        self._reader.join(1.0)
-        end = describe_exit(self._process.returncode or 0)
-        lines = [line.strip() for line in self._output.decode(errors="replace").splitlines()]
-        last = next((line for line in reversed(lines) if line), "")
+        file = self._output.fileno()
+        output = os.pread(file, OUTPUT_BYTES, max(0, os.fstat(file).st_size - OUTPUT_BYTES))
+        end, lines = describe_exit(self._process.returncode or 0), output.decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f"{end} (its last output: {last})" if last else end
-
-    def _collect_output(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as pipe:
-            while chunk := pipe.read(OUTPUT_BYTES):
-                self._output = (self._output + chunk)[-OUTPUT_BYTES:]
 
     def _wait(self) -> None:
         """Wait for the end of the process, end those that it has started, and close the connection.
 
-        A process of the engine may hold the other end of the connection open, and its memory on a GPU. A thread that
-        waits for the connection is woken.
+        They may hold the connection and memory on a GPU. A thread that waits for the connection is woken.
         """
-        os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        self._kill_group()
         self._process.wait()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -159,7 +141,7 @@ class EngineChild:
 def main(descriptor: int, trainer: int) -> None:
     """Serve commands until the trainer ends the process or dies; runs in the process.
 
-    Only the standard library is imported before the process watches the trainer.
+    The process watches the trainer before it imports more than the standard library.
 
     Args:
         descriptor: this process's end of the socket pair.

@@ -1,9 +1,8 @@
 """Sampling in a separate process, at the same time as the trainer's updates (`sampling.max_lag`).
 
-The process has the ordinary engine of the settings. At every sync the trainer writes the weights, tensor by tensor, to
-memory that the process reads. There is one process per rank.
-
-The engine never sleeps (`sampling.vllm.sleep` has no effect): it samples while the trainer updates.
+Each rank has one process, with the ordinary engine of the settings. At every sync the trainer writes the weights,
+tensor by tensor, to memory that the process reads. The engine samples while the trainer updates, so it never sleeps
+(`sampling.vllm.sleep` has no effect).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -22,7 +21,7 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.config.hardware import engine_cards
 from bandpo_cli.config.run import ModelConfig, RunConfig
-from bandpo_cli.config.sampling import SamplingConfig, resolve_engine
+from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.models.adapter_files import adapter_folder
 from bandpo_cli.models.load import Policy
@@ -48,9 +47,8 @@ log = logging.getLogger("bandpo_cli")
 class EngineProcess:
     """A sampling engine in a child process; see `Sampler` and `StreamingSampler`.
 
-    One thread at a time may sample, sync or describe; `close` may be called from any thread at any time.
-
-    Every method but `close` and `sleep` raises RunError after the process has ended, with how it ended.
+    One thread at a time may sample, sync or describe; `close` may be called from any thread at any time. All other
+    methods but `sleep` raise RunError after the process has ended, with how it ended.
     """
 
     shares_weights = False
@@ -91,7 +89,7 @@ class EngineProcess:
             RunError: the engine failed, or its process ended or was closed by another thread.
             EngineMemoryError: the engine ran out of memory.
         """
-        completions: list[list[Completion]] = self._call("sample", prompts_P, params, seed)
+        (completions,) = self.sample_stream([SampleRequest(prompts_P, seed)], params)
         if completions and self._check is not None:
             self._check.observe(prompts_P[0], completions[0][0])
         return completions
@@ -109,11 +107,10 @@ class EngineProcess:
             pipe.send(("stream", params))
             while not isinstance(message := pipe.recv(), Answer):
                 if message is None:  # the engine has room for a request
-                    request = None
                     try:
                         request = next(more, None)
                     except Exception as error:  # noqa: BLE001 - raised below, after the end of the stream
-                        failure = error
+                        failure, request = error, None
                     pipe.send(request)
                     continue
                 try:
@@ -140,28 +137,20 @@ class EngineProcess:
             RunError: the process ended.
             EngineMemoryError: the engine ran out of memory.
         """
-        with self._schedule.sync() as is_complete:
-            self._load(model, version)
-            if self._check is not None and is_complete:
-                self._check.check(model, version, self._sample_probe)
-
-    def _load(self, model: PreTrainedModel, version: int) -> None:
-        """Send the weights to the engine, which loads them."""
         weights = checkpoint_weights(model)
 
         def send() -> None:
             try:
-                with self._conversation() as pipe:
-                    pipe.send(("sync", version))
-                    send_weights(pipe, self._slots, weights)
-                    answer = pipe.recv()
+                self._call("sync", version, serve=lambda pipe: send_weights(pipe, self._slots, weights))
             except RunError:
                 for _ in weights:  # a sharded model gathers each weight on all ranks together
                     pass
                 raise
-            _checked(answer)
 
-        self._ranks.agree(send)
+        with self._schedule.sync() as is_complete:
+            self._ranks.agree(send)
+            if self._check is not None and is_complete:
+                self._check.check(model, version, self._sample_probe)
 
     def describe(self) -> dict[str, str]:
         """Return what the engine in the process describes; see `describe_sampler`."""
@@ -202,30 +191,36 @@ class EngineProcess:
             raise UserError("sampling.weight_transfer = 'cuda-ipc' needs a GPU; leave it at 'host' on a CPU")
         cards = _visible_cards(policy, sees_trainer=gpu is not None)
         self._child = EngineChild(engine_environment(os.environ, cards))
-        with self._conversation() as pipe:
-            model = (
-                _model_settings(config.model, policy)
-                if self._entry.shares_weights
-                else replace(engine_model(policy.model), device=torch.device(policy.device.type))
-            )
-            sampling = _engine_settings(config.sampling, self._entry.name)
-            pipe.send(("build", model, sampling, threads, None if gpu is None else len(cards) - 1))
+        model = (
+            _model_settings(config.model, policy)
+            if self._entry.shares_weights
+            else replace(engine_model(policy.model), device=torch.device(policy.device.type))
+        )
+        # The engine never sleeps, as it is in use during updates.
+        vllm = config.sampling.vllm.model_copy(update={"sleep": False})
+        sampling = config.sampling.model_copy(update={"engine": self._entry.name, "max_lag": 0, "vllm": vllm})
+
+        def share_slots(pipe: Connection) -> None:
             self._slots = send_slots(pipe, largest, gpu)
-            answer = pipe.recv()
-        _checked(answer)
+
+        trainers_gpu = None if gpu is None else len(cards) - 1
+        self._call("build", model, sampling, threads, trainers_gpu, serve=share_slots)
         if not on_gpu:
             torch.set_num_threads(max(1, self._trainer_threads - threads))
 
     def _sample_probe(self, prompt: TokenIds, params: SamplingParams, seed: int) -> list[Completion]:
         """Return completions of one prompt. All ranks call this together, so an error on one is raised on all."""
-        probes = self._ranks.agree(lambda: self._call("sample", [prompt], params, seed)[0])
+        probes = self._ranks.agree(lambda: self.sample([prompt], params, seed)[0])
         completions: list[Completion] = probes[self._ranks.rank]
         return completions
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        """Return what a command of `EngineServer` returns, or raise its error."""
+    def _call(
+        self, name: str, *arguments: Any, serve: Callable[[Connection], None] = lambda pipe: None
+    ) -> Any:
+        """Run a command of `EngineServer`; `serve` exchanges the messages between the command and its answer."""
         with self._conversation() as pipe:
             pipe.send((name, *arguments))
+            serve(pipe)
             answer = pipe.recv()
         return _checked(answer)
 
@@ -233,8 +228,7 @@ class EngineProcess:
     def _conversation(self) -> Iterator[Connection]:
         """Yield the connection for one command and its answer.
 
-        A command that is interrupted ends the process, since its answer would be taken for the answer of the next
-        command.
+        An interrupted command ends the process: its answer would be taken for that of the next command.
         """
         if not self._lock.acquire(blocking=False):
             raise RunError(self._error or "the engine process already has a call of another thread")
@@ -261,17 +255,6 @@ class EngineProcess:
             self._lock.release()
 
 
-def _engine_settings(config: SamplingConfig, engine: str) -> SamplingConfig:
-    """Return the sampling settings in the process: an engine that never sleeps, as it is in use during updates."""
-    return config.model_copy(
-        update={
-            "engine": engine,
-            "max_lag": 0,
-            "vllm": config.vllm.model_copy(update={"sleep": False}),
-        }
-    )
-
-
 def _model_settings(config: ModelConfig, policy: Policy) -> ModelConfig:
     """Return the settings of the model in the process: without adapters, since they are merged before they are sent."""
     settings: dict[str, Any] = {
@@ -287,8 +270,7 @@ def _model_settings(config: ModelConfig, policy: Policy) -> ModelConfig:
 def _visible_cards(policy: Policy, sees_trainer: bool) -> list[int]:
     """Return the GPUs that the process of this rank sees, in the trainer's numbers; none on a CPU.
 
-    Args:
-        sees_trainer: the process also sees the GPU of the trainer, as its last one; it computes on the first.
+    The process computes on the first; with `sees_trainer` the last is the GPU of the trainer.
     """
     if policy.device.type != "cuda":
         return []

@@ -1,8 +1,7 @@
 """Commands of an engine process: build the engine, receive weights, sample, describe, close.
 
-A command is the name of a method of `EngineServer` with its arguments. It ends with one `Answer`. Commands and answers
-are pickled, so that floats arrive with the bits that they were sent with. Weights go through memory that both processes
-map; the trainer calls `send_slots` and `send_weights`.
+A command is the name of a method of `EngineServer` with its arguments, and ends with one `Answer`; both are pickled, so
+that floats keep their bits. Weights go through memory that both processes map (`send_slots`, `send_weights`).
 """
 
 from __future__ import annotations
@@ -34,13 +33,11 @@ from bandpo_cli.sampling.sampler import (
     SampleRequest,
     SamplingParams,
     StaleEngineError,
-    TokenIds,
     build_sampler,
     describe_sampler,
     engine_model,
     sample_requests,
 )
-from bandpo_cli.types import Completion
 
 SLOTS = 2
 """Weights in the shared memory: the trainer writes one while the engine reads the other."""
@@ -55,13 +52,7 @@ Weights = Iterable[tuple[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Answer:
-    """The end of a command.
-
-    Attributes:
-        value: what the command returns.
-        error: what the trainer raises in its place.
-        warnings: level and text of the warnings that were logged since the last answer.
-    """
+    """The end of a command: its value, or the error that the trainer raises, and level and text of logged warnings."""
 
     value: Any = None
     error: Exception | None = None
@@ -73,8 +64,8 @@ class EngineServer:
 
     _slots: torch.Tensor
     _device: torch.device
+    _sampler: Sampler
     _policy: Policy | None = None
-    _sampler: Sampler | None = None
     _is_current = False
     _has_sampled = False
 
@@ -94,7 +85,7 @@ class EngineServer:
                 self._pipe.send(self._answer(*command))
         except (EOFError, OSError):  # the trainer has ended
             return
-        if self._sampler is not None:
+        if hasattr(self, "_sampler"):
             self._sampler.close()
 
     def _answer(self, name: str, *arguments: Any) -> Answer:
@@ -115,10 +106,9 @@ class EngineServer:
     def build(
         self, model: ModelConfig | EngineModel, sampling: SamplingConfig, threads: int, gpu: int | None
     ) -> None:
-        """Build the engine, with a policy where it gets the settings of the model.
+        """Build the engine, with a policy if it gets the settings of the model.
 
-        Args:
-            gpu: the number of the trainer's GPU in this process where the weights come through its memory.
+        `gpu` is the number of the trainer's GPU in this process if the weights come through its memory.
         """
         self._slots = receive_slots(self._pipe, gpu)
         torch.set_num_threads(threads)
@@ -132,7 +122,6 @@ class EngineServer:
 
     def sync(self, version: int) -> None:
         """Receive all weights of the policy and load them into the engine, one at a time."""
-        assert self._sampler is not None
         self._is_current = False
         weights = receive_weights(self._pipe, self._slots)
         try:
@@ -149,58 +138,39 @@ class EngineServer:
                 pass
         self._is_current = True
 
-    def sample(
-        self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
-    ) -> list[list[Completion]]:
-        """Return completions [P][n]."""
-        completions = self._current_sampler().sample(prompts_P, params, seed)
-        self._has_sampled = True
-        return completions
-
     def stream(self, params: SamplingParams) -> None:
         """Send the completions of each request; the trainer answers each with whether it takes more."""
-        with closing(sample_requests(self._current_sampler(), self._requests(), params)) as stream:
+        if not self._is_current:
+            raise StaleEngineError("the engine process has no complete weights since the last sync failed")
+
+        def requests() -> Iterator[SampleRequest]:
+            self._pipe.send(None)
+            while (request := self._pipe.recv()) is not None:
+                yield request
+                self._pipe.send(None)
+
+        with closing(sample_requests(self._sampler, requests(), params)) as stream:
             for groups in stream:
+                self._has_sampled = True
                 self._pipe.send(groups)
                 if not self._pipe.recv():
                     break
 
-    def _requests(self) -> Iterator[SampleRequest]:
-        """Ask the trainer for one request after the other."""
-        while True:
-            self._pipe.send(None)
-            request = self._pipe.recv()
-            if request is None:
-                return
-            yield request
-
     def describe(self) -> dict[str, str]:
         """Return what the engine describes; see `describe_sampler`."""
-        assert self._sampler is not None
         return describe_sampler(self._sampler)
-
-    def _current_sampler(self) -> Sampler:
-        assert self._sampler is not None
-        if not self._is_current:
-            raise StaleEngineError("the engine process has no complete weights since the last sync failed")
-        return self._sampler
 
 
 @torch.no_grad()
 def _copy(weights: Weights, parameters: Mapping[str, torch.Tensor], version: int) -> None:
-    """Copy each weight into the parameter of its name.
-
-    Raises:
-        StaleEngineError: the weights are not exactly those of the parameters.
-    """
+    """Copy each weight into the parameter of its name; raise StaleEngineError unless all are those of the model."""
     missing = dict(parameters)
     for name, tensor in weights:
         parameter = missing.pop(name, None)
         if parameter is None or (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
-            expected = "no such parameter" if parameter is None else _form(parameter)
             raise StaleEngineError(
-                f"the engine process cannot load version {version} of the weights: {name} has {_form(tensor)}, the "
-                f"engine's model has {expected}"
+                f"the engine process cannot load version {version} of the weights: its model has no parameter {name} "
+                f"of shape {[*tensor.shape]} and dtype {tensor.dtype}"
             )
         parameter.copy_(tensor)
     if missing:
@@ -208,10 +178,6 @@ def _copy(weights: Weights, parameters: Mapping[str, torch.Tensor], version: int
             f"the engine process received version {version} of the weights only in part: "
             f"{next(iter(missing))} is missing ({len(missing)} in total)"
         )
-
-
-def _form(tensor: torch.Tensor) -> str:
-    return f"shape {[*tensor.shape]} and dtype {tensor.dtype}"
 
 
 def send_slots(pipe: Connection, size: int, gpu: torch.device | None = None) -> torch.Tensor:
@@ -236,11 +202,7 @@ def send_slots(pipe: Connection, size: int, gpu: torch.device | None = None) -> 
 
 
 def receive_slots(pipe: Connection, gpu: int | None = None) -> torch.Tensor:
-    """Return the memory that the other process has sent with `send_slots`.
-
-    Args:
-        gpu: the number of its GPU in this process, which may differ from that in the other one.
-    """
+    """Return the memory that `send_slots` has sent; `gpu` is the number of its GPU in this process."""
     if gpu is not None:
         handle = [*pipe.recv()]
         handle[_HANDLE_DEVICE] = gpu
@@ -271,10 +233,7 @@ def send_weights(pipe: Connection, slots: torch.Tensor, weights: Weights) -> Non
 
 
 def receive_weights(pipe: Connection, slots: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield each weight; the tensor is valid until the next one is taken.
-
-    All of them have to be taken, also after one that cannot be used.
-    """
+    """Yield each weight, which is valid until the next one is taken; the receiver must take all of them."""
     while (header := pipe.recv()) is not None:
         name, dtype, shape, slot = header
         yield name, _view(slots[slot], dtype, shape)

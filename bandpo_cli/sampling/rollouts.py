@@ -65,18 +65,20 @@ class PromptEncoder:
         Raises:
             ConfigError: the chat template refuses the messages; some templates have no system role, for example.
         """
-        texts = [self._text(problem) for problem in problems_P]
+        prompts: dict[int, EncodedPrompt] = {}
         # A plain-text prompt is in the task's own format, and a chat template writes special tokens itself. Only raw
         # joined messages get the special tokens that the tokenizer adds to a text (a beginning-of-sequence token).
-        joined = [not self._chat and not isinstance(problem.prompt, str) for problem in problems_P]
-        ids: list[tuple[int, ...]] = [()] * len(texts)
         for special in (False, True):
-            indices = [index for index, is_joined in enumerate(joined) if is_joined is special]
-            if indices:
-                encoded = self.tokenizer([texts[index] for index in indices], add_special_tokens=special)
-                for index, tokens in zip(indices, encoded["input_ids"], strict=True):
-                    ids[index] = tuple(tokens)
-        return [EncodedPrompt(text, tokens) for text, tokens in zip(texts, ids, strict=True)]
+            texts = {
+                index: self._text(problem)
+                for index, problem in enumerate(problems_P)
+                if special == (not self._chat and not isinstance(problem.prompt, str))
+            }
+            if texts:
+                encoded = self.tokenizer([*texts.values()], add_special_tokens=special)["input_ids"]
+                for (index, text), tokens in zip(texts.items(), encoded, strict=True):
+                    prompts[index] = EncodedPrompt(text, tuple(tokens))
+        return [prompts[index] for index in range(len(problems_P))]
 
     def applies_template(self, problem: Problem) -> bool:
         """Return whether the chat template formats the problem's prompt."""
@@ -93,12 +95,8 @@ class PromptEncoder:
 
     def filter_by_length(self, problems_P: Sequence[Problem], max_tokens: int) -> list[Problem]:
         """Return the problems whose prompts have 1 to `max_tokens` tokens, in order."""
-        encoded = self.encode(problems_P)
-        return [
-            problem
-            for problem, prompt in zip(problems_P, encoded, strict=True)
-            if 1 <= len(prompt.token_ids) <= max_tokens
-        ]
+        lengths = [len(prompt.token_ids) for prompt in self.encode(problems_P)]
+        return [item for item, length in zip(problems_P, lengths, strict=True) if 1 <= length <= max_tokens]
 
     def _text(self, problem: Problem) -> str:
         """Return the prompt of a problem as the text that is tokenized."""
@@ -106,7 +104,7 @@ class PromptEncoder:
             return problem.prompt
         if not self._chat:
             return "\n\n".join(message.content for message in problem.prompt)
-        turns = [_as_dict(message) for message in problem.prompt]
+        turns = [{"role": message.role, "content": message.content} for message in problem.prompt]
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # noqa: BLE001 - a template is a program that the model's author wrote
@@ -117,40 +115,21 @@ class PromptEncoder:
         return str(text)
 
 
-def _as_dict(message: Message) -> dict[str, str]:
-    return {"role": message.role, "content": message.content}
-
-
 def check_context_length(policy: Policy, config: RunConfig) -> None:
-    """Check that no completion can exceed the model's context length: beyond it the text would be meaningless.
-
-    Raises:
-        ConfigError: `sampling.max_prompt_tokens` and `sampling.max_tokens` together exceed the context length.
-    """
+    """Raise ConfigError if a prompt and its completion can exceed the model's context length."""
     context_length = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
     prompt, completion = config.sampling.max_prompt_tokens, config.sampling.max_tokens
-    total = prompt + completion
-    if context_length is not None and total > context_length:
+    if context_length is not None and prompt + completion > context_length:
         raise ConfigError(
-            f"sampling.max_prompt_tokens = {prompt:,} and sampling.max_tokens = {completion:,} come to {total:,} "
-            f"tokens; the model reads at most {context_length:,}; lower one of them"
+            f"sampling.max_prompt_tokens = {prompt:,} and sampling.max_tokens = {completion:,} come to "
+            f"{prompt + completion:,} tokens; the model reads at most {context_length:,}; lower one of them"
         )
 
 
 def drop_long_prompts_in_sets(
     encoder: PromptEncoder, sets: Mapping[str, Sequence[Problem]], config: RunConfig, notes: list[str]
 ) -> dict[str, Sequence[Problem]]:
-    """Return the first `evaluation.problems` of each set without those whose prompts are too long.
-
-    Args:
-        encoder: encoder of the policy's prompts.
-        sets: problems by the set's name.
-        config: the run's settings.
-        notes: gets one line per set with removed problems.
-
-    Raises:
-        ConfigError: a set has no problems left.
-    """
+    """Return the first `evaluation.problems` of each set by name, as `drop_long_prompts` returns them."""
     return {
         label: drop_long_prompts(encoder, label, problems[: config.evaluation.problems], config, notes)
         for label, problems in sets.items()
@@ -170,7 +149,7 @@ def drop_long_prompts(
         raise ConfigError(f"'{label}' has no problems")
     fitting = encoder.filter_by_length(problems, limit)
     if not fitting:
-        raise long_prompts_error(encoder, label, problems, config)
+        raise _long_prompts_error(encoder, label, problems, config)
     if len(fitting) < len(problems):
         notes.append(
             f"{label}: {len(problems) - len(fitting):,} of {len(problems):,} problems left out, their prompts have "
@@ -183,15 +162,13 @@ def check_some_prompt_fits(
     encoder: PromptEncoder, label: str, problems: Sequence[Problem], config: RunConfig
 ) -> None:
     """Raise ConfigError if all prompts are longer than `sampling.max_prompt_tokens`; stop at the first that is not."""
-    for start in range(0, len(problems), _CHECKED_PROMPTS):
-        if encoder.filter_by_length(
-            problems[start : start + _CHECKED_PROMPTS], config.sampling.max_prompt_tokens
-        ):
-            return
-    raise long_prompts_error(encoder, label, problems, config)
+    starts = range(0, len(problems), _CHECKED_PROMPTS)
+    parts = (problems[start : start + _CHECKED_PROMPTS] for start in starts)
+    if not any(encoder.filter_by_length(part, config.sampling.max_prompt_tokens) for part in parts):
+        raise _long_prompts_error(encoder, label, problems, config)
 
 
-def long_prompts_error(
+def _long_prompts_error(
     encoder: PromptEncoder, label: str, problems: Sequence[Problem], config: RunConfig
 ) -> ConfigError:
     """Return the error for a set whose prompts are all too long: their lengths, and the share of the template."""
@@ -227,9 +204,7 @@ def completion_stop_ids(
     as Qwen2.5) ends its turns with a token, <|im_end|>, that is not its end-of-sequence token, <|endoftext|>, and would
     continue up to `sampling.max_tokens`.
     """
-    if not any(encoder.applies_template(problem) for problem in problems):
-        return policy.stop_ids
-    token = end_of_turn_id(policy.tokenizer)
+    token = end_of_turn_id(policy.tokenizer) if any(map(encoder.applies_template, problems)) else None
     rows = policy.model.get_input_embeddings().weight.shape[0]
     if token is None or token >= rows:  # a token that was added to the tokenizer alone is never sampled
         return policy.stop_ids
@@ -239,8 +214,7 @@ def completion_stop_ids(
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the id of the token that the chat template writes after an assistant's message.
 
-    Returns:
-        None if the template writes nothing there or a text that is not one token, or refuses these messages.
+    None if the template writes nothing there or several tokens, or refuses the messages.
     """
     # A turn of each role; the answer has no character that a template changes, and occurs nowhere else.
     answer = "It-is-2"
@@ -260,37 +234,28 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def sample_completions(
     sampler: Sampler, prompts_P: Sequence[EncodedPrompt], params: SamplingParams, seed: int, version: int
 ) -> list[list[Completion]]:
-    """Return completions [P][n] sampled from the policy after `version` optimizer updates.
-
-    Raises:
-        StaleEngineError: the engine sampled from the weights of another version.
-    """
-    completions_PG = sampler.sample([prompt.token_ids for prompt in prompts_P], params, seed)
-    _check_version(completions_PG, version)
+    """Return completions [P][n] of the prompts; see `stream_completions`."""
+    request = SampleRequest([prompt.token_ids for prompt in prompts_P], seed)
+    (completions_PG,) = stream_completions(sampler, [request], params, version)
     return completions_PG
 
 
 def stream_completions(
     sampler: Sampler, requests: Iterable[SampleRequest], params: SamplingParams, version: int
 ) -> Generator[list[list[Completion]], None, None]:
-    """Yield the completions [P][n] of each request in order; at the same time, if the sampler can.
+    """Yield the completions [P][n] of each request in order, sampled at the same time if the sampler can.
 
     Raises:
-        StaleEngineError: the engine sampled from the weights of another version.
+        StaleEngineError: the engine has other weights than those after `version` optimizer updates.
     """
     with closing(sample_requests(sampler, requests, params)) as stream:
         for completions_PG in stream:
-            _check_version(completions_PG, version)
+            others = {item.policy_version for group in completions_PG for item in group} - {version}
+            if others:
+                raise StaleEngineError(
+                    f"the engine sampled from the weights of update {min(others)}, the policy is at {version}"
+                )
             yield completions_PG
-
-
-def _check_version(completions_PG: Sequence[Sequence[Completion]], version: int) -> None:
-    """Raise StaleEngineError if a completion is from other weights than those of `version`."""
-    others = {completion.policy_version for group in completions_PG for completion in group} - {version}
-    if others:
-        raise StaleEngineError(
-            f"the engine sampled from the weights of update {min(others)}, the policy is at {version}"
-        )
 
 
 def decode_completions(
@@ -323,11 +288,7 @@ def graded_groups(
     """Return one group per problem with the graded completions and their shaped rewards.
 
     Args:
-        problems_P: P problems.
-        prompts_P: their encoded prompts.
-        completions_PG: their completions [P][G].
-        texts: the text of each completion, [P·G].
-        grades: the grade of each completion, [P·G].
+        texts, grades: of all completions, [P·G].
         reward: range of the reward and penalty for long completions.
         max_tokens: maximum tokens per completion, from which the penalty for long completions counts.
     """

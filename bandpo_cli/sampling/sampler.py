@@ -47,9 +47,8 @@ class SamplingParams:
 class Sampler(Protocol):
     """Samples completions from the policy's current weights.
 
-    An engine may also have a method `describe`; see `describe_sampler`.
-
-    The order within a training step is: `sample` (one or more times), `sleep`, the update, `sync`.
+    A training step calls `sample` (one or more times), then `sleep`, and after the update `sync`. An engine may also
+    have a method `describe`; see `describe_sampler`.
     """
 
     shares_weights: bool
@@ -70,11 +69,7 @@ class Sampler(Protocol):
         ...
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
-        """Load the policy's weights into the engine.
-
-        Args:
-            model: the policy's model.
-            version: number of optimizer updates that the weights have had.
+        """Load the weights of the policy's model, which have had `version` optimizer updates.
 
         Raises:
             StaleEngineError: the engine does not run the given weights.
@@ -87,21 +82,9 @@ class Sampler(Protocol):
 
 
 def describe_sampler(sampler: Sampler) -> dict[str, str]:
-    """Return the engine's name and what else decides how it computes, for env.json.
-
-    That is what its method `describe` returns; an engine without one has the name of its class.
-    """
+    """Return the result of the engine's `describe`, for env.json: its name and what decides how it computes."""
     describe: Callable[[], dict[str, str]] | None = getattr(sampler, "describe", None)
     return {"engine": type(sampler).__name__} if describe is None else describe()
-
-
-def _slow_engine_warning(engine: str) -> str:
-    """Return a warning about an engine that is not made for GPUs, with the one to use and how to install it."""
-    better = next(name for name, entry in ENGINES.items() if entry.preferred_on_gpu)
-    package = ENGINES[better].package
-    missing = package is not None and not is_installed(package)
-    how = f"install it with: {ENGINES[better].install}" if missing else f"use it with: --sampler {better}"
-    return f"on a GPU the {engine} engine is expected to sample 10 to 30 times slower than {better}; {how}"
 
 
 class SampleRequest(NamedTuple):
@@ -138,12 +121,9 @@ def sample_requests(
 
 @dataclass(frozen=True)
 class EngineModel:
-    """What an engine with weights of its own needs to know of the model; it can be sent to another process.
+    """The data of the model for an engine with weights of its own, which can be sent to another process.
 
-    Attributes:
-        config: its config, in which `architectures` names its class.
-        dtype: dtype of forward passes.
-        device: device of the engine.
+    `architectures` of the config names the model's class; the dtype is that of forward passes.
     """
 
     config: PreTrainedConfig
@@ -174,17 +154,14 @@ class StaleEngineError(RunError):
 def is_exact(sampler: Sampler, policy: Policy) -> bool:
     """Return whether the sampler's log-probs are the trainer's, but for the order of float32 additions.
 
-    This needs the trainer's own model in float32. In 16 bits the sampler draws from logits that are rounded to 16 bits,
-    while the trainer computes the logits of packed rows in float32: its tokens are samples of a slightly different
-    distribution.
+    In 16 bits the trainer's own model samples from logits that are rounded to 16 bits, while the trainer computes the
+    logits of packed rows in float32: the tokens are samples of a slightly different distribution.
     """
     return sampler.shares_weights and forward_dtype(policy.model) == torch.float32
 
 
 def check_model(config: RunConfig) -> None:
     """Check from the model's config.json that the engine of the settings can run it, before its weights are loaded.
-
-    transformers stores the experts of a layer in one tensor, under names that vLLM's loader does not know.
 
     Raises:
         UserError: the model is a mixture of experts, which the engine does not run, or its config cannot be read.
@@ -195,6 +172,7 @@ def check_model(config: RunConfig) -> None:
     adapter = adapter_folder(config.model)
     model = config.model if adapter is None else base_config(config.model, adapter)
     text = read_config(model).get_text_config()
+    # transformers stores the experts of a layer in one tensor, under names that vLLM's loader does not know.
     counts = [value for key, value in text.to_dict().items() if key.endswith("experts")]
     if any(isinstance(count, int) and count > 1 for count in counts):
         raise UserError(
@@ -217,6 +195,15 @@ def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
     engine = resolve_engine(config.sampling.engine, on_gpu)
     check_engine(engine, device="auto")  # of the GPU, the commands have checked it
     if on_gpu and not ENGINES[engine].preferred_on_gpu:
-        log.warning("%s", _slow_engine_warning(engine))
+        better = next(name for name, entry in ENGINES.items() if entry.preferred_on_gpu)
+        package = ENGINES[better].package
+        missing = package is not None and not is_installed(package)
+        how = f"install it with: {ENGINES[better].install}" if missing else f"use it with: --sampler {better}"
+        log.warning(
+            "on a GPU the %s engine is expected to sample 10 to 30 times slower than %s; %s",
+            engine,
+            better,
+            how,
+        )
     sampler: Sampler = load_attribute(ENGINES[engine].build)(config.sampling, policy)
     return sampler

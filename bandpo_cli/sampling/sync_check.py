@@ -1,10 +1,8 @@
 """Check after a weight sync: the engine's log-probs of a few tokens that it samples, against the trainer's.
 
-The tokens are samples of the policy, so that rounding moves their log-probs as little as those of training's tokens.
-`benchmarks/sync_noise.py` measures how much that is over hundreds of syncs.
-
-With several ranks, each of them checks its own engine, and the largest gap decides: all ranks run the same number of
-probes, because a pass of a sharded model needs all of them.
+The tokens are samples of the policy, so that rounding moves their log-probs as little as those of training's tokens;
+`benchmarks/sync_noise.py` measures how much that is. Each of several ranks checks its own engine, and the largest gap
+decides: all ranks run the same number of probes, because a pass of a sharded model needs all of them.
 """
 
 from __future__ import annotations
@@ -54,15 +52,13 @@ def probe_limit(model: PreTrainedModel) -> float:
 class CheckSchedule:
     """Chooses the syncs that are checked completely: the first, one in ten, and the one after a sync that failed."""
 
-    def __init__(self) -> None:
-        self._remaining = 0
+    _remaining = 0
 
     @contextmanager
     def sync(self, always: bool = False) -> Iterator[bool]:
-        """Yield whether the sync of the block is checked completely; it counts as one if the block raises no error.
+        """Yield whether the sync of the block is checked completely, in any case with `always`.
 
-        Args:
-            always: check this one in any case.
+        The sync counts if the block raises no error.
         """
         remaining, self._remaining = 0 if always else self._remaining, 0
         yield remaining == 0
@@ -73,8 +69,8 @@ class SyncCheck:
     """Compares the engine with the trainer after a sync.
 
     The engine continues a prompt; the trainer computes the log-probs of the sampled tokens. The prompt is the start of
-    a rollout of the latest sampling call, if that was long enough: the keys and values of the old weights are then in
-    the engine's cache, and a sync that does not clear it is noticed. Until then the policy itself samples the prompt.
+    the latest rollout that was long enough, whose keys and values under the old weights are in the engine's cache: a
+    sync that does not clear the cache is noticed. Before the first rollout the policy itself samples the prompt.
 
     Attributes:
         gap: mean absolute difference of the log-probs in nats, of the latest attempt, and of the rank where it is
@@ -82,12 +78,7 @@ class SyncCheck:
     """
 
     def __init__(self, policy: Policy, max_model_len: int) -> None:
-        """Sample the first prompt with the trainer's model.
-
-        Args:
-            policy: the policy.
-            max_model_len: tokens of prompt and completion that the engine allows, at least 2.
-        """
+        """Sample the first prompt with the trainer's model; the engine allows `max_model_len` tokens, at least 2."""
         completion = min(COMPLETION_TOKENS, max_model_len - 1)
         self._params = SamplingParams(SAMPLES, temperature=1.0, max_tokens=completion, stop_ids=())
         self._length = min(PROMPT_TOKENS, max_model_len - completion)
@@ -102,12 +93,7 @@ class SyncCheck:
             self._prompt = rollout[: self._length]
 
     def check(self, model: PreTrainedModel, version: int, sample: Sample) -> None:
-        """Compare log-probs of the engine's samples with the trainer's.
-
-        Args:
-            model: the policy's model.
-            version: number of optimizer updates of its weights.
-            sample: samples completions of a prompt from the engine.
+        """Compare log-probs of the engine's samples with those of the policy's model after `version` updates.
 
         Raises:
             StaleEngineError: the mean difference is above the limit in every attempt.
@@ -126,12 +112,9 @@ class SyncCheck:
 
 @torch.no_grad()
 def mean_gap(model: PreTrainedModel, prompt: TokenIds, completions: Sequence[Completion]) -> float:
-    """Return the mean absolute difference between reported log-probs and the trainer's, in nats.
+    """Return the mean absolute difference in nats between reported log-probs and those of the trainer's model.
 
-    Args:
-        model: the trainer's model.
-        prompt: the tokens before each completion.
-        completions: completions of one length, with their log-probs at temperature 1.
+    The completions continue `prompt`, have one length, and were sampled at temperature 1.
     """
     rows = torch.tensor([[*prompt, *completion.token_ids] for completion in completions], device=model.device)
     reported = torch.tensor([completion.logprobs for completion in completions])

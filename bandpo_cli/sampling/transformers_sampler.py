@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
@@ -75,7 +76,13 @@ class TransformersSampler:
     ) -> list[list[Completion]]:
         """Prefill the prompts together, then sample one token of every unfinished completion per step."""
         device, n = self._model.device, params.samples
-        ids, attended = _left_pad(prompts_P, self._pad_id, device)
+        ids, attended = (
+            pad_sequence(rows, batch_first=True, padding_value=padding, padding_side="left").to(device)
+            for rows, padding in (
+                ([torch.tensor(prompt) for prompt in prompts_P], self._pad_id),
+                ([torch.ones(len(prompt), dtype=torch.int64) for prompt in prompts_P], 0),
+            )
+        )
         lengths = attended.sum(dim=1)
         cache = growing_cache(self._model, ids.shape[1] + params.max_tokens)
         logits = self._forward(ids, attended, (attended.cumsum(dim=1) - 1).clamp(min=0), cache)
@@ -92,10 +99,9 @@ class TransformersSampler:
         stop_ids = torch.tensor(params.stop_ids, device=device)
         active = torch.arange(total, device=device)
         running = torch.ones_like(stopped)
-        random = RandomNumbers(seed, len(prompts_P), n, params.max_tokens)
-        for step in range(params.max_tokens):
-            uniforms = random.next().to(device)[active]
-            sampled, sampled_logprobs = sample_tokens(logits, uniforms, params.temperature)
+        random = random_numbers(seed, len(prompts_P), n, params.max_tokens)
+        for step, uniforms in enumerate(random):
+            sampled, sampled_logprobs = sample_tokens(logits, uniforms.to(device)[active], params.temperature)
             tokens[active, step], logprobs[active, step] = sampled, sampled_logprobs
             if entropies is not None:
                 entropies[active, step] = token_entropy(logits)
@@ -114,7 +120,16 @@ class TransformersSampler:
                 running = running[continuing]
             attended = torch.cat([attended, attended.new_ones(len(active), 1)], dim=1)
             logits = self._forward(sampled[:, None], attended, (positions[active] + step)[:, None], cache)
-        return self._collect(tokens, logprobs, entropies, counts, stopped, n)
+        columns = [tokens.int(), logprobs, *([] if entropies is None else [entropies])]
+        rows = zip(*(column.cpu().numpy() for column in columns), strict=True)
+        flat = []
+        for values, count, stop in zip(rows, counts.tolist(), stopped.tolist(), strict=True):
+            token_bytes, *floats = (row[:count].tobytes() for row in values)
+            reported = (array(FLOAT_TYPE, item) for item in floats)
+            reason: FinishReason = "stop" if stop else "length"
+            sampled_ids = array(TOKEN_TYPE, token_bytes)
+            flat.append(Completion(sampled_ids, next(reported), reason, self._version, *reported))
+        return [flat[i : i + n] for i in range(0, total, n)]
 
     def _forward(
         self, ids: torch.Tensor, attended: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
@@ -126,26 +141,6 @@ class TransformersSampler:
         )  # fmt: skip
         logits: torch.Tensor = output.logits[:, -1].float()
         return logits
-
-    def _collect(
-        self,
-        tokens: torch.Tensor,
-        logprobs: torch.Tensor,
-        entropies: torch.Tensor | None,
-        counts: torch.Tensor,
-        stopped: torch.Tensor,
-        n: int,
-    ) -> list[list[Completion]]:
-        """Return the first `counts` tokens of each row as completions [P][n]."""
-        columns = [tokens.int(), logprobs, *([] if entropies is None else [entropies])]
-        rows = zip(*(column.cpu().numpy() for column in columns), strict=True)
-        flat = []
-        for values, count, stop in zip(rows, counts.tolist(), stopped.tolist(), strict=True):
-            ids, *floats = (row[:count].tobytes() for row in values)
-            reported = (array(FLOAT_TYPE, item) for item in floats)
-            reason: FinishReason = "stop" if stop else "length"
-            flat.append(Completion(array(TOKEN_TYPE, ids), next(reported), reason, self._version, *reported))
-        return [flat[i : i + n] for i in range(0, len(flat), n)]
 
 
 @contextmanager
@@ -205,7 +200,12 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
         length = before + key_states.shape[-2]
         if self._buffers is None or self._buffers[0].shape[-2] < length:
             room = min(self._most, length + max(MIN_SPARE_TOKENS, int(SPARE_SHARE * length)))
-            self._buffers = _with_room(self.keys, room), _with_room(self.values, room)
+            empty = [
+                item.new_empty(*item.shape[:2], room, item.shape[3]) for item in (self.keys, self.values)
+            ]
+            self._buffers = empty[0], empty[1]
+            for buffer, states in zip(self._buffers, (self.keys, self.values), strict=True):
+                buffer[:, :, :before] = states
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, before:length] = states
         self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
@@ -231,35 +231,17 @@ def growing_cache(model: PreTrainedModel, most_tokens: int) -> DynamicCache:
     return cache
 
 
-def _with_room(states: torch.Tensor, length: int) -> torch.Tensor:
-    """Return a copy of [B, heads, L, width] with room for `length` tokens."""
-    batch, heads, present, width = states.shape
-    buffer = states.new_empty(batch, heads, length, width)
-    buffer[:, :, :present] = states
-    return buffer
-
-
-class RandomNumbers:
-    """Random numbers for the tokens of n completions of each of P prompts.
+def random_numbers(seed: int, prompts: int, samples: int, max_tokens: int) -> Iterator[torch.Tensor]:
+    """Yield the random numbers of the next token of n completions of each of P prompts, [P·n] float64 in [0, 1).
 
     Those of prompt i depend on `seed + i` alone, and every completion has one per token, also after its end: a
     completion depends neither on the other prompts of a batch nor on when other completions end.
     """
-
-    def __init__(self, seed: int, prompts: int, samples: int, max_tokens: int) -> None:
-        """Create a generator per prompt."""
-        self._generators = [np.random.Generator(np.random.Philox(key=seed + i)) for i in range(prompts)]
-        self._samples, self._left = samples, max_tokens
-        self._drawn: list[torch.Tensor] = []
-
-    def next(self) -> torch.Tensor:
-        """Return the numbers of the next token of each completion, [P·n] float64 in [0, 1)."""
-        if not self._drawn:
-            shape = min(DRAWN_STEPS, self._left), self._samples
-            self._left -= shape[0]
-            drawn = np.stack([generator.random(shape) for generator in self._generators], axis=1)
-            self._drawn = [*torch.from_numpy(drawn).flatten(1)][::-1]
-        return self._drawn.pop()
+    generators = [np.random.Generator(np.random.Philox(key=seed + i)) for i in range(prompts)]
+    for start in range(0, max_tokens, DRAWN_STEPS):
+        shape = min(DRAWN_STEPS, max_tokens - start), samples
+        drawn = np.stack([generator.random(shape) for generator in generators], axis=1)
+        yield from torch.from_numpy(drawn).flatten(1)
 
 
 def sample_tokens(
@@ -285,16 +267,6 @@ def sample_tokens(
     points = uniforms[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, points, right=True).clamp(max=logits.shape[-1] - 1)
     return tokens.squeeze(1), logprobs.gather(-1, tokens).squeeze(1)
-
-
-def _left_pad(
-    prompts: Sequence[TokenIds], pad_id: int, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ids and attention mask, both int64 [P, longest prompt], with padding on the left."""
-    width = max(len(prompt) for prompt in prompts)
-    ids = [[pad_id] * (width - len(prompt)) + list(prompt) for prompt in prompts]
-    attended = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(attended, device=device)
 
 
 def token_entropy(logits: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,9 @@ import logging
 import os
 import random
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,6 @@ from bandpo_cli.sampling.sampler import (
     engine_model,
 )
 from bandpo_cli.sampling.sync_check import CheckSchedule, SyncCheck
-from bandpo_cli.sampling.vllm_stream import stream_outputs
 from bandpo_cli.sampling.vllm_worker import (
     ComparedWeights,
     Weights,
@@ -63,6 +63,9 @@ UNESTIMATED_FRACTION = 0.5
 """vLLM's share of a GPU where `sampling.vllm.memory_fraction` is null and the memory of the model is not estimated."""
 CPU_CACHE_BLOCK = 32
 """Tokens per block of the key-value cache on a CPU (vLLM's default is 128): prompts share only complete blocks."""
+MAX_QUEUED = 8192
+"""Completions in the engine's queue beyond which no further batch is added: more than an engine decodes at a time, and
+a few hundred MB of host memory at most."""
 
 
 class VllmSampler:
@@ -121,12 +124,7 @@ class VllmSampler:
             UserError: a prompt is too long for `max_tokens` more tokens, or vLLM does not support the temperature.
             RunError: vLLM failed. An out-of-memory error is raised unchanged.
         """
-        assert not self._asleep, "sync wakes the engine before it samples"
-        self._check_request(prompts_P, params)
-        outputs = self._generate(prompts_P, _requests(params, seed, len(prompts_P)))
-        groups = [[self._completion(output) for output in request.outputs] for request in outputs]
-        if groups and self._check is not None:
-            self._check.observe(prompts_P[0], groups[0][0])
+        (groups,) = self.sample_stream([SampleRequest(prompts_P, seed)], params)
         return groups
 
     def sample_stream(
@@ -138,7 +136,8 @@ class VllmSampler:
         def batches() -> Iterator[tuple[list[Any], list[vllm.SamplingParams]]]:
             for prompts_P, seed in requests:
                 self._check_request(prompts_P, params)
-                yield _token_prompts(prompts_P), _requests(params, seed, len(prompts_P))
+                prompts = [{"prompt_token_ids": list(prompt)} for prompt in prompts_P]
+                yield prompts, _requests(params, seed, len(prompts_P))
 
         with closing(stream_outputs(self._llm, batches(), self._engine_call)) as stream:
             for outputs in stream:
@@ -174,25 +173,31 @@ class VllmSampler:
             StaleEngineError: the engine does not run the new weights, or vLLM failed to load them. An out-of-memory
                 error is raised unchanged.
         """
-        assert self._check is not None
-        with self._schedule.sync(always=self._asleep) as is_complete:
-            self._load(checkpoint_weights(model), version, is_complete)
-            if is_complete:
-                self._check.check(model, version, self._sample_probe)
+        self.load(checkpoint_weights(model), version, model)
 
-    def load(self, weights: Weights, version: int) -> None:
-        """Load the weights, clear the cache of the old ones, and compare tensors; see `LoadingSampler`."""
-        with self._schedule.sync(always=self._asleep) as is_complete:
-            self._load(weights, version, is_complete)
+    def load(self, weights: Weights, version: int, model: PreTrainedModel | None = None) -> None:
+        """Load the weights, clear the cache of the old ones, and check them; see `LoadingSampler`.
 
-    def _load(self, weights: Weights, version: int, is_complete: bool) -> None:
-        """Load the weights, clear the cache of the old ones, and compare the version, and tensors if `is_complete`."""
-        compared = ComparedWeights(weights if is_complete else (), self._settings.tensor_parallel)
-        if is_complete:
-            weights = compared
+        A complete check compares tensors, and with the policy's model also log-probs.
+        """
+        with self._schedule.sync(always=self._asleep) as is_complete:
+            compared = ComparedWeights(weights, self._settings.tensor_parallel)
+            self._transfer(compared if is_complete else weights, version)
+            self._compare_tensors(compared, version)
+            self._version = version
+            if is_complete and model is not None and self._check is not None:
+                self._check.check(
+                    model, version, lambda prompt, params, seed: self.sample([prompt], params, seed)[0]
+                )
+
+    def _transfer(self, weights: Weights, version: int) -> None:
+        """Send the weights to all workers, and clear the cache of the old ones."""
+        in_process = self._settings.tensor_parallel == 1
         try:
             self._wake_if_asleep(["weights"])
-            skipped = self._llm.collective_rpc("policy_load", args=(self._transferable(weights), version))
+            # The worker in this process takes one tensor at a time; other processes get all of them from CPU memory.
+            sent = iter(weights) if in_process else [(name, tensor.cpu()) for name, tensor in weights]
+            skipped = self._llm.collective_rpc("policy_load", args=(sent, version))
             self._wake_if_asleep(["kv_cache"])
             self._asleep = False
             cache_cleared = self._llm.reset_prefix_cache()
@@ -211,8 +216,6 @@ class VllmSampler:
             raise StaleEngineError(
                 f"vLLM did not clear the cached prompts of the weights before version {version}"
             )
-        self._compare_tensors(compared, version)
-        self._version = version
 
     def describe(self) -> dict[str, str]:
         """Return the engine's name, vLLM's version, and the class that runs the model.
@@ -255,12 +258,6 @@ class VllmSampler:
                 "choose one of these, or use --sampler transformers"
             )
 
-    def _generate(self, prompts: Sequence[TokenIds], requests: list[vllm.SamplingParams]) -> list[Any]:
-        """Return vLLM's `RequestOutput` per prompt."""
-        with self._engine_call():
-            outputs: list[Any] = self._llm.generate(_token_prompts(prompts), requests, use_tqdm=False)
-        return outputs
-
     def _completion(self, output: Any) -> Completion:
         reason: FinishReason = output.finish_reason
         if reason not in ("stop", "length"):
@@ -272,15 +269,6 @@ class VllmSampler:
         if self._asleep:
             release_cached_memory()
             self._llm.wake_up(tags=tags)
-
-    def _transferable(self, weights: Weights) -> Weights:
-        """Return the weights in a form that reaches all workers: in CPU memory if they are other processes.
-
-        The worker in this process takes one tensor at a time.
-        """
-        if self._settings.tensor_parallel == 1:
-            return iter(weights)
-        return [(name, tensor.cpu()) for name, tensor in weights]
 
     def _compare_tensors(self, weights: ComparedWeights, version: int) -> None:
         """Compare the version of the last load, and bit by bit the tensors that the engine stores unchanged.
@@ -303,11 +291,6 @@ class VllmSampler:
         for name in sorted(differing - self._converted):
             raise StaleEngineError(f"vLLM does not run version {version} of the weights: {name} differs")
 
-    def _sample_probe(self, prompt: TokenIds, params: SamplingParams, seed: int) -> list[Completion]:
-        """Return completions of one prompt, whatever version the engine has."""
-        (output,) = self._generate([prompt], [_request(params, seed)])
-        return [self._completion(item) for item in output.outputs]
-
 
 def _start(config: SamplingConfig, model: EngineModel, ranks: Ranks, sleeps: bool) -> tuple[vllm.LLM, int]:
     """Start the engine; return it with the number of torch threads under which it was compiled."""
@@ -316,7 +299,7 @@ def _start(config: SamplingConfig, model: EngineModel, ranks: Ranks, sleeps: boo
         with preserve_process_state(), preserve_process_group(), stderr_on_failure():
             import vllm
 
-            llm = vllm.LLM(**_engine_settings(config, model, sleeps), **_rank_settings(ranks))
+            llm = vllm.LLM(**_engine_settings(config, model, sleeps, ranks))
             return llm, torch.get_num_threads()
     except ImportError as error:
         raise UserError(f"sampling.engine = 'vllm': vLLM cannot be imported: {_error_text(error)}") from error
@@ -324,21 +307,20 @@ def _start(config: SamplingConfig, model: EngineModel, ranks: Ranks, sleeps: boo
         if is_out_of_memory(error):
             raise
         text = _error_text(error)
-        hint = _memory_hint(config) if "memory" in text.lower() else ""
-        raise UserError(f"sampling.engine = 'vllm': the engine did not start: {text}{hint}") from error
+        # The names that vLLM uses in its errors about memory.
+        hint = (
+            " (gpu_memory_utilization is sampling.vllm.memory_fraction = "
+            f"{config.vllm.memory_fraction or UNESTIMATED_FRACTION:g}, "
+            "max_model_len is sampling.max_prompt_tokens + sampling.max_tokens)"
+        )
+        text += hint if "memory" in text.lower() else ""
+        raise UserError(f"sampling.engine = 'vllm': the engine did not start: {text}") from error
 
 
-def _memory_hint(config: SamplingConfig) -> str:
-    """Return the settings behind the names that vLLM uses in its errors about memory."""
-    return (
-        " (gpu_memory_utilization is sampling.vllm.memory_fraction = "
-        f"{config.vllm.memory_fraction or UNESTIMATED_FRACTION:g}, "
-        "max_model_len is sampling.max_prompt_tokens + sampling.max_tokens)"
-    )
-
-
-def _engine_settings(config: SamplingConfig, model: EngineModel, sleeps: bool) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM`."""
+def _engine_settings(
+    config: SamplingConfig, model: EngineModel, sleeps: bool, ranks: Ranks = SINGLE
+) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM`; with several ranks each rank has an engine of its own."""
     settings = config.vllm
     max_model_len = config.max_prompt_tokens + config.max_tokens
     arguments = {
@@ -358,6 +340,10 @@ def _engine_settings(config: SamplingConfig, model: EngineModel, sleeps: bool) -
         "enable_sleep_mode": sleeps,
         "worker_extension_cls": "bandpo_cli.sampling.vllm_worker.PolicyWorker",
     }
+    if ranks.size > 1:
+        # With another executor, vLLM would take all processes of the process group for workers of one engine. With this
+        # one each group of `tensor_parallel` ranks is an engine, on the GPU of the environment variable LOCAL_RANK.
+        arguments["distributed_executor_backend"] = "external_launcher"
     if model.device.type == "cuda":
         return arguments | {"gpu_memory_utilization": settings.memory_fraction or UNESTIMATED_FRACTION}
     return arguments | {
@@ -367,15 +353,6 @@ def _engine_settings(config: SamplingConfig, model: EngineModel, sleeps: bool) -
         # ends in the middle of a prompt.
         "enable_chunked_prefill": False,
     }
-
-
-def _rank_settings(ranks: Ranks) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` that make it an engine per rank.
-
-    With another executor, vLLM would take all processes of the process group for workers of one engine. With this one
-    each group of `tensor_parallel` ranks is an engine, on the GPU that the environment variable LOCAL_RANK names.
-    """
-    return {} if ranks.size == 1 else {"distributed_executor_backend": "external_launcher"}
 
 
 def _config_folder(config: PreTrainedConfig) -> Path:
@@ -389,34 +366,69 @@ def _config_folder(config: PreTrainedConfig) -> Path:
     return folder
 
 
-def _request(params: SamplingParams, seed: int) -> vllm.SamplingParams:
-    """Return vLLM's parameters of one prompt."""
-    from vllm import SamplingParams as Request
-
-    return Request(
-        n=params.samples,
-        temperature=params.temperature,
-        max_tokens=params.max_tokens,
-        stop_token_ids=list(params.stop_ids),
-        ignore_eos=True,  # only the tokens in stop_ids end a completion
-        seed=seed,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-    )
-
-
 def _requests(params: SamplingParams, seed: int, prompts: int) -> list[vllm.SamplingParams]:
-    """Return vLLM's parameters of the prompts of one call; those of prompt i depend on `seed + i` alone.
+    """Return vLLM's parameters of the prompts of one call; those of prompt i depend on `seed + i` alone."""
+    import vllm
 
-    vLLM samples completion k of a request with the request's seed + k, so seeds of requests must be far apart.
+    return [
+        vllm.SamplingParams(
+            n=params.samples,
+            temperature=params.temperature,
+            max_tokens=params.max_tokens,
+            stop_token_ids=list(params.stop_ids),
+            ignore_eos=True,  # only the tokens in stop_ids end a completion
+            # vLLM samples completion k of a request with the request's seed + k, so the seeds must be far apart.
+            seed=random.Random(seed + index).getrandbits(62),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+        )
+        for index in range(prompts)
+    ]
+
+
+def stream_outputs(
+    llm: vllm.LLM,
+    batches: Iterable[tuple[Sequence[Any], Sequence[vllm.SamplingParams]]],
+    engine_call: Callable[[], AbstractContextManager[None]],
+    max_queued: int = MAX_QUEUED,
+) -> Generator[list[Any], None, None]:
+    """Yield vLLM's `RequestOutput` of all prompts of each batch, in order; many batches are in the queue at once.
+
+    Args:
+        batches: prompts and their parameters; taken as the queue has room.
+        engine_call: context of every call of the engine. Between them other code of this process runs.
+        max_queued: see `MAX_QUEUED`.
     """
-    return [_request(params, random.Random(seed + index).getrandbits(62)) for index in range(prompts)]
-
-
-def _token_prompts(prompts_P: Sequence[TokenIds]) -> list[Any]:
-    """Return prompts in vLLM's form."""
-    return [{"prompt_token_ids": list(prompt)} for prompt in prompts_P]
+    waiting: deque[tuple[list[str], int]] = (
+        deque()
+    )  # the requests of a batch, and the number of their completions
+    outputs: dict[str, Any] = {}
+    more = iter(batches)
+    try:
+        while True:
+            while sum(completions for _, completions in waiting) < max_queued:
+                if (batch := next(more, None)) is None:
+                    break
+                prompts, requests = batch
+                with engine_call():
+                    ids = llm.enqueue(prompts, requests, use_tqdm=False)
+                # vLLM's ids are `<number>-<random>`, and its outputs have the number alone.
+                numbers = [item.partition("-")[0] for item in ids]
+                waiting.append((numbers, sum(request.n for request in requests)))
+            if not waiting:
+                return
+            while waiting and all(number in outputs for number in waiting[0][0]):
+                yield [outputs.pop(number) for number in waiting.popleft()[0]]
+            if waiting:
+                with engine_call():
+                    stepped = llm.llm_engine.step()
+                outputs |= {output.request_id: output for output in stepped if output.finished}
+    finally:
+        unfinished = [number for numbers, _ in waiting for number in numbers if number not in outputs]
+        if unfinished:
+            with engine_call():
+                llm.llm_engine.abort_request(unfinished)
 
 
 def _error_text(error: BaseException) -> str:

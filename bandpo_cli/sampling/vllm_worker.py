@@ -197,8 +197,11 @@ class PolicyWorker:
 class ComparedWeights:
     """Weights on their way into the engine, and fingerprints of those that the engine stores unchanged.
 
+    These are vectors (norm weights and biases), which vLLM neither packs nor shards, and matrices if they are not
+    sharded over GPUs. `policy_state` skips tensors that the engine stores in another shape.
+
     Attributes:
-        shapes: names and shapes of the tensors to compare that were taken; see `compared_shape`.
+        shapes: names and shapes of the tensors to compare that were taken.
         fingerprints: their fingerprints by name.
     """
 
@@ -211,22 +214,10 @@ class ComparedWeights:
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights, each after its fingerprint was taken: none of them is held."""
         for name, tensor in self._weights:
-            shape = compared_shape(name, tensor, self._tensor_parallel)
-            if shape is not None:
-                self.shapes[name] = shape
-                self.fingerprints[name] = fingerprint(tensor, shape)
+            if tensor.ndim == 1 or (tensor.ndim == 2 and self._tensor_parallel == 1):
+                self.shapes[name] = tuple(tensor.shape)
+                self.fingerprints[name] = fingerprint(tensor, self.shapes[name])
             yield name, tensor
-
-
-def compared_shape(name: str, tensor: torch.Tensor, tensor_parallel: int) -> tuple[int, ...] | None:
-    """Return the shape of what is compared of a tensor; None if nothing is.
-
-    These are vectors (norm weights and biases), which vLLM neither packs nor shards, and matrices if they are not
-    sharded over GPUs. `policy_state` skips tensors that the engine stores in another shape.
-    """
-    if tensor.ndim == 1 or (tensor.ndim == 2 and tensor_parallel == 1):
-        return tuple(tensor.shape)
-    return None
 
 
 @torch.no_grad()

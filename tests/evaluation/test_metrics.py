@@ -42,7 +42,7 @@ def test_pass_at_k_equals_the_fraction_and_the_product_form(n_correct_k: tuple[i
 
 def test_best_at_k_is_the_expectation_of_resampling_with_replacement() -> None:
     rng = np.random.default_rng(0)
-    rounds = 200_000
+    rounds = 50_000
     for n, correct, k in ((16, 3, 4), (32, 1, 32), (8, 7, 2), (5, 0, 3)):
         outcomes = np.arange(n) < correct
         value = legacy_best_at_k(n, correct, k)

@@ -92,7 +92,6 @@ def test_constant_bounds_repeat_a_run_of_trl_bit_for_bit(
     from trl import GRPOConfig, GRPOTrainer
 
     theirs = train(GRPOTrainer, GRPOConfig, tmp_path, steps=4, epsilon=0.2)
-    with_band = train(band.BandGRPOTrainer, band.BandGRPOConfig, tmp_path, steps=4)
 
     def constant(old_logprobs: torch.Tensor, *_: object) -> RatioBounds:
         return RatioBounds(torch.full_like(old_logprobs, 0.8), torch.full_like(old_logprobs, 1.2))
@@ -100,14 +99,12 @@ def test_constant_bounds_repeat_a_run_of_trl_bit_for_bit(
     monkeypatch.setattr(band, "logprob_bounds", constant)
     ours = train(band.BandGRPOTrainer, band.BandGRPOConfig, tmp_path, steps=4)
     assert torch.equal(ours.weights, theirs.weights)
-    assert not torch.equal(with_band.weights, theirs.weights)
     for name in ("loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "reward"):
         assert ours.logged(name) == theirs.logged(name)
     assert max(theirs.logged("clip_ratio/region_mean")) > 0
 
 
-@pytest.mark.parametrize("divergence", ["kl", "tv"])
-def test_clip_metrics_are_those_of_a_count_by_hand(band: ModuleType, tmp_path: Path, divergence: str) -> None:
+def test_clip_metrics_are_those_of_a_count_by_hand(band: ModuleType, tmp_path: Path) -> None:
     seen: list[tuple[np.ndarray, ...]] = []
 
     class Recorder(band.BandGRPOTrainer):  # type: ignore[name-defined,misc]
@@ -123,15 +120,13 @@ def test_clip_metrics_are_those_of_a_count_by_hand(band: ModuleType, tmp_path: P
             seen.append(tuple(tensor.double().numpy() for tensor in (*tensors, advantages)))
             return loss
 
-    settings = {"band_divergence": divergence, "band_delta": 0.02, "band_max_ratio": 3.0}
+    settings = {"band_divergence": "kl", "band_delta": 0.02, "band_max_ratio": 3.0}
     run = train(Recorder, band.BandGRPOConfig, tmp_path, steps=4, **settings)
     assert len(seen) == 4
     for step, (old, new, mask, advantages) in enumerate(seen):
         p, ratio = np.exp(old), np.exp(new - old)
-        above = (ratio > 1) & (ratio >= 3.0) | (ratio > 1) & (
-            divergence_of_token(divergence, p, ratio) > 0.02
-        )
-        below = (ratio < 1) & (divergence_of_token(divergence, p, ratio) > 0.02)
+        above = (ratio > 1) & ((ratio >= 3.0) | (kl_of_token(p, ratio) > 0.02))
+        below = (ratio < 1) & (kl_of_token(p, ratio) > 0.02)
         high, low = above & (advantages > 0) & (mask == 1), below & (advantages < 0) & (mask == 1)
         tokens = mask.sum()
         assert run.logged("clip_ratio/high_mean")[step] == pytest.approx(high.sum() / tokens, rel=1e-6)
@@ -146,11 +141,9 @@ def test_clip_metrics_are_those_of_a_count_by_hand(band: ModuleType, tmp_path: P
     assert max(run.logged("clip_ratio/low_mean")) > 0
 
 
-def divergence_of_token(name: str, p: np.ndarray, ratio: np.ndarray) -> np.ndarray:
-    """Return the divergence of the two-point distributions (p, 1−p) and (r·p, 1−r·p), from its definition."""
+def kl_of_token(p: np.ndarray, ratio: np.ndarray) -> np.ndarray:
+    """Return KL of the two-point distributions (p, 1−p) and (r·p, 1−r·p), from its definition."""
     q = ratio * p
-    if name == "tv":
-        return np.abs(q - p)
     with np.errstate(divide="ignore", invalid="ignore"):
         return p * np.log(p / q) + (1 - p) * np.log((1 - p) / (1 - q))
 
@@ -175,9 +168,6 @@ def test_a_lora_adapter_is_trained(band: ModuleType, tmp_path: Path) -> None:
     assert max(run.logged("clip_ratio/region_mean")) > 0
 
 
-"""`gradient_accumulation_steps` and `max_completion_length` of the following tests."""
-
-
 ACCUMULATION, MAX_TOKENS = 2, 64
 """`gradient_accumulation_steps` and `max_completion_length`."""
 
@@ -198,18 +188,17 @@ def token_weights(loss_type: str, batch: Batch) -> torch.Tensor:
     return weights.double().expand(batch.mask.shape)
 
 
-@pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
 @pytest.mark.parametrize("case", ["kl", "tv without a cap", "delta of TRL", "importance ratios of vLLM"])
 def test_loss_and_gradient_are_those_of_the_runner(
-    band: ModuleType, tmp_path: Path, case: str, loss_type: str, spread: str
+    band: ModuleType, tmp_path: Path, case: str, loss_type: str
 ) -> None:
     bounds: dict[str, Any] = {"divergence": "kl", "delta": 0.05, "max_ratio": 10.0}
     if case == "tv without a cap":
         bounds = {"divergence": "tv", "delta": 0.1, "max_ratio": None}
     theirs = {f"band_{name}": value for name, value in bounds.items()} | {"loss_type": loss_type}
     dual_clip = 12.0 if case == "delta of TRL" else None
-    batch = random_batch(1, SPREADS[spread])
+    batch = random_batch(1, SPREADS["far"])
     generator = torch.Generator().manual_seed(0)
     sampler = torch.rand(batch.mask.shape, generator=generator, dtype=torch.float64) + 0.5
     weights = sampler if case == "importance ratios of vLLM" else None
@@ -226,9 +215,8 @@ def test_loss_and_gradient_are_those_of_the_runner(
     expected = ours(
         batch, {"method": "band", **bounds}, token_weights(loss_type, batch), dual_clip, correction=weights
     ).outputs
-    assert_equal(f"TRL {case}, {loss_type}, {spread}", expected, loss, gradient, batch.mask)
-    if spread == "far":
-        assert (expected.gradient_weights[batch.advantages[batch.mask] != 0] == 0).any()
+    assert_equal(f"TRL {case}, {loss_type}", expected, loss, gradient, batch.mask)
+    assert (expected.gradient_weights[batch.advantages[batch.mask] != 0] == 0).any()
 
 
 def test_the_example_differs_in_the_bounds_alone(

@@ -105,23 +105,23 @@ def compare(grader: str, cases: Iterable[tuple[str, str]]) -> tuple[int, int, li
 @pytest.mark.parametrize("grader", VERL)
 def test_verdicts_on_references_in_many_phrasings(grader: str) -> None:
     """Correct answers are counted too, so that equal verdicts are not all `wrong`."""
-    references = [*REFERENCES * 5, *real_references()]
+    references = [*REFERENCES * 2, *real_references()[::4]]
     count, correct, different = compare(grader, phrased_answers(references))
     assert different == []
-    assert count > 5_000
-    assert correct >= 100
+    assert count > 2_000
+    assert correct >= 50
 
 
 @pytest.mark.parametrize("grader", VERL)
 def test_verdicts_on_garbled_completions(grader: str) -> None:
-    """Every prefix of a completion is a text; the reference is 18, and then what verl's flexible form reads in it."""
+    """Prefixes of a completion are texts; the reference is 18, and then what verl's flexible form reads in it."""
     texts = garbled_completions()
     if not texts:
         pytest.skip("needs garbled_completions.jsonl")
     cases = [
         (text[:end], reference)
         for text in texts
-        for end in range(1, min(len(text), 400))
+        for end in range(1, min(len(text), 400), 5)
         for reference in ("18", gsm8k.extract_solution(text[:end], "flexible") or "18")
     ]
     assert compare(grader, cases)[2] == []
@@ -130,16 +130,16 @@ def test_verdicts_on_garbled_completions(grader: str) -> None:
 @pytest.mark.parametrize("grader", VERL)
 def test_verdicts_on_random_pieces(grader: str) -> None:
     pieces = (*PIECES, *math_dapo.REMOVED_EXPRESSIONS)
-    count, correct, different = compare(grader, random_cases(20_000, pieces))
+    count, correct, different = compare(grader, random_cases(6_000, pieces))
     assert different == []
-    assert count > 8_000
-    assert correct > 250
+    assert count > 2_400
+    assert correct > 75
 
 
 TEXTS = st.lists(st.sampled_from(PIECES) | st.characters(codec="utf-8"), max_size=12).map("".join)
 
 
-@settings(max_examples=1_000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(
     before=TEXTS,
     start=st.sampled_from(STARTS),
@@ -158,7 +158,7 @@ def test_verdicts_and_votes_on_generated_texts(
 
 
 def test_votes_are_the_answers_that_verl_extracts() -> None:
-    for text, _ in random_cases(20_000, PIECES, seed=1):
+    for text, _ in random_cases(5_000, PIECES, seed=1):
         check_votes(text)
 
 

@@ -85,11 +85,10 @@ def test_every_divergence(
 ) -> None:
     settings = {"divergence": divergence, "delta": 0.05, "max_ratio": 10.0}
     config = actor_config(verl_package, 3.0, **settings)
-    for seed in range(3):
-        batch = padded_batch(seed, SPREADS[spread])
-        loss, gradient, _ = theirs(verl_package, batch, MODES[aggregation], config, corrected=False)
-        found = ours(batch, {"method": "band", **settings}, aggregation, 3.0).outputs
-        assert_equal(f"{divergence}, {aggregation}, {spread}", found, loss, gradient, batch.mask)
+    batch = padded_batch(0, SPREADS[spread])
+    loss, gradient, _ = theirs(verl_package, batch, MODES[aggregation], config, corrected=False)
+    found = ours(batch, {"method": "band", **settings}, aggregation, 3.0).outputs
+    assert_equal(f"{divergence}, {aggregation}, {spread}", found, loss, gradient, batch.mask)
 
 
 @pytest.mark.parametrize("corrected", [False, True], ids=["", "weighted"])

@@ -9,14 +9,17 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -120,17 +123,16 @@ def test_an_engine_that_cannot_start_is_an_error_and_leaves_no_process(
     error = pickle.dumps(Answer(error=ConfigError("vllm is not installed")))
     monkeypatch.setattr(engine_child, "_SOURCE", f"{before}pipe.send_bytes({error!r})\npipe.recv_bytes()")
     children: list[EngineChild] = []
-    monkeypatch.setattr(
-        engine_process, "EngineChild", lambda environment: keep(EngineChild(environment), children)
-    )
+
+    class RecordedChild(EngineChild):
+        def __init__(self, environment: Mapping[str, str]) -> None:
+            super().__init__(environment)
+            children.append(self)
+
+    monkeypatch.setattr(engine_process, "EngineChild", RecordedChild)
     with pytest.raises(ConfigError, match=r"^vllm is not installed$"):
         EngineProcess(CONFIG, policy)
     assert [child.wait(0) for child in children] == [True]
-
-
-def keep(child: EngineChild, children: list[EngineChild]) -> EngineChild:
-    children.append(child)
-    return child
 
 
 def started(monkeypatch: pytest.MonkeyPatch, policy: Policy, line: str) -> EngineProcess:
@@ -144,19 +146,18 @@ def child_of(engine: EngineProcess) -> EngineChild:
     return engine._child
 
 
-def in_a_thread(call: Callable[[], object]) -> tuple[threading.Thread, list[BaseException]]:
-    """Start a thread that calls the function; return it with the list that gets its error."""
-    errors: list[BaseException] = []
+def in_a_thread(call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Call the function in a thread that does not keep this process alive."""
+    result: Future[Any] = Future()
 
     def run() -> None:
         try:
-            call()
+            result.set_result(call(*arguments))
         except BaseException as error:  # noqa: BLE001 - the test looks at it
-            errors.append(error)
+            result.set_exception(error)
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, errors
+    threading.Thread(target=run, daemon=True).start()
+    return result
 
 
 KILLED = (
@@ -169,12 +170,10 @@ def test_a_process_that_is_killed_while_it_samples_is_an_error(
     monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
     engine = started(monkeypatch, policy, "time.sleep(600)")
-    thread, errors = in_a_thread(lambda: engine.sample(PROMPTS, PARAMS, 0))
+    sampled = in_a_thread(engine.sample, PROMPTS, PARAMS, 0)
     os.kill(child_of(engine).pid, signal.SIGKILL)
-    thread.join(WAIT_S)
-    assert [type(error) for error in errors] == [RunError]
     with pytest.raises(RunError, match=KILLED):
-        raise errors[0]
+        sampled.result(WAIT_S)
     with pytest.raises(RunError, match=KILLED):
         engine.sample(PROMPTS, PARAMS, 0)
     engine.close()
@@ -214,23 +213,22 @@ def test_a_process_of_the_engine_that_holds_the_connection_is_ended_with_it(
     """The trainer would wait for an answer that does not come, and memory on a GPU would stay in use."""
     line = "pid = os.fork(); print(pid, flush=True)\nif pid: os._exit(4)\ntime.sleep(600)"
     engine = started(monkeypatch, policy, line)
-    thread, errors = in_a_thread(lambda: engine.sample(PROMPTS, PARAMS, 0))
-    thread.join(WAIT_S)
-    assert [type(error) for error in errors] == [RunError]
-    assert "ended with exit code 4" in str(errors[0])
-    assert has_ended(int(child_of(engine)._output.split()[0]))
+    error = in_a_thread(engine.sample, PROMPTS, PARAMS, 0).exception(WAIT_S)
+    match = re.search(r"ended with exit code 4 \(its last output: (\d+)\)", str(error))
+    assert match
+    assert has_ended(int(match[1]))
 
 
 def test_close_ends_a_process_that_samples(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
     """The thread that waits for the completions gets an error at once."""
     monkeypatch.setattr(engine_process, "CLOSE_S", 10.0 * WAIT_S)
     engine = started(monkeypatch, policy, "time.sleep(600)")
-    thread, errors = in_a_thread(lambda: engine.sample(PROMPTS, PARAMS, 0))
+    sampled = in_a_thread(engine.sample, PROMPTS, PARAMS, 0)
     while not engine._lock.locked():
         time.sleep(0.01)
     engine.close()
-    thread.join(WAIT_S)
-    assert [(type(error), str(error)) for error in errors] == [(RunError, "the engine process is closed")]
+    with pytest.raises(RunError, match=r"^the engine process is closed$"):
+        sampled.result(WAIT_S)
     assert child_of(engine).wait(0)
     engine.close()
 
@@ -258,16 +256,12 @@ def test_close_lets_an_idle_engine_shut_down(monkeypatch: pytest.MonkeyPatch, po
 def test_an_interrupted_call_ends_the_process(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
     """Otherwise its answer would be taken for that of the next call."""
     engine = started(monkeypatch, policy, "time.sleep(600)")
-    monkeypatch.setattr(Connection, "recv", interrupt)
+    monkeypatch.setattr(Connection, "recv", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         engine.sample(PROMPTS, PARAMS, 0)
     assert child_of(engine).wait(0)
     with pytest.raises(RunError, match="in the middle of a call"):
         engine.sample(PROMPTS, PARAMS, 0)
-
-
-def interrupt(pipe: Connection) -> None:
-    raise KeyboardInterrupt
 
 
 # The real program of the process with a server that is always at work, and says so.

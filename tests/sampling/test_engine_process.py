@@ -1,6 +1,7 @@
 """An engine in its own process samples what it samples in the trainer's process, with the weights of the last sync.
 
-test_engine_child.py has the tests of how processes start and end.
+test_engine_child.py has the tests of how processes start and end. The processes here are forks of the test's process,
+except in the first test.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,7 @@ from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.ranks import Ranks
-from bandpo_cli.registries import ENGINES
-from bandpo_cli.sampling import engine_child, engine_process, sync_check
+from bandpo_cli.sampling import engine_process, sync_check
 from bandpo_cli.sampling.engine_process import EngineProcess
 from bandpo_cli.sampling.engine_server import (
     receive_slots,
@@ -46,6 +46,7 @@ from bandpo_cli.sampling.sampler import (
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion
 from tests.sampling import stub_engine
+from tests.sampling.stub_engine import forked_engines
 from tests.training.several_ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -82,23 +83,25 @@ def policy() -> Policy:
 
 @pytest.fixture(scope="module")
 def engine(one_thread: None, policy: Policy) -> Iterator[EngineProcess]:
-    started = EngineProcess(settings(), policy)
+    with forked_engines():
+        started = EngineProcess(settings(), policy)
     yield started
     started.close()
 
 
 @pytest.mark.slow
-def test_completions_are_those_of_the_engine_in_this_process(engine: EngineProcess, policy: Policy) -> None:
+def test_completions_are_those_of_the_engine_in_this_process(policy: Policy) -> None:
     """Bit by bit, with entropies: with the initial weights, and after a sync of others with them, not before it."""
     initial = in_this_process(policy, 0)
-    assert engine.sample(PROMPTS, PARAMS, 7) == initial
-    assert engine.sample(PROMPTS, PARAMS, 8) != initial
-    assert all(len(item.entropies) == len(item.token_ids) for group in initial for item in group)
-    perturb(policy.model, seed=1)
-    assert engine.sample(PROMPTS, PARAMS, 7) == initial
-    engine.sync(policy.model, 4)
-    changed = in_this_process(policy, 4)
-    assert engine.sample(PROMPTS, PARAMS, 7) == changed
+    with closing(EngineProcess(settings(), policy)) as engine:
+        assert engine.sample(PROMPTS, PARAMS, 7) == initial
+        assert engine.sample(PROMPTS, PARAMS, 8) != initial
+        assert all(len(item.entropies) == len(item.token_ids) for group in initial for item in group)
+        perturb(policy.model, seed=1)
+        assert engine.sample(PROMPTS, PARAMS, 7) == initial
+        engine.sync(policy.model, 4)
+        changed = in_this_process(policy, 4)
+        assert engine.sample(PROMPTS, PARAMS, 7) == changed
     assert [[item.token_ids for item in group] for group in initial] != [
         [item.token_ids for item in group] for group in changed
     ]
@@ -144,53 +147,41 @@ def test_the_engine_counts_as_another_one_than_the_trainers(engine: EngineProces
 Weights = Iterator[tuple[str, torch.Tensor]]
 
 
-def without_one(model: PreTrainedModel) -> Weights:
-    return (
-        checkpoint_weight for index, checkpoint_weight in enumerate(checkpoint_weights(model)) if index != 3
-    )
+def without_one(weights: Weights) -> Weights:
+    return (pair for index, pair in enumerate(weights) if index != 3)
 
 
-def with_another(model: PreTrainedModel) -> Weights:
+def with_another(weights: Weights) -> Weights:
     yield "model.extra", torch.zeros(3, 2)
-    yield from checkpoint_weights(model)
+    yield from weights
 
 
-def with_a_transposed_one(model: PreTrainedModel) -> Weights:
-    return (
-        (name, checkpoint_weight.T if "embed" in name else checkpoint_weight)
-        for name, checkpoint_weight in checkpoint_weights(model)
-    )
+def with_a_transposed_one(weights: Weights) -> Weights:
+    return ((name, tensor.T if "embed" in name else tensor) for name, tensor in weights)
 
 
-def with_another_dtype(model: PreTrainedModel) -> Weights:
-    return (
-        (name, checkpoint_weight.double() if "norm" in name else checkpoint_weight)
-        for name, checkpoint_weight in checkpoint_weights(model)
-    )
+def with_another_dtype(weights: Weights) -> Weights:
+    return ((name, tensor.double() if "norm" in name else tensor) for name, tensor in weights)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("weights", "message"),
+    ("change", "message"),
     [
-        (
-            without_one,
-            "version 9 of the weights only in part: model.layers.0.self_attn.k_proj.weight is missing",
-        ),
-        (with_another, "version 9 of the weights: model.extra has .* has no such parameter"),
-        (with_a_transposed_one, r"model.embed_tokens.weight has shape .* has shape"),
-        (with_another_dtype, "has shape .* and dtype torch.float64, .* and dtype torch.float32"),
+        (without_one, "only in part: model.layers.0.self_attn.k_proj.weight is missing"),
+        (with_another, r"version 9 of the weights: .* no parameter model.extra of shape \[3, 2\]"),
+        (with_a_transposed_one, r"no parameter model.embed_tokens.weight of shape \[128, 20\]"),
+        (with_another_dtype, "and dtype torch.float64"),
     ],
 )
 def test_weights_that_are_not_exactly_those_of_the_model_are_refused(
     engine: EngineProcess,
     policy: Policy,
     monkeypatch: pytest.MonkeyPatch,
-    weights: Callable[[PreTrainedModel], Weights],
+    change: Callable[[Weights], Weights],
     message: str,
 ) -> None:
     """The engine then has no weights to sample with until the next sync."""
-    monkeypatch.setattr(engine_process, "checkpoint_weights", weights)
+    monkeypatch.setattr(engine_process, "checkpoint_weights", lambda model: change(checkpoint_weights(model)))
     with pytest.raises(StaleEngineError, match=message):
         engine.sync(policy.model, 9)
     with pytest.raises(StaleEngineError, match="no complete weights"):
@@ -212,11 +203,8 @@ def test_adapters_are_merged_into_the_bfloat16_weights_of_the_process() -> None:
                     torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.3
                 )
     merged.model.load_state_dict(dict(checkpoint_weights(adapted.model)), strict=False)
-    engine = EngineProcess(config, adapted)
-    try:
+    with forked_engines(), closing(EngineProcess(config, adapted)) as engine:
         assert engine.sample(PROMPTS, PARAMS, 7) == in_this_process(merged, 0) != base
-    finally:
-        engine.close()
 
 
 def test_weights_arrive_with_every_bit() -> None:
@@ -275,17 +263,11 @@ def test_two_ranks_have_an_engine_each_with_all_weights(tmp_path: Path) -> None:
         for parameter in single.model.parameters():
             parameter.mul_(1.1)
     expected = in_this_process(single, 1)
-    (first, first_error), (second, second_error) = run_ranks(2, tmp_path / "ranks", sampled_by_two)
+    with forked_engines():
+        (first, first_error), (second, second_error) = run_ranks(2, tmp_path / "ranks", sampled_by_two)
     assert first == second == expected
     assert "was killed by SIGKILL" in second_error
     assert first_error == f"rank 1: {second_error}"
-
-
-STUB_SOURCE = (
-    "import json, sys; *arguments, sys.path[:] = json.loads(sys.argv[1]); "
-    "from tests.sampling import stub_engine; stub_engine.register(); "
-    "from bandpo_cli.sampling.engine_child import main; main(*arguments)"
-)
 
 
 class SampleOnce:
@@ -299,19 +281,6 @@ class SampleOnce:
     def observe(self, prompt: Sequence[int], completion: Completion) -> None: ...
 
 
-@contextmanager
-def stub_engines() -> Iterator[pytest.MonkeyPatch]:
-    """Register the engines of `stub_engine` here and in processes that are started within the block."""
-    stub_engine.register()
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_child, "_SOURCE", STUB_SOURCE)
-            yield patch
-    finally:
-        del ENGINES["stub"]
-        del ENGINES["copy"]
-
-
 def stub_settings(engine: str) -> RunConfig:
     sections = {"model": {"device": "cpu"}, "sampling": {"engine": engine, "max_lag": 1}}
     return RunConfig.model_validate(sections)
@@ -320,46 +289,42 @@ def stub_settings(engine: str) -> RunConfig:
 @pytest.fixture(scope="module")
 def stub(one_thread: None, policy: Policy) -> Iterator[EngineProcess]:
     """An engine of the kind `StubSampler`, started with the variables of a rank of torchrun."""
-    with stub_engines() as patch:
+    with forked_engines() as patch:
         patch.setattr(engine_process, "SyncCheck", SampleOnce)
         patch.setenv("RANK", "3")
         started = EngineProcess(stub_settings("stub"), policy)
-        yield started
-        started.close()
+    yield started
+    started.close()
 
 
 @pytest.mark.slow
 def test_an_engine_with_weights_of_its_own_loads_what_it_receives() -> None:
     """The process has no policy; the trainer compares its own log-probs with those of the engine."""
     policy = load_policy(settings().model)
-    with stub_engines() as patch:
+    with forked_engines() as patch:
         patch.setattr(sync_check, "CHECK_EVERY", 1)
         engine = EngineProcess(stub_settings("copy"), policy)
-    try:
+    with closing(engine):
         assert engine.sample(PROMPTS, PARAMS, 7) == in_this_process(policy, 0)
         perturb(policy.model, seed=1)
         with pytest.raises(StaleEngineError, match=f"version {stub_engine.WRONG_VERSION} of the weights"):
             engine.sync(policy.model, stub_engine.WRONG_VERSION)
         engine.sync(policy.model, 4)
         assert engine.sample(PROMPTS, PARAMS, 7) == in_this_process(policy, 4)
-    finally:
-        engine.close()
 
 
-@pytest.mark.slow
 def test_an_engine_that_fails_at_its_first_completions_cannot_run_the_model(
     monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
     monkeypatch.setattr(
         SampleOnce, "check", lambda self, model, version, sample: sample(PROMPTS[0], PARAMS, 3)
     )
-    with stub_engines() as patch:
+    with forked_engines() as patch:
         patch.setattr(engine_process, "SyncCheck", SampleOnce)
         with pytest.raises(UserError, match=r"^the engine process cannot run this model here: vLLM failed$"):
             EngineProcess(stub_settings("stub"), policy)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "kind", "text"),
     [

@@ -120,45 +120,42 @@ def test_engines_receive_the_complete_tensors_of_a_sharded_policy(tmp_path: Path
     }  # fmt: skip
 
 
-def checked(ranks: Ranks, failing: int, rank: int) -> tuple[int, float, str | None]:
-    """Run a check in which the first `failing` probes of `rank` are off; return probes, gap and error of this rank."""
+def checked(ranks: Ranks) -> list[tuple[int, float, str | None]]:
+    """Run checks in which the first probes of rank 1 are off; return probes, gap and error of this rank."""
     model, engine = sharded_model(ranks, torch.float32), TransformersSampler(random_model(), 0)
-    probes = 0
-
-    def sample(prompt: TokenIds, params: SamplingParams, seed: int) -> Sequence[Completion]:
-        nonlocal probes
-        probes += 1
-        completions = engine.sample([prompt], params, seed)[0]
-        if ranks.rank != rank or probes > failing:
-            return completions
-        return [
-            replace(completion, logprobs=tuple(value + 3.0 for value in completion.logprobs))
-            for completion in completions
-        ]
-
     check = SyncCheck(policy_of(model, ranks), 100)
-    try:
-        check.check(model, 5, sample)
-    except StaleEngineError as error:
-        return probes, check.gap, str(error)
-    return probes, check.gap, None
+    results = []
+    for failing in (0, 1, 2):
+        probes = 0
+
+        def sample(
+            prompt: TokenIds, params: SamplingParams, seed: int, failing: int = failing
+        ) -> Sequence[Completion]:
+            nonlocal probes
+            probes += 1
+            completions = engine.sample([prompt], params, seed)[0]
+            shift = 3.0 if ranks.rank == 1 and probes <= failing else 0.0
+            return [
+                replace(item, logprobs=tuple(value + shift for value in item.logprobs))
+                for item in completions
+            ]
+
+        error = None
+        try:
+            check.check(model, 5, sample)
+        except StaleEngineError as raised:
+            error = str(raised)
+        results.append((probes, check.gap, error))
+    return results
 
 
 @pytest.mark.slow
-def test_all_ranks_repeat_the_probe_if_that_of_one_failed(tmp_path: Path) -> None:
-    for probes, gap, error in run_ranks(2, tmp_path, checked, 1, 1):
-        assert (probes, error) == (2, None)
-        assert gap < 1e-5
-
-
-@pytest.mark.slow
-def test_one_engine_with_other_weights_ends_all_ranks(tmp_path: Path) -> None:
-    for probes, gap, error in run_ranks(3, tmp_path, checked, 2, 2):
-        assert probes == 2
-        assert gap == pytest.approx(3.0, abs=1e-4)
-        assert error is not None
-        assert "version 5 of the weights" in error
-
-
-def test_ranks_that_agree_probe_once(tmp_path: Path) -> None:
-    assert [probes for probes, _, _ in run_ranks(2, tmp_path, checked, 0, 0)] == [1, 1]
+def test_all_ranks_repeat_the_probe_that_failed_on_one_and_stop_together(tmp_path: Path) -> None:
+    """Without a failure one probe is enough; two failures on one rank are an error on all."""
+    for agreed, repeated, stale in run_ranks(2, tmp_path, checked):
+        assert (agreed[0], agreed[2]) == (1, None)
+        assert (repeated[0], repeated[2]) == (2, None)
+        assert repeated[1] < 1e-5
+        assert stale[0] == 2
+        assert stale[1] == pytest.approx(3.0, abs=1e-4)
+        assert "version 5 of the weights" in str(stale[2])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.sampling.vllm_stream import stream_outputs
+from bandpo_cli.sampling.vllm_sampler import stream_outputs
 
 SAMPLES = 4
 

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.models.load import Policy
 from bandpo_cli.sampling import sync_check
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
 
@@ -82,17 +82,9 @@ def every_sync_is_checked_completely() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["qwen2", "llama", "embedded"])
+@pytest.fixture(scope="module", params=["qwen2", "llama"])
 def running(request: pytest.FixtureRequest) -> Iterator[Running]:
-    policy = load_policy(RunConfig().model) if request.param == "embedded" else random_policy(request.param)
-    sampler = start(policy)
-    yield Running(policy, sampler)
-    sampler.close()
-
-
-@pytest.fixture(scope="module")
-def qwen2() -> Iterator[Running]:
-    policy = random_policy("qwen2")
+    policy = random_policy(request.param)
     sampler = start(policy)
     yield Running(policy, sampler)
     sampler.close()

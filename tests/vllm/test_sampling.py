@@ -1,18 +1,24 @@
 """vLLM samples from the policy's distribution and reports the trainer's log-probs after every change of weights.
 
+A sync after which the engine does not run the new weights raises StaleEngineError.
+
 The log-probs are compared with a forward pass of transformers, one sequence at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
+from bandpo_cli.sampling import sync_check, vllm_sampler, vllm_worker
+from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, StaleEngineError
+from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion
 
 pytest.importorskip("vllm")
@@ -49,21 +55,28 @@ def gap(running: Running, groups: list[list[Completion]], temperature: float) ->
     )
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_equal_the_trainers_after_all_weights_changed(running: Running, temperature: float) -> None:
+def test_log_probs_equal_the_trainers_after_all_weights_changed(running: Running) -> None:
     """This includes the prefix cache: the same prompts were computed and cached with the previous weights."""
-    params = SamplingParams(6, temperature, 20, (2, 3))
-    before = running.sampler.sample(PROMPTS, params, seed=1)
-    assert gap(running, before, temperature) <= 1e-4
-    old = [parameter.clone() for parameter in running.policy.model.parameters()]
+    before = {
+        temperature: running.sampler.sample(PROMPTS, replace(PARAMS, temperature=temperature), seed=1)
+        for temperature in (1.0, 0.7)
+    }
+    assert all(gap(running, groups, temperature) <= 1e-4 for temperature, groups in before.items())
     perturb(running.policy.model)
-    assert all(not torch.equal(a, b) for a, b in zip(old, running.policy.model.parameters(), strict=True))
-    assert gap(running, before, temperature) > 0.05, (
-        "the change must be large enough to detect a stale engine"
-    )
+    assert gap(running, before[1.0], 1.0) > 0.05, "the change must be large enough to detect a stale engine"
     running.sync()
-    assert gap(running, running.sampler.sample(PROMPTS, params, seed=1), temperature) <= 1e-4
     assert running.sampler.probe_gap <= 1e-4
+    for temperature in before:
+        groups = running.sampler.sample(PROMPTS, replace(PARAMS, temperature=temperature), seed=1)
+        assert gap(running, groups, temperature) <= 1e-4
+        assert {item.policy_version for group in groups for item in group} == {running.version}
+
+
+def test_greedy_completions_are_those_of_the_transformers_engine(running: Running) -> None:
+    params = replace(PARAMS, samples=1, temperature=0.0)
+    expected = TransformersSampler(running.policy.model, 0).sample(PROMPTS, params, seed=0)
+    found = running.sampler.sample(PROMPTS, params, seed=0)
+    assert [group[0].token_ids for group in found] == [list(group[0].token_ids) for group in expected]
 
 
 def test_completions_end_at_a_stop_token_or_the_token_limit(running: Running) -> None:
@@ -112,15 +125,9 @@ def test_prompts_of_one_call_divided_over_two_calls_have_the_same_completions(ru
     assert sum(same) >= 0.95 * len(same)  # the order of additions depends on the batch
 
 
-def test_completions_carry_the_policy_version(running: Running) -> None:
-    running.sync()
-    group = running.sampler.sample(PROMPTS[:1], PARAMS, 0)[0]
-    assert {completion.policy_version for completion in group} == {running.version}
-
-
 def test_sampled_tokens_follow_the_distribution(running: Running) -> None:
     """Chi-squared test of first tokens against the trainer's exact probabilities, for expected counts of at least 5."""
-    n = 4000
+    n = 2000
     params = SamplingParams(samples=n, temperature=0.8, max_tokens=1, stop_ids=())
     group = running.sampler.sample(PROMPTS[:1], params, seed=11)[0]
     with torch.no_grad():
@@ -141,14 +148,11 @@ def test_unsupported_lengths_and_temperatures_raise_user_errors(running: Running
         running.sampler.sample(PROMPTS, SamplingParams(2, 3.0, 4, (2,)), 0)
 
 
-def test_sleep_on_a_cpu_changes_nothing(running: Running) -> None:
-    before = running.sampler.sample(PROMPTS, PARAMS, 3)
-    running.sampler.sleep()
-    assert running.sampler.sample(PROMPTS, PARAMS, 3) == before
-
-
-def test_no_prompts_give_no_completions(running: Running) -> None:
+def test_requests_without_prompts_have_no_completions(running: Running) -> None:
+    """A rank without a problem of a batch asks for no completions of it."""
     assert running.sampler.sample([], PARAMS, 0) == []
+    requests = [SampleRequest([], 1), SampleRequest(PROMPTS, 2), SampleRequest([], 3)]
+    assert [len(groups) for groups in running.sampler.sample_stream(requests, PARAMS)] == [0, len(PROMPTS), 0]
 
 
 def test_a_stream_samples_what_separate_calls_sample(running: Running) -> None:
@@ -180,3 +184,151 @@ def test_a_stream_that_is_closed_leaves_nothing_in_the_queue(running: Running) -
     stream.close()  # type: ignore[attr-defined]
     assert not running.sampler._llm.llm_engine.has_unfinished_requests()
     assert len(running.sampler.sample(PROMPTS, PARAMS, seed=1)) == len(PROMPTS)
+
+
+RELOAD = "vllm.v1.worker.gpu_model_runner.reload_weights"
+Weights = Iterable[tuple[str, torch.Tensor]]
+
+
+@pytest.fixture
+def qwen2(running: Running, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    """Return an engine with old weights; check that it recovers by a regular sync from whatever a test broke."""
+    perturb(running.policy.model)
+    yield running
+    monkeypatch.undo()
+    running.sync()
+    assert running.sampler.probe_gap <= 1e-4
+
+
+only_qwen2 = pytest.mark.parametrize("running", ["qwen2"], indirect=True)
+
+
+def change_loaded_weights(monkeypatch: pytest.MonkeyPatch, change: Callable[[Weights], Weights]) -> None:
+    """Make vLLM's loader load other weights than those of the sync."""
+    from vllm.v1.worker import gpu_model_runner
+
+    real = gpu_model_runner.reload_weights
+
+    def reload(config: Any, model: Any, weights_iterator: Weights, **rest: Any) -> None:
+        real(config, model, weights_iterator=change(list(weights_iterator)), **rest)
+
+    monkeypatch.setattr(RELOAD, reload)
+
+
+@only_qwen2
+def test_no_weights_loaded(qwen2: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RELOAD, lambda *args, **kwargs: None)
+    with pytest.raises(
+        StaleEngineError, match=r"in part: lm_head.weight|in part: model.embed_tokens.weight was not read"
+    ):
+        qwen2.sync()
+
+
+@only_qwen2
+@pytest.mark.parametrize("missing", ["layers.1.mlp.down_proj", "model.norm.weight", "embed_tokens"])
+def test_one_tensor_not_loaded(qwen2: Running, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    change_loaded_weights(monkeypatch, lambda weights: [pair for pair in weights if missing not in pair[0]])
+    with pytest.raises(StaleEngineError, match=rf"in part: .*{missing}.* was not filled"):
+        qwen2.sync()
+
+
+@only_qwen2
+def test_one_part_of_a_fused_tensor_not_loaded(qwen2: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reports qkv_proj as loaded if one of its three tensors is; the log-probs of the probe detect it."""
+    change_loaded_weights(
+        monkeypatch,
+        lambda weights: [pair for pair in weights if "layers.1.self_attn.k_proj.weight" not in pair[0]],
+    )
+    with pytest.raises(StaleEngineError, match="log-probs of sampled tokens"):
+        qwen2.sync()
+
+
+@only_qwen2
+@pytest.mark.parametrize(
+    ("part", "line"), [("model.norm", "model.norm.weight differs"), ("gate_proj", "log-probs")]
+)
+def test_changed_values_are_detected(
+    qwen2: Running, monkeypatch: pytest.MonkeyPatch, part: str, line: str
+) -> None:
+    """Norms are compared bit by bit, so a millionth is enough; fused and repacked weights are compared by log-probs."""
+    amount = 1 + 1e-6 if part == "model.norm" else 1.3
+    change_loaded_weights(
+        monkeypatch, lambda weights: [(name, w * amount if part in name else w) for name, w in weights]
+    )
+    with pytest.raises(StaleEngineError, match=line):
+        qwen2.sync()
+
+
+@only_qwen2
+def test_a_stale_engine_is_noticed_at_the_next_complete_check(
+    qwen2: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two syncs of three compare the version alone."""
+    monkeypatch.setattr(sync_check, "CHECK_EVERY", 3)
+    qwen2.sync()
+    perturb(qwen2.policy.model)
+    change_loaded_weights(
+        monkeypatch, lambda weights: [(name, w * 1.3 if "gate_proj" in name else w) for name, w in weights]
+    )
+    qwen2.sync()
+    qwen2.sync()
+    with pytest.raises(StaleEngineError, match="log-probs of sampled tokens"):
+        qwen2.sync()
+
+
+@only_qwen2
+def test_tied_output_layer_that_is_not_updated(qwen2: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.32 does not update it on a CPU: without the repacking, the probe fails."""
+    monkeypatch.setattr(vllm_worker, "_repack_tied", lambda model: None)
+    with pytest.raises(StaleEngineError, match="log-probs of sampled tokens"):
+        qwen2.sync()
+
+
+@only_qwen2
+def test_wrong_version_in_a_worker(qwen2: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = type(qwen2.sampler._llm.llm_engine.model_executor.driver_worker.worker)
+    state = worker.policy_state
+    monkeypatch.setattr(worker, "policy_state", lambda self, shapes: (3, state(self, shapes)[1]))
+    qwen2.version = 20
+    with pytest.raises(StaleEngineError, match="version 3 of the weights, not 21"):
+        qwen2.sync()
+
+
+@only_qwen2
+def test_vllm_fails_while_loading(qwen2: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("no room\nfor the weights")
+
+    monkeypatch.setattr(RELOAD, fail)
+    with pytest.raises(
+        StaleEngineError, match=r"could not load version \d+ of the weights: RuntimeError: no room$"
+    ):
+        qwen2.sync()
+
+
+@only_qwen2
+def test_prefix_cache_that_is_not_cleared(qwen2: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM reports it; if vLLM wrongly reports success, the continued probe reads the old keys and values."""
+    engine = qwen2.sampler._llm
+    monkeypatch.setattr(engine, "reset_prefix_cache", lambda: False)
+    with pytest.raises(StaleEngineError, match="did not clear the cached prompts"):
+        qwen2.sync()
+    monkeypatch.setattr(engine, "reset_prefix_cache", lambda: True)
+    with pytest.raises(StaleEngineError, match="log-probs of sampled tokens"):
+        qwen2.sync()
+
+
+@only_qwen2
+def test_the_prefix_cache_is_in_use(qwen2: Running) -> None:
+    """A repeated prompt is not computed again until a sync; otherwise the test above would prove nothing."""
+    prompt, params = [*range(4, 94)], SamplingParams(1, 1.0, 4, (2,))
+
+    def cached() -> int:
+        requests = vllm_sampler._requests(params, 1, 1)
+        (output,) = qwen2.sampler._llm.generate({"prompt_token_ids": prompt}, requests, use_tqdm=False)
+        return int(output.num_cached_tokens)
+
+    assert cached() == 0
+    assert cached() == 64
+    qwen2.sync()
+    assert cached() == 0

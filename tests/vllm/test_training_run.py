@@ -1,81 +1,90 @@
-"""Complete training runs with vLLM from the command line: log-prob gaps, resume, and training from a checkpoint."""
+"""Training runs with vLLM: log-prob gaps, a resume, and two ranks with an engine each, which train as one process does.
+
+The processes are forks of the test's process: importing vLLM takes longer than the runs.
+"""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 
-from tests.text_model import save_text_model
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.experiments import resume, train
+from bandpo_cli.metric_names import without_clock
+from bandpo_cli.models.weights import checkpoint_weights
+from bandpo_cli.ranks import Ranks
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tasks.task import build_task
+from bandpo_cli.training import loop
+from bandpo_cli.training.components import build_components
+from tests.training.several_ranks import run_ranks
 
 pytestmark = pytest.mark.vllm
 
-DATA = Path(__file__).parents[2].parent / "shared" / "data"
+SETTINGS: dict[str, Any] = {
+    # Nine prompts: two ranks have four and five.
+    "sampling": {"engine": "vllm", "prompts": 9, "vllm": {"kv_cache_gb": 0.5, "eager": True}},
+    # A large eps: AdamW divides the gradient by its own size, and so a rounding error of a gradient near 0, too.
+    "optim": {"warmup_steps": 0, "updates": 3, "lr": 1e-4, "eps": 1e-4},
+    "evaluation": {"every": 0},
+    "tracking": {"mlflow": False},
+}
+STEPS = 2
 
 
-def train(runs: Path, name: str, *arguments: str) -> list[dict[str, float]]:
-    settings = [
-        "sampling.prompts=8",
-        "evaluation.every=0",
-        "sampling.vllm.kv_cache_gb=0.5",
-        "sampling.vllm.eager=true",
-    ]
-    command = [
-        sys.executable, "-m", "bandpo_cli", "train", "--sampler", "vllm", "--steps", "3", "--no-mlflow",
-        "--runs-dir", str(runs), "--name", name, *arguments,
-    ]  # fmt: skip
-    for setting in settings:
-        command += ["--set", setting]
-    return record(command, runs / name)
-
-
-def record(command: list[str], run: Path) -> list[dict[str, float]]:
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert result.returncode == 0, result.stderr
-    assert result.stderr == "", "messages of the engine would disturb the run's live view"
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_run_resume_and_run_from_a_checkpoint(tmp_path: Path) -> None:
-    first = train(tmp_path, "first")
-    steps = [line for line in first if line["step"] > 0]
-    assert len(steps) == 3
-    assert all(0 < line["sampler/logprob_gap_max"] <= 1e-4 for line in steps)
-    assert all(line["time/sync"] > 0 for line in steps)
-
-    resume = ["--resume", "first", "--runs-dir", str(tmp_path), "--steps", "5"]
-    longer = record([sys.executable, "-m", "bandpo_cli", "train", *resume], tmp_path / "first")
-    assert longer[: len(first)] == first
-    assert [line["step"] for line in longer] == [1, 2, 3, 4, 5]
+def test_a_resumed_run_continues_its_metrics(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(resolve([SETTINGS, {"steps": STEPS}]), tmp_path, name="run")
+    first = RunFolder(tmp_path / "run").read_metrics()
+    assert len(first) == STEPS
+    resume("run", tmp_path, settings=[{"steps": STEPS + 1}])
+    longer = RunFolder(tmp_path / "run").read_metrics()
+    assert longer[:STEPS] == first
+    assert [line["step"] for line in longer] == [*range(1, STEPS + 2)]
     assert all(0 < line["sampler/logprob_gap_max"] <= 1e-4 for line in longer)
-
-    checkpoint = next((tmp_path / "first" / "checkpoints").iterdir())
-    second = train(tmp_path, "second", "--model", str(checkpoint))
-    assert all(line["sampler/logprob_gap_max"] <= 1e-4 for line in second if line["step"] > 0)
+    assert all(line["time/sync"] > 0 for line in longer)
+    assert capfd.readouterr().err == "", "messages of the engine would disturb the run's live view"
 
 
-@pytest.mark.skipif(not (DATA / "gsm8k_train.jsonl").is_file(), reason="needs the GSM8K files")
-def test_five_steps_on_gsm8k(tmp_path: Path) -> None:
-    """A model with random weights cannot answer correctly; the test covers the path from prompt to update."""
-    lines = (DATA / "gsm8k_train.jsonl").read_text(encoding="utf-8").splitlines()[:500]
-    model = save_text_model(tmp_path / "model", (json.loads(line)["question"] for line in lines))
-    settings = [
-        f"task.train={{name: gsm8k, path: {DATA / 'gsm8k_train.jsonl'}}}",
-        f"task.heldout={{name: gsm8k, path: {DATA / 'gsm8k_test.jsonl'}}}",
-        "sampling.samples=4",
-        "sampling.max_tokens=32",
-        "sampling.max_prompt_tokens=300",
-        "optim.lr=1e-3",
-    ]
-    flags = [flag for setting in settings for flag in ("--set", setting)]
-    records = train(tmp_path, "gsm8k", "--model", str(model), "--task", "gsm8k", "--steps", "5", *flags)
-    steps = [line for line in records if line["step"] > 0]
-    assert len(steps) == 5
-    assert all(0 < line["sampler/logprob_gap_max"] <= 1e-4 for line in steps)
-    assert all(line["grade/error_fraction"] == line["grade/timeout_fraction"] == 0 for line in steps)
-    assert all(line["train/response_length"] > 1 for line in steps)
+def trained(ranks: Ranks, folder: Path) -> dict[str, Any]:
+    """Return the metrics and completions of the steps of a run, and its weights and the gap of its last sync."""
+    config = resolve([SETTINGS, {"steps": STEPS + 1, "checkpoint": {"every": 0}}])
+    run = RunFolder.create(folder, "run") if ranks.is_main else RunFolder(folder / "run")
+    components = build_components(config, build_task(config.task), ranks)
+    try:
+        reports = loop.train(config, components, run)
+        lines = [without_clock(report.record) for report in islice(reports, STEPS)]
+        reports.close()
+        weights = {name: weight.clone() for name, weight in checkpoint_weights(components.policy.model)}
+        gap = components.sampler.probe_gap  # type: ignore[attr-defined]
+    finally:
+        components.close()
+    ranks.wait()  # after the engines have ended, the ranks are still connected
+    columns = ["problem_id", "text", "reward", "length"]
+    files = [run.path / f"samples/step-{line['step']:06d}.parquet" for line in lines]
+    completions = [pq.read_table(file, columns=columns).to_pylist() for file in files]
+    return {"lines": lines, "weights": weights, "gap": gap, "completions": completions}
+
+
+def test_two_ranks_train_as_one(tmp_path: Path) -> None:
+    """The policy of two ranks is sharded, and each engine gets its weights one tensor at a time."""
+    (one,) = run_ranks(1, tmp_path / "one", trained, tmp_path / "one")
+    two, other = run_ranks(2, tmp_path / "two", trained, tmp_path / "two")
+    assert two["lines"] == other["lines"], "all ranks report the same metrics"
+    assert two["completions"] == one["completions"]
+    assert 0 < two["gap"] < 1e-4
+    for line, expected in zip(two["lines"], one["lines"], strict=True):
+        assert expected["optim/grad_norm"] > 0.1
+        assert 0 < line["sampler/logprob_gap_max"] < 1e-4
+        for name in ("optim/loss", "optim/grad_norm", "kl/old_new", "train/entropy"):
+            assert line[name] == pytest.approx(expected[name], abs=1e-5, rel=1e-5)
+        assert line["train/reward"] == expected["train/reward"]
+    assert one["weights"].keys() == two["weights"].keys()
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(two["weights"][name], weight, atol=1e-5, rtol=0)

@@ -11,6 +11,7 @@ from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
 pytest.importorskip("vllm")
 
 from bandpo_cli.sampling.engine_process import EngineProcess
+from tests.sampling.stub_engine import forked_engines
 from tests.vllm.conftest import Running, perturb
 from tests.vllm.test_sampling import PARAMS, PROMPTS, gap
 
@@ -28,7 +29,8 @@ SETTINGS = {
 def test_an_engine_process_runs_the_weights_of_the_last_sync() -> None:
     config = RunConfig.model_validate({"model": {"device": "cpu"}, "sampling": SETTINGS})
     policy = load_policy(config.model)
-    engine = EngineProcess(config, policy)
+    with forked_engines():
+        engine = EngineProcess(config, policy)
     running = Running(policy, engine)  # type: ignore[arg-type]
     try:
         assert engine.describe()["engine"] == "vllm"
