@@ -1,4 +1,4 @@
-"""Array functions that hide the differences between numpy and torch, and the types of the solvers.
+"""Functions that hide the differences between numpy and torch, and the types of the solvers.
 
 Torch is not imported here: a caller that passes a tensor has imported it.
 """
@@ -73,41 +73,23 @@ def namespace(x: Array) -> Any:
     return sys.modules["torch"] if is_tensor(x) else np
 
 
-def device_of(x: Array) -> Any:
-    """Return the device for new arrays that are combined with `x`: a `torch.device`, or None for numpy."""
-    return x.device if is_tensor(x) else None
-
-
-def arange(count: int, xp: Any, device: Any) -> Array:
-    """Return the int64 numbers 0 … count−1, created on the device."""
-    return (
-        np.arange(count, dtype=np.int64)
-        if device is None
-        else xp.arange(count, dtype=xp.int64, device=device)
-    )
-
-
 def is_on_host(x: Array) -> bool:
     """Return whether the host can read a value of `x` without synchronizing with an accelerator."""
     return not is_tensor(x) or x.device.type == "cpu"
 
 
 def no_grad_no_warnings(x: Array) -> AbstractContextManager[Any]:
-    """Return a context that records no gradient and disables numpy's warnings of the infinities at p→0 and p→1.
-
-    The context applies to one thread. Tensors created in torch's inference mode can only be written in that mode.
-    """
-    if not is_tensor(x):
-        return np.errstate(all="ignore")
-    torch = namespace(x)
-    context: AbstractContextManager[Any] = torch.inference_mode() if x.is_inference() else torch.no_grad()
+    """Return a context that records no gradient and disables numpy's warnings of the infinities at p→0 and p→1."""
+    context: AbstractContextManager[Any] = (
+        namespace(x).no_grad() if is_tensor(x) else np.errstate(all="ignore")
+    )
     return context
 
 
 def output_dtype(x: Array) -> Any:
     """Return float64 for float64 and integers, float32 for all shorter floats (half precision included)."""
+    floating = x.dtype.is_floating_point if is_tensor(x) else x.dtype.kind == "f"
     xp = namespace(x)
-    floating = x.dtype.is_floating_point if is_tensor(x) else np.issubdtype(x.dtype, np.floating)
     return xp.float32 if floating and x.dtype.itemsize < 8 else xp.float64
 
 
@@ -116,25 +98,9 @@ def take(table: Array, index: Array) -> Array:
     return table.index_select(0, index) if is_tensor(table) else table[index]
 
 
-def false_like(x: Array) -> Array:
-    """Return booleans of the shape of `x`, all False."""
-    xp = namespace(x)
-    return xp.zeros_like(x, dtype=xp.bool if is_tensor(x) else np.bool_)
-
-
-def empty_like(x: Array, dtype: Any) -> Array:
-    """Return an uninitialized array of the shape and device of `x` and the type `dtype`."""
-    return namespace(x).empty_like(x, dtype=dtype)
-
-
-def to_float64(x: Array) -> Array:
-    """Return `x` in float64, the type of all computations."""
-    return x.double() if is_tensor(x) else np.asarray(x, dtype=np.float64)
-
-
 def cast(x: Array, dtype: Any) -> Array:
     """Return `x` in another type of its own library, truncated towards 0."""
-    return x.to(dtype) if is_tensor(x) else x.astype(dtype)
+    return x.to(dtype) if is_tensor(x) else x.astype(dtype, copy=False)
 
 
 def blocks(x: Array) -> Iterator[slice]:

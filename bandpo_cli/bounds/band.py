@@ -14,16 +14,15 @@ from bandpo_cli.bounds.arrays import (
     as_array,
     blocks,
     cast,
-    empty_like,
     is_on_host,
     is_tensor,
     namespace,
     no_grad_no_warnings,
     output_dtype,
-    to_float64,
 )
 from bandpo_cli.bounds.divergences import Divergence, find_divergence
 from bandpo_cli.bounds.kl import MIN_TOKENS_FOR_TABLE
+from bandpo_cli.bounds.solver import RootFinder
 from bandpo_cli.errors import ConfigError
 
 ROUNDING, ROUNDING_HALF = 1e-3, 1.0
@@ -76,19 +75,6 @@ def band_bounds(
     return logprob_bounds(x, divergence, radius, cap)
 
 
-def logprob_bounds(
-    old_logprobs: Array, divergence: str, delta: float, max_ratio: float | None
-) -> RatioBounds:
-    """Return the bounds of `band_bounds` for valid arguments; every log-probability above 0 counts as 0.
-
-    The trainer calls this function: its settings are checked when they are read, and the log-probs are its own.
-    """
-    entry, x = find_divergence(divergence), as_array(old_logprobs)
-    if is_tensor(x) and x.device.type == "mps":
-        return RatioBounds(*(bound.to(x.device) for bound in _band(x.cpu(), entry, delta, max_ratio)))
-    return _band(x, entry, delta, max_ratio)
-
-
 def _as_float(value: Any) -> float:
     """Return a number as a float, NaN for anything else: texts and booleans too."""
     if isinstance(value, (str, bytes, bool)):
@@ -100,80 +86,64 @@ def _as_float(value: Any) -> float:
 
 
 def _as_real_array(value: Any) -> Array:
-    """Return a tensor itself, and numbers and lists as a numpy array.
-
-    Raises:
-        ConfigError: they are not real numbers.
-    """
+    """Return a tensor itself, and numbers and lists as a numpy array. Raise ConfigError for other types."""
     try:
         x = as_array(value)
+        what = f"values of the type {x.dtype}"
+        if str(x.dtype).removeprefix("torch.").startswith(("float", "bfloat", "int", "uint")):
+            return x
     except (TypeError, ValueError):  # lists of unequal lengths, or of tensors
-        raise ConfigError("old_logprobs must be an array of numbers, not lists of unequal lengths") from None
-    real = not (x.dtype.is_complex or x.dtype == namespace(x).bool) if is_tensor(x) else x.dtype.kind in "fiu"
-    if not real:
-        raise ConfigError(f"old_logprobs must be real numbers, not values of the type {x.dtype}")
-    return x
+        what = "lists of unequal lengths"
+    raise ConfigError(f"old_logprobs must be an array of real numbers, not {what}")
 
 
 def _check_logprobs(x: Array) -> None:
     """Raise ConfigError for values above 0 that no rounding explains. NaN counts as neither above nor below 0."""
     if not bool((x > ROUNDING).any()):  # one pass over the values in the usual case
         return
-    values = to_float64(x)
-    largest = float(values[values > 0].max())
-    if not bool((values <= 0).any()):
+    largest = float(x[x > 0].max())
+    allowed = ROUNDING_HALF if x.dtype.itemsize == 2 else ROUNDING
+    if largest > allowed or not bool((x <= 0).any()):
         raise ConfigError(
-            f"old_logprobs: all values are above 0 (the largest is {largest:.4g}), as probabilities are; pass "
-            "log-probabilities, log π_old(token)"
-        )
-    if largest > (ROUNDING_HALF if x.dtype.itemsize == 2 else ROUNDING):
-        raise ConfigError(
-            f"old_logprobs: a log-probability is at most 0, and the largest value is {largest:.4g}; are these "
-            "probabilities, or logits?"
+            f"old_logprobs: the largest value is {largest:.4g}, and a log-probability is at most 0; pass "
+            "log π_old(token), not probabilities or logits"
         )
 
 
-def _band(x: Array, divergence: Divergence, delta: float, max_ratio: float | None) -> RatioBounds:
-    """Return the bounds of valid arguments, block by block."""
-    flat, dtype = x.reshape(-1), output_dtype(x)
-    lower, upper = empty_like(flat, dtype), empty_like(flat, dtype)
-    many_float32 = dtype == namespace(x).float32 and len(flat) >= MIN_TOKENS_FOR_TABLE
-    with no_grad_no_warnings(lower):
-        for part in blocks(flat):
-            lower[part], upper[part] = _solve_block(
-                cast(flat[part], dtype), divergence, delta, max_ratio, many_float32
-            )
-    return RatioBounds(lower.reshape(x.shape), upper.reshape(x.shape))
-
-
-def _solve_block(
-    logp: Array, divergence: Divergence, delta: float, max_ratio: float | None, many_float32: bool
+def logprob_bounds(
+    old_logprobs: Array, divergence: str, delta: float, max_ratio: float | None
 ) -> RatioBounds:
-    """Return the bounds of one block, in float32 where the divergence has a method for it, else in float64."""
-    xp = namespace(logp)
-    if many_float32 and divergence.solve_float32 is not None:
-        logp = xp.clip(logp, None, 0.0)
-        return _clamp_to_interval(divergence.solve_float32(logp, delta), logp, max_ratio)
-    logp = xp.clip(to_float64(logp), None, 0.0)
-    known = xp.nan_to_num(logp, nan=0.0, neginf=-math.inf)
-    return _clamp_to_interval(divergence.roots(TokenProbs(known), delta), logp, max_ratio)
+    """Return the bounds of `band_bounds` for valid arguments; every log-probability above 0 counts as 0.
 
-
-def _clamp_to_interval(roots: RatioBounds, logp: Array, max_ratio: float | None) -> RatioBounds:
-    """Return 0 ≤ lower ≤ 1 ≤ upper ≤ cap; [1, 1] where the log-probability is NaN."""
-    xp = namespace(logp)
-    # maximum propagates a NaN of either argument; otherwise log p ≤ 0 never exceeds a bound.
-    lower, upper = xp.clip(roots.lower, 0.0, 1.0), xp.clip(roots.upper, 1.0, max_ratio)
-    for bound in (lower, upper):
-        xp.maximum(bound, logp, out=bound)
-    return RatioBounds(*(xp.nan_to_num(bound, nan=1.0, posinf=math.inf) for bound in (lower, upper)))
+    The trainer calls this function: its settings are checked when they are read, and the log-probs are its own.
+    """
+    x = as_array(old_logprobs)
+    if is_tensor(x) and x.device.type == "mps":
+        on_cpu = logprob_bounds(x.cpu(), divergence, delta, max_ratio)
+        return RatioBounds(*(bound.to(x.device) for bound in on_cpu))
+    entry, xp, flat, dtype = find_divergence(divergence), namespace(x), x.reshape(-1), output_dtype(x)
+    lower, upper = xp.empty_like(flat, dtype=dtype), xp.empty_like(flat, dtype=dtype)
+    in_float32 = entry.solve_float32 if dtype == xp.float32 and len(flat) >= MIN_TOKENS_FOR_TABLE else None
+    with no_grad_no_warnings(x):
+        for part in blocks(flat):
+            if in_float32:
+                logp = xp.clip(cast(flat[part], dtype), None, 0.0)
+                roots = in_float32(logp, delta)
+            else:
+                logp = xp.clip(cast(flat[part], xp.float64), None, 0.0)
+                roots = entry.roots(TokenProbs(xp.nan_to_num(logp, nan=0.0, neginf=-math.inf)), delta)
+            limits = xp.clip(roots.lower, 0.0, 1.0), xp.clip(roots.upper, 1.0, max_ratio)
+            for result, bound in zip((lower, upper), limits, strict=True):
+                # maximum propagates a NaN of either argument; otherwise log p ≤ 0 never exceeds a bound.
+                xp.maximum(bound, logp, out=bound)
+                result[part] = xp.nan_to_num(bound, nan=1.0, posinf=math.inf)
+    return RatioBounds(lower.reshape(x.shape), upper.reshape(x.shape))
 
 
 def saturation(divergence: Divergence, prob: float, delta: float) -> tuple[bool, bool]:
     """Return whether the region contains ratio 0, and whether it contains ratio 1/p (the simplex), for p in (0, 1]."""
-    p, m = np.float64(prob), np.maximum(np.float64(1.0 - prob), 1e-300)
+    is_common = prob > 0.5
+    s, finder = np.float64(max(1.0 - prob, 1e-300) if is_common else prob), RootFinder(divergence.f)
     with np.errstate(all="ignore"):
-        f_zero = divergence.f(np.float64(0.0), np.float64(-1.0))
-        at_zero = p * f_zero + m * divergence.f(1.0 / m, p / m)
-        at_simplex = p * divergence.f(1.0 / p, m / p) + m * f_zero
-    return bool(at_zero <= delta), bool(at_simplex <= delta) or prob == 1.0
+        without_rare, only_rare = (bool(finder.limit(s, side) <= delta) for side in (-1, +1))
+    return (only_rare, without_rare or prob == 1.0) if is_common else (without_rare, only_rare)

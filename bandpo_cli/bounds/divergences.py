@@ -22,7 +22,7 @@ import numpy as np
 from bandpo_cli.bounds import solver
 from bandpo_cli.bounds.arrays import Array, Generator, RatioBounds, TokenProbs, namespace
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.registries import DIVERGENCES, DivergenceEntry, load_attribute, load_function
+from bandpo_cli.registries import DIVERGENCES, load_attribute, load_function
 
 _NEAR_ZERO, _NEAR_INFINITY = 2.0**-1000, 2.0**1000
 """Replace 0 and ∞ in the argument of a custom f, where an expression such as u·log u is not a number."""
@@ -54,7 +54,9 @@ def find_divergence(name: str) -> Divergence:
         ConfigError: there is no divergence of that name, or the custom f is not usable.
     """
     if name in DIVERGENCES:
-        return _load_divergence(DIVERGENCES[name])
+        entry = DIVERGENCES[name]
+        paths = entry.generator, entry.bounds, entry.bounds_float32
+        return Divergence(*(load_attribute(path) if path else None for path in paths))
     if ":" not in name:
         raise ConfigError(f"divergence '{name}' is not known{DIVERGENCES.suggestion(name)}")
     return Divergence(custom_generator(name))
@@ -162,7 +164,7 @@ def le_cam_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
 
 @lru_cache(maxsize=64)
 def custom_generator(name: str) -> Generator:
-    """Load and check `module:function`.
+    """Load `module:function` and check that f is finite, 0 at 1 and convex on a grid of u from 1e-4 to 1e4.
 
     The function takes u = π/π_old as an array (numpy, or torch when the log-probabilities are tensors) and
     returns f(u) of the same shape; f is convex with f(1) = 0.
@@ -170,30 +172,11 @@ def custom_generator(name: str) -> Generator:
     Raises:
         ConfigError: the function cannot be imported or is not such an f; the message names it.
     """
+    u = np.unique(np.concatenate([np.logspace(-4, 4, 161), np.linspace(0.5, 1.5, 41)]))
     try:
         function: Callable[[Array], Array] = load_function(name)
     except ValueError as error:
         raise ConfigError(f"divergence '{name}': {error}") from error
-    _check_generator(name, function)
-
-    def f(u: Array, x: Array) -> Array:
-        return function(namespace(u).clip(u, _NEAR_ZERO, _NEAR_INFINITY))
-
-    return f
-
-
-@lru_cache(maxsize=64)
-def _load_divergence(entry: DivergenceEntry) -> Divergence:
-    """Return the divergence whose functions an entry names."""
-    solve, solve_float32 = (
-        None if path is None else load_attribute(path) for path in (entry.bounds, entry.bounds_float32)
-    )
-    return Divergence(load_attribute(entry.generator), solve, solve_float32)
-
-
-def _check_generator(name: str, function: Callable[[Array], Array]) -> None:
-    """Raise ConfigError unless f is finite, zero at 1 and convex on a grid of u from 1e-4 to 1e4."""
-    u = np.unique(np.concatenate([np.logspace(-4, 4, 161), np.linspace(0.5, 1.5, 41)]))
     with np.errstate(all="ignore"):
         try:
             values, at_one = np.asarray(function(u), np.float64), float(function(np.ones(1))[0])
@@ -202,20 +185,21 @@ def _check_generator(name: str, function: Callable[[Array], Array]) -> None:
                 f"divergence '{name}': calling it with a numpy array of ratios failed: {type(error).__name__}: "
                 f"{error}; it must take an array u and return f(u) of the same shape"
             ) from error
+    problem = None
     if values.shape != u.shape:
-        raise ConfigError(f"divergence '{name}': f(u) has shape {values.shape} for u of shape {u.shape}")
-    if not np.isfinite(values).all():
-        raise ConfigError(f"divergence '{name}': f(u) is not finite at u = {u[~np.isfinite(values)][0]:g}")
-    if abs(at_one) > 1e-9:
-        raise ConfigError(f"divergence '{name}': f(1) must be 0 and is {at_one:g}")
-    # Convex: each value lies on or below the chord of its two neighbours.
-    chord = values[:-2] + (values[2:] - values[:-2]) * (u[1:-1] - u[:-2]) / (u[2:] - u[:-2])
-    above = values[1:-1] - chord
-    scale = np.abs(values[:-2]) + np.abs(values[2:]) + 1e-3
-    if (above > 1e-9 * scale).any():
-        raise ConfigError(
-            f"divergence '{name}': f is not convex: it bends down at u = {u[1:-1][above.argmax()]:g}"
-        )
+        problem = f"f(u) has shape {values.shape} for u of shape {u.shape}"
+    elif not np.isfinite(values).all():
+        problem = f"f(u) is not finite at u = {u[~np.isfinite(values)][0]:g}"
+    elif abs(at_one) > 1e-9:
+        problem = f"f(1) must be 0 and is {at_one:g}"
+    else:  # convex: each value lies on or below the chord of its two neighbours
+        left, middle, right = values[:-2], values[1:-1], values[2:]
+        above = middle - (left + (right - left) * (u[1:-1] - u[:-2]) / (u[2:] - u[:-2]))
+        if (above > 1e-9 * (np.abs(left) + np.abs(right) + 1e-3)).any():
+            problem = f"f is not convex: it bends down at u = {u[1:-1][above.argmax()]:g}"
+    if problem:
+        raise ConfigError(f"divergence '{name}': {problem}")
+    return lambda u, x: function(namespace(u).clip(u, _NEAR_ZERO, _NEAR_INFINITY))
 
 
 def _u_log_u(u: Array, x: Array) -> Array:

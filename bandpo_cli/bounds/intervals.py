@@ -21,11 +21,10 @@ from bandpo_cli.bounds.arrays import (
     RatioBounds,
     TokenProbs,
     as_array,
-    empty_like,
+    cast,
     namespace,
     no_grad_no_warnings,
     output_dtype,
-    to_float64,
 )
 from bandpo_cli.bounds.band import logprob_bounds
 from bandpo_cli.bounds.divergences import divergence_at, find_divergence
@@ -135,14 +134,12 @@ def dcpo(config: DcpoSettings) -> BoundsFunction:
         x = as_array(old_logprobs)
         xp, dtype = namespace(x), output_dtype(x)
         with no_grad_no_warnings(x):
-            inverse_p = xp.exp(-xp.clip(to_float64(x), None, 0.0))
+            inverse_p = xp.exp(-xp.clip(cast(x, xp.float64), None, 0.0))
             lower = 0.5 + 0.5 * xp.sqrt(xp.clip(1.0 - 4.0 * config.eps_low * inverse_p, 0.0, None))
             upper = 0.5 + 0.5 * xp.sqrt(1.0 + 4.0 * config.eps_high * inverse_p)
             capped = upper if config.max_ratio is None else xp.clip(upper, None, config.max_ratio)
-            low, high = empty_like(x, dtype), empty_like(x, dtype)
-            low[...] = xp.nan_to_num(lower, nan=1.0)
-            high[...] = xp.nan_to_num(capped, nan=1.0, posinf=math.inf)
-            return RatioBounds(low, high)
+            known = xp.nan_to_num(lower, nan=1.0), xp.nan_to_num(capped, nan=1.0, posinf=math.inf)
+            return RatioBounds(*(cast(bound, dtype) for bound in known))
 
     return bounds
 
@@ -150,9 +147,8 @@ def dcpo(config: DcpoSettings) -> BoundsFunction:
 def _fixed(lower: float, upper: float) -> BoundsFunction:
     def bounds(old_logprobs: Array) -> RatioBounds:
         x = as_array(old_logprobs)
-        low, high = (empty_like(x, output_dtype(x)) for _ in range(2))
-        low[...], high[...] = lower, upper
-        return RatioBounds(low, high)
+        full_like, dtype = namespace(x).full_like, output_dtype(x)
+        return RatioBounds(full_like(x, lower, dtype=dtype), full_like(x, upper, dtype=dtype))
 
     return bounds
 

@@ -19,8 +19,8 @@ import math
 from functools import lru_cache
 from typing import Any
 
-from bandpo_cli.bounds.arrays import Array, RatioBounds, TokenProbs, arange, cast, device_of, namespace, take
-from bandpo_cli.bounds.solver import SMALLEST, RootFunction, initial_guess
+from bandpo_cli.bounds.arrays import Array, RatioBounds, TokenProbs, cast, namespace, take
+from bandpo_cli.bounds.solver import SMALLEST, initial_guess
 
 _NEWTON_STEPS = 40
 """Sufficient from the outer starts: 30 and 48 steps agree to 6e-14 in t for log p in [−80, −1e-9], δ in [1e-4, 2]."""
@@ -53,39 +53,35 @@ Float32Table = tuple[Array, Array, Array]
 def kl_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
     """Return the interval of ratios. The lower bound is about exp(−δ/p) for rare tokens and finally underflows to 0."""
     xp = namespace(tokens.logp)
-    root = newton if len(tokens.logp) < MIN_TOKENS_FOR_TABLE else _from_table
-    log_lower, log_upper = log_ratios(tokens, delta, root)
+    log_lower, log_upper = _log_ratios(tokens, delta, from_table=len(tokens.logp) >= MIN_TOKENS_FOR_TABLE)
     # The limit of the simplex, r ≤ 1/p, is applied to the logarithm: after exp it would need a second exponential.
     return RatioBounds(xp.exp(log_lower), xp.exp(xp.minimum(log_upper, -tokens.logp)))
 
 
-def log_ratios(tokens: TokenProbs, delta: float, root: RootFunction) -> tuple[Array, Array]:
+def _log_ratios(tokens: TokenProbs, delta: float, from_table: bool) -> tuple[Array, Array]:
     """Return the logarithms of both bounds, each of shape (T,)."""
     xp = namespace(tokens.p)
     common = tokens.p > 0.5
     s = xp.clip(xp.minimum(tokens.p, tokens.m), SMALLEST, None)
-    fall, rise = root(s, delta, -1), root(s, delta, +1)
+    fall, rise = _newton(s, delta, -1, from_table), _newton(s, delta, +1, from_table)
     weight = xp.where(common, -s, 1.0 - s)
     beyond = xp.where(common, 0.0, xp.log(s) - xp.clip(tokens.logp, None, 0.0))
     lower = weight * xp.where(common, rise, fall) - delta
     return lower, weight * xp.where(common, fall, rise) - delta + xp.clip(beyond, 0.0, None)
 
 
-def newton(s: Array, delta: float, side: int) -> Array:
-    """Return the root from a start outside of it, where Newton's method converges monotonically without a bracket."""
+def _newton(s: Array, delta: float, side: int, from_table: bool = False) -> Array:
+    """Return the root by Newton's method.
+
+    The start is the table of the generic solver, or outside of the root, where the steps converge monotonically without
+    a bracket.
+    """
     xp = namespace(s)
-    start = (delta - xp.log(s)) / (1.0 - s) if side > 0 else (xp.log1p(-s) - delta) / s
-    return _newton_steps(start, s, delta, _NEWTON_STEPS)
-
-
-def _from_table(s: Array, delta: float, side: int) -> Array:
-    """Return the root by Newton's method from the table of the generic solver."""
-    return _newton_steps(initial_guess(newton, s, delta, side), s, delta, _STEPS_FROM_TABLE)
-
-
-def _newton_steps(t: Array, s: Array, delta: float, steps: int) -> Array:
-    xp = namespace(s)
-    for _ in range(steps):
+    if from_table:
+        t = initial_guess(_newton, s, delta, side)
+    else:
+        t = (delta - xp.log(s)) / (1.0 - s) if side > 0 else (xp.log1p(-s) - delta) / s
+    for _ in range(_STEPS_FROM_TABLE if from_table else _NEWTON_STEPS):
         w = s * xp.expm1(t)
         t = t - (xp.log1p(w) - s * t - delta) / ((s + w) / (1.0 + w) - s)
     return t
@@ -94,7 +90,7 @@ def _newton_steps(t: Array, s: Array, delta: float, steps: int) -> Array:
 def kl_bounds_float32(logp: Array, delta: float) -> RatioBounds:
     """Return the interval of ratios for many float32 log-probs, shape (T,), computed in float32; undefined for NaN."""
     xp = namespace(logp)
-    lower, upper = _float32_tables(delta, type(logp).__qualname__, xp, device_of(logp))
+    lower, upper = _float32_tables(delta, type(logp).__qualname__, xp, logp.device)
     y = -logp
     bits = xp.clip(y, 2.0**_FIRST_OCTAVE, None).view(xp.int32)
     piece = bits >> _F32_SHIFT
@@ -123,20 +119,21 @@ def _evaluate(table: Float32Table, piece: Array, x: Array) -> Array:
 @lru_cache(maxsize=32)
 def _float32_tables(delta: float, kind: str, xp: Any, device: Any) -> tuple[Float32Table, Float32Table]:
     """Return the tables of both bounds on the device. `kind` separates those of traced and real tensors."""
-    number = arange(_F32_PIECES, xp, device)
+    number = xp.arange(_F32_PIECES, dtype=xp.int64, device=device)
     octave = cast(number >> _F32_BITS, xp.float64) + _FIRST_OCTAVE
-    middle = 1.0 + _HALF + cast(number & ((1 << _F32_BITS) - 1), xp.float64) * 2.0**-_F32_BITS
+    center = 1.0 + _HALF + cast(number & ((1 << _F32_BITS) - 1), xp.float64) * 2.0**-_F32_BITS
     at_nodes = [
-        log_ratios(TokenProbs(-xp.exp2(octave) * (middle + node)), delta, newton)
+        _log_ratios(TokenProbs(-xp.exp2(octave) * (center + node)), delta, from_table=False)
         for node in (-_NODE, 0.0, _NODE)
     ]
-    lower, upper = (_parabola(xp, *values) for values in zip(*at_nodes, strict=True))
-    return lower, upper
-
-
-def _parabola(xp: Any, left: Array, middle: Array, right: Array) -> Float32Table:
-    """Return the parabolas through log r at the three Chebyshev nodes of each piece."""
-    left, middle, right = (xp.clip(value, _LOG_RATIO_FLOOR, None) for value in (left, middle, right))
-    slope = (right - left) / (2.0 * _NODE)
-    curvature = (right + left - 2.0 * middle) / (2.0 * _NODE**2)
-    return cast(xp.exp(middle), xp.float32), cast(slope, xp.float32), cast(curvature, xp.float32)
+    tables = []
+    for values in zip(
+        *at_nodes, strict=True
+    ):  # a parabola through log r at the Chebyshev nodes of each piece
+        left, middle, right = (xp.clip(value, _LOG_RATIO_FLOOR, None) for value in values)
+        slope = (right - left) / (2.0 * _NODE)
+        curvature = (right + left - 2.0 * middle) / (2.0 * _NODE**2)
+        tables.append(
+            (cast(xp.exp(middle), xp.float32), cast(slope, xp.float32), cast(curvature, xp.float32))
+        )
+    return tables[0], tables[1]

@@ -18,18 +18,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from bandpo_cli.bounds.arrays import (
-    Array,
-    Generator,
-    RatioBounds,
-    TokenProbs,
-    arange,
-    device_of,
-    false_like,
-    is_on_host,
-    namespace,
-    take,
-)
+from bandpo_cli.bounds.arrays import Array, Generator, RatioBounds, TokenProbs, is_on_host, namespace, take
 
 RootFunction = Callable[[Array, float, int], Array]
 """`root(s, delta, side)`: the natural parameter t of the new probability; side +1 for t > 0, −1 for t < 0."""
@@ -76,16 +65,22 @@ class RootFinder:
         xp = namespace(s)
         zero = xp.zeros_like(s)
         far = zero + side * _MAX_T
-        bracket = (zero, far, zero - delta, xp.clip(self._excess(s, delta, far), 0.0, None))
-        t = chandrupatla(lambda t: self._excess(s, delta, t), bracket)
+        at_far = xp.clip(self._excess(s, delta, far), 0.0, None)
+        t = chandrupatla(lambda t: self._excess(s, delta, t), zero, far, zero - delta, at_far)
         return self._saturate(t, s, delta, side)
 
     def from_table(self, s: Array, delta: float, side: int) -> Array:
-        """Return the root by two interpolations around the table's line, else by the full search."""
+        """Return the root by a secant and an inverse quadratic around the table's line, else by the full search."""
         xp = namespace(s)
         guess = initial_guess(self, s, delta, side)
         margin = side * (2e-4 if side > 0 else 1e-4 * (1.0 + abs(guess)))
-        t, converged = _interpolate(lambda x: self._excess(s, delta, x), guess - margin, guess + margin)
+        low, high = guess - margin, guess + margin
+        at_low, at_high = self._excess(s, delta, low), self._excess(s, delta, high)
+        x = low - at_low * ((high - low) / (at_high - at_low))
+        at_x = self._excess(s, delta, x)
+        first, second = (x - low) / (at_x - at_low), (high - x) / (at_high - at_x)
+        step = at_x * (first - at_low * (second - first) / (at_high - at_low))
+        t, converged = x - step, (at_low < 0.0) & (at_high > 0.0) & (abs(step) < _CONVERGED_STEP)
         if not is_on_host(s):
             return xp.where(converged, t, self(s, delta, side))
         t = self._saturate(t, s, delta, side)
@@ -96,8 +91,7 @@ class RootFinder:
 
     def limit(self, s: Array, side: int) -> Array:
         """Return G at t = ±∞: all mass on the rarer side for side > 0, none for side < 0."""
-        xp = namespace(s)
-        zero = xp.zeros_like(s)
+        zero = namespace(s).zeros_like(s)
         if side > 0:
             return s * self.f(1.0 / s, (1.0 - s) / s) + (1.0 - s) * self.f(zero, zero - 1.0)
         return s * self.f(zero, zero - 1.0) + (1.0 - s) * self.f(1.0 / (1.0 - s), s / (1.0 - s))
@@ -112,17 +106,15 @@ class RootFinder:
         return namespace(s).where(self.limit(s, side) <= delta, side * math.inf, t)
 
 
-def chandrupatla(excess: Callable[[Array], Array], bracket: tuple[Array, Array, Array, Array]) -> Array:
-    """Return the root of `excess` in each bracket (a, b, excess(a), excess(b)).
+def chandrupatla(excess: Callable[[Array], Array], a: Array, b: Array, fa: Array, fb: Array) -> Array:
+    """Return the root of `excess` in each bracket [a, b], with its values fa and fb of opposite signs there.
 
-    The signs of excess(a) and excess(b) are opposite. On the host the loop ends when all tokens have converged; on an
-    accelerator, where testing for that would synchronize, after `_MAX_STEPS` steps.
+    On the host the loop ends when all tokens have converged; on an accelerator, where testing for that would
+    synchronize, after `_MAX_STEPS` steps.
     """
-    a, b, fa, fb = bracket
     xp = namespace(a)
     fraction: Array = 0.5
-    done = false_like(a)
-    best = a
+    done, best = xp.zeros_like(a, dtype=xp.bool), a
     for _ in range(_MAX_STEPS):
         x = a + fraction * (b - a)
         fx = excess(x)
@@ -130,20 +122,24 @@ def chandrupatla(excess: Callable[[Array], Array], bracket: tuple[Array, Array, 
         c, fc = xp.where(same, a, b), xp.where(same, fa, fb)
         b, fb = xp.where(same, b, a), xp.where(same, fb, fa)
         a, fa = x, fx
-        nearest = xp.where(abs(fa) < abs(fb), a, b)
-        best = xp.where(done, best, nearest)
+        best = xp.where(done, best, xp.where(abs(fa) < abs(fb), a, b))
         least = (_TOLERANCE + 4e-16 * abs(best)) / abs(b - a)
         done = done | (fx == 0.0) | ~(least < 0.5)
         if is_on_host(a) and bool(done.all()):
             break
-        fraction = _next_fraction(xp, (a, b, c), (fa, fb, fc), least)
+        # The next fraction: the inverse quadratic through the last three points if it is safe, else ½.
+        xi, phi = (a - b) / (c - b), (fa - fb) / (fc - fb)
+        safe = (phi * phi < xi) & ((1.0 - phi) * (1.0 - phi) < 1.0 - xi)
+        quadratic = fa / (fb - fa) * fc / (fb - fc) + (c - a) / (b - a) * fa / (fc - fa) * fb / (fc - fb)
+        least = xp.clip(least, None, 0.5)
+        fraction = xp.clip(xp.where(safe, quadratic, 0.5), least, 1.0 - least)
     return best
 
 
 def initial_guess(root: RootFunction, s: Array, delta: float, side: int) -> Array:
     """Return the root at s in [SMALLEST, ½] to about 3e-5·(1+|t|), NaN in a bin where none exists. Shape of `s`."""
     xp = namespace(s)
-    intercepts, slopes = _piecewise_linear(root, delta, side, type(s).__qualname__, xp, device_of(s))
+    intercepts, slopes = _piecewise_linear(root, delta, side, type(s).__qualname__, xp, s.device)
     bins = (s.view(xp.int64) >> _SHIFT) - _FIRST
     return take(intercepts, bins) + take(slopes, bins) * s
 
@@ -153,7 +149,7 @@ def _piecewise_linear(
     root: RootFunction, delta: float, side: int, kind: str, xp: Any, device: Any
 ) -> tuple[Array, Array]:
     """Return intercepts and slopes of t against s per bin. `kind` separates the tables of traced and real tensors."""
-    edges = ((arange(_EDGES, xp, device) + _FIRST) << _SHIFT).view(xp.float64)
+    edges = ((xp.arange(_EDGES, dtype=xp.int64, device=device) + _FIRST) << _SHIFT).view(xp.float64)
     t = root(edges, delta, side)
     slopes = (t[1:] - t[:-1]) / (edges[1:] - edges[:-1])
     return t[:-1] - slopes * edges[:-1], slopes
@@ -165,25 +161,3 @@ def _ratio_pair(s: Array, t: Array) -> tuple[Array, Array, Array, Array]:
     rise = xp.expm1(t)
     other = 1.0 / (1.0 + s * rise)
     return xp.exp(t) * other, (1.0 - s) * rise * other, other, -s * rise * other
-
-
-def _interpolate(excess: Callable[[Array], Array], low: Array, high: Array) -> tuple[Array, Array]:
-    """Return the root between `low` and `high` by secant and inverse quadratic, and where it has converged."""
-    at_low, at_high = excess(low), excess(high)
-    slope = (high - low) / (at_high - at_low)
-    x = low - at_low * slope
-    at_x = excess(x)
-    first, second = (x - low) / (at_x - at_low), (high - x) / (at_high - at_x)
-    step = at_x * (first - at_low * (second - first) / (at_high - at_low))
-    return x - step, (at_low < 0.0) & (at_high > 0.0) & (abs(step) < _CONVERGED_STEP)
-
-
-def _next_fraction(xp: Any, points: tuple[Array, ...], values: tuple[Array, ...], least: Array) -> Array:
-    """Return the next fraction of [a, b]: the inverse quadratic through the last three points if it is safe, else ½."""
-    (a, b, c), (fa, fb, fc) = points, values
-    xi, phi = (a - b) / (c - b), (fa - fb) / (fc - fb)
-    safe = (phi * phi < xi) & ((1.0 - phi) * (1.0 - phi) < 1.0 - xi)
-    quadratic = fa / (fb - fa) * fc / (fb - fc) + (c - a) / (b - a) * fa / (fc - fa) * fb / (fc - fb)
-    least = xp.clip(least, None, 0.5)
-    fraction = xp.where(safe, quadratic, 0.5)
-    return xp.where(fraction < least, least, xp.where(fraction > 1.0 - least, 1.0 - least, fraction))

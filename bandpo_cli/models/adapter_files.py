@@ -20,13 +20,7 @@ from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig
 from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.models.checks import read_json_object
 from bandpo_cli.models.lora import ADAPTER_PREFIX, ADAPTER_WEIGHTS, merged_weight
-from bandpo_cli.paths import (
-    ADAPTER_CONFIG,
-    check_regular_file,
-    is_adapter_folder,
-    path_exists,
-    user_path,
-)
+from bandpo_cli.paths import ADAPTER_CONFIG, check_regular_file, is_adapter_folder, path_exists, user_path
 
 _ENDS = (".lora_A.weight", ".lora_B.weight")
 _EMBEDDED_PARTS = ("bandpo_cli", "models", "embedded")
@@ -110,25 +104,33 @@ def merge_adapter(model: PreTrainedModel, adapter: Path) -> None:
     the sampler of a run gets (`models.lora.merged_weight`).
 
     Raises:
-        UserError: the file is damaged or belongs to another model.
+        UserError: the file is missing or damaged, a tensor is not finite, or they belong to another model.
     """
-    config = _read_config(adapter)
+    config, file = _read_config(adapter), adapter / ADAPTER_WEIGHTS
     where = f"{adapter}: {ADAPTER_WEIGHTS}"
-    tensors = _read_weights(adapter)
+    if not path_exists(file):
+        raise UserError(
+            f"{adapter}: it has no {ADAPTER_WEIGHTS}; weights are read from safetensors files only"
+        )
+    check_regular_file(file, where)
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{where}: cannot be read: {first_line(error)}") from None
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+            raise UserError(f"{where}: NaN or infinity, or no floating-point numbers, in {name}")
     weights = {name: weight for name, weight in model.named_parameters() if weight.ndim == 2}
-    pairs = {name.rpartition(".lora_")[0] for name in tensors if name.endswith(_ENDS)}
-    for name in sorted(pairs):
-        a, b = (tensors.pop(f"{name}{end}", None) for end in _ENDS)
-        if a is None or b is None:
-            raise UserError(f"{where}: {name} has no pair of lora_A.weight and lora_B.weight")
+    pairs = sorted({name.rpartition(".lora_")[0] for name in tensors if name.endswith(_ENDS)})
+    for name in pairs:
         layer = name.removeprefix(ADAPTER_PREFIX)
-        weight = weights.get(f"{layer}.weight")
-        if weight is None:
-            raise UserError(f"{where}: its base model has no layer {layer}")
-        rank = a.shape[0] if a.ndim else 0
-        if not rank or a.shape != (rank, weight.shape[1]) or b.shape != (weight.shape[0], rank):
+        a, b = (tensors.pop(f"{name}{end}", torch.empty(0)) for end in _ENDS)
+        weight = weights.get(f"{layer}.weight", torch.empty(0))
+        rank = len(a)
+        if not rank or a.shape[1:] != weight.shape[1:] or b.shape != (len(weight), rank):
             raise UserError(
-                f"{where}: {name}: matrices of {[*b.shape]} and {[*a.shape]} for weights of {[*weight.shape]}"
+                f"{where}: {name}: lora_A of shape {[*a.shape]} and lora_B of {[*b.shape]} do not match the weights of "
+                f"the base model, {[*weight.shape]} ([0]: there is no such tensor)"
             )
         scaling = float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
         weight.copy_(merged_weight(f"{layer}.weight", weight, a, b, scaling))
@@ -136,25 +138,3 @@ def merge_adapter(model: PreTrainedModel, adapter: Path) -> None:
         raise UserError(
             f"{where}: {min(tensors, default='no tensor')}: only LoRA on linear layers is supported"
         )
-
-
-def _read_weights(adapter: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of an adapter by name.
-
-    Raises:
-        UserError: the file is missing or damaged, or a tensor is not finite.
-    """
-    where = f"{adapter}: {ADAPTER_WEIGHTS}"
-    if not path_exists(adapter / ADAPTER_WEIGHTS):
-        raise UserError(
-            f"{adapter}: it has no {ADAPTER_WEIGHTS}; weights are read from safetensors files only"
-        )
-    check_regular_file(adapter / ADAPTER_WEIGHTS, where)
-    try:
-        tensors = load_file(adapter / ADAPTER_WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{where}: cannot be read: {first_line(error)}") from None
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
-            raise UserError(f"{where}: NaN or infinity, or no floating-point numbers, in {name}")
-    return tensors

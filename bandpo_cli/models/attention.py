@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -26,8 +27,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bandpo_cli.models.packing import Packing, causal_mask
 
-Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-AttendPacked = Callable[[Attention, Packing, Sequence[torch.Tensor], int | None], torch.Tensor]
+Attention = Callable[..., tuple[Tensor, Tensor | None]]
+AttendPacked = Callable[[Attention, Packing, Sequence[Tensor], int | None], Tensor]
 """`(attend, packing, [queries, keys, values], window)`, packed states of [T, heads, width] → outputs of that shape."""
 
 
@@ -39,18 +40,12 @@ def _packed(attention: Attention, packed_attention: Attention, attend_packed: At
     """
 
     def forward(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        packing: Packing | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        module: nn.Module, *arguments: Any, packing: Packing | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         if packing is None:
-            return attention(module, query, key, value, attention_mask, **kwargs)
+            return attention(module, *arguments, **kwargs)
         kwargs.pop("position_ids", None)  # of the packed tokens; some kernels would infer sequences from them
-        states = [state.squeeze(0).transpose(0, 1) for state in (query, key, value)]  # each [T, heads, width]
+        states = [state.squeeze(0).transpose(0, 1) for state in arguments[:3]]  # each [T, heads, width]
         attend = partial(packed_attention, module, **kwargs)
         return attend_packed(attend, packing, states, kwargs.get("sliding_window"))[None], None
 
@@ -58,8 +53,8 @@ def _packed(attention: Attention, packed_attention: Attention, attend_packed: At
 
 
 def _attend_in_blocks(
-    attend: Attention, packing: Packing, states: Sequence[torch.Tensor], window: int | None
-) -> torch.Tensor:
+    attend: Attention, packing: Packing, states: Sequence[Tensor], window: int | None
+) -> Tensor:
     """Return the attention output of a kernel that takes sequences of equal length."""
     outputs = []
     for block in packing.blocks:
@@ -72,8 +67,8 @@ def _attend_in_blocks(
 
 
 def _attend_varlen(
-    attend: Attention, packing: Packing, states: Sequence[torch.Tensor], window: int | None
-) -> torch.Tensor:
+    attend: Attention, packing: Packing, states: Sequence[Tensor], window: int | None
+) -> Tensor:
     """Return the attention output of a kernel that takes concatenated sequences of any length and knows its window."""
     gathered = [state.index_select(0, packing.gather_index).transpose(0, 1)[None] for state in states]
     output, _ = attend(
@@ -83,26 +78,20 @@ def _attend_varlen(
     return output.flatten(0, 1).index_select(0, packing.scatter_index)
 
 
-def _eager_attention(
-    module: torch.nn.Module, *arguments: torch.Tensor | None, **kwargs: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _eager_attention(module: nn.Module, *arguments: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Call the `eager` attention of the module's architecture, which the registry does not contain."""
     attention: Attention = sys.modules[type(module).__module__].eager_attention_forward
     return attention(module, *arguments, **kwargs)
 
 
 def _eager_attention_of_blocks(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """Call the `eager` attention of the module's architecture, which requires a mask and adds it to its scores."""
     allowed = causal_mask(query.shape[2], query.device) if mask is None else mask
-    lowest = torch.finfo(query.dtype).min
-    additive = torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
+    additive = torch.zeros_like(allowed, dtype=query.dtype).masked_fill(
+        ~allowed, torch.finfo(query.dtype).min
+    )
     return _eager_attention(module, query, key, value, additive, **kwargs)
 
 
@@ -110,15 +99,8 @@ _SDPA: Attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
 
 def _sdpa_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    position_bias: torch.Tensor | None = None,
-    cache: object = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """Call `sdpa` of transformers, without its copies of keys and values where there is one query per head.
 
     With a mask, transformers repeats keys and values for all query heads of a group: for every sampled token it copies
@@ -134,10 +116,9 @@ def _sdpa_attention(
     """
     groups = key.shape[1]
     is_one_query = query.shape[2] == 1 and (attention_mask is None or attention_mask.shape[1] == 1)
-    if not is_one_query or groups == query.shape[1] or position_bias is not None or cache is not None:
-        return _SDPA(
-            module, query, key, value, attention_mask, position_bias=position_bias, cache=cache, **kwargs
-        )
+    is_plain = kwargs.get("position_bias") is None and kwargs.get("cache") is None
+    if not is_one_query or groups == query.shape[1] or not is_plain:
+        return _SDPA(module, query, key, value, attention_mask, **kwargs)
     output = scaled_dot_product_attention(
         query.reshape(len(query), groups, -1, query.shape[3]), key, value, attn_mask=attention_mask,
         dropout_p=kwargs.get("dropout", 0.0), scale=kwargs.get("scaling"),
@@ -153,23 +134,14 @@ def has_torch_varlen() -> bool:
 
 
 def _torch_varlen(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    *,
-    cu_seq_lens_q: torch.Tensor,
-    max_length_q: int,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **kwargs: Any
+) -> tuple[Tensor, None]:
     """Call torch's causal varlen attention with the arguments that transformers' FlashAttention takes.
 
     Args:
         query: [1, heads, E, width], key and value with as many or fewer heads.
-        sliding_window: number of tokens that a token attends to, itself included.
+        kwargs: `cu_seq_lens_q` and `max_length_q`, and the optional `scaling` and `sliding_window`, the number of
+            tokens that a token attends to, itself included.
 
     Returns:
         (output [1, E, heads, width], None).
@@ -177,12 +149,13 @@ def _torch_varlen(
     from torch.nn.attention.varlen import varlen_attn
 
     query, key, value = (state.squeeze(0).transpose(0, 1) for state in (query, key, value))
-    left = -1 if sliding_window is None else sliding_window - 1
+    ends, longest, window = kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("sliding_window")
+    left = -1 if window is None else window - 1
     output = varlen_attn(
-        query, key, value, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling,
-        window_size=(left, 0), enable_gqa=True,
+        query, key, value, ends, ends, longest, longest, scale=kwargs.get("scaling"), window_size=(left, 0),
+        enable_gqa=True,
     )  # fmt: skip
-    return cast(torch.Tensor, output)[None], None
+    return cast(Tensor, output)[None], None
 
 
 _FLASH_2, _FLASH_3 = (ALL_ATTENTION_FUNCTIONS[f"flash_attention_{version}"] for version in (2, 3))

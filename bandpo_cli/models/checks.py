@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,12 +69,14 @@ def loading_errors(path: str, what: str = "cannot be loaded") -> Iterator[None]:
             raise
         text = str(error).strip()
         if "trust_remote_code" in text:
-            raise UserError(
-                f"model.path = {path!r}: contains custom Python code, which does not run unless you allow it; "
-                "if you trust it: --set model.trust_remote_code=true"
-            ) from None
+            text = "contains custom Python code, which does not run unless you allow it; if you trust it: "
+            raise _error(path, f"{text}--set model.trust_remote_code=true") from None
         line = first_line(text, max_chars=300)
-        raise UserError(f"model.path = {path!r}: {what}: {type(error).__name__}: {line}") from None
+        raise _error(path, f"{what}: {type(error).__name__}: {line}") from None
+
+
+def _error(path: str, text: str) -> UserError:
+    return UserError(f"model.path = {path!r}: {text}")
 
 
 def check_model_files(location: str, path: str) -> None:
@@ -85,9 +87,9 @@ def check_model_files(location: str, path: str) -> None:
             another format than safetensors.
     """
     folder = Path(location)
+    where = f"model.path = {path!r}"
     if not path_exists(folder):
         return
-    where = f"model.path = {path!r}"
     for name in _OTHER_FILES:
         if path_exists(folder / name):
             check_regular_file(folder / name, f"{where}: {name}")
@@ -104,45 +106,33 @@ def check_model_files(location: str, path: str) -> None:
         names += shards.values() if isinstance(shards, dict) else [shards]
     for name in dict.fromkeys(map(str, names)):
         if not name.endswith(".safetensors") or Path(name).name != name:
-            raise UserError(
-                f"{where}: names {name!r} for its weights; a safetensors file in the same folder is expected"
+            raise _error(
+                path, f"names {name!r} for its weights; a safetensors file in the same folder is expected"
             )
 
 
 def check_weight_format(location: str, path: str) -> None:
-    """Raise if a folder has no weights in safetensors.
-
-    Raises:
-        UserError: with instructions to convert the weights if they are pickles.
-    """
+    """Raise UserError with instructions if a folder has no weights in safetensors."""
     folder = Path(location)
     if not path_exists(folder) or path_exists(folder / WEIGHTS) or path_exists(folder / INDEX):
         return
-    pickles = sorted(item.name for item in folder.iterdir() if item.suffix in _PICKLES)
-    gguf = gguf_file(folder)
-    if pickles:
-        why = (
+    if pickles := sorted(item.name for item in folder.iterdir() if item.suffix in _PICKLES):
+        raise _error(
+            path,
             f"its weights are in {pickles[0]}, a pickle, which can run code when it is read; convert them to "
-            "safetensors first: load them where you trust them, then call save_pretrained"
+            "safetensors first: load them where you trust them, then call save_pretrained",
         )
-    elif gguf is not None:
-        why = f"its weights are in {gguf.name}; {GGUF_ADVICE}"
-    else:
-        why = f"it has no weights; copy {WEIGHTS} of the model (or all parts and {INDEX}) there"
-    raise UserError(f"model.path = {path!r}: {why}")
+    if gguf := gguf_file(folder):
+        raise _error(path, f"its weights are in {gguf.name}; {GGUF_ADVICE}")
+    raise _error(path, f"it has no weights; copy {WEIGHTS} of the model (or all parts and {INDEX}) there")
 
 
 def check_has_tokenizer(location: str, path: str) -> None:
-    """Raise if a folder has no file of a tokenizer.
-
-    Raises:
-        UserError: with the files to add.
-    """
+    """Raise UserError if a folder has no file of a tokenizer."""
     folder = Path(location)
     if path_exists(folder) and not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):
-        raise UserError(
-            f"model.path = {path!r}: it has no tokenizer; copy tokenizer.json and tokenizer_config.json of the model "
-            "there"
+        raise _error(
+            path, "it has no tokenizer; copy tokenizer.json and tokenizer_config.json of the model there"
         )
 
 
@@ -159,17 +149,20 @@ def check_declared_size(location: str, model_config: PreTrainedConfig, config: M
     """
     folder = Path(location)
     custom_code = config.trust_remote_code and getattr(model_config, "auto_map", None)
-    if not folder.is_dir() or custom_code:  # custom code may fail on the meta device
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files or custom_code:  # custom code may fail on the meta device
         return
-    shapes = [_shapes(file) for file in sorted(folder.glob("*.safetensors"))]
+    stored = 0
+    for file in files:
+        with safe_open(file, "pt") as weights:
+            names = weights.keys()
+            stored += sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
     declared = sum(parameter.numel() for parameter in model.parameters())
-    stored = sum(math.prod(shape) for file in shapes for shape in file)
-    if shapes and declared > 2 * stored:  # a tied output embedding is stored once
-        raise UserError(
-            f"model.path = {config.path!r}: config.json: describes {declared:,} parameters, but the weights hold "
-            f"{stored:,}"
+    if declared > 2 * stored:  # a tied output embedding is stored once
+        raise _error(
+            config.path, f"config.json: describes {declared:,} parameters, but the weights hold {stored:,}"
         )
 
 
@@ -191,10 +184,10 @@ def check_loaded_weights(model: PreTrainedModel, info: Mapping[str, Any], path: 
     ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise UserError(f"model.path = {path!r}: weights that are {kind}: {sorted(names)[0]}{more}")
+            raise _error(path, f"weights that are {kind}: {min(names)}{more}")
     for name, parameter in model.named_parameters():
         if parameter.numel() and not all(bound.isfinite() for bound in parameter.detach().aminmax()):
-            raise UserError(f"model.path = {path!r}: NaN or infinity in its weights: {name}")
+            raise _error(path, f"NaN or infinity in its weights: {name}")
 
 
 def check_output_layer(model: PreTrainedModel) -> None:
@@ -235,14 +228,14 @@ def check_packed_forward(model: PreTrainedModel) -> None:
         if is_out_of_memory(error):  # independent of the architecture
             raise
         raise UserError(f"model.path: {kind} models do not run on packed rows: {first_line(error)}") from None
-    unpacked = torch.cat(
-        [
-            _unpacked_logprobs(model, row.prompt_ids, completion)
-            for row in rows
-            for completion in row.completions
-        ]
-    )
-    gap = (packed - unpacked).abs().max().item()
+    unpacked = []
+    for row in rows:
+        for completion in row.completions:
+            ids_1T = torch.tensor([[*row.prompt_ids, *completion]], device=model.device)
+            first = len(row.prompt_ids)
+            logits = model(input_ids=ids_1T, use_cache=False).logits[0, first - 1 : -1].float()
+            unpacked.append(torch.log_softmax(logits, dim=-1).gather(1, ids_1T[0, first:, None]).squeeze(1))
+    gap = (packed - torch.cat(unpacked)).abs().max().item()
     if not gap <= TOLERANCE.get(forward_dtype(model), TOLERANCE[torch.bfloat16]):
         raise UserError(
             f"model.path: {kind} models are not supported: log-probs in rows without padding differ by {gap:.3g} nats"
@@ -267,18 +260,3 @@ def read_json_object(path: Path, where: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{where}: expected a JSON object")
     return content
-
-
-def _shapes(file: Path) -> list[list[int]]:
-    """Return the shapes of all tensors in a safetensors file, from its header."""
-    with safe_open(file, "pt") as weights:
-        return [weights.get_slice(name).get_shape() for name in weights.keys()]  # noqa: SIM118 - no mapping
-
-
-def _unpacked_logprobs(
-    model: PreTrainedModel, prompt: Sequence[int], completion: Sequence[int]
-) -> torch.Tensor:
-    """Return the log-probs of a completion by the model's ordinary forward pass, [n] float32."""
-    ids = torch.tensor([[*prompt, *completion]], device=model.device)
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
-    return torch.log_softmax(logits, dim=-1).gather(1, ids[0, len(prompt) :, None]).squeeze(1)

@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,7 +21,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils.logging import disable_progress_bar
 
@@ -39,7 +40,7 @@ from bandpo_cli.models.checks import (
     loading_errors,
 )
 from bandpo_cli.models.lora import adapters_disabled, add_adapters, has_adapters, save_adapter
-from bandpo_cli.models.sharding import forward_dtype, is_sharded, shard
+from bandpo_cli.models.sharding import checkpointed_layers, forward_dtype, is_sharded, shard
 from bandpo_cli.paths import cached_commit, path_exists, user_path
 from bandpo_cli.ranks import SINGLE, Ranks
 
@@ -130,14 +131,12 @@ def model_location(config: ModelConfig) -> str:
     return str(folder) if path_exists(folder) else config.path
 
 
-def _is_on_hub(config: ModelConfig) -> bool:
-    """Return whether the model is loaded from the hub, not from a folder."""
-    return not path_exists(Path(model_location(config)))
-
-
-def _revision(config: ModelConfig) -> dict[str, str]:
-    """Return the argument `revision` of the loaders; none for a folder."""
-    return {} if config.revision is None or not _is_on_hub(config) else {"revision": config.revision}
+def _source(config: ModelConfig) -> dict[str, Any]:
+    """Return the arguments of transformers' loaders that say what to load; a folder has no revision."""
+    location = model_location(config)
+    source = {"pretrained_model_name_or_path": location, "trust_remote_code": config.trust_remote_code}
+    has_revision = config.revision is not None and not path_exists(Path(location))
+    return source | ({"revision": config.revision} if has_revision else {})
 
 
 def load_policy(
@@ -167,7 +166,7 @@ def load_policy(
         config = base_config(config, adapter)
     model_config = read_config(config)
     location, commit = model_location(config), None
-    if not _is_on_hub(config):
+    if path_exists(Path(location)):
         location = str(Path(location).absolute())
     else:
         commit = cached_commit(config.path, "model", config.revision)
@@ -183,21 +182,16 @@ def load_policy(
     if for_training:
         check_output_layer(model)
         if uses_gradient_checkpointing(model, config, device.type == "cuda"):
-            _enable_gradient_checkpointing(model)
+            # transformers 5.23 renamed the method, and prints a warning for the old name.
+            new_name = getattr(model, "activation_checkpointing_enable", None)
+            (new_name or model.gradient_checkpointing_enable)({"use_reentrant": False})
+            model.disable_input_require_grads()  # only reentrant checkpointing needs inputs that require gradients
         if config.lora is not None:
             add_adapters(model, config.lora, seed, location, commit)
-    _place(model, device, ranks if for_training else SINGLE)
+    shard(model, ranks if for_training else SINGLE, device)
     if for_training:
         check_packed_forward(model)
     return Policy(model, tokenizer, stop_ids, pad_id, commit, ranks)
-
-
-def _place(model: PreTrainedModel, device: torch.device, ranks: Ranks) -> None:
-    """Move the model to the device; with several ranks, layer by layer, and only the shards of this rank."""
-    if ranks.size == 1:
-        model.to(device)
-    else:
-        shard(model, ranks, device)
 
 
 def read_config(config: ModelConfig) -> PreTrainedConfig:
@@ -206,12 +200,9 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
     Raises:
         UserError: the folder is not a model folder, or transformers does not support its architecture.
     """
-    location = model_location(config)
-    check_model_files(location, config.path)
+    check_model_files(model_location(config), config.path)
     with loading_errors(config.path, "its config cannot be read"):
-        return AutoConfig.from_pretrained(
-            location, trust_remote_code=config.trust_remote_code, **_revision(config)
-        )
+        return AutoConfig.from_pretrained(**_source(config))
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
@@ -222,31 +213,33 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """
     check_has_tokenizer(model_location(config), config.path)
     with loading_errors(config.path, "its tokenizer cannot be read"):
-        return AutoTokenizer.from_pretrained(
-            model_location(config), trust_remote_code=config.trust_remote_code, **_revision(config)
-        )
+        return AutoTokenizer.from_pretrained(**_source(config))
 
 
 def _load(
     config: ModelConfig, model_config: PreTrainedConfig, attention: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the model on the CPU, after checks of its weights, and the tokenizer."""
-    location = model_location(config)
-    check_weight_format(location, config.path)
+    check_weight_format(model_location(config), config.path)
     disable_progress_bar()  # its progress bars would disturb the run's live view
-    with loading_errors(config.path), _silenced_logger("transformers.modeling_utils"):
-        check_declared_size(location, model_config, config)
+    logger = logging.getLogger("transformers.modeling_utils")
+    with loading_errors(config.path):
+        check_declared_size(model_location(config), model_config, config)
         tokenizer = load_tokenizer(config)
-        model, info = AutoModelForCausalLM.from_pretrained(
-            location,
-            dtype=resolved_dtype(config),
-            attn_implementation=attention,
-            trust_remote_code=config.trust_remote_code,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,  # check_loaded_weights refuses them, with the others
-            output_loading_info=True,
-            **_revision(config),
-        )
+        # The loader's table of weights that do not match; the error message names one of them. Not the logger's level,
+        # on which the loader's other checks and messages depend.
+        logger.disabled = True
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                **_source(config),
+                dtype=resolved_dtype(config),
+                attn_implementation=attention,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # check_loaded_weights refuses them, with the others
+                output_loading_info=True,
+            )
+        finally:
+            logger.disabled = False
         check_loaded_weights(model, info, config.path)
         ids = tokenizer("1+1=2")["input_ids"]
         if not ids or not isinstance(tokenizer.decode(ids), str):
@@ -254,17 +247,6 @@ def _load(
                 f"model.path = {config.path!r}: its tokenizer gives no tokens; check that tokenizer.json is there"
             )
     return model, tokenizer
-
-
-@contextmanager
-def _silenced_logger(name: str) -> Iterator[None]:
-    """Suppress the loader's table of weights that do not match; the error message names one of them."""
-    logger = logging.getLogger(name)
-    logger.disabled = True  # not its level, on which the loader's other checks and messages depend
-    try:
-        yield
-    finally:
-        logger.disabled = False
 
 
 def load_reference(policy: Policy, config: ModelConfig) -> Policy:
@@ -286,11 +268,11 @@ def load_reference(policy: Policy, config: ModelConfig) -> Policy:
     if policy.commit is not None:
         config = config.model_copy(update={"revision": policy.commit})
     model, _ = _load(config, read_config(config), _attention(config))
-    _place(model.eval().requires_grad_(False), policy.device, policy.ranks)
+    shard(model.eval().requires_grad_(False), policy.ranks, policy.device)
     return replace(policy, model=model)
 
 
-def save_policy(policy: Policy, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+def save_policy(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write a folder that transformers and vLLM can load: safetensors weights, config, tokenizer.
 
     With LoRA it has the adapters alone, in the format of peft, and the tokenizer.
@@ -331,7 +313,7 @@ def _device(name: str, ranks: Ranks = SINGLE) -> torch.device:
 def _attention(config: ModelConfig) -> str | None:
     """Return the attention implementation for transformers, or None for its default: sdpa if the model supports it."""
     chosen = config.attention
-    needed = {
+    packages = {
         "flash_attention_2": ("the package flash-attn and a GPU that it supports", is_flash_attn_2_available),
         "flash_attention_3": (
             "the package flash-attn-3 and a GPU that it supports",
@@ -339,11 +321,11 @@ def _attention(config: ModelConfig) -> str | None:
         ),
         "varlen": ("a GPU and torch 2.12 or later", lambda: is_on_cuda(config) and has_torch_varlen()),
     }
-    if chosen in needed:
-        what, is_available = needed[chosen]
+    if chosen in packages:
+        needed, is_available = packages[chosen]
         if not is_available():
             raise UserError(
-                f"model.attention = {chosen!r} needs {what}, which are not all installed; set model.attention=sdpa"
+                f"model.attention = {chosen!r} needs {needed}, which are not all installed; set model.attention=sdpa"
             )
         if resolved_dtype(config) == torch.float32:
             raise UserError(
@@ -359,22 +341,12 @@ def uses_gradient_checkpointing(model: PreTrainedModel, config: ModelConfig, on_
     Raises:
         UserError: the setting is true, and the architecture has none that works outside of training mode.
     """
-    supported = any(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
-    if config.gradient_checkpointing is True and not supported:
+    supported, setting = bool(checkpointed_layers(model)), config.gradient_checkpointing
+    if setting is True and not supported:
         raise UserError(
             f"model.gradient_checkpointing: {model.config.model_type} models do not support it; set it to false"
         )
-    return supported and (
-        on_gpu if config.gradient_checkpointing == "auto" else config.gradient_checkpointing
-    )
-
-
-def _enable_gradient_checkpointing(model: PreTrainedModel) -> None:
-    """Make the model's layers discard their activations and compute them again in the backward pass."""
-    # transformers 5.23 renamed the method, and prints a warning for the old name.
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
-    model.disable_input_require_grads()  # only reentrant checkpointing needs inputs that require gradients
+    return supported and (on_gpu if setting == "auto" else setting)
 
 
 def _special_ids(

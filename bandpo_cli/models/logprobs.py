@@ -15,15 +15,15 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 import bandpo_cli.models.attention  # noqa: F401  registers the attention functions that take `packing`
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.models.packing import TokenBatch
-from bandpo_cli.models.sharding import run_forward
+from bandpo_cli.models.sharding import checkpointed_layers, run_forward
 
 TILE_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 """Size of a float32 tile: about a CPU's last-level cache, or enough to keep a GPU busy. Two tiles exist at a time."""
@@ -40,8 +40,8 @@ class TokenLogprobs(NamedTuple):
             None.
     """
 
-    logprobs: torch.Tensor
-    entropy: torch.Tensor | None
+    logprobs: Tensor
+    entropy: Tensor | None
 
 
 @record_function(f"{PROFILER_PREFIX}forward")
@@ -81,13 +81,13 @@ def _token_logprobs(
 
 
 def linear_logprobs(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
     temperature: float = 1.0,
     with_entropy: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Return log softmax((hidden·weightᵀ + bias) / temperature) at the targets, and optionally the entropy.
 
     Softmax and sums are float32 for all dtypes of the weights. A GPU multiplies weights of lower precision unchanged,
@@ -104,9 +104,8 @@ def linear_logprobs(
     Returns:
         (log-probs [N] float32, entropy [N] float32 or None), nats.
     """
-    logprobs, entropy = _LinearLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, bias, targets, temperature, with_entropy
-    )
+    arguments = hidden, weight, bias, targets, temperature, with_entropy
+    logprobs, entropy = _LinearLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
     return logprobs, entropy if with_entropy else None
 
 
@@ -118,11 +117,7 @@ def _checkpointing(model: PreTrainedModel) -> Iterator[None]:
     there is no dropout. Outside of this context the layers are in evaluation mode too, since training mode would
     disable the sampler's cache.
     """
-    layers = [
-        module
-        for module in model.modules()
-        if torch.is_grad_enabled() and isinstance(module, GradientCheckpointingLayer) and not module.training
-    ]
+    layers = checkpointed_layers(model) if torch.is_grad_enabled() and not model.training else []
     for layer in layers:
         layer.training = layer.gradient_checkpointing
     try:
@@ -136,23 +131,22 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        targets: torch.Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
         temperature: float,
         with_entropy: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         tiles = _Tiles(hidden, weight, bias)
         zeros = torch.zeros(len(hidden), device=hidden.device)
         highest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
         chosen, total = zeros.clone(), zeros.clone()
         # Sums for the entropy, at temperature 1: of exp(x) and of exp(x)·x, for logits x minus the highest so far.
         plain_total, weighted = zeros.clone(), zeros.clone()
-        for columns in tiles.columns():
-            tiles.select_columns(columns)
-            for rows in tiles.rows():
-                tile = tiles.logits(rows)
+        scratch = torch.empty_like(tiles.buffer if with_entropy else tiles.buffer[:0])
+        for _ in tiles.columns():
+            for rows, tile in tiles.logits():
                 target_columns, in_tile = tiles.target_columns(targets[rows])
                 chosen[rows] += tile.gather(1, target_columns).squeeze(1).where(in_tile, 0.0)
                 top = torch.maximum(highest[rows], tile.amax(dim=1))
@@ -160,7 +154,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 highest[rows] = top
                 tile.sub_(top[:, None])
                 if with_entropy:
-                    powers = torch.exp(tile, out=tiles.scratch_buffer(tile))
+                    powers = torch.exp(tile, out=scratch[: tile.numel()].view_as(tile))
                     decayed = (weighted[rows] + plain_total[rows] * drop) * drop.exp()
                     weighted[rows] = decayed + torch.linalg.vecdot(powers, tile)
                     plain_total[rows] = plain_total[rows] * drop.exp() + powers.sum(dim=1)
@@ -178,7 +172,7 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, highest, total = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         # Tokens outside the bounds and tokens of groups without an advantage have no gradient; skip them.
@@ -198,11 +192,11 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias) if for_bias else None
         minus_one = torch.tensor(-1.0, device=hidden.device)
         for columns in tiles.columns():
-            weight_slice = tiles.select_columns(columns)
+            weight_slice = tiles.weight_slice
             slice_grad = torch.zeros(weight_slice.shape, device=hidden.device)
-            for rows in tiles.rows():
+            for rows, tile in tiles.logits():
                 # Probabilities; the highest logit is subtracted first, so that those of likely tokens are exact.
-                tile = tiles.logits(rows).sub_(highest[rows])
+                tile.sub_(highest[rows])
                 if ctx.temperature != 1.0:
                     tile.div_(ctx.temperature)
                 tile.exp_().mul_(inverse_total[rows])
@@ -221,9 +215,7 @@ class _LinearLogprobs(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = grad_hidden.mul_(scale).to(hidden.dtype)
             if some_inactive:
-                all_rows = torch.zeros(
-                    len(grad_logprobs), hidden.shape[1], dtype=hidden.dtype, device=hidden.device
-                )
+                all_rows = hidden.new_zeros(len(grad_logprobs), hidden.shape[1])
                 grad_hidden = all_rows.index_copy_(0, active, grad_hidden)
         return grad_hidden, grad_weight, grad_bias, None, None, None
 
@@ -231,7 +223,7 @@ class _LinearLogprobs(torch.autograd.Function):
 class _Tiles:
     """The logits of N hidden states, one tile at a time, in one buffer."""
 
-    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         device = hidden.device
         # On a CPU, torch has no product of low-precision factors with a float32 result.
         factor_dtype = weight.dtype if device.type == "cuda" else torch.float32
@@ -246,55 +238,44 @@ class _Tiles:
         self._height = max(1, min(tokens, most_rows))
         self._width = min(vocabulary, widest, max(1, size // self._height))
         self._height = max(1, min(tokens, size // self._width))
-        self._buffer = torch.empty(self._height * self._width, device=device)
-        self._second_buffer: torch.Tensor | None = None
-        self._first_column = 0
-        self._weight_slice = weight[:0]
+        self.buffer = torch.empty(self._height * self._width, device=device)
+        self.weight_slice, self._first_column = weight[:0], 0
 
     def columns(self) -> Iterator[slice]:
-        """Return an iterator over slices of the vocabulary."""
-        return _slices(len(self._weight), self._width)
+        """Yield slices of the vocabulary; `weight_slice` is the current one's weights in the dtype of the products."""
+        for columns in _slices(len(self._weight), self._width):
+            self.weight_slice, self._first_column = self._weight[columns].to(self.hidden.dtype), columns.start
+            yield columns
 
-    def rows(self) -> Iterator[slice]:
-        """Return an iterator over slices of the tokens."""
-        return _slices(len(self.hidden), self._height)
+    def logits(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield slices of the tokens and their logits over the current slice of the vocabulary.
 
-    def select_columns(self, columns: slice) -> torch.Tensor:
-        """Make `columns` the current slice of the vocabulary; return its weights in the dtype of the products."""
-        self._first_column = columns.start
-        self._weight_slice = self._weight[columns].to(self.hidden.dtype)
-        return self._weight_slice
+        The logits are float32, in the buffer of the previous logits.
+        """
+        weight = self.weight_slice
+        for rows in _slices(len(self.hidden), self._height):
+            hidden = self.hidden[rows]
+            tile = self.buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
+            if hidden.dtype == torch.float32:
+                torch.mm(hidden, weight.t(), out=tile)
+            else:
+                torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=tile)
+            if self._bias is not None:
+                tile += self._bias[self._first_column : self._first_column + len(weight)]
+            yield rows, tile
 
-    def logits(self, rows: slice) -> torch.Tensor:
-        """Return the logits of `rows` over the current slice, float32, in the buffer of the previous logits."""
-        hidden, weight = self.hidden[rows], self._weight_slice
-        tile = self._buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
-        if hidden.dtype == torch.float32:
-            torch.mm(hidden, weight.t(), out=tile)
-        else:
-            torch.mm(hidden, weight.t(), out_dtype=torch.float32, out=tile)
-        if self._bias is not None:
-            tile += self._bias[self._first_column : self._first_column + len(weight)]
-        return tile
-
-    def scratch_buffer(self, tile: torch.Tensor) -> torch.Tensor:
-        """Return a second buffer with the shape of `tile`."""
-        if self._second_buffer is None:
-            self._second_buffer = torch.empty_like(self._buffer)
-        return self._second_buffer[: tile.numel()].view_as(tile)
-
-    def target_columns(self, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def target_columns(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the targets' columns in the current slice, [n, 1], clamped to it, and which are in it, [n] bool."""
         columns = targets - self._first_column
-        in_slice = (columns >= 0) & (columns < len(self._weight_slice))
-        return columns.clamp(0, len(self._weight_slice) - 1)[:, None], in_slice
+        in_slice = (columns >= 0) & (columns < len(self.weight_slice))
+        return columns.clamp(0, len(self.weight_slice) - 1)[:, None], in_slice
 
 
 def _slices(length: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left·right to `total` (float32) in place."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import LoraSettings
@@ -68,8 +68,6 @@ def add_adapters(
         revision=revision,
         r=settings.rank,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
-        lora_dropout=0.0,
-        bias="none",
         target_modules=targets,
     )
     with torch.random.fork_rng(devices=[]):
@@ -83,7 +81,7 @@ def add_adapters(
             layer.forward = MethodType(_round_once, layer)
 
 
-def _round_once(layer: Any, x: torch.Tensor) -> torch.Tensor:
+def _round_once(layer: Any, x: Tensor) -> Tensor:
     """Return W·x + s·B·(A·x) with a single rounding of the sum, as the forward method of a layer of peft in 16 bits.
 
     peft rounds W·x to 16 bits before it adds the adapter's term, so that the sum stays W·x where that term is less than
@@ -125,58 +123,32 @@ def target_names(model: PreTrainedModel, settings: LoraSettings) -> list[str]:
     Raises:
         UserError: as `add_adapters`.
     """
-    modules = dict(model.named_modules())
-    linear = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
-    linear = {name for name in linear if modules[name] is not model.get_output_embeddings()}
+    modules, output = dict(model.named_modules()), model.get_output_embeddings()
+    linear = {name for name, item in modules.items() if isinstance(item, nn.Linear) and item is not output}
     if not linear:
         raise UserError(f"model.lora: {model.config.model_type} models have no linear layers to adapt")
+
+    def matching(target: str) -> set[str]:
+        return {name for name in modules if name == target or name.endswith(f".{target}")}
+
     short = sorted({name.rpartition(".")[2] for name in linear})
+    targets = sorted(set(settings.target_modules or ()))
+    for target in targets:
+        if not matching(target) or not matching(target) <= linear:
+            raise UserError(
+                f"model.lora.target_modules: {target!r} is not a linear layer of the model{nearest(target, short)}; "
+                f"choose among {', '.join(short)}, or leave it out for all of them"
+            )
     if settings.target_modules is None:
-        targets = []
-        for name in short:
-            matching = _matching(name, modules)
-            # A name that other modules have, too, is replaced by the complete names.
-            targets += [name] if matching <= linear else sorted(matching & linear)
-    else:
-        targets = sorted(set(settings.target_modules))
-        for name in targets:
-            _check_target(name, model, modules, linear, short)
-    widest = max(min(modules[item].weight.shape) for name in targets for item in _matching(name, modules))
+        for name in short:  # a name that other modules have, too, is replaced by the complete names
+            targets += [name] if matching(name) <= linear else sorted(matching(name) & linear)
+    widest = max(min(modules[name].weight.shape) for target in targets for name in matching(target))
     if settings.rank > widest:
         raise UserError(
             f"model.lora.rank = {settings.rank}: the largest of the layers to adapt has rank {widest}; "
             "use a smaller rank, or train all weights with model.lora=null"
         )
     return targets
-
-
-def _matching(target: str, modules: Mapping[str, nn.Module]) -> set[str]:
-    """Return the names of the modules that a target means."""
-    return {name for name in modules if name == target or name.endswith(f".{target}")}
-
-
-def _check_target(
-    target: str,
-    model: PreTrainedModel,
-    modules: Mapping[str, nn.Module],
-    linear: set[str],
-    names: list[str],
-) -> None:
-    """Raise UserError if a target of the settings is not a linear layer, or is the output layer."""
-    matching = _matching(target, modules)
-    if matching and matching <= linear:
-        return
-    if any(modules[name] is model.get_output_embeddings() for name in matching):
-        why = "is the output layer, which gets no adapter"
-    elif any(isinstance(modules[name], nn.Embedding) for name in matching):
-        why = "is an embedding, which gets no adapter"
-    elif matching:
-        why = "is not a linear layer"
-    else:
-        why = f"is no layer of the model{nearest(target, names)}"
-    raise UserError(
-        f"model.lora.target_modules: {target!r} {why}; choose among {', '.join(names)}, or leave it out for all of them"
-    )
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -186,7 +158,7 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield f"{ADAPTER_PREFIX}{name}.{part}.weight", adapter[_NAME].weight
 
 
-def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield name and complete tensor of the adapters, in the dtype of forward passes; names as in a file of peft.
 
     All ranks must iterate together. The tensors of a model that is not sharded are those in use.
@@ -212,7 +184,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merge_adapter_of(layer: LoraLayer, name: str, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def merge_adapter_of(layer: LoraLayer, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the complete weight of an adapted layer with its adapter; all ranks must call this together.
 
     Args:
@@ -225,9 +197,7 @@ def merge_adapter_of(layer: LoraLayer, name: str, weight: torch.Tensor, dtype: t
 
 
 @torch.no_grad()
-def merged_weight(
-    name: str, weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
-) -> torch.Tensor:
+def merged_weight(name: str, weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """Return W + s·B·A, computed in float32 and rounded stochastically to the dtype of W.
 
     Rounding to the nearest number would return W wherever the change is less than half a unit in the last place. Here
@@ -253,33 +223,21 @@ def merged_weight(
     return total.to(weight.dtype)
 
 
-def save_adapter(
-    model: PreTrainedModel, folder: Path, weights: Mapping[str, torch.Tensor] | None = None
-) -> None:
+def save_adapter(model: PreTrainedModel, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write the adapters in the format of peft: `PeftModel.from_pretrained(base, folder)` loads them.
 
     Args:
         weights: what `adapter_weights` returns, or a copy; None to take the tensors in use.
     """
-    tensors = dict(adapter_weights(model)) if weights is None else weights
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()},
-        folder / ADAPTER_WEIGHTS,
-        metadata={"format": "pt"},
-    )
-    (folder / ADAPTER_CONFIG).write_text(_config_text(model), encoding="utf-8")
-
-
-def _config_text(model: PreTrainedModel) -> str:
-    """Return adapter_config.json. peft would write its sets in an order that changes from process to process."""
+    tensors = {name: tensor.contiguous() for name, tensor in dict(weights or adapter_weights(model)).items()}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = model.peft_config[_NAME].to_dict() | {"inference_mode": True}
-    plain: dict[str, Any] = {
-        key: sorted(value) if isinstance(value, set) else value for key, value in config.items()
-    }
-    return json.dumps(plain, indent=2, sort_keys=True) + "\n"
+    # peft would write its sets in an order that changes from process to process.
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
-def load_adapter(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
+def load_adapter(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
     """Copy the tensors of an adapter file into the adapters of the model, which stay the same objects.
 
     Raises:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from bandpo_cli.config.hardware import with_dtype
@@ -20,7 +21,7 @@ from bandpo_cli.models.load import model_location, read_config, resolved_dtype, 
 from bandpo_cli.models.logprobs import TILE_BYTES
 from bandpo_cli.models.lora import add_adapters
 from bandpo_cli.models.packing import MAX_MASKED_ROW_TOKENS, MAX_SHARED_ROW_TOKENS, Row, split_row
-from bandpo_cli.models.sharding import Shard, shard_of
+from bandpo_cli.models.sharding import checkpointed_layers
 from bandpo_cli.registries import ENGINES
 from bandpo_cli.storage.checkpoints import is_written_in_background
 
@@ -106,18 +107,17 @@ class MemoryEstimate:
     @property
     def peak(self) -> int:
         """Maximum bytes at any one time on the device of the trainer: updates and sampling alternate."""
-        return _total(self.always) + max(map(_total, (self.update, self.reduction, self.sampling)))
+        return _peak(self.always, self.update, self.reduction, self.sampling)
 
     @property
     def engine_peak(self) -> int:
         """Bytes on the GPU of the engine process."""
-        return _total(self.engine_gpu)
+        return _peak(self.engine_gpu)
 
     @property
     def fits(self) -> bool:
         """Whether every device has some memory left at the peak."""
-        engine = self.engine_device
-        engine_fits = engine is None or self.engine_peak <= engine.usable
+        engine_fits = self.engine_device is None or self.engine_peak <= self.engine_device.usable
         return self.peak <= self.device.usable and engine_fits and self.vllm >= self.vllm_minimum
 
     @property
@@ -126,14 +126,13 @@ class MemoryEstimate:
 
         A key-value cache of the transformers engine grows to its estimate only if completions are of full length.
         """
-        phases = (self.update, self.reduction, self.sampling if self.vllm else {})
-        certain = _total(self.always) + max(map(_total, phases))
+        certain = _peak(self.always, self.update, self.reduction, self.sampling if self.vllm else {})
         engine_can_start = self.engine_device is None or self.engine_peak <= self.engine_device.free
         return certain <= self.device.free and engine_can_start and self.vllm >= self.vllm_minimum
 
 
-def _total(components: Bytes) -> int:
-    return sum(components.values())
+def _peak(always: Bytes, *phases: Bytes) -> int:
+    return sum(always.values()) + max((sum(phase.values()) for phase in phases), default=0)
 
 
 def estimate_memory(
@@ -159,41 +158,42 @@ def estimate_memory(
     on_gpu = device.on_gpu
     config = with_dtype(config, on_gpu)
     model = build_on_meta_device(config.model)
-    shard = shard_of(model, ranks if training else 1)
+    total, trained = stored_parameters(model.parameters())
+    backward, reduction, gathered, sampling = fsdp_bytes(model, ranks if training else 1)
     # An engine with weights of its own has them complete and without adapters.
-    weights = model.dtype.itemsize * (shard.total - (shard.trained if config.model.lora is not None else 0))
-    always, update, reduction = {"weights": weights}, Bytes(), Bytes()
+    weights = model.dtype.itemsize * (total - (trained if config.model.lora is not None else 0))
+    always, update, process = {"weights": weights}, Bytes(), Bytes()
     if training:
-        always = _held_bytes(config, shard, model.dtype.itemsize, ranks, on_gpu)
-        gradients = {"gradients": _FLOAT32 * shard.trained_stored}
-        update = gradients | _pass_bytes(config, model, ranks, on_gpu) | shard.update
-        reduction = gradients | shard.reduction
-
-    sampling, process = shard.sync, Bytes()
+        always = _held_bytes(config, model, ranks, on_gpu)
+        gradients = {"gradients": _FLOAT32 * stored_parameters(model.parameters(), ranks)[1]}
+        update = gradients | _pass_bytes(config, model, ranks, on_gpu) | backward
+        reduction = gradients | reduction
     vllm, minimum, fraction = 0, 0, None
     lag = training and config.sampling.max_lag > 0
     if ENGINES[resolve_engine(config.sampling.engine, on_gpu)].shares_weights:
-        cache = _sampling_bytes(config, model, ranks)
-        if lag:
-            process = {"weights of the engine process": weights} | cache
-        else:
-            sampling = cache | shard.gathered
+        sequences, longest, cache = _cache_shape(config, model, ranks)
+        # float32 logits and their log-softmax, float64 probabilities and their cumulative sum
+        distributions = sequences * model.config.get_text_config().vocab_size * (4 + 4 + 8 + 8)
+        held = {
+            f"at most: key-value cache of {sequences:,} × {longest:,} tokens": sequences * longest * cache,
+            f"at most: next-token distributions of {sequences:,} sequences": distributions,
+        }
+        process = {"weights of the engine process": weights} | held if lag else {}
+        sampling = sampling if lag else held | gathered
     else:
-        phases = [sampling]
-        if sleeps := on_gpu and config.sampling.vllm.sleep and not lag:
+        sleeps = on_gpu and config.sampling.vllm.sleep and not lag
+        if sleeps:
             update["vLLM while it sleeps"] = reduction["vLLM while it sleeps"] = SLEEPING_ENGINE_BYTES
-        else:
-            phases += [update, reduction]
-        beside = 0 if engine_device else _total(always) + max(map(_total, phases))
+        beside = _peak(always, sampling) if sleeps else _peak(always, sampling, update, reduction)
         vllm, minimum, fraction = _vllm_bytes(
-            config, model, weights, ranks, engine_device or device, already_taken=beside
+            config, model, weights, ranks, engine_device or device, 0 if engine_device else beside
         )
         share = {"vLLM: weights and cache": vllm}
         sampling, process = (sampling | share, process) if sleeps else (sampling, share)
     if engine_device is None:
         always, process = always | process, {}
     estimate = MemoryEstimate(
-        shard.total, shard.trained, ranks, always, update, reduction, sampling, process, device, engine_device,
+        total, trained, ranks, always, update, reduction, sampling, process, device, engine_device,
         vllm, minimum, fraction,
     )  # fmt: skip
     if not estimate.fits:  # a run that lacks the memory for the copy takes none
@@ -201,25 +201,77 @@ def estimate_memory(
     return estimate
 
 
-def _held_bytes(config: RunConfig, shard: Shard, itemsize: int, ranks: int, on_gpu: bool) -> Bytes:
+def stored_parameters(parameters: Iterable[nn.Parameter], ranks: int = 1) -> tuple[int, int]:
+    """Return how many parameters, and trained parameters, the first of some ranks stores, which stores the most.
+
+    The first dimension of each tensor is divided, rounded up.
+    """
+    sizes = [
+        (math.ceil(len(tensor) / ranks) * (tensor.numel() // len(tensor)), tensor.requires_grad)
+        for tensor in parameters
+    ]
+    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+
+
+def fsdp_bytes(model: PreTrainedModel, ranks: int) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    """Return the bytes that FSDP adds on a rank, in four phases; none with a single rank.
+
+    The buffers follow torch's FSDP2 (`torch.distributed.fsdp._fully_shard`), which gathers a group into one buffer and
+    copies it into the parameters, and copies gradients into a buffer of the reduction.
+
+    Returns:
+        During a backward pass while activations are held; at its end, when no activations are left and the parameters
+        have been released; while all parameters are gathered; while the largest weight is sent to an engine, which is
+        gathered and copied.
+    """
+    if ranks == 1:
+        return {}, {}, {}, {}
+    itemsize = model.dtype.itemsize
+    total, trained = stored_parameters(model.parameters())
+    sizes = [stored_parameters(layer.parameters()) for layer in checkpointed_layers(model)]
+    layer, trained_layer = (max((pair[kind] for pair in sizes), default=0) for kind in (0, 1))
+    outside, trained_outside = (
+        count - sum(pair[kind] for pair in sizes) for kind, count in enumerate((total, trained))
+    )
+    largest = max(parameter.numel() for parameter in model.parameters())
+    # The parameters of a layer, the next layer gathered ahead, and gradients; the float32 buffer of the reduction of
+    # the layer before, and its result.
+    backward = itemsize * (2 * layer + trained_layer)
+    backward += _FLOAT32 * (trained_layer + math.ceil(trained_layer / ranks))
+    # In their place at the beginning, before there is a gradient of the output layer: the buffer that the parameters
+    # outside of the layers are gathered into.
+    buffer = itemsize * (outside - (largest if trained_outside else 0))
+    # The gradient of the parameters outside of the layers: in its own dtype, in float32, and the result.
+    reduced = itemsize * trained_outside + _FLOAT32 * (trained_outside + math.ceil(trained_outside / ranks))
+    update = {
+        "complete parameters outside of the layers": itemsize * outside,
+        "two complete layers and a gradient to reduce": max(backward, buffer),
+    }
+    gathered = {"complete parameters": itemsize * max(total + layer, 2 * outside)}
+    sync = {"a complete weight, to send it to the engine": 2 * itemsize * largest}
+    return update, {"gradient outside of the layers to reduce": reduced}, gathered, sync
+
+
+def _held_bytes(config: RunConfig, model: PreTrainedModel, ranks: int, on_gpu: bool) -> Bytes:
     """Return the bytes that are held during a complete training run."""
-    has_lora = config.model.lora is not None
-    masters = _FLOAT32 * shard.trained_stored if itemsize != _FLOAT32 else 0
-    held = {"weights": itemsize * shard.total}
+    has_lora, itemsize = config.model.lora is not None, model.dtype.itemsize
+    total, trained = stored_parameters(model.parameters())
+    stored, trained_stored = stored_parameters(model.parameters(), ranks)
+    masters = _FLOAT32 * trained_stored if itemsize != _FLOAT32 else 0
+    held = {"weights": itemsize * total}
     if ranks > 1:  # those that are trained are float32, the masters
-        frozen = itemsize * (shard.stored - shard.trained_stored)
-        held = {"weights (float32)": _FLOAT32 * shard.trained_stored + frozen}
-    held["AdamW"] = 2 * _FLOAT32 * shard.trained_stored
+        held = {"weights (float32)": _FLOAT32 * trained_stored + itemsize * (stored - trained_stored)}
+    held["AdamW"] = 2 * _FLOAT32 * trained_stored
     if masters and ranks == 1:
         held["master weights"] = masters
     if config.objective.reference_kl > 0 and not has_lora:  # with adapters the reference is the same model
-        held["reference model"] = itemsize * shard.stored
+        held["reference model"] = itemsize * stored
     if on_gpu:  # copies for checkpoints are in the memory of the host
         return held
     if ranks > 1:  # rank 0 has them
-        held["complete weights for a checkpoint"] = itemsize * (shard.trained if has_lora else shard.total)
+        held["complete weights for a checkpoint"] = itemsize * (trained if has_lora else total)
     if is_written_in_background(config):
-        held[_COPY] = held["AdamW"] + masters + (itemsize * shard.trained if ranks == 1 else 0)
+        held[_COPY] = held["AdamW"] + masters + (itemsize * trained if ranks == 1 else 0)
     return held
 
 
@@ -242,19 +294,8 @@ def _pass_bytes(config: RunConfig, model: PreTrainedModel, ranks: int, on_gpu: b
     return components
 
 
-def _sampling_bytes(config: RunConfig, model: PreTrainedModel, ranks: int) -> Bytes:
-    """Return the bytes of sampling with the transformers engine, a share of the prompts per rank."""
-    sequences, longest, cache = _cache_shape(config, model, ranks)
-    # float32 logits and their log-softmax, float64 probabilities and their cumulative sum
-    distribution = model.config.get_text_config().vocab_size * (4 + 4 + 8 + 8)
-    return {
-        f"at most: key-value cache of {sequences:,} × {longest:,} tokens": sequences * longest * cache,
-        f"at most: next-token distributions of {sequences:,} sequences": sequences * distribution,
-    }
-
-
 def _cache_shape(config: RunConfig, model: PreTrainedModel, ranks: int) -> tuple[int, int, int]:
-    """Return the number of sequences that are sampled together, their longest length, and bytes of a token's cache."""
+    """Return how many sequences a rank samples together, their longest length, and the bytes of a token's cache."""
     sampling, text = config.sampling, model.config.get_text_config()
     sequences = min(math.ceil(sampling.prompts / ranks) * sampling.samples, sampling.max_sequences)
     _, heads, width = _heads(text)
@@ -281,8 +322,10 @@ def _vllm_bytes(
     sequences, longest, cache = _cache_shape(config, model, ranks)
     logits = config.sampling.max_sequences * model.config.get_text_config().vocab_size
     fixed = weights // settings.tensor_parallel + logits * ENGINE_BYTES_PER_LOGIT + SLEEPING_ENGINE_BYTES
-    full = fixed + sequences * longest * cache // settings.tensor_parallel
-    fewest = fixed + min(sequences, config.sampling.samples) * longest * cache // settings.tensor_parallel
+    full, fewest = (
+        fixed + size * longest * cache // settings.tensor_parallel
+        for size in (sequences, min(sequences, config.sampling.samples))
+    )
     fraction = settings.memory_fraction
     if fraction is None:
         percent = math.floor(100 * min(full, device.usable - already_taken) / device.total)
@@ -361,9 +404,9 @@ def activation_bytes(
         NoEstimateError: the forward pass of the architecture needs values of tensors, not only their shapes.
     """
     parameters = {_storage_address(parameter) for parameter in model.parameters()}
-    saved: dict[int, torch.Tensor] = {}  # the address of a storage may be reused after its tensor is freed
+    saved: dict[int, Tensor] = {}  # the address of a storage may be reused after its tensor is freed
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    def pack(tensor: Tensor) -> Tensor:
         if _storage_address(tensor) not in parameters:
             saved.setdefault(_storage_address(tensor), tensor)
         return tensor
@@ -393,17 +436,16 @@ def activation_bytes(
     return int(layers * layer_input) + activations // layers
 
 
-def _storage_address(tensor: torch.Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
 def _shapes_only(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **settings: Any
-) -> tuple[torch.Tensor, None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **settings: Any
+) -> tuple[Tensor, None]:
     """Return an output of the right shape and save nothing: `attention_elements` counts what attention saves."""
     return query.transpose(1, 2).clone(memory_format=torch.contiguous_format), None
 
 
 _SHAPES_ONLY = "bandpo_shapes_only"
-_register: Callable[..., None] = AttentionInterface.register
-_register(_SHAPES_ONLY, _shapes_only)
+AttentionInterface.register(_SHAPES_ONLY, _shapes_only)

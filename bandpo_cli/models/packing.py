@@ -11,15 +11,16 @@ that take sequences of equal length, and sequences with boundaries for kernels t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, compress
-from typing import Any, NamedTuple
+from itertools import compress
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from bandpo_cli.types import Group
 
@@ -62,11 +63,11 @@ class TokenBatch:
         targets: [N] int64, the completion tokens, completion by completion in the order of the rows.
     """
 
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
+    input_ids: Tensor
+    position_ids: Tensor
     packing: Packing
-    predictor_index: torch.Tensor
-    targets: torch.Tensor
+    predictor_index: Tensor
+    targets: Tensor
 
 
 def rows_from_groups(groups: Sequence[Group], chosen_PG: Sequence[Sequence[bool]] | None = None) -> list[Row]:
@@ -104,18 +105,19 @@ def batch_rows(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
 
 def collate(rows: Sequence[Row], device: torch.device) -> TokenBatch:
     """Return the rows as tensors on `device`, without padding."""
-    segments = [ids for row in rows for ids in (row.prompt_ids, *row.completions)]
     packing = Packing(tuple((len(row.prompt_ids), *map(len, row.completions)) for row in rows), device)
-    ids = np.concatenate([np.asarray(segment, np.int64) for segment in segments])
-    layout = packing.layout
-    is_sampled = layout.segments != PROMPT
-    predictors = np.arange(-1, len(ids) - 1)
+    parts = [ids for row in rows for ids in (row.prompt_ids, *row.completions)]
+    ids = np.concatenate([np.asarray(part, np.int64) for part in parts])
     # The prompt's last token predicts a completion's first token; each later token is predicted by the one before it.
-    is_first = is_sampled & (layout.positions == layout.prompt_lengths)
-    predictors[is_first] = (layout.row_starts + layout.prompt_lengths - 1)[is_first]
+    predictors = np.arange(-1, len(ids) - 1)
+    start, length, row_start, prompt, number = packing.segments.T
+    has_first = (number != PROMPT) & (length > 0)
+    predictors[start[has_first]] = (row_start + prompt - 1)[has_first]
+    token_segments, positions = packing.token_layout
+    is_sampled = token_segments != PROMPT
     return TokenBatch(
         input_ids=device_tensor(ids[None], device),
-        position_ids=device_tensor(layout.positions[None], device),
+        position_ids=device_tensor(positions[None], device),
         packing=packing,
         predictor_index=device_tensor(predictors[is_sampled], device),
         targets=device_tensor(ids[is_sampled], device),
@@ -124,16 +126,10 @@ def collate(rows: Sequence[Row], device: torch.device) -> TokenBatch:
 
 def empty_batch(pad_id: int, device: torch.device) -> TokenBatch:
     """Return a batch of one prompt token without a completion: a pass over it predicts nothing."""
-    return TokenBatch(
-        input_ids=device_tensor([[pad_id]], device),
-        position_ids=device_tensor([[0]], device),
-        packing=Packing(((1, 0),), device),
-        predictor_index=device_tensor([], device, torch.int64),
-        targets=device_tensor([], device, torch.int64),
-    )
+    return collate([Row([pad_id], [()])], device)
 
 
-def device_tensor(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+def device_tensor(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
     """Return an array, or nested lists of numbers, as a tensor on `device`.
 
     The copy to a GPU starts from pinned memory and does not wait for the work queued there. On a CPU the tensor may
@@ -177,9 +173,45 @@ class Packing:
     device: torch.device
 
     @cached_property
+    def segments(self) -> IntArray:
+        """All prompts and completions in order, one per row of the array.
+
+        The five columns are the first token, the number of tokens, the first token of the row, the number of tokens of
+        its prompt, and the number of the segment in the row: `PROMPT`, or 1, 2, ... for completions.
+        """
+        counts = [len(row) for row in self.rows]
+        lengths = np.concatenate(self.rows)
+        number = np.concatenate([np.arange(count) for count in counts])
+        start = lengths.cumsum() - lengths
+        row_start, prompt = (np.repeat(column[number == PROMPT], counts) for column in (start, lengths))
+        return np.stack([start, lengths, row_start, prompt, number], axis=1)
+
+    @cached_property
+    def token_layout(self) -> tuple[IntArray, IntArray]:
+        """The number of the segment of each token, and its position in its own prompt and completion, [T] each."""
+        start, lengths, _, prompt, number = self.segments.T
+        first_position = np.where(number == PROMPT, 0, prompt)
+        positions = np.arange(lengths.sum()) - np.repeat(start - first_position, lengths)
+        return np.repeat(number, lengths), positions
+
+    @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """The rows in padded blocks, those with a mask first."""
-        return tuple(self._block(group) for group in self._groups)
+        blocks = []
+        token_segments, token_positions = self.token_layout
+        for group in self._groups:
+            tokens = _token_indices(group)
+            positions = token_positions[tokens]
+            masked = group[0, 1] == 0
+            block = Block(
+                gather_index=device_tensor(tokens.ravel(), self.device),
+                shape=(tokens.shape[0], tokens.shape[1]),
+                tokens=int(group[:, 3].sum()),
+                segments=device_tensor(token_segments[tokens], self.device) if masked else None,
+                positions=device_tensor(positions if masked else positions[:1], self.device),
+            )
+            blocks.append(block)
+        return tuple(blocks)
 
     def drop_masks(self) -> None:
         """Free masks, which are as large as the square of the rows; they are made again when needed."""
@@ -187,101 +219,60 @@ class Packing:
             block.__dict__.pop("_mask_without_window", None)
 
     @cached_property
-    def layout(self) -> TokenLayout:
-        """The place of each packed token in its row."""
-        lengths = np.array([length for row in self.rows for length in row])
-        segments = np.array([number for row in self.rows for number in range(len(row))])
-        row_lengths = [sum(row) for row in self.rows]
-        prompts = np.repeat([row[PROMPT] for row in self.rows], row_lengths)
-        token_segments = np.repeat(segments, lengths)
-        positions = np.arange(sum(row_lengths)) - np.repeat(lengths.cumsum() - lengths, lengths)
-        return TokenLayout(
-            segments=token_segments,
-            positions=positions + np.where(token_segments == PROMPT, 0, prompts),
-            prompt_lengths=prompts,
-            row_starts=np.repeat([*accumulate(row_lengths[:-1], initial=0)], row_lengths),
-        )
-
-    @cached_property
-    def block_scatter_index(self) -> torch.Tensor:
+    def block_scatter_index(self) -> Tensor:
         """[T] int64: index of each packed token in the concatenation of all flattened blocks."""
-        return self._scatter_index([_token_indices(group).ravel() for group in self._groups])
+        return self._scatter_index(np.concatenate([_token_indices(group).ravel() for group in self._groups]))
 
     @cached_property
-    def gather_index(self) -> torch.Tensor:
+    def gather_index(self) -> Tensor:
         """[E] int64: packed token at each index of the S concatenated sequences."""
-        return device_tensor(np.concatenate(self._sequence_tokens), self.device)
+        return device_tensor(self._sequence_tokens, self.device)
 
     @cached_property
-    def scatter_index(self) -> torch.Tensor:
+    def scatter_index(self) -> Tensor:
         """[T] int64: index of each packed token in the S concatenated sequences, one of several for the prompt's."""
         return self._scatter_index(self._sequence_tokens)
 
     @cached_property
-    def boundaries(self) -> torch.Tensor:
+    def boundaries(self) -> Tensor:
         """[S + 1] int32: index of the first token of each of the S sequences, followed by E."""
-        lengths = accumulate((row[PROMPT] + length for row in self.rows for length in row[1:]), initial=0)
-        return device_tensor([*lengths], self.device, torch.int32)
+        return device_tensor([0, *self._sequences[:, 3].cumsum()], self.device, torch.int32)
 
     @cached_property
     def longest(self) -> int:
         """Number of tokens of the longest prompt with one completion."""
-        return max(row[PROMPT] + max(row[1:]) for row in self.rows)
+        return int(self._sequences[:, 3].max())
 
     @cached_property
-    def _groups(self) -> list[list[_Sequence]]:
-        """The sequences of each block: rows within a mask, then prompts with one completion."""
-        masked: list[_Sequence] = []
-        plain: list[_Sequence] = []
-        for row, sequences in self._rows_with_sequences():
-            if len(row) > 2 and sum(row) <= MAX_MASKED_ROW_TOKENS:
-                masked.append(_Sequence(sequences[0].prompt, sum(row), sequences[0].prompt, 0, masked=True))
-            else:
-                plain += sequences
-        return [*_group_by_length(masked), *_group_by_length(plain)]
+    def _sequences(self) -> IntArray:
+        """[S, 4]: first token of the prompt, its length, first token of the completion, length of both."""
+        start, lengths, row_start, prompt, number = self.segments.T
+        return np.stack([row_start, prompt, start, prompt + lengths], axis=1)[number != PROMPT]
+
+    @cached_property
+    def _groups(self) -> list[IntArray]:
+        """The sequences of each block, [B, 4]: complete rows within a mask, then prompts with one completion.
+
+        A complete row is a sequence without a prompt.
+        """
+        totals = np.array([sum(row) for row in self.rows])
+        completions = np.array([len(row) - 1 for row in self.rows])
+        masked = (completions > 1) & (totals <= MAX_MASKED_ROW_TOKENS)
+        starts, nothing = totals.cumsum() - totals, np.zeros_like(totals)
+        rows = np.stack([starts, nothing, starts, totals], axis=1)[masked]
+        separate = self._sequences[np.repeat(~masked, completions)]
+        return [*_group_by_length(rows), *_group_by_length(separate)]
 
     @property
-    def _sequence_tokens(self) -> list[IntArray]:
-        return [
-            _token_indices([sequence])[0]
-            for _, sequences in self._rows_with_sequences()
-            for sequence in sequences
-        ]
+    def _sequence_tokens(self) -> IntArray:
+        return np.concatenate([_token_indices(sequence[None])[0] for sequence in self._sequences])
 
-    def _rows_with_sequences(self) -> Iterator[tuple[tuple[int, ...], list[_Sequence]]]:
-        """Yield each row with its sequences, one per completion."""
-        start = 0
-        for row in self.rows:
-            prompt = row[PROMPT]
-            firsts = accumulate(row[1:-1], initial=start + prompt)
-            yield (
-                row,
-                [
-                    _Sequence(start, prompt + length, first, prompt)
-                    for first, length in zip(firsts, row[1:], strict=True)
-                ],
-            )
-            start += sum(row)
-
-    def _scatter_index(self, gathered: Sequence[IntArray]) -> torch.Tensor:
-        """Return for each packed token the first index at which the concatenation of `gathered` has it."""
-        tokens = np.concatenate(gathered)
+    def _scatter_index(self, gathered: IntArray) -> Tensor:
+        """Return for each packed token the first index at which `gathered` has it."""
         first = np.empty(sum(map(sum, self.rows)), np.int64)
         # Of repeated indices, NumPy keeps the last assignment.
-        first[tokens[::-1]] = np.arange(len(tokens))[::-1]
+        first[gathered[::-1]] = np.arange(len(gathered))[::-1]
         return device_tensor(first, self.device)
-
-    def _block(self, sequences: Sequence[_Sequence]) -> Block:
-        tokens = _token_indices(sequences)
-        positions, segments = self.layout.positions[tokens], self.layout.segments[tokens]
-        masked = sequences[0].masked
-        return Block(
-            gather_index=device_tensor(tokens.ravel(), self.device),
-            shape=(len(sequences), sequences[0].length),
-            tokens=sum(sequence.length for sequence in sequences),
-            segments=device_tensor(segments, self.device) if masked else None,
-            positions=device_tensor(positions if masked else positions[:1], self.device),
-        )
 
 
 @dataclass(frozen=True)
@@ -297,13 +288,13 @@ class Block:
         positions: [B, L] int64, position of each token; [1, L] if all sequences have the same positions.
     """
 
-    gather_index: torch.Tensor
+    gather_index: Tensor
     shape: tuple[int, int]
     tokens: int
-    segments: torch.Tensor | None
-    positions: torch.Tensor
+    segments: Tensor | None
+    positions: Tensor
 
-    def mask(self, window: int | None) -> torch.Tensor | None:
+    def mask(self, window: int | None) -> Tensor | None:
         """Return [B or 1, 1, L, L] bool, True where a query may attend to a key; None for plain causal attention.
 
         Args:
@@ -315,7 +306,7 @@ class Block:
         return self._mask_without_window & (positions[..., :, None] - positions[..., None, :] < window)
 
     @cached_property
-    def _mask_without_window(self) -> torch.Tensor:
+    def _mask_without_window(self) -> Tensor:
         mask = causal_mask(self.shape[1], self.gather_index.device)
         if self.segments is None:
             return mask
@@ -323,60 +314,24 @@ class Block:
         return mask & ((query_segments == key_segments) | (key_segments == PROMPT))
 
 
-def causal_mask(length: int, device: torch.device) -> torch.Tensor:
+def causal_mask(length: int, device: torch.device) -> Tensor:
     """Return [1, 1, L, L] bool, True where the key is the query's own token or one before it."""
     return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).tril()
 
 
-class TokenLayout(NamedTuple):
-    """Place of each of T packed tokens, [T] int64 each.
-
-    Attributes:
-        segments: 0 in the prompt of its row, 1, 2, ... in the completions.
-        positions: position in its own prompt and completion.
-        prompt_lengths: number of tokens of its row's prompt.
-        row_starts: index of the first token of its row.
-    """
-
-    segments: IntArray
-    positions: IntArray
-    prompt_lengths: IntArray
-    row_starts: IntArray
-
-
-class _Sequence(NamedTuple):
-    """Packed tokens that attend only to each other: a prompt and one completion, or with a mask a complete row.
-
-    Attributes:
-        prompt: index of the first token of the prompt.
-        length: number of tokens.
-        rest: index of the first token after those of the prompt, which need not follow them.
-        prompt_length: number of tokens of the prompt.
-        masked: the sequence is a complete row.
-    """
-
-    prompt: int
-    length: int
-    rest: int
-    prompt_length: int
-    masked: bool = False
-
-
-def _token_indices(sequences: Sequence[_Sequence]) -> IntArray:
+def _token_indices(sequences: IntArray) -> IntArray:
     """Return the packed tokens of B sequences, [B, L]; shorter ones than the first repeat their last token."""
-    prompt, length, rest, prompt_length, _ = (
-        np.array(column)[:, None] for column in zip(*sequences, strict=True)
-    )
-    index = np.minimum(np.arange(sequences[0].length), length - 1)
-    tokens: IntArray = np.where(index < prompt_length, prompt + index, rest + index - prompt_length)
+    first, prompt, rest, length = (column[:, None] for column in sequences.T)
+    index = np.minimum(np.arange(sequences[0, 3]), length - 1)
+    tokens: IntArray = np.where(index < prompt, first + index, rest + index - prompt)
     return tokens
 
 
-def _group_by_length(sequences: list[_Sequence]) -> list[list[_Sequence]]:
+def _group_by_length(sequences: IntArray) -> list[IntArray]:
     """Return groups of sequences of similar length, the longest first."""
-    groups: list[list[_Sequence]] = []
-    for sequence in sorted(sequences, key=lambda sequence: sequence.length, reverse=True):
-        if not groups or sequence.length < MIN_FILL_RATIO * groups[-1][0].length:
-            groups.append([])
-        groups[-1].append(sequence)
-    return groups
+    ordered = sequences[np.argsort(-sequences[:, 3], kind="stable")]
+    begins: list[int] = []
+    for index, length in enumerate(ordered[:, 3].tolist()):
+        if not begins or length < MIN_FILL_RATIO * ordered[begins[-1], 3]:
+            begins.append(index)
+    return np.split(ordered, begins[1:]) if begins else []

@@ -13,28 +13,22 @@ its own shards need. There is no pickle: the writer of Hugging Face's format lea
 
 from __future__ import annotations
 
-import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -46,18 +40,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _RUN = "run_as_forward"
-_FLOAT32 = 4
 
 
 def shard(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> None:
-    """Distribute the model's parameters over the ranks, in place, and move it to `device` layer by layer.
+    """Move the model to `device`; with several ranks, layer by layer, and only the shards of this rank, in place.
 
-    Parameters that require a gradient become float32, the others keep their dtype.
+    Parameters of a sharded model that require a gradient become float32, the others keep their dtype.
     """
+    if ranks.size == 1:
+        model.to(device)
+        return
     dtype = model.dtype
     mesh = init_device_mesh(device.type, (ranks.size,))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module in (*reversed(_layers(model)), model):  # a layer within another one comes first
+    for module in (*reversed(checkpointed_layers(model)), model):  # a layer within another one comes first
         for parameter in module.parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 parameter.data = parameter.data.float()
@@ -68,7 +64,11 @@ def shard(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> None:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     model.forward_dtype = dtype
-    setattr(model, _RUN, MethodType(_call, model))
+    setattr(
+        model,
+        _RUN,
+        MethodType(lambda model, function, *args, **kwargs: function(model, *args, **kwargs), model),
+    )
     register_fsdp_forward_method(model, _RUN)
 
 
@@ -105,10 +105,6 @@ def run_forward(
     return cast(T, getattr(model, _RUN)(function, *args, **kwargs))
 
 
-def _call(model: PreTrainedModel, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(model, *args, **kwargs)
-
-
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
     """Hold all parameters complete on every rank within the block, where passes need no other rank.
@@ -127,19 +123,19 @@ def unsharded(model: nn.Module) -> Iterator[None]:
             group.set_reshard_after_forward(True, recurse=False)
 
 
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """Return a parameter complete, on every rank; all ranks must call this together."""
     detached = tensor.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """Return the part of a parameter that this rank holds, which shares its memory."""
     detached = tensor.detach()
     return detached.to_local() if isinstance(detached, DTensor) else detached
 
 
-def sharded_like(target: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def sharded_like(target: Tensor, tensor: Tensor) -> Tensor:
     """Return a complete tensor on the device of `target` and sharded as it is, without communication."""
     tensor = tensor.to(target.device)
     if not isinstance(target, DTensor):
@@ -151,81 +147,8 @@ def _groups(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
+def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-class Shard(NamedTuple):
-    """What a rank stores of a model, in parameters, and the bytes that FSDP adds to it; nothing with one rank.
-
-    Attributes:
-        total: parameters of the model; tied parameters count once.
-        trained: those of them that require a gradient.
-        stored: parameters that a rank stores: the first dimension of each is divided, rounded up.
-        trained_stored: those of them that require a gradient.
-        update: bytes during a backward pass while activations are held.
-        reduction: bytes at its end, when no activations are left and the parameters have been released.
-        gathered: bytes of all parameters, complete, and of the buffer that a group is gathered into.
-        sync: bytes of the largest weight while it is sent to an engine: gathered and copied.
-    """
-
-    total: int
-    trained: int
-    stored: int
-    trained_stored: int
-    update: dict[str, int]
-    reduction: dict[str, int]
-    gathered: dict[str, int]
-    sync: dict[str, int]
-
-
-def shard_of(model: PreTrainedModel, ranks: int) -> Shard:
-    """Return what the first rank, which stores the most, has of a model, which may be on the meta device.
-
-    The buffers follow torch's FSDP2 (`torch.distributed.fsdp._fully_shard`), which gathers a group into one buffer and
-    copies it into the parameters, and copies gradients into a buffer of the reduction.
-    """
-    itemsize, parameters = model.dtype.itemsize, list(model.parameters())
-    counts = [_count(parameters, share, trained) for share in (1, ranks) for trained in (False, True)]
-    total, trained, stored, trained_stored = counts
-    if ranks == 1:
-        return Shard(total, trained, stored, trained_stored, {}, {}, {}, {})
-    layers = [list(layer.parameters()) for layer in _layers(model)]
-    sizes, trained_sizes = ([_count(layer, trained=only) for layer in layers] for only in (False, True))
-    layer, trained_layer = max(sizes, default=0), max(trained_sizes, default=0)
-    outside, trained_outside = total - sum(sizes), trained - sum(trained_sizes)
-    largest = max(parameter.numel() for parameter in parameters)
-    # The parameters of a layer, the next layer gathered ahead, and gradients; the float32 buffer of the reduction of
-    # the layer before, and its result.
-    backward = itemsize * (2 * layer + trained_layer)
-    backward += _FLOAT32 * (trained_layer + math.ceil(trained_layer / ranks))
-    # In their place at the beginning, before there is a gradient of the output layer: the buffer that the parameters
-    # outside of the layers are gathered into.
-    buffer = itemsize * (outside - (largest if trained_outside else 0))
-    # The gradient of the parameters outside of the layers: in its own dtype, in float32, and the result.
-    reduced = itemsize * trained_outside + _FLOAT32 * (trained_outside + math.ceil(trained_outside / ranks))
-    return Shard(
-        total,
-        trained,
-        stored,
-        trained_stored,
-        update={
-            "complete parameters outside of the layers": itemsize * outside,
-            "two complete layers and a gradient to reduce": max(backward, buffer),
-        },
-        reduction={"gradient outside of the layers to reduce": reduced},
-        gathered={"complete parameters": itemsize * max(total + layer, 2 * outside)},
-        sync={"a complete weight, to send it to the engine": 2 * itemsize * largest},
-    )
-
-
-def _count(parameters: Iterable[nn.Parameter], ranks: int = 1, trained: bool = False) -> int:
-    """Return the number of elements of parameters, or of trained ones, that the first of some ranks stores."""
-    return sum(
-        math.ceil(len(parameter) / ranks) * (parameter.numel() // len(parameter))
-        for parameter in parameters
-        if parameter.requires_grad or not trained
-    )
 
 
 FILE_BYTES = 2**30
@@ -236,7 +159,7 @@ class ShardError(Exception):
     """Shards could not be written or read on a rank; raised on every rank, with the rank's error as the cause."""
 
 
-def write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
+def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Write the shards of all ranks into `folder` and flush them to the disk; all ranks must call this together.
 
     Args:
@@ -271,7 +194,7 @@ def saved_shapes(folder: Path) -> dict[str, torch.Size]:
     return shapes
 
 
-def read_shards(folder: Path, targets: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
+def read_shards(folder: Path, targets: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Read tensors from the safetensors files of a folder into `targets`; all ranks must call this together.
 
     Args:
@@ -289,7 +212,7 @@ def read_shards(folder: Path, targets: Mapping[str, torch.Tensor], ranks: Ranks)
         load(dict(targets), storage_reader=reader, no_dist=alone)
 
 
-def _file_numbers(tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> dict[str, int]:
+def _file_numbers(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, int]:
     """Return the number of the file, from 1, for the shards of each tensor: about `FILE_BYTES` per rank and file."""
     numbers, number, used = {}, 1, 0
     for name, tensor in tensors.items():

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from bandpo_cli.models.lora import (
@@ -30,7 +31,7 @@ from bandpo_cli.models.sharding import (
 from bandpo_cli.ranks import Ranks
 
 
-def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield name and tensor of every weight, in the dtype of forward passes; tied weights appear once.
 
     Adapters are merged into the weights of their layers, which have the names that they have without adapters.
@@ -54,23 +55,19 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tens
         yield name, weight
 
 
-def weights_to_save(model: PreTrainedModel, ranks: Ranks) -> Mapping[str, torch.Tensor]:
+def weights_to_save(model: PreTrainedModel, ranks: Ranks) -> Mapping[str, Tensor]:
     """Return the weights of a checkpoint, which rank 0 writes: those of the model, or of its adapters alone.
 
     Without further ranks this is the state dict, without a copy; tied weights share their memory. Of a sharded model
     rank 0 gets a copy in host memory, gathered tensor by tensor, and the others get nothing; all ranks must call this
     together.
     """
+    saved = adapter_weights(model) if has_adapters(model) else checkpoint_weights(model)
     if not is_sharded(model):
-        if has_adapters(model):
-            return dict(adapter_weights(model))
-        return cast(Mapping[str, torch.Tensor], model.state_dict())
-    weights: dict[str, torch.Tensor] = {}
-    for name, tensor in adapter_weights(model) if has_adapters(model) else checkpoint_weights(model):
-        if ranks.is_main:
-            weights[name] = tensor.cpu()
+        return dict(saved) if has_adapters(model) else cast(Mapping[str, Tensor], model.state_dict())
+    weights = {name: tensor.cpu() for name, tensor in saved if ranks.is_main}
     if ranks.is_main and not has_adapters(model):
-        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        parameters = dict(model.named_parameters(remove_duplicate=False))
         buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
         weights |= {name: buffer.cpu().clone() for name, buffer in buffers.items()}
     return weights
@@ -92,21 +89,19 @@ def load_weights(model: PreTrainedModel, folder: Path, ranks: Ranks) -> None:
         saved = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)
         model.load_state_dict(saved.state_dict())
         return
-    aliases = (
-        dict(model.named_parameters(remove_duplicate=False)).keys() - dict(model.named_parameters()).keys()
-    )
+    parameters = dict(model.named_parameters()).keys()
+    aliases = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters
     targets = {name: value.detach() for name, value in model.state_dict().items() if name not in aliases}
     shapes = ranks.agree(lambda: saved_shapes(folder))[0]
     if all(shapes.get(name) == target.shape for name, target in targets.items()):
         read_shards(folder, targets, ranks)
         return
-    ranks.agree(lambda: _copy_complete(model, folder, targets))
 
+    def copy_complete() -> None:
+        complete = type(model).from_pretrained(folder, dtype=forward_dtype(model), use_safetensors=True)
+        with torch.no_grad():
+            for name, tensor in complete.state_dict().items():
+                if name in targets:
+                    targets[name].copy_(sharded_like(targets[name], tensor))
 
-def _copy_complete(model: PreTrainedModel, folder: Path, targets: Mapping[str, torch.Tensor]) -> None:
-    """Load the complete model of a folder into host memory and copy it into the targets, sharded as they are."""
-    complete = type(model).from_pretrained(folder, dtype=forward_dtype(model), use_safetensors=True)
-    with torch.no_grad():
-        for name, tensor in complete.state_dict().items():
-            if name in targets:
-                targets[name].copy_(sharded_like(targets[name], tensor))
+    ranks.agree(copy_complete)

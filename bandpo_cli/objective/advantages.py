@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from bandpo_cli.config.run import RewardConfig
 from bandpo_cli.types import Grade, Group
@@ -19,8 +20,8 @@ is eight units of rounding in float32, in which many graders compute."""
 
 
 def group_advantages(
-    rewards_PG: torch.Tensor, normalize_std: bool = True, has_reward_PG: torch.Tensor | None = None
-) -> torch.Tensor:
+    rewards_PG: Tensor, normalize_std: bool = True, has_reward_PG: Tensor | None = None
+) -> Tensor:
     """Return the advantage of each completion: its reward less the mean of its group, in standard deviations.
 
     Args:
@@ -44,7 +45,7 @@ def group_advantages(
     return centred.to(rewards_PG.dtype)
 
 
-def equal_rewards(rewards_PG: torch.Tensor, has_reward_PG: torch.Tensor) -> torch.Tensor:
+def equal_rewards(rewards_PG: Tensor, has_reward_PG: Tensor) -> Tensor:
     """Return whether the rewards of each group are equal up to `REWARD_TOLERANCE`, [P, 1]; true for fewer than two."""
     most = rewards_PG.where(has_reward_PG, -math.inf).amax(dim=1, keepdim=True)
     least = rewards_PG.where(has_reward_PG, math.inf).amin(dim=1, keepdim=True)

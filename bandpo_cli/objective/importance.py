@@ -16,20 +16,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.objective.loss import MAX_LOG_RATIO, policy_ratio, sequence_index, sequence_sum
 
-Rule = Callable[[torch.Tensor, torch.Tensor, float, float], torch.Tensor]
+Rule = Callable[[Tensor, Tensor, float, float], Tensor]
 """(ratios [N], lengths [S], floor, cap) -> weights [N]."""
 
 
 def importance_weights(
-    trainer_logprobs: torch.Tensor,
-    sampler_logprobs: torch.Tensor,
-    lengths: torch.Tensor,
-    objective: ObjectiveConfig,
-) -> torch.Tensor | None:
+    trainer_logprobs: Tensor, sampler_logprobs: Tensor, lengths: Tensor, objective: ObjectiveConfig
+) -> Tensor | None:
     """Return the weight of each token's loss; None where `objective.importance_cap` is null.
 
     Args:
@@ -47,27 +45,27 @@ def importance_weights(
     return RULES[objective.importance](ratios, lengths, floor, cap)
 
 
-def token_truncate(ratios: torch.Tensor, lengths: torch.Tensor, floor: float, cap: float) -> torch.Tensor:
+def token_truncate(ratios: Tensor, lengths: Tensor, floor: float, cap: float) -> Tensor:
     """Return min(w, cap) of each token."""
     return ratios.clamp(max=cap)
 
 
-def sequence_truncate(ratios: torch.Tensor, lengths: torch.Tensor, floor: float, cap: float) -> torch.Tensor:
+def sequence_truncate(ratios: Tensor, lengths: Tensor, floor: float, cap: float) -> Tensor:
     """Return min(w, cap) of each token's completion."""
     return sequence_ratios(ratios, lengths).clamp(max=cap)
 
 
-def token_mask(ratios: torch.Tensor, lengths: torch.Tensor, floor: float, cap: float) -> torch.Tensor:
+def token_mask(ratios: Tensor, lengths: Tensor, floor: float, cap: float) -> Tensor:
     """Return w of each token within [floor, cap], 0 for the others."""
     return torch.where(_within(ratios, floor, cap), ratios, 0.0)
 
 
-def sequence_mask(ratios: torch.Tensor, lengths: torch.Tensor, floor: float, cap: float) -> torch.Tensor:
+def sequence_mask(ratios: Tensor, lengths: Tensor, floor: float, cap: float) -> Tensor:
     """Return w of each token's completion where it is within [floor, cap], 0 for the other completions."""
     return token_mask(sequence_ratios(ratios, lengths), lengths, floor, cap)
 
 
-def sequence_mask_any(ratios: torch.Tensor, lengths: torch.Tensor, floor: float, cap: float) -> torch.Tensor:
+def sequence_mask_any(ratios: Tensor, lengths: Tensor, floor: float, cap: float) -> Tensor:
     """Return w of each token; 0 for all tokens of a completion of which any is outside [floor, cap]."""
     outside = sequence_sum((~_within(ratios, floor, cap)).float(), lengths)
     return torch.where(outside[sequence_index(lengths)] == 0, ratios, 0.0)
@@ -83,11 +81,11 @@ RULES: dict[str, Rule] = {
 """The rules by their names in `objective.importance`."""
 
 
-def sequence_ratios(ratios: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def sequence_ratios(ratios: Tensor, lengths: Tensor) -> Tensor:
     """Return the geometric mean of the ratios of each token's completion, [N]."""
     means = sequence_sum(ratios.log(), lengths) / lengths
     return torch.exp(means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))[sequence_index(lengths)]
 
 
-def _within(ratios: torch.Tensor, floor: float, cap: float) -> torch.Tensor:
+def _within(ratios: Tensor, floor: float, cap: float) -> Tensor:
     return (ratios >= floor) & (ratios <= cap)

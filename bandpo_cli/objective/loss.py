@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from bandpo_cli.bounds.intervals import ClipState
 from bandpo_cli.config.methods import MethodSettings
@@ -25,7 +26,7 @@ from bandpo_cli.registries import METHODS, load_attribute
 MAX_LOG_RATIO = 20.0
 """Limit of |log ratio|: exp(20) = 5e8 is far beyond any bound and far below overflow."""
 
-Columns = Mapping[str, torch.Tensor]
+Columns = Mapping[str, Tensor]
 """Named values per token, [N] or [n] each: what a method computed from π_old."""
 
 
@@ -43,14 +44,14 @@ class LossBatch:
         ref_logprobs: [N] float32, log π_reference(token), nats; None without a reference model.
     """
 
-    lengths: torch.Tensor
-    advantages: torch.Tensor
-    old_logprobs: torch.Tensor
+    lengths: Tensor
+    advantages: Tensor
+    old_logprobs: Tensor
     columns: Columns = field(default_factory=dict)
-    importance_weights: torch.Tensor | None = None
-    ref_logprobs: torch.Tensor | None = None
+    importance_weights: Tensor | None = None
+    ref_logprobs: Tensor | None = None
 
-    def ratios(self, logprobs: torch.Tensor) -> torch.Tensor:
+    def ratios(self, logprobs: Tensor) -> Tensor:
         """Return π/π_old for the log-probs of π, [N], with their gradient."""
         return policy_ratio(logprobs, self.old_logprobs)
 
@@ -67,16 +68,17 @@ class LossOutputs:
             reference model: 1 for an unclipped token with r = 1, 0 for a clipped one. 0 where a or the weight is 0.
     """
 
-    loss: torch.Tensor
-    gradient: torch.Tensor
-    ratios: torch.Tensor
-    gradient_weights: torch.Tensor
+    loss: Tensor
+    gradient: Tensor
+    ratios: Tensor
+    gradient_weights: Tensor
 
 
 class PolicyLoss(ABC):
-    """The policy loss of a method. It is built from the method's settings and `objective`; see `policy_loss`.
+    """The policy loss of a method, built from the method's settings and `objective`; see `policy_loss`.
 
     Attributes:
+        settings: the settings of the method; a subclass names their class.
         interval: the interval of ratios outside which a token counts as outside, for a method that has one for all
             tokens; None for others.
         needs_all_tokens: False where `prepare` treats each completion separately and tokens with an advantage of 0
@@ -84,13 +86,14 @@ class PolicyLoss(ABC):
             update of a step takes π_old from its own forward pass, micro-batch by micro-batch.
     """
 
+    settings: MethodSettings
     interval: tuple[float, float] | None = None
     needs_all_tokens: bool = False
 
-    @abstractmethod
-    def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None: ...
+    def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:
+        self.settings, self.objective = settings, objective
 
-    def prepare(self, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> Columns:
+    def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
         """Return the values per token that depend on π_old alone, [N] each, without gradient.
 
         Called with all tokens of an update, and also with those of a micro-batch unless `needs_all_tokens` is set.
@@ -98,7 +101,7 @@ class PolicyLoss(ABC):
         return {}
 
     @abstractmethod
-    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         """Return the loss of each token, [n], before it is weighted.
 
         Args:
@@ -107,11 +110,7 @@ class PolicyLoss(ABC):
         """
 
     def clip_state(
-        self,
-        columns: Columns,
-        ratios: torch.Tensor,
-        advantages: torch.Tensor,
-        gradient_weights: torch.Tensor,
+        self, columns: Columns, ratios: Tensor, advantages: Tensor, gradient_weights: Tensor
     ) -> ClipState:
         """Return which tokens the method clips; here those with an advantage and no gradient.
 
@@ -119,11 +118,9 @@ class PolicyLoss(ABC):
             columns: what `prepare` returned, [N] each.
             ratios, advantages, gradient_weights: [N], as in `LossBatch` and `LossOutputs`.
         """
-        zero = gradient_weights == 0
-        outside = None
+        zero, outside = gradient_weights == 0, None
         if self.interval is not None:
-            lower, upper = self.interval
-            outside = (ratios < lower) | (ratios > upper)
+            outside = (ratios < self.interval[0]) | (ratios > self.interval[1])
         return ClipState(zero & (advantages > 0), zero & (advantages < 0), outside)
 
 
@@ -134,11 +131,7 @@ def policy_loss(settings: MethodSettings, objective: ObjectiveConfig) -> PolicyL
 
 
 def policy_objective(
-    loss: PolicyLoss,
-    logprobs: torch.Tensor,
-    batch: LossBatch,
-    weights: torch.Tensor,
-    reference_kl: float = 0.0,
+    loss: PolicyLoss, logprobs: Tensor, batch: LossBatch, weights: Tensor, reference_kl: float = 0.0
 ) -> LossOutputs:
     """Return Σ weight·(loss + reference_kl·k3) of a micro-batch, and its gradient with respect to the log-probs.
 
@@ -170,17 +163,17 @@ def policy_objective(
     )
 
 
-def policy_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
+def policy_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """Return π/π_old per token, [n]; the log ratio is clamped to ±20 before exp, so that it cannot overflow."""
     return torch.exp(log_ratio(logprobs, old_logprobs))
 
 
-def log_ratio(logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
+def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
     """Return log(π/π_old) per token, [n], clamped to ±20."""
     return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def k3(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
+def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     """Return the k3 estimate of KL(π‖π_other) per token, [n], nats: u − 1 − log u with u = π_other/π.
 
     It is unbiased for tokens sampled from π, and not negative (Schulman, "Approximating KL divergence").
@@ -189,34 +182,34 @@ def k3(logprobs: torch.Tensor, other_logprobs: torch.Tensor) -> torch.Tensor:
     return torch.expm1(log_u) - log_u
 
 
-def sequence_sum(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def sequence_sum(values: Tensor, lengths: Tensor) -> Tensor:
     """Return the sum of `values` [n] over the tokens of each completion, [s], with gradient."""
     return torch.zeros(len(lengths), dtype=values.dtype, device=values.device).index_add(
         0, sequence_index(lengths), values
     )
 
 
-def sequence_index(lengths: torch.Tensor) -> torch.Tensor:
+def sequence_index(lengths: Tensor) -> Tensor:
     """Return the number of each token's completion within the micro-batch, int64 [n]."""
     return torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
 
 
-def seq_mean_token_mean(lengths_S: torch.Tensor, max_tokens: int) -> torch.Tensor:
+def seq_mean_token_mean(lengths_S: Tensor, max_tokens: int) -> Tensor:
     """Return 1/(S·length): the mean over the tokens of a sequence, then over sequences (GRPO, BandPO)."""
     return 1.0 / (len(lengths_S) * lengths_S.float())
 
 
-def token_mean(lengths_S: torch.Tensor, max_tokens: int) -> torch.Tensor:
+def token_mean(lengths_S: Tensor, max_tokens: int) -> Tensor:
     """Return 1/Σ length: the mean over all tokens of the update (DAPO)."""
     return torch.full_like(lengths_S, 1.0 / int(lengths_S.sum()), dtype=torch.float32)
 
 
-def seq_sum_norm(lengths_S: torch.Tensor, max_tokens: int) -> torch.Tensor:
+def seq_sum_norm(lengths_S: Tensor, max_tokens: int) -> Tensor:
     """Return 1/(S·max_tokens): a sequence's sum over a constant, then the mean over sequences (Dr. GRPO)."""
     return torch.full_like(lengths_S, 1.0 / (len(lengths_S) * max_tokens), dtype=torch.float32)
 
 
-AGGREGATIONS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+AGGREGATIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
     "seq-mean-token-mean": seq_mean_token_mean,
     "token-mean": token_mean,
     "seq-sum-norm": seq_sum_norm,

@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from bandpo_cli.bounds.intervals import ClipState, clip_state, ratio_bounds
-from bandpo_cli.config.methods import MethodSettings
+from bandpo_cli.config.methods import IntervalSettings, MethodSettings
 from bandpo_cli.config.policy_losses import (
     AspoSettings,
     CeGppoSettings,
@@ -43,6 +44,16 @@ from bandpo_cli.objective.loss import (
 )
 
 
+def clipped_losses(
+    ratios: Tensor, advantages: Tensor, lower: Tensor | float, upper: Tensor | float
+) -> Tensor:
+    """Return −min(r·a, clamp(r, lower, upper)·a) of each token, [n]."""
+    # Not torch.clamp: from torch 2.15 on, it passes on half the gradient of a ratio that equals a bound, as the ratio 1
+    # of an on-policy token of probability 1 does.
+    clamped = torch.where(ratios > upper, upper, torch.where(ratios < lower, lower, ratios))
+    return -torch.minimum(ratios * advantages, clamped * advantages)
+
+
 class IntervalLoss(PolicyLoss):
     """−min(r·a, clamp(r, lower, upper)·a), with bounds that are computed from π_old (PPO, arXiv 1707.06347).
 
@@ -55,36 +66,38 @@ class IntervalLoss(PolicyLoss):
     """
 
     def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:
+        super().__init__(settings, objective)
         self._bounds = ratio_bounds(settings)
-        self._dual_clip = objective.dual_clip
 
-    def prepare(self, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> Columns:
+    def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
         """Return the bounds of the ratio, `lower` and `upper`, 0 ≤ lower ≤ 1 ≤ upper; upper may be inf."""
         lower, upper = self._bounds(old_logprobs)
         return {"lower": lower, "upper": upper}
 
-    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
-        """Return the clipped loss of each token, [n]."""
-        ratios, advantages = batch.ratios(logprobs), batch.advantages
-        lower, upper = batch.columns["lower"], batch.columns["upper"]
-        # Not torch.clamp: from torch 2.15 on, it passes on half the gradient of a ratio that equals a bound, as the
-        # ratio 1 of an on-policy token of probability 1 does.
-        clamped = torch.where(ratios > upper, upper, torch.where(ratios < lower, lower, ratios))
-        losses = -torch.minimum(ratios * advantages, clamped * advantages)
-        if self._dual_clip is not None:
-            limit = -self._dual_clip * advantages
-            losses = torch.where(advantages < 0, torch.minimum(losses, limit), losses)
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        advantages, dual_clip = batch.advantages, self.objective.dual_clip
+        losses = clipped_losses(
+            batch.ratios(logprobs), advantages, batch.columns["lower"], batch.columns["upper"]
+        )
+        if dual_clip is not None:
+            losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
         return losses
 
     def clip_state(
-        self,
-        columns: Columns,
-        ratios: torch.Tensor,
-        advantages: torch.Tensor,
-        gradient_weights: torch.Tensor,
+        self, columns: Columns, ratios: Tensor, advantages: Tensor, gradient_weights: Tensor
     ) -> ClipState:
         """Return the tokens that a bound clips, dual clip apart, and those outside the bounds."""
         return clip_state(ratios, columns["lower"], columns["upper"], advantages)
+
+
+class FixedIntervalLoss(PolicyLoss):
+    """A loss with the same interval of ratios for all tokens, [1 − ε_low, 1 + ε_high]."""
+
+    settings: IntervalSettings
+
+    def __init__(self, settings: IntervalSettings, objective: ObjectiveConfig) -> None:
+        super().__init__(settings, objective)
+        self._lower, self._upper = self.interval = (1.0 - settings.eps_low, 1.0 + settings.eps_high)
 
 
 class DppoLoss(PolicyLoss):
@@ -99,29 +112,23 @@ class DppoLoss(PolicyLoss):
     unless `objective.old_logprobs` is `sampler`.
     """
 
-    def __init__(self, settings: DppoSettings, objective: ObjectiveConfig) -> None:
-        self._divergence, self._delta = settings.divergence, settings.delta
-        self._max_weight = math.inf if settings.max_weight is None else settings.max_weight
+    settings: DppoSettings
 
-    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
-        """Return the masked loss of each token, [n]."""
-        ratios = batch.ratios(logprobs).detach()
-        outside = self._outside(logprobs.detach(), batch.old_logprobs)
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        ratios, max_weight = batch.ratios(logprobs).detach(), self.settings.max_weight
+        divergence = binary_tv if self.settings.divergence == "tv" else binary_kl
+        outside = divergence(batch.old_logprobs, logprobs.detach()) > self.settings.delta
         away = torch.where(batch.advantages > 0, ratios > 1, ratios < 1)
-        weights = torch.where(outside & away, 0.0, ratios.clamp(max=self._max_weight))
-        return -weights * batch.advantages * logprobs
-
-    def _outside(self, logprobs: torch.Tensor, old_logprobs: torch.Tensor) -> torch.Tensor:
-        divergence = binary_tv if self._divergence == "tv" else binary_kl
-        return divergence(old_logprobs, logprobs) > self._delta
+        capped = ratios.clamp(max=math.inf if max_weight is None else max_weight)
+        return -torch.where(outside & away, 0.0, capped) * batch.advantages * logprobs
 
 
-def binary_tv(old_logprobs: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+def binary_tv(old_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     """Return the total variation |π − π_old| of the two-point distributions per token, [n]."""
     return (logprobs.exp() - old_logprobs.exp()).abs()
 
 
-def binary_kl(old_logprobs: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+def binary_kl(old_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     """Return KL(π_old‖π) of the two-point distributions per token, [n], nats; infinite where π = 1 > π_old."""
     p_old, rest_old = old_logprobs.exp(), -torch.expm1(old_logprobs)
     log_rest_ratio = torch.log(rest_old) - torch.log(-torch.expm1(logprobs))
@@ -139,12 +146,10 @@ class CispoLoss(PolicyLoss):
     TRL 1.16, `loss_type="cispo"`, with `epsilon_high` as the upper bound and no lower one.
     """
 
-    def __init__(self, settings: CispoSettings, objective: ObjectiveConfig) -> None:
-        self._low, self._high = settings.min_weight, settings.max_weight
+    settings: CispoSettings
 
-    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
-        """Return the loss of each token, [n]."""
-        weights = batch.ratios(logprobs).detach().clamp(self._low, self._high)
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        weights = batch.ratios(logprobs).detach().clamp(self.settings.min_weight, self.settings.max_weight)
         return -weights * batch.advantages * logprobs
 
 
@@ -158,17 +163,15 @@ class SapoLoss(PolicyLoss):
     completions of the means over tokens; here `objective.aggregation` is used.
     """
 
-    def __init__(self, settings: SapoSettings, objective: ObjectiveConfig) -> None:
-        self._tau_positive, self._tau_negative = settings.tau_positive, settings.tau_negative
+    settings: SapoSettings
 
-    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
-        """Return the loss of each token, [n]."""
-        taus = torch.full_like(batch.advantages, self._tau_negative)
-        taus = taus.masked_fill(batch.advantages > 0, self._tau_positive)
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        taus = torch.full_like(batch.advantages, self.settings.tau_negative)
+        taus = taus.masked_fill(batch.advantages > 0, self.settings.tau_positive)
         return -4.0 / taus * torch.sigmoid(taus * (batch.ratios(logprobs) - 1.0)) * batch.advantages
 
 
-class CeGppoLoss(PolicyLoss):
+class CeGppoLoss(FixedIntervalLoss):
     """The clipped loss, with −sg(β·bound/r)·r·a for clipped tokens (CE-GPPO, arXiv 2509.20712).
 
     Tokens that PPO's interval clips keep a gradient of weight β·bound: β₁(1 − ε) below, β₂(1 + ε) above.
@@ -177,22 +180,19 @@ class CeGppoLoss(PolicyLoss):
     source adds a dual clip (10 in its scripts), here there is none, so a < 0 with r > 10 keeps the weight r.
     """
 
-    def __init__(self, settings: CeGppoSettings, objective: ObjectiveConfig) -> None:
-        self._lower, self._upper = self.interval = (1.0 - settings.eps_low, 1.0 + settings.eps_high)
-        self._beta_low, self._beta_high = settings.beta_low, settings.beta_high
+    settings: CeGppoSettings
 
-    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
-        """Return the loss of each token, [n]."""
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         ratios, advantages = batch.ratios(logprobs), batch.advantages
         scale = torch.ones_like(ratios)
         above = (advantages > 0) & (ratios > self._upper)
         below = (advantages < 0) & (ratios < self._lower)
-        scale = torch.where(above, self._beta_high * self._upper / ratios.detach(), scale)
-        scale = torch.where(below, self._beta_low * self._lower / ratios.detach(), scale)
+        scale = torch.where(above, self.settings.beta_high * self._upper / ratios.detach(), scale)
+        scale = torch.where(below, self.settings.beta_low * self._lower / ratios.detach(), scale)
         return -scale * ratios * advantages
 
 
-class AspoLoss(PolicyLoss):
+class AspoLoss(FixedIntervalLoss):
     """−sg(mask·w)·a·log π with w = min(1/r, c) for a > 0 and min(r, c) for a < 0 (ASPO, arXiv 2510.06062).
 
     The mask is PPO's: 0 for a > 0, r > 1 + ε and a < 0, r < 1 − ε. Tokens with a positive advantage that have become
@@ -204,16 +204,13 @@ class AspoLoss(PolicyLoss):
     same for all; and the value of its loss is −a·w except beyond c, here it is −w·a·log π everywhere (equal gradients).
     """
 
-    def __init__(self, settings: AspoSettings, objective: ObjectiveConfig) -> None:
-        self._lower, self._upper = self.interval = (1.0 - settings.eps_low, 1.0 + settings.eps_high)
-        self._max_weight = settings.max_weight
+    settings: AspoSettings
 
-    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
-        """Return the loss of each token, [n]."""
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         ratios, advantages = batch.ratios(logprobs).detach(), batch.advantages
         positive = advantages > 0
         clipped = torch.where(positive, ratios > self._upper, ratios < self._lower)
-        weights = torch.where(positive, 1.0 / ratios, ratios).clamp(max=self._max_weight)
+        weights = torch.where(positive, 1.0 / ratios, ratios).clamp(max=self.settings.max_weight)
         return -torch.where(clipped, 0.0, weights) * advantages * logprobs
 
 
@@ -228,13 +225,11 @@ class DrpoLoss(PolicyLoss):
     policy, here it is the trainer's unless `objective.old_logprobs` is `sampler`.
     """
 
-    def __init__(self, settings: DrpoSettings, objective: ObjectiveConfig) -> None:
-        self._eps = settings.eps
+    settings: DrpoSettings
 
-    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
-        """Return the loss of each token, [n]."""
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         ratios, advantages = batch.ratios(logprobs), batch.advantages
-        penalty = batch.old_logprobs.exp() * (ratios - 1.0).square() / (2.0 * self._eps)
+        penalty = batch.old_logprobs.exp() * (ratios - 1.0).square() / (2.0 * self.settings.eps)
         return -ratios * advantages + advantages.abs() * penalty
 
 
@@ -249,17 +244,15 @@ class GspoLoss(PolicyLoss):
     1.16, `importance_sampling_level="sequence"`, which distributes the completion's gradient over its tokens evenly.
     """
 
-    def __init__(self, settings: GspoSettings, objective: ObjectiveConfig) -> None:
-        self._lower, self._upper = 1.0 - settings.eps_low, 1.0 + settings.eps_high
+    settings: GspoSettings
 
-    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
-        """Return the loss of each token, [n]."""
-        advantages = batch.advantages
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         means = sequence_sum(logprobs.detach() - batch.old_logprobs, batch.lengths) / batch.lengths
         log_s = means[sequence_index(batch.lengths)] + logprobs - logprobs.detach()
         ratios = torch.exp(log_s.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-        clamped = ratios.clamp(self._lower, self._upper)
-        return -torch.minimum(ratios * advantages, clamped * advantages)
+        return clipped_losses(
+            ratios, batch.advantages, 1.0 - self.settings.eps_low, 1.0 + self.settings.eps_high
+        )
 
 
 class GmpoLoss(PolicyLoss):
@@ -272,15 +265,12 @@ class GmpoLoss(PolicyLoss):
     One departure: log r is limited to ±20 on the other side, which no finite ratio of interest reaches.
     """
 
-    def __init__(self, settings: GmpoSettings, objective: ObjectiveConfig) -> None:
-        self._low, self._high = -settings.log_eps_low, settings.log_eps_high
+    settings: GmpoSettings
 
-    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
-        """Return the loss of each token, [n], which is the loss of its completion."""
-        log_ratios = log_ratio(logprobs, batch.old_logprobs)
-        clipped = torch.where(
-            batch.advantages > 0, log_ratios.clamp(max=self._high), log_ratios.clamp(min=self._low)
-        )
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        low, high = -self.settings.log_eps_low, self.settings.log_eps_high
+        log_r = log_ratio(logprobs, batch.old_logprobs)
+        clipped = torch.where(batch.advantages > 0, log_r.clamp(max=high), log_r.clamp(min=low))
         means = sequence_sum(clipped, batch.lengths) / batch.lengths
         return -batch.advantages * torch.exp(means)[sequence_index(batch.lengths)]
 
@@ -294,23 +284,21 @@ class ToprLoss(PolicyLoss):
     `TOPRPolicyLossFn`) differs.
     """
 
-    def __init__(self, settings: ToprSettings, objective: ObjectiveConfig) -> None:
-        self._max_weight = settings.max_weight
+    settings: ToprSettings
 
-    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
-        """Return the loss of each token, [n]."""
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         sums = sequence_sum(logprobs.detach() - batch.old_logprobs, batch.lengths)
-        products = torch.exp(sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).clamp(max=self._max_weight)
+        products = torch.exp(sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).clamp(max=self.settings.max_weight)
         weights = torch.where(batch.advantages < 0, products[sequence_index(batch.lengths)], 1.0)
         return -weights * batch.advantages * logprobs
 
 
-def token_covariance(logprobs: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+def token_covariance(logprobs: Tensor, advantages: Tensor) -> Tensor:
     """Return (log π − mean)·(a − mean) of each token, [N]; its mean is the covariance over the tokens."""
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
-class ClipCovLoss(PolicyLoss):
+class ClipCovLoss(FixedIntervalLoss):
     """PPO's clipped loss, without gradient for some tokens whose covariance is in (cov_low, cov_high).
 
     Source of Clip-Cov and KL-Cov: arXiv 2505.22617; PRIME-RL/Entropy-Mechanism-of-RL and verl 0.9.1,
@@ -323,32 +311,26 @@ class ClipCovLoss(PolicyLoss):
 
     needs_all_tokens = True
 
-    def __init__(self, settings: ClipCovSettings, objective: ObjectiveConfig) -> None:
-        self._lower, self._upper = self.interval = (1.0 - settings.eps_low, 1.0 + settings.eps_high)
-        self._share, self._cov_low, self._cov_high = settings.share, settings.cov_low, settings.cov_high
+    settings: ClipCovSettings
 
-    def prepare(self, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> Columns:
+    def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
         """Return `kept`, 0 for the tokens without gradient and 1 for the others: share·N of them, at least one."""
-        covariance = token_covariance(old_logprobs, advantages)
-        return {"kept": self.choose(covariance)}
+        return {"kept": self.choose(token_covariance(old_logprobs, advantages))}
 
-    def choose(self, covariance: torch.Tensor) -> torch.Tensor:
+    def choose(self, covariance: Tensor) -> Tensor:
         """Return 0 for up to share·N tokens (at least one) with a covariance in the range, 1 for the others, [N]."""
         kept = torch.ones_like(covariance)
-        (candidates,) = torch.nonzero(
-            (covariance > self._cov_low) & (covariance < self._cov_high), as_tuple=True
-        )
-        number = max(int(self._share * len(covariance)), 1)
+        in_range = (covariance > self.settings.cov_low) & (covariance < self.settings.cov_high)
+        candidates = in_range.nonzero().squeeze(1)
+        number = max(int(self.settings.share * len(covariance)), 1)
         generator = torch.Generator().manual_seed(len(covariance))
         order = torch.randperm(len(candidates), generator=generator)[:number]
         kept[candidates[order.to(candidates.device)]] = 0.0
         return kept
 
-    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
-        """Return the loss of each token, [n]."""
-        ratios, advantages = batch.ratios(logprobs), batch.advantages
-        clamped = ratios.clamp(self._lower, self._upper)
-        return -torch.minimum(ratios * advantages, clamped * advantages) * batch.columns["kept"]
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        losses = clipped_losses(batch.ratios(logprobs), batch.advantages, self._lower, self._upper)
+        return losses * batch.columns["kept"]
 
 
 class KlCovLoss(PolicyLoss):
@@ -356,22 +338,19 @@ class KlCovLoss(PolicyLoss):
 
     needs_all_tokens = True
 
-    def __init__(self, settings: KlCovSettings, objective: ObjectiveConfig) -> None:
-        self._share, self._kl_coef = settings.share, settings.kl_coef
+    settings: KlCovSettings
 
-    def prepare(self, old_logprobs: torch.Tensor, advantages: torch.Tensor) -> Columns:
+    def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
         """Return `penalized`, 1 for the tokens with the penalty and 0 for the others: share·N of them, at least one."""
-        covariance = token_covariance(old_logprobs, advantages)
-        return {"penalized": self.choose(covariance)}
+        return {"penalized": self.choose(token_covariance(old_logprobs, advantages))}
 
-    def choose(self, covariance: torch.Tensor) -> torch.Tensor:
+    def choose(self, covariance: Tensor) -> Tensor:
         """Return 1 for the share·N tokens, at least one, with the highest covariance, and 0 for the others, [N]."""
-        number = max(int(self._share * len(covariance)), 1)
+        number = max(int(self.settings.share * len(covariance)), 1)
         penalized = torch.zeros_like(covariance)
         penalized[torch.topk(covariance, number).indices] = 1.0
         return penalized
 
-    def token_losses(self, logprobs: torch.Tensor, batch: LossBatch) -> torch.Tensor:
-        """Return the loss of each token, [n]."""
-        penalty = self._kl_coef * log_ratio(logprobs, batch.old_logprobs).abs()
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        penalty = self.settings.kl_coef * log_ratio(logprobs, batch.old_logprobs).abs()
         return -batch.ratios(logprobs) * batch.advantages + batch.columns["penalized"] * penalty

@@ -1,4 +1,4 @@
-"""Reference bounds with 50 digits, by bisection from the definition g(p, r) = p·f(r) + (1−p)·f((1−rp)/(1−p))."""
+"""Reference bounds with 40 digits, by bisection from the definition g(p, r) = p·f(r) + (1−p)·f((1−rp)/(1−p))."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import cache
 
 import mpmath as mp
 
-mp.mp.dps = 50
+mp.mp.dps = 40
 
 
 def _u_log_u(u: mp.mpf) -> mp.mpf:
@@ -41,7 +41,7 @@ def oracle(name: str, logp: float | mp.mpf, delta: float) -> tuple[mp.mpf, mp.mp
         inner, outer = mp.mpf(0), mp.mpf(side)
         while not outside(*ratios(outer)):
             inner, outer = outer, 2 * outer
-        for _ in range(90):
+        for _ in range(70):
             middle = (inner + outer) / 2
             inner, outer = (inner, middle) if outside(*ratios(middle)) else (middle, outer)
         return ratios(inner)[0]

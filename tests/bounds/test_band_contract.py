@@ -18,14 +18,14 @@ NAMES = st.sampled_from(list(DIVERGENCES))
 BATCH = 70_000
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(name=NAMES, logp=st.floats(-200, 0), delta=st.floats(1e-6, 30))
 def test_bounds_are_ordered(name: str, logp: float, delta: float) -> None:
     lower, upper = band_bounds([logp], name, delta)
     assert 0 <= lower[0] <= 1 <= upper[0] <= math.exp(-logp) * (1 + 1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40)
 @given(name=NAMES, logp=st.floats(-60, -1e-8), delta=st.floats(1e-4, 2), factor=st.floats(1.01, 3))
 def test_a_larger_radius_gives_a_wider_interval(name: str, logp: float, delta: float, factor: float) -> None:
     small, large = band_bounds([logp], name, delta), band_bounds([logp], name, delta * factor)
@@ -33,7 +33,7 @@ def test_a_larger_radius_gives_a_wider_interval(name: str, logp: float, delta: f
     assert large.upper[0] >= small.upper[0] * (1 - 1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20)
 @given(name=NAMES, delta=st.floats(1e-4, 2))
 def test_new_probabilities_increase_with_the_old_one_and_are_symmetric_about_one_half(
     name: str, delta: float
@@ -45,28 +45,28 @@ def test_new_probabilities_increase_with_the_old_one_and_are_symmetric_about_one
     np.testing.assert_allclose(p * upper, (1.0 - p * lower)[::-1], atol=1e-11)
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
-@pytest.mark.parametrize("count", [1, BATCH])
-def test_nan_infinite_and_positive_log_probs(name: str, count: int) -> None:
-    odd = [math.nan, 1e-4, 0.0, -math.inf, -1e4]
-    for dtype in (torch.float64, torch.float32):
-        x = torch.full((count + len(odd),), -1.0, dtype=dtype)
-        x[: len(odd)] = torch.tensor(odd)
-        lower, upper = band_bounds(x, name, 0.05)
-        assert not lower.isnan().any()
-        assert not upper.isnan().any()
-        assert (lower[0], upper[0]) == (1.0, 1.0)
-        assert lower[1] == lower[2]
-        assert upper[1] == upper[2] == 1.0
-        assert lower[3] == lower[4] == pytest.approx(0.0, abs=1e-30)
-        assert upper[3] == math.inf
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("name", "count"), [*((name, 1) for name in DIVERGENCES), ("kl", BATCH), ("js", BATCH)]
+)
+def test_nan_infinite_and_positive_log_probs(name: str, count: int, dtype: torch.dtype) -> None:
+    odd = torch.tensor([math.nan, 1e-4, 0.0, -math.inf, -1e4])
+    x = torch.cat([odd, torch.full((count,), -1.0)]).to(dtype)
+    lower, upper = band_bounds(x, name, 0.05)
+    assert not lower.isnan().any()
+    assert not upper.isnan().any()
+    assert (lower[0], upper[0]) == (1.0, 1.0)
+    assert lower[1] == lower[2]
+    assert upper[1] == upper[2] == 1.0
+    assert lower[3] == lower[4] == pytest.approx(0.0, abs=1e-30)
+    assert upper[3] == math.inf
 
 
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.parametrize("name", ["kl", "tv", "js"])
 def test_shapes_and_dtypes(name: str) -> None:
     wanted = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float32}
     for given_type, returned in (wanted | {torch.float64: torch.float64}).items():
-        for shape in ((), (0,), (3,), (2, 0, 3), (2, 3, 4)):
+        for shape in ((), (0,), (2, 0, 3), (2, 3, 4)):
             bounds = band_bounds(-torch.rand(shape, dtype=torch.float32).to(given_type), name, 0.1)
             assert isinstance(bounds, RatioBounds)
             assert [b.shape for b in bounds] == [shape, shape]
@@ -91,8 +91,7 @@ def test_tables_created_in_inference_mode_are_usable_outside(name: str) -> None:
     assert torch.equal(inside.upper, band_bounds(x, name, 0.0625).upper)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("name", ["kl", "tv", "js"])
+@pytest.mark.parametrize(("name", "dtype"), [("kl", torch.float32), ("js", torch.float64)])
 def test_bounds_do_not_depend_on_the_blocks(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,16 +151,6 @@ def test_lists_arrays_and_integers_are_float64(values: object) -> None:
     np.testing.assert_allclose(np.asarray(upper), expected.upper, rtol=1e-14)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_probabilities_are_refused(dtype: torch.dtype) -> None:
-    probabilities = torch.tensor([0.01, 0.08, math.nan, 0.9], dtype=dtype)
-    with pytest.raises(ConfigError, match=r"above 0 .*as probabilities are; pass log-probabilities"):
-        band_bounds(probabilities)
-    with pytest.raises(ConfigError, match="pass log-probabilities"):
-        band_bounds(probabilities.double().numpy())
-    band_bounds(probabilities.log())
-
-
 @pytest.mark.parametrize(
     ("dtype", "rounding", "too_much"),
     [
@@ -177,8 +166,11 @@ def test_values_above_zero_are_accepted_where_rounding_explains_them(
     """The accepted ones are the largest that separate matrix products gave for logits of about 100."""
     lower, upper = band_bounds(torch.tensor([-1.0, rounding], dtype=dtype))
     assert (lower[1], upper[1]) == tuple(band_bounds(torch.zeros(1, dtype=dtype)))
-    with pytest.raises(ConfigError, match="at most 0, and the largest value is"):
-        band_bounds(torch.tensor([-1.0, too_much], dtype=dtype))
+    probabilities = torch.tensor([0.01, 0.08, math.nan, 0.9], dtype=dtype)
+    band_bounds(probabilities.log())
+    for wrong in (torch.tensor([-1.0, too_much], dtype=dtype), probabilities, probabilities.double().numpy()):
+        with pytest.raises(ConfigError, match=r"at most 0; pass log π_old\(token\), not probabilities"):
+            band_bounds(wrong)
 
 
 @pytest.mark.parametrize("count", [1, 5000])

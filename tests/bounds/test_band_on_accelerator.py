@@ -14,12 +14,10 @@ from bandpo_cli.config.methods import (
     NoClipSettings,
     Relax,
 )
-from bandpo_cli.registries import DIVERGENCES
 
 
-@pytest.mark.slow_after(4)
-@pytest.mark.parametrize("count", [5, 100_000])
-@pytest.mark.parametrize("name", DIVERGENCES)
+@pytest.mark.slow_after(2)
+@pytest.mark.parametrize(("name", "count"), [("kl", 9000), ("tv", 5), ("kl", 5), ("js", 9000), ("js", 5)])
 def test_bands_read_no_value(name: str, count: int) -> None:
     lower, upper = band_bounds(torch.empty(count, device="meta"), name, 0.07, max_ratio=10.0)
     assert lower.device.type == upper.device.type == "meta"
@@ -33,7 +31,7 @@ def test_methods_read_no_value(config: MethodSettings) -> None:
     assert ratio_bounds(config)(torch.empty(7, 3, device="meta")).lower.shape == (7, 3)
 
 
-@pytest.mark.parametrize("name", ["reverse-kl", "js", "kl"])
+@pytest.mark.parametrize("name", ["js", "kl"])
 def test_the_accelerator_path_gives_the_same_bounds(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On an accelerator the solver runs all its steps; the test runs that path on the CPU."""
     x = -torch.logspace(-9, 1.8, 40_000, dtype=torch.float64)

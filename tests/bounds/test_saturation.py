@@ -14,14 +14,13 @@ from tests.bounds.oracle import oracle
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-@pytest.mark.parametrize("prob", [1e-3, 0.08, 0.6, 0.97])
-@pytest.mark.parametrize("delta", [0.02, 0.3, 1.5])
+@pytest.mark.parametrize("prob", [1e-3, 0.08, 0.97])
+@pytest.mark.parametrize("delta", [0.3, 1.5])
 def test_saturation_is_where_the_bounds_reach_the_ends(name: str, prob: float, delta: float) -> None:
-    """The reference bounds have 50 digits."""
+    """The reference bounds have 40 digits."""
     lower, upper = oracle(name, math.log(prob), delta)
-    at_zero, at_simplex = saturation(find_divergence(name), prob, delta)
-    assert at_zero == (lower == 0)
-    assert at_simplex == (upper == 1 / mp.exp(mp.mpf(math.log(prob))))
+    ends = lower == 0, upper == 1 / mp.exp(mp.mpf(math.log(prob)))
+    assert saturation(find_divergence(name), prob, delta) == ends
 
 
 def test_a_certain_token_saturates_at_the_simplex() -> None:

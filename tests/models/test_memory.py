@@ -226,7 +226,7 @@ def test_auto_is_gradient_checkpointing_where_the_model_supports_it(
         settings = ModelConfig(path=str(tmp_path), gradient_checkpointing=value)  # type: ignore[arg-type]
         return activation_bytes(build_on_meta_device(settings), TOKENS, settings, 1000, on_gpu=True)
 
-    monkeypatch.setattr("bandpo_cli.models.load.GradientCheckpointingLayer", ())  # no layer supports it
+    monkeypatch.setattr("bandpo_cli.models.sharding.GradientCheckpointingLayer", ())  # no layer supports it
     assert activations("auto") == activations(False)
     with pytest.raises(UserError, match="do not support it; set it to false"):
         activations(True)

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.models.memory import Device, MemoryEstimate, estimate_memory
+from bandpo_cli.models.memory import Device, MemoryEstimate, estimate_memory, fsdp_bytes, stored_parameters
 from bandpo_cli.models.packing import Row, collate
-from bandpo_cli.models.sharding import Shard, local_tensor, shard, shard_of, unsharded
+from bandpo_cli.models.sharding import local_tensor, shard, unsharded
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.ranks import Ranks
 from tests.conftest import random_model
@@ -69,12 +69,6 @@ def train_twice(model: PreTrainedModel) -> None:
         parameter.grad = None
 
 
-def update_bytes(counts: Shard, words: int, itemsize: int) -> int:
-    """Return the estimate of an update whose activations take no memory."""
-    during = sum(counts.update.values()) + words * 64 * itemsize
-    return 4 * counts.trained_stored + max(during, sum(counts.reduction.values()))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "tied", "dtype"),
@@ -90,17 +84,20 @@ def test_the_peak_of_an_update_is_the_estimate(
     rank_0_of_4: Ranks, words: int, tied: bool, dtype: torch.dtype
 ) -> None:
     model = qwen2(words, tied, dtype)
-    counts = shard_of(model, RANKS)
+    update, reduction, *_ = fsdp_bytes(model, RANKS)
+    gradients = 4 * stored_parameters(model.parameters(), RANKS)[1]
     shard(model, rank_0_of_4, torch.device("cpu"))
     train_twice(model)
     measured = peak_bytes(lambda: train_twice(model))
-    assert 0.9 < measured / update_bytes(counts, words, dtype.itemsize) < 1.03
+    # The gradient of the output layer belongs to the update; its activations take no memory.
+    during = sum(update.values()) + words * 64 * dtype.itemsize
+    assert 0.9 < measured / (gradients + max(during, sum(reduction.values()))) < 1.03
 
 
 @pytest.mark.parametrize("words", [64, MANY_WORDS])
 def test_the_peak_of_gathering_all_parameters_is_the_estimate(rank_0_of_4: Ranks, words: int) -> None:
     model = qwen2(words, False, torch.bfloat16)
-    counts = shard_of(model, RANKS)
+    _, _, gathered, _ = fsdp_bytes(model, RANKS)
     shard(model, rank_0_of_4, torch.device("cpu"))
 
     def gather() -> None:
@@ -108,19 +105,18 @@ def test_the_peak_of_gathering_all_parameters_is_the_estimate(rank_0_of_4: Ranks
             pass
 
     gather()
-    assert peak_bytes(gather) == pytest.approx(counts.gathered["complete parameters"], rel=0.01)
+    assert peak_bytes(gather) == pytest.approx(gathered["complete parameters"], rel=0.01)
 
 
 def test_the_peak_of_sending_weights_is_the_estimate(rank_0_of_4: Ranks) -> None:
     model = qwen2(MANY_WORDS, True, torch.bfloat16)
-    counts = shard_of(model, RANKS)
+    (estimate,) = fsdp_bytes(model, RANKS)[3].values()
     shard(model, rank_0_of_4, torch.device("cpu"))
 
     def send() -> None:
         for _, weight in checkpoint_weights(model):
             del weight
 
-    (estimate,) = counts.sync.values()
     assert 0.5 * estimate < peak_bytes(send) <= estimate
 
 
@@ -137,15 +133,16 @@ def test_the_first_rank_stores_its_share(rank_0_of_4: Ranks) -> None:
     """255 rows over 4 ranks are 64 rows on the first; a parameter that is not trained keeps its dtype."""
     model = qwen2(64, True, torch.bfloat16)
     model.get_input_embeddings().requires_grad_(False)
-    counts = shard_of(model, RANKS)
+    stored, trained_stored = stored_parameters(model.parameters(), RANKS)
+    reduction = fsdp_bytes(model, RANKS)[1]
     shard(model, rank_0_of_4, torch.device("cpu"))
     local = [local_tensor(parameter) for parameter in model.parameters()]
-    assert sum(item.numel() for item in local) == counts.stored
+    assert sum(item.numel() for item in local) == stored
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    assert sum(local_tensor(item).numel() for item in trained) == counts.trained_stored
-    assert counts.stored - counts.trained_stored == 64 * 64 // 4
+    assert sum(local_tensor(item).numel() for item in trained) == trained_stored
+    assert stored - trained_stored == 64 * 64 // 4
     # The last norm, of 64, is the only trained parameter outside of the layers: bfloat16, float32 and a quarter.
-    assert counts.reduction == {"gradient outside of the layers to reduce": 2 * 64 + 4 * 64 + 4 * 16}
+    assert reduction == {"gradient outside of the layers to reduce": 2 * 64 + 4 * 64 + 4 * 16}
 
 
 def test_the_peak_is_that_of_the_largest_phase() -> None:

@@ -13,12 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.objective.loss import (
-    LossBatch,
-    LossOutputs,
-    policy_loss,
-    policy_objective,
-)
+from bandpo_cli.objective.loss import LossBatch, LossOutputs, policy_loss, policy_objective
 from bandpo_cli.registries import METHODS
 
 

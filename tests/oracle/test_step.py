@@ -247,20 +247,14 @@ VARIANTS = [
         False,
     ),
     # a sampler whose log-probs and entropies are used as the trainer's
-    Variant(
-        "log-probs of the sampler",
-        {**TIGHT_KL, "sampling": {"prompts": 8}},
-        has_tokens_without_ratio,
-    ),
+    Variant("log-probs of the sampler", {**TIGHT_KL, "sampling": {"prompts": 8}}, has_tokens_without_ratio),
     Variant(
         "log-probs of the sampler at temperature 0.7",
         {**CLIP, "sampling": {"temperature": 0.7}, "optim": {"updates": 2, "micro_batch_tokens": 30}},
         learns,
     ),
     Variant(
-        "log-probs of the sampler with reference KL",
-        {**TIGHT_KL, "objective": {"reference_kl": 0.1}},
-        learns,
+        "log-probs of the sampler with reference KL", {**TIGHT_KL, "objective": {"reference_kl": 0.1}}, learns
     ),
     # rewards and groups
     Variant("rewards of -1 and 1", {**TIGHT_KL, "reward": {"wrong": -1.0}}, clips_both_ways),
