@@ -55,8 +55,8 @@ def find_divergence(name: str) -> Divergence:
     """
     if name in DIVERGENCES:
         entry = DIVERGENCES[name]
-        paths = entry.generator, entry.bounds, entry.bounds_float32
-        return Divergence(*(load_attribute(path) if path else None for path in paths))
+        solvers = [load_attribute(path) if path else None for path in (entry.bounds, entry.bounds_float32)]
+        return Divergence(load_attribute(entry.generator), *solvers)
     if ":" not in name:
         raise ConfigError(f"divergence '{name}' is not known{DIVERGENCES.suggestion(name)}")
     return Divergence(custom_generator(name))

@@ -109,8 +109,7 @@ class Policy:
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        device: torch.device = self.model.device
-        return device
+        return torch.device(self.model.device)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -136,8 +136,8 @@ def target_names(model: PreTrainedModel, settings: LoraSettings) -> list[str]:
     for target in targets:
         if not matching(target) or not matching(target) <= linear:
             raise UserError(
-                f"model.lora.target_modules: {target!r} is not a linear layer of the model{nearest(target, short)}; "
-                f"choose among {', '.join(short)}, or leave it out for all of them"
+                f"model.lora.target_modules: {target!r} names no linear layers, or the output layer"
+                f"{nearest(target, short)}; choose among {', '.join(short)}, or leave it out for all of them"
             )
     if settings.target_modules is None:
         for name in short:  # a name that other modules have, too, is replaced by the complete names

@@ -247,7 +247,8 @@ class Packing:
     def _sequences(self) -> IntArray:
         """[S, 4]: first token of the prompt, its length, first token of the completion, length of both."""
         start, lengths, row_start, prompt, number = self.segments.T
-        return np.stack([row_start, prompt, start, prompt + lengths], axis=1)[number != PROMPT]
+        sequences: IntArray = np.stack([row_start, prompt, start, prompt + lengths], axis=1)[number != PROMPT]
+        return sequences
 
     @cached_property
     def _groups(self) -> list[IntArray]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType
-from typing import Concatenate, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from bandpo_cli.errors import first_line
 from bandpo_cli.ranks import Ranks
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _RUN = "run_as_forward"
@@ -64,11 +63,7 @@ def shard(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> None:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     model.forward_dtype = dtype
-    setattr(
-        model,
-        _RUN,
-        MethodType(lambda model, function, *args, **kwargs: function(model, *args, **kwargs), model),
-    )
+    setattr(model, _RUN, MethodType(lambda model, function, *args: function(model, *args), model))
     register_fsdp_forward_method(model, _RUN)
 
 
@@ -79,9 +74,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 def model_class(model: nn.Module) -> type[nn.Module]:
     """Return the class of the model; `fully_shard` replaces it by a subclass of it and of `FSDPModule`."""
-    return cast(
-        type[nn.Module], next(item for item in type(model).__mro__ if not issubclass(item, FSDPModule))
-    )
+    return next(item for item in type(model).__mro__ if not issubclass(item, FSDPModule))  # type: ignore[return-value]
 
 
 def forward_dtype(model: PreTrainedModel) -> torch.dtype:
@@ -89,20 +82,15 @@ def forward_dtype(model: PreTrainedModel) -> torch.dtype:
     return cast(torch.dtype, getattr(model, "forward_dtype", model.dtype))
 
 
-def run_forward(
-    function: Callable[Concatenate[PreTrainedModel, P], T],
-    model: PreTrainedModel,
-    *args: P.args,
-    **kwargs: P.kwargs,
-) -> T:
+def run_forward(function: Callable[..., T], model: PreTrainedModel, *args: Any) -> T:
     """Return `function(model, ...)`, which runs modules of the model other than the model itself.
 
     FSDP gathers the parameters outside of the layers, such as those of the embedding, before the model's own forward
     method; here it does so before `function`.
     """
     if not is_sharded(model):
-        return function(model, *args, **kwargs)
-    return cast(T, getattr(model, _RUN)(function, *args, **kwargs))
+        return function(model, *args)
+    return cast(T, getattr(model, _RUN)(function, *args))
 
 
 @contextmanager
@@ -147,7 +135,8 @@ def _groups(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def checkpointed_layers(model: nn.Module) -> list[nn.Module]:
+def checkpointed_layers(model: nn.Module) -> list[Any]:
+    """Return the layers that can discard their activations: the decoder layers."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 

@@ -58,42 +58,34 @@ def logprobs_of(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
-def test_the_gradient_is_that_of_plain_weights(kind: str) -> None:
+def test_the_gradient_is_that_of_plain_weights() -> None:
     """The model without adapters, with weights W + s·B·A that plain autograd differentiates."""
-    model, plain = adapted(kind), random_model(kind)
+    model, plain = adapted("llama"), random_model("llama")
     found = logprobs_of(model)
     found.square().sum().backward()
 
-    factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-    for name, parameter in adapter_parameters(model):
-        if ".lora_A." in name:
-            other = dict(adapter_parameters(model))[name.replace("lora_A", "lora_B")]
-            leaves = (item.detach().clone().requires_grad_() for item in (parameter, other))
-            factors[name.removeprefix(PREFIX).removesuffix(".lora_A.weight")] = tuple(leaves)  # type: ignore[assignment]
+    adapters = dict(adapter_parameters(model))
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in adapters.items()}
+    layers = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in leaves}
+    assert len(layers) == 14, "q, k, v, o, gate, up, down of two decoder layers"
     weights = {name: value.detach() for name, value in plain.named_parameters()}
     changed = {
-        f"{name}.weight": weights[f"{name}.weight"] + 12 / 3 * b @ a for name, (a, b) in factors.items()
+        f"model.{name}.weight": weights[f"{name}.weight"]
+        + 12 / 3 * leaves[f"{PREFIX}{name}.lora_B.weight"] @ leaves[f"{PREFIX}{name}.lora_A.weight"]
+        for name in layers
     }
-    # The linear layers of two decoder layers: q, k, v, o, gate, up, down.
-    assert len(changed) == 14
-    expected = functional_call(_Passes(plain), {f"model.{key}": value for key, value in changed.items()})
+    expected = functional_call(_Passes(plain), changed)
     expected.square().sum().backward()
-
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    gradients = {name: parameter.grad for name, parameter in adapter_parameters(model)}
-    for name, (a, b) in factors.items():
-        for part, leaf in (("lora_A", a), ("lora_B", b)):
-            gradient = gradients[f"{PREFIX}{name}.{part}.weight"]
-            assert leaf.grad is not None
-            assert gradient is not None
-            scale = leaf.grad.abs().max().item()
-            assert scale > 0
-            # Both are float32; seen up to 2.5e-5, depending on the processor.
-            torch.testing.assert_close(gradient, leaf.grad, atol=1e-4 * scale, rtol=0)
+    for name, leaf in leaves.items():
+        assert leaf.grad is not None
+        assert leaf.grad.any()
+        # Both are float32; seen up to 2.5e-5, depending on the processor.
+        scale = leaf.grad.abs().max().item()
+        torch.testing.assert_close(adapters[name].grad, leaf.grad, atol=1e-4 * scale, rtol=0)
     with_gradient = {name for name, value in model.named_parameters() if value.grad is not None}
     assert with_gradient == {name for name, value in model.named_parameters() if value.requires_grad}
-    assert len(with_gradient) == 2 * len(factors)
+    assert len(with_gradient) == len(leaves)
 
 
 class _Passes(nn.Module):
@@ -124,26 +116,23 @@ def test_gradient_checkpointing_gives_the_same_gradient() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_trained_parameters_are_those_of_the_adapters(dtype: str) -> None:
+@pytest.mark.parametrize(("dtype", "tensors"), [("float32", 2), ("bfloat16", 3)])
+def test_the_trained_parameters_are_those_of_the_adapters(dtype: str, tensors: int) -> None:
     """rank × (inputs + outputs) per layer, in the dtype of the weights; the optimizer has state of these only."""
     settings = ModelConfig.model_validate({"device": "cpu", "dtype": dtype, "lora": {"rank": 4}})
     model, base = load_policy(settings).model, load_policy(settings.model_copy(update={"lora": None})).model
-    linear = [
-        module for module in base.modules() if isinstance(module, nn.Linear) and module is not base.lm_head
-    ]
+    linear = [item for item in base.modules() if isinstance(item, nn.Linear) and item is not base.lm_head]
     expected = sum(4 * (item.in_features + item.out_features) for item in linear)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     assert sum(item.numel() for item in trained) == expected
     assert {parameter.dtype for parameter in model.parameters()} == {getattr(torch, dtype)}
-    assert model.dtype == getattr(torch, dtype)
     optimizer = Optimizer(model, OptimConfig(warmup_steps=0), 10)
     logprobs_of(model).sum().backward()
     optimizer.step()
     moments = {key: value for key, value in optimizer.state().items() if value.ndim}
     assert all("lora_" in key for key in moments)
     assert {moment.dtype for moment in moments.values()} == {torch.float32}
-    assert sum(moment.numel() for moment in moments.values()) == (2 if dtype == "float32" else 3) * expected
+    assert sum(moment.numel() for moment in moments.values()) == tensors * expected
 
 
 @pytest.mark.slow
@@ -164,13 +153,12 @@ def test_the_start_is_the_model_itself_and_depends_on_the_seed_of_the_run() -> N
             assert not tensor.any()
         else:
             assert not torch.equal(tensor, other[name])
-    model, base = load_policy(settings).model, load_policy(ModelConfig(device="cpu")).model
-    assert torch.equal(logprobs_of(model), logprobs_of(base))
+    base = load_policy(ModelConfig(device="cpu")).model
+    assert torch.equal(logprobs_of(load_policy(settings).model), logprobs_of(base))
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
-def test_merged_weights_are_those_that_peft_merges(tmp_path: Path, kind: str) -> None:
-    model, base = adapted(kind), random_model(kind)
+def test_merged_weights_are_those_that_peft_merges(tmp_path: Path) -> None:
+    model, base = adapted(), random_model()
     save_adapter(model, tmp_path)
     merged = peft.PeftModel.from_pretrained(base, tmp_path).merge_and_unload()
     found, expected = dict(checkpoint_weights(model)), dict(merged.named_parameters())
@@ -380,26 +368,19 @@ def test_a_name_that_the_output_layer_has_too_is_given_in_full() -> None:
     assert "lm_head" not in names
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("targets", "parts"),
-    [
-        (["lm_head"], ["'lm_head'", "output layer", "q_proj"]),
-        (["q_proj", "embed_tokens"], ["'embed_tokens'", "embedding"]),
-        (["input_layernorm"], ["'input_layernorm'", "not a linear layer"]),
-        (["self_attn"], ["'self_attn'", "not a linear layer"]),
-        (["q_prj"], ["'q_prj'", "no layer of the model", "did you mean 'q_proj'", "down_proj, gate_proj"]),
-        (["proj"], ["'proj'", "no layer of the model"]),
-    ],
+    "targets",
+    [["lm_head"], ["q_proj", "embed_tokens"], ["input_layernorm"], ["self_attn"], ["q_prj"], ["proj"]],
 )
-def test_targets_that_get_no_adapter_are_refused(targets: list[str], parts: list[str]) -> None:
-    settings = ModelConfig.model_validate({"device": "cpu", "lora": {"rank": 2, "target_modules": targets}})
+def test_targets_that_get_no_adapter_are_refused(targets: list[str]) -> None:
     with pytest.raises(UserError) as error:
-        load_policy(settings)
-    assert str(error.value).startswith("model.lora.target_modules: ")
-    assert "\n" not in str(error.value)
-    for part in parts:
-        assert part in str(error.value)
+        target_names(random_model("llama"), LoraSettings(rank=2, target_modules=tuple(targets)))
+    line = str(error.value)
+    assert line.startswith(
+        f"model.lora.target_modules: {targets[-1]!r} names no linear layers, or the output layer"
+    )
+    assert line.endswith("up_proj, v_proj, or leave it out for all of them")
+    assert ("did you mean 'q_proj'" in line) == (targets == ["q_prj"])
 
 
 def test_a_rank_above_that_of_all_layers_is_refused() -> None:

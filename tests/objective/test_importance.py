@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bandpo_cli.config.layers import resolve
@@ -67,6 +67,7 @@ log_prob = st.floats(-1e4, 0.0, width=32)
 
 
 @pytest.mark.parametrize("rule", RULES)
+@settings(max_examples=20)
 @given(rows=st.lists(st.tuples(log_prob, log_prob | st.just(-math.inf)), min_size=2, max_size=6))
 def test_weights_of_extreme_log_probs_are_between_zero_and_the_cap(
     rule: str, rows: list[tuple[float, float]]
@@ -82,7 +83,7 @@ def test_weights_of_extreme_log_probs_are_between_zero_and_the_cap(
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("layer", "words"),
     [
         ({"importance": "token-masked"}, ["objective.importance = 'token-masked'", "did you mean 'token-mask'"]),
         ({"importance_floor": 0.5}, ["importance_floor = 0.5", "no effect", "'token-truncate'"]),
@@ -91,8 +92,8 @@ def test_weights_of_extreme_log_probs_are_between_zero_and_the_cap(
         ({"importance": "sequence-mask", "importance_floor": 1.2}, ["[1.2, 2]", "importance_floor ≤ 1 ≤"]),
     ],
 )  # fmt: skip
-def test_settings_that_cannot_be_meant_are_one_line(settings: dict[str, Any], words: list[str]) -> None:
+def test_settings_that_cannot_be_meant_are_one_line(layer: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ConfigError) as raised:
-        resolve([{"objective": settings}])
+        resolve([{"objective": layer}])
     assert "\n" not in str(raised.value)
     assert [word for word in words if word not in str(raised.value)] == []

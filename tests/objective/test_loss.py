@@ -107,7 +107,6 @@ extreme_tokens = st.lists(
 @example(rows=[(0.0, -math.inf, 0.0, math.inf, 1e6, 1.0, -1e4)], dual_clip=None, reference_kl=1.0)
 @example(rows=[(0.0, -1e4, 0.0, math.inf, -1e6, 1.0, 0.0)], dual_clip=None, reference_kl=0.0)
 @example(rows=[(-1e4, 0.0, 0.0, math.inf, 1e6, 0.0, 0.0)], dual_clip=10.0, reference_kl=1.0)
-@example(rows=[(-1.0, -1.0, 1.0, 1.0, 0.0, 0.0, -1.0)] * 3, dual_clip=10.0, reference_kl=0.0)
 def test_finite_inputs_give_a_finite_loss_and_gradient(
     rows: list[tuple[float, ...]], dual_clip: float | None, reference_kl: float
 ) -> None:
@@ -141,27 +140,14 @@ def test_the_on_policy_gradient_is_the_policy_gradient() -> None:
     torch.testing.assert_close(out.gradient_weights, torch.ones(2, dtype=torch.float64))
 
 
-def test_a_very_large_ratio_stays_finite() -> None:
-    inputs = inputs_of([(-1e-3, -90.0, 0.0, math.inf, -1.0, 1.0), (-90.0, -1e-3, 0.0, math.inf, 1.0, 1.0)])
-    out = clipped_objective(inputs, dual_clip=10.0)
-    assert out.loss.item() == pytest.approx(10.0)
-    assert torch.isfinite(out.gradient).all()
-
-
 def test_reference_penalty_is_k3() -> None:
+    """E over π of k3 is Σ π log(π/π_ref), here summed exactly over a small vocabulary."""
     rows, ref = [(-1.0, -1.0, 0.8, 1.2, 0.0, 1.0)], [-1.7]
     penalty = clipped_objective(inputs_of(rows, ref), reference_kl=0.5).loss.item()
     assert penalty == pytest.approx(0.5 * (math.exp(-0.7) - 1 + 0.7))
-
-
-def test_k3_is_an_unbiased_estimate_of_kl() -> None:
-    """E over π of k3 is Σ π log(π/π_ref), here summed exactly over a small vocabulary."""
-    logp = torch.log_softmax(
-        torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), 0
-    )
-    logq = torch.log_softmax(
-        torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(1)), 0
-    )
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 50, dtype=torch.float64, generator=generator)
+    logp, logq = torch.log_softmax(logits, dim=1)
     torch.testing.assert_close((logp.exp() * k3(logp, logq)).sum(), (logp.exp() * (logp - logq)).sum())
 
 
@@ -178,20 +164,6 @@ def test_aggregation_weights(name: str, expected: list[float]) -> None:
     lengths = torch.tensor([2, 1, 4])
     weights = AGGREGATIONS[name](lengths, 8).repeat_interleave(lengths)
     torch.testing.assert_close(weights, torch.tensor(expected))
-
-
-@given(lengths=st.lists(st.integers(1, 100_000), min_size=1, max_size=12), room=st.integers(0, 10))
-@pytest.mark.parametrize("name", AGGREGATIONS)
-def test_aggregation_weights_are_finite_and_sum_to_their_definition(
-    name: str, lengths: list[int], room: int
-) -> None:
-    """The weights of a mean sum to 1; those of seq-sum-norm to the mean length divided by the maximum."""
-    lengths_S, longest = torch.tensor(lengths), max(lengths) + room
-    weights = AGGREGATIONS[name](lengths_S, longest)
-    assert torch.isfinite(weights).all()
-    total = (weights.double() * lengths_S).sum().item()
-    expected = sum(lengths) / len(lengths) / longest if name == "seq-sum-norm" else 1.0
-    assert total == pytest.approx(expected, rel=1e-6)
 
 
 def test_by_default_the_loss_has_a_dual_clip_of_10_and_no_reference_penalty() -> None:

@@ -52,10 +52,8 @@ def objective(bounds: dict[str, Any], groups: list[list[Token]], **options: Any)
     lengths = torch.tensor([len(group) for group in groups])
     config = resolve([{"bounds": bounds, "objective": options}])
     loss = policy_loss(config.bounds, config.objective)
-    new, old, advantages = (
-        torch.tensor([getattr(token, name) for token in tokens], dtype=torch.float64)
-        for name in ("new", "old", "advantage")
-    )
+    values = [(token.old, token.new, token.advantage) for token in tokens]
+    old, new, advantages = torch.tensor(values, dtype=torch.float64).unbind(1)
     columns = loss.prepare(old, advantages)
     weights = (1.0 / (len(groups) * lengths.double())).repeat_interleave(lengths)
     return policy_objective(loss, new, LossBatch(lengths, advantages, old, columns), weights)
@@ -116,9 +114,9 @@ def gspo(token: Token) -> float:
 
 
 def gmpo(token: Token) -> float:
-    def clipped(each: Token) -> float:
-        log_ratio = each.new - each.old
-        return min(log_ratio, 0.4) if each.advantage > 0 else max(log_ratio, -0.4)
+    def clipped(item: Token) -> float:
+        log_ratio = item.new - item.old
+        return min(log_ratio, 0.4) if item.advantage > 0 else max(log_ratio, -0.4)
 
     if clipped(token) != token.new - token.old:
         return 0.0
@@ -147,7 +145,7 @@ BY_HAND: dict[str, Callable[[Token], float]] = {
 }
 
 
-@pytest.mark.parametrize("spread", [0.02, 0.5, 2.0])
+@pytest.mark.parametrize("spread", [0.02, 2.0])
 @pytest.mark.parametrize("name", BY_HAND)
 def test_the_gradient_weight_is_the_one_derived_by_hand(name: str, spread: float) -> None:
     method, _, divergence = name.partition(" ")
@@ -156,17 +154,12 @@ def test_the_gradient_weight_is_the_one_derived_by_hand(name: str, spread: float
     found = objective(bounds, groups, dual_clip=None)
     expected = [BY_HAND[name](token) for group in groups for token in group]
     assert found.gradient_weights.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    shares = [(token, len(group)) for group in groups for token in group]
     gradients = [
-        -weight * token.advantage / len(groups) / len(group)
-        for group, weights in zip(groups, _split(expected, groups), strict=True)
-        for token, weight in zip(group, weights, strict=True)
+        -weight * token.advantage / len(groups) / length
+        for weight, (token, length) in zip(expected, shares, strict=True)
     ]
     assert found.gradient.tolist() == pytest.approx(gradients, rel=1e-9, abs=1e-12)
-
-
-def _split(values: list[float], groups: list[list[Token]]) -> list[list[float]]:
-    sizes = [len(group) for group in groups]
-    return [item.tolist() for item in torch.tensor(values, dtype=torch.float64).split(sizes)]
 
 
 def test_clip_cov_removes_the_gradient_of_some_tokens_in_the_range() -> None:
@@ -208,7 +201,7 @@ def test_kl_cov_penalizes_the_tokens_of_highest_covariance(share: float) -> None
 
 
 @pytest.mark.parametrize(("divergence", "delta"), [("kl", 0.05), ("kl", 0.01), ("tv", 0.15), ("tv", 0.05)])
-@pytest.mark.parametrize("spread", [0.1, 0.5, 2.0])
+@pytest.mark.parametrize("spread", [0.1, 2.0])
 def test_without_caps_the_band_and_dppo_have_the_same_gradient(
     divergence: str, delta: float, spread: float
 ) -> None:
@@ -222,28 +215,14 @@ def test_without_caps_the_band_and_dppo_have_the_same_gradient(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_at_ratio_one_every_method_has_the_policy_gradient(method: str) -> None:
-    """Apart from Clip-Cov's removed tokens."""
-    groups = completions(spread=0.0)
-    weights = objective({"method": method}, groups).gradient_weights
-    tolerance = {"rtol": 1e-6, "atol": 1e-9}
-    if method == "clip-cov":
-        weights = weights[weights != 0]
-    if method == "kl-cov":  # the penalty has the subgradient 0 at r = 1
-        assert (weights == 1).all()
-    torch.testing.assert_close(weights, torch.ones_like(weights), **tolerance)
-
-
-@pytest.mark.parametrize("method", METHODS)
 def test_micro_batches_of_complete_completions_give_the_same_gradient(method: str) -> None:
     groups = completions()
     config = resolve([{"bounds": {"method": method}}])
     loss = policy_loss(config.bounds, config.objective)
     tokens = [token for group in groups for token in group]
     lengths = torch.tensor([len(group) for group in groups])
-    old = torch.tensor([token.old for token in tokens])
-    new = torch.tensor([token.new for token in tokens])
-    advantages = torch.tensor([token.advantage for token in tokens])
+    values = [(token.old, token.new, token.advantage) for token in tokens]
+    old, new, advantages = torch.tensor(values).unbind(1)
     weights = torch.rand(len(tokens), generator=torch.Generator().manual_seed(0))
     columns = loss.prepare(old, advantages)
     whole = policy_objective(loss, new, LossBatch(lengths, advantages, old, columns), weights)

@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training.components import Components, build_components
 from bandpo_cli.training.loop import train
 from bandpo_cli.types import TIMEOUT, Completion, Grade, Problem
+from tests.conftest import SHAPE
 from tests.oracle.reference import GivenGroup, GivenRollout, ReferenceTrainer, StepResult
 
 PROMPTS = ("1 2 3=6:", "7 8=15:", "4 4 9 1=18:", "5=5:", "6 3=9:", "2 2 2=8:", "9 9=0:", "1 8 8=17:")
@@ -52,18 +54,7 @@ BASE: dict[str, Any] = {
 
 def save_model(folder: Path, kind: str = "qwen2") -> Path:
     """Write a random model of 2 layers with the bundled model's tokenizer; its distributions are far from uniform."""
-    shape = {
-        "vocab_size": 20,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "eos_token_id": END,
-        "pad_token_id": 0,
-        "bos_token_id": None,
-    }
+    shape = {**SHAPE, "vocab_size": 20, "eos_token_id": END, "pad_token_id": 0, "bos_token_id": None}
     torch.manual_seed(5)
     model: PreTrainedModel = (
         LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False))
@@ -77,7 +68,7 @@ def save_model(folder: Path, kind: str = "qwen2") -> Path:
             else:
                 parameter.add_(0.1 * torch.randn_like(parameter))
     model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(embedded_model_path()).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
     return folder
 
 
@@ -94,6 +85,11 @@ class GivenTask:
 
     def notes(self) -> list[str]:
         return []
+
+
+@cache
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(embedded_model_path())
 
 
 def grade_text(text: str) -> Grade:
@@ -122,38 +118,26 @@ class GivenSampler:
         noise: float,
         shares_weights: bool,
         seed: int,
-        ahead: bool = False,
+        ahead: bool,
     ) -> None:
-        self.shares_weights = shares_weights
-        self._ahead = ahead
+        self.shares_weights, self._ahead = shares_weights, ahead
         self._entropies: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, ...]] = {}
         self.given: list[list[GivenGroup]] = []
-        self._model, self._temperature, self._noise = (
-            copy.deepcopy(model) if ahead else model,
-            temperature,
-            noise,
-        )
+        self._model = copy.deepcopy(model) if ahead else model
+        self._temperature, self._noise = temperature, noise
         self._random, self._version = random.Random(seed), 0
-        self._tokenizer = AutoTokenizer.from_pretrained(embedded_model_path())
 
     def sample(
         self, prompts_P: Sequence[Sequence[int]], params: SamplingParams, seed: int
     ) -> list[list[Completion]]:
         groups = [self._group(tuple(prompt), place) for place, prompt in enumerate(prompts_P)]
         self.given.append(groups)
-        return [
-            [
-                Completion(
-                    r.token_ids,
-                    r.sampler_logprobs,
-                    "length" if r.truncated else "stop",
-                    self._version,
-                    self._entropies.get((r.prompt_ids, r.token_ids), ()),
-                )
-                for r in group
-            ]
-            for group in groups
-        ]
+        return [[self._completion(rollout) for rollout in group] for group in groups]
+
+    def _completion(self, rollout: GivenRollout) -> Completion:
+        entropies = self._entropies.get((rollout.prompt_ids, rollout.token_ids), ())
+        reason = "length" if rollout.truncated else "stop"
+        return Completion(rollout.token_ids, rollout.sampler_logprobs, reason, self._version, entropies)
 
     @torch.no_grad()
     def _group(self, prompt: tuple[int, ...], place: int) -> GivenGroup:
@@ -162,43 +146,31 @@ class GivenSampler:
         entropies: list[list[float]] = [[] for _ in rows]
         for _ in range(MAX_TOKENS):
             logits = self._model(input_ids=torch.tensor(rows), use_cache=False).logits[:, -1].double()
-            for row, entry, policy in zip(
-                rows, logprobs, _log_softmax(logits / self._temperature), strict=True
-            ):
+            policies = torch.log_softmax(logits / self._temperature, dim=-1).tolist()
+            for row, entry, policy in zip(rows, logprobs, policies, strict=True):
                 # Partly uniform and more often at an end than the model: rare tokens, completions of every length.
                 shares = [0.7 * math.exp(item) + 0.3 / len(policy) for item in policy]
                 shares[END] += 0.15
                 row += self._random.choices(range(len(policy)), shares)
                 noise = self._random.gauss(0, self._noise)
                 entry.append(min(policy[row[-1]] + noise, -1e-3) if self._noise else policy[row[-1]])
-            for entry, entropy in zip(
-                entropies, torch.distributions.Categorical(logits=logits).entropy(), strict=True
-            ):
-                entry.append(entropy.item())
-        rollouts = [
-            self._rollout(prompt, row[len(prompt) :], value)
-            for row, value in zip(rows, logprobs, strict=True)
-        ]
-        if not self._noise and not self._ahead:
-            self._entropies |= {
-                (rollout.prompt_ids, rollout.token_ids): tuple(value[: len(rollout.token_ids)])
-                for rollout, value in zip(rollouts, entropies, strict=True)
-            }
+            entropy = torch.distributions.Categorical(logits=logits).entropy().tolist()
+            for entry, value in zip(entropies, entropy, strict=True):
+                entry.append(value)
+        rollouts = []
+        for row, value, entropy in zip(rows, logprobs, entropies, strict=True):
+            rollout = self._rollout(prompt, row[len(prompt) :], value)
+            rollouts.append(rollout)
+            if not self._noise and not self._ahead:
+                self._entropies[prompt, rollout.token_ids] = tuple(entropy[: len(rollout.token_ids)])
         # Every third group repeats one completion, so that its rewards are all equal.
         return [rollouts[0]] * SAMPLES if place % 3 == 2 else rollouts
 
     def _rollout(self, prompt: tuple[int, ...], ids: list[int], logprobs: list[float]) -> GivenRollout:
         length = ids.index(END) + 1 if END in ids else len(ids)
-        grade = grade_text(self._tokenizer.decode(ids[:length], skip_special_tokens=True))
-        return GivenRollout(
-            prompt,
-            tuple(ids[:length]),
-            tuple(logprobs[:length]),
-            grade.reward,
-            grade.correct,
-            grade.verdict,
-            truncated=END not in ids,
-        )
+        grade = grade_text(tokenizer().decode(ids[:length], skip_special_tokens=True))
+        verdict = grade.reward, grade.correct, grade.verdict
+        return GivenRollout(prompt, tuple(ids[:length]), tuple(logprobs[:length]), *verdict, END not in ids)
 
     def sleep(self) -> None:
         pass
@@ -210,11 +182,6 @@ class GivenSampler:
 
     def close(self) -> None:
         pass
-
-
-def _log_softmax(logits: torch.Tensor) -> list[list[float]]:
-    found: list[list[float]] = torch.log_softmax(logits, dim=-1).tolist()
-    return found
 
 
 class TextGrader:
@@ -340,13 +307,9 @@ def record_gradients(components: Components) -> list[list[torch.Tensor]]:
     step = components.optimizer.step
 
     def spy() -> float:
+        gradients = [(p, p.grad) for p in components.optimizer._parameters]
         recorded.append(
-            [
-                torch.zeros_like(parameter).double()
-                if parameter.grad is None
-                else parameter.grad.double().clone()
-                for parameter in components.optimizer._parameters
-            ]
+            [torch.zeros_like(p).double() if g is None else g.double().clone() for p, g in gradients]
         )
         return step()
 

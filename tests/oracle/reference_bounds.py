@@ -66,7 +66,7 @@ def band(f: Callable[[float], float], old_logprob: float, delta: float) -> tuple
     def bisect(inside: float, outside: float) -> float:
         if divergence(outside) <= delta:
             return outside
-        for _ in range(200):
+        for _ in range(100):
             middle = 0.5 * (inside + outside)
             inside, outside = (middle, outside) if divergence(middle) <= delta else (inside, middle)
         return inside
