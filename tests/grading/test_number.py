@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from decimal import Decimal
 from fractions import Fraction
 
@@ -116,14 +114,10 @@ def test_fraction_equals_its_decimal_to_six_digits(pairs: str, expected: bool) -
 SENTENCE = " apples whereas the total number, "
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "tail",
-    ["' ' + 'a' * 200_000 + ','", "' word' * 40_000 + '5'", "' a^2' * 40_000 + '^'", f"{SENTENCE!r} * 6_000"],
-)
-def test_long_text_that_is_not_a_unit_is_rejected_without_backtracking(tail: str) -> None:
-    code = f"from bandpo_cli.grading.answers import read_unit; assert read_unit({tail}) is None"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+def test_long_text_that_is_not_a_unit_is_rejected_without_backtracking() -> None:
+    """With backtracking it would take hours."""
+    for text in (f" {'a' * 200_000},", " word" * 40_000 + "5", " a^2" * 40_000 + "^", SENTENCE * 6_000):
+        assert read_unit(text) is None
     assert read_unit(" apples" * 30_000) == (1, False)
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -21,7 +21,6 @@ from bandpo_cli.grading import pool as pool_module
 from bandpo_cli.grading.pool import GraderPool, check_grader
 from bandpo_cli.grading.workers import MAX_PRINTED_BYTES
 from bandpo_cli.types import Grade, Problem
-from benchmarks.hostile_answers import HOSTILE
 
 CUSTOM_GRADER = """
 import ctypes, math, os, subprocess, sys, time
@@ -101,24 +100,6 @@ def test_function_gets_text_answer_and_extra_in_order_also_beside_other_graders(
     assert [grade.verdict for grade in grades] == ["correct", "correct", "wrong", "wrong"]
 
 
-@pytest.mark.slow
-def test_repeated_answers_are_graded_once(pool: GraderPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    run = pool_module.WorkerPool.run
-
-    def counting(worker_pool: pool_module.WorkerPool, arguments: Any, *rest: Any) -> list[Grade]:
-        calls.append(len(arguments))
-        return run(worker_pool, arguments, *rest)
-
-    monkeypatch.setattr(pool_module.WorkerPool, "run", counting)
-    formula = Problem("f", "", "x+1", "t", "math")
-    grades = pool.grade([formula] * 6, ["Answer: 1+x", "Answer: x", "no"] * 2)
-    assert [grade.verdict for grade in grades] == ["correct", "wrong", "malformed"] * 2
-    assert calls == [2]
-    verdicts(pool, ["right", "right"])  # a custom function gets every answer
-    assert calls == [2, 2]
-
-
 def test_allowed_return_values(pool: GraderPool) -> None:
     expected = {
         "True": Grade(1.0, True, "correct"),
@@ -152,21 +133,21 @@ def test_other_return_values_are_grader_errors(pool: GraderPool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("text", "error"),
+    ("texts", "error"),
     [
-        ("raise", "RuntimeError: an error"),
+        ("raise exit", "RuntimeError: an error"),
         ("exit", "SystemExit: 0"),
-        ("die", "the worker process ended with exit code 3"),
+        ("die crash", "the worker process ended with exit code 3"),
         ("crash", "the worker process ended by signal 11"),
-        ("memory", "MemoryError"),
-        ("grow", "MemoryError"),
+        ("memory grow", "MemoryError"),
         ("input", "EOFError"),  # input() and print() do not disturb the protocol
     ],
 )
-def test_error_or_exit_affects_only_that_answer(text: str, error: str) -> None:
+def test_error_or_exit_affects_only_that_answer(texts: str, error: str) -> None:
     with GraderPool(GradingConfig(workers=1, deadline=20, memory_gb=0.5)) as pool:
-        expected = ["correct", "grader-error", "correct", "wrong"]
-        assert verdicts(pool, ["right", text, "stdin", "left"]) == expected
+        failing = texts.split()
+        expected = ["correct", *["grader-error"] * len(failing), "correct", "wrong"]
+        assert verdicts(pool, ["right", *failing, "stdin", "left"]) == expected
         assert pool.errors["custom_grader:judge"].startswith(error)
 
 
@@ -188,27 +169,24 @@ def test_what_a_grader_prints_is_limited_and_escaped(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text", ["sleep", "spin"])
-def test_timeout_affects_only_that_answer(text: str) -> None:
-    with GraderPool(GradingConfig(workers=1, deadline=1)) as pool:
-        texts = ["right", text, "right", "left", text, "right"]
+def test_timeout_affects_only_that_answer() -> None:
+    with GraderPool(GradingConfig(workers=1, deadline=0.5)) as pool:
+        texts = ["right", "sleep", "right", "left", "spin", "right"]
         assert verdicts(pool, texts) == ["correct", "timeout", "correct", "wrong", "timeout", "correct"]
+        assert not pool.grade([problem()], ["sleep"])[0].has_reward
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("setting", "has_reward"), [("none", False), ("wrong", True)])
-def test_deadline_counts_neither_the_import_nor_idle_time_nor_queued_answers(
-    setting: Literal["none", "wrong"], has_reward: bool
-) -> None:
-    Path("custom_grader.py").write_text(f"import time\ntime.sleep(2)\n{CUSTOM_GRADER}")
+def test_deadline_counts_neither_the_import_nor_idle_time_nor_queued_answers() -> None:
+    Path("custom_grader.py").write_text(f"import time\ntime.sleep(1.5)\n{CUSTOM_GRADER}")
     sleeping = problem(function="sleep")
-    with GraderPool(GradingConfig(workers=1, deadline=1.5, timeout_reward=setting)) as pool:
+    with GraderPool(GradingConfig(workers=1, deadline=1, timeout_reward="wrong")) as pool:
         assert pool.grade([sleeping], ["0"])[0].correct
-        time.sleep(1.8)
+        time.sleep(1.2)
         assert pool.grade([sleeping], ["0.1"])[0].correct
         assert not pool.errors
-        slow, *queued = pool.grade([sleeping] * 4, ["2.7", "0", "0", "0"])
-    assert (slow.verdict, slow.reward, slow.correct, slow.has_reward) == ("timeout", 0.0, False, has_reward)
+        slow, *queued = pool.grade([sleeping] * 4, ["1.9", "0", "0", "0"])
+    assert (slow.verdict, slow.reward, slow.correct, slow.has_reward) == ("timeout", 0.0, False, True)
     assert all(grade.correct and grade.has_reward for grade in queued)
 
 
@@ -222,7 +200,7 @@ def test_child_processes_are_killed_with_the_worker(pool: GraderPool, tmp_path: 
 @pytest.mark.slow
 def test_any_text_arrives_unchanged() -> None:
     odd = "a\x00b\n\r\u2028\ud800\udfff\\\"'" * 1000
-    texts = ["x" * 5_000_000, "\u202eµ\U0001f600" * 100_000, odd, "\n" * 100_000] * 3
+    texts = ["x" * 1_000_000, "\u202eµ\U0001f600" * 50_000, odd, "\n" * 100_000] * 2
     # Megabytes take seconds on a busy machine.
     with GraderPool(GradingConfig(workers=2, deadline=60)) as pool:
         grades = pool.grade([problem(text, "echo", text=text) for text in texts], texts)
@@ -275,7 +253,7 @@ problem = Problem("p", "", "", "t", "custom_grader:judge")
 [pid] = pool.grade([problem], ["pid"])
 print(pid.verdict, flush=True)
 if sys.argv[1] == "busy":
-    pool.grade([problem], ["spin"])
+    pool.grade([problem], ["sleep"])
 else:
     import time
     time.sleep(1000 if sys.argv[1] == "idle" else 0)
@@ -288,7 +266,7 @@ ALARM = pytest.param("busy", signal.SIGKILL, marks=pytest.mark.slow)  # of the w
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("doing", "with_signal"),
-    [("busy", signal.SIGINT), ("idle", signal.SIGINT), ("idle", signal.SIGKILL), ("ending", None), ALARM],
+    [("busy", signal.SIGINT), ("idle", signal.SIGKILL), ("ending", None), ALARM],
 )
 def test_workers_exit_with_their_parent(
     doing: str, with_signal: signal.Signals | None, tmp_path: Path
@@ -317,28 +295,22 @@ def test_workers_exit_with_their_parent(
     assert exits_soon(worker)
 
 
+UNUSABLE = {
+    "custom_grader:juge": r"custom_grader:juge': module '.*' has no 'juge' \(did you mean 'judge'\?\)",
+    "custom_grader:no_function": "'no_function' is not a function: its type is int",
+    "no_such:thing": r"importing 'no_such' failed: ModuleNotFoundError.*searched the current folder",
+    "broken_grader:judge": "importing 'broken_grader' failed: ModuleNotFoundError: .*no_such_module_any",
+    "dying_grader:judge": "its process ended with exit code 7 while importing",
+    "maths": r"none of that name \(did you mean 'math'\?\); known: math, number, .*, or a custom function",
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("custom_grader:juge", r"custom_grader:juge': module '.*' has no 'juge' \(did you mean 'judge'\?\)"),
-        ("custom_grader:no_function", "'no_function' is not a function: its type is int"),
-        ("no_such:thing", r"importing 'no_such' failed: ModuleNotFoundError.*searched the current folder"),
-        (
-            "broken_grader:judge",
-            "importing 'broken_grader' failed: ModuleNotFoundError: .*no_such_module_any",
-        ),
-        ("dying_grader:judge", "its process ended with exit code 7 while importing"),
-        (
-            "maths",
-            r"none of that name \(did you mean 'math'\?\); known: math, number, .*, or a custom function",
-        ),
-    ],
-)
-def test_unusable_grader_is_reported_in_one_line(pool: GraderPool, name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
-        check_grader(name)
-    assert "\n" not in str(error.value)
+def test_unusable_grader_is_reported_in_one_line(pool: GraderPool) -> None:
+    for name, message in UNUSABLE.items():
+        with pytest.raises(ConfigError, match=message) as error:
+            check_grader(name)
+        assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match=message):
         pool.grade([Problem("p", "", "", "t", name)], ["x"])
 
@@ -350,37 +322,58 @@ def test_plain_numbers_start_no_worker() -> None:
     assert [grade.verdict for grade in grades] == ["correct", "wrong", "malformed"]
 
 
+_ANSWERS = [
+    "9^{9^{9^{9^9}}}", r"\sqrt{" * 140 + "6" + "}" * 140, "(" * 100_000 + "6" + ")" * 100_000, "(" * 950,
+    "-" * 900 + "6", "9" * 2_000_000, "5." + "0" * 900 + "1", "1," * 490, "5 " * 10**6 + "6", "5\x006", "\ud8005\udfff",
+    "\u202e5\u202c6", "\u0665", '{"results": [[1, true, "correct", true]]}', r"\frac{5}{0}", "not 5", r"\pm 5",
+    r"\infty - \infty + 5", "5 or 6", "\uff15", r"(-\infty,\infty)", "x", "__import__('os').system('exit')",
+]  # fmt: skip
+HOSTILE = [
+    *(f"Answer: {answer}" for answer in _ANSWERS),
+    *(
+        "",
+        "\\boxed{" * 200_000 + "5",
+        "Answer: 5\n\\boxed{5",
+        "\\boxed{" + "\\frac{1}{" * 3000 + "2" + "}" * 3001,
+    ),
+]
+"""Completions that take unbounded time or memory, or are odd. None of them is equal to 5."""
+
+
 @pytest.mark.slow
-def test_spawn_starts_one_worker_of_each_grader_that_may_need_one() -> None:
-    with GraderPool(GradingConfig(workers=2)) as pool:
+def test_hostile_answers_are_never_correct_and_do_not_break_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each hostile answer is followed by an ordinary answer, which the worker grades once."""
+    calls: list[int] = []
+    run = pool_module.WorkerPool.run
+
+    def counting(worker_pool: pool_module.WorkerPool, arguments: Any, *rest: Any) -> list[Grade]:
+        calls.append(len(arguments))
+        return run(worker_pool, arguments, *rest)
+
+    monkeypatch.setattr(pool_module.WorkerPool, "run", counting)
+    five = Problem("five", "", "5", "test", "math")
+    texts = [text for hostile in HOSTILE for text in (hostile, "Answer: 2+3")]
+    with GraderPool(GradingConfig(workers=1, deadline=1)) as pool:
         pool.spawn(["math", "number", "nosuch:judge"])
         ((worker,),) = [worker_pool._workers for worker_pool in pool._worker_pools.values()]
         assert not worker.ready, "the import is not waited for"
-        (grade,) = pool.grade([Problem("p", "", "(x+1)^2", "t", "math")], ["Answer: $x^2+2x+1$"])
-        assert grade.correct
-    code = (
-        "import sys, bandpo_cli.grading.symbolic, bandpo_cli.grading.workers; "
-        "sys.exit(any(name in sys.modules for name in ('torch', 'asyncio')))"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
-
-
-@pytest.mark.slow
-def test_hostile_answers_are_never_correct_and_do_not_break_the_pool() -> None:
-    """Each hostile answer is followed by an ordinary answer that needs a worker."""
-    five = Problem("five", "", "5", "test", "math")
-    texts = [text for hostile in HOSTILE.values() for text in (hostile, "Answer: 2+3")]
-    with GraderPool(GradingConfig(workers=2, deadline=1)) as pool:
         given = [grade.verdict for grade in pool.grade([five] * len(texts), texts)]
         after = pool.grade([five] * 3, ["Answer: \\sqrt{25}", "Answer: \\sqrt{36}", "Answer: 5"])
-    by_name = dict(zip(HOSTILE, given[::2], strict=True))
-    assert len(by_name) >= 50
-    assert [name for name, verdict in by_name.items() if verdict == "correct"] == []
-    assert set(by_name.values()) >= {"timeout", "wrong", "malformed"}
+    assert "correct" not in given[::2]
+    assert set(given[::2]) >= {"timeout", "wrong", "malformed"}
     assert set(given[1::2]) == {"correct"}
     assert [grade.verdict for grade in after] == ["correct", "wrong", "correct"]
+    assert calls[0] <= len(HOSTILE)
     for grader in ("number", "countdown"):  # without workers
         problem = replace(five, grader=grader, extra={"numbers": "2 3"})
         with GraderPool(GradingConfig()) as pool:
-            grades = pool.grade([problem] * len(HOSTILE), list(HOSTILE.values()))
+            grades = pool.grade([problem] * len(HOSTILE), HOSTILE)
         assert {grade.verdict for grade in grades} <= {"wrong", "malformed", "wrong-numbers", "wrong-value"}
+
+
+def test_a_worker_imports_neither_torch_nor_asyncio_nor_pydantic() -> None:
+    code = (
+        "import sys, bandpo_cli.grading.workers; "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'asyncio', 'pydantic')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

@@ -21,34 +21,27 @@ def worked_answers(name: str) -> list[tuple[str, str]]:
     path = DATA / f"{name}.jsonl"
     if not path.exists():
         pytest.skip(f"needs {name}.jsonl")
-    found = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        solution = row.get("solution", str(row.get("answer", "")))
-        found.append(
-            (solution, str(row["answer"]) if name in ("aime24", "amc23") else final_answer(solution) or "")
-        )
-    assert len(found) == SIZES[name]
-    return found
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len(rows) == SIZES[name]
+    solutions = [row.get("solution", str(row.get("answer", ""))) for row in rows]
+    if name in ("aime24", "amc23"):
+        return [(solution, str(row["answer"])) for solution, row in zip(solutions, rows, strict=True)]
+    return [(solution, final_answer(solution) or "") for solution in solutions]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["%s\nAnswer: %s", "%s\nAnswer: $%s$.", "%s\nSo it is $\\boxed{%s}$."])
 @pytest.mark.parametrize("name", SIZES)
-def test_each_reference_is_correct_for_its_own_problem(pool: GraderPool, name: str, form: str) -> None:
-    rows = worked_answers(name)
+def test_each_reference_is_correct_for_its_own_problem_and_wrong_for_another(
+    pool: GraderPool, name: str
+) -> None:
+    rows = worked_answers(name)[:1500]
     problems = [Problem(str(index), "", gold, name, "math") for index, (_, gold) in enumerate(rows)]
-    grades = pool.grade(problems, [form % row for row in rows])
-    assert [
-        problem.answer for problem, grade in zip(problems, grades, strict=True) if not grade.correct
-    ] == []
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "minerva_math" else ()) for name in SIZES]
-)
-def test_the_reference_of_another_problem_is_wrong(pool: GraderPool, name: str) -> None:
-    golds = [gold for _, gold in worked_answers(name)]
+    for form in ("%s\nAnswer: %s", "%s\nSo it is $\\boxed{%s}$."):
+        grades = pool.grade(problems, [form % row for row in rows])
+        assert [
+            problem.answer for problem, grade in zip(problems, grades, strict=True) if not grade.correct
+        ] == []
+    golds = [gold for _, gold in rows][:300]
     others = random.Random(0).sample(golds, len(golds))
     pairs = [(gold, other) for gold, other in zip(golds, others, strict=True) if differ(gold, other)]
     assert len(pairs) > 0.8 * len(golds)
@@ -68,8 +61,8 @@ def differ(first: str, second: str) -> bool:
 @pytest.mark.slow
 def test_expression_in_another_form_is_correct(pool: GraderPool) -> None:
     """The added zero requires symbolic comparison; the texts differ."""
-    golds = [gold for _, gold in worked_answers("minerva_math") if "\\frac" in gold and "=" not in gold]
+    golds = [gold for _, gold in worked_answers("minerva_math") if "\\frac" in gold and "=" not in gold][::6]
     problems = [Problem(str(index), "", gold, "minerva", "math") for index, gold in enumerate(golds)]
     grades = pool.grade(problems, [f"\\boxed{{0+{gold}}}" for gold in golds])
-    assert len(golds) > 30
+    assert len(golds) > 5
     assert [gold for gold, grade in zip(golds, grades, strict=True) if not grade.correct] == []

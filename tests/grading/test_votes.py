@@ -97,17 +97,7 @@ FORMS = (
     .replace("\n", " | ")
     .split(" | ")
 )
-FORMATS = [
-    "{}",
-    "${}$",
-    "**{}**",
-    " {} ",
-    "{}.",
-    r"\text{{{}}}",
-    r"\displaystyle {}",
-    r"\left({}\right)",
-    "{} \\,",
-]
+FORMATS = ["{}", "${}$", "**{}**", "{}.", r"\text{{{}}}", r"\displaystyle {}", r"\left({}\right)", "{} \\,"]
 
 
 def compatible(first: object, second: object) -> bool:
@@ -115,12 +105,9 @@ def compatible(first: object, second: object) -> bool:
     return not isinstance(first, Grade) or not isinstance(second, Grade) or first == second
 
 
-@pytest.mark.parametrize(
-    "references", [pytest.param(FORMS[::5], id="some"), pytest.param(FORMS, id="all", marks=pytest.mark.slow)]
-)
 @pytest.mark.parametrize("grader", ["number", "math"])
-def test_equal_votes_get_equal_grades(grader: str, references: list[str]) -> None:
-    """Every form in every format, with every form as the reference."""
+def test_equal_votes_get_equal_grades(grader: str) -> None:
+    """Every form in every format, with every seventh form as the reference."""
     judge = {"number": grade_number, "math": grade_math}[grader]
     answers_by_vote: dict[str, set[str]] = {}
     for form, format_ in product(FORMS, FORMATS):
@@ -129,7 +116,7 @@ def test_equal_votes_get_equal_grades(grader: str, references: list[str]) -> Non
         if vote_ is not None:
             answers_by_vote.setdefault(vote_, set()).add(answer)
     assert sum(len(answers) > 1 for answers in answers_by_vote.values()) > 15
-    for reference in references:
+    for reference in FORMS[::7]:
         problem = Problem("p", "?", reference, "s", grader)
         for vote_, answers in answers_by_vote.items():
             try:

@@ -75,45 +75,34 @@ def test_runs_that_differ_in_durations_and_paths_are_equal(sides: tuple[Side, Si
     assert differences(sides) == []
 
 
-def test_a_float_that_differs_in_its_last_bit_is_found(sides: tuple[Side, Side]) -> None:
-    path = sides[1].work / "runs" / "a" / "metrics.jsonl"
-    path.write_text(path.read_text().replace("2.1", repr(math.nextafter(2.1, 3))))
-    assert differences(sides) == ["runs/a/metrics.jsonl: [2]: optim/loss: 2.1 != 2.1000000000000005"]
-
-
-def test_a_tensor_that_differs_in_one_element_is_found(sides: tuple[Side, Side]) -> None:
-    changed = (*WEIGHTS[:4], 0.75, 0.6)
-    write_tensor(sides[1].work / "runs" / "a" / "checkpoints" / "step-000002" / "model.safetensors", changed)
-    (found,) = differences(sides)
-    assert (
-        "model.safetensors: embed.weight[4] (1 of 6 elements differ, bytes): '0000003f' != '0000403f'"
-        in found
-    )
-
-
-def test_a_parquet_cell_and_a_parquet_type_are_found(sides: tuple[Side, Side]) -> None:
-    path = sides[1].work / "runs" / "a" / "samples" / "step-000001.parquet"
-    pq.write_table(pa.table({"text": ["1+1", "2*4"], "reward": [0.0, math.nan]}), path)
-    assert differences(sides) == [
-        "runs/a/samples/step-000001.parquet: columns: text[1]: '2*3' != '2*4'",
-    ]
-    pq.write_table(
-        pa.table({"text": ["1+1", "2*3"], "reward": pa.array([0.0, math.nan], pa.float32())}), path
-    )
-    assert differences(sides) == [
-        "runs/a/samples/step-000001.parquet: types: reward: 'double' != 'float'",
-    ]
-
-
-def test_an_added_key_and_a_removed_line_are_found(sides: tuple[Side, Side]) -> None:
+def test_a_value_that_differs_is_reported_with_its_place(sides: tuple[Side, Side]) -> None:
+    """A float in its last bit, an added key, one element of a tensor, and a cell of a table."""
     folder = sides[1].work / "runs" / "a"
-    write_json(folder / "summary.json", {**json.loads((folder / "summary.json").read_text()), "steps": 3})
+    metrics, summary = folder / "metrics.jsonl", folder / "summary.json"
+    metrics.write_text(metrics.read_text().replace("2.1", repr(math.nextafter(2.1, 3))))
+    write_json(summary, {**json.loads(summary.read_text()), "steps": 3})
+    write_tensor(folder / "checkpoints" / "step-000002" / "model.safetensors", (*WEIGHTS[:4], 0.75, 0.6))
+    table = pa.table({"text": ["1+1", "2*4"], "reward": [0.0, math.nan]})
+    pq.write_table(table, folder / "samples" / "step-000001.parquet")
+    tensor, *others = differences(sides)
+    assert "safetensors: embed.weight[4] (1 of 6 elements differ, bytes): '0000003f' != '0000403f'" in tensor
+    assert others == [
+        "runs/a/metrics.jsonl: [2]: optim/loss: 2.1 != 2.1000000000000005",
+        "runs/a/samples/step-000001.parquet: columns: text[1]: '2*3' != '2*4'",
+        "runs/a/summary.json: steps: missing != 3",
+    ]
+
+
+def test_a_removed_line_and_the_type_of_a_column_are_reported(sides: tuple[Side, Side]) -> None:
+    folder = sides[1].work / "runs" / "a"
     lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(lines[:2]))
-    found = differences(sides)
-    assert found[0].startswith("runs/a/metrics.jsonl: [2]: {'step': 2")
-    assert found[0].endswith("!= missing")
-    assert found[1] == "runs/a/summary.json: steps: missing != 3"
+    table = pa.table({"text": ["1+1", "2*3"], "reward": pa.array([0.0, math.nan], pa.float32())})
+    pq.write_table(table, folder / "samples" / "step-000001.parquet")
+    line, column = differences(sides)
+    assert line.startswith("runs/a/metrics.jsonl: [2]: {'step': 2")
+    assert line.endswith("!= missing")
+    assert column == "runs/a/samples/step-000001.parquet: types: reward: 'double' != 'float'"
 
 
 def test_exit_codes_tracebacks_and_written_files_are_compared(sides: tuple[Side, Side]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,8 +19,6 @@ from scripts.gpu_check import kernels, ranks, training
 from scripts.gpu_check.results import Measured, Skipped
 from scripts.gpu_check.training import TrainedRun, step_limits
 from scripts.gpu_check.work import Work
-
-ROOT = Path(__file__).parents[2]
 
 
 def tiny(folder: Path) -> Work:
@@ -68,59 +64,39 @@ def run(
     return code, json.loads(path.read_text())
 
 
+def statuses(report: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [(line["name"], line["status"], line["reason"]) for line in report["lines"]]
+
+
 def test_lines_that_hold_or_do_not_apply_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, report = run({"good": good, "absent": absent}, tmp_path, monkeypatch)
+    checks = {"good": good, "absent": absent, "short": short}
+    code, report = run(checks, tmp_path, monkeypatch, "--checks", "good,absent")
     assert (code, report["passed"]) == (0, True)
-    assert [(line["name"], line["status"], line["reason"]) for line in report["lines"]] == [
-        ("good", "ok", ""),
-        ("absent", "skipped", "vllm is not installed"),
-    ]
+    assert statuses(report) == [("good", "ok", ""), ("absent", "skipped", "vllm is not installed")]
     assert report["lines"][0]["values"] == {"value": 1.5}
     assert report["machine"]["torch"] == torch.__version__
     out = capsys.readouterr().out
     assert "required: value ≤ 2" in out
     assert re.search(r"absent +skipped .* vllm is not installed", out)
+    with pytest.raises(SystemExit) as error:
+        run(checks, tmp_path, monkeypatch, "--checks", "god")
+    assert error.value.code == 2
 
 
-@pytest.mark.parametrize(
-    ("check", "reason"),
-    [
-        (short, "value is 3.5, required: value ≤ 2"),
-        (broken, "RuntimeError: CUDA error: an illegal memory access"),
-    ],
-)
-def test_a_line_that_falls_short_or_raises_fails_alone(
-    check: Callable[[Work], Measured], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, report = run({"first": check, "second": good}, tmp_path, monkeypatch)
-    assert (code, report["passed"]) == (1, False)
-    assert [(line["status"], line["reason"]) for line in report["lines"]] == [("failed", reason), ("ok", "")]
-
-
-@pytest.mark.slow
-def test_a_check_is_interrupted_when_the_time_is_used_up_and_later_ones_fail(
+def test_a_line_that_falls_short_raises_or_takes_too_long_fails_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code, report = run(
-        {"good": good, "endless": endless, "later": good}, tmp_path, monkeypatch, "--budget", "1"
-    )
-    assert code == 1
-    reason = "the 1 s for all checks were used up"
-    assert [(line["status"], line["reason"]) for line in report["lines"]] == [
-        ("ok", ""),
-        ("failed", reason),
-        ("failed", reason),
-    ]
-
-
-def test_a_choice_of_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, report = run({"good": good, "short": short}, tmp_path, monkeypatch, "--checks", "good")
-    assert (code, [line["name"] for line in report["lines"]]) == (0, ["good"])
-    with pytest.raises(SystemExit) as error:
-        run({"good": good}, tmp_path, monkeypatch, "--checks", "god")
-    assert error.value.code == 2
+    checks = {"short": short, "broken": broken, "good": good, "endless": endless, "later": good}
+    code, report = run(checks, tmp_path, monkeypatch, "--budget", "0.3")
+    assert (code, report["passed"]) == (1, False)
+    used_up = "the 0.3 s for all checks were used up"
+    assert statuses(report) == [
+        ("short", "failed", "value is 3.5, required: value ≤ 2"),
+        ("broken", "failed", "RuntimeError: CUDA error: an illegal memory access"),
+        ("good", "ok", ""), ("endless", "failed", used_up), ("later", "failed", used_up),
+    ]  # fmt: skip
 
 
 def test_values_that_are_not_a_number_fall_short_and_are_null_in_the_report(
@@ -229,31 +205,17 @@ def test_a_resume_that_changes_one_bit_falls_short(tmp_path: Path, monkeypatch: 
     assert "state_equal is False, required: state_equal = True" in reasons
 
 
-def check_report(report: dict[str, Any]) -> None:
-    """Require a report in which every check ran, or was skipped for what a CPU or the environment cannot have."""
-    lines = {line["name"]: line for line in report["lines"]}
-    assert list(lines) == list(gpu_check.CHECKS)
-    for name, line in lines.items():
-        if name.startswith("memory"):
-            assert re.fullmatch(
-                r"the estimate is \S+ GiB; the peak is measured on a GPU only", line["reason"]
-            )
-        elif line["status"] == "skipped":
-            package = "vllm" if name == "early-grades" else name
-            assert line["reason"] == f"{package} is not installed"
-        else:
-            assert (line["status"], line["reason"]) == ("ok", ""), name
-    for name in ("step-0.5b", "step-1.5b"):
-        assert {"time/sample", "time/logprobs", "time/update", "perf/trained_tokens_per_s"} <= lines[name][
-            "values"
-        ].keys()
-    assert lines["resume"]["values"]["next_state_equal"] is True
-
-
 @pytest.mark.slow
-def test_all_checks_run_with_small_shapes_on_a_cpu(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    command = [sys.executable, "-m", "scripts.gpu_check", "--tiny", "--device", "cpu", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stdout + done.stderr
-    check_report(json.loads(path.read_text()))
+def test_checks_run_with_small_shapes_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The checks that start no process of ranks or engines, and the checks that do not apply to a CPU."""
+    names = ["operator", "logprobs-0.5b", "attention", "step-0.5b", "memory-0.5b", "resume"]
+    checks = {name: gpu_check.CHECKS[name] for name in names}
+    code, report = run(checks, tmp_path, monkeypatch)
+    assert code == 0, report
+    lines = {line["name"]: line for line in report["lines"]}
+    memory = lines.pop("memory-0.5b")["reason"]
+    assert re.fullmatch(r"the estimate is \S+ GiB; the peak is measured on a GPU only", memory)
+    assert {line["status"] for line in lines.values()} == {"ok"}
+    times = {"time/sample", "time/logprobs", "time/update", "perf/trained_tokens_per_s"}
+    assert times <= lines["step-0.5b"]["values"].keys()
+    assert lines["resume"]["values"]["next_state_equal"] is True
