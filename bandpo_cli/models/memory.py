@@ -432,8 +432,7 @@ def activation_bytes(
     activations += layers * attention * model.dtype.itemsize
     if not uses_gradient_checkpointing(model, config, on_gpu):
         return activations
-    layer_input = tokens * text.hidden_size * model.dtype.itemsize
-    return int(layers * layer_input) + activations // layers
+    return int(layers * tokens * text.hidden_size * model.dtype.itemsize) + activations // layers
 
 
 def _storage_address(tensor: Tensor) -> int:
