@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,7 +154,9 @@ def forked_engines() -> Iterator[pytest.MonkeyPatch]:
     ENGINES.register(EngineEntry("copy", "a copy", f"{__name__}:CopySampler"))
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_child.subprocess, "Popen", ForkedProcess)
+            patch.setattr(
+                engine_child, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedProcess})
+            )
             yield patch
     finally:
         del ENGINES["stub"]

@@ -76,7 +76,7 @@ def test_greedy_completions_are_those_of_the_transformers_engine(running: Runnin
     params = replace(PARAMS, samples=1, temperature=0.0)
     expected = TransformersSampler(running.policy.model, 0).sample(PROMPTS, params, seed=0)
     found = running.sampler.sample(PROMPTS, params, seed=0)
-    assert [group[0].token_ids for group in found] == [list(group[0].token_ids) for group in expected]
+    assert [[*group[0].token_ids] for group in found] == [[*group[0].token_ids] for group in expected]
 
 
 def test_completions_end_at_a_stop_token_or_the_token_limit(running: Running) -> None:

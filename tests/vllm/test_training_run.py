@@ -15,6 +15,8 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.distributed import cleanup_dist_env_and_memory
+
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.experiments import resume, train
 from bandpo_cli.metric_names import without_clock
@@ -74,6 +76,7 @@ def trained(ranks: Ranks, folder: Path) -> dict[str, Any]:
 
 def test_two_ranks_train_as_one(tmp_path: Path) -> None:
     """The policy of two ranks is sharded, and each engine gets its weights one tensor at a time."""
+    cleanup_dist_env_and_memory()  # an engine of a test before has left its process group, which forks inherit
     (one,) = run_ranks(1, tmp_path / "one", trained, tmp_path / "one")
     two, other = run_ranks(2, tmp_path / "two", trained, tmp_path / "two")
     assert two["lines"] == other["lines"], "all ranks report the same metrics"
