@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import yaml
+from pydantic import Field, TypeAdapter, ValidationError
 
 from bandpo_cli.config.files import read_yaml
 from bandpo_cli.config.layers import to_yaml
-from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.errors import UserError
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
 from bandpo_cli.storage.files import read_json_object, sync_folder, write_json, write_text
 from bandpo_cli.storage.run_folder import create_folder, find_folder, is_valid_name, not_found
 from bandpo_cli.storage.run_record import is_finished
-from bandpo_cli.sweeps.plan import PlannedRun, SweepRun
+from bandpo_cli.sweeps.plan import PlannedRun, SweepRun, Text, check_baseline
 
 PLAN_FILE, STOPPED_FILE = "sweep.yaml", "stopped.json"
 _RESERVED_NAMES = ("attempts", "logs", "plans", "report")
-_MAX_SEED = 2**31
 _MAX_ERROR_CHARS = 300
+
+Value = TypeVar("Value")
 
 
 class SweepFolder:
@@ -91,31 +94,20 @@ class SweepFolder:
     def read(cls, path: Path) -> SweepFolder:
         """Return the sweep in the folder `path`, for which `sweep.yaml` suffices.
 
-        Raises UserError, which names the place, when the plan is damaged.
+        Raises UserError, which names the place, when the plan is damaged. It may come from anyone, and the names of its
+        runs become folders.
         """
         file = path / PLAN_FILE
-        plan = read_yaml(file, str(file))
-        entries = plan.get("runs") if isinstance(plan, dict) else None
-        if not isinstance(entries, list) or not entries:
-            raise UserError(
-                f"{file}: lists no runs; expected `runs:` with `- {{name: ..., arm: ..., seed: ...}}`"
-            )
-        runs: dict[str, SweepRun] = {}
-        for number, entry in enumerate(entries, start=1):
-            run = _planned_run(entry, f"{file}: run {number}")
-            if run.name in runs:
-                raise UserError(f"{file}: lists the run '{run.name}' twice")
-            runs[run.name] = run
-        folder = cls(path, list(runs.values()), plan)
-        ranks, arms = folder.gpus_per_run, dict.fromkeys(run.arm for run in folder.runs)
-        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
-            raise UserError(f"{file}: gpus_per_run = {ranks!r} is not a number from 1 on")
-        if folder.baseline not in (None, *arms):
-            raise UserError(
-                f"{file}: baseline = {folder.baseline!r}: no variant of that name{nearest(str(folder.baseline), arms)}"
-                f"; variants: {', '.join(arms)}"
-            )
-        return folder
+        content = read_yaml(file, str(file))
+        plan = validated(_Plan, content, file)
+        names = [run.name for run in plan.runs]
+        for name in names:
+            if not is_valid_name(name) or name in _RESERVED_NAMES or names.count(name) > 1:
+                raise UserError(
+                    f"{file}: runs: name = {name!r} is not a valid folder name, or is given twice"
+                )
+        check_baseline(plan.baseline, [run.arm for run in plan.runs], f"{file}: ")
+        return cls(path, plan.runs, content)
 
     @property
     def name(self) -> str:
@@ -163,28 +155,48 @@ class SweepFolder:
 
     def archive_attempt(self, name: str) -> None:
         """Move the folder and log of an earlier attempt at a run to `attempts/`, so that the run can start again."""
-        path = self.run_path(name)
+        path, log = self.run_path(name), self.log_path(name)
         if not path.exists():
             return
         attempts = self.path / "attempts"
         attempts.mkdir(exist_ok=True)
-        number = 1
-        while (attempts / f"{name}-{number}").exists():
-            number += 1
+        number = next(number for number in count(1) if not (attempts / f"{name}-{number}").exists())
         path.rename(attempts / f"{name}-{number}")
-        if self.log_path(name).exists():
-            self.log_path(name).rename(attempts / f"{name}-{number}.log")
+        if log.exists():
+            log.rename(attempts / f"{name}-{number}.log")
         sync_folder(self.path)
 
     def error_message(self, name: str) -> str:
         """Return the last error line in a run's log, else the last line that is not empty, at most 300 characters."""
         try:
-            lines = self.log_path(name).read_text(encoding="utf-8", errors="replace").splitlines()
+            text = self.log_path(name).read_text(encoding="utf-8", errors="replace")
         except OSError:
-            return "it printed nothing"
-        printed = [line.strip() for line in lines if line.strip()]
+            text = ""
+        printed = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in printed if line.startswith("error: ")]
         return (errors or printed or ["it printed nothing"])[-1][:_MAX_ERROR_CHARS]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The entries of `sweep.yaml` that a resume and a report need."""
+
+    runs: Annotated[list[SweepRun], Field(min_length=1)]
+    baseline: Text | None = None
+    gpus_per_run: Annotated[int, Field(strict=True, ge=1)] = 1
+
+
+def validated(class_: type[Value], content: object, file: Path, key: str = "") -> Value:
+    """Return content of `sweep.yaml`, the entry `key` or the complete file, as an instance of a dataclass.
+
+    Raises UserError, which names the file, the key and the value, for content that no sweep wrote.
+    """
+    try:
+        return TypeAdapter(class_).validate_python(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, filter(lambda part: part != "", (key, *first["loc"])))) or "the plan"
+        raise UserError(f"{file}: {place} = {str(first['input'])[:80]!r}: {first['msg']}") from None
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -196,24 +208,4 @@ def find_runs(folder: Path) -> list[Path]:
 
 def by_variant(runs: Sequence[SweepRun]) -> dict[str, list[SweepRun]]:
     """Return the runs by variant, in the order of the first run of each variant."""
-    arms: dict[str, list[SweepRun]] = {}
-    for run in runs:
-        arms.setdefault(run.arm, []).append(run)
-    return arms
-
-
-def _planned_run(entry: Any, where: str) -> SweepRun:
-    """Return an entry of a plan, which may come from anyone and whose name becomes a folder.
-
-    Raises UserError, which begins with `where`, for an entry that no sweep wrote.
-    """
-    keys = entry if isinstance(entry, dict) else {}
-    missing = [key for key in ("name", "arm", "seed") if keys.get(key) is None]
-    if missing:
-        raise UserError(f"{where} has no {missing[0]}; expected {{name: ..., arm: ..., seed: ...}}")
-    name, seed = str(keys["name"]), keys["seed"]
-    if not is_valid_name(name) or name in _RESERVED_NAMES:
-        raise UserError(f"{where}: name = {name!r} is not a valid folder name of a run")
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < _MAX_SEED:
-        raise UserError(f"{where}: seed = {seed!r} is not an integer from 0 to 2³¹ − 1")
-    return SweepRun(name, str(keys["arm"]), seed, str(keys.get("group", "")))
+    return {arm: [run for run in runs if run.arm == arm] for arm in dict.fromkeys(run.arm for run in runs)}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from bandpo_cli.config.files import parse_yaml
 from bandpo_cli.config.layers import Layer, nest, resolve, split_values
@@ -21,6 +23,9 @@ _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.del
 MATCH_PREFIX = "match:"
 """`match:clip` as a radius stands for the δ at which the trust region clips as many recorded tokens as clip does."""
 
+Text = Annotated[str, Field(coerce_numbers_to_str=True)]
+"""Text in a file of YAML, where it may be a number."""
+
 DeltaMatcher = Callable[[TrustRegionSettings, str], float]
 """(settings of a trust region, name of a method) -> the δ at which the region clips as many tokens as that method."""
 
@@ -33,10 +38,10 @@ class SweepRun:
     divergence: a group is what `tuned_on` compares the settings of. Plans of earlier versions have no groups: "".
     """
 
-    name: str
-    arm: str
-    seed: int
-    group: str = ""
+    name: Text
+    arm: Text
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+    group: Text = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,14 +130,13 @@ def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
     """
     axes = {}
     for key, text in flags.items():
-        if text is None:
-            continue
-        items = split_values(text)
+        items = [] if text is None else split_values(text)
         if not all(items):
             raise ConfigError(
                 f"--{key.rpartition('.')[2]} {text!r}: an empty item; separate values by commas: 0.01,0.05"
             )
-        axes[key] = [parse_yaml(item, f"{key}={item}") for item in items]
+        if items:
+            axes[key] = [parse_yaml(item, f"{key}={item}") for item in items]
     return axes
 
 
@@ -150,25 +154,29 @@ def _variants(
     sweep: SweepConfig, base: Sequence[Layer], match: DeltaMatcher | None
 ) -> dict[RunConfig, tuple[str, str]]:
     """Return name and group of each variant by its settings."""
-    varying = {key for key, values in sweep.axes.items() if len(values) > 1}
-    arms: dict[RunConfig, tuple[str, str]] = {}
-    unused = set(sweep.axes)
-    errors: dict[str, ConfigError | None] = {}
     if any("seed" in excluded for excluded in sweep.exclude):
         raise ConfigError(
             "exclude: seed: a combination is excluded with all seeds; leave out seeds in `seeds`"
         )
-    for variant_name, settings in _combinations(sweep):
+    varying = {key for key, values in sweep.axes.items() if len(values) > 1}
+    fields = {f"bounds.{name}" for method in method_classes().values() for name in method.model_fields}
+    arms: dict[RunConfig, tuple[str, str]] = {}
+    unused = set(sweep.axes)
+    errors: dict[str, ConfigError | None] = {}
+    combinations = (
+        (variant_name, {**settings, **dict(zip(sweep.axes, values, strict=True))})
+        for variant_name, settings in (sweep.arms or {"": {}}).items()
+        for values in product(*sweep.axes.values())
+    )
+    for variant_name, settings in combinations:
         # An axis without effect on the variant's method does not multiply it. `resolve` reports an unknown setting.
-        fields = type(
-            resolve([*base, nest({key: settings[key] for key in settings.keys() & {_METHOD}})]).bounds
-        )
-        missing = {f"bounds.{name}" for name in _bounds_fields() - fields.model_fields.keys()}
+        method = resolve([*base, nest({key: settings[key] for key in settings.keys() & {_METHOD}})]).bounds
+        missing = fields - {f"bounds.{name}" for name in type(method).model_fields}
         kept = {key: value for key, value in settings.items() if key not in missing & sweep.axes.keys()}
         unused -= kept.keys()
         if _is_excluded(sweep.exclude, base, kept, errors):
             continue
-        config = resolve([*base, *_layers(_resolve_match(kept, base, match))])
+        config = resolve([*base, nest(_resolve_match(kept, base, match))])
         name = _describe_variant(variant_name, kept, varying, config)
         group = _describe_variant(variant_name, kept, varying & {_METHOD, _DIVERGENCE}, config)
         other, _ = arms.get(config, (None, None))
@@ -202,24 +210,20 @@ def _is_excluded(
     """
     # A radius that is not matched yet equals the same text only.
     unmatched = {key: value for key, value in settings.items() if _is_match(key, value)}
-    config = resolve([*base, *_layers({key: settings[key] for key in settings if key not in unmatched})])
+    config = resolve([*base, nest({key: settings[key] for key in settings if key not in unmatched})])
     layer = config.model_dump(mode="json")
-    excluded = False
-    for values in exclude:
-        equal = []
-        for key, value in values.items():
-            try:
-                equal.append(
-                    unmatched[key] == value
-                    if key in unmatched
-                    else resolve([layer, nest({key: value})]) == config
-                )
-                errors[key] = None
-            except ConfigError as error:
-                equal.append(False)
-                errors.setdefault(key, error)
-        excluded = excluded or all(equal)
-    return excluded
+
+    def has(key: str, value: Any) -> bool:
+        try:
+            changed = unmatched[key] if key in unmatched else resolve([layer, nest({key: value})])
+        except ConfigError as error:
+            errors.setdefault(key, error)
+            return False
+        errors[key] = None
+        return bool(changed == (value if key in unmatched else config))
+
+    equal = [[has(key, value) for key, value in values.items()] for values in exclude]  # collects all errors
+    return any(map(all, equal))
 
 
 def _is_match(key: str, value: Any) -> bool:
@@ -235,30 +239,10 @@ def _resolve_match(settings: Settings, base: Sequence[Layer], match: DeltaMatche
         raise ConfigError(
             f"bounds.delta = {delta!r}: needs the recorded tokens of a run; add --recorded RUN (recorded: in a file)"
         )
-    others = {key: value for key, value in settings.items() if key != _DELTA}
-    region = resolve([*base, *_layers(others)]).bounds
+    region = resolve([*base, nest({key: value for key, value in settings.items() if key != _DELTA})]).bounds
     if not isinstance(region, TrustRegionSettings):
         raise ConfigError(f"bounds.delta = {delta!r}: the method '{region.method}' has no radius")
     return {**settings, _DELTA: match(region, str(delta).removeprefix(MATCH_PREFIX))}
-
-
-def _combinations(sweep: SweepConfig) -> Iterator[tuple[str, Settings]]:
-    """Yield the name of each variant ('' without named variants) and its settings, for each combination of the axes."""
-    for variant_name, settings in (sweep.arms or {"": {}}).items():
-        for values in product(*sweep.axes.values()):
-            yield variant_name, {**settings, **dict(zip(sweep.axes, values, strict=True))}
-
-
-def _bounds_fields() -> set[str]:
-    """Return the names of the settings that at least one method has."""
-    return {name for settings in method_classes().values() for name in settings.model_fields}
-
-
-def _layers(settings: Settings) -> list[Layer]:
-    """Return settings as layers, in which the method is selected before its own settings."""
-    method = {key: value for key, value in settings.items() if key == _METHOD}
-    rest = {key: value for key, value in settings.items() if key != _METHOD}
-    return [nest(layer) for layer in (method, rest) if layer]
 
 
 def _describe_variant(variant_name: str, settings: Settings, varying: set[str], config: RunConfig) -> str:

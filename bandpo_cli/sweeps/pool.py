@@ -1,4 +1,4 @@
-"""Job pool of a sweep: the `Pool` protocol, and a pool of child processes on this machine, one per slot.
+"""Job pool of a sweep: the base class `Pool`, and a pool of child processes on this machine, one per slot.
 
 `exit_with_parent` is the child's side: it ends a run whose sweep has died.
 """
@@ -10,11 +10,11 @@ import signal
 import subprocess
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Any
 
 PARENT_PID_VARIABLE = "BANDPO_PARENT_PID"
 """Environment variable with the process id of the sweep; a run exits when that process ends."""
@@ -27,7 +27,7 @@ POLL_INTERVAL_S = 0.5
 """Seconds between two checks of `exit_with_parent`."""
 
 
-class Pool(Protocol):
+class Pool(ABC):
     """Executes jobs, as many at a time as it has slots. A job is a command that executes one run.
 
     Attributes:
@@ -35,39 +35,37 @@ class Pool(Protocol):
         threads: CPU threads per job, or per rank of one.
     """
 
-    slots: int
-    threads: int
+    def __init__(self, slots: int, threads: int) -> None:
+        self.slots = slots
+        self.threads = threads
+        self._jobs: dict[str, Any] = {}
 
     @property
     def free_slots(self) -> int:
         """Return the number of jobs that can be started now."""
+        return self.slots - len(self._jobs)
 
+    @abstractmethod
     def start(self, name: str, command: Sequence[str], log: Path) -> None:
         """Start a job in a free slot; its output is appended to the file `log`."""
 
+    @abstractmethod
     def poll_finished(self) -> dict[str, int]:
         """Return, without waiting, the exit codes of the jobs that have ended since the last call, by name.
 
         A negative code is the signal that killed the job.
         """
 
+    @abstractmethod
     def stop(self, name: str | None = None) -> None:
-        """Stop one job, or all if `name` is None: interrupt first, then kill."""
+        """Stop one job, or all if `name` is None: interrupt so that runs save their state, then kill."""
 
     def close(self) -> None:
-        """Release the resources of the pool after all jobs have ended."""
+        """Stop the jobs that still run, and release the resources of the pool."""
+        self.stop()
 
 
-@dataclass
-class _Child:
-    """The process of a job, with its open log file."""
-
-    slot: int
-    process: subprocess.Popen[bytes]
-    log: IO[bytes]
-
-
-class LocalPool:
+class LocalPool(Pool):
     """Child processes, each in its own process group, with the variables of its slot added to the environment."""
 
     def __init__(self, slots: Sequence[Mapping[str, str]], grace_s: float = 20.0) -> None:
@@ -77,24 +75,16 @@ class LocalPool:
             slots: environment variables of each slot: its GPUs and its number of threads.
             grace_s: seconds that a child has to end its run after each signal.
         """
-        self.slots = len(slots)
-        self.threads = int(slots[0].get("OMP_NUM_THREADS", 1)) if slots else 1
+        super().__init__(len(slots), int(slots[0].get("OMP_NUM_THREADS", 1)) if slots else 1)
         self._variables = slots
         self._grace_s = grace_s
-        self._children: dict[str, _Child] = {}
-
-    @property
-    def free_slots(self) -> int:
-        """Return the number of jobs that can be started now."""
-        return self.slots - len(self._children)
 
     def start(self, name: str, command: Sequence[str], log: Path) -> None:
         """Start a job in a free slot. Raise OSError if the process cannot be created."""
-        taken = {child.slot for child in self._children.values()}
+        taken = {slot for slot, _ in self._jobs.values()}
         slot = next(index for index in range(self.slots) if index not in taken)
         log.parent.mkdir(parents=True, exist_ok=True)
-        file = log.open("ab")
-        try:
+        with log.open("ab") as file:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -103,22 +93,19 @@ class LocalPool:
                 env={**os.environ, **self._variables[slot], PARENT_PID_VARIABLE: str(os.getpid())},
                 start_new_session=True,  # Ctrl-C at the terminal reaches only this process, which then stops the jobs
             )
-        except OSError:
-            file.close()
-            raise
-        self._children[name] = _Child(slot, process, file)
+        self._jobs[name] = slot, process
 
     def poll_finished(self) -> dict[str, int]:
         """Return, without waiting, the exit codes of the jobs that have ended since the last call, by name."""
-        codes = {name: child.process.poll() for name, child in self._children.items()}
+        codes = {name: process.poll() for name, (_, process) in self._jobs.items()}
         ended = {name: code for name, code in codes.items() if code is not None}
         for name in ended:
-            self._children.pop(name).log.close()
+            del self._jobs[name]
         return ended
 
     def stop(self, name: str | None = None) -> None:
         """Stop one job, or all: interrupt so that runs save their state, and kill after twice the grace period."""
-        alive = [child.process for job, child in self._children.items() if name in (None, job)]
+        alive = [process for job, (_, process) in self._jobs.items() if name in (None, job)]
         for number in STOP_SIGNALS:
             for process in alive:
                 with suppress(ProcessLookupError, PermissionError):
@@ -128,9 +115,6 @@ class LocalPool:
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, end - time.monotonic()))
             alive = [process for process in alive if process.poll() is None]
-
-    def close(self) -> None:
-        """Do nothing: no resources are left once the children have ended."""
 
 
 def slot_environments(
@@ -174,14 +158,11 @@ def exit_with_parent() -> None:
     """
     # Removed from the environment, since child processes of this one have another parent.
     parent = os.environ.pop(PARENT_PID_VARIABLE, "")
+
+    def kill_with_parent() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(POLL_INTERVAL_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     if parent.isdecimal():
-        threading.Thread(
-            target=_kill_with_parent, args=(int(parent),), name="sweep-watch", daemon=True
-        ).start()
-
-
-def _kill_with_parent(parent: int) -> None:
-    """Kill this process when it is no longer a child of `parent`."""
-    while os.getppid() == parent:
-        time.sleep(POLL_INTERVAL_S)
-    os.kill(os.getpid(), signal.SIGKILL)
+        threading.Thread(target=kill_with_parent, name="sweep-watch", daemon=True).start()

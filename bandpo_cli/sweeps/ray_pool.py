@@ -12,13 +12,12 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import ray
 
 from bandpo_cli.errors import UserError, first_line
-from bandpo_cli.sweeps.pool import LocalPool
+from bandpo_cli.sweeps.pool import LocalPool, Pool
 
 GRACE_S = 20.0
 """Seconds that a run has to end after each signal."""
@@ -47,20 +46,10 @@ def _execute(command: Sequence[str], folder: str, variables: Mapping[str, str], 
     return codes["run"]
 
 
-def _require_listener(address: str) -> None:
-    """Raise OSError if nothing accepts connections at `host:port` or `ray://host:port`; `auto` is not checked.
-
-    Ray itself retries an address without a cluster for minutes, and then ends the process.
-    """
-    place = urlsplit(address if "//" in address else f"//{address}")
-    if place.hostname and place.port:
-        socket.create_connection((place.hostname, place.port), CONNECT_S).close()
-
-
 _TASK = ray.remote(max_retries=0)(_execute)
 
 
-class RayPool:
+class RayPool(Pool):
     """A `Pool` on a Ray cluster; Ray assigns cores and GPUs to each run."""
 
     def __init__(
@@ -78,8 +67,10 @@ class RayPool:
             UserError: there is no cluster at the address, or it has GPUs and no machine with as many as `ranks`.
         """
         try:
-            if address is not None:
-                _require_listener(address)
+            # Ray itself retries an address without a cluster for minutes, and then ends the process.
+            place = urlsplit(address if address and "//" in address else f"//{address or ''}")
+            if place.hostname and place.port:
+                socket.create_connection((place.hostname, place.port), CONNECT_S).close()
             ray.init(
                 address=address or "local",
                 include_dashboard=False,
@@ -97,39 +88,31 @@ class RayPool:
             raise UserError(
                 f"--gpus-per-run {ranks}: no machine of the Ray cluster has so many GPUs, the most are {most}"
             )
-        self.slots = max(1, jobs or (gpus or cores) // ranks)
-        self.threads = max(1, cores // (self.slots * ranks))
+        slots = max(1, jobs or (gpus or cores) // ranks)
+        super().__init__(slots, threads=max(1, cores // (slots * ranks)))
         self._variables = {"OMP_NUM_THREADS": str(self.threads), **variables}
         self._share = {"num_cpus": min(self.threads * ranks, cores), "num_gpus": ranks if gpus else 0}
-        self._tasks: dict[Any, str] = {}
-
-    @property
-    def free_slots(self) -> int:
-        """Return the number of jobs that can be started now."""
-        return self.slots - len(self._tasks)
 
     def start(self, name: str, command: Sequence[str], log: Path) -> None:
         """Submit a job to the cluster."""
-        task = _TASK.options(name=name, **self._share).remote(
-            list(command), os.getcwd(), self._variables, str(log.absolute())
-        )
-        self._tasks[task] = name
+        task = _TASK.options(name=name, **self._share)
+        self._jobs[name] = task.remote(list(command), os.getcwd(), self._variables, str(log.absolute()))
 
     def poll_finished(self) -> dict[str, int]:
         """Return the exit codes of the jobs that have ended since the last call; a task that Ray lost has code 1."""
-        done = ray.wait([*self._tasks], num_returns=len(self._tasks), timeout=0)[0] if self._tasks else []
         codes = {}
-        for task in done:
-            try:
-                code = int(ray.get(task))
-            except ray.exceptions.RayError:
-                code = 1
-            codes[self._tasks.pop(task)] = code
+        for name, task in list(self._jobs.items()):
+            if ray.wait([task], timeout=0)[0]:
+                try:
+                    codes[name] = int(ray.get(task))
+                except ray.exceptions.RayError:
+                    codes[name] = 1
+                del self._jobs[name]
         return codes
 
     def stop(self, name: str | None = None) -> None:
         """Cancel one job, or all, and wait until they have ended."""
-        chosen = [task for task, job in self._tasks.items() if name in (None, job)]
+        chosen = [task for job, task in self._jobs.items() if name in (None, job)]
         for task in chosen:
             ray.cancel(task, force=False)
         if chosen:

@@ -6,14 +6,15 @@ estimate comes from finished runs of the same shape or from a short trial.
 
 from __future__ import annotations
 
+import copy
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -85,39 +86,38 @@ def run_sweep(
         margin: stop runs whose held-out accuracy is this far below another variant's (`runs_to_stop`); None stops none.
     """
     stopped = folder.stopped()
-    waiting = deque(run.name for run in folder.pending())
+    waiting = [run.name for run in folder.pending()]
     running: set[str] = set()
     failures: dict[str, str] = {}
     states: dict[str, RunState] = {}
 
-    def read_state(name: str, status: Status) -> None:
+    def update(name: str, status: Status) -> None:
         states[name] = read_run_state(folder, name, steps[name], status)
 
     for run in folder.runs:
-        if run.name in waiting:
-            states[run.name] = RunState("waiting", 0, steps[run.name])
-        else:
-            read_state(run.name, "stopped" if run.name in stopped else "finished")
+        update(
+            run.name, "waiting" if run.name in waiting else "stopped" if run.name in stopped else "finished"
+        )
     try:
         while waiting or running:
             while waiting and pool.free_slots:
-                name = waiting.popleft()
-                pool.start(name, [*_command(folder, name), *flags], folder.log_path(name))
+                name = waiting.pop(0)
+                pool.start(name, [*train_command(folder, name), *flags], folder.log_path(name))
                 running.add(name)
             for name, code in pool.poll_finished().items():
                 running.discard(name)
                 if code == 0 and folder.is_finished(name):
-                    read_state(name, "finished")
+                    update(name, "finished")
                 elif name in stopped:
-                    read_state(name, "stopped")
+                    update(name, "stopped")
                 else:
                     end = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
                     failures[name] = f"{end}: {folder.error_message(name)}"
                     if code == EXIT_USER_ERROR:  # the next attempt cannot use these files either
                         folder.archive_attempt(name)
-                    read_state(name, "failed")
+                    update(name, "failed")
             for name in running:
-                read_state(name, "running")
+                update(name, "running")
             reasons = runs_to_stop(folder.runs, states, margin) if margin is not None else {}
             for name, reason in reasons.items():
                 stopped[name] = reason
@@ -165,59 +165,43 @@ def runs_to_stop(runs: Sequence[SweepRun], states: Mapping[str, RunState], margi
 def read_run_state(folder: SweepFolder, name: str, steps: int, status: Status) -> RunState:
     """Return the state of a run, read from its metrics.jsonl; the caller provides the status."""
     try:
-        records = read_metrics(folder.run_path(name) / "metrics.jsonl")
+        records = [] if status == "waiting" else read_metrics(folder.run_path(name) / "metrics.jsonl")
     except UserError:  # damaged metrics.jsonl: the progress is unknown
         records = []
-    if not records:
-        return RunState(status, 0, steps)
+    step = records[-1]["step"] if records else 0
     trained = [record for record in records if record["step"] > 0]
-    step = records[-1]["step"]
     evaluations = {record["step"]: score for record in records if (score := record_score(record)) is not None}
-    in_training = trained[-1].get("train/accuracy") if trained else None
-    accuracy = evaluations[max(evaluations)] if evaluations else in_training
+    state = RunState(
+        status, step, steps, evaluations.get(max(evaluations, default=0)), evaluations=evaluations
+    )
+    if not trained:
+        return state
     seconds = sum(record.get("time/step", 0.0) for record in trained)
-    return RunState(
-        status=status,
-        step=step,
-        steps=steps,
-        accuracy=accuracy,
-        entropy=trained[-1].get("train/entropy") if trained else None,
-        seconds_left=seconds / len(trained) * (steps - step) if trained else None,
-        evaluations=evaluations,
+    return replace(
+        state,
+        accuracy=state.accuracy if evaluations else trained[-1].get("train/accuracy"),
+        entropy=trained[-1].get("train/entropy"),
+        seconds_left=seconds / len(trained) * (steps - step),
     )
 
 
-def is_resumable(path: Path) -> bool:
-    """Return whether a run was terminated from outside and has a complete checkpoint; a failed run would fail again."""
+def train_command(folder: SweepFolder, name: str) -> list[str]:
+    """Return the command that completes a run: a resume if possible, else a new attempt as a run of the sweep folder.
+
+    A run that was terminated from outside and has a complete checkpoint is resumed; a failed run would fail again.
+    """
+    path = folder.run_path(name).absolute()
+    command = [sys.executable, "-m", "bandpo_cli", "train"]
     try:
         summary = read_summary(path)
+        killed = summary is None or summary.status == "KILLED"
     except UserError:
-        return False
-    killed = summary is None or summary.status == "KILLED"
-    return killed and bool(complete_checkpoints(RunFolder(path)).complete)
-
-
-def train_command(folder: SweepFolder, name: str) -> list[str]:
-    """Return the command that starts a run, as an ordinary run folder inside the sweep folder."""
-    plan: Path = folder.plan_path(name).absolute()
-    return [
-        sys.executable, "-m", "bandpo_cli", "train", "--config", str(plan), "--name", name,
-        "--runs-dir", str(folder.path.absolute()),
-    ]  # fmt: skip
-
-
-def resume_train_command(folder: SweepFolder, name: str) -> list[str]:
-    """Return the command that resumes a run."""
-    path = str(folder.run_path(name).absolute())
-    return [sys.executable, "-m", "bandpo_cli", "train", "--resume", path]
-
-
-def _command(folder: SweepFolder, name: str) -> list[str]:
-    """Return the command that completes a run: resume where possible, else a new attempt."""
-    if is_resumable(folder.run_path(name)):
-        return resume_train_command(folder, name)
+        killed = False
+    if killed and complete_checkpoints(RunFolder(path)).complete:
+        return [*command, "--resume", str(path)]
     folder.archive_attempt(name)
-    return train_command(folder, name)
+    plan = str(folder.plan_path(name).absolute())
+    return [*command, "--config", plan, "--name", name, "--runs-dir", str(path.parent)]
 
 
 TRIAL_STEPS = 3
@@ -264,7 +248,7 @@ def seconds_from_earlier_runs(
             hardware = environment["hardware"]
             same_ranks = environment.get("ranks", 1) == ranks
             same_speed = hardware["gpus"] or hardware["torch_threads"] == threads
-            if same_ranks and same_speed and _shape(earlier) == _shape(_with_choices_of(own, earlier)):
+            if same_ranks and same_speed and _shape(earlier) == _shape(own, earlier):
                 trained = summary.content["time/train_s"] / summary.content["steps"] * config.steps
                 seconds_by_time.append(((path / SUMMARY_FILE).stat().st_mtime, START_S + trained))
         except _READ_ERRORS:  # damaged runs are skipped
@@ -284,21 +268,26 @@ def seconds_from_trial(config: RunConfig, variables: Mapping[str, str], ranks: i
         UserError: the trial failed; the message contains its last line of output.
     """
     steps = min(TRIAL_STEPS, config.steps)
-    short = config.model_copy(
-        update={"steps": steps, "tracking": config.tracking.model_copy(update={"mlflow": False})}
-    )
+    tracking = config.tracking.model_copy(update={"mlflow": False})
+    short = config.model_copy(update={"steps": steps, "tracking": tracking})
     with tempfile.TemporaryDirectory(prefix="bandpo-trial-") as scratch:
         plan = Path(scratch) / "trial.yaml"
         plan.write_text(to_yaml(short), encoding="utf-8")
+        command = [
+            sys.executable,
+            "-m",
+            "bandpo_cli",
+            "train",
+            "-c",
+            str(plan),
+            "--name",
+            "t",
+            "--runs-dir",
+            scratch,
+        ]
         start = time.perf_counter()
         done = subprocess.run(
-            [
-                *(sys.executable, "-m", "bandpo_cli", "train", "-c", str(plan), "--name", "t"),
-                *("--runs-dir", scratch, *rank_flags(ranks)),
-            ],
-            capture_output=True,
-            text=True,
-            env=dict(variables),
+            [*command, *rank_flags(ranks)], capture_output=True, text=True, env=dict(variables)
         )
         wall = time.perf_counter() - start
         if done.returncode:
@@ -311,10 +300,10 @@ def seconds_from_trial(config: RunConfig, variables: Mapping[str, str], ranks: i
     ]
     # The first step includes the warm-up of caches; leave it out where there are others.
     step = statistics.median(training[1:] or training)
-    evaluation = statistics.mean(evaluations) if evaluations else 0.0
     every = config.evaluation.every
     count = 1 + -(-config.steps // every) if every else 0
     start_and_end = wall - sum(record["time/step"] for record in records)
+    evaluation = statistics.mean(evaluations) if evaluations else 0.0
     return float(start_and_end + config.steps * step + count * evaluation)
 
 
@@ -323,17 +312,17 @@ def rank_flags(ranks: int) -> list[str]:
     return ["--nproc", str(ranks)] if ranks > 1 else []
 
 
-def _with_choices_of(config: Mapping[str, Any], earlier: Any) -> Mapping[str, Any]:
-    """Return `config` with what an earlier run chose for the dtype `auto` and vLLM's share null, as its file has it."""
-    model, sampling = config["model"], config["sampling"]
-    if model["dtype"] == "auto":
-        model = {**model, "dtype": earlier["model"]["dtype"]}
-    if sampling["vllm"]["memory_fraction"] is None:
-        share = earlier["sampling"]["vllm"]["memory_fraction"]
-        sampling = {**sampling, "vllm": {**sampling["vllm"], "memory_fraction": share}}
-    return {**config, "model": model, "sampling": sampling}
+def _shape(config: Mapping[str, Any], chosen: Mapping[str, Any] | None = None) -> list[Any]:
+    """Return the settings that the time of a run depends on.
 
-
-def _shape(config: Mapping[str, Any]) -> Any:
-    """Return the settings that the time of a run depends on."""
-    return [*(config[section] for section in _SHAPE), config["optim"]["updates"]]
+    Args:
+        chosen: settings of an earlier run, which replace the dtype `auto` and a null share of memory for vLLM: the file
+            of a run has the values that the run chose.
+    """
+    shape = copy.deepcopy([*(config[section] for section in _SHAPE), config["optim"]["updates"]])
+    model, _, sampling, *_ = shape
+    if chosen is not None and model["dtype"] == "auto":
+        model["dtype"] = chosen["model"]["dtype"]
+    if chosen is not None and sampling["vllm"]["memory_fraction"] is None:
+        sampling["vllm"]["memory_fraction"] = chosen["sampling"]["vllm"]["memory_fraction"]
+    return shape

@@ -162,6 +162,7 @@ def test_every_variant_has_its_own_line_style():
     assert long.endswith("arm=7")
 
 
+@pytest.mark.slow
 def test_of_many_variants_the_most_accurate_and_the_baseline_are_plotted(tmp_path, figures):
     finals = {"clip": {0: 0.3}}
     finals |= {f"kl 0.05 learning_rate=1e-4 arm={index:02d}": {0: 0.4 + index / 100} for index in range(14)}

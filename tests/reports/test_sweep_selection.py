@@ -118,30 +118,35 @@ def test_run_given_twice_is_refused(runs, tmp_path):
     ("plan", "message"),
     [
         ("runs: [", "line 1: not readable as YAML"),
-        ("3", "lists no runs"),
-        ("runs: []", "lists no runs"),
-        ("runs: {a: 1}", "lists no runs"),
-        ("runs: [a]", "run 1 has no name"),
-        ("runs: [{name: a, arm: x}]", "run 1 has no seed"),
-        ("runs: [{name: a, arm: x, seed: one}]", "seed = 'one' is not an integer"),
+        ("3", "the plan = '3': Input should be a dictionary"),
+        ("runs: []", "runs = '[]': List should have at least 1 item"),
+        ("runs: {a: 1}", "runs = \"{'a': 1}\": Input should be a valid list"),
+        ("runs: [a]", "runs.0 = 'a': Input should be a dictionary"),
+        ("runs: [{name: a, arm: x}]", "runs.0.seed = \"{'name': 'a', 'arm': 'x'}\": Field required"),
+        ("runs: [{name: a, arm: x, seed: one}]", "runs.0.seed = 'one': Input should be a valid integer"),
+        (
+            "runs: [{name: a, arm: x, seed: -1}]",
+            "runs.0.seed = '-1': Input should be greater than or equal to 0",
+        ),
         ("runs: [{name: ../a, arm: x, seed: 1}]", "name = '../a' is not a valid folder name"),
         ("runs: [{name: .., arm: x, seed: 1}]", "name = '..' is not a valid folder name"),
+        ("runs: [{name: plans, arm: x, seed: 1}]", "name = 'plans' is not a valid folder name"),
+        (
+            "runs: [{name: a, arm: x, seed: 1}, {name: a, arm: y, seed: 1}]",
+            "name = 'a' is not a valid folder name, or",
+        ),
         (
             "{runs: [{name: a, arm: clip, seed: 1}], baseline: klip}",
             "no variant of that name (did you mean 'clip'?)",
         ),
         (
             "{runs: [{name: a, arm: x, seed: 1}], gpus_per_run: true}",
-            "gpus_per_run = True is not a number from 1",
+            "gpus_per_run = 'True': Input should be a valid",
         ),
-        ("{runs: [{name: a, arm: x, seed: 1}], gpus_per_run: 0}", "gpus_per_run = 0 is not a number from 1"),
         (
-            "{runs: [{name: a, arm: x, seed: 1}], gpus_per_run: two}",
-            "gpus_per_run = 'two' is not a number from 1",
+            "{runs: [{name: a, arm: x, seed: 1}], gpus_per_run: 0}",
+            "gpus_per_run = '0': Input should be greater than",
         ),
-        ("runs: [{name: plans, arm: x, seed: 1}]", "name = 'plans' is not a valid folder name"),
-        ("runs: [{name: a, arm: x, seed: -1}]", "seed = -1 is not an integer from 0"),
-        ("runs: [{name: a, arm: x, seed: 1}, {name: a, arm: y, seed: 1}]", "lists the run 'a' twice"),
     ],
 )
 def test_error_for_a_damaged_plan(tmp_path, plan, message):

@@ -106,7 +106,9 @@ def test_a_damaged_tuning_is_refused(tmp_path: Path) -> None:
     plan = yaml.safe_load((folder / "sweep.yaml").read_text())
     assert read_tuning(select_runs([folder], tmp_path).sweep) is None
     write_plan(folder, {**plan, "tuning": {**asdict(TUNING), "metric": "speed"}})
-    with pytest.raises(UserError, match=r"sweep\.yaml: tuning\.metric: Input should be 'accuracy' or 'area'"):
+    with pytest.raises(
+        UserError, match=r"sweep\.yaml: tuning\.metric = 'speed': Input should be 'accuracy' or 'area'"
+    ):
         read_tuning(select_runs([folder], tmp_path).sweep)
 
 
@@ -188,6 +190,7 @@ def test_a_run_without_a_numeric_learning_rate_is_in_no_line(tmp_path):
     assert _lines(runs) == {"clip": {1e-5: [0.4], 1e-4: [0.4]}}
 
 
+@pytest.mark.slow
 def test_all_forms_of_the_report_have_the_plot(grid, tmp_path, figures):
     selection = select_runs([grid], grid)
     report = write_report(selection.runs, "t", None, tmp_path / "out")

@@ -15,7 +15,7 @@ from bandpo_cli.sweeps import scheduler
 from bandpo_cli.sweeps.folder import SweepFolder
 from bandpo_cli.sweeps.plan import SweepRun, plan_runs
 from bandpo_cli.sweeps.pool import LocalPool
-from bandpo_cli.sweeps.scheduler import RunState, Status, run_sweep, runs_to_stop
+from bandpo_cli.sweeps.scheduler import RunState, Status, run_sweep, runs_to_stop, train_command
 
 WRITER = """
 import json, sys, time
@@ -42,14 +42,17 @@ def folder(tmp_path: Path) -> SweepFolder:
 
 
 def execute(
-    folder: SweepFolder, monkeypatch: pytest.MonkeyPatch, accuracy: Mapping[str, float], wait: float = 0.02,
+    folder: SweepFolder, monkeypatch: pytest.MonkeyPatch, accuracy: Mapping[str, float], wait: float = 0.0,
     margin: float | None = None, slots: int = 2,
 ) -> tuple[dict[str, str], list[str], dict[str, RunState]]:  # fmt: skip
+    """Run the sweep with `WRITER` as the command of every new attempt; return failures, started runs and states."""
     started: list[str] = []
 
     def command(sweep: SweepFolder, name: str) -> list[str]:
+        if "--resume" in train_command(sweep, name):
+            return [sys.executable, "-c", "import sys; sys.exit(2)"]
         started.append(name)
-        return [sys.executable, "-c", WRITER, str(sweep.run_path(name)), str(accuracy[name]), str(wait)]
+        return [sys.executable, "-S", "-c", WRITER, str(sweep.run_path(name)), str(accuracy[name]), str(wait)]
 
     latest: dict[str, RunState] = {}
     monkeypatch.setattr(scheduler, "train_command", command)
@@ -82,23 +85,19 @@ def test_all_runs_are_executed_once_and_failed_ones_again(
 def test_additional_flags_are_passed_to_each_run(
     folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To a resumed run too."""
-    checkpoint(folder.run_path("0.1-s0"), 2, "KILLED")
     code = "import sys; print(sys.argv[1:])"
-    for name in ("train_command", "resume_train_command"):
-        monkeypatch.setattr(scheduler, name, lambda *_: [sys.executable, "-c", code])
+    monkeypatch.setattr(scheduler, "train_command", lambda *_: [sys.executable, "-S", "-c", code])
     monkeypatch.setattr(scheduler, "POLL_S", 0.02)
     flags = ["--tracking-uri", "http://a server"]
     run_sweep(folder, LocalPool([{}] * 2), dict.fromkeys(ALL, 4), lambda _: None, flags)
     assert {folder.log_path(name).read_text() for name in ALL} == {f"{flags}\n"}
 
 
-@pytest.mark.slow
 def test_a_run_far_behind_is_stopped_and_not_started_again(
     folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accuracy = {"0.1-s0": 0.9, "0.1-s1": 0.9, "0.2-s0": 0.2, "0.2-s1": 0.85}
-    failures, started, states = execute(folder, monkeypatch, accuracy, wait=0.4, margin=0.3)
+    failures, started, states = execute(folder, monkeypatch, accuracy, wait=0.3, margin=0.3)
     assert failures == {}
     assert started == ALL
     assert [states[name].status for name in ALL] == ["finished", "stopped", "finished", "finished"]
@@ -122,42 +121,29 @@ def test_a_killed_run_is_resumed_and_a_failed_one_starts_again(
 ) -> None:
     run = folder.run_path("0.1-s0")
     checkpoint(run, 2, status)
-    command = scheduler._command(folder, "0.1-s0")
+    command = train_command(folder, "0.1-s0")
     assert ("--resume" in command, "--config" in command) == (resumed, not resumed)
     assert run.exists() == resumed
     assert (folder.path / "attempts").exists() != resumed
 
 
-@pytest.mark.slow
-def test_a_run_that_cannot_be_resumed_is_archived(
+def test_a_run_that_cannot_be_resumed_is_archived_and_one_slot_runs_one_at_a_time(
     folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a refused resume the next attempt starts again."""
-    checkpoint(folder.run_path("0.1-s0"), 2, "KILLED")
-    monkeypatch.setattr(
-        scheduler, "resume_train_command", lambda *_: [sys.executable, "-c", "import sys; sys.exit(2)"]
-    )
-    failures, started, _ = execute(folder, monkeypatch, dict.fromkeys(ALL, 0.5))
-    assert list(failures) == ["0.1-s0"]
-    assert started == ALL[1:]
-    assert (folder.path / "attempts" / "0.1-s0-1").is_dir()
-    failures, started, _ = execute(folder, monkeypatch, dict.fromkeys(ALL, 0.5))
-    assert (failures, started) == ({}, ALL[:1])
-
-
-@pytest.mark.slow
-def test_one_slot_runs_one_at_a_time(folder: SweepFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     together: list[int] = []
     free_slots = LocalPool.free_slots.fget
     assert free_slots is not None
-    monkeypatch.setattr(
-        LocalPool,
-        "free_slots",
-        property(lambda pool: together.append(len(pool._children)) or free_slots(pool)),
-    )
-    _, started, _ = execute(folder, monkeypatch, dict.fromkeys(ALL, 0.5), slots=1)
-    assert started == ALL
+    counted = property(lambda pool: together.append(len(pool._jobs)) or free_slots(pool))
+    monkeypatch.setattr(LocalPool, "free_slots", counted)
+    checkpoint(folder.run_path("0.1-s0"), 2, "KILLED")
+    failures, started, _ = execute(folder, monkeypatch, dict.fromkeys(ALL, 0.5), slots=1)
+    assert list(failures) == ["0.1-s0"]
+    assert started == ALL[1:]
     assert max(together) == 1
+    assert (folder.path / "attempts" / "0.1-s0-1").is_dir()
+    failures, started, _ = execute(folder, monkeypatch, dict.fromkeys(ALL, 0.5))
+    assert (failures, started) == ({}, ALL[:1])
 
 
 RUNS = [SweepRun("a-s0", "a", 0), SweepRun("a-s1", "a", 1), SweepRun("b-s0", "b", 0)]

@@ -9,13 +9,11 @@ from itertools import chain, count
 from statistics import fmean
 from typing import Any, Literal, TypeGuard
 
-from pydantic import TypeAdapter, ValidationError
-
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.reports.comparison.report_metrics import common_sets, run_values
 from bandpo_cli.reports.comparison.runs import VariantRunData
 from bandpo_cli.reports.comparison.selection import ABSENT, differing_settings, format_setting, method_name
-from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
+from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder, validated
 
 Lines = dict[str, dict[float, list[float]]]
 """Accuracies by name of the line and learning rate, for the plot against the learning rate."""
@@ -169,12 +167,7 @@ def read_tuning(sweep: SweepFolder | None) -> Tuning | None:
     """
     if sweep is None or "tuning" not in sweep.plan:
         return None
-    try:
-        return TypeAdapter(Tuning).validate_python(sweep.plan["tuning"])
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, ("tuning", *first["loc"])))
-        raise UserError(f"{sweep.path / PLAN_FILE}: {place}: {first['msg']}") from None
+    return validated(Tuning, sweep.plan["tuning"], sweep.path / PLAN_FILE, "tuning")
 
 
 def accuracy_by_learning_rate(arms: Mapping[str, Sequence[VariantRunData]], sets: Sequence[str]) -> Lines:
