@@ -107,7 +107,7 @@ def _complete() -> NoReturn:
 
 def _setting_hint(error: typer.TyperException) -> str:
     """Return what to type in place of an option that no command has and that other trainers call so."""
-    from bandpo_cli.config.other_trainers import setting_for
+    from bandpo_cli.config.section import setting_for
 
     key = setting_for(getattr(error, "option_name", None) or "")
     return f"; use --set {key}=VALUE" if key else ""

@@ -15,10 +15,8 @@ from contextlib import contextmanager
 
 log = logging.getLogger("bandpo_cli")
 
-_MAX_MESSAGE_CHARS, _HEAD_CHARS = 1000, 700
-"""Length of a message, and the part of a longer one that is kept at its beginning."""
-
-_CUT = " ... "
+_MAX_MESSAGE_CHARS, _HEAD_CHARS, _TAIL_CHARS = 1000, 700, 295
+"""Length of a message, and the parts of a longer one that are kept at its beginning and its end."""
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """C0 without tab and newline, DEL, C1, separators of lines, and the characters that change the direction of a text."""
@@ -32,21 +30,25 @@ def escape_controls(text: str, as_json: bool = False) -> str:
     Args:
         as_json: `text` is JSON, which has one form of escapes only: `\\u001b`.
     """
-    if as_json:
-        return _CONTROLS.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+    return _CONTROLS.sub(
+        lambda match: f"\\u{ord(match[0]):04x}" if as_json else match[0].encode("unicode_escape").decode(),
+        text,
+    )
 
-
-_QUERY_VALUE = re.compile(r"([?&;]([\w.-]+)=)[^&;#\s'\"]*")
-_END_OF_HOST, _QUOTE = re.compile("[/?#]"), re.compile("['\"]")
-_PASSWORD = re.compile(r"[^\s:/?#@]*:(?!\d*([/?#]|$))[^\s@]*")
-"""The part of an address up to a `://` within its password; digits after the colon are a port."""
-
-_HARMLESS_QUERY_KEYS = frozenset(
-    ("charset", "connect_timeout", "driver", "mode", "sslmode", "timeout", "workflowtype")
-)
 
 REDACTED = "***"
+
+_SECRETS = [
+    re.compile(pattern, re.IGNORECASE)
+    for pattern in (
+        r"(://)[^\s/?#]*(?=@)",  # user and password
+        r"(://)[^\s/?#@:]*:(?!\d*(?:[/?#\s]|$))[^\s@]{0,1024}+(?=@)",  # a password with one of /?#, and no port
+        r"(://[^\s?#]{0,1024}+\?)[^\s=&#'\"]+(?=[&#\s'\"]|$)",  # a query without keys
+        r"(://[^\s#]{0,1024}+#)(?!/)[^\s'\"]+",  # a fragment
+        r"([?&;](?!(?:charset|connect_timeout|driver|mode|sslmode|timeout|workflowtype)=)[\w.-]+=)[^&;#\s'\"]*",
+    )
+]
+"""Parts of addresses that may be secrets, after a group that is kept. The limits keep the time linear."""
 
 
 def redact_credentials(text: str) -> str:
@@ -55,45 +57,9 @@ def redact_credentials(text: str) -> str:
     These are the user information (`scheme://***@host`), the values of the query, and the fragment, except the pages of
     MLflow, which begin with `#/`. An error message may quote a query without the address.
     """
-
-    def without_value(match: re.Match[str]) -> str:
-        return match[0] if match[2].lower() in _HARMLESS_QUERY_KEYS else f"{match[1]}{REDACTED}"
-
-    parts = text.split("://")
-    redacted, in_password = parts[:1], False
-    for number, part in enumerate(parts[1:], start=2):
-        # A password may contain `://`.
-        continues = number < len(parts) and ((in_password and "@" not in part) or _PASSWORD.fullmatch(part))
-        redacted.append(REDACTED if continues else _redact_after_scheme(part, in_password))
-        in_password = bool(continues)
-    return _QUERY_VALUE.sub(without_value, "://".join(redacted))
-
-
-def _redact_after_scheme(text: str, in_password: bool) -> str:
-    """Redact the user information, a query without keys, and the fragment of the address at the start of `text`.
-
-    Args:
-        in_password: `text` begins within the user information.
-    """
-    address = text.split(maxsplit=1)[0] if text[:1].strip() else ""
-    rest = text[len(address) :]
-    end = None if in_password else _END_OF_HOST.search(address)
-    at = address.rfind("@", 0, end.start() if end else len(address))
-    user, colon, _ = address.partition(":")
-    if at < 0 and colon and "/" not in user and "@" not in user:  # a password with one of /?#
-        at = address.find("@")
-    if at >= 0:
-        address = REDACTED + address[at:]
-    if quote := _QUOTE.search(address):
-        address, rest = address[: quote.start()], address[quote.start() :] + rest
-    address, hash_, fragment = address.partition("#")
-    if fragment and not fragment.startswith("/"):
-        fragment = REDACTED
-    address, mark, query = address.partition("?")
-    value, separator, others = query.partition("&")
-    if value and "=" not in value:
-        query = REDACTED + separator + others
-    return f"{address}{mark}{query}{hash_}{fragment}{rest}"
+    for pattern in _SECRETS:
+        text = pattern.sub(rf"\1{REDACTED}", text)
+    return text
 
 
 def has_secret(uri: str) -> bool:
@@ -107,22 +73,13 @@ def one_line(text: str) -> str:
 
     A message quotes input: file names, lines of downloaded files. Those may contain anything.
     """
-    shortened = _shorten(text.strip())  # first, since a quoted file may have many megabytes
-    return _shorten("".join(map(_escape_unprintable, shortened)))
-
-
-def _escape_unprintable(char: str) -> str:
-    if char.isprintable():
-        return char
-    return " " if char in "\n\r\t" else char.encode("unicode_escape").decode()
+    shortened = re.sub(r"[\n\r\t]", " ", _shorten(text.strip()))  # a quoted file may have many megabytes
+    return _shorten("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shortened))
 
 
 def _shorten(text: str) -> str:
     """Cut out the middle: the beginning names the mistake, the end what to type instead."""
-    if len(text) <= _MAX_MESSAGE_CHARS:
-        return text
-    tail_chars = _MAX_MESSAGE_CHARS - _HEAD_CHARS - len(_CUT)
-    return text[:_HEAD_CHARS] + _CUT + text[-tail_chars:]
+    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_HEAD_CHARS]} ... {text[-_TAIL_CHARS:]}"
 
 
 class _OneLineError(Exception):
@@ -190,10 +147,7 @@ def describe_exit(code: int) -> str:
     """
     if code >= 0:
         return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:  # one without a name
-        name = f"signal {-code}"
+    name = {int(member): member.name for member in signal.Signals}.get(-code, f"signal {-code}")
     why = " (as the system does when memory runs out)" if name == "SIGKILL" else ""
     return f"was killed by {name}{why}"
 
@@ -245,10 +199,9 @@ def find_out_of_memory(error: BaseException) -> BaseException | None:
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
+        known = isinstance(cause, RuntimeError) and any(text in str(cause) for text in _OUT_OF_MEMORY_TEXTS)
         # By name, since torch is not imported here.
-        if isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
-            return cause
-        if isinstance(cause, RuntimeError) and any(text in str(cause) for text in _OUT_OF_MEMORY_TEXTS):
+        if known or isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
             return cause
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return None

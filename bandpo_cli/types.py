@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 TOKEN_TYPE, FLOAT_TYPE = "i", "f"
 """Types of `array.array`: token ids are 32-bit integers; log-probs and entropies are float32, as in all engines."""
@@ -152,9 +152,8 @@ def status_of(error: BaseException | None) -> RunStatus:
 
     Ctrl-C and the SystemExit of a signal handler are KILLED, any other exception is FAILED.
     """
-    if error is None:
-        return "FINISHED"
-    return "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit) else "FAILED"
+    stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+    return "FINISHED" if error is None else "KILLED" if stopped else "FAILED"
 
 
 @dataclass(frozen=True)
@@ -222,8 +221,8 @@ Report = TypeVar("Report", contravariant=True)
 Result = TypeVar("Result", contravariant=True)
 
 
-class Callback(Protocol[Info, Report, Result]):
-    """Observer of an experiment.
+class Callback(Generic[Info, Report, Result]):
+    """Observer of an experiment; the methods of this class do nothing.
 
     Order of calls: `phase("load")`; `start`; then for each step any number of `phase` calls and one `step`;
     `phase("close")`; `end`. `end` is called exactly once if `start` was called, also when the experiment fails. All
@@ -243,21 +242,8 @@ class Callback(Protocol[Info, Report, Result]):
         """Receive the result, after it is on disk."""
 
 
-class CallbackBase:
-    """Four empty methods, for callbacks that need only some of them."""
-
-    def start(self, info: Any) -> None:
-        """Do nothing."""
-
-    def phase(self, name: str) -> None:
-        """Do nothing."""
-
-    def step(self, report: Any) -> None:
-        """Do nothing."""
-
-    def end(self, result: Any) -> None:
-        """Do nothing."""
-
+CallbackBase = Callback[Any, Any, Any]
+"""A base class for callbacks of any experiment."""
 
 TrainCallback = Callback[RunInfo, StepReport, RunResult]
 """A callback of `train` and `resume`."""

@@ -62,8 +62,6 @@ def test_the_entries_of_data_sets_refer_to_registered_names() -> None:
         assert entry.grader in GRADERS
         assert all(DATASETS[name].eval_split for name in entry.evaluation)
         assert task_kind(entry.name) == "data"
-    assert DATASETS["dapo-math-17k"].evaluation_sets() == ("aime24", "aime25", "amc23")
-    assert DATASETS["math"].evaluation_sets() == ("math",)
 
 
 def test_an_entry_is_registered_once_and_can_be_removed() -> None:
@@ -104,8 +102,8 @@ def test_a_custom_function_is_imported_from_the_current_folder(
     before = [*sys.path]
     assert load_function("registries_custom:double")(4) == 8
     for name, message in (
-        ("registries_custom:doubl", r"has no 'doubl' \(did you mean 'double'\?\)"),
-        ("registries_custom:number", "not a function: its type is int"),
+        ("registries_custom:doubl", r"has no function 'doubl' \(did you mean 'double'\?\)"),
+        ("registries_custom:number", "has no function 'number'"),
         ("registries_no_module:f", "importing 'registries_no_module' failed"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -35,12 +35,13 @@ if TYPE_CHECKING:
     from bandpo_cli.config.methods import (
         BandSettings,
         DcpoSettings,
+        DppoSettings,
+        GmpoSettings,
         IntervalSettings,
         MethodSettings,
         NoClipSettings,
         TrustRegionSettings,
     )
-    from bandpo_cli.config.policy_losses import DppoSettings, GmpoSettings
 
 
 BoundsFunction = Callable[[Array], RatioBounds]

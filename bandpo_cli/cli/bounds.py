@@ -10,8 +10,7 @@ import typer
 from bandpo_cli.cli.completion import several_of
 from bandpo_cli.cli.options import argument, check_choice, choice, option
 from bandpo_cli.errors import UserError
-from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry
-from bandpo_cli.registries.methods import method_name
+from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry, method_name
 
 
 def _is_comparable(method: MethodEntry) -> bool:

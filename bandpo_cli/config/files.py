@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +45,8 @@ def parse_yaml(text: str, where: str) -> Any:
                 return yaml.load(text, Loader=_FastLoader)
         return yaml.load(text, Loader=_StrictLoader)
     except Exception as error:  # noqa: BLE001 - PyYAML raises KeyError, IndexError and others for malformed values
-        problem = getattr(error, "problem", None) or getattr(error, "reason", None)
-        if not problem:
-            problem = "nested too deep" if isinstance(error, RecursionError) else type(error).__name__
+        name = "nested too deep" if isinstance(error, RecursionError) else type(error).__name__
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or name
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{where}{line}: not readable as YAML: {problem}") from None
@@ -55,12 +55,11 @@ def parse_yaml(text: str, where: str) -> Any:
 class _Strict(yaml.constructor.SafeConstructor):
     """Limits for PyYAML's safe loaders; a duplicate key is an error, where PyYAML silently takes the last one."""
 
-    _flattened: set[int]
-
     def get_single_node(self) -> yaml.Node | None:
+        self._flattened: set[int] = set()
         node: yaml.Node | None = super().get_single_node()  # type: ignore[misc]
         if node is not None:
-            _check_expanded_size(MAX_VALUES, node)
+            _expanded_size(node, {})
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -102,10 +101,7 @@ for _tag in ("int", "float"):
 class _StrictLoader(_Strict, yaml.SafeLoader):
     """The loader of all texts, in Python."""
 
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self._composed = 0
-        self._flattened = set()
+    _composed = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         self._composed += 1
@@ -121,41 +117,31 @@ _CLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 class _FastLoader(_Strict, _CLoader):  # type: ignore[misc]
     """The loader of texts that match `_SIMPLE`: libyaml, where PyYAML is built with it."""
 
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)  # type: ignore[call-arg]
-        self._flattened = set()
-
 
 def _yaml_error(text: str, node: yaml.Node) -> yaml.MarkedYAMLError:
     """Return an error that `parse_yaml` reports with the line of `node`."""
     return yaml.constructor.ConstructorError(None, None, text, node.start_mark)
 
 
-def _check_expanded_size(max_values: int, root: yaml.Node) -> None:
-    """Raise an error for more than `max_values` values with all aliases expanded, and for an alias inside itself."""
-    sizes: dict[int, int] = {}
+def _expanded_size(node: yaml.Node, sizes: dict[int, int], depth: int = 0) -> int:
+    """Return the number of values of a node with all aliases expanded; `sizes` has those of the nodes seen before.
 
-    def size(node: yaml.Node, depth: int) -> int:
-        if not isinstance(node, yaml.CollectionNode):
-            return 1
-        if depth > MAX_DEPTH:  # also an alias inside itself
-            raise _yaml_error(f"nested more than {MAX_DEPTH} deep", node)
-        if id(node) not in sizes:
-            children = (
-                child for item in node.value for child in (item if isinstance(item, tuple) else (item,))
-            )
-            sizes[id(node)] = 1 + sum(size(child, depth + 1) for child in children)
-            if sizes[id(node)] > max_values:
-                raise _yaml_error(f"more than {max_values:,} values", node)
-        return sizes[id(node)]
-
-    size(root, 0)
+    More than `MAX_VALUES`, and an alias inside itself, are an error.
+    """
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if depth > MAX_DEPTH:  # also an alias inside itself
+        raise _yaml_error(f"nested more than {MAX_DEPTH} deep", node)
+    if id(node) not in sizes:
+        children = (child for item in node.value for child in (item if isinstance(item, tuple) else (item,)))
+        sizes[id(node)] = 1 + sum(_expanded_size(child, sizes, depth + 1) for child in children)
+        if sizes[id(node)] > MAX_VALUES:
+            raise _yaml_error(f"more than {MAX_VALUES:,} values", node)
+    return sizes[id(node)]
 
 
 SHIPPED = Path(__file__).parents[1] / "configs"
 """The folder `configs` of the repository, which is part of the installed package too."""
-
-_SUFFIX = ".yaml"
 
 
 class FileLayer(dict[str, Any]):
@@ -168,8 +154,7 @@ class FileLayer(dict[str, Any]):
 
     def __init__(self, settings: Mapping[str, Any], where: str, path: Path) -> None:
         super().__init__(settings)
-        self.where = where
-        self.path = path
+        self.where, self.path = where, path
 
     def locate(self, keys: Sequence[str]) -> str | None:
         """Return `--config a.yaml, line 3` for the setting with these keys; None where the file does not have it."""
@@ -197,19 +182,15 @@ def _entries(node: yaml.Node | None, key: str) -> Iterator[tuple[int, yaml.Node]
 
 def shipped_configs() -> dict[str, Path]:
     """Return the configuration files of the package by name: `gsm8k`, `methods/clip`, `paper/base`."""
-    paths = sorted(SHIPPED.rglob(f"*{_SUFFIX}"))
+    paths = sorted(SHIPPED.rglob("*.yaml"))
     return {path.relative_to(SHIPPED).with_suffix("").as_posix(): path for path in paths}
 
 
 def describe_config(path: Path) -> str:
     """Return the first sentence of the comment at the head of a configuration file."""
     lines = path.read_text(encoding="utf-8").splitlines()
-    comment = [line.removeprefix("#").strip() for line in lines[: _comment_length(lines)]]
-    return " ".join(comment).split(". ")[0].rstrip(".")
-
-
-def _comment_length(lines: Sequence[str]) -> int:
-    return next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    comment = takewhile(lambda line: line.startswith("#"), lines)
+    return " ".join(line.removeprefix("#").strip() for line in comment).split(". ")[0].rstrip(".")
 
 
 def find_config(path: Path, where: str) -> Path:
@@ -226,7 +207,7 @@ def find_config(path: Path, where: str) -> Path:
     if path_exists(path):
         return path
     known = shipped_configs()
-    name = path.as_posix().removeprefix("configs/").removesuffix(_SUFFIX)
+    name = path.as_posix().removeprefix("configs/").removesuffix(".yaml")
     if name not in known:
         raise ConfigError(
             f"{where} {path}: no such file, and no configuration of that name{nearest(name, known)}; "
@@ -241,8 +222,8 @@ def read_config(path: Path, where: str = "--config") -> FileLayer:
     Raises:
         ConfigError: the file cannot be read, is not YAML, or does not hold a mapping.
     """
-    file = find_config(path, where)
-    return FileLayer(read_mapping(file, f"{where} {path}"), f"{where} {path}", file)
+    file, where = find_config(path, where), f"{where} {path}"
+    return FileLayer(read_mapping(file, where), where, file)
 
 
 def read_mapping(file: Path, where: str) -> dict[str, Any]:
@@ -250,6 +231,5 @@ def read_mapping(file: Path, where: str) -> dict[str, Any]:
     content = read_yaml(file, where)
     if content is None or isinstance(content, dict):
         return content or {}
-    name = type(content).__name__
-    kind = {"list": "a list", "str": "a bare text"}.get(name, f"a bare {name}")
+    kind = {"list": "a list", "str": "a text"}.get(type(content).__name__, f"the value {content}")
     raise ConfigError(f"{where}: expected `section:` with `key: value` lines, found {kind}")

@@ -1,14 +1,14 @@
-"""Settings of the methods that are an interval of ratios (`bounds:` in a config file), one class per method.
+"""Settings of the methods (`bounds:` in a config file), one class per method, chosen by `bounds.method`.
 
-`bounds.method` chooses the class. The other methods are in `config.policy_losses`. A new method needs a class, a
-function in `bounds.intervals` or a loss in `objective`, and an entry in `registries.METHODS`.
+Defaults are those that the source named in each class publishes. A new method needs a class here, a function in
+`bounds.intervals` or a subclass of `objective.loss.PolicyLoss`, and an entry in `registries.METHODS`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -19,20 +19,45 @@ from pydantic import (
     model_validator,
 )
 
-from bandpo_cli.config.section import Choice, Positive, Section
-from bandpo_cli.registries import DIVERGENCES, METHODS, load_attribute
+from bandpo_cli.config.section import NotNegative, Positive, Section, TaggedSection, require
+from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry, load_attribute, method_name
 
 DivergenceName = Annotated[str, AfterValidator(DIVERGENCES.check_name)]
+Share = Annotated[float, Field(gt=0, le=1)]
+MaxRatio = Annotated[float, Field(gt=1)]
 
 
-class MethodSettings(Section):
-    """Base class of the settings of a method. Each setting of a subclass has a default."""
+class MethodSettings(TaggedSection):
+    """Base class of the settings of a method. Each setting of a subclass has a default.
+
+    Attributes:
+        text: the method with the settings that matter, in one line; `{s.NAME}` is the setting NAME.
+    """
+
+    tag = "method"
+    default = "band"
+    text: ClassVar[str] = "{s.method}: {s.entry.summary}"
 
     method: str
 
+    @classmethod
+    def classes(cls) -> Mapping[str, type[Self]]:
+        """Return the settings class of each registered method."""
+        return {name: load_attribute(entry.settings) for name, entry in METHODS.items()}
+
+    @classmethod
+    def kind_of(cls, section: Mapping[str, Any]) -> Any:
+        """Return the name of the method in a section, also where the section has an alias: `grpo` is `clip`."""
+        return method_name(super().kind_of(section))
+
+    @property
+    def entry(self) -> MethodEntry:
+        """The entry of the method in `METHODS`."""
+        return METHODS[self.method]
+
     def describe(self) -> str:
         """Return the method with the settings that matter, in one line."""
-        return f"{self.method}: {METHODS[self.method].summary}"
+        return self.text.format(s=self)
 
     def slug(self) -> str:
         """Return the method's component of a run's name."""
@@ -44,14 +69,13 @@ class MethodSettings(Section):
 
     def source(self) -> str:
         """Return the method's paper, and which settings differ from the published ones; "" without a paper."""
-        paper = METHODS[self.method].paper
-        if not paper:
+        if not self.entry.paper:
             return ""
-        published = self.published()
-        changed = [
-            name for name in type(self).model_fields if getattr(self, name) != getattr(published, name)
-        ]
-        return f"{paper}, {', '.join(changed)} changed" if changed else f"{paper}, published defaults"
+        published = vars(self.published())
+        changed = [name for name, value in vars(self).items() if value != published[name]]
+        return f"{self.entry.paper}, " + (
+            f"{', '.join(changed)} changed" if changed else "published defaults"
+        )
 
     def scheduled(self, step: int, steps: int) -> dict[str, float]:
         """Return the settings that change over training, with their values at step `step` of `steps` (from 1)."""
@@ -74,14 +98,15 @@ DELTA_SCHEDULES: dict[str, Callable[[float, float], float]] = {
 """Share of `delta` in the radius by schedule, from the progress 0 to 1 and `delta_power`; the rest is `delta_end`."""
 
 _DEFAULT_POWER = 2.0  # as in BandPO's code: verl/bandpo/decaying_clipbound/decaying_clipbound.py
-_SCHEDULE_FIELDS = ("delta_schedule", "delta_end", "delta_power", "delta_steps")
+_SCHEDULE_FIELDS = ("delta_end", "delta_power", "delta_steps")
 
 
 class TrustRegionSettings(MethodSettings):
     """Base class of the settings of a method with a trust region, whose radius may change over training."""
 
     divergence: DivergenceName = "kl"
-    delta: Positive = Field(0.05, description="radius of the trust region, in nats for kl")
+    delta: Positive = 0.05
+    """The radius of the trust region, in nats for kl."""
     delta_schedule: Literal["constant", "linear", "cosine", "polynomial"] = "constant"
     """The radius over training: `delta` throughout, or from `delta` at step 0 to `delta_end`."""
     delta_end: Positive | None = None
@@ -105,17 +130,17 @@ class TrustRegionSettings(MethodSettings):
 
     def region(self) -> str:
         """Return the trust region without its radius, as names of variants have it: `kl`, `dppo kl`."""
-        return self.divergence if METHODS[self.method].named_by_region else f"{self.method} {self.divergence}"
+        return self.divergence if self.entry.named_by_region else f"{self.method} {self.divergence}"
 
-    def describe_radius(self) -> str:
-        """Return the radius, and its schedule where it has one."""
+    @property
+    def radius(self) -> str:
+        """The radius, and its schedule where it has one: `δ = 0.2 → 0.02 (linear over the run)`."""
         if self.delta_end is None:
             return f"δ = {self.delta:g}"
-        power = (
-            f" of power {self.delta_power or _DEFAULT_POWER:g}" if self.delta_schedule == "polynomial" else ""
-        )
+        power = f" of power {self.delta_power or _DEFAULT_POWER:g}"
+        schedule = self.delta_schedule + (power if self.delta_schedule == "polynomial" else "")
         over = f"{self.delta_steps:,} steps" if self.delta_steps else "the run"
-        return f"δ = {self.delta:g} → {self.delta_end:g} ({self.delta_schedule}{power} over {over})"
+        return f"δ = {self.delta:g} → {self.delta_end:g} ({schedule} over {over})"
 
     def slug(self) -> str:
         """Return the method's component of a run's name: method, divergence, radius."""
@@ -125,31 +150,24 @@ class TrustRegionSettings(MethodSettings):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
-        if self.delta_schedule == "constant":
-            unused = [name for name in _SCHEDULE_FIELDS[1:] if getattr(self, name) is not None]
-            if unused:
-                raise ValueError(
-                    f"{unused[0]} = {getattr(self, unused[0]):g} needs a schedule; set delta_schedule to one of "
-                    f"{', '.join(DELTA_SCHEDULES)}"
-                )
-        elif self.delta_end is None:
-            raise ValueError(
-                f"delta_schedule = {self.delta_schedule!r} needs delta_end, the radius at its end"
-            )
-        if self.delta_power is not None and self.delta_schedule != "polynomial":
-            raise ValueError(
-                f"delta_power = {self.delta_power:g} applies only to delta_schedule = 'polynomial', "
-                f"not to {self.delta_schedule!r}"
-            )
+        given = [f"{name} = {getattr(self, name)}" for name in _SCHEDULE_FIELDS if getattr(self, name)]
+        schedule, needs = self.delta_schedule, f"set delta_schedule to one of {', '.join(DELTA_SCHEDULES)}"
+        require(schedule != "constant" or not given, f"{''.join(given[:1])} needs a schedule; {needs}")
+        require(
+            schedule == "constant" or self.delta_end,
+            f"delta_schedule = {schedule!r} needs delta_end, the radius at its end",
+        )
+        require(
+            schedule == "polynomial" or not self.delta_power,
+            f"delta_power = {self.delta_power} applies only to delta_schedule = 'polynomial', not to {schedule!r}",
+        )
         return self
 
     @model_serializer(mode="wrap")
     def _without_unused_schedule(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out the keys of the schedule where there is none, so that config.yaml names only what is in effect."""
-        dumped: dict[str, Any] = handler(self)
-        if self.delta_end is None:
-            dumped = {name: value for name, value in dumped.items() if name not in _SCHEDULE_FIELDS}
-        return dumped
+        unused = () if self.delta_end else ("delta_schedule", *_SCHEDULE_FIELDS)
+        return {name: value for name, value in handler(self).items() if name not in unused}
 
 
 class Relax(Section):
@@ -163,15 +181,15 @@ class BandSettings(TrustRegionSettings):
     """The interval of ratios that an f-divergence ball of radius `delta` allows each token (arXiv 2603.04918)."""
 
     method: Literal["band"] = "band"
-    max_ratio: float | None = Field(10.0, gt=1, description="cap on the upper bound; null for none")
+    max_ratio: MaxRatio | None = 10.0
+    """Cap on the upper bound; null for none."""
     relax: Relax | None = None
 
     def describe(self) -> str:
-        cap = f", ratio ≤ {self.max_ratio:g}" if self.max_ratio is not None else ""
-        relaxed = (
-            f", never tighter than −{self.relax.eps_low:g}/+{self.relax.eps_high:g}" if self.relax else ""
-        )
-        return f"Band of the {self.divergence} trust region, {self.describe_radius()}{cap}{relaxed}"
+        cap = "" if self.max_ratio is None else f", ratio ≤ {self.max_ratio:g}"
+        text = f"Band of the {self.divergence} trust region, {self.radius}{cap}"
+        relax = self.relax
+        return text if relax is None else f"{text}, never tighter than −{relax.eps_low:g}/+{relax.eps_high:g}"
 
 
 class IntervalSettings(MethodSettings):
@@ -179,10 +197,6 @@ class IntervalSettings(MethodSettings):
 
     eps_low: float = Field(0.2, gt=0, le=1)
     eps_high: float = Field(0.2, gt=0)
-
-    def describe(self) -> str:
-        aliases = ", ".join(name.upper() for name in METHODS[self.method].aliases)
-        return f"{self.method} ({aliases}): {self.interval}" if aliases else f"{self.method}: {self.interval}"
 
     @property
     def interval(self) -> str:
@@ -193,12 +207,14 @@ class IntervalSettings(MethodSettings):
 class ClipSettings(IntervalSettings):
     """One fixed interval for every token (PPO, GRPO)."""
 
+    text = "clip (GRPO, PPO): {s.interval}"
     method: Literal["clip"] = "clip"
 
 
 class ClipHigherSettings(IntervalSettings):
     """The fixed interval with a higher upper end (DAPO)."""
 
+    text = "clip-higher: {s.interval}"
     method: Literal["clip-higher"] = "clip-higher"
     eps_high: float = Field(0.28, gt=0)
 
@@ -206,30 +222,152 @@ class ClipHigherSettings(IntervalSettings):
 class DcpoSettings(MethodSettings):
     """Bounds that widen as the token gets rarer (DCPO, arXiv 2509.02333)."""
 
+    text = "dcpo: dynamic bounds, ε = {s.eps_low:g}/{s.eps_high:g}"
     method: Literal["dcpo"] = "dcpo"
     eps_low: float = Field(0.16, gt=0)
     eps_high: float = Field(0.2, gt=0)
-    max_ratio: float | None = Field(10.0, gt=1)
-
-    def describe(self) -> str:
-        return f"dcpo: dynamic bounds, ε = {self.eps_low:g}/{self.eps_high:g}"
+    max_ratio: MaxRatio | None = 10.0
 
 
 class NoClipSettings(MethodSettings):
     """No clipping: the control that every comparison needs."""
 
+    text = "none: no bound on the ratio"
     method: Literal["none"] = "none"
 
-    def describe(self) -> str:
-        return "none: no bound on the ratio"
+
+DPPO_DELTAS = {"kl": 0.05, "tv": 0.15}
+"""Radius of DPPO by divergence, where none is given; those of verl's examples."""
 
 
-def method_classes() -> dict[str, type[MethodSettings]]:
-    """Return the settings class of each registered method."""
-    return {name: load_attribute(entry.settings) for name, entry in METHODS.items()}
+class DppoSettings(TrustRegionSettings):
+    """Zero gradient for tokens that move away from π_old and are outside the trust region (DPPO, arXiv 2602.04879)."""
+
+    text = "DPPO: mask outside the binary {s.divergence} trust region, {s.radius}"
+    method: Literal["dppo"] = "dppo"
+    divergence: Literal["kl", "tv"] = "kl"
+    max_weight: Positive | None = 20.0
+    """Truncation of the ratio in the gradient; null for none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_delta(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("delta") is None:
+            divergence = str(values.get("divergence"))  # an invalid one is reported after this
+            return {**values, "delta": DPPO_DELTAS.get(divergence, DPPO_DELTAS["kl"])}
+        return values
+
+    def published(self) -> Self:
+        """Return the defaults with this divergence, which determines the radius."""
+        return type(self)(divergence=self.divergence)
 
 
-METHOD_CHOICE = Choice(method_classes, "method")
+class CispoSettings(MethodSettings):
+    """Truncated importance weights, with a gradient for every token (CISPO, MiniMax-M1, arXiv 2506.13585)."""
+
+    text = "CISPO: ratio truncated to [{s.min_weight:g}, {s.max_weight:g}] as a weight"
+    method: Literal["cispo"] = "cispo"
+    min_weight: NotNegative = 0.0
+    max_weight: Positive = 5.0
+
+
+class SapoSettings(MethodSettings):
+    """A sigmoid of the ratio in place of a clip (SAPO, arXiv 2511.20347)."""
+
+    text = "SAPO: soft gate, τ = {s.tau_positive:g} for positive, {s.tau_negative:g} for negative advantages"
+    method: Literal["sapo"] = "sapo"
+    tau_positive: Positive = 1.0
+    tau_negative: Positive = 1.05
+
+
+class GspoSettings(MethodSettings):
+    """The clipped loss on the geometric mean ratio of a completion (GSPO, arXiv 2507.18071)."""
+
+    text = "GSPO: ratio of the completion in [1 − {s.eps_low:g}, 1 + {s.eps_high:g}]"
+    method: Literal["gspo"] = "gspo"
+    eps_low: Positive = 3e-4
+    eps_high: Positive = 4e-4
+
+
+class GmpoSettings(MethodSettings):
+    """The geometric mean over a completion of ratios clipped in log space (GMPO, arXiv 2507.20673)."""
+
+    text = "GMPO: geometric mean of ratios in [e^−{s.log_eps_low:g}, e^{s.log_eps_high:g}]"
+    method: Literal["gmpo"] = "gmpo"
+    log_eps_low: Positive = 0.4
+    log_eps_high: Positive = 0.4
+
+
+class CeGppoSettings(IntervalSettings):
+    """The fixed interval, with a scaled gradient for clipped tokens (CE-GPPO, arXiv 2509.20712)."""
+
+    text = (
+        "CE-GPPO: {s.interval}, gradient of clipped tokens × {s.beta_low:g} below and × {s.beta_high:g} above"
+    )
+    method: Literal["ce-gppo"] = "ce-gppo"
+    beta_low: NotNegative = 0.5
+    """Scale of the gradient below the interval, for negative advantages; β₁ of the paper: 0.5 at 1.5B, 0.75 at 7B."""
+    beta_high: NotNegative = 1.0
+    """Scale of the gradient above the interval, for positive advantages; β₂ of the paper."""
+
+
+class AspoSettings(IntervalSettings):
+    """The fixed interval, with 1/r as the weight of tokens with a positive advantage (ASPO, arXiv 2510.06062)."""
+
+    text = "ASPO: {s.interval}, weight 1/r for positive advantages, weights ≤ {s.max_weight:g}"
+    method: Literal["aspo"] = "aspo"
+    max_weight: Positive = 3.0
+    """Cap of the weight: of 1/r for positive, of r for negative advantages."""
+
+
+class DrpoSettings(MethodSettings):
+    """A quadratic penalty on the change of probability in place of a mask (DRPO, arXiv 2606.09821)."""
+
+    text = "DRPO: penalty |a|·π_old·(r − 1)²/2ε, ε = {s.eps:g}"
+    method: Literal["drpo"] = "drpo"
+    eps: Positive = 12.5
+    """Change of probability at which the gradient is 0; above 1 it never is, and the penalty only scales it."""
+
+
+class ToprSettings(MethodSettings):
+    """Weight 1 for positive advantages, a completion's truncated ratio for negative ones (TOPR, arXiv 2503.14286)."""
+
+    text = "TOPR: weight 1, for negative advantages the completion's ratio truncated to [0, {s.max_weight:g}]"
+    method: Literal["topr"] = "topr"
+    max_weight: Positive = 1.0
+    """Upper truncation of the completion's ratio, for negative advantages."""
+
+
+class ClipCovSettings(IntervalSettings):
+    """The fixed interval, without gradient for some tokens of high covariance (Clip-Cov, arXiv 2505.22617)."""
+
+    text = (
+        "Clip-Cov: {s.interval}, no gradient for {s.share:.2%} of the tokens, with a covariance in "
+        "[{s.cov_low:g}, {s.cov_high:g}]"
+    )
+    method: Literal["clip-cov"] = "clip-cov"
+    eps_low: float = Field(1.0, gt=0, le=1)
+    eps_high: float = Field(1.0, gt=0)
+    """The authors' scripts widen the interval to [0, 2], so that the covariance decides and not the ratio."""
+    share: Share = 2e-4
+    """Share of the update's tokens whose gradient is removed, at random among those in the range."""
+    cov_low: float = 1.0
+    cov_high: float = 5.0
+    """Range of the covariance of a token's log-prob and advantage in which gradients are removed."""
+
+
+class KlCovSettings(MethodSettings):
+    """No interval; a penalty |log r| on the tokens of the highest covariance (KL-Cov, arXiv 2505.22617)."""
+
+    text = "KL-Cov: penalty {s.kl_coef:g}·|log r| on {s.share:.2%} of the tokens"
+    method: Literal["kl-cov"] = "kl-cov"
+    share: Share = 2e-4
+    """Share of the update's tokens with the penalty, those with the highest covariance of log-prob and advantage.
+
+    The authors' scripts have 2e-3 at 7B and 2e-4 at 32B.
+    """
+    kl_coef: NotNegative = 1.0
+    """Coefficient of |log r|; 1 in the authors' scripts, 0.1 in verl's configuration."""
 
 
 def bounded_methods() -> dict[str, MethodSettings]:
@@ -239,6 +377,6 @@ def bounded_methods() -> dict[str, MethodSettings]:
     """
     return {
         name: cls()  # type: ignore[call-arg]
-        for name, cls in method_classes().items()
+        for name, cls in MethodSettings.classes().items()
         if METHODS[name].bounds is not None and not METHODS[name].named_by_region
     }

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveInt,
+    SerializeAsAny,
+    field_validator,
+    model_validator,
+)
 
-from bandpo_cli.config.methods import METHOD_CHOICE, BandSettings, MethodSettings
+from bandpo_cli.config.methods import BandSettings, MethodSettings
 from bandpo_cli.config.sampling import SamplingConfig
-from bandpo_cli.config.section import NotNegative, Positive, Section
-from bandpo_cli.config.task import TASK_CHOICE, CountdownTask, TaskSettings
+from bandpo_cli.config.section import NotEmpty, NotNegative, Positive, Section, require
+from bandpo_cli.config.task import CountdownTask, TaskSettings
 from bandpo_cli.errors import has_secret
 from bandpo_cli.metric_names import is_clock_metric
 
@@ -20,24 +28,24 @@ class TrackingConfig(Section):
     mlflow: bool = True
     """Send metrics, params and files to MLflow as well."""
 
-    uri: str | None = Field(None, min_length=1)
+    uri: NotEmpty | None = None
     """The MLflow server (an http address) or database. null: the environment variable MLFLOW_TRACKING_URI, and
     without it the SQLite file mlflow.db in the runs folder."""
 
     experiment: str = Field("bandpo", min_length=1, max_length=500)
     """The MLflow experiment of the run."""
 
-    parent: str | None = Field(None, min_length=1)
+    parent: NotEmpty | None = None
     """The MLflow parent run; a sweep sets it to its own run."""
 
     @field_validator("uri")
     @classmethod
     def _check_no_password(cls, uri: str | None) -> str | None:
-        """Raise ValueError for a password or a token: the config.yaml of a run is copied, shared and uploaded."""
-        if uri is not None and has_secret(uri):
-            raise ValueError(
-                "it may contain a password, which the run folder would store; set MLFLOW_TRACKING_URI instead"
-            )
+        """Refuse a password and a token: the config.yaml of a run is copied, shared and uploaded."""
+        problem = (
+            "it may contain a password, which the run folder would store; set MLFLOW_TRACKING_URI instead"
+        )
+        require(uri is None or not has_secret(uri), problem)
         return uri
 
 
@@ -61,9 +69,7 @@ class LoraSettings(Section):
 
     def describe(self) -> str:
         """Return rank, alpha and target layers in one line."""
-        targets = "all linear layers but the output layer"
-        if self.target_modules is not None:
-            targets = ", ".join(self.target_modules)
+        targets = ", ".join(self.target_modules or ["all linear layers but the output layer"])
         return f"of rank {self.rank}, alpha {self.scaling * self.rank:g}, on {targets}"
 
 
@@ -72,7 +78,7 @@ class ModelConfig(Section):
 
     path: str = EMBEDDED_MODEL
     """A Hugging Face folder or hub id; `embedded` is the small model that ships with the package."""
-    revision: str | None = Field(None, min_length=1)
+    revision: NotEmpty | None = None
     """The revision (branch, tag or commit) of a model on the hub; null for the latest."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The dtype of forward and backward passes; `auto` is bfloat16 on a CUDA GPU and float32 elsewhere, and a run
@@ -80,7 +86,7 @@ class ModelConfig(Section):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "varlen"] = "auto"
     """Attention kernels; `auto` is PyTorch's own (sdpa). `varlen` is sdpa for sampling, and for training the
     FlashAttention kernels in torch, which need no padding; it needs a GPU and bfloat16."""
-    gradient_checkpointing: bool | Literal["auto"] = False
+    gradient_checkpointing: Literal[True, False, "auto"] = False
     """Recompute activations in the backward pass: less memory, about a third more time. `auto`, the default of tasks
     for language models, is true on a GPU for architectures that support it."""
     prompts: Literal["auto", "chat", "raw"] = "auto"
@@ -118,18 +124,18 @@ class GradingConfig(Section):
 class RewardConfig(Section):
     """The reward of a graded completion."""
 
-    correct: Annotated[float, Field(allow_inf_nan=False)] = 1.0
-    wrong: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    correct: FiniteFloat = 1.0
+    wrong: FiniteFloat = 0.0
     """The paper's rewards are 1 and −1. A grader's partial credit is interpolated linearly between the two."""
-    overlong_buffer: Annotated[int, Field(ge=0)] = 0
+    overlong_buffer: NonNegativeInt = 0
     """Soft over-long penalty (DAPO): over this many tokens before sampling.max_tokens the reward falls linearly by
     `overlong_penalty`; 0 for none."""
     overlong_penalty: NotNegative = 1.0
 
     @model_validator(mode="after")
-    def _check_correct_above_wrong(self) -> RewardConfig:
-        if self.correct <= self.wrong:
-            raise ValueError(f"correct = {self.correct:g} must be more than wrong = {self.wrong:g}")
+    def _check_correct_above_wrong(self) -> Self:
+        correct, wrong = self.correct, self.wrong
+        require(correct > wrong, f"correct = {correct:g} must be more than wrong = {wrong:g}")
         return self
 
 
@@ -161,38 +167,39 @@ class ObjectiveConfig(Section):
     metrics `sampler/` are those of all tokens, and not only of those whose log-probs the loss needs."""
 
     @model_validator(mode="after")
-    def _check_importance(self) -> ObjectiveConfig:
-        floor, cap = self.importance_floor, self.importance_cap
+    def _check_importance(self) -> Self:
+        floor, cap, chosen = self.importance_floor, self.importance_cap, f"importance = {self.importance!r}"
         if "mask" not in self.importance:
-            if floor is not None:
-                raise ValueError(
-                    f"importance_floor = {floor:g} has no effect with importance = {self.importance!r}; "
-                    "set importance to token-mask, sequence-mask or sequence-mask-any, or leave it out"
-                )
+            require(
+                floor is None,
+                f"importance_floor = {floor} has no effect with {chosen}; set importance to token-mask, sequence-mask "
+                "or sequence-mask-any, or leave it out",
+            )
             return self
-        if cap is None:
-            raise ValueError(
-                f"importance = {self.importance!r} needs importance_cap, the largest weight; "
-                "importance_cap = null is no correction"
-            )
+        needs = f"{chosen} needs importance_cap, the largest weight; importance_cap = null is no correction"
+        require(cap is not None, needs)
+        assert cap is not None
         lowest = 1 / cap if floor is None else floor
-        if not lowest < cap or not lowest <= 1 <= cap:
-            raise ValueError(
-                f"importance = {self.importance!r} keeps the weights in [{lowest:g}, {cap:g}]; take importance_floor "
-                "≤ 1 ≤ importance_cap, so that a token on which sampler and trainer agree is kept"
-            )
+        require(
+            lowest <= 1 <= cap and lowest < cap,
+            f"{chosen} keeps the weights in [{lowest:g}, {cap:g}]; take importance_floor ≤ 1 ≤ importance_cap, so that "
+            "a token on which sampler and trainer agree is kept",
+        )
         return self
+
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimConfig(Section):
     """AdamW, its schedule, and the split of a batch into updates."""
 
     lr: Annotated[float, Field(gt=0, le=1e30)] = 5e-5
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.0
     max_grad_norm: Positive | None = 1.0
-    warmup_steps: Annotated[int, Field(ge=0)] = 5
+    warmup_steps: NonNegativeInt = 5
     """Number of updates over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     updates: PositiveInt = 4
@@ -200,7 +207,7 @@ class OptimConfig(Section):
     micro_batch_tokens: PositiveInt = 16384
     """Maximum number of tokens in one forward pass, packed without padding; an update accumulates its gradient over as
     many passes as necessary."""
-    max_skips: Annotated[int, Field(ge=0)] = 0
+    max_skips: NonNegativeInt = 0
     """Maximum number of consecutive updates that are skipped because a loss, gradient or log-prob is not finite; 0
     stops the run at the first. A skipped update changes no weights; the schedule continues."""
 
@@ -208,7 +215,7 @@ class OptimConfig(Section):
 class EvaluationConfig(Section):
     """Evaluation on held-out problems during training."""
 
-    every: Annotated[int, Field(ge=0)] = 20
+    every: NonNegativeInt = 20
     """Steps between evaluations, the start and the end always included; 0 disables evaluation."""
     problems: PositiveInt | None = 128
     """Maximum number of problems of each evaluation set; null for all."""
@@ -224,19 +231,13 @@ class EvaluationConfig(Section):
     its progress once per batch: a smaller one shows it sooner on a CPU. A problem keeps its random numbers."""
 
     @model_validator(mode="after")
-    def _check_k_within_samples(self) -> EvaluationConfig:
-        if any(k > self.samples for k in self.k):
-            raise ValueError(
-                f"k = {max(self.k)} needs at least as many samples; evaluation.samples is {self.samples}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_greedy_samples(self) -> EvaluationConfig:
-        if self.temperature == 0 and self.samples > 1:
-            raise ValueError(
-                f"temperature = 0 gives the same completion each time; take samples = 1 instead of {self.samples}"
-            )
+    def _check_samples(self) -> Self:
+        most, n = max(self.k, default=1), self.samples
+        require(most <= n, f"k = {most} needs at least as many samples; evaluation.samples is {n}")
+        require(
+            self.temperature or n == 1,
+            f"temperature = 0 gives the same completion each time; take samples = 1 instead of {n}",
+        )
         return self
 
 
@@ -246,11 +247,11 @@ class CheckpointConfig(Section):
     The last step is always written and always kept. `keep_last` and `keep_best` add up.
     """
 
-    every: Annotated[int, Field(ge=0)] = 10
+    every: NonNegativeInt = 10
     """Steps between checkpoints; 0 writes the last one only, and an interrupted run then starts over."""
     keep_last: PositiveInt | None = 2
     """Number of most recent checkpoints that are kept; null for all."""
-    keep_best: Annotated[int, Field(ge=0)] = 1
+    keep_best: NonNegativeInt = 1
     """Number of best checkpoints that are kept in addition; 0 for none. Only a step with both an evaluation and a
     checkpoint can be one."""
     best_metric: str | None = None
@@ -263,11 +264,11 @@ class CheckpointConfig(Section):
     @field_validator("best_metric")
     @classmethod
     def _check_best_metric(cls, key: str | None) -> str | None:
-        if key is not None and ("/" not in key or is_clock_metric(key)):
-            raise ValueError(
-                "it must be a key of metrics.jsonl that measures the policy, such as train/accuracy or "
-                "eval/countdown/pass_at_4"
-            )
+        require(
+            key is None or ("/" in key and not is_clock_metric(key)),
+            "it must be a key of metrics.jsonl that measures the policy, such as train/accuracy or "
+            "eval/countdown/pass_at_4",
+        )
         return key
 
 
@@ -293,11 +294,11 @@ class RunConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     steps: PositiveInt = 100
     model: ModelConfig = ModelConfig()
-    task: Annotated[TaskSettings, TASK_CHOICE] = CountdownTask()
+    task: SerializeAsAny[TaskSettings] = CountdownTask()
     sampling: SamplingConfig = SamplingConfig()
     grading: GradingConfig = GradingConfig()
     reward: RewardConfig = RewardConfig()
-    bounds: Annotated[MethodSettings, METHOD_CHOICE] = BandSettings()
+    bounds: SerializeAsAny[MethodSettings] = BandSettings()
     """The method, that is the policy loss. Most methods bound the ratio; some methods under this key have no bounds."""
     objective: ObjectiveConfig = ObjectiveConfig()
     optim: OptimConfig = OptimConfig()
@@ -306,32 +307,26 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")
-    def _check_batch_divides(self) -> RunConfig:
+    def _check_sections_agree(self) -> Self:
         prompts, updates = self.sampling.prompts, self.optim.updates
-        if prompts % updates:
-            raise ValueError(
-                f"sampling.prompts = {prompts} cannot be split evenly into optim.updates = {updates}; "
-                f"take prompts = {max(1, prompts // updates) * updates} or another number of updates"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_lag_is_corrected(self) -> RunConfig:
-        if self.sampling.max_lag and self.objective.old_logprobs != "trainer":
-            raise ValueError(
-                f"sampling.max_lag = {self.sampling.max_lag}: the ratio of each token starts from the weights of its "
-                "step, so objective.old_logprobs must be 'trainer'"
-            )
-        if self.sampling.max_lag and self.objective.importance_cap is None:
-            raise ValueError(
-                f"sampling.max_lag = {self.sampling.max_lag}: completions are samples of older weights, which the "
-                "importance correction accounts for; set objective.importance_cap, such as 2.0"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_overlong_buffer(self) -> RunConfig:
+        require(
+            prompts % updates == 0,
+            f"sampling.prompts = {prompts} cannot be split evenly into optim.updates = {updates}; "
+            f"take prompts = {max(1, prompts // updates) * updates} or another number of updates",
+        )
+        lag, objective = self.sampling.max_lag, self.objective
+        require(
+            not lag or objective.old_logprobs == "trainer",
+            f"sampling.max_lag = {lag}: the ratio of each token starts from the weights of its step, so "
+            "objective.old_logprobs must be 'trainer'",
+        )
+        require(
+            not lag or objective.importance_cap is not None,
+            f"sampling.max_lag = {lag}: completions are samples of older weights, which the importance correction "
+            "accounts for; set objective.importance_cap, such as 2.0",
+        )
         buffer, most = self.reward.overlong_buffer, self.sampling.max_tokens
-        if buffer > most:
-            raise ValueError(f"reward.overlong_buffer = {buffer} must be within sampling.max_tokens = {most}")
+        require(
+            buffer <= most, f"reward.overlong_buffer = {buffer} must be within sampling.max_tokens = {most}"
+        )
         return self

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
-from bandpo_cli.config.section import Positive, Section, check_known
-from bandpo_cli.errors import ConfigError
+from bandpo_cli.config.section import Positive, Section, require
+from bandpo_cli.errors import ConfigError, unknown_choice
 from bandpo_cli.registries import ENGINES
 
 AUTO_ENGINE = "auto"
 
 
-def check_engine_name(name: object) -> str:
-    """Return `auto` or the name of an engine; raise pydantic's error with the nearest name otherwise."""
-    return check_known(name, [AUTO_ENGINE, *ENGINES])
+def _check_engine_name(name: str) -> str:
+    names = [AUTO_ENGINE, *ENGINES]
+    require(name in names, unknown_choice(name, names))
+    return name
 
 
 class VllmConfig(Section):
@@ -42,7 +43,7 @@ class VllmConfig(Section):
 class SamplingConfig(Section):
     """Sampling of the batch of rollouts of one step."""
 
-    engine: Annotated[str, BeforeValidator(check_engine_name)] = AUTO_ENGINE
+    engine: Annotated[str, AfterValidator(_check_engine_name)] = AUTO_ENGINE
     """`auto` is vllm where it is installed and there is a GPU, else transformers."""
     prompts: PositiveInt = 64
     """Prompts per step (P)."""
@@ -72,22 +73,22 @@ class SamplingConfig(Section):
     vllm: VllmConfig = VllmConfig()
 
     @model_validator(mode="after")
-    def _check_engine_process_has_one_gpu(self) -> SamplingConfig:
-        if self.max_lag and self.vllm.tensor_parallel > 1:
-            raise ValueError(
-                f"max_lag = {self.max_lag}: the engine process of a rank has one GPU, so vllm.tensor_parallel = "
-                f"{self.vllm.tensor_parallel} must be 1"
+    def _check_engine_and_distribution(self) -> Self:
+        require(
+            not self.max_lag or self.vllm.tensor_parallel == 1,
+            f"max_lag = {self.max_lag}: the engine process of a rank has one GPU, so vllm.tensor_parallel = "
+            f"{self.vllm.tensor_parallel} must be 1",
+        )
+        for name, value, untruncated in (
+            ("top_p", self.top_p, 1),
+            ("top_k", self.top_k, 0),
+            ("min_p", self.min_p, 0),
+        ):
+            require(
+                value == untruncated,
+                f"{name} = {value}: truncated sampling is refused for training: the ratio π/π_old needs π_old to be "
+                f"the full distribution that the loss differentiates; leave it at {untruncated}",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_not_truncated(self) -> SamplingConfig:
-        for name, untruncated in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-            if getattr(self, name) != untruncated:
-                raise ValueError(
-                    f"{name} = {getattr(self, name)}: truncated sampling is refused for training: the ratio π/π_old "
-                    f"needs π_old to be the full distribution that the loss differentiates; leave it at {untruncated:g}"
-                )
         return self
 
 

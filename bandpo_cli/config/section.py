@@ -1,86 +1,138 @@
-"""Base class of the settings sections, and sections whose class a tag chooses."""
+"""Base classes of the settings sections: plain sections, and sections whose class a tag chooses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Annotated, Any, Union
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, TypeAdapter
-from pydantic.fields import FieldInfo
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
+from pydantic_core import PydanticCustomError
 
-from bandpo_cli.errors import unknown_choice
+from bandpo_cli.errors import nearest, unknown_choice
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+NotEmpty = Annotated[str, Field(min_length=1)]
+
+SETTINGS_ELSEWHERE = {
+    "bounds.eps_high": "clip_ratio clip_ratio_high epsilon_high",
+    "bounds.eps_low": "clip_ratio_low epsilon",
+    "checkpoint.every": "save_freq save_steps",
+    "evaluation.every": "eval_steps test_freq",
+    "evaluation.k": "k",
+    "model.gradient_checkpointing": "gradient_checkpointing",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.rank": "lora_r lora_rank",
+    "model.lora.target_modules": "lora_target_modules",
+    "model.path": "model_name_or_path",
+    "objective.advantage_std": "scale_rewards",
+    "objective.aggregation": "loss_agg_mode loss_type",
+    "objective.dual_clip": "clip_ratio_c",
+    "objective.reference_kl": "beta kl_coef kl_loss_coef",
+    "optim.lr": "learning_rate lr",
+    "optim.max_grad_norm": "grad_clip max_grad_norm",
+    "optim.micro_batch_tokens": "gradient_accumulation_steps per_device_train_batch_size",
+    "optim.schedule": "lr_scheduler_type",
+    "optim.updates": "num_iterations ppo_epochs ppo_mini_batch_size",
+    "optim.warmup_steps": "warmup_steps",
+    "optim.weight_decay": "weight_decay",
+    "sampling.max_prompt_tokens": "max_prompt_length",
+    "sampling.max_tokens": "max_completion_length max_new_tokens max_response_length max_tokens",
+    "sampling.prompts": "batch_size train_batch_size",
+    "sampling.samples": "group_size n num_generations rollout_n",
+    "sampling.temperature": "temperature",
+    "sampling.top_p": "top_p",
+    "steps": "epochs max_steps num_train_epochs total_epochs total_training_steps",
+    "tracking.mlflow": "report_to",
+}
+"""The names of settings in TRL's GRPOConfig, verl's trainer settings, and flags that people try."""
+
+_MAX_PEERS = 7
+"""Methods or tasks that an error lists as having a setting."""
 
 
 class Section(BaseModel):
     """Frozen settings: unknown keys are an error, and the attributes' docstrings are their descriptions."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, values: Any) -> Any:
+        if isinstance(values, Section):
+            return values
+        return _check_keys(cls, values)
 
 
-class Choice:
-    """Validates a section whose class is chosen by a tag, from a table that may grow at run time.
+class TaggedSection(Section):
+    """Base class of settings whose class is chosen by the value of one key, from a table that may grow at run time.
 
-    It is part of a field's annotation, `bounds: Annotated[MethodSettings, Choice(classes, "method")]`. The errors are
-    those of pydantic's tagged unions: their location contains the tag, as in ("bounds", "band", "delta").
+    A direct subclass is the type of the field in `RunConfig`; its subclasses are the entries of the table.
+
+    Attributes:
+        tag: the name of the key.
+        default: its value in a section without it.
     """
 
-    def __init__(self, classes: Callable[[], Mapping[str, type[Section]]], tag: str) -> None:
-        """Choose from `classes()`, by the value of the field `tag`."""
-        self.classes = classes
-        self.tag = tag
-        self._built_for: tuple[tuple[str, type[Section]], ...] = ()
-        self._adapter: TypeAdapter[Any] | None = None
+    tag: ClassVar[str]
+    default: ClassVar[str]
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        """Return the schema that pydantic validates the field with."""
-        return core_schema.no_info_plain_validator_function(self._validate)
+    @classmethod
+    def classes(cls) -> Mapping[str, type[Self]]:
+        """Return the class for each value of the tag."""
+        raise NotImplementedError
 
-    def _validate(self, value: Any) -> Any:
-        if not isinstance(value, (dict, Section)):
-            raise PydanticCustomError(
-                "model_attributes_type", "Input should be a valid dictionary or object to extract fields from"
-            )
-        classes = self.classes()
-        name = self._tag_of(value)
-        if name is None and (not isinstance(value, dict) or self.tag not in value):
-            raise PydanticCustomError(
-                "union_tag_not_found",
-                "Unable to extract tag using discriminator '{discriminator}'",
-                {"discriminator": self.tag},
-            )
-        if not isinstance(name, str) or name not in classes:
-            raise PydanticCustomError(
-                "union_tag_invalid",
-                "Input tag '{tag}' does not match any of the expected tags: {expected_tags}",
-                {"discriminator": self.tag, "tag": str(name), "expected_tags": ", ".join(classes)},
-            )
-        return self._adapter_for(classes).validate_python(value)
+    @classmethod
+    def kind_of(cls, section: Mapping[str, Any]) -> Any:
+        """Return the tag of a section as the user wrote it, whatever it is."""
+        return section.get(cls.tag, cls.default)
 
-    def _adapter_for(self, classes: Mapping[str, type[Section]]) -> TypeAdapter[Any]:
-        """Return the validator of the tagged union of `classes`, built again after an entry was registered."""
-        table = tuple(classes.items())
-        if self._adapter is None or table != self._built_for:
-            members = tuple(Annotated[cls, Tag(name)] for name, cls in table)
-            union: Any = Annotated[Union[members], Discriminator(self._tag_of)]  # noqa: UP007 (a run-time tuple)
-            self._adapter = TypeAdapter(union)
-            self._built_for = table
-        return self._adapter
-
-    def _tag_of(self, value: Any) -> Any:
-        return value.get(self.tag) if isinstance(value, dict) else getattr(value, self.tag, None)
+    @model_validator(mode="wrap")
+    @classmethod
+    def _choose_class(cls, values: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if TaggedSection not in cls.__bases__ or not isinstance(values, dict):
+            return handler(values)
+        kind, classes = cls.kind_of(values), cls.classes()
+        if not isinstance(kind, str) or kind not in classes:
+            raise key_error(cls.tag, f" = {kind!r}: {unknown_choice(kind, classes)}")
+        _check_keys(classes[kind], values, f" of '{kind}'", classes)
+        return classes[kind].model_validate({**values, cls.tag: kind})
 
 
-def choice_of(field: FieldInfo) -> Choice | None:
-    """Return the choice that a field of a section is, None for any other field."""
-    return next((item for item in field.metadata if isinstance(item, Choice)), None)
+def require(holds: object, problem: str) -> None:
+    """Raise ValueError, which pydantic reports with the key of the section or field, unless `holds` is true."""
+    if not holds:
+        raise ValueError(problem)
 
 
-def check_known(value: Any, allowed: Collection[str]) -> str:
-    """Return `value` if it is one of `allowed`; raise a pydantic error that lists them otherwise."""
-    if isinstance(value, str) and value in allowed:
-        return value
-    raise PydanticCustomError("unknown_name", "{message}", {"message": unknown_choice(value, allowed)})
+def key_error(key: object, problem: str) -> PydanticCustomError:
+    """Return an error about a key of the section that is validated; `problem` continues the path of the key."""
+    return PydanticCustomError("key", "{key}{problem}", {"key": str(key), "problem": problem})
+
+
+def _check_keys(
+    cls: type[Section], values: Any, of: str = "", peers: Mapping[str, type[Section]] = {}
+) -> Any:
+    """Return `values` if they are a mapping of settings of `cls`; `peers` are the classes in place of it."""
+    known = cls.model_fields
+    if not isinstance(values, dict):
+        raise PydanticCustomError(
+            "section", "a section is expected here, with keys below it: {known}", {"known": ", ".join(known)}
+        )
+    for key in (key for key in values if key not in known):
+        meant = setting_for(str(key))
+        near = f" (did you mean '{meant}'?)" if meant else nearest(str(key), known)
+        having = [peer for peer, settings in peers.items() if key in settings.model_fields]
+        more = f" and {len(having) - _MAX_PEERS} more" if len(having) > _MAX_PEERS else ""
+        elsewhere = f"; a setting of {', '.join(having[:_MAX_PEERS])}{more}" if having else ""
+        raise key_error(key, f": no such setting{of}{near}; known: {', '.join(known)}{elsewhere}")
+    return values
+
+
+def setting_for(name: str) -> str | None:
+    """Return the setting that a flag or key of another trainer stands for; None where there is none.
+
+    `--learning-rate`, `learning_rate` and `actor.learning_rate` are the same name.
+    """
+    word = name.lstrip("-").replace("-", "_").rpartition(".")[2].lower()
+    return next((key for key, names in SETTINGS_ELSEWHERE.items() if word in names.split()), None)

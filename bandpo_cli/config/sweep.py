@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from bandpo_cli.config.section import Section
+from bandpo_cli.config.section import Section, require
 
 Settings = dict[str, Any]
 """Settings by dotted name, as in `--set`: {"bounds.delta": 0.05}."""
@@ -42,34 +42,24 @@ class SweepConfig(Section):
     @classmethod
     def _check_axes(cls, axes: dict[str, list[Any]]) -> dict[str, list[Any]]:
         for key, values in axes.items():
-            if key == "seed":
-                raise ValueError("seeds are a separate axis: put them in `seeds`")
-            if not values:
-                raise ValueError(f"the axis '{key}' is empty; give it values, or remove it")
+            require(key != "seed", "seeds are a separate axis: put them in `seeds`")
+            require(values, f"the axis '{key}' is empty; give it values, or remove it")
             _check_unique(f"the axis '{key}'", values)
         return axes
 
     @model_validator(mode="after")
-    def _check_seeds(self) -> SweepConfig:
-        if not self.seeds:
-            raise ValueError("seeds: give at least one")
+    def _check_seeds_and_variants(self) -> Self:
+        require(self.seeds, "seeds: give at least one")
         _check_unique("seeds:", self.seeds)
-        return self
-
-    @model_validator(mode="after")
-    def _check_tuned_on(self) -> SweepConfig:
         given = [name for name in ("axes", "arms", "exclude", "recorded") if getattr(self, name)]
-        if self.tuned_on is not None and given:
-            raise ValueError(
-                f"{given[0]}: the variants are those of tuned_on = {self.tuned_on}; remove one of the two"
-            )
+        require(
+            self.tuned_on is None or not given,
+            f"{''.join(given[:1])}: the variants are those of tuned_on = {self.tuned_on}; remove one of the two",
+        )
         return self
 
 
 def _check_unique(what: str, values: Any) -> None:
     """Raise ValueError, which begins with `what`, if a value occurs twice. Values need not be hashable."""
-    seen: list[Any] = []
-    for value in values:
-        if value in seen:
-            raise ValueError(f"{what} has {value!r} twice")
-        seen.append(value)
+    for index, value in enumerate(values):
+        require(value not in values[:index], f"{what} has {value!r} twice")

@@ -7,9 +7,9 @@ entry in `registries.TASKS`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from bandpo_cli.config.sampling import is_installed
-from bandpo_cli.config.section import Choice, Section, check_known
+from bandpo_cli.config.section import NotEmpty, Section, TaggedSection, require
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.registries import (
@@ -43,8 +43,11 @@ LABEL_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """The suffixes of the local files that can be read."""
 
-DatasetName = Annotated[str, BeforeValidator(lambda name: check_known(name, DATASETS))]
+DatasetName = Annotated[str, AfterValidator(DATASETS.check_name)]
 GraderName = Annotated[str, AfterValidator(GRADERS.check_name)]
+Label = Annotated[str, Field(pattern=LABEL_PATTERN, max_length=60)]
+AsList = BeforeValidator(lambda value: [value] if isinstance(value, (str, dict)) else value)
+"""A single item need not be in a list."""
 
 
 class Fields(Section):
@@ -72,7 +75,7 @@ class Source(Section):
     """A known data set: its hub id, its fields and the form of its answers are known. With `path` as well, that
     file is read instead (a local copy)."""
 
-    path: str | None = Field(None, min_length=1)
+    path: NotEmpty | None = None
     """A local .jsonl, .json, .csv or .parquet file, or a data set's id on the Hugging Face hub."""
 
     subset: str | None = None
@@ -92,7 +95,7 @@ class Source(Section):
     grader: GraderName | None = None
     """Grader of this source's answers; null: the data set's own, `math` for any other source."""
 
-    label: str | None = Field(None, pattern=LABEL_PATTERN, max_length=60)
+    label: Label | None = None
     """Its name in metrics; by default the name of the data set, or of the file without its suffix."""
 
     @model_validator(mode="before")
@@ -104,17 +107,8 @@ class Source(Section):
 
     @model_validator(mode="after")
     def _check_has_location(self) -> Source:
-        if self.name is None and self.path is None:
-            raise ValueError(f"give it a name ({', '.join(DATASETS)}) or a path")
+        require(self.name or self.path, f"give it a name ({', '.join(DATASETS)}) or a path")
         return self
-
-
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, (str, dict)) else value
-
-
-Sources = Annotated[tuple[Source, ...], BeforeValidator(_as_list)]
-"""Several sources; a single one need not be in a list."""
 
 
 TEMPLATES = {
@@ -133,19 +127,18 @@ TEMPLATES = {
 
 def check_template(template: str) -> str:
     """Return a known name, or a text with {question} in it; raise ValueError with the nearest name otherwise."""
-    if template in TEMPLATES or "{question}" in template:
-        return template
-    raise ValueError(
+    require(
+        template in TEMPLATES or "{question}" in template,
         f"no template of that name{nearest(template, TEMPLATES)}; known: {', '.join(TEMPLATES)}, "
-        "or a custom text that contains {question}"
+        "or a custom text that contains {question}",
     )
+    return template
 
 
 def check_slot(template: str) -> str:
     """Return a template with {question} in it; raise ValueError for any other text."""
-    if "{question}" in template:
-        return template
-    raise ValueError("the template needs {question} in the place of the question")
+    require("{question}" in template, "the template needs {question} in the place of the question")
+    return template
 
 
 class RewardComponent(Section):
@@ -157,7 +150,7 @@ class RewardComponent(Section):
     weight: float = Field(1.0, allow_inf_nan=False)
     """Factor of its reward in the sum: negative for a penalty, 0 to record its values without training on them."""
 
-    name: str | None = Field(None, pattern=LABEL_PATTERN, max_length=60)
+    name: Label | None = None
     """Its name in metrics; by default the grader or its function, and `answer` for the task's own grader."""
 
     @model_validator(mode="before")
@@ -171,17 +164,23 @@ class RewardComponent(Section):
         return self.name or ("answer" if self.grader is None else self.grader.rpartition(":")[2])
 
 
-class TaskSettings(Section):
+class TaskSettings(TaggedSection):
     """Base class of the settings of a task."""
+
+    tag = "name"
+    default = "countdown"
 
     name: str
 
-    rewards: Annotated[
-        tuple[RewardComponent, ...] | None,
-        BeforeValidator(lambda rewards: [rewards] if isinstance(rewards, (str, dict)) else rewards),
-    ] = None
+    rewards: Annotated[tuple[RewardComponent, ...] | None, AsList] = None
     """Several rewards, whose weighted sum is trained on. The first one decides which answers are correct, in training
     and in evaluations. null: the reward of the answers' grader."""
+
+    @classmethod
+    def classes(cls) -> Mapping[str, type[Self]]:
+        """Return the settings class for each value of `task.name`, the names of the data sets included."""
+        names = (*generated_tasks(), DATA_TASK, *DATASETS)
+        return {name: load_attribute(TASKS[task_kind(name)].settings) for name in names}
 
     @property
     def title(self) -> str:
@@ -195,21 +194,20 @@ class TaskSettings(Section):
     ) -> tuple[RewardComponent, ...] | None:
         if rewards is None:
             return None
-        if not rewards:
-            raise ValueError(
-                "the list is empty; name at least one grader, or use null for the grader of the task"
-            )
-        if any(reward.grader is None for reward in rewards[1:]):
-            raise ValueError("each entry but the first needs a grader")
-        if rewards[0].grader is not None and "grader" not in cls.model_fields:
-            raise ValueError(
-                "this task has a fixed grader, which must be the first entry; remove `grader` from the first entry"
-            )
+        require(
+            rewards, "the list is empty; name at least one grader, or use null for the grader of the task"
+        )
+        require(all(reward.grader for reward in rewards[1:]), "each entry but the first needs a grader")
+        require(
+            rewards[0].grader is None or "grader" in cls.model_fields,
+            "this task has a fixed grader, which must be the first entry; remove `grader` from the first entry",
+        )
         labels = [reward.label for reward in rewards]
-        if repeated := next((label for label in labels if labels.count(label) > 1), None):
-            raise ValueError(f"two entries have the name '{repeated}'; give each a different `name`")
-        if all(reward.weight == 0 for reward in rewards):
-            raise ValueError("every weight is 0, so there is no reward to train on")
+        repeated = next((label for label in labels if labels.count(label) > 1), None)
+        require(repeated is None, f"two entries have the name '{repeated}'; give each a different `name`")
+        require(
+            any(reward.weight for reward in rewards), "every weight is 0, so there is no reward to train on"
+        )
         return rewards
 
 
@@ -220,38 +218,36 @@ class CountdownTask(TaskSettings):
     """
 
     name: Literal["countdown"] = "countdown"
-    numbers: int = Field(4, ge=2, le=5, description="count of the numbers in a problem")
-    max_number: int = Field(9, ge=2, le=10, description="numbers are sampled from 1 to this")
-    min_target: int = Field(0, ge=0, le=999, description="smallest target")
-    max_target: int = Field(
-        99, ge=0, le=999, description="largest target; 4 numbers up to 9 reach 36 without a *"
-    )
-    heldout_fraction: float = Field(
-        0.1,
-        gt=0,
-        le=0.1,
-        description="share of the problems held out for evaluation; at most 0.1, because the bundled model "
-        "was warm-started on the other nine tenths",
-    )
+    numbers: int = Field(4, ge=2, le=5)
+    """Count of the numbers in a problem."""
+    max_number: int = Field(9, ge=2, le=10)
+    """Numbers are sampled from 1 to this."""
+    min_target: int = Field(0, ge=0, le=999)
+    """The smallest target."""
+    max_target: int = Field(99, ge=0, le=999)
+    """The largest target; 4 numbers up to 9 reach 36 without a *."""
+    heldout_fraction: float = Field(0.1, gt=0, le=0.1)
+    """Share of the problems held out for evaluation; at most 0.1, because the bundled model was warm-started on the
+    other nine tenths."""
 
 
 class DataTask(TaskSettings):
     """Questions with reference answers, from known data sets, the hub or local files."""
 
-    name: Annotated[str, BeforeValidator(lambda name: check_known(name, [DATA_TASK, *DATASETS]))]
+    name: str
     """A known data set, with its own train and evaluation parts; or `data`, which takes all from `train`."""
 
-    train: Sources = ()
+    train: Annotated[tuple[Source, ...], AsList] = ()
     """The sources of the training problems, all mixed. Empty: the train part of the data set `name`."""
 
-    heldout: Sources = ()
+    heldout: Annotated[tuple[Source, ...], AsList] = ()
     """Evaluation sets, each scored separately as eval/<its label>/... Empty: the evaluation part of the data set
     `name`; where it has none, `heldout_fraction` of the training problems."""
 
     heldout_fraction: float = Field(0.05, gt=0, lt=1)
     """Share of the training problems held out for evaluation where no evaluation set is named (chosen by a hash)."""
 
-    revisions: dict[str, Annotated[str, Field(min_length=1)]] = Field(default_factory=dict)
+    revisions: dict[str, NotEmpty] = Field(default_factory=dict)
     """The revision (branch, tag or commit) of data sets on the hub, by their id; the latest of those not named."""
 
     template: Annotated[str, AfterValidator(check_template)] = "answer-line"
@@ -267,11 +263,12 @@ class DataTask(TaskSettings):
 
     @model_validator(mode="after")
     def _check_one_grader(self) -> DataTask:
-        if self.grader is not None and self.rewards is not None and self.rewards[0].grader is not None:
-            raise ValueError(
-                f"grader = '{self.grader}' and the first of the rewards, '{self.rewards[0].grader}', both grade the "
-                "answers; leave one of them out"
-            )
+        first = self.rewards[0].grader if self.rewards else None
+        require(
+            not self.grader or not first,
+            f"grader = '{self.grader}' and the first of the rewards, '{first}', both grade the answers; leave one of "
+            "them out",
+        )
         return self
 
     @property
@@ -305,7 +302,7 @@ class ReasoningGymTask(TaskSettings):
 
     name: Literal["reasoning-gym"] = "reasoning-gym"
 
-    names: Annotated[tuple[str, ...], BeforeValidator(lambda names: _as_tuple(names))] = ()
+    names: Annotated[tuple[str, ...], AsList] = ()
     """The generators, all mixed for training; each is a separate evaluation set, eval/<its name>/..."""
 
     size: PositiveInt = 500
@@ -330,10 +327,6 @@ class ReasoningGymTask(TaskSettings):
     """The user message, with {question} in the place of the question."""
 
 
-def _as_tuple(names: Any) -> Any:
-    return (names,) if isinstance(names, str) else names
-
-
 LANGUAGE_MODEL_DEFAULTS: dict[str, Any] = {
     "model": {"gradient_checkpointing": "auto"},
     # The logits of 2,048 sequences and vLLM's counts of their tokens take 6 GiB with a vocabulary of 152k.
@@ -343,19 +336,6 @@ LANGUAGE_MODEL_DEFAULTS: dict[str, Any] = {
 }
 """Defaults for worked answers of a language model. Those of the settings classes are for countdown and a model of a
 million parameters."""
-
-
-def task_names() -> tuple[str, ...]:
-    """Return all values of `task.name`, the names of the data sets included."""
-    return (*generated_tasks(), DATA_TASK, *DATASETS)
-
-
-def _task_class(name: str) -> type[TaskSettings]:
-    cls: type[TaskSettings] = load_attribute(TASKS[task_kind(name)].settings)
-    return cls
-
-
-TASK_CHOICE = Choice(lambda: {name: _task_class(name) for name in task_names()}, "name")
 
 
 def task_from_arguments(texts: Sequence[str]) -> dict[str, Any]:
@@ -372,33 +352,26 @@ def task_from_arguments(texts: Sequence[str]) -> dict[str, Any]:
     tasks = {member[0] for member in members if member}
     if None not in members and len(tasks) == 1:
         return {"name": tasks.pop(), "names": [member[1] for member in members if member]}
-    if len(texts) == 1:
-        return _task_from_argument(texts[0])
-    raise ConfigError(
-        f"--task {' --task '.join(texts)}: one value, or several members of one task; mix data sets with task.train in "
-        "a config file"
-    )
-
-
-def _task_from_argument(text: str) -> dict[str, Any]:
-    path = Path(text)
-    if path.suffix.lower() in FILE_SUFFIXES and not path_exists(user_path(text)):
-        folder = user_path(text).parent
-        names = [item.name for item in folder.glob("*.*")] if path_exists(folder) else []
+    if len(texts) != 1:
+        raise ConfigError(
+            f"--task {' --task '.join(texts)}: one value, or several members of one task; mix data sets with "
+            "task.train in a config file"
+        )
+    (text,) = texts
+    path, is_file = user_path(text), Path(text).suffix.lower() in FILE_SUFFIXES
+    if is_file and not path_exists(path):
+        names = [item.name for item in path.parent.glob("*.*")] if path_exists(path.parent) else []
         raise ConfigError(f"--task {text}: there is no such file{nearest(path.name, names)}")
-    if text not in task_names() and (path.suffix.lower() in FILE_SUFFIXES or path_exists(path)):
+    if is_file or (text not in TaskSettings.classes() and path_exists(Path(text))):
         return {"name": DATA_TASK, "train": [{"path": text}]}
     return {"name": text}
 
 
 def task_defaults(task: Any) -> dict[str, Any]:
-    """Return a layer of defaults for the `task` section as the user wrote it, whatever it is.
-
-    A task that is not named is countdown, the default of `RunConfig.task`.
-    """
-    name = task.get("name", CountdownTask().name) if isinstance(task, dict) else CountdownTask().name
+    """Return a layer of defaults for the `task` section as the user wrote it, whatever it is."""
+    name = TaskSettings.kind_of(task if isinstance(task, dict) else {})
     entry = TASKS.get(task_kind(name)) if isinstance(name, str) else None
-    return {} if entry is None or entry.defaults is None else dict(load_attribute(entry.defaults))
+    return {} if entry is None or entry.defaults is None else load_attribute(entry.defaults)
 
 
 def check_package(name: str) -> None:
@@ -415,6 +388,5 @@ def describe_members(name: str) -> dict[str, str]:
         ConfigError: the package of the task is not installed.
     """
     check_package(name)
-    members = TASKS[name].members
-    assert members is not None, f"the task {name} has no members"
-    return dict(load_attribute(members)())
+    members: dict[str, str] = load_attribute(str(TASKS[name].members))()
+    return members

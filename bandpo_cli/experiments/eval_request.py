@@ -341,7 +341,8 @@ def _sources(tasks: Sequence[str]) -> list[Any]:
     sources: list[Any] = []
     for name in tasks:
         if name in DATASETS:
-            sources += DATASETS[name].evaluation_sets()
+            data = DATASETS[name]
+            sources += data.evaluation if data.eval_split is None else [name]
         elif labels[_label_of(name)] == 1:
             sources.append({"path": name, "label": _label_of(name)})
         else:  # a/test.jsonl and b/test.jsonl are a-test and b-test

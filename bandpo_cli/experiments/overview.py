@@ -17,7 +17,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.metric_names import is_heldout_accuracy
-from bandpo_cli.registries.methods import method_name
+from bandpo_cli.registries import method_name
 from bandpo_cli.storage.checkpoints import complete_checkpoints, record_score
 from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder
 from bandpo_cli.storage.files import file_checksum, is_locked, step_name, step_of

@@ -95,10 +95,7 @@ def plan_sweep(
             changes["seeds"] = _seeds(changes["seeds"])
         config = SweepConfig.model_validate({**config.model_dump(), "axes": replaced, **changes})
     except ValidationError as error:
-        keys = [str(key) for key in error.errors(include_url=False)[0]["loc"]]
-        place = None if written is None else written.locate(keys) or written.where
-        message = validation_message(error, SweepConfig)
-        raise ConfigError(f"{place}: {message}" if place else message) from None
+        raise ConfigError(validation_message(error, [] if written is None else [written])) from None
     return request_from_config(config, layers, runs_dir)
 
 

@@ -30,7 +30,7 @@ from bandpo_cli.sweeps.scheduler import (
     seconds_from_trial,
     total_seconds,
 )
-from bandpo_cli.tracking.names import flat_params, run_tags
+from bandpo_cli.tracking.mirror import flat_params, run_tags
 from bandpo_cli.tracking.store import Store, is_server, run_url, short_error, tracking_store, ui_text
 from bandpo_cli.types import Callback
 

@@ -11,8 +11,7 @@ from itertools import product
 from typing import Any
 
 from bandpo_cli.config.hardware import dtype_on
-from bandpo_cli.config.methods import BandSettings, IntervalSettings
-from bandpo_cli.config.policy_losses import DppoSettings
+from bandpo_cli.config.methods import BandSettings, DppoSettings, IntervalSettings
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.paths import path_exists, user_path
 

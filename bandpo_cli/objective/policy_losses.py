@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from bandpo_cli.bounds.intervals import ClipState, clip_state, ratio_bounds
-from bandpo_cli.config.methods import IntervalSettings, MethodSettings
-from bandpo_cli.config.policy_losses import (
+from bandpo_cli.config.methods import (
     AspoSettings,
     CeGppoSettings,
     CispoSettings,
@@ -28,7 +27,9 @@ from bandpo_cli.config.policy_losses import (
     DrpoSettings,
     GmpoSettings,
     GspoSettings,
+    IntervalSettings,
     KlCovSettings,
+    MethodSettings,
     SapoSettings,
     ToprSettings,
 )

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from bandpo_cli.config.files import parse_yaml
 from bandpo_cli.config.layers import Layer, nest, resolve, split_values
-from bandpo_cli.config.methods import TrustRegionSettings, method_classes
+from bandpo_cli.config.methods import MethodSettings, TrustRegionSettings
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import Settings, SweepConfig
 from bandpo_cli.errors import ConfigError, nearest
@@ -159,7 +159,7 @@ def _variants(
             "exclude: seed: a combination is excluded with all seeds; leave out seeds in `seeds`"
         )
     varying = {key for key, values in sweep.axes.items() if len(values) > 1}
-    fields = {f"bounds.{name}" for method in method_classes().values() for name in method.model_fields}
+    fields = {f"bounds.{name}" for method in MethodSettings.classes().values() for name in method.model_fields}
     arms: dict[RunConfig, tuple[str, str]] = {}
     unused = set(sweep.axes)
     errors: dict[str, ConfigError | None] = {}

@@ -10,8 +10,12 @@ metric can be neither changed nor deleted.
 
 from __future__ import annotations
 
+import getpass
+import json
 import logging
+import math
 import os
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -19,16 +23,31 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
+from bandpo_cli.config.layers import flatten
 from bandpo_cli.errors import redact_credentials
-from bandpo_cli.tracking.names import (
-    MAX_METRICS_PER_BATCH,
-    MAX_PARAMS_PER_BATCH,
-    MAX_TAG_CHARS,
-    finite_metrics,
-)
 from bandpo_cli.tracking.store import KEY_TAG, Store, create_sqlite_store, new_link, read_links, write_link
 
 log = logging.getLogger("bandpo_cli")
+
+MAX_NAME_CHARS = 250
+MAX_PARAM_CHARS = 6000
+MAX_TAG_CHARS = 5000
+MAX_PARAMS_PER_BATCH = 100
+MAX_METRICS_PER_BATCH = 1000
+"""MLflow's limits (mlflow/utils/validation.py); for tags the smaller limit of servers before 2.9."""
+
+FIRST_SECTION = "Main"
+"""Section of MLflow's charts with copies of `FIRST_METRICS`.
+
+MLflow 3.17 makes a section of the charts whose names are equal up to the last `/`, and sorts sections and charts by
+code point, in which capital letters are first. Only names decide: a rearrangement stays in the user's browser.
+"""
+
+FIRST_METRICS = ("train/accuracy", "train/entropy", "train/reward")
+
+_BIN = re.compile(r"(?:clip|gradient)/(.+)/p_([0-9.]+)_([0-9.]+)")
+
+_WORDS = {"@": "_at_", "<": "_lt_", ">": "_gt_", "=": "_eq_", "%": "_pct_", "+": "_plus_"}
 
 _MLFLOW_VARIABLES = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -68,20 +87,13 @@ class MlflowMirror:
         params, tags: those that MLflow has.
     """
 
-    def __init__(self, client: Any, run_id: str, existing: Any = None) -> None:
-        """Wrap the run `run_id`.
-
-        Args:
-            client: an `MlflowClient`.
-            existing: the run as MLflow returned it; None for one that was just created.
-        """
+    def __init__(self, client: Any, run: Any) -> None:
+        """Wrap `run`, as the `MlflowClient` returned it."""
         self._client = client
-        self.run_id = run_id
-        self.status = "RUNNING" if existing is None else str(existing.info.status)
-        self.params: dict[str, str] = {} if existing is None else dict(existing.data.params)
-        self.tags: dict[str, str] = {} if existing is None else dict(existing.data.tags)
-        self._unconfirmed: set[str] = set() if existing is None else set(existing.data.metrics)
-        self._known_values: dict[str, dict[int, float]] = {}
+        self.run_id, self.status = str(run.info.run_id), str(run.info.status)
+        self.params, self.tags = dict(run.data.params), dict(run.data.tags)
+        self._names = set(run.data.metrics)
+        self._histories: dict[str, dict[int, float]] = {}  # values by step, of requested metrics
 
     @classmethod
     def connect(
@@ -100,10 +112,11 @@ class MlflowMirror:
         experiment_id = _experiment_id(client, store)
         # The link is written before the run is created: if the answer is lost, the key finds the run.
         link = new_link(folder, store)
-        created = client.create_run(experiment_id, start_ms, {**tags, KEY_TAG: link.key}, folder.name)
-        run_id = str(created.info.run_id)
-        write_link(folder, replace(link, run_id=run_id, experiment_id=experiment_id))
-        return cls(client, run_id)
+        run = client.create_run(experiment_id, start_ms, {**tags, KEY_TAG: link.key}, folder.name)
+        mirror = cls(client, run)
+        mirror.tags = {}  # `send_tags` counts them
+        write_link(folder, replace(link, run_id=mirror.run_id, experiment_id=experiment_id))
+        return mirror
 
     @classmethod
     def find(cls, store: Store, folder: Path) -> MlflowMirror | None:
@@ -115,26 +128,22 @@ class MlflowMirror:
         for link in sorted(read_links(folder), key=lambda link: not link.is_for(store)):
             linked_id = link.run_id if link.is_for(store) else None
             run_id = linked_id or _run_id_by_key(client, store, link.key)
-            existing = None if run_id is None else _active_run(client, run_id)
-            if run_id is not None and existing is not None:
-                experiment_id = str(existing.info.experiment_id)
+            run = _active_run(client, run_id) if run_id else None
+            if run is not None:
+                experiment_id = str(run.info.experiment_id)
                 if (run_id, experiment_id) != (linked_id, link.experiment_id):
                     link = replace(link, uri=redact_credentials(store.uri), experiment=store.experiment)
                     write_link(folder, replace(link, run_id=run_id, experiment_id=experiment_id))
-                return cls(client, run_id, existing)
+                return cls(client, run)
         return None
-
-    def exists(self) -> bool:
-        """Return whether MLflow still has the run: it may have been deleted, or its database replaced."""
-        return _active_run(self._client, self.run_id) is not None
 
     def send(
         self, records: Iterable[Mapping[str, Any]], clocks: Mapping[int, int], again: bool = False
     ) -> Sent:
-        """Send the values of `records` that the run lacks, in as few calls as MLflow allows.
+        """Send the values of `records` that the run did not have when it was found, in as few calls as MLflow allows.
 
         Args:
-            records: lines of metrics.jsonl: metrics by name, and `step`.
+            records: lines of metrics.jsonl: metrics by name, and `step`; steps that no earlier call has sent.
             clocks: the time of each step, milliseconds since 1970; now for a step that is not in it.
             again: send all values, also where the run has one at that step: MLflow shows the latest one.
         """
@@ -153,8 +162,15 @@ class MlflowMirror:
                 else:
                     metrics.setdefault((name, step), Metric(name, value, clocks.get(step, now), step))
         for batch in _batches(metrics.values(), MAX_METRICS_PER_BATCH):
-            self._send_batch(batch)
+            self._client.log_batch(self.run_id, metrics=batch, synchronous=True)
         return Sent(len(metrics), there, differing)
+
+    def _history(self, name: str) -> dict[int, float]:
+        """Return the values of a metric by step that the run had when it was found; requested once."""
+        if name in self._names and name not in self._histories:
+            metrics = self._client.get_metric_history(self.run_id, name)
+            self._histories[name] = {metric.step: metric.value for metric in metrics}
+        return self._histories.get(name, {})
 
     def describe(self, text: str, heading: str) -> None:
         """Set the run's description to `text`, which begins with `heading`; one with another beginning is kept."""
@@ -169,7 +185,7 @@ class MlflowMirror:
         missing = {key: value for key, value in params.items() if key not in self.params}
         for batch in _batches(missing.items(), MAX_PARAMS_PER_BATCH):
             self._client.log_batch(self.run_id, params=[Param(*item) for item in batch], synchronous=True)
-            self.params.update(batch)
+        self.params |= missing
         return len(missing)
 
     def send_tags(self, tags: Mapping[str, str]) -> int:
@@ -178,10 +194,9 @@ class MlflowMirror:
 
         missing = {key: value for key, value in tags.items() if key not in self.tags}
         if missing:
-            self._client.log_batch(
-                self.run_id, tags=[RunTag(*item) for item in missing.items()], synchronous=True
-            )
-        self.tags.update(missing)
+            items = [RunTag(*item) for item in missing.items()]
+            self._client.log_batch(self.run_id, tags=items, synchronous=True)
+        self.tags |= missing
         return len(missing)
 
     def send_file(self, folder: Path, file: Path, under: str = "") -> None:
@@ -208,29 +223,6 @@ class MlflowMirror:
         """End the run as FINISHED, FAILED or KILLED at `end_ms`, milliseconds since 1970; now by default."""
         self._client.set_terminated(self.run_id, status, end_ms)
         self.status = status
-
-    def _send_batch(self, batch: list[Any]) -> None:
-        names = {metric.key for metric in batch}
-        try:
-            self._client.log_batch(self.run_id, metrics=batch, synchronous=True)
-        except BaseException:
-            # The batch may have arrived: before these metrics are sent again, their history is requested.
-            self._unconfirmed |= names
-            for name in names:
-                self._known_values.pop(name, None)
-            raise
-        for metric in batch:
-            if metric.key in self._known_values:
-                self._known_values[metric.key][metric.step] = metric.value
-            else:
-                self._unconfirmed.add(metric.key)
-
-    def _history(self, name: str) -> dict[int, float]:
-        """Return the run's values of `name` by step; requested from MLflow only where it may have unknown ones."""
-        if name not in self._known_values:
-            metrics = self._client.get_metric_history(self.run_id, name) if name in self._unconfirmed else []
-            self._known_values[name] = {metric.step: metric.value for metric in metrics}
-        return self._known_values[name]
 
 
 def mlflow_client(uri: str) -> Any:
@@ -301,3 +293,90 @@ def _batches(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
     remaining = iter(items)
     while batch := list(islice(remaining, size)):
         yield batch
+
+
+def mlflow_name(name: str) -> str:
+    """Return `name` as a legal MLflow name: ASCII letters, digits, `_ - . /` and blanks, at most 250 characters.
+
+    `@ < > = % +` become words (`mean@16` is `mean_at_16`), any other character `_`; then path parts that are
+    empty, `.` or `..` are removed. A legal name is unchanged. Two names can collide (`a[b]` and `a(b)`).
+    """
+    spelled = re.sub(r"[@<>=%+]", lambda match: _WORDS[match[0]], name)
+    plain = re.sub(r"[^A-Za-z0-9_\-. /]", "_", spelled)
+    parts = [part for part in plain.split("/") if part not in ("", ".", "..")]
+    return "/".join(parts)[:MAX_NAME_CHARS].rstrip("/") or "unnamed"
+
+
+def finite_metrics(record: Mapping[str, object]) -> dict[str, float]:
+    """Return the finite numbers of `record` by the names that MLflow gets, without `step`.
+
+    Copies of `FIRST_METRICS` are added under `FIRST_SECTION`.
+    """
+    finite = {
+        key: float(value)
+        for key, value in record.items()
+        if key != "step"
+        and isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+    }
+    copies = {
+        f"{FIRST_SECTION}/{key.rpartition('/')[2]}": finite[key] for key in FIRST_METRICS if key in finite
+    }
+    return {mlflow_name(_sortable_name(key)): value for key, value in finite.items()} | copies
+
+
+def _sortable_name(key: str) -> str:
+    """Return the name of a metric of one bin in a section for all bins, after those of the run; others unchanged.
+
+    The edges have three decimals or more, so that the bins are in the order of their probabilities:
+    `clip/token_share/p_0_0.001` is `vs_probability/token_share_p_0.000_0.001`, `gradient/weight_min/positive/p_0.5_0.9`
+    is `vs_probability/weight_min_positive_p_0.500_0.900`.
+    """
+    match = _BIN.fullmatch(key)
+    if match is None:
+        return key
+    metric, *edges = match.groups()
+    low, high = (f"{whole}.{decimals:0<3}" for whole, _, decimals in (edge.partition(".") for edge in edges))
+    return f"vs_probability/{metric.replace('/', '_')}_p_{low}_{high}"
+
+
+def flat_params(config: Mapping[str, object]) -> dict[str, str]:
+    """Return `config` as `a.b.c` → text: strings unchanged, anything else as JSON, at most 6000 characters.
+
+    Passwords in addresses are redacted.
+    """
+    return {
+        mlflow_name(key): redact_credentials(
+            value if isinstance(value, str) else json.dumps(value, default=str)
+        )[:MAX_PARAM_CHARS]
+        for key, value in flatten(config, keep_empty=True).items()
+    }
+
+
+def run_tags(env: Mapping[str, Any], parent: str | None = None) -> dict[str, str]:
+    """Return the tags of a run from its `env.json`: MLflow's own (source, user, commit) and the package versions.
+
+    Args:
+        env: content of `env.json`.
+        parent: id of the MLflow run that MLflow shows the run under.
+    """
+    tags = {
+        "mlflow.source.name": str(env.get("command", "bandpo")),
+        "mlflow.source.type": "LOCAL",
+        "mlflow.user": _user(),
+    }
+    if parent is not None:
+        tags["mlflow.parentRunId"] = parent
+    git = env.get("git")
+    if git:
+        tags |= {"mlflow.source.git.commit": git["commit"], "git.dirty": json.dumps(git["dirty"])}
+    tags |= {f"version.{package}": version for package, version in env.get("versions", {}).items()}
+    return {key: value[:MAX_TAG_CHARS] for key, value in tags.items()}
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (ImportError, KeyError, OSError):  # a container may have no entry for the user
+        return "unknown"

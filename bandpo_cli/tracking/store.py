@@ -14,7 +14,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from http.client import HTTPException
 from pathlib import Path
@@ -30,12 +30,6 @@ _DATABASE_PORTS = {"postgresql": 5432, "postgres": 5432, "mysql": 3306, "mariadb
 
 CONNECT_TIMEOUT_S = 10.0
 """Timeout of `check_reachable`, in seconds."""
-
-UI_ADDRESS = "http://127.0.0.1:5000"
-"""The address at which `mlflow ui` answers by default."""
-
-_SCHEMES_WITH_ARTIFACTS = ("http", "https", "databricks", "uc", "file", "")
-"""Kinds of store that choose the place of a run's files themselves; a bare path is a file store."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +56,12 @@ def tracking_store(config: TrackingConfig, runs_dir: Path, environ: Mapping[str,
     runs_dir = runs_dir.absolute()
     own = None if is_redacted(config.uri) else config.uri
     uri = own or environ.get("MLFLOW_TRACKING_URI") or config.uri or sqlite_uri(runs_dir / "mlflow.db")
-    return Store(uri, config.experiment, _artifact_location(uri, runs_dir))
+    scheme = uri.partition(":")[0].partition("+")[0] if ":" in uri else "file"
+    if scheme in ("http", "https", "databricks", "uc", "file"):  # which choose the place of files themselves
+        return Store(uri, config.experiment, None)
+    database = sqlite_path(uri)
+    folder = database.absolute().parent if database else runs_dir
+    return Store(uri, config.experiment, (folder / "mlartifacts").as_uri())
 
 
 def is_redacted(uri: str | None) -> bool:
@@ -82,39 +81,20 @@ def ui_command(uri: str) -> str:
         return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path.rstrip("/"), "", ""))
     if uri.startswith("databricks"):
         return redact_credentials(uri)
-    database = sqlite_path(uri)
-    if database:
+    if database := sqlite_path(uri):
         uri = sqlite_uri(relative_to_cwd(database))
     return f"mlflow ui --backend-store-uri {shlex.quote(redact_credentials(uri))}"
 
 
-def run_page(uri: str, experiment_id: str, run_id: str) -> str | None:
-    """Return the address of a run's charts: on the server `uri`, else where `mlflow ui` shows it; None for Databricks.
-
-    Without `workflowType`, MLflow 3.17 shows a run among the evaluations of GenAI applications unless the user's
-    browser remembers another choice; the experiment's tag of its kind has no effect on that.
-    """
-    if uri.startswith("databricks"):
-        return None
-    address = ui_command(uri) if is_server(uri) else UI_ADDRESS
-    return (
-        f"{address}/#/experiments/{experiment_id}/runs/{run_id}/model-metrics?workflowType=machine_learning"
-    )
-
-
-def check_reachable(uri: str, timeout_s: float | None = None) -> None:
+def check_reachable(uri: str) -> None:
     """Return when the store `uri` answers, or is of a kind that only MLflow can check (a file, databricks).
 
     A web server answers with any status below 500, a database server by accepting a connection. This check does not
     import MLflow, which takes seconds of processor time.
 
-    Args:
-        timeout_s: limit in seconds, `CONNECT_TIMEOUT_S` by default.
-
     Raises:
-        OSError: no answer within `timeout_s` seconds, or a web server answers with an error of its own (5xx).
+        OSError: no answer within `CONNECT_TIMEOUT_S`, or a web server answers with an error of its own (5xx).
     """
-    timeout_s = CONNECT_TIMEOUT_S if timeout_s is None else timeout_s
     try:
         parts = urlsplit(uri)
         scheme, host, port = parts.scheme.partition("+")[0], parts.hostname, parts.port
@@ -122,35 +102,26 @@ def check_reachable(uri: str, timeout_s: float | None = None) -> None:
         return
     if host is None:
         return
-    if scheme in ("http", "https"):
-        netloc = f"[{host}]" if ":" in host else host
-        if port:
-            netloc += f":{port}"
-        _request(f"{scheme}://{netloc}{parts.path.rstrip('/')}/health", timeout_s)
-    elif scheme in _DATABASE_PORTS:
-        socket.create_connection((host, port or _DATABASE_PORTS[scheme]), timeout_s).close()
-
-
-def _request(url: str, timeout_s: float) -> None:
-    """Send a GET request. Raise OSError as `check_reachable`."""
-    # The request has no content, so checking the certificate is left to MLflow and its settings.
-    context = ssl.create_default_context()
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
-    try:
-        opener.open(url, timeout=timeout_s).close()
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code >= 500:
-            raise ConnectionError(f"it answers {error.code} {error.reason}") from None
-    except TimeoutError:
-        raise TimeoutError(f"no answer within {timeout_s:g} s") from None
-    except urllib.error.URLError as error:
-        if isinstance(error.reason, TimeoutError):
-            raise TimeoutError(f"no answer within {timeout_s:g} s") from None
-        raise ConnectionError(str(error.reason)) from None
-    except HTTPException as error:
-        raise ConnectionError(f"it does not answer in HTTP ({type(error).__name__})") from None
+    if scheme in _DATABASE_PORTS:
+        socket.create_connection((host, port or _DATABASE_PORTS[scheme]), CONNECT_TIMEOUT_S).close()
+    elif scheme in ("http", "https"):
+        # The request has no content, so checking the certificate is left to MLflow and its settings.
+        context = ssl.create_default_context()
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
+        netloc = parts.netloc.rpartition("@")[2]
+        try:
+            opener.open(
+                f"{scheme}://{netloc}{parts.path.rstrip('/')}/health", timeout=CONNECT_TIMEOUT_S
+            ).close()
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code >= 500:
+                raise ConnectionError(f"it answers {error.code} {error.reason}") from None
+        except urllib.error.URLError as error:
+            raise ConnectionError(str(error.reason)) from None
+        except HTTPException as error:
+            raise ConnectionError(f"it does not answer in HTTP ({type(error).__name__})") from None
 
 
 def sqlite_uri(path: Path) -> str:
@@ -192,15 +163,6 @@ def _create_tables(uri: str) -> None:
     from mlflow.tracking import MlflowClient
 
     MlflowClient(tracking_uri=uri, registry_uri=uri).get_experiment_by_name("Default")
-
-
-def _artifact_location(uri: str, runs_dir: Path) -> str | None:
-    scheme = uri.partition(":")[0].partition("+")[0] if ":" in uri else ""
-    if scheme in _SCHEMES_WITH_ARTIFACTS or uri == "databricks":
-        return None
-    database = sqlite_path(uri)
-    folder = database.absolute().parent if database else runs_dir
-    return (folder / "mlartifacts").as_uri()
 
 
 LINK = "mlflow.json"
@@ -253,11 +215,18 @@ def find_link(folder: Path, store: Store) -> Link | None:
 
 
 def run_url(folder: Path, store: Store) -> str | None:
-    """Return the address of the run in `folder` in MLflow's pages; None where MLflow has not answered yet."""
+    """Return the address of the charts of the run in `folder`: on the server, else where `mlflow ui` shows it.
+
+    Return None for Databricks, and where MLflow has not answered yet. Without `workflowType`, MLflow 3.17 shows a run
+    among the evaluations of GenAI applications unless the user's browser remembers another choice; the experiment's tag
+    of its kind has no effect on that.
+    """
     link = find_link(folder, store)
-    if link is None or link.run_id is None or link.experiment_id is None:
+    if link is None or not link.run_id or not link.experiment_id or store.uri.startswith("databricks"):
         return None
-    return run_page(store.uri, link.experiment_id, link.run_id)
+    address = ui_command(store.uri) if is_server(store.uri) else "http://127.0.0.1:5000"
+    run = f"experiments/{link.experiment_id}/runs/{link.run_id}"
+    return f"{address}/#/{run}/model-metrics?workflowType=machine_learning"
 
 
 def ui_text(folder: Path, store: Store) -> str:
@@ -286,13 +255,9 @@ def new_link(folder: Path, store: Store) -> Link:
 
 def write_link(folder: Path, link: Link) -> None:
     """Write `link` to `mlflow.json`; it replaces the link to the same store."""
-    links = read_links(folder)
-    stores = [(known.uri, known.experiment) for known in links]
-    if (link.uri, link.experiment) in stores:
-        links[stores.index((link.uri, link.experiment))] = link
-    else:
-        links.append(link)
-    first, *others = map(asdict, links)
+    links = {(known.uri, known.experiment): known for known in read_links(folder)}
+    links[link.uri, link.experiment] = link
+    first, *others = map(asdict, links.values())
     write_json(folder / LINK, {**first, **({"others": others} if others else {})})
 
 
@@ -305,11 +270,10 @@ def record_sent_files(folder: Path, store: Store, digests: Mapping[str, str]) ->
 
 def link_version(folder: Path) -> tuple[int, int] | None:
     """Return a value that changes whenever `mlflow.json` is written; None where there is no such file."""
-    try:
+    with suppress(OSError):
         file = (folder / LINK).stat()
-    except OSError:
-        return None
-    return file.st_mtime_ns, file.st_ino
+        return file.st_mtime_ns, file.st_ino
+    return None
 
 
 def send_lock(folder: Path) -> AbstractContextManager[object]:

@@ -16,8 +16,7 @@ from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import read_metrics_after, run_artifacts
 from bandpo_cli.storage.run_record import StoredRun, read_stored_run
-from bandpo_cli.tracking.mirror import MlflowMirror, Sent
-from bandpo_cli.tracking.names import flat_params, run_tags
+from bandpo_cli.tracking.mirror import MlflowMirror, Sent, flat_params, run_tags
 from bandpo_cli.tracking.store import (
     LINK,
     Store,
@@ -73,10 +72,10 @@ class RunSender:
     def __init__(self, store: Store, folder: Path) -> None:
         self.clocks: dict[int, int] = {}
         self._store, self._folder = store, folder
-        self._connection: tuple[MlflowMirror, StoredRun] | None = None
+        self._connection: tuple[MlflowMirror, StoredRun] | None = None  # None after a failure too
+        self._run_id = ""
         self._link: tuple[int, int] | None = None
         self._offset = 0  # of the first line of metrics.jsonl that is not sent
-        self._failed = False
 
     def send(self, status: RunStatus | Literal["RUNNING"] | None = None) -> SyncResult:
         """Send what MLflow lacks: params, tags, metrics and, of a run that has ended, its status and files.
@@ -105,11 +104,10 @@ class RunSender:
                         mirror.close(final, run.end_ms if status is None else None)
                     files, files_there = self._send_files(mirror)
             except BaseException:
-                self._failed = True
+                self._connection = None  # a batch may have arrived: MLflow is asked for what it has
                 raise
             finally:
                 self._link = link_version(self._folder)
-        self._failed = False
         return SyncResult(
             metrics, params, tags, files, files_there, mirror.status, ended, writing=final is None
         )
@@ -137,32 +135,30 @@ class RunSender:
     def _connected(self) -> tuple[MlflowMirror, StoredRun, int, int]:
         """Return the MLflow run, the folder when it was read, and the numbers of tags and params that were sent.
 
-        Both are read again where MLflow lost the run, or where another process has sent parts of it.
+        Both are read again after a failure, because MLflow may have lost the run, and where another process has sent
+        parts of it.
         """
-        if self._connection is not None and link_version(self._folder) == self._link:
-            mirror, run = self._connection
-            if not self._failed or mirror.exists():
-                return mirror, run, 0, 0
-        self._connection = None
+        unchanged = link_version(self._folder) == self._link
+        if self._connection is not None and unchanged:
+            return *self._connection, 0, 0
         run = read_stored_run(self._folder, _durations)
         parent = run.tracking.get("parent")
         tags = run_tags(run.env, None if parent is None else str(parent))
         mirror = MlflowMirror.connect(self._store, self._folder, tags, run.start_ms)
         sent_tags, sent_params = mirror.send_tags(tags), mirror.send_params(flat_params(run.config))
         self.clocks = {**run.clocks, **self.clocks}
-        self._offset = 0
-        self._connection = mirror, run
+        if not unchanged or mirror.run_id != self._run_id:
+            self._offset = 0
+        self._connection, self._run_id = (mirror, run), mirror.run_id
         return mirror, run, sent_tags, sent_params
 
     def _send_metrics(self, mirror: MlflowMirror) -> Sent:
-        total = Sent(0, 0, 0)
+        total, path = Sent(0, 0, 0), self._folder / "metrics.jsonl"
         while True:
-            path = self._folder / "metrics.jsonl"
             records, end = read_metrics_after(path, self._offset, RECORDS_PER_CALL)
             if not records:
                 return total
-            sent = mirror.send(records, self.clocks)
-            total = Sent(total.new + sent.new, total.there + sent.there, total.differing + sent.differing)
+            total = Sent(*map(sum, zip(total, mirror.send(records, self.clocks), strict=True)))
             self._offset = end
 
     def _send_files(self, mirror: MlflowMirror) -> tuple[int, int]:
@@ -196,16 +192,11 @@ def store_for_run(run: StoredRun, uri: str | None, environ: Mapping[str, str] = 
     experiment = str(run.tracking.get("experiment") or TrackingConfig().experiment)
     own = run.tracking.get("uri")
     first = next((link.uri for link in read_links(run.path) if link.experiment == experiment), None)
-    if first is not None and not _is_usable_uri(first):
+    database = sqlite_path(first or "")
+    if is_redacted(first) or (database is not None and not database.exists()):  # its file has moved
         first = None
     config = TrackingConfig.model_construct(uri=uri or own or first, experiment=experiment)
     return tracking_store(config, runs_dir, environ)
-
-
-def _is_usable_uri(uri: str) -> bool:
-    """Return whether the address in a link can be used: its password was not redacted and its file has not moved."""
-    database = sqlite_path(uri)
-    return not is_redacted(uri) and (database is None or database.exists())
 
 
 def send_evaluation(
@@ -249,4 +240,4 @@ def send_evaluation(
             mirror.send_file(folder, file, under=f"evals/{folder.name}" if parent else "")
         if parent is None:
             mirror.close("FINISHED")
-        return folder if parent is None or run_folder is None else run_folder
+        return run_folder if parent and run_folder else folder

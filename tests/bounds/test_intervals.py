@@ -18,7 +18,6 @@ from bandpo_cli.config.methods import (
     MethodSettings,
     NoClipSettings,
     Relax,
-    method_classes,
 )
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import DIVERGENCES, METHODS
@@ -28,7 +27,7 @@ LOGP = torch.tensor([0.001, 0.08, 0.9], dtype=torch.float64).log()
 
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_has_bounds_or_says_why_not(method: str) -> None:
-    settings, entry = method_classes()[method](), METHODS[method]
+    settings, entry = MethodSettings.classes()[method](), METHODS[method]
     if entry.bounds is None:
         with pytest.raises(ConfigError, match=f"{method} has no interval of ratios: {entry.without_bounds}"):
             ratio_bounds(settings)

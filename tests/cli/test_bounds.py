@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.config.policy_losses import AspoSettings, ClipCovSettings
+from bandpo_cli.config.methods import AspoSettings, ClipCovSettings
 from tests.cli.eval_command import bandpo
 
 KEYS = [

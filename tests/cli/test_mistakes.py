@@ -12,8 +12,8 @@ import pytest
 from bandpo_cli.config.files import describe_config, find_config, shipped_configs
 from bandpo_cli.config.layers import flatten, resolve
 from bandpo_cli.config.methods import BandSettings, ClipSettings
-from bandpo_cli.config.other_trainers import SETTINGS_ELSEWHERE
 from bandpo_cli.config.sampling import is_installed
+from bandpo_cli.config.section import SETTINGS_ELSEWHERE
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import METHODS
 from tests.cli.eval_command import Done, succeed, usage_error, without_torch
@@ -335,7 +335,7 @@ def test_suggested_settings_exist() -> None:
         for method in METHODS
         for key in flatten(resolve([{"bounds": {"method": method}}, lora]).model_dump(), keep_empty=True)
     }
-    assert set(SETTINGS_ELSEWHERE.values()) <= keys
+    assert set(SETTINGS_ELSEWHERE) <= keys
 
 
 @pytest.mark.parametrize("name", ["paper/base", "paper/base.yaml", "configs/paper/base.yaml"])

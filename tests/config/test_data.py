@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Fields, Source, task_from_arguments, task_names
+from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Fields, Source, TaskSettings, task_from_arguments
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import DATASETS, GRADERS
 
@@ -74,7 +74,7 @@ def test_a_template_without_the_question_is_refused(template: str, part: str) ->
     assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("name", task_names())
+@pytest.mark.parametrize("name", TaskSettings.classes())
 def test_a_task_name_as_argument(name: str) -> None:
     assert task_from_arguments([name]) == {"name": name}
 
@@ -100,7 +100,7 @@ def test_a_task_name_has_precedence_over_a_folder_of_that_name(
 
 
 def test_names_of_tasks() -> None:
-    assert task_names() == ("countdown", "reasoning-gym", "data", *DATASETS)
+    assert (*TaskSettings.classes(),) == ("countdown", "reasoning-gym", "data", *DATASETS)
 
 
 def resolve_rewards(rewards: Any, **task: Any) -> DataTask:

@@ -14,8 +14,8 @@ from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
 from bandpo_cli.config.methods import (
     DELTA_SCHEDULES,
     BandSettings,
+    MethodSettings,
     TrustRegionSettings,
-    method_classes,
 )
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import METHODS
@@ -94,7 +94,7 @@ def test_invalid_schedules_are_one_line_that_names_the_key(settings: list[str], 
 
 
 def test_every_method_with_a_trust_region_can_schedule_its_radius() -> None:
-    classes = method_classes()
+    classes = MethodSettings.classes()
     regions = [name for name, entry in METHODS.items() if entry.trust_region]
     assert "band" in regions
     for name, cls in classes.items():
@@ -105,7 +105,7 @@ def test_every_method_with_a_trust_region_can_schedule_its_radius() -> None:
         )
 
 
-@pytest.mark.parametrize("settings", [cls() for cls in method_classes().values()])  # type: ignore[call-arg]
+@pytest.mark.parametrize("settings", [cls() for cls in MethodSettings.classes().values()])  # type: ignore[call-arg]
 def test_nothing_is_scheduled_by_default(settings: Any) -> None:
     assert settings.scheduled(1, 10) == {}
     assert settings.at_step(1, 10) == settings

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from bandpo_cli.config.layers import Layer, flatten, merge, read_layer, resolve
-from bandpo_cli.config.run import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PAPER, METHOD_FILES = ROOT / "configs" / "paper", sorted((ROOT / "configs" / "methods").glob("*.yaml"))
@@ -49,7 +48,7 @@ def layer(file: Path) -> Layer:
 
 def stated(*files: Path) -> dict[str, Any]:
     """Return the settings that the files state, merged in this order and by dotted key."""
-    return flatten(reduce(lambda base, over: merge(base, over, RunConfig), map(layer, files), {}))
+    return flatten(reduce(merge, map(layer, files), {}))
 
 
 def resolved(*files: Path) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import sys
 import time
 from collections import Counter
 from contextlib import closing
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
-
-from bandpo_cli.tracking.store import check_reachable
+from urllib.request import urlopen
 
 Triple = tuple[str, int, float]
 
@@ -70,8 +70,8 @@ class MlflowServer:
     def answers(self) -> bool:
         """Return whether the server answers within a second."""
         try:
-            check_reachable(self.uri, 1.0)
-        except OSError:
+            urlopen(f"{self.uri}/health", timeout=1.0).close()
+        except (OSError, HTTPException):
             return False
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -74,6 +75,11 @@ def test_a_server_that_refuses_the_kind_gets_the_run(
     assert found.info.run_name == "first"
 
 
+RUN = SimpleNamespace(
+    info=SimpleNamespace(run_id="run", status="RUNNING"), data=SimpleNamespace(params={}, tags={}, metrics={})
+)
+
+
 class Client:
     """Stand-in for MLflow's client that records the calls of `log_batch`."""
 
@@ -94,7 +100,7 @@ def test_a_metric_is_sent_with_its_step_and_its_time_in_milliseconds() -> None:
         {"step": 4, "eval/a/mean@16": 0.75},
     ]
     before = get_current_time_millis()
-    sent = MlflowMirror(client, "run").send(records, {3: 1_700_000_000_123})
+    sent = MlflowMirror(client, RUN).send(records, {3: 1_700_000_000_123})
     assert sent == Sent(new=2, there=0, differing=0)
     ((first, second),) = client.batches
     assert first == ("eval/a/mean_at_16", 0.5, 1_700_000_000_123, 3)
@@ -106,7 +112,7 @@ def test_no_call_has_more_metrics_than_mlflow_allows() -> None:
     client = Client()
     names = [f"m{index}" for index in range(30)]
     records = [{"step": step, **dict.fromkeys(names, 0.5)} for step in range(70)]
-    assert MlflowMirror(client, "run").send(records, {}).new == 2100
+    assert MlflowMirror(client, RUN).send(records, {}).new == 2100
     assert list(map(len, client.batches)) == [1000, 1000, 100]
     sent = [(key, step) for batch in client.batches for key, _, _, step in batch]
     assert sent == [(name, step) for step in range(70) for name in names]

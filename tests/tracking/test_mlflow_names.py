@@ -9,7 +9,7 @@ import pytest
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import run_artifacts
 from bandpo_cli.storage.tables import TOKEN_COLUMNS
-from bandpo_cli.tracking.names import finite_metrics, flat_params, mlflow_name, run_tags
+from bandpo_cli.tracking.mirror import finite_metrics, flat_params, mlflow_name, run_tags
 from bandpo_cli.tracking.store import Store, new_link, tracking_store, ui_command, ui_text, write_link
 from bandpo_cli.types import status_of
 

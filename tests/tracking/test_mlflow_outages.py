@@ -16,7 +16,7 @@ import pytest
 from bandpo_cli.storage import run_folder
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking import store as stores
-from bandpo_cli.tracking.names import finite_metrics
+from bandpo_cli.tracking.mirror import finite_metrics
 from bandpo_cli.tracking.store import Store
 from bandpo_cli.tracking.sync import RunSender
 from bandpo_cli.tracking.tracker import MlflowTracker

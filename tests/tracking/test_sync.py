@@ -17,8 +17,7 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.storage.files import LOCK, is_locked, run_lock
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import read_stored_run
-from bandpo_cli.tracking.mirror import MlflowMirror, Sent
-from bandpo_cli.tracking.names import flat_params, run_tags
+from bandpo_cli.tracking.mirror import MlflowMirror, Sent, flat_params, run_tags
 from bandpo_cli.tracking.store import Store, find_link, read_links, tracking_store, write_link
 from bandpo_cli.tracking.sync import RECORDS_PER_CALL, RunSender, SyncResult, store_for_run
 from tests.tracking.tracked import client_of, track

