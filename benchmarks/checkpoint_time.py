@@ -25,6 +25,7 @@ from shared import command_line, save_random_model
 
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.storage import checkpoints as stored_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training import checkpoint_files, loop
@@ -57,7 +58,7 @@ def without_checksums(condition: bool) -> Iterator[None]:
     with ExitStack() as stack:
         if condition:
             stack.enter_context(mock.patch.object(checkpoint_files, "xxh3_64", NoHash))
-            stack.enter_context(mock.patch.object(checkpoint_files, "file_checksum", return_value="none"))
+            stack.enter_context(mock.patch.object(stored_checkpoints, "file_checksum", return_value="none"))
         yield
 
 

@@ -27,7 +27,7 @@ from bandpo_cli.exports.verl_rules import MODEL, InFolder, Overrides, is_copied
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable, overrides_of
 from bandpo_cli.grading.pool import check_grader
 from bandpo_cli.paths import is_adapter_folder, path_exists, user_path
-from bandpo_cli.storage.files import apply_umask, export_folder, sync_file, sync_folder, write_text
+from bandpo_cli.storage.files import apply_umask, export_folder, sync, write_text
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.types import Problem
 
@@ -181,8 +181,8 @@ def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") ->
                     shutil.copy2(path, folder)
         for path in folder.iterdir():
             apply_umask(path)
-            sync_file(path)
-        sync_folder(folder)
+            sync(path)
+        sync(folder)
     return out
 
 

@@ -21,7 +21,7 @@ from bandpo_cli.evaluation.scores import success_axis, success_histogram
 from bandpo_cli.reports import style
 from bandpo_cli.storage.eval_folder import RECORD_FILE, read_record
 from bandpo_cli.storage.files import step_of
-from bandpo_cli.storage.run_folder import read_metrics
+from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import read_token_table
 
 Record = Mapping[str, Any]
@@ -75,7 +75,7 @@ def plot_run(folder: Path, out: Path | None = None, suffix: str = ".png") -> lis
     Raises:
         UserError: `metrics.jsonl` or the record of an evaluation is damaged.
     """
-    records = read_metrics(folder / "metrics.jsonl")
+    records = RunFolder(folder).read_metrics()
     subtitle = run_subtitle(folder)
     out = out or folder / "plots"
     plots = [

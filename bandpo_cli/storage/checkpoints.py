@@ -16,22 +16,17 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
 from xxhash import xxh3_64_hexdigest
 
 from bandpo_cli.config.run import CheckpointConfig, RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.metric_names import is_heldout_accuracy
 from bandpo_cli.paths import ADAPTER_CONFIG, MODEL_CONFIG
-from bandpo_cli.storage.files import (
-    file_checksum,
-    json_bytes,
-    read_json_object,
-    step_of,
-    sync_folder,
-    write_json,
-)
+from bandpo_cli.storage.files import file_checksum, json_bytes, read_json_object, step_of, sync, write_json
 from bandpo_cli.storage.run_folder import RunFolder
 
 TRAINER = "trainer"
@@ -89,22 +84,24 @@ def is_written_in_background(config: RunConfig) -> bool:
     return config.checkpoint.background and 0 < config.checkpoint.every < config.steps
 
 
-def write_trainer_state(folder: Path, progress: Progress, checksums: Mapping[str, str] | None = None) -> None:
-    """Write `trainer/state.json`, which marks a complete checkpoint, with the size of every file in `folder`.
+def write_trainer_state(
+    folder: Path, progress: Progress, checksums: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Write `trainer/state.json`, which marks a complete checkpoint, with size and checksum of every file in `folder`.
 
     Args:
-        checksums: `file_checksum` of every file, by name relative to `folder`; None to leave them out, as earlier
-            versions did.
+        checksums: `file_checksum` of files for which it is known, by name relative to `folder`.
     """
-    files = {
-        path.relative_to(folder).as_posix(): path.stat().st_size
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
+    paths = {
+        path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
     }
-    state: dict[str, Any] = {"format": FORMAT, **asdict(progress), "files": files}
-    if checksums is not None:
-        state = _sealed({**state, "xxh3": {name: checksums[name] for name in files}})
-    write_json(folder / STATE, state)
+    state = {
+        "format": FORMAT,
+        **asdict(progress),
+        "files": {name: path.stat().st_size for name, path in paths.items()},
+        "xxh3": {name: checksums.get(name) or file_checksum(path) for name, path in paths.items()},
+    }
+    write_json(folder / STATE, _sealed(state))
 
 
 def read_trainer_state(folder: Path) -> Progress:
@@ -115,10 +112,9 @@ def read_trainer_state(folder: Path) -> Progress:
     state, progress = _read_state(folder)
     for name, size in state["files"].items():
         path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            defect = (
-                f"is damaged: {path.stat().st_size:,} of {size:,} bytes" if path.is_file() else "is missing"
-            )
+        there = path.stat().st_size if path.is_file() else None
+        if there != size:
+            defect = "is missing" if there is None else f"is damaged: {there:,} of {size:,} bytes"
             raise UserError(f"{folder}: {name} {defect}")
     if step_of(folder) != progress.step:
         raise UserError(f"{folder}: holds step {progress.step}")
@@ -134,46 +130,36 @@ def check_contents(folder: Path, training_state: bool = True) -> None:
     Raises:
         UserError: a file is missing or has another content; the message names it.
     """
-    checksums = {
-        name: checksum
-        for name, checksum in _read_state(folder)[0].get("xxh3", {}).items()
-        if training_state or not name.startswith(f"{TRAINER}/")
-    }
+    state, _ = _read_state(folder)
+    names = [name for name in state.get("xxh3", {}) if training_state or not name.startswith(f"{TRAINER}/")]
     with ThreadPoolExecutor() as executor:
-        computed = executor.map(file_checksum, [folder / name for name in checksums])
-        for name in checksums:
+        checksums = executor.map(file_checksum, [folder / name for name in names])
+        for name in names:
             try:
-                is_equal = next(computed) == checksums[name]
+                if next(checksums) != state["xxh3"][name]:
+                    raise UserError(
+                        f"{folder}: {name} is damaged: its content has changed since it was written"
+                    )
             except OSError as error:
                 raise UserError(f"{folder}: {name}: {error.strerror or error}") from None
-            if not is_equal:
-                raise UserError(f"{folder}: {name} is damaged: its content has changed since it was written")
 
 
 def _read_state(folder: Path) -> tuple[dict[str, Any], Progress]:
     """Return the content of `trainer/state.json` and its progress. Raises UserError if the file is damaged."""
     where = f"{folder}: {STATE}"
     state = read_json_object(folder / STATE, where)
+    if state.get("format") != FORMAT:
+        raise UserError(f"{where}: has format {state.get('format')}; this version reads format {FORMAT}")
     try:
-        if state["format"] != FORMAT:
-            raise UserError(f"{where}: has format {state['format']}; this version reads format {FORMAT}")
-        progress = Progress(
-            step=int(state["step"]),
-            updates=int(state["updates"]),
-            skipped_in_a_row=int(state["skipped_in_a_row"]),
-            position=int(state["position"]),
-            problems=str(state["problems"]),
-        )
-        files = {str(name): int(size) for name, size in state["files"].items()}
-        # A state without checksums has the keys of an earlier version, and no other.
-        if state.keys() != {"format", *asdict(progress), "files"}:
-            unsealed = {name: value for name, value in state.items() if name != _SEAL}
-            if state["xxh3"].keys() != files.keys() or (folder / STATE).read_bytes() != json_bytes(
-                _sealed(unsealed)
-            ):
-                raise UserError(f"{where} is damaged: its content has changed since it was written")
-    except (ValueError, TypeError, KeyError, AttributeError, OSError):
+        progress = TypeAdapter(Progress).validate_python(state)
+        files = TypeAdapter(dict[str, int]).validate_python(state.get("files"))
+    except ValidationError:
         raise UserError(f"{where} is damaged") from None
+    # A state without checksums has the keys of an earlier version, and no other.
+    if state.keys() != {"format", *asdict(progress), "files"}:
+        sealed = _sealed({name: value for name, value in state.items() if name != _SEAL})
+        if "xxh3" not in state or (folder / STATE).read_bytes() != json_bytes(sealed):
+            raise UserError(f"{where} is damaged: its content has changed since it was written")
     return {**state, "files": files}, progress
 
 
@@ -185,13 +171,11 @@ def _sealed(state: Mapping[str, Any]) -> dict[str, Any]:
 def complete_checkpoints(run: RunFolder) -> Checkpoints:
     """Return the checkpoints from which training can resume, and the others with their defects."""
     checkpoints = Checkpoints({}, {})
-    for path in sorted((run.path / "checkpoints").glob("step-*")):
-        step = step_of(path)
-        if step is not None:
-            try:
-                checkpoints.complete[step] = read_trainer_state(path)
-            except UserError as error:
-                checkpoints.damaged[step] = str(error)
+    for step, path in _folders(run):
+        try:
+            checkpoints.complete[step] = read_trainer_state(path)
+        except UserError as error:
+            checkpoints.damaged[step] = str(error)
     return checkpoints
 
 
@@ -201,10 +185,14 @@ def model_checkpoints(run: RunFolder) -> dict[int, Path]:
     This asks for their config only, less than `complete_checkpoints`: an evaluation may load a checkpoint whose
     `trainer/` was removed, or one that was copied without it.
     """
-    folders = (run.path / "checkpoints").glob("step-*")
-    names = (MODEL_CONFIG, ADAPTER_CONFIG)
-    by_step = {step_of(path): path for path in folders if any((path / name).is_file() for name in names)}
-    return {step: by_step[step] for step in sorted(step for step in by_step if step is not None)}
+    configs = (MODEL_CONFIG, ADAPTER_CONFIG)
+    return {step: path for step, path in _folders(run) if any((path / name).is_file() for name in configs)}
+
+
+def _folders(run: RunFolder) -> list[tuple[int, Path]]:
+    """Return step and path of every checkpoint of a run, complete or not, in the order of the steps."""
+    paths = (run.path / "checkpoints").glob("step-*")
+    return sorted((step, path) for path in paths if (step := step_of(path)) is not None)
 
 
 def kept_steps(
@@ -255,12 +243,11 @@ def prune_checkpoints(run: RunFolder, config: CheckpointConfig) -> None:
 def remove_checkpoints_after(run: RunFolder, step: int) -> None:
     """Remove the checkpoints after `step`, damaged ones, and the hidden folders that a crash left."""
     complete, damaged = complete_checkpoints(run)
-    later = [number for number in complete if number > step]
-    for number in [*later, *damaged]:
+    for number in (*(number for number in complete if number > step), *damaged):
         delete_checkpoint(run.checkpoint_dir(number))
     for path in (run.path / "checkpoints").glob(".step-*"):
         if _STAGING_NAME.fullmatch(path.name):
-            _remove_tree(path)
+            remove_tree(path)
 
 
 def hidden_folder(folder: Path, action: Literal["writing", "removing"]) -> Path:
@@ -268,25 +255,18 @@ def hidden_folder(folder: Path, action: Literal["writing", "removing"]) -> Path:
     return folder.with_name(f".{folder.name}.{action}")
 
 
-def staging_folder(folder: Path, action: Literal["writing", "removing"]) -> Path:
-    """Return `hidden_folder`; one that a crash left is removed."""
-    hidden = hidden_folder(folder, action)
-    if os.path.lexists(hidden):
-        _remove_tree(hidden)
-    return hidden
-
-
 def delete_checkpoint(folder: Path) -> None:
     """Remove a checkpoint, its name first: one that is partly removed never counts as complete."""
-    hidden = staging_folder(folder, "removing")
+    hidden = hidden_folder(folder, "removing")
+    remove_tree(hidden)  # that a crash left
     os.rename(folder, hidden)
-    sync_folder(folder.parent)
-    _remove_tree(hidden)
+    sync(folder.parent)
+    remove_tree(hidden)
 
 
-def _remove_tree(folder: Path) -> None:
-    """Remove a folder; of a symbolic link, the link and not its target."""
+def remove_tree(folder: Path) -> None:
+    """Remove a folder, if it exists; of a symbolic link, the link and not its target."""
     if folder.is_symlink():
         folder.unlink()
-    else:
+    elif folder.exists():
         shutil.rmtree(folder)

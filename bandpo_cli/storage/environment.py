@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -47,21 +48,32 @@ def describe_environment(
         sampler: description of the sampling engine (`sampling.sampler.describe_sampler`); None where nothing is
             sampled.
     """
-    engine = {} if sampler is None else {"sampler": dict(sampler)}
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    cpu = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    hardware: dict[str, Any] = {
+        "cpu": cpu[1].strip() if cpu else platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "usable_cores": usable_cores(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+    }
+    if torch := sys.modules.get("torch"):
+        hardware["torch_threads"] = torch.get_num_threads()
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        devices = map(torch.cuda.get_device_properties, range(count))
+        hardware["gpus"] = [
+            {"name": device.name, "memory_gib": round(device.total_memory / 2**30, 1)} for device in devices
+        ]
     return {
         "command": redact_credentials(shlex.join(sys.argv if command is None else command)),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": versions,
         "git": git_state(Path.cwd()),
         "platform": platform.platform(),
-        "hardware": {
-            "cpu": _cpu_model(),
-            "cores": os.cpu_count(),
-            "usable_cores": usable_cores(),
-            "memory_gib": _memory_gib(),
-            **_torch_hardware(),
-        },
+        "hardware": hardware,
         "ranks": rank_count(),
-        **engine,
+        **({} if sampler is None else {"sampler": dict(sampler)}),
     }
 
 
@@ -126,37 +138,3 @@ def _git(folder: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def _versions() -> dict[str, str]:
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
-
-
-def _cpu_model() -> str:
-    match = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
-    return match[1].strip() if match else platform.processor() or platform.machine()
-
-
-def _memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
-    except (AttributeError, ValueError, OSError):  # not a POSIX system
-        return None
-
-
-def _torch_hardware() -> dict[str, Any]:
-    torch: Any = sys.modules.get("torch")
-    if torch is None:
-        return {}
-    gpus = []
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            device = torch.cuda.get_device_properties(index)
-            gpus.append({"name": device.name, "memory_gib": round(device.total_memory / 2**30, 1)})
-    return {"torch_threads": torch.get_num_threads(), "gpus": gpus}

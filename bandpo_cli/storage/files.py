@@ -15,7 +15,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,11 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> Path:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
-        sync_file(temporary)
+        sync(temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    sync(path.parent)
     return path
 
 
@@ -87,15 +87,14 @@ def read_json_object(path: Path, where: str | None = None, max_bytes: int | None
         raise UserError(f"{where}: has {size:,} bytes; at most {max_bytes:,} are expected")
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
+        if isinstance(content, dict):
+            return content
+        defect = "expected a JSON object"
     except OSError as error:
         raise UserError(f"{where}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{where}: not readable as JSON: {first_line(error)}; restore the file from a copy"
-        ) from None
-    if not isinstance(content, dict):
-        raise UserError(f"{where}: expected a JSON object; restore the file from a copy")
-    return content
+        defect = f"not readable as JSON: {first_line(error)}"
+    raise UserError(f"{where}: {defect}; restore the file from a copy")
 
 
 def replace_nonfinite(value: object) -> object:
@@ -118,16 +117,11 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def file_checksum(path: Path, check: Callable[[], None] = lambda: None) -> str:
-    """Return the 64-bit XXH3 hash of the content of `path`, in hexadecimal: it notices damage, not forgery.
-
-    Args:
-        check: called before each piece is read; what it raises ends the reading.
-    """
+def file_checksum(path: Path) -> str:
+    """Return the 64-bit XXH3 hash of the content of `path`, in hexadecimal: it notices damage, not forgery."""
     checksum, buffer = xxh3_64(), memoryview(bytearray(2**18))  # fits into the cache of a core
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(buffer):
-            check()
             checksum.update(buffer[:size])
     return checksum.hexdigest()
 
@@ -148,7 +142,7 @@ def export_folder(out: Path) -> Iterator[Path]:
         raise UserError(f"--out {out}: cannot be written: {error.strerror or error}") from None
     finally:
         shutil.rmtree(hidden, ignore_errors=True)
-    sync_folder(out.absolute().parent)
+    sync(out.absolute().parent)
 
 
 def remove_temporary_files(folder: Path) -> None:
@@ -163,15 +157,13 @@ def apply_umask(path: Path) -> None:
     path.chmod(0o666 & ~_UMASK)
 
 
-def sync_file(path: Path) -> None:
-    """Flush the content of `path` to the disk."""
-    _sync(path, os.O_RDWR)
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the names in `folder` to the disk, where the platform can (Windows cannot open folders)."""
-    if os.name == "posix":
-        _sync(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Flush the content of a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def step_name(step: int) -> str:
@@ -183,14 +175,6 @@ def step_of(path: Path | os.DirEntry[str]) -> int | None:
     """Return the step of a file or folder named by `step_name`, None for any other."""
     match = re.match(r"step-(\d+)(\.|$)", path.name)
     return int(match[1]) if match else None
-
-
-def file_lock(path: Path) -> AbstractContextManager[object]:
-    """Return the lock of the file `path`, a context manager that waits for other processes and threads.
-
-    The system releases it when the process dies. The file stays: it carries no information.
-    """
-    return FileLock(path)
 
 
 @contextmanager
@@ -209,8 +193,13 @@ def run_lock(folder: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=ACQUIRE_TIMEOUT_S)
     except Timeout:
+        try:
+            owner = json.loads((folder / LOCK).read_text(encoding="utf-8"))
+            writer = f"process {owner['pid']} on {owner['host']}"
+        except (OSError, ValueError, TypeError, KeyError):  # the process may not have written its id yet
+            writer = "another process"
         raise UserError(
-            f"run {folder.name} is being written by {_lock_owner(folder)}; wait for it, or stop it first"
+            f"run {folder.name} is being written by {writer}; wait for it, or stop it first"
         ) from None
     except OSError as error:
         raise UserError(f"{folder}: cannot be written to: {error.strerror}") from None
@@ -232,20 +221,3 @@ def is_locked(folder: Path) -> bool:
         return not lock_descriptor(descriptor, blocking=False)
     finally:
         os.close(descriptor)  # releases the lock if it was free
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _lock_owner(folder: Path) -> str:
-    """Return the process that the lock file names; a process that has just taken the lock may not be in it yet."""
-    try:
-        owner = json.loads((folder / LOCK).read_text(encoding="utf-8"))
-        return f"process {owner['pid']} on {owner['host']}"
-    except (OSError, ValueError, TypeError, KeyError):
-        return "another process"

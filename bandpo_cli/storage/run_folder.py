@@ -11,10 +11,10 @@ import re
 import shlex
 import time
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic_core import from_json
 
@@ -26,12 +26,12 @@ from bandpo_cli.storage.files import (
     replace_nonfinite,
     step_name,
     step_of,
-    sync_file,
-    sync_folder,
+    sync,
     write_json,
     write_text,
 )
-from bandpo_cli.storage.tables import SampleRow, write_sample_table, write_token_table
+from bandpo_cli.storage.tables import write_sample_table, write_token_table
+from bandpo_cli.types import Group
 
 RECORD_FILES = ("config.yaml", "env.json", "metrics.jsonl", "summary.json")
 VERL_FILE = "verl.json"
@@ -49,12 +49,6 @@ _TIMESTAMP = re.compile(r"-\d{8}-\d{6}(-\d{1,4}){0,9}$")
 """The end of a name of `timestamped`, with the suffixes of `unused_name`."""
 _STEP_FOLDERS = ("samples", "tokens", "evals", "bad_batches")
 """Folders whose files each belong to one step."""
-
-_MAX_STEP_DIGITS = 12
-"""Largest number of digits of the step in RUN@STEP: Python refuses to convert thousands of digits."""
-
-_MAX_SHOWN_CHARS = 200
-"""Largest number of characters that an error message shows of a name that the user gave."""
 
 
 class RunFolder:
@@ -78,13 +72,12 @@ class RunFolder:
 
         Raises UserError, with the nearest name, when there is none.
         """
-        path = find_folder(run, runs_dir, "config.yaml")
-        if path is not None:
+        if path := find_folder(run, runs_dir, "config.yaml"):
             return cls(path)
-        for path in _candidates(run, runs_dir):
-            if path_exists(path):
-                raise UserError(_not_a_run_message(path, runs_dir))
-        raise not_found("run", run, runs_dir, "config.yaml")
+        existing = next(filter(path_exists, _candidates(run, runs_dir)), None)
+        if existing is None:
+            raise not_found("run", run, runs_dir, "config.yaml")
+        raise UserError(f"{existing} {_why_not_a_run(existing, runs_dir)}")
 
     @property
     def name(self) -> str:
@@ -108,14 +101,9 @@ class RunFolder:
         """Write `summary.json`."""
         return write_json(self.path / "summary.json", summary)
 
-    def write_samples(
-        self,
-        step: int,
-        rows: Sequence[SampleRow],
-        rewards: Mapping[str, Sequence[float | None]] | None = None,
-    ) -> Path:
+    def write_samples(self, step: int, groups: Iterable[Group]) -> Path:
         """Write every completion of `step` to `samples/step-000010.parquet`; see `write_sample_table`."""
-        return write_sample_table(self.path / "samples" / f"{step_name(step)}.parquet", rows, rewards)
+        return write_sample_table(self.path / "samples" / f"{step_name(step)}.parquet", groups)
 
     def write_tokens(self, step: int, columns: Mapping[str, Any]) -> Path:
         """Write the token columns of `step` to `tokens/step-000100.parquet`; see `write_token_table`."""
@@ -142,11 +130,11 @@ class RunFolder:
     def sync_metrics(self) -> None:
         """Flush the lines of `metrics.jsonl` to the disk."""
         if self.metrics_path.exists():
-            sync_file(self.metrics_path)
+            sync(self.metrics_path)
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the records in file order, [] before the first; a truncated last line is left out."""
-        return read_metrics(self.metrics_path)
+        """Return the records in file order; see `iterate_metrics`."""
+        return [*iterate_metrics(self.metrics_path)]
 
     def read_record(self, step: int) -> dict[str, Any] | None:
         """Return the record of `step`, None where there is none.
@@ -207,10 +195,8 @@ def find_folder(text: str, runs_dir: Path, marker: str) -> Path | None:
 
     `text` is a name in `runs_dir`, else a path; ~ is the user's home.
     """
-    for path in _candidates(text, runs_dir):
-        if path_exists(path / marker):
-            return resolve_dots(path)
-    return None
+    paths = (path for path in _candidates(text, runs_dir) if path_exists(path / marker))
+    return next(map(resolve_dots, paths), None)
 
 
 def not_found(kind: str, text: str, runs_dir: Path, marker: str) -> UserError:
@@ -223,7 +209,7 @@ def not_found(kind: str, text: str, runs_dir: Path, marker: str) -> UserError:
     """
     names = folders_containing(runs_dir, marker)
     existing = f"it has {', '.join(names[-5:])}" if names else f"it has no {kind}s"
-    return UserError(f"no {kind} {text[:_MAX_SHOWN_CHARS]!r} in {runs_dir}{nearest(text, names)}; {existing}")
+    return UserError(f"no {kind} {text[:200]!r} in {runs_dir}{nearest(text, names)}; {existing}")
 
 
 def find_run(text: str, runs_dir: Path) -> tuple[RunFolder, int | None] | None:
@@ -234,17 +220,15 @@ def find_run(text: str, runs_dir: Path) -> tuple[RunFolder, int | None] | None:
     Raises:
         UserError: the step is not a number.
     """
-    for path in _candidates(text, runs_dir):  # a name may contain @
-        if is_run_folder(path):
-            return RunFolder(resolve_dots(path)), None
-    name, at, step = text.rpartition("@")
-    for path in _candidates(name, runs_dir) if at else ():
-        if is_run_folder(path):
-            if not (step.isdecimal() and len(step) <= _MAX_STEP_DIGITS):
-                raise UserError(
-                    f"{text[:_MAX_SHOWN_CHARS]}: expected a step after @, as in {name}@100; not {step[:20]!r}"
-                )
-            return RunFolder(resolve_dots(path)), int(step)
+    name, _, step = text.rpartition("@")
+    for run in (text, name):  # a name may contain @
+        for path in filter(is_run_folder, _candidates(run, runs_dir)):
+            folder = RunFolder(resolve_dots(path))
+            if run == text:
+                return folder, None
+            if step.isdecimal() and len(step) <= 12:  # Python refuses to convert thousands of digits
+                return folder, int(step)
+            raise UserError(f"{text[:200]}: expected a step after @, as in {name}@100; not {step[:20]!r}")
     return None
 
 
@@ -258,19 +242,14 @@ def resolve_dots(path: Path) -> Path:
     return path if path.name.strip(".") else path.resolve()
 
 
-def resume_command(command: Literal["train", "eval", "sweep"], folder: Path, runs_dir: Path) -> str:
-    """Return the shell command that resumes the run, evaluation or sweep in `folder`."""
+def resume_command(command: str, folder: Path, runs_dir: Path) -> str:
+    """Return the shell command (train, eval or sweep) that resumes the run, evaluation or sweep in `folder`."""
     return shlex.join(["bandpo", command, "--resume", *_name_arguments(folder, runs_dir)])
 
 
 def sync_command(folder: Path, runs_dir: Path) -> str:
     """Return the shell command that sends the run in `folder` to MLflow."""
     return shlex.join(["bandpo", "sync", *_name_arguments(folder, runs_dir)])
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a `metrics.jsonl`; see `iterate_metrics`."""
-    return list(iterate_metrics(path))
 
 
 def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -333,19 +312,15 @@ def check_name(name: str, runs_dir: Path) -> str:
     """Return `name` if it is a valid name for a new folder, else raise UserError with a name that is.
 
     Refused: the empty name, paths into or out of the runs folder, blanks and characters with a meaning in a shell
-    or file system, and the names that MLflow uses there.
+    or file system, names of devices of Windows, and the names that MLflow uses there.
     """
     if is_valid_name(name) and name not in RESERVED:
         return name
-    if name in RESERVED:
-        why = f"MLflow uses that name for its files in {runs_dir}"
-    elif "/" in name or "\\" in name or name in (".", ".."):
-        why = f"a run is a folder directly in {runs_dir}; choose another place with --runs-dir"
-    elif _NAME.fullmatch(name):
-        why = "Windows does not allow a folder of that name, and runs are copied"
-    else:
-        why = "a name has letters, digits and . _ - + = , @, at most 200, and starts with a letter, a digit or _"
-    raise UserError(f"--name {name!r} cannot be used: {why}. Try: --name {unused_name(slug(name), runs_dir)}")
+    raise UserError(
+        f"--name {name!r} cannot be used: a run is a folder directly in {runs_dir}, and its name has at most 200 "
+        "letters, digits and ._-+=,@, starts with a letter, a digit or _, and is not one that Windows (con, nul, ...) "
+        f"or MLflow uses ({', '.join(RESERVED)}). Try: --name {unused_name(slug(name), runs_dir)}"
+    )
 
 
 def create_folder(runs_dir: Path, name: str) -> Path:
@@ -368,7 +343,7 @@ def create_folder(runs_dir: Path, name: str) -> Path:
         ) from None
     except OSError as error:
         raise UserError(f"--runs-dir {runs_dir}: cannot create a folder there: {error.strerror}") from None
-    sync_folder(runs_dir)
+    sync(runs_dir)
     return path
 
 
@@ -417,17 +392,12 @@ def _name_arguments(folder: Path, runs_dir: Path) -> list[str]:
     return [folder.name, *([] if runs_dir == Path("runs") else ["--runs-dir", str(runs_dir)])]
 
 
-def _not_a_run_message(path: Path, runs_dir: Path) -> str:
+def _why_not_a_run(path: Path, runs_dir: Path) -> str:
     """Return why the existing folder `path` cannot be opened as a run."""
-    commands: tuple[tuple[str, Literal["eval", "sweep"]], ...] = (
-        ("eval.json", "eval"),
-        ("sweep.yaml", "sweep"),
-    )
-    for file, command in commands:
+    for file, command in (("eval.json", "eval"), ("sweep.yaml", "sweep")):
         if (path / file).is_file():
-            return f"{path} is not a training run; resume it with {resume_command(command, path, runs_dir)}"
-    for folder in path.absolute().parents:
-        if is_run_folder(folder):
-            again = resume_command("train", folder, runs_dir)
-            return f"{path} is in the folder of run {folder.name}; name the run: {again}"
-    return f"{path} is not a run: it has no config.yaml, so its settings are lost; start a new run"
+            return f"is not a training run; resume it with {resume_command(command, path, runs_dir)}"
+    for folder in filter(is_run_folder, path.absolute().parents):
+        again = resume_command("train", folder, runs_dir)
+        return f"is in the folder of run {folder.name}; name the run: {again}"
+    return "is not a run: it has no config.yaml, so its settings are lost; start a new run"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,20 +18,13 @@ Record = Mapping[str, Any]
 
 SUMMARY_FILE = "summary.json"
 
-_STATUSES: tuple[RunStatus, ...] = get_args(RunStatus)
-
 
 @dataclass(frozen=True)
 class Summary:
-    """The content of `summary.json`.
-
-    Attributes:
-        status: how the run ended; None where the file has no valid status.
-        content: all keys of the file.
-    """
+    """The content of `summary.json`: all keys, and how the run ended (None where the file has no valid status)."""
 
     status: RunStatus | None
-    content: Mapping[str, Any]
+    content: Record
 
     @property
     def error(self) -> str | None:
@@ -56,8 +48,8 @@ class StoredRun:
     """
 
     path: Path
-    config: Mapping[str, Any]
-    env: Mapping[str, Any]
+    config: Record
+    env: Record
     records: Sequence[Record]
     clocks: Mapping[int, int]
     status: RunStatus | None
@@ -65,30 +57,23 @@ class StoredRun:
     end_ms: int
 
     @property
-    def tracking(self) -> Mapping[str, Any]:
+    def tracking(self) -> Record:
         """The section `tracking` of the settings."""
         section = self.config.get("tracking")
         return section if isinstance(section, Mapping) else {}
 
 
 def read_summary(run: Path) -> Summary | None:
-    """Return the summary of the run in the folder `run`, None where the run has none.
-
-    Raises:
-        UserError: the file is damaged.
-    """
-    path = run / SUMMARY_FILE
-    if not path_exists(path):
+    """Return the summary of the run in a folder, None where it has none. Raises UserError if the file is damaged."""
+    if not path_exists(run / SUMMARY_FILE):
         return None
-    content = read_json_object(path, max_bytes=MAX_CONFIG_BYTES)
-    return Summary(next((status for status in _STATUSES if status == content.get("status")), None), content)
+    content = read_json_object(run / SUMMARY_FILE, max_bytes=MAX_CONFIG_BYTES)
+    status = content.get("status")
+    return Summary(status if status in get_args(RunStatus) else None, content)
 
 
 def is_finished(run: Path) -> bool:
-    """Return whether the summary of the run in the folder `run` has the status FINISHED.
-
-    Return False for a missing and for a damaged summary.
-    """
+    """Return whether the summary of the run in a folder has the status FINISHED; False if it is missing or damaged."""
     try:
         summary = read_summary(run)
     except UserError:
@@ -124,11 +109,12 @@ def read_stored_run(path: Path, keep: Callable[[Record], Record] = dict) -> Stor
     summary = read_summary(path)
     lines = [keep(line) for line in iterate_metrics(path / "metrics.jsonl")]
     clocks = _step_times(path, lines)
-    written = _written_ms(path / "config.yaml") or 0
-    first = clocks[lines[0]["step"]] - round(1000 * _seconds(lines[0], "time/step")) if lines else written
-    end = max(_written_ms(path / name) or 0 for name in ("config.yaml", "metrics.jsonl", SUMMARY_FILE))
+    start = _written_ms(path / "config.yaml")
+    end = max(start, _written_ms(path / "metrics.jsonl"), _written_ms(path / SUMMARY_FILE))
+    if lines:
+        start = min(start, clocks[lines[0]["step"]] - _milliseconds(lines[0], "time/step"))
     status = None if writing else final_status(summary, lines[-1]["step"] if lines else 0)
-    return StoredRun(path, config, env, lines, clocks, status, min(first, written), end)
+    return StoredRun(path, config, env, lines, clocks, status, start, end)
 
 
 def _step_times(path: Path, lines: Sequence[Record]) -> dict[int, int]:
@@ -138,43 +124,28 @@ def _step_times(path: Path, lines: Sequence[Record]) -> dict[int, int]:
     the next step began, which is `time/step` seconds before the next line. A pause between two steps (a resume) shows
     in the modification time of the step's own file of completions or evaluation, where there is one. In a copy of the
     folder with new file times the distances between steps are unchanged and the end is the time of the copy.
-
-    Raises:
-        UserError: a step is not a number.
     """
-    later = _written_ms(path / "metrics.jsonl") or 0
-    samples, evals = _written_by_step(path / "samples"), _written_by_step(path / "evals")
+    written: dict[int | None, int] = {}
+    for file in (*(path / "samples").glob("step-*"), *(path / "evals").glob("step-*")):
+        written[step_of(file)] = max(written.get(step_of(file), 0), _written_ms(file))
+    later = _written_ms(path / "metrics.jsonl")
     times: dict[int, int] = {}
     for line in reversed(lines):
         step = line["step"]
         if type(step) is not int or step < 0:
             raise UserError(f"{path / 'metrics.jsonl'}: {step!r} is not a step; restore the file from a copy")
-        written = max(samples.get(step, 0), evals.get(step, 0))
-        if written:
-            later = min(later, written + round(1000 * _seconds(line, "time/checkpoint")))
+        if step in written:
+            later = min(later, written[step] + _milliseconds(line, "time/checkpoint"))
         times[step] = later
-        later -= round(1000 * _seconds(line, "time/step"))
+        later -= _milliseconds(line, "time/step")
     return times
 
 
-def _seconds(line: Mapping[str, Any], key: str) -> float:
+def _milliseconds(line: Record, key: str) -> int:
     value = line.get(key)
-    return float(value) if isinstance(value, int | float) else 0.0
+    return round(1000 * value) if isinstance(value, int | float) else 0
 
 
-def _written_by_step(folder: Path) -> dict[int, int]:
-    """Return the modification time of the file of each step in a folder, in milliseconds since 1970."""
-    try:
-        with os.scandir(folder) as entries:
-            written = {step_of(entry): entry.stat().st_mtime_ns // 1_000_000 for entry in entries}
-    except OSError:
-        return {}
-    return {step: time for step, time in written.items() if step is not None}
-
-
-def _written_ms(path: Path) -> int | None:
-    """Return the modification time of a file in milliseconds since 1970, None where there is no such file."""
-    try:
-        return path.stat().st_mtime_ns // 1_000_000
-    except OSError:
-        return None
+def _written_ms(path: Path) -> int:
+    """Return the modification time of a file in milliseconds since 1970, 0 where there is no such file."""
+    return path.stat().st_mtime_ns // 1_000_000 if path_exists(path) else 0

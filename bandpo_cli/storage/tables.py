@@ -6,9 +6,10 @@ Parquet files contain data only; reading one runs no code.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict, get_args, get_type_hints
+from typing import Any, TypedDict, cast, get_args, get_type_hints
 
 import numpy as np
 
@@ -27,48 +28,8 @@ MAX_BAD_BATCHES = 3
 BAD_BATCHES = "bad_batches"
 """Subfolder of the run folder with the batches of skipped updates."""
 
-BAD_BATCH_COLUMNS = {
-    "old_logprobs": "log-probabilities that ratios are computed against: the trainer's or the sampler's",
-    "new_logprobs": "under the weights that the update would have changed",
-    "trainer_logprobs": "π_old as the trainer computes it",
-    "sampler_logprobs": "π_old as the sampler reported it",
-    "ref_logprobs": "under the reference model",
-    "ratios": "π/π_old, the log ratio clamped to ±20",
-    "lower": "ratio bound",
-    "upper": "ratio bound",
-    "importance": "π_old/π_sampler as truncated or masked by objective.importance, where it weights the loss",
-    "advantages": "of the completion",
-}
-"""Columns with a list of float32 per completion, one number per token; null where they were not computed."""
-
-
 _ROWS_PER_BLOCK = 4096
 """Completions that are converted at once; a block must stay below 2 GiB, half a million characters per completion."""
-
-
-class SampleRow(TypedDict):
-    """One completion, as a row of `samples/step-000010.parquet`."""
-
-    source: str
-    """The task or data set of the problem."""
-    problem_id: str
-    prompt: str
-    reference: str
-    """The reference answer."""
-    grader: str
-    extra: str
-    """The other inputs of the grader, as JSON: with them the completion can be graded again."""
-    text: str
-    reward: float | None
-    """Null where grading failed, and where every reward function reports that it does not apply."""
-    accuracy: float
-    """1 for a correct answer, 0 for any other."""
-    length: int
-    """Sampled tokens, the end-of-sequence token included."""
-    finish_reason: str
-    verdict: str
-    logprob_sum: float
-    """log π(completion) in nats under the sampling distribution."""
 
 
 class EvalRow(TypedDict):
@@ -93,7 +54,7 @@ class EvalRow(TypedDict):
 
 
 class GradedCompletion(TypedDict):
-    """What `SampleRow` and `EvalRow` have in common: a completion with its verdict, for people who read it."""
+    """What the tables of steps and of evaluations have in common: a completion with its verdict, to be read."""
 
     label: str
     """The task, the data set or the evaluation set."""
@@ -109,70 +70,47 @@ class GradedCompletion(TypedDict):
     finish_reason: str | None
 
 
-class BadCompletion(TypedDict):
-    """One completion of a row of `bad_batches/step-000012-update-3.parquet`, without the `BAD_BATCH_COLUMNS`."""
-
-    error: str
-    """The value that was not finite; the same in each row."""
-    problem_id: str
-    prompt: str
-    text: str
-    reference: str
-    """The reference answer."""
-    reward: float | None
-    verdict: str
-    prompt_ids: list[int]
-    token_ids: list[int]
-
-
-def sample_rows(groups: Iterable[Group]) -> list[SampleRow]:
-    """Return a row for each rollout of `groups`, in their order."""
-    return [
-        SampleRow(
-            source=rollout.problem.source,
-            problem_id=rollout.problem.id,
-            prompt=rollout.prompt,
-            reference=rollout.problem.answer,
-            grader=rollout.problem.grader,
-            extra=encode_extra(rollout.problem.extra),
-            text=rollout.text,
-            reward=rollout.grade.reward if rollout.grade.has_reward else None,
-            accuracy=float(rollout.grade.correct),
-            length=len(rollout.completion.token_ids),
-            finish_reason=rollout.completion.finish_reason,
-            verdict=rollout.grade.verdict,
-            logprob_sum=sum(rollout.completion.logprobs),
-        )
-        for group in groups
-        for rollout in group.rollouts_G
-    ]
-
-
-def reward_columns(groups: Iterable[Group]) -> dict[str, list[float | None]]:
-    """Return the columns `reward/<name>`: the value of each of `task.rewards` before its weight, per rollout.
-
-    A value is None where the grader failed, timed out, or does not apply.
-    """
-    components = [rollout.grade.components for group in groups for rollout in group.rollouts_G]
-    names = components[0] if components else ()
-    return {f"reward/{name}": [values[name] for values in components] for name in names}
-
-
 def encode_extra(extra: Mapping[str, object]) -> str:
     """Return as JSON what a grader reads of a problem besides its answer."""
     return json.dumps(dict(extra), ensure_ascii=False)
 
 
-def write_sample_table(
-    path: Path, rows: Sequence[SampleRow], rewards: Mapping[str, Sequence[float | None]] | None = None
-) -> Path:
-    """Write the completions of a step; `rewards` are the further columns of `reward_columns`."""
+def write_sample_table(path: Path, groups: Iterable[Group]) -> Path:
+    """Write a row per rollout of `groups`, in their order.
+
+    `source` is the task or data set of the problem, and `reference` the reference answer. `extra` has the other inputs
+    of the grader, as JSON: with them the completion can be graded again. `reward` is null where grading failed, and
+    where every reward function reports that it does not apply. `accuracy` is 1 for a correct answer, 0 for any other.
+    `length` counts the sampled tokens, the end-of-sequence token included; `logprob_sum` is log π(completion) in nats
+    under the sampling distribution.
+
+    The columns `reward/<name>` have the value of each of `task.rewards` before its weight; null where the grader
+    failed, timed out, or does not apply.
+    """
     import pyarrow as pa
 
-    table = pa.Table.from_pylist([dict(row) for row in rows], schema=_schema(SampleRow))
-    for name, values in (rewards or {}).items():
-        table = table.append_column(name, pa.array(values, type=pa.float64()))
-    return _write(path, table)
+    rollouts = [rollout for group in groups for rollout in group.rollouts_G]
+    grades = [rollout.grade for rollout in rollouts]
+    completions = [rollout.completion for rollout in rollouts]
+    problems = [rollout.problem for rollout in rollouts]
+    columns: dict[str, tuple[Any, list[Any]]] = {
+        "source": (pa.string(), [problem.source for problem in problems]),
+        "problem_id": (pa.string(), [problem.id for problem in problems]),
+        "prompt": (pa.string(), [rollout.prompt for rollout in rollouts]),
+        "reference": (pa.string(), [problem.answer for problem in problems]),
+        "grader": (pa.string(), [problem.grader for problem in problems]),
+        "extra": (pa.string(), [encode_extra(problem.extra) for problem in problems]),
+        "text": (pa.string(), [rollout.text for rollout in rollouts]),
+        "reward": (pa.float64(), [grade.reward if grade.has_reward else None for grade in grades]),
+        "accuracy": (pa.float64(), [float(grade.correct) for grade in grades]),
+        "length": (pa.int32(), [len(completion.token_ids) for completion in completions]),
+        "finish_reason": (pa.string(), [completion.finish_reason for completion in completions]),
+        "verdict": (pa.string(), [grade.verdict for grade in grades]),
+        "logprob_sum": (pa.float64(), [sum(completion.logprobs) for completion in completions]),
+    }
+    for name in grades[0].components if grades else ():
+        columns[f"reward/{name}"] = (pa.float64(), [grade.components[name] for grade in grades])
+    return _write_columns(path, columns)
 
 
 def write_eval_table(path: Path, rows: Sequence[EvalRow]) -> Path:
@@ -191,7 +129,7 @@ def eval_table(rows: Sequence[EvalRow]) -> Any:
     import pyarrow as pa
     from pyarrow import json as arrow_json
 
-    schema = _schema(EvalRow)
+    schema = _eval_schema()
     blocks = []
     for start in range(0, len(rows), _ROWS_PER_BLOCK):
         lines = [json.dumps(row, ensure_ascii=False) for row in rows[start : start + _ROWS_PER_BLOCK]]
@@ -208,7 +146,7 @@ def read_eval_table(path: Path) -> list[EvalRow]:
     import pyarrow.parquet as pq
 
     try:
-        return pq.read_table(path, schema=_schema(EvalRow)).to_pylist()  # type: ignore[no-any-return]
+        return pq.read_table(path, schema=_eval_schema()).to_pylist()  # type: ignore[no-any-return]
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: not readable as an evaluation's completions: {first_line(error)}") from None
 
@@ -219,28 +157,19 @@ def read_graded_completions(path: Path) -> list[GradedCompletion]:
     Raises:
         UserError: the file is missing, not a regular file, or damaged.
     """
-    import pyarrow.parquet as pq
-
-    check_regular_file(path, str(path))
-    try:
-        rows = pq.read_table(path).to_pylist()
+    names = GradedCompletion.__annotations__.keys() - {"label", "reward"}
+    with _reading(path, "completions") as table:
         return [
-            GradedCompletion(
-                label=row["source"] if "source" in row else row["task"],
-                problem_id=row["problem_id"],
-                prompt=row["prompt"],
-                reference=row["reference"],
-                text=row["text"],
-                accuracy=row["accuracy"],
-                verdict=row["verdict"],
-                reward=row.get("reward"),
-                length=row["length"],
-                finish_reason=row["finish_reason"],
+            cast(
+                GradedCompletion,
+                {
+                    **{name: row[name] for name in names},
+                    "label": row["source"] if "source" in row else row["task"],
+                    "reward": row.get("reward"),
+                },
             )
-            for row in rows
+            for row in table.to_pylist()
         ]
-    except Exception as error:  # noqa: BLE001 - pyarrow raises errors of any type for a damaged file
-        raise UserError(f"{path}: not readable as a table of completions: {first_line(error)}") from None
 
 
 def write_token_table(path: Path, columns: Mapping[str, Any]) -> Path:
@@ -252,8 +181,7 @@ def write_token_table(path: Path, columns: Mapping[str, Any]) -> Path:
 
     if set(columns) != set(TOKEN_COLUMNS):
         raise ValueError(f"token columns must be {', '.join(TOKEN_COLUMNS)}; got {', '.join(columns)}")
-    arrays = [pa.array(columns[name], type=pa.float32()) for name in TOKEN_COLUMNS]
-    return _write(path, pa.Table.from_arrays(arrays, names=list(TOKEN_COLUMNS)))
+    return _write_columns(path, {name: (pa.float32(), columns[name]) for name in TOKEN_COLUMNS})
 
 
 def read_token_table(path: Path) -> dict[str, np.ndarray]:
@@ -262,16 +190,10 @@ def read_token_table(path: Path) -> dict[str, np.ndarray]:
     Raises:
         UserError: the file is missing, not a regular file, or damaged.
     """
-    import pyarrow.parquet as pq
-
-    check_regular_file(path, str(path))
-    try:
-        table = pq.read_table(path)
+    with _reading(path, "tokens") as table:
         optional = {"gradient_weight": np.full(len(table), np.nan)}
         present = [name for name in TOKEN_COLUMNS if name in table.column_names or name not in optional]
         return optional | {name: table[name].to_numpy().astype(np.float64) for name in present}
-    except Exception as error:  # noqa: BLE001 - pyarrow raises errors of any type for a damaged file
-        raise UserError(f"{path}: not readable as a table of tokens: {first_line(error)}") from None
 
 
 def read_token_tables(folder: Path) -> dict[str, np.ndarray]:
@@ -293,24 +215,39 @@ def write_bad_batch(
     run: Path,
     step: int,
     update: int,
-    rows: Sequence[BadCompletion],
+    error: str,
+    groups: Iterable[Group],
     numbers: Mapping[str, Sequence[list[float] | None]],
 ) -> Path:
     """Write the batch of a skipped update to the run's `bad_batches/`, atomically; return the file.
 
     Args:
-        numbers: for each of `BAD_BATCH_COLUMNS` a list with one entry per row of `rows`; NaN and infinities are
-            stored unchanged.
+        error: names the value that was not finite.
+        groups: the groups of the update.
+        numbers: further columns: a list with one entry per completion, float32 per token or None; NaN and infinities
+            are stored unchanged.
 
     Raises:
         OSError: the disk is full or does not accept the file.
     """
     import pyarrow as pa
 
-    table = pa.Table.from_pylist([dict(row) for row in rows], schema=_schema(BadCompletion))
-    for name in BAD_BATCH_COLUMNS:
-        table = table.append_column(name, pa.array(numbers[name], type=pa.list_(pa.float32())))
-    return _write(run / BAD_BATCHES / f"{step_name(step)}-update-{update}.parquet", table)
+    rollouts = [rollout for group in groups for rollout in group.rollouts_G]
+    grades = [rollout.grade for rollout in rollouts]
+    ids = pa.list_(pa.int32())
+    columns: dict[str, tuple[Any, Sequence[Any]]] = {
+        "error": (pa.string(), [error] * len(rollouts)),
+        "problem_id": (pa.string(), [rollout.problem.id for rollout in rollouts]),
+        "prompt": (pa.string(), [rollout.prompt for rollout in rollouts]),
+        "text": (pa.string(), [rollout.text for rollout in rollouts]),
+        "reference": (pa.string(), [rollout.problem.answer for rollout in rollouts]),
+        "reward": (pa.float64(), [grade.reward if grade.has_reward else None for grade in grades]),
+        "verdict": (pa.string(), [grade.verdict for grade in grades]),
+        "prompt_ids": (ids, [list(rollout.prompt_ids) for rollout in rollouts]),
+        "token_ids": (ids, [list(rollout.completion.token_ids) for rollout in rollouts]),
+    }
+    columns |= {name: (pa.list_(pa.float32()), values) for name, values in numbers.items()}
+    return _write_columns(run / BAD_BATCHES / f"{step_name(step)}-update-{update}.parquet", columns)
 
 
 def count_bad_batches(run: Path) -> int:
@@ -318,21 +255,34 @@ def count_bad_batches(run: Path) -> int:
     return len(list((run / BAD_BATCHES).glob("step-*.parquet")))
 
 
-def _schema(row: type) -> Any:
-    """Return the Parquet schema of a row type. It is fixed, so that the file of an empty step has the same columns."""
+def _eval_schema() -> Any:
+    """Return the Parquet schema of `EvalRow`. It is fixed, so that an empty table has the same columns."""
     import pyarrow as pa
 
-    types: dict[Any, Any] = {
-        str: pa.string(),
-        float: pa.float64(),
-        int: pa.int32(),
-        list[int]: pa.list_(pa.int32()),
-    }
+    types: dict[Any, Any] = {str: pa.string(), float: pa.float64(), int: pa.int32()}
+    hints = get_type_hints(EvalRow)
+    return pa.schema([(name, types[(get_args(hint) or (hint,))[0]]) for name, hint in hints.items()])
 
-    def column_type(hint: Any) -> Any:
-        return types[hint if hint in types else next(kind for kind in get_args(hint) if kind in types)]
 
-    return pa.schema([(name, column_type(hint)) for name, hint in get_type_hints(row).items()])
+def _write_columns(path: Path, columns: Mapping[str, tuple[Any, Any]]) -> Path:
+    """Write a table with the given types and values of its columns."""
+    import pyarrow as pa
+
+    return _write(
+        path, pa.table({name: pa.array(values, type=kind) for name, (kind, values) in columns.items()})
+    )
+
+
+@contextmanager
+def _reading(path: Path, content: str) -> Iterator[Any]:
+    """Yield the table of a Parquet file. Raise UserError in one line where it, or reading its columns, fails."""
+    import pyarrow.parquet as pq
+
+    check_regular_file(path, str(path))
+    try:
+        yield pq.read_table(path)
+    except Exception as error:  # noqa: BLE001 - pyarrow raises errors of any type for a damaged file
+        raise UserError(f"{path}: not readable as a table of {content}: {first_line(error)}") from None
 
 
 def _write(path: Path, table: Any) -> Path:

@@ -15,7 +15,7 @@ from bandpo_cli.config.files import read_yaml
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.errors import UserError
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
-from bandpo_cli.storage.files import read_json_object, sync_folder, write_json, write_text
+from bandpo_cli.storage.files import read_json_object, sync, write_json, write_text
 from bandpo_cli.storage.run_folder import create_folder, find_folder, is_valid_name, not_found
 from bandpo_cli.storage.run_record import is_finished
 from bandpo_cli.sweeps.plan import PlannedRun, SweepRun, Text, check_baseline
@@ -164,7 +164,7 @@ class SweepFolder:
         path.rename(attempts / f"{name}-{number}")
         if log.exists():
             log.rename(attempts / f"{name}-{number}.log")
-        sync_folder(self.path)
+        sync(self.path)
 
     def error_message(self, name: str) -> str:
         """Return the last error line in a run's log, else the last line that is not empty, at most 300 characters."""

@@ -26,7 +26,7 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
 from bandpo_cli.storage.checkpoints import complete_checkpoints, record_score
 from bandpo_cli.storage.files import read_json_object
-from bandpo_cli.storage.run_folder import RunFolder, read_metrics
+from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import SUMMARY_FILE, read_summary
 from bandpo_cli.sweeps.folder import SweepFolder, find_runs
 from bandpo_cli.sweeps.plan import SweepRun
@@ -165,7 +165,7 @@ def runs_to_stop(runs: Sequence[SweepRun], states: Mapping[str, RunState], margi
 def read_run_state(folder: SweepFolder, name: str, steps: int, status: Status) -> RunState:
     """Return the state of a run, read from its metrics.jsonl; the caller provides the status."""
     try:
-        records = [] if status == "waiting" else read_metrics(folder.run_path(name) / "metrics.jsonl")
+        records = [] if status == "waiting" else RunFolder(folder.run_path(name)).read_metrics()
     except UserError:  # damaged metrics.jsonl: the progress is unknown
         records = []
     step = records[-1]["step"] if records else 0
@@ -293,7 +293,7 @@ def seconds_from_trial(config: RunConfig, variables: Mapping[str, str], ranks: i
         if done.returncode:
             line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise UserError(f"a trial of {steps} steps failed, {line}")
-        records = read_metrics(Path(scratch) / "t" / "metrics.jsonl")
+        records = RunFolder(Path(scratch) / "t").read_metrics()
     evaluations = [record["time/eval"] for record in records if "time/eval" in record]
     training = [
         record["time/step"] - record.get("time/eval", 0.0) for record in records if record["step"] > 0

@@ -21,10 +21,12 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit, urlunsplit
 from uuid import uuid4
 
+from filelock import FileLock
+
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.errors import REDACTED, first_line, redact_credentials
 from bandpo_cli.paths import relative_to_cwd
-from bandpo_cli.storage.files import file_lock, write_json
+from bandpo_cli.storage.files import write_json
 
 _DATABASE_PORTS = {"postgresql": 5432, "postgres": 5432, "mysql": 3306, "mariadb": 3306, "mssql": 1433}
 
@@ -146,7 +148,7 @@ def create_sqlite_store(uri: str) -> None:
     if path is None or path.exists() or os.name != "posix":
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with file_lock(path.with_name(f".{path.name}.lock")):
+    with FileLock(path.with_name(f".{path.name}.lock")):
         if not path.exists():
             unfinished = path.with_name(f".{path.name}.new")
             unfinished.unlink(missing_ok=True)
@@ -278,4 +280,4 @@ def link_version(folder: Path) -> tuple[int, int] | None:
 
 def send_lock(folder: Path) -> AbstractContextManager[object]:
     """Return the lock for sending the run in `folder`: without it a tracker and `bandpo sync` would send twice."""
-    return file_lock(folder / ".mlflow.lock")
+    return FileLock(folder / ".mlflow.lock")

@@ -10,7 +10,7 @@ With several ranks each has such a thread, and each gets the groups of all ranks
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from itertools import islice
@@ -24,7 +24,6 @@ from bandpo_cli.grading.rewards import ErrorReportingGrader, graded_by, training
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.sampling.rollouts import (
-    EncodedPrompt,
     decode_completions,
     graded_groups,
     problem_per_completion,
@@ -33,13 +32,47 @@ from bandpo_cli.sampling.rollouts import (
 )
 from bandpo_cli.sampling.sampler import SampleRequest, StreamingSampler
 from bandpo_cli.seeds import derive_seed
+from bandpo_cli.training.checkpoint_files import SampledGroups
 from bandpo_cli.training.components import Components
 from bandpo_cli.training.metrics import StepTimer
-from bandpo_cli.training.sampled_groups import SampledGroups
 from bandpo_cli.types import Completion, Grade, Group, Problem
 
 STOP_S = 10.0
 """Longest wait for the thread after an error, in seconds: where another rank has ended, its exchange may never end."""
+
+
+class BackgroundCall(threading.Thread):
+    """A call in a thread; without a further thread (the system limits their number) `start` makes the call itself.
+
+    Assign the object to a variable before `start`, because a signal may come while the thread starts.
+
+    Attributes:
+        error: what the call has raised.
+    """
+
+    def __init__(self, name: str, call: Callable[[], object], daemon: bool = False) -> None:
+        super().__init__(name=name, daemon=daemon)
+        self._call = call
+        self.error: BaseException | None = None
+
+    def start(self) -> None:
+        """Start the call."""
+        try:
+            super().start()
+        except RuntimeError:
+            self.run()
+
+    def run(self) -> None:
+        """Make the call and keep its error, for the thread that trains."""
+        try:
+            self._call()
+        except BaseException as error:  # noqa: BLE001
+            self.error = error
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of the call, at most `timeout` seconds; return at once if no thread has started."""
+        if self.ident is not None:
+            super().join(timeout)
 
 
 class RolloutBatches:
@@ -50,12 +83,11 @@ class RolloutBatches:
     """
 
     def __init__(self, config: RunConfig, components: Components) -> None:
-        """Set what is sampled; all ranks must call this together."""
+        """All ranks must call this together."""
         self._config, self._components = config, components
         self._is_ahead = config.sampling.max_lag > 0
         self._thread_ranks = components.ranks.for_thread() if self._is_ahead else components.ranks
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._call: BackgroundCall | None = None
 
     def __enter__(self) -> RolloutBatches:
         return self
@@ -63,105 +95,122 @@ class RolloutBatches:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        thread = self._thread
-        if thread is None or thread.ident is None:  # a signal may come while it starts
-            return
-        self._components.grader.cancel()
-        with warn_on_failure("the sampling engine could not be closed"):
-            self._components.sampler.close()
-        thread.join(STOP_S)
+        if self._call is not None:
+            self._components.grader.cancel()
+            with warn_on_failure("the sampling engine could not be closed"):
+                self._components.sampler.close()
+            self._call.join(STOP_S)
 
     def take(self, step: int, timer: StepTimer) -> SampledGroups:
-        """Return the batch of a step: the one that was sampled ahead, or one that is sampled now."""
+        """Return the batch of a step: the one that was sampled ahead, or one that is sampled now.
+
+        Raises:
+            StaleEngineError: the engine has other weights than those of the last update.
+            GraderFailedError: every answer of a batch is a grader error.
+        """
         ahead, self._components.ahead = self._components.ahead, None
         if ahead is not None:
             assert ahead.step == step, "batches are taken in the order of the steps"
             return ahead
-        components = self._components
-        return sample_groups(
-            self._config, components, step, components.optimizer.update, timer, components.ranks
-        )
+        return self._sample(step, self._components.optimizer.update, timer, self._components.ranks)
 
     def start(self, step: int) -> None:
         """Start sampling the batch of a step in a thread; do nothing without `sampling.max_lag` and after the last."""
         if not self._is_ahead or step > self._config.steps:
             return
-        # The number of updates is read here: it grows while the thread runs.
-        arguments = (step, self._components.optimizer.update)
-        self._thread = threading.Thread(target=self._sample, args=arguments, name="rollouts", daemon=True)
-        self._thread.start()
+        version = self._components.optimizer.update  # read here: it grows while the thread runs
+        timer = StepTimer()  # callbacks are called from the thread that trains
+
+        def sample() -> None:
+            self._components.ahead = self._sample(step, version, timer, self._thread_ranks)
+
+        self._call = BackgroundCall("rollouts", sample, daemon=True)
+        self._call.start()
 
     def wait(self, timer: StepTimer) -> None:
         """Wait until the batch that was started is sampled and graded; it is then in `Components.ahead`.
 
         Raises:
-            Exception: what sampling or grading raised.
+            Exception: what sampling or grading raised; see `take`.
         """
-        if self._thread is None:
+        if (call := self._call) is None:
             return
         with timer.phase("sample"):
-            self._thread.join()
-        self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+            call.join()
+        self._call = None
+        if call.error is not None:
+            raise call.error
 
-    def _sample(self, step: int, version: int) -> None:
-        """Sample and grade a batch, and keep the error; runs in the thread."""
-        try:
-            timer = StepTimer()  # callbacks are called from the thread that trains
-            self._components.ahead = sample_groups(
-                self._config, self._components, step, version, timer, self._thread_ranks
-            )
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that trains
-            self._error = error
+    def _sample(self, step: int, version: int, timer: StepTimer, ranks: Ranks) -> SampledGroups:
+        """Sample and grade the rollouts of a step; `version` is the number of updates of the engine's weights.
 
+        One batch of `sampling.prompts` groups; with dynamic sampling as many batches as it takes until that many groups
+        have rewards that differ, at most `sampling.dynamic_batches`.
+        """
+        config, position = self._config, self._components.stream.position
+        wanted, dynamic = config.sampling.prompts, config.sampling.dynamic
+        before = timer.seconds("sample")
+        sampled: list[Group] = []
+        for batch in range(config.sampling.dynamic_batches if dynamic else 1):
+            seed = derive_seed(config.seed, "sample", step, *([batch] if batch else []))
+            sampled += self._sample_batch(seed, version, timer, ranks)
+            if not dynamic or sum(map(has_reward_spread, sampled)) >= wanted:
+                break
+        seconds = timer.seconds("sample") - before
+        groups = select_groups(sampled, wanted, config.optim.updates) if dynamic else sampled
+        return SampledGroups(step, version, position, seconds, groups, sampled)
 
-def sample_groups(
-    config: RunConfig, components: Components, step: int, version: int, timer: StepTimer, ranks: Ranks
-) -> SampledGroups:
-    """Sample and grade the rollouts of a step.
-
-    One batch of `sampling.prompts` groups; with dynamic sampling as many batches as it takes until that many groups
-    have rewards that differ, at most `sampling.dynamic_batches`.
-
-    Args:
-        version: number of optimizer updates of the weights that the engine has.
-        timer: gets the times of the phases `sample` and `grade`.
-        ranks: the ranks of the run, for the thread that calls this.
-
-    Raises:
-        StaleEngineError: the engine has other weights than those of `version`.
-        GraderFailedError: every answer of a batch is a grader error.
-    """
-    wanted, dynamic, position = config.sampling.prompts, config.sampling.dynamic, components.stream.position
-    before = timer.seconds("sample")
-    sampled: list[Group] = []
-    for batch in range(config.sampling.dynamic_batches if dynamic else 1):
-        seed = derive_seed(config.seed, "sample", step, *([batch] if batch else []))
-        sampled += _sample_batch(config, components, seed, version, timer, ranks)
-        if not dynamic or sum(map(has_reward_spread, sampled)) >= wanted:
-            break
-    seconds = timer.seconds("sample") - before
-    groups = select_groups(sampled, wanted, config.optim.updates) if dynamic else sampled
-    return SampledGroups(step, version, position, seconds, groups, sampled)
+    def _sample_batch(self, seed: int, version: int, timer: StepTimer, ranks: Ranks) -> list[Group]:
+        """Return the graded groups of the next `sampling.prompts` problems, those of all ranks."""
+        config, components = self._config, self._components
+        params, tokenizer = components.params, components.policy.tokenizer
+        batch = components.stream.next(config.sampling.prompts)
+        problems, seed = ranks.share(batch), seed + ranks.share_start(len(batch))
+        # An engine process grades in the background in any case. The transformers engine does not stream: smaller calls
+        # would change the last bits of its log-probs.
+        streams = isinstance(components.sampler, StreamingSampler) and not self._is_ahead
+        with ExitStack() as stack:
+            pool: ErrorReportingGrader = components.grader
+            with timer.phase("sample"):
+                prompts = components.encoder.encode(problems)
+                if config.grading.while_sampling and streams:
+                    grading = background_grading(components.grader.grade, components.grader.cancel)
+                    pool = early = EarlyGrades(pool, stack.enter_context(grading), config.task.rewards)
+                    size = config.grading.batch // params.samples
+                    # The seed of a prompt is one above that of the prompt before it, as within one call of the sampler.
+                    requests = (
+                        SampleRequest([prompt.token_ids for prompt in part], seed + start)
+                        for start, part in chunks(prompts, size)
+                    )
+                    completions: list[list[Completion]] = []
+                    with closing(stream_completions(components.sampler, requests, params, version)) as stream:
+                        for part in stream:
+                            answered = problems[len(completions) : len(completions) + len(part)]
+                            texts = decode_completions(tokenizer, part)
+                            early.submit(problem_per_completion(answered, part), texts)
+                            completions += part
+                else:
+                    completions = sample_completions(components.sampler, prompts, params, seed, version)
+            with timer.phase("grade"):
+                grade = training_grader(pool, config.task.rewards, ranks)
+                texts = decode_completions(tokenizer, completions)
+                grades = grade(problem_per_completion(problems, completions), texts)
+                groups = graded_groups(
+                    problems, prompts, completions, texts, grades, config.reward, params.max_tokens
+                )
+                return ranks.gather_all(groups)
 
 
 def select_groups(sampled: Sequence[Group], wanted: int, updates: int) -> list[Group]:
-    """Return the groups of a step under dynamic sampling (DAPO, arXiv 2503.14476).
+    """Return the `wanted` groups of a step under dynamic sampling (DAPO, arXiv 2503.14476).
 
     These are the first groups whose rewards differ, filled up with the first zero-variance groups, which have no
-    gradient but keep the size of each update. The updates have equal numbers of the groups with a gradient, up to 1,
-    earlier updates more, and train on them first: without a gradient, AdamW would move the weights by its momentum
-    alone.
+    gradient but keep the size of each update: `wanted / updates` consecutive groups of the result. The updates have
+    equal numbers of the groups with a gradient, up to 1, earlier updates more, and train on them first: without a
+    gradient, AdamW would move the weights by its momentum alone.
 
     Args:
-        sampled: all groups sampled in the step, in order; at least `wanted`.
-        wanted: number of groups that the step trains on, a multiple of `updates`.
-        updates: number of updates of the step; each trains on `wanted / updates` consecutive groups of the result.
-
-    Returns:
-        `wanted` groups.
+        sampled: all groups sampled in the step, in order; at least `wanted`, which is a multiple of `updates`.
     """
     kept = [group for group in sampled if has_reward_spread(group)][:wanted]
     fill = [group for group in sampled if not has_reward_spread(group)]
@@ -172,73 +221,6 @@ def select_groups(sampled: Sequence[Group], wanted: int, updates: int) -> list[G
         ordered += islice(remaining_kept, share)
         ordered += islice(remaining_fill, wanted // updates - share)
     return ordered
-
-
-def _sample_batch(
-    config: RunConfig, components: Components, seed: int, version: int, timer: StepTimer, ranks: Ranks
-) -> list[Group]:
-    """Return the graded groups of the next `sampling.prompts` problems, those of all ranks."""
-    batch = components.stream.next(config.sampling.prompts)
-    problems, seed = ranks.share(batch), seed + ranks.share_start(len(batch))
-    params = components.params
-    with ExitStack() as stack:
-        pool: ErrorReportingGrader = components.grader
-        with timer.phase("sample"):
-            prompts = components.encoder.encode(problems)
-            if _grades_while_sampling(config, components):
-                grading = background_grading(components.grader.grade, components.grader.cancel)
-                pool = early = EarlyGrades(pool, stack.enter_context(grading), config.task.rewards)
-                size = config.grading.batch // params.samples
-                completions = _submit_parts(components, early, problems, prompts, size, seed, version)
-            else:
-                completions = sample_completions(components.sampler, prompts, params, seed, version)
-        with timer.phase("grade"):
-            grade = training_grader(pool, config.task.rewards, ranks)
-            texts = decode_completions(components.policy.tokenizer, completions)
-            grades = grade(problem_per_completion(problems, completions), texts)
-            groups = graded_groups(
-                problems, prompts, completions, texts, grades, config.reward, params.max_tokens
-            )
-            return ranks.gather_all(groups)
-
-
-def _grades_while_sampling(config: RunConfig, components: Components) -> bool:
-    """Return whether `grading.while_sampling` has an effect.
-
-    An engine process grades in the background in any case. The transformers engine does not stream: smaller calls would
-    change the last bits of its log-probs.
-    """
-    streams = isinstance(components.sampler, StreamingSampler) and not config.sampling.max_lag
-    return config.grading.while_sampling and streams
-
-
-def _submit_parts(
-    components: Components,
-    early: EarlyGrades,
-    problems: Sequence[Problem],
-    prompts: Sequence[EncodedPrompt],
-    size: int,
-    seed: int,
-    version: int,
-) -> list[list[Completion]]:
-    """Return completions [P][n], and submit each part to the graders as soon as it is sampled.
-
-    Args:
-        size: problems per part.
-        seed: seed of the first prompt; the one after it has the next, as within one call of `Sampler.sample`.
-    """
-    requests = (
-        SampleRequest([prompt.token_ids for prompt in part], seed + start)
-        for start, part in chunks(prompts, size)
-    )
-    completions: list[list[Completion]] = []
-    with closing(stream_completions(components.sampler, requests, components.params, version)) as stream:
-        for part in stream:
-            answered = problems[len(completions) : len(completions) + len(part)]
-            texts = decode_completions(components.policy.tokenizer, part)
-            early.submit(problem_per_completion(answered, part), texts)
-            completions += part
-    return completions
 
 
 class EarlyGrades:

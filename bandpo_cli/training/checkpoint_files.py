@@ -1,9 +1,13 @@
-"""Files of a checkpoint: writing and loading the weights and the optimizer state.
+"""Files of a checkpoint: writing and loading the weights, the optimizer state, and rollouts sampled ahead.
 
 A checkpoint is a Hugging Face model folder with a subfolder `trainer/` for the optimizer state and the progress. It
 contains no pickle: tensors are safetensors, everything else is JSON. vLLM loads every *.safetensors file at the top
 level of a model folder, so the optimizer state is one level below: one file, or files with the shards of several ranks.
 `bandpo_cli.storage.checkpoints` defines when a checkpoint is complete.
+
+A batch that was sampled ahead cannot be sampled again after a resume: it is from the weights before those of the
+checkpoint. Its file has what sampling and grading gave; problems and prompts follow from their place in the stream,
+texts from the tokens.
 """
 
 from __future__ import annotations
@@ -11,16 +15,18 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from itertools import accumulate, islice, pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
 from xxhash import xxh3_64
 
 from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory
@@ -28,6 +34,7 @@ from bandpo_cli.models.load import Policy, save_policy
 from bandpo_cli.models.sharding import ShardError, read_shards, saved_shapes, write_shards
 from bandpo_cli.models.weights import load_weights, weights_to_save
 from bandpo_cli.ranks import Ranks
+from bandpo_cli.sampling.rollouts import PromptEncoder, decode_completions
 from bandpo_cli.storage.checkpoints import (
     STATE,
     TRAINER,
@@ -35,13 +42,14 @@ from bandpo_cli.storage.checkpoints import (
     delete_checkpoint,
     hidden_folder,
     read_trainer_state,
-    staging_folder,
+    remove_tree,
     write_trainer_state,
 )
-from bandpo_cli.storage.files import apply_umask, file_checksum, sync_file, sync_folder
+from bandpo_cli.storage.files import apply_umask, file_checksum, sync
+from bandpo_cli.tasks.task import ProblemStream
 from bandpo_cli.training.optimizer import Optimizer
-from bandpo_cli.training.sampled_groups import SampledGroups, write_sampled
 from bandpo_cli.training.update import check_finite_weights
+from bandpo_cli.types import Completion, Grade, Group, Rollout
 
 OPTIMIZER = f"{TRAINER}/optimizer.safetensors"
 SHARDS = f"{TRAINER}/optimizer"
@@ -61,8 +69,31 @@ _DTYPES = list(_DTYPE_NAMES)
 """The order of tensors in a safetensors file: wide types first, then by name."""
 
 
-class AbandonedError(RunError):
-    """The run gave up a checkpoint while it was being written."""
+@dataclass(frozen=True)
+class SampledGroups:
+    """The graded rollouts of a step.
+
+    Attributes:
+        step: the step that trains on them.
+        version: number of optimizer updates of the weights that sampled them.
+        position: place of their first problem in the stream of training problems.
+        seconds: the time that sampling took; 0 after a resume, for which it is not stored.
+        groups: the groups that the step trains on, `sampling.prompts` of them.
+        sampled: all groups sampled for the step, of consecutive problems, also those that dynamic sampling dropped.
+    """
+
+    step: int
+    version: int
+    position: int
+    seconds: float
+    groups: Sequence[Group]
+    sampled: Sequence[Group]
+
+    @property
+    def nbytes(self) -> int:
+        """Approximate size of the file that `write_sampled` writes, in bytes."""
+        completions = [rollout.completion for group in self.sampled for rollout in group.rollouts_G]
+        return sum(12 * len(completion.token_ids) + 128 for completion in completions)
 
 
 @dataclass(frozen=True)
@@ -93,17 +124,6 @@ class TrainedState:
         return sum(item.nbytes for item in (*distinct.values(), *self.optimizer.values()))
 
 
-def _never_abandon() -> None:
-    """Do nothing; the default of `check`."""
-
-
-def save_checkpoint(policy: Policy, optimizer: Optimizer, progress: Progress, folder: Path) -> None:
-    """Check the state and write it as the checkpoint `folder`; see `check_savable` and `write_checkpoint`."""
-    state = TrainedState.of(policy, optimizer)
-    check_savable(policy, state, folder)
-    write_checkpoint(policy, state, progress, folder)
-
-
 def check_savable(
     policy: Policy, state: TrainedState, folder: Path, ahead: SampledGroups | None = None
 ) -> None:
@@ -116,8 +136,19 @@ def check_savable(
         RunError: the disk has less free space than the checkpoint needs.
     """
     policy.ranks.agree(lambda: check_finite_weights(policy.model))
-    nbytes = state.nbytes + (0 if ahead is None else ahead.nbytes)
-    policy.ranks.on_main(lambda: _check_disk_space(nbytes, folder))
+    needed = state.nbytes + (0 if ahead is None else ahead.nbytes) + RESERVED_BYTES
+
+    def check_disk_space() -> None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder.parent).free
+        if free < needed:
+            raise RunError(
+                f"not enough disk space for the checkpoint {folder.name}: it takes {needed / 2**20:,.0f} MiB and "
+                f"{folder.parent} has {free / 2**20:,.0f} MiB; free disk space, or keep fewer checkpoints "
+                "(checkpoint.keep_last, checkpoint.keep_best)"
+            )
+
+    policy.ranks.on_main(check_disk_space)
 
 
 def write_checkpoint(
@@ -125,7 +156,7 @@ def write_checkpoint(
     state: TrainedState,
     progress: Progress,
     folder: Path,
-    check: Callable[[], None] = _never_abandon,
+    check: Callable[[], None] = lambda: None,
     ahead: SampledGroups | None = None,
 ) -> None:
     """Write the checkpoint `folder`: into a hidden folder, flushed file by file, then renamed to its final name.
@@ -135,119 +166,74 @@ def write_checkpoint(
 
     Args:
         policy: the model's configuration and the tokenizer; the weights are those of `state`.
-        check: called before each file and within large ones; raises AbandonedError to give up the checkpoint.
+        check: called before each file and within large ones; what it raises gives up the checkpoint.
         ahead: the batch of the next step, where it was sampled ahead.
 
     Raises:
         RunError: the disk is full or the files cannot be written. An existing checkpoint stays unchanged, and the
             hidden folder is removed, as after any other exception.
     """
-    ranks = policy.ranks
-    hidden = hidden_folder(folder, "writing")
+    ranks, hidden = policy.ranks, hidden_folder(folder, "writing")
     checksums: dict[str, str] = {}
-    try:
-        ranks.on_main(partial(_write_model, policy, state, folder, check))
-        if ranks.size == 1:
-            with _write_errors(folder):
-                checksums[OPTIMIZER] = write_tensors(hidden / OPTIMIZER, state.optimizer, check)
-        else:
-            _write_sharded_optimizer(state, folder, ranks)
+
+    @_write_errors(folder)
+    def write_files() -> None:
+        remove_tree(hidden)  # that a crash left
+        (hidden / TRAINER).mkdir(parents=True)
+        save_policy(policy, hidden, state.weights)
+        check()
         if ahead is not None:
-            ranks.on_main(partial(_write_ahead, ahead, folder))
-        for share in ranks.agree(partial(_flush, ranks, folder, check, frozenset(checksums))):
-            checksums |= share
-        ranks.on_main(partial(_complete, progress, checksums, folder, check))
+            (hidden / ROLLOUTS).parent.mkdir()
+            write_sampled(hidden / ROLLOUTS, ahead)
+        if ranks.size == 1:
+            checksums[OPTIMIZER] = write_tensors(hidden / OPTIMIZER, state.optimizer, check)
+
+    @_write_errors(folder)
+    def complete() -> None:
+        for path in sorted(hidden.rglob("*")):
+            check()
+            if path.is_file():
+                apply_umask(path)  # safetensors makes files that only their owner can read
+            sync(path)
+        write_trainer_state(hidden, progress, checksums)  # flushes its file itself
+        sync(hidden)
+        check()
+        if os.path.lexists(folder):
+            delete_checkpoint(folder)
+        os.rename(hidden, folder)
+        sync(folder.parent)
+
+    try:
+        ranks.on_main(write_files)
+        if ranks.size > 1:
+            checksums |= _write_sharded_optimizer(state, folder, ranks)
+        ranks.on_main(complete)
     except BaseException:
         if ranks.is_main:
             shutil.rmtree(hidden, ignore_errors=True)
         raise
 
 
-def _write_model(policy: Policy, state: TrainedState, folder: Path, check: Callable[[], None]) -> None:
-    """Write the model folder of the checkpoint `folder` into its hidden folder, which is created."""
-    with _write_errors(folder):
-        hidden = staging_folder(folder, "writing")
-        (hidden / TRAINER).mkdir(parents=True)
-        save_policy(policy, hidden, state.weights)
-        check()
-
-
-def _write_ahead(ahead: SampledGroups, folder: Path) -> None:
-    """Write the batch of the next step into the hidden folder of the checkpoint `folder`."""
-    with _write_errors(folder):
-        path = hidden_folder(folder, "writing") / ROLLOUTS
-        path.parent.mkdir()
-        write_sampled(path, ahead)
-
-
-def _write_sharded_optimizer(state: TrainedState, folder: Path, ranks: Ranks) -> None:
-    """Write the optimizer state of all ranks into the hidden folder of the checkpoint `folder`.
-
-    Raises:
-        RunError: a file cannot be written, or the ranks do not write to the same folder.
-    """
+def _write_sharded_optimizer(state: TrainedState, folder: Path, ranks: Ranks) -> dict[str, str]:
+    """Write the optimizer state of all ranks into the hidden folder; return the checksums of the files by name."""
     shards = hidden_folder(folder, "writing") / SHARDS
     with _write_errors(folder):
         write_shards(shards, state.optimizer, ranks)
     # Read by each rank after its write: on a file system that is not shared, a rank does not find all files.
-    names = ranks.agree(lambda: sorted(path.name for path in shards.glob("*.safetensors")))
-    if any(item != names[0] for item in names):
-        rank = next(rank for rank, value in enumerate(names) if value != names[0])
-        raise RunError(
-            f"{folder}: the checkpoint cannot be written: rank {rank} has other files in {shards} than rank 0; the run "
-            "folder must be on a file system that all machines share"
-        )
+    names, *others = ranks.agree(lambda: sorted(path.name for path in shards.glob("*.safetensors")))
+    for rank, value in enumerate(others, start=1):
+        if value != names:
+            raise RunError(
+                f"{folder}: the checkpoint cannot be written: rank {rank} has other files in {shards} than rank 0; "
+                "the run folder must be on a file system that all machines share"
+            )
 
+    @_write_errors(folder)
+    def checksums() -> list[str]:
+        return [file_checksum(shards / name) for name in ranks.share(names)]
 
-def _flush(ranks: Ranks, folder: Path, check: Callable[[], None], known: Collection[str]) -> dict[str, str]:
-    """Flush the files of the hidden folder and return the checksums of this rank's share of them, by name.
-
-    Rank 0 flushes the files and reads the model folder, and each rank reads its own shards of the optimizer state. A
-    thread reads them, mostly from the page cache, while the disk writes.
-
-    Args:
-        known: names of files whose checksums are known.
-    """
-    hidden = hidden_folder(folder, "writing")
-    paths = sorted(hidden.rglob("*"))
-    shards = [path for path in paths if path.parent == hidden / SHARDS]
-    first, end = (len(shards) * rank // ranks.size for rank in (ranks.rank, ranks.rank + 1))
-    own = shards[first:end]  # the names begin with the number of the rank
-    if ranks.is_main:
-        others = [path for path in paths if path.is_file() and path not in shards]
-        own += [path for path in others if path.relative_to(hidden).as_posix() not in known]
-    with _write_errors(folder), ThreadPoolExecutor(1) as executor:
-        read = partial(file_checksum, check=check)
-        try:
-            checksums: Iterator[str] = executor.map(read, own)
-        except RuntimeError:  # the limit on threads is reached
-            checksums = map(read, own)
-        for path in paths if ranks.is_main else ():
-            check()
-            if path.is_dir():
-                sync_folder(path)
-            else:
-                apply_umask(path)  # safetensors makes files that only their owner can read
-                sync_file(path)
-        return {
-            path.relative_to(hidden).as_posix(): checksum
-            for path, checksum in zip(own, checksums, strict=True)
-        }
-
-
-def _complete(
-    progress: Progress, checksums: Mapping[str, str], folder: Path, check: Callable[[], None]
-) -> None:
-    """List the files of the hidden folder in `trainer/state.json` and rename the folder."""
-    with _write_errors(folder):
-        hidden = hidden_folder(folder, "writing")
-        write_trainer_state(hidden, progress, checksums)  # flushes its file itself
-        sync_folder(hidden)
-        check()
-        if os.path.lexists(folder):
-            delete_checkpoint(folder)
-        os.rename(hidden, folder)
-        sync_folder(folder.parent)
+    values = [value for part in ranks.agree(checksums) for value in part]
+    return {f"{SHARDS}/{name}": value for name, value in zip(names, values, strict=True)}
 
 
 @contextmanager
@@ -260,48 +246,32 @@ def _write_errors(folder: Path) -> Iterator[None]:
 
 
 def write_tensors(
-    path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None] = _never_abandon
+    path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None] = lambda: None
 ) -> str:
     """Write tensors of floating-point types as a safetensors file and return the `file_checksum` of the file.
 
-    The bytes are those that `safetensors` writes. That function writes a file as a whole. This one writes and flushes
-    it in chunks, so that `check` can give up a file of many GB, and a thread hashes the chunks meanwhile. Both release
-    the interpreter's lock.
-
-    Args:
-        check: called before each chunk; what it raises ends the writing.
+    The bytes are those of `safetensors.torch.save_file`, which writes a file in one call. This function writes and
+    flushes chunks, so that `check`, called before each of them, can give up a file of many GB.
     """
     ordered = sorted(tensors.items(), key=lambda item: (_DTYPES.index(item[1].dtype), item[0]))
     header: dict[str, object] = {}
-    offset = 0
+    end = 0
     for name, tensor in ordered:
-        end = offset + tensor.nbytes
-        header[name] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
+        start, end = end, end + tensor.nbytes
+        dtype = _DTYPE_NAMES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     start_of_file = len(text).to_bytes(8, "little") + text
     checksum, written = xxh3_64(start_of_file), 0
-    with path.open("wb") as file, ThreadPoolExecutor(1) as hasher:
-        has_thread = True
-        try:
-            hasher.submit(int)
-        except RuntimeError:  # the limit on threads is reached
-            has_thread = False
+    with path.open("wb") as file:
         file.write(start_of_file)
         for _, tensor in ordered:
             data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
             for start in range(0, len(data), CHUNK_BYTES):
                 check()
                 chunk = data[start : start + CHUNK_BYTES].data
-                if has_thread:
-                    hasher.submit(checksum.update, chunk)
-                else:
-                    checksum.update(chunk)
+                checksum.update(chunk)
                 written += file.write(chunk)
                 if written >= CHUNK_BYTES:
                     file.flush()
@@ -324,7 +294,13 @@ def load_checkpoint(policy: Policy, optimizer: Optimizer, folder: Path) -> Progr
     with reading_errors(folder):
         # Copied into the existing tensors, because optimizer, masters and sampler hold references to them.
         load_weights(policy.model, folder, ranks)
-        state = _saved_optimizer(optimizer, folder, ranks)
+        one_file = (folder / OPTIMIZER).exists()
+        if ranks.size == 1 and one_file:
+            state = load_file(folder / OPTIMIZER)
+        else:  # each rank reads its shards
+            saved = folder / (TRAINER if one_file else SHARDS)
+            state = optimizer.empty_state(ranks.agree(lambda: saved_shapes(saved))[0])
+            read_shards(saved, state, ranks)
         optimizer.load_state(state, progress.updates, progress.skipped_in_a_row)
     return progress
 
@@ -343,32 +319,79 @@ def reading_errors(folder: Path) -> Iterator[None]:
         ) from None
 
 
-def _saved_optimizer(optimizer: Optimizer, folder: Path, ranks: Ranks) -> Mapping[str, torch.Tensor]:
-    """Return the optimizer state of a checkpoint that one or more ranks have written; each rank reads its shards."""
-    one_file = (folder / OPTIMIZER).exists()
-    if ranks.size == 1 and one_file:
-        return load_file(folder / OPTIMIZER)
-    saved = folder / (TRAINER if one_file else SHARDS)
-    state = ranks.agree(lambda: saved_shapes(saved))[0]
-    targets = optimizer.empty_state(state)
-    read_shards(saved, targets, ranks)
-    return targets
+def write_sampled(path: Path, batch: SampledGroups) -> None:
+    """Write a batch as a safetensors file: a tensor per value of the tokens, the rest as JSON in its metadata."""
+    rollouts = [rollout for group in batch.sampled for rollout in group.rollouts_G]
+    completions = [rollout.completion for rollout in rollouts]
+    tensors = {
+        "lengths": torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int32),
+        "token_ids": _joined(completion.token_ids for completion in completions),
+        "logprobs": _joined(completion.logprobs for completion in completions),
+        "entropies": _joined(completion.entropies for completion in completions),
+    }
+    indices = {id(group): index for index, group in enumerate(batch.sampled)}
+    metadata = {
+        "step": batch.step,
+        "version": batch.version,
+        "position": batch.position,
+        "trained": [indices[id(group)] for group in batch.groups],
+        "group_sizes": [len(group.rollouts_G) for group in batch.sampled],
+        "finish_reasons": [completion.finish_reason for completion in completions],
+        "grades": [_as_json(rollout.grade) for rollout in rollouts],
+    }
+    save_file(tensors, path, {"rollouts": json.dumps(metadata)})
 
 
-def _check_disk_space(nbytes: int, folder: Path) -> None:
-    """Raise RunError if the disk has less free space than a checkpoint with `nbytes` bytes of tensors needs."""
-    needed = nbytes + RESERVED_BYTES
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(folder.parent).free
-    if free < needed:
-        raise RunError(
-            f"not enough disk space for the checkpoint {folder.name}: it takes {needed / 2**20:,.0f} MiB and "
-            f"{folder.parent} has {free / 2**20:,.0f} MiB; free disk space, or keep fewer checkpoints "
-            "(checkpoint.keep_last, checkpoint.keep_best)"
-        )
+def read_sampled(
+    path: Path, stream: ProblemStream, encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase
+) -> SampledGroups:
+    """Return the batch that `write_sampled` wrote, with its problems, prompts and texts.
+
+    Raises:
+        OSError, ValueError, LookupError, TypeError, SafetensorError: the file is damaged.
+    """
+    with safe_open(path, framework="pt") as file:
+        metadata = json.loads(file.metadata()["rollouts"])
+        columns = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118 - not a dict
+    tokens, logprobs, entropies = (columns[name] for name in ("token_ids", "logprobs", "entropies"))
+    spans = pairwise(accumulate(columns["lengths"], initial=0))
+    completions = [
+        Completion(tokens[start:end], logprobs[start:end], reason, metadata["version"], entropies[start:end])
+        for (start, end), reason in zip(spans, metadata["finish_reasons"], strict=True)
+    ]
+    texts = decode_completions(tokenizer, [completions])
+    grades = [
+        Grade(reward, correct=correct, verdict=verdict, has_reward=has_reward, components=components)
+        for reward, correct, verdict, has_reward, components in metadata["grades"]
+    ]
+    answers = iter(zip(completions, texts, grades, strict=True))
+    sizes = metadata["group_sizes"]
+    problems = stream.take(metadata["position"], len(sizes))
+    sampled = []
+    for problem, prompt, size in zip(problems, encoder.encode(problems), sizes, strict=True):
+        rollouts = [
+            Rollout(problem, prompt.text, prompt.token_ids, *answer) for answer in islice(answers, size)
+        ]
+        sampled.append(Group(problem, tuple(rollouts)))
+    return SampledGroups(
+        step=metadata["step"],
+        version=metadata["version"],
+        position=metadata["position"],
+        seconds=0.0,
+        groups=[sampled[index] for index in metadata["trained"]],
+        sampled=sampled,
+    )
+
+
+def _joined(arrays: Iterable[array[int] | array[float]]) -> torch.Tensor:
+    """Return the concatenated arrays, [N] int32 or float32."""
+    return torch.from_numpy(np.concatenate([np.asarray(values) for values in arrays]))
+
+
+def _as_json(grade: Grade) -> list[object]:
+    return [grade.reward, grade.correct, grade.verdict, grade.has_reward, dict(grade.components)]
 
 
 def _reason(error: Exception) -> str:
     """Return the system's text of the error, else the first line of its message."""
-    strerror = getattr(error, "strerror", None)
-    return strerror or first_line(error, max_chars=500)
+    return getattr(error, "strerror", None) or first_line(error, max_chars=500)

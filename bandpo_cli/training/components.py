@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from bandpo_cli.sampling.rollouts import (
     PromptEncoder,
     check_context_length,
     completion_stop_ids,
-    decode_completions,
     drop_long_prompts,
     drop_long_prompts_in_sets,
 )
@@ -36,9 +34,14 @@ from bandpo_cli.sampling.sampler import (
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.checkpoints import Progress
 from bandpo_cli.tasks.task import ProblemStream, Task
-from bandpo_cli.training.checkpoint_files import ROLLOUTS, load_checkpoint, reading_errors
+from bandpo_cli.training.checkpoint_files import (
+    ROLLOUTS,
+    SampledGroups,
+    load_checkpoint,
+    read_sampled,
+    reading_errors,
+)
 from bandpo_cli.training.optimizer import Optimizer
-from bandpo_cli.training.sampled_groups import SampledGroups, read_sampled
 from bandpo_cli.types import Problem
 
 
@@ -114,12 +117,7 @@ class Components:
         if not path.exists():
             return
         with reading_errors(checkpoint):
-            self.ahead = read_sampled(
-                path,
-                self.stream.take,
-                self.encoder.encode,
-                partial(decode_completions, self.policy.tokenizer),
-            )
+            self.ahead = read_sampled(path, self.stream, self.encoder, self.policy.tokenizer)
             if self.ahead.step != step + 1:
                 raise ValueError(f"{ROLLOUTS} holds step {self.ahead.step}")
 

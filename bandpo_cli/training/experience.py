@@ -2,15 +2,11 @@
 
 With several ranks, every rank holds the values of all N tokens, but its micro-batches are only its part of them.
 
-Values under π_old, the policy before a step's first update, come from one of three sources:
-
-- the sampler, where it runs the trainer's own model in float32, or where `objective.old_logprobs` is `sampler`;
-- the first update's own forward pass, since the policy is still π_old then;
-- a forward pass without gradient, for the later updates with another sampler, and for a first update whose method needs
-  all tokens at once.
-
-A pass that the loss does not need runs with `objective.all_token_metrics` alone. Groups whose advantages are all 0 have
-no gradient without a reference model and are left out.
+Values under π_old, the policy before a step's first update, come from the sampler, where it runs the trainer's model
+in float32 or `objective.old_logprobs` is `sampler`; from the first update's own forward pass, since the policy is still
+π_old then; or from a forward pass without gradient. A pass that the loss does not need runs only with
+`objective.all_token_metrics`. Groups whose advantages are all 0 have no gradient without a reference model and are left
+out.
 
 Dimensions: P groups of G completions, S = P·G completions, N tokens in total. Per-token tensors are flat, [N], without
 padding, and in the order of the completions. Log-probs and entropies are in nats.
@@ -19,7 +15,7 @@ padding, and in the order of the completions. Log-probs and entropies are in nat
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, compress
 from typing import Any, Literal, NamedTuple
@@ -42,7 +38,7 @@ from bandpo_cli.models.packing import (
 from bandpo_cli.objective.importance import importance_weights
 from bandpo_cli.objective.loss import LossBatch, PolicyLoss
 from bandpo_cli.ranks import Ranks, balanced_owners
-from bandpo_cli.types import Completion, Group
+from bandpo_cli.types import Group
 
 OldSource = Literal["sampler", "own pass", "separate pass"]
 """Source of the log-probs of π_old to which the ratio is taken: the sampler, the forward pass of the update itself, or
@@ -65,7 +61,7 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Experience(LossBatch):
-    """The N tokens of an update's S completions, or of some of them, flat and in the order of the completions.
+    """The N tokens of an update's S completions, or of some of them.
 
     Attributes:
         groups: the P groups that the completions belong to.
@@ -79,11 +75,10 @@ class Experience(LossBatch):
         sampler_is_exact: the sampler's log-probs are the trainer's; see `sampling.sampler.is_exact`.
         is_first: the update is the first one after sampling: the policy that it starts from is π_old.
         trainer_logprobs: [N] float32, log-probs of π_old as the trainer computes them; None where it does not.
-        entropy: [N] float32, entropy of π_old at T=1 at each token's position, by the trainer, else as the sampler
-            reported it; None where neither is known.
-        left_out: the tokens of the update's other groups, whose advantages are all 0; None where `groups` are all of
-            them. They do not go through the model in the update, but count in the normalisation of the loss and in the
-            metrics that need no ratio.
+        entropy: [N] float32, entropy of π_old at T=1, by the trainer, else as the sampler reported it; None where
+            neither is known.
+        left_out: the tokens of the update's other groups, whose advantages are all 0. They do not go through the model
+            in the update, but count in the normalisation of the loss and in the metrics that need no ratio.
     """
 
     groups: Sequence[Group]
@@ -142,14 +137,10 @@ class Experience(LossBatch):
         return replace(self, columns=self.loss.prepare(self.old_logprobs, self.advantages))
 
     def with_trainer_values(self, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Experience:
-        """Return the experience with values of π_old that the trainer has computed.
+        """Return the experience with log-probs and entropies (None: those of the sampler) by the trainer, [N] float32.
 
         Unless the ratio is taken to the sampler's log-probs, it is taken to these, and the importance weights and
         columns follow from them.
-
-        Args:
-            logprobs: [N] float32.
-            entropy: [N] float32; None to keep those of the sampler.
         """
         entropy = self.entropy if entropy is None else entropy
         measured = replace(self, trainer_logprobs=logprobs, entropy=entropy)
@@ -159,18 +150,6 @@ class Experience(LossBatch):
         if not self.sampler_is_exact:
             weights = importance_weights(logprobs, self.sampler_logprobs, self.lengths, self.objective)
         return replace(measured, old_logprobs=logprobs, importance_weights=weights).with_columns()
-
-
-def old_source(
-    objective: ObjectiveConfig, loss: PolicyLoss, sampler_is_exact: bool, is_first: bool
-) -> OldSource:
-    """Return the source of an update's `old_logprobs`; the arguments are attributes of `Experience`.
-
-    The first update takes the trainer's log-probs even where those of the sampler are exact: its ratios are exactly 1.
-    """
-    if objective.old_logprobs == "sampler" or (sampler_is_exact and not is_first):
-        return "sampler"
-    return "own pass" if is_first and not loss.needs_all_tokens else "separate pass"
 
 
 @torch.no_grad()
@@ -210,9 +189,22 @@ def prepare_updates(
         runs = active_groups(advantages)
         if reference is not None or loss.needs_all_tokens:
             runs = torch.ones_like(runs)
+        # The first update takes the trainer's log-probs even where those of the sampler are exact: its ratios are
+        # exactly 1.
+        source: OldSource = "own pass" if is_first and not loss.needs_all_tokens else "separate pass"
+        if config.objective.old_logprobs == "sampler" or (sampler_is_exact and not is_first):
+            source = "sampler"
+        about = {
+            "loss": loss,
+            "objective": config.objective,
+            "old_source": source,
+            "sampler_is_exact": sampler_is_exact,
+            "is_first": is_first,
+        }
         used, others = ([*compress(groups[start : start + size], mask.tolist())] for mask in (runs, ~runs))
-        experience = _sampled(used, advantages[runs], policy, loss, config, sampler_is_exact, is_first)
-        experience = _with_micro_batches(experience, policy, max_tokens)
+        experience = _with_micro_batches(
+            _sampled(used, advantages[runs].to(policy.device), **about), policy, max_tokens
+        )
         if reference is not None:
             (ref_logprobs,) = _forward(reference, experience, temperature, with_entropy=False)
             experience = replace(experience, ref_logprobs=ref_logprobs)
@@ -221,7 +213,7 @@ def prepare_updates(
         if experience.old_source == "separate pass" or (measures_all and not is_first):
             experience = experience.with_trainer_values(*_forward(policy, experience, temperature))
         if others:
-            left_out = _sampled(others, advantages[~runs], policy, loss, config, sampler_is_exact, is_first)
+            left_out = _sampled(others, advantages[~runs].to(policy.device), **about)
             if measures_all:
                 in_model = _with_micro_batches(left_out, policy, max_tokens)
                 left_out = left_out.with_trainer_values(*_forward(policy, in_model, temperature))
@@ -241,39 +233,29 @@ def active_groups(advantages_PG: torch.Tensor) -> torch.Tensor:
     return active
 
 
-def _sampled(
-    groups: Sequence[Group],
-    advantages_PG: torch.Tensor,
-    policy: Policy,
-    loss: PolicyLoss,
-    config: RunConfig,
-    sampler_is_exact: bool,
-    is_first: bool,
-) -> Experience:
+def _sampled(groups: Sequence[Group], advantages_PG: torch.Tensor, **about: Any) -> Experience:
     """Return the experience of groups with the values that the sampler has reported, without micro-batches."""
     completions = [rollout.completion for group in groups for rollout in group.rollouts_G]
     if not all(completion.token_ids for completion in completions):
         raise RunError("the sampler returned a completion without a token, not even an end token")
-    device = policy.device
+    device = advantages_PG.device
+
+    def flat(values: list[array[float]]) -> torch.Tensor:
+        return device_tensor(np.concatenate([*map(np.asarray, values)]), device)
+
     lengths = device_tensor([len(completion.token_ids) for completion in completions], device)
+    sampler_logprobs = flat([completion.logprobs for completion in completions])
     has_entropies = all(len(item.entropies) == len(item.token_ids) for item in completions)
-    sampler_logprobs = _flat(completions, lambda completion: completion.logprobs, device)
     return Experience(
         groups=groups,
         micro_batches=(),
         order=None,
         lengths=lengths,
-        advantages=advantages_PG.flatten().to(device).repeat_interleave(lengths),
+        advantages=advantages_PG.flatten().repeat_interleave(lengths),
         sampler_logprobs=sampler_logprobs,
         old_logprobs=sampler_logprobs,
-        loss=loss,
-        objective=config.objective,
-        old_source=old_source(config.objective, loss, sampler_is_exact, is_first),
-        sampler_is_exact=sampler_is_exact,
-        is_first=is_first,
-        entropy=_flat(completions, lambda completion: completion.entropies, device)
-        if has_entropies
-        else None,
+        entropy=flat([completion.entropies for completion in completions]) if has_entropies else None,
+        **about,
     )
 
 
@@ -305,15 +287,6 @@ def _with_micro_batches(experience: Experience, policy: Policy, max_tokens: int)
     batches += [nothing] * (int(ranks.max(len(batches))) - len(batches))
     order = None if ranks.size == 1 else device_tensor(token_owners.argsort(kind="stable"), device)
     return replace(experience, micro_batches=batches, order=order)
-
-
-def _flat(
-    completions: Sequence[Completion], values: Callable[[Completion], array[float]], device: torch.device
-) -> torch.Tensor:
-    """Return a value per token of all completions, [N] float32."""
-    return device_tensor(
-        np.concatenate([np.asarray(values(completion)) for completion in completions]), device
-    )
 
 
 def _forward(

@@ -31,7 +31,7 @@ from bandpo_cli.objective.loss import policy_loss
 from bandpo_cli.sampling.sampler import is_exact
 from bandpo_cli.storage.checkpoints import is_checkpoint_due
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.storage.tables import EvalRow, reward_columns, sample_rows
+from bandpo_cli.storage.tables import EvalRow
 from bandpo_cli.training.batches import RolloutBatches
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
 from bandpo_cli.training.components import Components
@@ -39,13 +39,11 @@ from bandpo_cli.training.experience import prepare_updates
 from bandpo_cli.training.metrics import (
     StepTimer,
     clip_map_columns,
-    ignore_phase,
+    packed_work,
     rollout_metrics,
-    schedule_metrics,
     token_metrics,
     update_metrics,
 )
-from bandpo_cli.training.performance import packed_work
 from bandpo_cli.training.update import BadUpdateHandler, update_policy
 from bandpo_cli.types import Group, Rollout, StepReport
 
@@ -59,7 +57,7 @@ def train(
     config: RunConfig,
     components: Components,
     folder: RunFolder,
-    watch: Callable[[str], None] = ignore_phase,
+    watch: Callable[[str], None] = lambda phase: None,
     first: int = 0,
     stop: Callable[[], bool] = never_stop,
 ) -> Generator[StepReport, None, None]:
@@ -127,14 +125,13 @@ def train(
                 # → metrics
                 trained = updates.trained or experiences
                 record = rollout_metrics(rollouts.sampled) | token_metrics(trained) | update_metrics(updates)
-                record |= schedule_metrics(config, step)
+                scheduled = config.bounds.scheduled(step, config.steps)
+                record |= {f"bounds/{name}": value for name, value in scheduled.items()}
                 record |= work.metrics(timer, rollouts, trained)
                 if config.sampling.max_lag:
                     record["sampler/lag"] = float(lag)
                 if is_main:
-                    folder.write_samples(
-                        step, sample_rows(rollouts.sampled), reward_columns(rollouts.sampled)
-                    )
+                    folder.write_samples(step, rollouts.sampled)
                     if updates.trained and is_evaluation_due(config.evaluation, step, config.steps):
                         folder.write_tokens(step, clip_map_columns(updates))
                 # No values per token are held while the sampler wakes up and samples.

@@ -1,28 +1,38 @@
-"""Metrics of a step: phase times, metrics of rollouts, tokens and updates, and the columns of the clip map.
+"""Metrics of a step: phase times, metrics of rollouts, tokens and updates, the columns of the clip map, performance.
 
 A token is *clipped* ("active") where the method removes its gradient; for interval methods where a bound binds, which
 depends on the sign of the advantage. Its ratio is *outside* where it is not within the bounds, for any sign. The
 *gradient weight* is the factor w in the gradient w·a·∇log π (`objective.loss.LossOutputs`).
+
+Performance metrics are under `perf/`: throughput, padding, peak memory, model FLOP utilisation. A hook on the model
+counts the packed forward passes, so the counts are those of the passes that ran. `time/` and `perf/` are left out where
+runs are compared (`metric_names.CLOCK_PREFIXES`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 from torch.profiler import record_function
+from transformers import PreTrainedModel
 
 from bandpo_cli.bounds.intervals import ClipState
-from bandpo_cli.config.run import RunConfig
 from bandpo_cli.metric_names import PROFILER_PREFIX
+from bandpo_cli.models.packing import Packing
+from bandpo_cli.models.sharding import forward_dtype
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.objective.loss import k3
+from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.training.checkpoint_files import SampledGroups
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.update import AppliedUpdates
 from bandpo_cli.types import Grade, Group, Rollout, is_ungraded
@@ -36,10 +46,6 @@ PROBABILITY_EDGES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 1.0)
 BIN_NAMES = tuple(f"p_{low:g}_{high:g}" for low, high in pairwise(PROBABILITY_EDGES))
 
 
-def ignore_phase(phase: str) -> None:
-    """Do nothing; the default where phases can be observed."""
-
-
 class StepTimer:
     """Seconds per phase of a step, reported under `time/`.
 
@@ -47,7 +53,7 @@ class StepTimer:
         watch: called with the name of each phase when it starts.
     """
 
-    def __init__(self, watch: Callable[[str], None] = ignore_phase) -> None:
+    def __init__(self, watch: Callable[[str], None] = lambda phase: None) -> None:
         self._watch = watch
         self._start = time.perf_counter()
         self._seconds: dict[str, float] = {}
@@ -108,31 +114,32 @@ def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     Each is the metric of the tokens whose values are known. If no entropy is, it is NaN; the others are absent.
     `train/entropy_token_share` is the share of the tokens with an entropy; absent where all have one.
     """
-    parts = [
-        *experiences,
-        *(experience.left_out for experience in experiences if experience.left_out is not None),
-    ]
-    entropies = [part.entropy for part in parts if part.entropy is not None]
-    metrics = {"train/entropy": torch.cat(entropies).mean().item() if entropies else math.nan}
-    share = sum(map(len, entropies)) / sum(len(part.sampler_logprobs) for part in parts)
+    parts = [*experiences, *(item.left_out for item in experiences if item.left_out is not None)]
+    entropy = _joined(part.entropy for part in parts)
+    metrics = {"train/entropy": math.nan if entropy is None else entropy.mean().item()}
+    share = (0 if entropy is None else len(entropy)) / sum(len(part.sampler_logprobs) for part in parts)
     if share < 1:
         metrics["train/entropy_token_share"] = share
-    gaps = [
+    gap = _joined(
         (part.sampler_logprobs - part.trainer_logprobs).abs()
         for part in parts
         if part.trainer_logprobs is not None
-    ]
-    if gaps:
-        gap = torch.cat(gaps)
+    )
+    if gap is not None:
         metrics["sampler/logprob_gap_mean"] = gap.mean().item()
         metrics["sampler/logprob_gap_max"] = gap.max().item()
-    importance_weights = [part.importance_weights for part in parts if part.importance_weights is not None]
-    if importance_weights:
-        weights = torch.cat(importance_weights)
+    weights = _joined(part.importance_weights for part in parts)
+    if weights is not None:
         metrics["sampler/importance_mean"] = weights.mean().item()
         metrics["sampler/importance_max"] = weights.max().item()
         metrics["sampler/importance_masked_fraction"] = (weights == 0).double().mean().item()
     return metrics
+
+
+def _joined(columns: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the concatenated columns without those that are None, None if all are."""
+    known = [column for column in columns if column is not None]
+    return torch.cat(known) if known else None
 
 
 def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
@@ -147,17 +154,12 @@ def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
     old_logprobs = torch.cat([experience.old_logprobs for experience in trained])
     advantages = torch.cat([experience.trained_advantages for experience in trained])
     states = [
-        experience.loss.clip_state(
-            experience.columns, forward.ratios, experience.trained_advantages, forward.gradient_weights
+        batch.loss.clip_state(
+            batch.columns, forward.ratios, batch.trained_advantages, forward.gradient_weights
         )
-        for experience, forward in zip(trained, forwards, strict=True)
+        for batch, forward in zip(trained, forwards, strict=True)
     ]
-    outside = [state.outside for state in states if state.outside is not None]
-    state = ClipState(
-        torch.cat([state.at_upper for state in states]),
-        torch.cat([state.at_lower for state in states]),
-        torch.cat(outside) if outside else None,
-    )
+    state = ClipState(*map(_joined, zip(*states, strict=True)))
     left_out = [batch.left_out.old_logprobs for batch in trained if batch.left_out is not None]
     metrics |= {
         **clip_metrics(state, old_logprobs, *left_out),
@@ -168,9 +170,8 @@ def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
         "optim/loss": torch.stack([forward.loss for forward in forwards]).double().mean().item(),
         "optim/grad_norm": sum(updates.grad_norms) / len(updates.grad_norms),
     }
-    references = [batch.ref_logprobs for batch in trained if batch.ref_logprobs is not None]
-    if references:
-        metrics["kl/ref"] = k3(logprobs, torch.cat(references)).mean().item()
+    if (of_reference := _joined(batch.ref_logprobs for batch in trained)) is not None:
+        metrics["kl/ref"] = k3(logprobs, of_reference).mean().item()
     return metrics
 
 
@@ -243,34 +244,179 @@ def _weight_metrics(weights: torch.Tensor, suffix: str) -> dict[str, float]:
     }
 
 
-def schedule_metrics(config: RunConfig, step: int) -> dict[str, float]:
-    """Return the scheduled settings of the method at a step, `bounds/delta`; empty where nothing is scheduled."""
-    scheduled = config.bounds.scheduled(step, config.steps)
-    return {f"bounds/{name}": value for name, value in scheduled.items()}
-
-
 def clip_map_columns(updates: AppliedUpdates) -> dict[str, NDArray[np.float32]]:
     """Return the columns of the clip map, [n] each: the tokens with a ratio, each at its own update.
 
     A method without ratio bounds has the bounds 0 and infinity, a token that the importance correction masks has the
     advantage 0. If there are more than `CLIP_MAP_TOKENS` tokens, only every second, third, ... of them.
     """
-    experiences = updates.trained
-    ratios = torch.cat([forward.ratios for forward in updates.forwards])
+    experiences, forwards = updates.trained, updates.forwards
+    ratios = torch.cat([forward.ratios for forward in forwards])
+    lower, upper = (_joined(item.columns.get(name) for item in experiences) for name in ("lower", "upper"))
     columns = {
         "old_logprob": torch.cat([experience.old_logprobs for experience in experiences]),
         "ratio": ratios,
-        "lower": _column(experiences, "lower", torch.zeros_like(ratios)),
-        "upper": _column(experiences, "upper", torch.full_like(ratios, math.inf)),
+        "lower": torch.zeros_like(ratios) if lower is None else lower,
+        "upper": torch.full_like(ratios, math.inf) if upper is None else upper,
         "advantage": torch.cat([experience.trained_advantages for experience in experiences]),
-        "gradient_weight": torch.cat([forward.gradient_weights for forward in updates.forwards]),
+        "gradient_weight": torch.cat([forward.gradient_weights for forward in forwards]),
     }
-    stride = -(-len(columns["ratio"]) // CLIP_MAP_TOKENS)
+    stride = -(-len(ratios) // CLIP_MAP_TOKENS)
     return {name: column[::stride].cpu().numpy() for name, column in columns.items()}
 
 
-def _column(experiences: Sequence[Experience], name: str, default: torch.Tensor) -> torch.Tensor:
-    """Return a column of the method over all experiences, [N]; `default` for a method that has no such column."""
-    if name not in experiences[0].columns:
-        return default
-    return torch.cat([experience.columns[name] for experience in experiences])
+PEAK_FLOPS = {
+    "A100": 312e12,
+    "H100": 989.4e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200": 989.4e12,
+    "H200 NVL": 835e12,
+    "B200": 2250e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "A10": 125e12,
+    "A40": 149.7e12,
+    "RTX A6000": 154.8e12,
+    "RTX 3090": 71e12,
+    "RTX 4090": 165.2e12,
+}
+"""Peak FLOP/s of dense bfloat16 matrix products with float32 sums, by the words in the name that CUDA reports.
+
+From NVIDIA's data sheets of the cards, half of the values that are given with sparsity, and for the RTX cards from the
+white papers of the GA102 and AD102 chips. Names without PCIe or NVL mean the SXM form."""
+
+
+_OTHER_CARDS = {"Laptop", "Ti", "D", "MIG"}
+"""Words in the names of cards that are slower or faster than the card without the word, or a part of it."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the peak FLOP/s in bfloat16 of a card; None for a card that `PEAK_FLOPS` does not have.
+
+    A name matches if all words of the key are among its words: `H100 PCIe` in `NVIDIA H100 PCIe`. The key with most
+    words wins.
+    """
+    words = set(device_name.replace("-", " ").split())
+    if words & _OTHER_CARDS:
+        return None
+    matching = [key for key in PEAK_FLOPS if words >= set(key.split())]
+    return PEAK_FLOPS[max(matching, key=lambda key: len(key.split()))] if matching else None
+
+
+class PackedWork:
+    """Counts of the packed forward passes since the last call of `metrics`.
+
+    Two FLOPs per weight and token for the layers, two per weight and predicted token for the output layer, and four
+    per layer, head dimension and pair of a token with one that it attends to. (Chowdhery et al. 2022, arXiv:2204.02311,
+    appendix B, but with causal pairs, and a prompt that completions share counts once.)
+
+    Attributes:
+        flops: model FLOPs of the passes: a forward pass once, with its backward pass three times, but twice for weights
+            that are not trained (LoRA). Recomputation (gradient checkpointing, tiles of logits) is not counted.
+        positions: positions that attention computed, padding and copies of prompts included.
+        padding: number of these positions that are padding.
+        peak: peak FLOP/s of the GPU; None where it is unknown, for a mixture of experts, where a token passes only some
+            of the weights, and for models without attention heads.
+    """
+
+    def __init__(self, model: PreTrainedModel, ranks: Ranks = SINGLE) -> None:
+        self._ranks, self._device = ranks, model.device
+        self.flops, self.positions, self.padding = 0.0, 0, 0
+        modules = model.base_model.modules()
+        embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
+        weights = [
+            parameter
+            for parameter in model.base_model.parameters()
+            if parameter.ndim > 1 and id(parameter) not in embeddings
+        ]
+        self._weights = sum(parameter.numel() for parameter in weights)
+        self._frozen = sum(parameter.numel() for parameter in weights if not parameter.requires_grad)
+        head = model.get_output_embeddings().weight
+        self._head: int = head.numel()
+        self._frozen_head = 0 if head.requires_grad else self._head
+        text = model.config.get_text_config()
+        heads = getattr(text, "num_attention_heads", 0)
+        head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
+        self._per_pair = 4 * text.num_hidden_layers * heads * head_dim
+        experts = ("num_experts", "num_local_experts", "n_routed_experts")
+        is_known = heads and not any(getattr(text, name, None) for name in experts)
+        in_16_bits = forward_dtype(model) in (torch.bfloat16, torch.float16)
+        on_gpu = self._device.type == "cuda"
+        self.peak = (
+            peak_flops(torch.cuda.get_device_name(self._device))
+            if on_gpu and is_known and in_16_bits
+            else None
+        )
+
+    def add(self, packing: Packing, with_gradient: bool) -> None:
+        """Count a forward pass over `packing`."""
+        tokens = sum(map(sum, packing.rows))
+        predicted = sum(sum(completions) for _, *completions in packing.rows)
+        pairs = sum(
+            _causal_pairs(prompt) + sum(prompt * length + _causal_pairs(length) for length in completions)
+            for prompt, *completions in packing.rows
+        )
+        forward = 2.0 * self._weights * tokens + 2 * self._head * predicted + self._per_pair * pairs
+        self.flops += forward
+        if with_gradient:  # the gradients of activations and of weights, those of frozen weights left out
+            self.flops += 2 * forward - 2 * self._frozen * tokens - 2 * self._frozen_head * predicted
+        # Kernels for sequences of any length use no blocks and so no padding.
+        blocks = packing.blocks if "blocks" in vars(packing) else ()
+        positions = sum(block.shape[0] * block.shape[1] for block in blocks)
+        self.positions += positions or tokens
+        self.padding += positions - sum(block.tokens for block in blocks)
+
+    def metrics(
+        self, timer: StepTimer, rollouts: SampledGroups, trained: Sequence[Experience]
+    ) -> dict[str, float]:
+        """Return the metrics of a step and start counting the next one.
+
+        The trainer's passes run in the phases `logprobs` and `update`. On a GPU a phase may end before its kernels do,
+        so that only the sum of the two is measured. With several ranks, tokens and passes are those of all of them, the
+        times are those of this rank, and utilisation and memory are per GPU, the memory that of the fullest one.
+
+        Args:
+            timer: the times of the step's phases.
+            rollouts: the rollouts of the step.
+            trained: the batches of the applied updates; their zero-variance groups count, too.
+        """
+        sampled_tokens = sum(
+            len(rollout.completion.token_ids) for group in rollouts.sampled for rollout in group.rollouts_G
+        )
+        trained_tokens = sum(int(item.all_lengths.sum()) for item in trained)
+        training = timer.seconds("logprobs", "update")
+        counts = self._ranks.gather((self.flops, self.positions, self.padding))
+        flops, positions, padding = map(sum, zip(*counts, strict=True))
+        metrics = {"perf/sampled_tokens_per_s": sampled_tokens / rollouts.seconds} if rollouts.seconds else {}
+        metrics["perf/trained_tokens_per_s"] = trained_tokens / training
+        metrics["perf/padding_fraction"] = padding / max(1, positions)
+        if self.peak is not None:
+            metrics["perf/model_flop_utilisation"] = flops / (training * self.peak * self._ranks.size)
+        if self._device.type == "cuda":
+            peak = self._ranks.max(torch.cuda.max_memory_allocated(self._device))
+            metrics["perf/peak_memory_gib"] = peak / 2**30
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self.flops, self.positions, self.padding = 0.0, 0, 0
+        return metrics
+
+
+@contextmanager
+def packed_work(model: PreTrainedModel, ranks: Ranks = SINGLE) -> Iterator[PackedWork]:
+    """Yield the counts of the model's packed forward passes within the context; other passes are not counted."""
+    work = PackedWork(model, ranks)
+
+    def count(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: object) -> None:
+        if isinstance(packing := kwargs.get("packing"), Packing):
+            work.add(packing, torch.is_grad_enabled())
+
+    handle = model.base_model.register_forward_hook(count, with_kwargs=True)
+    try:
+        yield work
+    finally:
+        handle.remove()
+
+
+def _causal_pairs(length: int) -> int:
+    """Return the number of pairs of a token with itself or one before it."""
+    return length * (length + 1) // 2

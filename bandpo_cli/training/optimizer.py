@@ -59,20 +59,21 @@ class Optimizer:
         Args:
             total_updates: length of the learning-rate schedule, in updates.
         """
-        self._config = config
-        self._total = total_updates
+        self._config, self._total = config, total_updates
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-        self._names = list(trained)
-        self._pairs = [(parameter, _master(parameter)) for parameter in trained.values()]
-        self._parameters = [master for _, master in self._pairs]
+        self._masters = {name: _master(parameter) for name, parameter in trained.items()}
+        self._parameters = [*self._masters.values()]
+        self._narrow = [
+            parameter for name, parameter in trained.items() if parameter is not self._masters[name]
+        ]
+        self._narrow_masters = [
+            master for name, master in self._masters.items() if master is not trained[name]
+        ]
+        # The weights of a sharded model are rounded in a checkpoint.
+        saved = forward_dtype(cast(PreTrainedModel, model)) if is_sharded(model) else None
         self._with_master = {
-            name
-            for name, (parameter, master) in zip(self._names, self._pairs, strict=True)
-            if master.dtype != _checkpoint_dtype(model, parameter)
+            name for name, master in self._masters.items() if master.dtype != (saved or trained[name].dtype)
         }
-        narrow = [(parameter, master) for parameter, master in self._pairs if parameter is not master]
-        self._narrow: list[torch.Tensor] = [parameter for parameter, _ in narrow]
-        self._masters: list[torch.Tensor] = [master for _, master in narrow]
         self._fused = all(parameter.device.type in FUSED_DEVICES for parameter in self._parameters)
         self._adamw = torch.optim.AdamW(
             self._parameters,
@@ -100,7 +101,7 @@ class Optimizer:
         scalars.
         """
         state: dict[str, torch.Tensor] = {}
-        for name, master in zip(self._names, self._parameters, strict=True):
+        for name, master in self._masters.items():
             state |= {f"{name}.{moment}": value for moment, value in self._adamw.state[master].items()}
             if name in self._with_master:
                 state[f"{name}.master"] = master.detach()
@@ -116,12 +117,11 @@ class Optimizer:
         Raises:
             ValueError: the state belongs to a model with other parameters or types.
         """
-        masters = dict(zip(self._names, self._parameters, strict=True))
         self._check_keys(shapes)
         state: dict[str, torch.Tensor] = {}
         for key, shape in shapes.items():
             name, _, kind = key.rpartition(".")
-            master = masters[name].detach()
+            master = self._masters[name].detach()
             if kind == "master":
                 state[key] = master
             elif shape:
@@ -136,11 +136,10 @@ class Optimizer:
         Raises:
             ValueError: the state belongs to a model with other parameters or types.
         """
-        masters = dict(zip(self._names, self._parameters, strict=True))
         self._check_keys(state)
         for key, tensor in state.items():
             name, _, kind = key.rpartition(".")
-            master = masters[name]
+            master = self._masters[name]
             if kind == "master":
                 with torch.no_grad():
                     master.copy_(tensor)
@@ -153,7 +152,7 @@ class Optimizer:
     def _check_keys(self, keys: Iterable[str]) -> None:
         """Raise ValueError if the keys of a saved state belong to a model with other parameters or types."""
         parts = [key.rpartition(".") for key in keys]
-        mismatched = {name for name, _, _ in parts} - set(self._names)
+        mismatched = {name for name, _, _ in parts} - self._masters.keys()
         mismatched |= self._with_master ^ {name for name, _, kind in parts if kind == "master"}
         if mismatched:
             raise ValueError(
@@ -173,10 +172,8 @@ class Optimizer:
         Raises:
             NonFiniteError: the norm is NaN or infinite; the weights are unchanged.
         """
-        limit = self._config.max_grad_norm
-        norm = full_tensor(
-            nn.utils.clip_grad_norm_(self._parameters, math.inf if limit is None else limit)
-        ).item()
+        limit = math.inf if self._config.max_grad_norm is None else self._config.max_grad_norm
+        norm = full_tensor(nn.utils.clip_grad_norm_(self._parameters, limit)).item()
         if not math.isfinite(norm):
             raise NonFiniteError(f"the gradient norm is {norm}")
         for group in self._adamw.param_groups:
@@ -184,7 +181,7 @@ class Optimizer:
         self._adamw.step()
         if self._narrow:
             with torch.no_grad():
-                torch._foreach_copy_(self._narrow, self._masters)
+                torch._foreach_copy_(self._narrow, self._narrow_masters)
         self.update += 1
         self.skipped_in_a_row = 0
         return norm
@@ -193,11 +190,6 @@ class Optimizer:
         """Skip an update: weights, masters and moments stay, the learning-rate schedule advances."""
         self.update += 1
         self.skipped_in_a_row += 1
-
-
-def _checkpoint_dtype(model: nn.Module, parameter: nn.Parameter) -> torch.dtype:
-    """Return the dtype of a parameter among the weights of a checkpoint; those of a sharded model are rounded."""
-    return forward_dtype(cast(PreTrainedModel, model)) if is_sharded(model) else parameter.dtype
 
 
 def _master(parameter: nn.Parameter) -> nn.Parameter:

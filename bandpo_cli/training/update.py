@@ -8,27 +8,27 @@ update (`BadUpdateHandler`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.profiler import record_function
 
-from bandpo_cli.config.run import ModelConfig, OptimConfig, RunConfig
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.sharding import local_tensor
 from bandpo_cli.objective.loss import AGGREGATIONS, policy_objective
-from bandpo_cli.storage.tables import MAX_BAD_BATCHES, BadCompletion, count_bad_batches, write_bad_batch
+from bandpo_cli.storage.tables import MAX_BAD_BATCHES, count_bad_batches, write_bad_batch
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
 
 
-@dataclass(frozen=True)
-class Forward:
+class Forward(NamedTuple):
     """The forward passes of an update, at the weights before it; all tensors are detached.
 
     Attributes:
@@ -44,23 +44,6 @@ class Forward:
     ratios: torch.Tensor
     gradient_weights: torch.Tensor
     entropy: torch.Tensor | None = None
-
-
-@dataclass(frozen=True)
-class BadUpdate:
-    """An update with non-finite values, which cannot be applied.
-
-    Attributes:
-        number: number of the update within its step, from 1.
-        experience: what was known before the update.
-        forward: None where the experience itself has non-finite values, so that no loss was computed.
-        error: names the non-finite quantity.
-    """
-
-    number: int
-    experience: Experience
-    forward: Forward | None
-    error: NonFiniteError
 
 
 @dataclass
@@ -87,14 +70,13 @@ def update_policy(
     optimizer: Optimizer,
     experiences: Sequence[Experience],
     config: RunConfig,
-    on_bad_update: Callable[[BadUpdate], None] | None = None,
+    on_bad_update: BadUpdateHandler | None = None,
 ) -> AppliedUpdates:
-    """Apply one optimizer update per experience, in order: loss, gradient, AdamW step.
+    """Apply one optimizer update per experience, in order: loss, gradient, AdamW step; the weights change in place.
 
     A batch whose rewards are all equal has a gradient of 0; AdamW still steps, by its momentum.
 
     Args:
-        policy: the policy; its weights are changed in place.
         experiences: those of `prepare_updates`. One that needs its own pass for its values under π_old must come first,
             while the policy is still π_old: its ratios are exactly 1.
         on_bad_update: called for each update with non-finite values, before the weights change. If it returns, the
@@ -110,14 +92,23 @@ def update_policy(
         optimizer.zero_grad()
         forward: Forward | None = None
         try:
-            check_finite_experience(experience)
+            _check_tokens(
+                {
+                    "the policy's log-probs": experience.trainer_logprobs,
+                    "the sampler's log-probs": experience.sampler_logprobs,
+                    "the reference model's log-probs": experience.ref_logprobs,
+                    "the advantages": experience.advantages,
+                }
+            )
             forward = _accumulate_gradient(policy, experience, config)
-            check_finite_forward(forward)
+            _check_tokens({"the policy's log-probs under update": forward.logprobs})
+            if not math.isfinite(loss := forward.loss.item()):
+                raise NonFiniteError(f"the loss is {loss}")
             norm = optimizer.step()
         except NonFiniteError as error:
             if on_bad_update is None:
                 raise
-            on_bad_update(BadUpdate(number, experience, forward, error))
+            on_bad_update(number, experience, forward, error)
             optimizer.skip()
             updates.skipped += 1
             continue
@@ -140,8 +131,9 @@ def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConf
     weights = aggregate(experience.all_lengths, config.sampling.max_tokens)[: len(lengths)]
     weights = weights.repeat_interleave(lengths)
     losses: list[torch.Tensor] = []
-    # Log-probs, ratios, gradient weights and entropies of each micro-batch.
-    columns: list[list[torch.Tensor]] = []
+    columns: list[
+        list[torch.Tensor]
+    ] = []  # of each micro-batch: log-probs, ratios, gradient weights and entropies
     own_pass = experience.needs_own_pass
     with_entropy = own_pass and not (experience.sampler_is_exact and experience.entropy is not None)
     for batch in experience.micro_batches:
@@ -156,21 +148,12 @@ def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConf
             new.logprobs.backward(out.gradient)  # type: ignore[no-untyped-call]
         batch.tokens.packing.drop_masks()
         losses.append(out.loss)
-        columns.append([new.logprobs.detach(), out.ratios, out.gradient_weights])
-        if new.entropy is not None:
-            columns[-1].append(new.entropy)
+        values = (new.logprobs.detach(), out.ratios, out.gradient_weights, new.entropy)
+        columns.append([column for column in values if column is not None])
     # The gradients have been summed over the ranks in the backward passes.
     (all_losses,) = policy.ranks.concatenate([torch.stack(losses)])
-    logprobs, ratios, gradient_weights, *entropies = experience.gather(
-        policy.ranks, [torch.cat(column) for column in zip(*columns, strict=True)]
-    )
-    return Forward(
-        loss=all_losses.sum(),
-        logprobs=logprobs,
-        ratios=ratios,
-        gradient_weights=gradient_weights,
-        entropy=entropies[0] if entropies else None,
-    )
+    joined = [torch.cat(column) for column in zip(*columns, strict=True)]
+    return Forward(all_losses.sum(), *experience.gather(policy.ranks, joined))
 
 
 @dataclass(frozen=True)
@@ -190,8 +173,14 @@ class BadUpdateHandler:
     step: int
     writes: bool = True
 
-    def __call__(self, bad: BadUpdate) -> None:
-        """Store the batch and return if the update is to be skipped.
+    def __call__(
+        self, number: int, experience: Experience, forward: Forward | None, fault: NonFiniteError
+    ) -> None:
+        """Store the batch of update `number` (from 1) of the step, and return if the update is to be skipped.
+
+        Args:
+            forward: None where the experience itself has non-finite values, so that no loss was computed.
+            fault: names the non-finite quantity.
 
         Raises:
             NonFiniteError: the run stops; the message names the update, the file of its batch and settings to try.
@@ -201,38 +190,25 @@ class BadUpdateHandler:
         stored = ""
         if self.writes and not (is_skipped and count_bad_batches(self.run) >= MAX_BAD_BATCHES):
             try:
-                path = write_bad_batch(
-                    self.run, self.step, bad.number, _bad_completions(bad), _token_columns(bad)
-                )
+                columns = _token_columns(experience, forward)
+                path = write_bad_batch(self.run, self.step, number, str(fault), experience.groups, columns)
                 stored = f"its batch is in {path}; "
             except OSError as error:
                 stored = f"its batch could not be written ({error}); "
         if is_skipped:
             return
-        what = f"step {self.step}, update {bad.number} of {optim.updates}: {bad.error}"
+        tries = [f"a lower optim.lr than {optim.lr:g}"]
+        if self.config.model.dtype == "bfloat16":
+            tries.append("model.dtype=float32")
+        if optim.max_grad_norm is None or optim.max_grad_norm > 1:
+            tries.append("optim.max_grad_norm=1")
+        if not optim.max_skips:
+            tries.append("optim.max_skips=5, which skips such updates")
+        what = f"step {self.step}, update {number} of {optim.updates}: {fault}"
         before = f", after {skipped} skipped in a row" if skipped else ""
-        advice = _suggestions(optim, self.config.model)
-        raise NonFiniteError(f"{what}; the update was not applied{before}; {stored}{advice}") from None
-
-
-def check_finite_experience(experience: Experience) -> None:
-    """Raise NonFiniteError if the log-probs or advantages of an experience are not finite."""
-    _check_tokens(
-        {
-            "the policy's log-probs": experience.trainer_logprobs,
-            "the sampler's log-probs": experience.sampler_logprobs,
-            "the reference model's log-probs": experience.ref_logprobs,
-            "the advantages": experience.advantages,
-        }
-    )
-
-
-def check_finite_forward(forward: Forward) -> None:
-    """Raise NonFiniteError if the loss or the log-probs of the policy being updated are not finite."""
-    _check_tokens({"the policy's log-probs under update": forward.logprobs})
-    loss = forward.loss.item()
-    if not math.isfinite(loss):
-        raise NonFiniteError(f"the loss is {loss}")
+        raise NonFiniteError(
+            f"{what}; the update was not applied{before}; {stored}try {' or '.join(tries)}"
+        ) from None
 
 
 def check_finite_weights(model: nn.Module) -> None:
@@ -251,49 +227,21 @@ def check_finite_weights(model: nn.Module) -> None:
 
 def _check_tokens(named: Mapping[str, torch.Tensor | None]) -> None:
     """Raise NonFiniteError for the first tensor with non-finite values; None is skipped."""
-    counted = {name: (~torch.isfinite(values)).sum() for name, values in named.items() if values is not None}
-    counts = torch.stack([*counted.values()]).tolist()  # one transfer from the device for all of them
-    for name, bad in zip(counted, counts, strict=True):
+    tensors = {name: values for name, values in named.items() if values is not None}
+    # One transfer from the device for all of them.
+    counts = torch.stack([(~torch.isfinite(values)).sum() for values in tensors.values()]).tolist()
+    for (name, values), bad in zip(tensors.items(), counts, strict=True):
         if bad:
-            values = named[name]
-            assert values is not None
             raise NonFiniteError(f"{name} are not finite at {bad:,} of {values.numel():,} tokens")
 
 
-def _suggestions(optim: OptimConfig, model: ModelConfig) -> str:
-    """Return the settings that may help, without those that already have the suggested value."""
-    tries = [f"a lower optim.lr than {optim.lr:g}"]
-    if model.dtype == "bfloat16":
-        tries.append("model.dtype=float32")
-    if optim.max_grad_norm is None or optim.max_grad_norm > 1:
-        tries.append("optim.max_grad_norm=1")
-    if not optim.max_skips:
-        tries.append("optim.max_skips=5, which skips such updates")
-    return f"try {' or '.join(tries)}"
+def _token_columns(experience: Experience, forward: Forward | None) -> dict[str, list[list[float] | None]]:
+    """Return the columns of a bad batch with token values; None for each completion where a value was not computed.
 
-
-def _bad_completions(bad: BadUpdate) -> list[BadCompletion]:
-    """Return the completions of the update as rows of the bad-batch file."""
-    return [
-        BadCompletion(
-            error=str(bad.error),
-            problem_id=rollout.problem.id,
-            prompt=rollout.prompt,
-            text=rollout.text,
-            reference=rollout.problem.answer,
-            reward=rollout.grade.reward if rollout.grade.has_reward else None,
-            verdict=rollout.grade.verdict,
-            prompt_ids=list(rollout.prompt_ids),
-            token_ids=list(rollout.completion.token_ids),
-        )
-        for group in bad.experience.groups
-        for rollout in group.rollouts_G
-    ]
-
-
-def _token_columns(bad: BadUpdate) -> dict[str, list[list[float] | None]]:
-    """Return the token values per completion, by column; None for each completion where a value was not computed."""
-    experience, forward = bad.experience, bad.forward
+    `old_logprobs` are those that ratios are computed against, the trainer's or the sampler's. `new_logprobs` and
+    `ratios` are under the weights that the update would have changed. `importance` is π_old/π_sampler as truncated or
+    masked by `objective.importance`, where it weights the loss; `lower` and `upper` are the ratio bounds.
+    """
     lengths = experience.lengths.tolist()
     columns: dict[str, torch.Tensor | None] = {
         "old_logprobs": None if experience.needs_own_pass else experience.old_logprobs,

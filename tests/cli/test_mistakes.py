@@ -233,7 +233,7 @@ MISTAKES: dict[str, list[str]] = {
     "eval --name ''": ["--name ''"],
     f"eval --name {LONG}": ["at most 200"],
     "eval --name my-run": ["exists already", "--name my-run-2"],
-    "eval --name mlflow.db": ["MLflow uses that name"],
+    "eval --name mlflow.db": ["--name 'mlflow.db' cannot be used", "--name mlflow.db-2"],
     "eval --runs-dir one.jsonl": ["--runs-dir", "is a file"],
     "eval --tracking-uri http://me:secret@host/": ["password"],
     "eval --format yaml": ["--format yaml", "table, json"],

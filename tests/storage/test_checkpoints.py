@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import xxh3_64_hexdigest
 
 from bandpo_cli.config.run import CheckpointConfig
 from bandpo_cli.errors import UserError
@@ -39,17 +39,11 @@ def make(run: RunFolder, *steps: int, skipped: int = 0) -> None:
         write_trainer_state(folder, Progress(step, 4 * step, skipped, 64 * step, "abc"))
 
 
-def make_sealed(run: RunFolder, step: int) -> Path:
-    """Write a checkpoint with the checksums of its placeholder files, computed by `xxhash` alone."""
-    make(run, step)
-    folder = run.checkpoint_dir(step)
-    (folder / "trainer" / "state.json").unlink()
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    checksums = {
-        path.relative_to(folder).as_posix(): xxhash.xxh3_64_hexdigest(path.read_bytes()) for path in paths
-    }
-    write_trainer_state(folder, Progress(step, 4 * step, 0, 64 * step, "abc"), checksums)
-    return folder
+def without_checksums(run: RunFolder, number: int, **values: Any) -> None:
+    """Write `state.json` as earlier versions did, with other values."""
+    path = run.checkpoint_dir(number) / STATE
+    state = {name: value for name, value in json.loads(path.read_text()).items() if "xxh3" not in name}
+    path.write_text(json.dumps({**state, **values}))
 
 
 def names(run: RunFolder) -> list[str]:
@@ -64,11 +58,6 @@ def run(tmp_path: Path) -> RunFolder:
 STATE = "trainer/state.json"
 
 
-def changed_state(**values: Any) -> Callable[[bytes], bytes]:
-    """Return a function that changes the content of `state.json`."""
-    return lambda content: json.dumps({**json.loads(content), **values}).encode()
-
-
 @pytest.mark.parametrize(
     ("name", "damage", "word"),
     [
@@ -77,8 +66,8 @@ def changed_state(**values: Any) -> Callable[[bytes], bytes]:
         (STATE, None, "state.json: No such file"),
         (STATE, lambda _: b'{"format": 1, "st', "state.json: not readable as JSON"),
         (STATE, lambda _: b"[]", "state.json: expected a JSON object"),
-        (STATE, changed_state(format=99), "format 99"),
-        (STATE, changed_state(step=11), "holds step 11"),
+        (STATE, lambda content: content.replace(b'"format": 1', b'"format": 99'), "format 99"),
+        (STATE, lambda content: content.replace(b'"step": 10', b'"step": 11'), "state.json is damaged"),
     ],
 )
 def test_an_incomplete_checkpoint_is_reported_as_damaged_and_removed(
@@ -99,12 +88,15 @@ def test_an_incomplete_checkpoint_is_reported_as_damaged_and_removed(
 
 
 def test_a_flipped_bit_is_noticed_with_the_name_of_its_file(run: RunFolder) -> None:
-    """Every seventh bit of every file is flipped, those of `state.json` included."""
-    folder = make_sealed(run, 10)
+    """Every 29th bit of every file is flipped, those of `state.json` included."""
+    make(run, 10)
+    folder = run.checkpoint_dir(10)
+    checksums = json.loads((folder / STATE).read_text())["xxh3"]
+    assert checksums == {name: xxh3_64_hexdigest((folder / name).read_bytes()) for name in checksums}
     check_contents(folder)
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         content = path.read_bytes()
-        for bit in range(0, 8 * len(content), 7):
+        for bit in range(0, 8 * len(content), 29):
             flipped = bytearray(content)
             flipped[bit // 8] ^= 1 << bit % 8
             path.write_bytes(flipped)
@@ -116,7 +108,8 @@ def test_a_flipped_bit_is_noticed_with_the_name_of_its_file(run: RunFolder) -> N
 
 
 def test_only_a_resume_reads_the_training_state(run: RunFolder) -> None:
-    folder = make_sealed(run, 10)
+    make(run, 10)
+    folder = run.checkpoint_dir(10)
     (folder / "trainer" / "optimizer.safetensors").write_bytes(b"nothing")
     check_contents(folder, training_state=False)
     with pytest.raises(UserError, match=r"optimizer\.safetensors is damaged: its content has changed"):
@@ -125,11 +118,15 @@ def test_only_a_resume_reads_the_training_state(run: RunFolder) -> None:
 
 def test_a_checkpoint_without_checksums_is_complete(run: RunFolder) -> None:
     """Earlier versions wrote sizes only."""
-    make(run, 10)
-    state = json.loads((run.checkpoint_dir(10) / "trainer" / "state.json").read_text())
-    assert list(state) == ["format", "step", "updates", "skipped_in_a_row", "position", "problems", "files"]
+    make(run, 5, 10, 15, 20)
+    without_checksums(run, 10)
+    without_checksums(run, 15, step=11)
+    without_checksums(run, 20, position="many")
     check_contents(run.checkpoint_dir(10))
-    assert list(complete_checkpoints(run).complete) == [10]
+    complete, damaged = complete_checkpoints(run)
+    assert list(complete) == [5, 10]
+    assert damaged[15].endswith("holds step 11")
+    assert damaged[20].endswith("state.json is damaged")
 
 
 def test_leftovers_of_a_crash_are_removed_and_files_of_the_user_are_kept(run: RunFolder) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -22,39 +20,27 @@ from bandpo_cli.storage.run_folder import (
     RunFolder,
     find_folder,
     find_run,
-    read_metrics,
     resume_command,
     sync_command,
     timestamped,
     unused_name,
 )
-from bandpo_cli.storage.tables import TOKEN_COLUMNS, sample_rows
+from bandpo_cli.storage.tables import TOKEN_COLUMNS
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 
 
 @pytest.mark.parametrize(
     ("name", "instead"),
     [
-        ("../x", "--name x"),
-        ("/etc/x", "--name x"),
-        ("a/b", "--name b"),
-        ("a\\b", "--name b"),
-        ("", "--name run"),
-        (".", "--name run"),
-        ("..", "--name run"),
-        (".hidden", "--name hidden"),
-        ("-rf", "--name rf"),
-        ("my run", "--name my-run"),
-        ("a\n", "--name a"),
-        ("mlartifacts", "--name mlartifacts-2"),
-        ("x" * 300, "--name xxx"),
+        ("../x", "x"), ("/etc/x", "x"), ("a\\b", "b"), ("", "run"), ("..", "run"), (".hidden", "hidden"), ("-rf", "rf"),
+        ("my run", "my-run"), ("a\n", "a"), ("con", "run-con"), ("mlartifacts", "mlartifacts-2"), ("x" * 300, "xxx"),
     ],
-)
+)  # fmt: skip
 def test_an_invalid_name_is_refused_with_a_valid_one(tmp_path, name, instead):
     runs = tmp_path / "runs"
     with pytest.raises(UserError) as error:
         RunFolder.create(runs, name)
-    assert instead in str(error.value)
+    assert f"--name {instead}" in str(error.value)
     assert "\n" not in str(error.value)
     assert not runs.exists()
     assert list(tmp_path.iterdir()) == []
@@ -177,30 +163,15 @@ def test_roll_back_removes_later_steps_only(run):
     assert left == ["evals/step-000002.json", "samples/step-000002.parquet", "tokens/step-000002.parquet"]
 
 
-def test_samples_contain_every_completion(tmp_path):
+def test_the_table_of_a_step_without_completions_has_the_same_columns(tmp_path):
     problem = Problem("p1", "1 2=3:", "3", "countdown", "countdown")
     completion = Completion((5, 6, 7), (-0.5, -0.25, -1.0), "stop", policy_version=4)
-    rollout = Rollout(problem, "1 2=3:", (1, 2), completion, "1+2", Grade(0.5, True, "correct"))
+    grade = Grade(0.5, True, "correct", has_reward=False)
+    rollout = Rollout(problem, "1 2=3:", (1, 2), completion, "1+2", grade)
     folder = RunFolder.create(tmp_path, "a")
-    path = folder.write_samples(10, sample_rows([Group(problem, (rollout, rollout))]))
+    path = folder.write_samples(10, [Group(problem, (rollout, rollout))])
     assert path == tmp_path / "a/samples/step-000010.parquet"
-    assert pq.read_table(path).to_pylist() == 2 * [
-        {
-            "source": "countdown",
-            "problem_id": "p1",
-            "prompt": "1 2=3:",
-            "reference": "3",
-            "grader": "countdown",
-            "extra": "{}",
-            "text": "1+2",
-            "reward": 0.5,
-            "accuracy": 1.0,
-            "length": 3,
-            "finish_reason": "stop",
-            "verdict": "correct",
-            "logprob_sum": -1.75,
-        }
-    ]
+    assert pq.read_table(path)["reward"].to_pylist() == [None, None]
     assert pq.ParquetFile(path).metadata.row_group(0).column(0).compression == "ZSTD"
     empty = folder.write_samples(11, [])
     assert pq.read_table(empty).schema.equals(pq.read_table(path).schema)
@@ -231,18 +202,6 @@ def test_a_file_is_flushed_before_it_is_renamed_and_a_failed_write_keeps_the_old
         files.write_text(path, "new")
     assert json.loads(path.read_text()) == {"a": [None, 1]}
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_metrics_survive_a_killed_process(tmp_path):
-    code = (
-        "import os, signal, sys; from pathlib import Path\n"
-        "from bandpo_cli.storage.run_folder import RunFolder\n"
-        "run = RunFolder.create(Path(sys.argv[1]), 'a')\n"
-        "[run.append_metrics({'step': step}) for step in range(5)]\n"
-        "os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    assert [record["step"] for record in read_metrics(tmp_path / "a" / "metrics.jsonl")] == list(range(5))
 
 
 def test_step_names_round_trip(tmp_path):

@@ -263,9 +263,9 @@ class RecordingFolder(RunFolder):
 
     recording: Recording
 
-    def write_samples(self, step: int, rows: Any, rewards: Any = None) -> Path:
+    def write_samples(self, step: int, groups: Any) -> Path:
         self.recording.current.order.append("write samples")
-        return super().write_samples(step, rows, rewards)
+        return super().write_samples(step, groups)
 
     def write_tokens(self, step: int, columns: Any) -> Path:
         self.recording.current.order.append("write tokens")

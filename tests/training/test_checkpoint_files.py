@@ -7,7 +7,6 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,11 +20,13 @@ from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.training import checkpoint_files
 from bandpo_cli.training.checkpoint_files import (
     RESERVED_BYTES,
+    SampledGroups,
+    TrainedState,
+    check_savable,
     load_checkpoint,
-    save_checkpoint,
     write_tensors,
 )
-from tests.training.trained import STEP, fresh, tensors, update
+from tests.training.trained import STEP, fresh, save_checkpoint, tensors, update
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +34,7 @@ def embedded() -> Policy:
     return load_policy(ModelConfig())
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "dtype"), [("qwen2", torch.bfloat16), ("llama", torch.float32)])
 def test_updates_after_loading_equal_uninterrupted_ones(
     embedded: Policy, tmp_path: Path, dtype: torch.dtype, kind: str
 ) -> None:
@@ -103,34 +103,27 @@ def test_every_file_is_flushed_before_the_rename(
 def test_a_full_disk_is_reported_before_anything_is_written(
     embedded: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trained = fresh(embedded, torch.float32)
-    save_checkpoint(*trained, replace(STEP, step=5), tmp_path / "step-000005")
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=3 * 2**20))
-    tensors = [*trained.policy.model.parameters(), *trained.optimizer.state().values()]
-    needed = (sum(tensor.nbytes for tensor in tensors) + RESERVED_BYTES) / 2**20
-    reason = (
-        f"not enough disk space for the checkpoint step-000010: it takes {needed:,.0f} MiB and .* has 3 MiB"
-    )
-    with pytest.raises(RunError, match=reason):
-        save_checkpoint(*trained, STEP, tmp_path / "step-000010")
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
-
-
-def test_the_needed_disk_space_includes_moments_and_masters(
-    embedded: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A checkpoint of a bfloat16 model takes 2 bytes per parameter for weights and 12 for moments and masters."""
+    """Tied weights count once; moments, masters and the batch that was sampled ahead count too."""
     trained = fresh(embedded, torch.bfloat16)
     update(trained, 1)
+    state, folder = TrainedState.of(*trained), tmp_path / "step-000010"
+    scalars = 4 * len([*trained.policy.model.parameters()])
+    assert state.nbytes == 14 * trained.policy.parameter_count + scalars
+    ahead = SampledGroups(5, 0, 0, 0.0, [], [])
+    monkeypatch.setattr(SampledGroups, "nbytes", 1000)
+    needed = state.nbytes + RESERVED_BYTES
     usage = shutil.disk_usage(tmp_path)
-    for free, fits in ((64 * 2**20 + 13 * trained.policy.parameter_count, False), (80 * 2**20, True)):
+    for free, batch in ((needed, None), (needed + 1000, ahead), (needed - 1, None), (needed + 999, ahead)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
-        if fits:
-            save_checkpoint(*trained, STEP, tmp_path / "step-000010")
-        else:
-            with pytest.raises(RunError, match="not enough disk space"):
-                save_checkpoint(*trained, STEP, tmp_path / "step-000010")
+        if free in (needed, needed + 1000):
+            check_savable(trained.policy, state, folder, batch)
+            continue
+        reason = (
+            f"not enough disk space for the checkpoint step-000010: it takes {needed / 2**20:,.0f} MiB and"
+        )
+        with pytest.raises(RunError, match=reason):
+            check_savable(trained.policy, state, folder, batch)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_disk_that_fills_up_while_writing_keeps_the_older_checkpoint(
@@ -159,24 +152,13 @@ def test_an_incomplete_checkpoint_is_replaced(embedded: Policy, tmp_path: Path) 
     load_checkpoint(*trained, tmp_path / "step-000010")
 
 
-def _other_moments(folder: Path) -> None:
-    path = folder / "trainer" / "optimizer.safetensors"
-    path.write_bytes(b"\xff" * path.stat().st_size)
-
-
-def _other_weights(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(b"\xff" * path.stat().st_size)
-
-
-@pytest.mark.parametrize("damage", [_other_moments, _other_weights])
-def test_damage_that_keeps_file_sizes_is_one_error_line(
-    embedded: Policy, tmp_path: Path, damage: Any
-) -> None:
+@pytest.mark.parametrize("name", ["trainer/optimizer.safetensors", "model.safetensors"])
+def test_damage_that_keeps_file_sizes_is_one_error_line(embedded: Policy, tmp_path: Path, name: str) -> None:
     trained = fresh(embedded, torch.float32)
     update(trained, 1)
     save_checkpoint(*trained, STEP, tmp_path / "step-000010")
-    damage(tmp_path / "step-000010")
+    path = tmp_path / "step-000010" / name
+    path.write_bytes(b"\xff" * path.stat().st_size)
     with pytest.raises(UserError, match="to resume from the previous one") as error:
         load_checkpoint(*trained, tmp_path / "step-000010")
     assert "\n" not in str(error.value)

@@ -9,8 +9,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -26,11 +26,11 @@ from bandpo_cli.storage.checkpoints import (
 )
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training import checkpoint_files, checkpoint_writer
-from bandpo_cli.training.checkpoint_files import TrainedState, load_checkpoint, save_checkpoint
+from bandpo_cli.training.checkpoint_files import TrainedState, load_checkpoint
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter, StateCopy
 from bandpo_cli.training.optimizer import NonFiniteError
 from tests.training.held_writes import Gate
-from tests.training.trained import State, Trained, contents, fresh, tensors, update
+from tests.training.trained import State, Trained, contents, fresh, save_checkpoint, tensors, update
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +77,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     assert [item.name for item in threading.enumerate() if item.name == "checkpoint"] == []
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "dtype"), [("qwen2", torch.bfloat16), ("llama", torch.float32)])
 def test_a_thread_writes_the_state_of_its_step_whatever_changes_meanwhile(
     embedded: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: str
 ) -> None:
@@ -129,30 +128,21 @@ def test_a_second_copy_takes_the_new_state_and_no_further_memory(embedded: Polic
 def test_the_copy_of_a_gpu_is_pinned_and_complete_when_it_is_returned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A stand-in for a tensor of a GPU records what is called; there is none here."""
-    calls: list[Any] = []
-
-    class Copied:
-        shape, dtype = torch.Size([3]), torch.float32
-
-        def copy_(self, source: Any, non_blocking: bool) -> None:
-            calls.append(("copy", non_blocking))
-
-    source = SimpleNamespace(
-        shape=Copied.shape, dtype=Copied.dtype, nbytes=12, device=torch.device("cuda:1"), data_ptr=lambda: 5
-    )
-    source.detach = lambda: source
-
-    def allocate(like: Any, device: str, pin_memory: bool) -> Copied:
-        calls.append(("allocate", device, pin_memory))
-        return Copied()
-
-    monkeypatch.setattr(torch, "empty_like", allocate)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append(("wait", str(device))))
-    state = TrainedState({"weight": source}, {})  # type: ignore[dict-item]
-    assert StateCopy().missing_bytes(state) == 16, "torch rounds pinned memory up to a power of two"
+    """Stand-ins record the calls: there is no GPU here. torch rounds pinned memory up to a power of two."""
+    place = {"shape": torch.Size([3]), "dtype": torch.float32, "device": torch.device("cuda:1"), "nbytes": 12}
+    source, target, calls = Mock(**place), Mock(), Mock()
+    calls.allocate.return_value = target
+    calls.attach_mock(target.copy_, "copy")
+    monkeypatch.setattr(torch, "empty_like", calls.allocate)
+    monkeypatch.setattr(torch.cuda, "synchronize", calls.wait)
+    state = TrainedState({"weight": source}, {})
+    assert StateCopy().missing_bytes(state) == 16
     StateCopy().take(state)
-    assert calls == [("allocate", "cpu", True), ("copy", True), ("wait", "cuda:1")]
+    assert calls.mock_calls == [
+        call.allocate(source, device="cpu", pin_memory=True),
+        call.copy(source.detach(), non_blocking=True),
+        call.wait(torch.device("cuda:1")),
+    ]
 
 
 def test_a_checkpoint_becomes_visible_after_its_line_is_on_the_disk(
@@ -240,16 +230,6 @@ def test_without_memory_for_a_copy_training_waits(
     assert ("are available" in message) == (found is not None)
 
 
-def test_memory_that_suffices_is_used(setting: Setting, monkeypatch: pytest.MonkeyPatch, gate: Gate) -> None:
-    monkeypatch.setattr(
-        checkpoint_writer, "available_memory", lambda: 2 * TrainedState.of(*setting.trained).nbytes
-    )
-    with setting.writer() as writer:
-        setting.save(writer, 1)
-        gate.wait_until_reached()
-        gate.open.set()
-
-
 def test_weights_that_are_not_finite_are_refused_before_anything_is_written(setting: Setting) -> None:
     with torch.no_grad():
         setting.trained.policy.model.get_parameter("model.norm.weight")[0] = torch.nan
@@ -275,8 +255,8 @@ def test_a_disk_that_fills_up_is_reported_at_the_next_step(
             patch.setattr(os, "fsync", full_disk)
             patch.setattr(RunFolder, "sync_metrics", lambda _: None)
             writer.commit()
-            assert writer._thread is not None
-            writer._thread.join()
+            assert writer._call is not None
+            writer._call.join()
         with pytest.raises(RunError, match="step-000002: the checkpoint cannot be written: No space left"):
             writer.check()
         writer.check()
@@ -305,34 +285,27 @@ class CallerError(Exception):
 
 @pytest.mark.parametrize("error", [CallerError, GeneratorExit, KeyboardInterrupt])
 def test_a_pending_checkpoint_is_finished_after_an_error(
-    setting: Setting, gate: Gate, error: type[BaseException]
+    setting: Setting,
+    gate: Gate,
+    error: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """An error of the thread does not hide the one that ended the run."""
+    monkeypatch.setattr(checkpoint_writer, "prune_checkpoints", lambda *_: full_disk(0))
     with pytest.raises(error), setting.writer() as writer:  # noqa: PT012
         setting.save(writer, 1)
         gate.wait_until_reached()
         threading.Timer(0.05, gate.open.set).start()
         raise error
-    assert setting.names() == ["step-000001"]
     assert list(complete_checkpoints(setting.run).complete) == [1]
-
-
-def test_an_error_of_the_thread_does_not_hide_the_one_that_ended_the_run(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(checkpoint_writer, "prune_checkpoints", lambda *_: full_disk(0))
-    with pytest.raises(CallerError), setting.writer() as writer:  # noqa: PT012
-        setting.save(writer, 1)
-        raise CallerError
     assert caplog.messages == ["[Errno 28] No space left on device"]
 
 
 def test_a_second_signal_gives_the_checkpoint_up(setting: Setting, gate: Gate) -> None:
     """Its files are removed, the one before stays; the gate is never opened."""
-    with setting.writer() as writer:
-        gate.open.set()
+    with setting.writer(background=False) as writer:
         setting.save(writer, 1)
-    gate.open.clear()
-    gate.reached.clear()
     with pytest.raises(SignalExit), setting.writer() as writer:  # noqa: PT012
         setting.save(writer, 2)
         gate.wait_until_reached()
@@ -391,15 +364,13 @@ def test_the_thread_of_a_gpu_uses_no_other_gpu(setting: Setting, monkeypatch: py
 
 
 def test_readers_see_no_checkpoint_before_it_is_complete(setting: Setting, gate: Gate) -> None:
-    """`eval` and `show` list what has a model, `resume` what is complete."""
+    """`eval` and `show` list what has a model, `resume` what is complete; a resume removes what SIGKILL would leave."""
     with setting.writer() as writer:
         setting.save(writer, 1)
         gate.wait_until_reached()
-        hidden = setting.run.path / "checkpoints" / ".step-000001.writing"
-        assert (hidden / "model.safetensors").exists()
+        assert (setting.run.path / "checkpoints" / ".step-000001.writing" / "model.safetensors").exists()
         assert not model_checkpoints(setting.run)
         assert complete_checkpoints(setting.run) == ({}, {})
-        # What SIGKILL would leave: a resume removes it.
         killed = RunFolder(Path(shutil.copytree(setting.run.path, setting.run.path.parent / "b")))
         gate.open.set()
     remove_checkpoints_after(killed, 0)

@@ -19,7 +19,7 @@ def test_completions_longer_than_the_context_are_refused() -> None:
 
 
 def test_problems_with_long_prompts_are_dropped_and_counted() -> None:
-    config = resolve([{"sampling": {"max_prompt_tokens": 10}}])
+    config = resolve([{"task": {"max_number": 10, "numbers": 3}, "sampling": {"max_prompt_tokens": 10}}])
     task = build_task(config.task)
     components = build_components(config, task)
     try:

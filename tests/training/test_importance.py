@@ -20,8 +20,6 @@ from bandpo_cli.types import Group
 from tests.training import small_updates
 from tests.training.small_updates import config_of, graded_groups, policy_of, shifted_groups, weights_of
 
-RULES = ["token-mask", "sequence-mask", "sequence-mask-any"]
-
 
 def experience_of(policy: Policy, groups: list[Group], config: RunConfig, **changes: Any) -> Experience:
     """Return the experience of groups that another engine sampled."""
@@ -41,8 +39,15 @@ def gradient_of(policy: Policy) -> torch.Tensor:
     return torch.cat([parameter.grad.flatten() for parameter in policy.model.parameters()])  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("method", ["clip", "sapo", "gmpo", "clip-cov"])
+@pytest.mark.parametrize(
+    ("method", "rule"),
+    [
+        ("clip", "token-mask"),
+        ("sapo", "sequence-mask"),
+        ("gmpo", "sequence-mask-any"),
+        ("clip-cov", "token-mask"),
+    ],
+)
 def test_an_update_without_any_kept_token_has_no_gradient(method: str, rule: str) -> None:
     """Every token's weight is e, beyond the cap; the reference penalty is part of the masked loss."""
     config = config_of(objective={"importance": rule, "importance_cap": 2.0}, bounds={"method": method})
@@ -59,7 +64,7 @@ def test_an_update_without_any_kept_token_has_no_gradient(method: str, rule: str
     assert (clip_map_columns(updates)["advantage"] == 0).all()
 
 
-@pytest.mark.parametrize("method", ["clip", "dppo", "gspo"])
+@pytest.mark.parametrize("method", ["clip", "gspo"])
 def test_a_completion_that_is_dropped_has_the_gradient_of_an_advantage_of_zero(method: str) -> None:
     """The first group is off by one nat and dropped; its tokens stay in the denominators of the loss."""
     config = config_of(objective={"importance": "sequence-mask"}, bounds={"method": method})

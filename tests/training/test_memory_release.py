@@ -19,7 +19,10 @@ from tests.training.recording import prepare_run
 def test_no_gradient_and_no_value_per_token_is_held_when_the_sampler_syncs(
     tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gradients take 4 bytes per parameter, and the values of all tokens of a step some hundred megabytes."""
+    """Gradients take 4 bytes per parameter, and the values of all tokens of a step some hundred megabytes.
+
+    An evaluation begins with an empty cache.
+    """
     prepared = prepare_run(tmp_path / "run", small_model, {"steps": 2, "model": {"dtype": "bfloat16"}})
     optimizer = prepared.components.optimizer
     experiences: list[weakref.ref[Any]] = []
@@ -31,25 +34,6 @@ def test_no_gradient_and_no_value_per_token_is_held_when_the_sampler_syncs(
         experiences.extend(weakref.ref(batch) for batch in batches)
         return batches
 
-    def observe(*arguments: Any) -> None:
-        gradients = [item.grad is not None for pair in optimizer._pairs for item in pair]
-        at_sync.append((any(gradients), any(experience() is not None for experience in experiences)))
-        sync(*arguments)
-
-    monkeypatch.setattr(loop, "prepare_updates", remember)
-    monkeypatch.setattr(prepared.components.sampler, "sync", observe)
-    gc.disable()  # nothing may depend on the time of a collection
-    try:
-        list(loop.train(prepared.config, prepared.components, prepared.folder))
-    finally:
-        gc.enable()
-    assert at_sync == [(False, False)] * 2
-    assert len(experiences) == 4  # two updates per step: the references are to objects that existed
-
-
-def test_cached_memory_is_released_before_an_evaluation(
-    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     order: list[str] = []
     sample_batches = loop.sample_batches
 
@@ -57,11 +41,23 @@ def test_cached_memory_is_released_before_an_evaluation(
         order.append("evaluate")
         return sample_batches(*arguments, **settings)
 
+    def observe(*arguments: Any) -> None:
+        gradients = [item.grad is not None for item in (*optimizer._narrow, *optimizer._parameters)]
+        at_sync.append((any(gradients), any(experience() is not None for experience in experiences)))
+        sync(*arguments)
+
     monkeypatch.setattr(loop, "release_cached_memory", lambda: order.append("release"))
     monkeypatch.setattr(loop, "sample_batches", evaluate)
-    prepared = prepare_run(tmp_path / "run", small_model, {"steps": 1, "evaluation": {"every": 1}})
-    list(loop.train(prepared.config, prepared.components, prepared.folder))
+    monkeypatch.setattr(loop, "prepare_updates", remember)
+    monkeypatch.setattr(prepared.components.sampler, "sync", observe)
+    gc.disable()  # nothing may depend on the time of a collection
+    try:
+        list(loop.train(prepared.config, prepared.components, prepared.folder))
+    finally:
+        gc.enable()
     assert order == ["release", "evaluate"] * 2
+    assert at_sync == [(False, False)] * 2
+    assert len(experiences) == 4  # two updates per step: the references are to objects that existed
 
 
 @pytest.mark.parametrize("initialized", [True, False])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -25,7 +22,6 @@ from bandpo_cli.storage.checkpoints import Progress, model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import MAX_BAD_BATCHES
 from bandpo_cli.tasks.task import build_task
-from bandpo_cli.training.checkpoint_files import save_checkpoint
 from bandpo_cli.training.components import build_components
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.loop import train
@@ -33,6 +29,7 @@ from bandpo_cli.training.metrics import update_metrics
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
 from bandpo_cli.training.update import BadUpdateHandler, check_finite_weights, update_policy
 from tests.training.small_updates import config_of, experiences_of, policy_of, weights_of
+from tests.training.trained import save_checkpoint
 
 STEADY = {"warmup_steps": 0, "lr": 1e-3}
 
@@ -133,14 +130,13 @@ def test_a_skipped_update_does_not_change_float32_masters(tmp_path: Path) -> Non
     policy.model.bfloat16()
     optimizer = Optimizer(policy.model, config.optim, total_updates=2)
     update_policy(policy, optimizer, [experience], config)
-    before = [(weight.clone(), master.clone()) for weight, master in optimizer._pairs]
+    tensors = [*optimizer._narrow, *optimizer._parameters]
+    before = [tensor.detach().clone() for tensor in tensors]
     infinite_gradient(policy, experience)
     handler = BadUpdateHandler(config, optimizer, tmp_path, step=1)
     assert update_policy(policy, optimizer, [experience], config, handler).skipped == 1
-    assert all(
-        torch.equal(weight, old) and torch.equal(master, old_master)
-        for (weight, master), (old, old_master) in zip(optimizer._pairs, before, strict=True)
-    )
+    assert len(tensors) == 2 * len(optimizer._parameters)
+    assert all(torch.equal(tensor, old) for tensor, old in zip(tensors, before, strict=True))
 
 
 def test_the_batch_is_stored_with_every_computed_value(tmp_path: Path) -> None:
@@ -297,47 +293,20 @@ def test_weights_whose_sum_is_too_large_are_finite(values: list[float], finite: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("skips", "last", "kept"), [(0, "step 3, update 1 of 2", {2}), (3, "step 4, update 2 of 2", {2, 3})]
-)
-def test_infinite_gradients_after_good_steps_reach_no_checkpoint(
-    tmp_path: Path, skips: int, last: str, kept: set[int]
-) -> None:
+def test_infinite_gradients_after_good_steps_reach_no_checkpoint(tmp_path: Path) -> None:
     """Two good steps, then infinite gradients. All checkpoints have the weights of step 2, the last good update; and
     while updates fail no checkpoint is removed, although the settings keep only the last one."""
     keep_one = {"checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0}}
-    config = resolve([SMALL, {"steps": 5, "optim": {"updates": 2, "max_skips": skips}}, keep_one])
+    config = resolve([SMALL, {"steps": 5, "optim": {"updates": 2, "max_skips": 3}}, keep_one])
     components = build_components(config, build_task(config.task))
     folder = RunFolder.create(tmp_path, "a")
     steps = train(config, components, folder)
     assert [next(steps).step, next(steps).step] == [1, 2]
     next(components.policy.model.parameters()).register_hook(lambda gradient: gradient * math.inf)
-    with pytest.raises(NonFiniteError, match=rf"^{last}: the gradient norm is (inf|nan)"):
+    with pytest.raises(NonFiniteError, match=r"^step 4, update 2 of 2: the gradient norm is (inf|nan)"):
         list(steps)
-    assert set(model_checkpoints(folder)) == kept
+    assert list(model_checkpoints(folder)) == [2, 3]
     for path in model_checkpoints(folder).values():
         saved = AutoModelForCausalLM.from_pretrained(path).state_dict()
         for name, tensor in components.policy.model.state_dict().items():
             assert torch.equal(saved[name], tensor), name
-
-
-@pytest.mark.slow
-def test_a_far_too_high_learning_rate_ends_the_run_with_one_error_line(tmp_path: Path) -> None:
-    """Through the command: exit code 1, one line with the batch and settings to try, and a readable batch file."""
-    settings = ["steps=3", "sampling.prompts=4", "sampling.samples=4", "optim.updates=2", "evaluation.every=0",
-                "optim.lr=1e6", "seed=2"]  # fmt: skip
-    arguments = [word for setting in settings for word in ("--set", setting)]
-    done = subprocess.run(
-        [sys.executable, "-m", "bandpo_cli", "train", *arguments, "--name", "a", "--no-mlflow"],
-        capture_output=True, text=True, cwd=tmp_path, timeout=240,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    (line,) = [item for item in done.stderr.splitlines() if item.startswith("error: ")]
-    assert "try a lower optim.lr than 1e+06" in line
-    run = tmp_path / "runs" / "a"
-    (kept,) = (run / "bad_batches").iterdir()
-    assert str(kept.relative_to(tmp_path)) in line
-    assert len(pd.read_parquet(kept)) == 8
-    assert json.loads((run / "summary.json").read_text())["status"] == "FAILED"
-    assert not (run / "checkpoints").exists()

@@ -22,7 +22,7 @@ from tests.training.recording import SETTINGS
 from tests.training.several_ranks import run_ranks
 
 LAYER: dict[str, Any] = {
-    "steps": 4,
+    "steps": 3,
     "optim": {"lr": 5e-5, "warmup_steps": 0},
     "checkpoint": {"every": 1, "background": True},
 }
@@ -62,25 +62,25 @@ def on(size: int, results: Path, *arguments: Any) -> Result:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "tolerance", "max_lag"),
-    [(1, 2, 1e-5, 0), (2, 1, 1e-5, 0), (2, 2, 0.0, 0), (1, 2, 1e-5, 1), (2, 1, 1e-5, 1)],
+    [(1, 2, 1e-5, 0), (2, 2, 0.0, 0), (2, 1, 1e-5, 1)],
 )
-def test_a_run_stopped_after_step_2_resumes_on_other_ranks(
+def test_a_run_stopped_after_a_step_resumes_on_other_ranks(
     tmp_path: Path, small_model: Path, before: int, after: int, tolerance: float, max_lag: int
 ) -> None:
     """Compared with the run of one process where the numbers differ, else exactly with that of two ranks."""
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()
     expected, state = on(
-        2 if tolerance == 0.0 else 1, tmp_path / "results-0", tmp_path / "whole", small_model, 0, 4, max_lag
+        2 if tolerance == 0.0 else 1, tmp_path / "results-0", tmp_path / "whole", small_model, 0, 3, max_lag
     )
-    on(before, tmp_path / "results-1", tmp_path / "stopped", small_model, 0, 2, max_lag)
+    on(before, tmp_path / "results-1", tmp_path / "stopped", small_model, 0, 1, max_lag)
     stopped = RunFolder(tmp_path / "stopped")
-    assert max(complete_checkpoints(stopped).complete) == 2
-    assert (stopped.checkpoint_dir(2) / "trainer" / "optimizer").is_dir() == (before == 2)
-    lines, found = on(after, tmp_path / "results-2", stopped.path, small_model, 3, 4, max_lag)
-    assert [line["step"] for line in lines] == [3, 4]
+    assert max(complete_checkpoints(stopped).complete) == 1
+    assert (stopped.checkpoint_dir(1) / "trainer" / "optimizer").is_dir() == (before == 2)
+    lines, found = on(after, tmp_path / "results-2", stopped.path, small_model, 2, 3, max_lag)
+    assert [line["step"] for line in lines] == [2, 3]
     assert [line.get("sampler/lag", 0) for line in lines] == [2 * max_lag] * 2
-    for line, other in zip(lines, expected[3:], strict=True):
+    for line, other in zip(lines, expected[2:], strict=True):
         assert line == pytest.approx(other, abs=tolerance, rel=tolerance, nan_ok=True)
     assert found.keys() == state.keys()
     for name, tensor in state.items():

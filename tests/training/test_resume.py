@@ -22,7 +22,7 @@ from tests.training.trained import check_equal, contents, record
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-SMALL = {**trained.SMALL, "steps": 5}
+SMALL = {**trained.SMALL, "steps": 4}
 
 
 def run_until(
@@ -55,67 +55,56 @@ def check_same(one: RunFolder, other: RunFolder) -> None:
     check_equal(one, other)
 
 
-def both(tmp_path: Path, *layers: dict[str, Any], stop: int = 3) -> tuple[RunFolder, RunFolder]:
-    """Run without interruption, and stopped after step `stop` and resumed; return both folders."""
-    config = resolve([SMALL, *layers])
+def both(
+    tmp_path: Path, layer: dict[str, Any], after: dict[str, Any] | None = None
+) -> tuple[RunFolder, RunFolder]:
+    """Run without interruption, and stopped after step 3 and resumed with other settings; return both folders."""
+    config = resolve([SMALL, layer])
     uninterrupted, resumed = (RunFolder.create(tmp_path, name) for name in ("uninterrupted", "resumed"))
     run_until(config, uninterrupted, build_components(config, build_task(config.task)), 0, config.steps)
-    run_until(config, resumed, build_components(config, build_task(config.task)), 0, stop)
-    resume(config, resumed, config.steps)
+    run_until(config, resumed, build_components(config, build_task(config.task)), 0, 3)
+    resume(resolve([SMALL, layer, after or {}]), resumed, config.steps)
     return uninterrupted, resumed
 
 
-@pytest.mark.slow
-def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path: Path) -> None:
-    uninterrupted, resumed = both(tmp_path)
-    check_same(uninterrupted, resumed)
-    assert len(record(uninterrupted)) == 6
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "schedule": {"seed": 3, "optim": {"schedule": "cosine", "warmup_steps": 3}},
-    "dynamic": {"sampling": {"dynamic": True, "dynamic_batches": 3}},
-    "micro-batches": {"optim": {"micro_batch_tokens": 128, "weight_decay": 0.1}},
-    "checkpointing": {"model": {"gradient_checkpointing": True}},
-    "lora": {"model": {"lora": {"rank": 4}}, "objective": {"reference_kl": 1e-2}},
-    "lora-bfloat16": {"model": {"dtype": "bfloat16", "lora": {"rank": 4}}, "optim": {"lr": 1e-4}},
-    "ahead-dynamic": {
+VARIANTS: dict[str, dict[str, Any]] = {
+    "schedule, radius, reference, micro-batches": {
+        "seed": 3,
+        "optim": {"schedule": "cosine", "warmup_steps": 3, "micro_batch_tokens": 128, "weight_decay": 0.1},
+        "objective": {"reference_kl": 1e-3},
+        "bounds": {"delta": 0.05, "delta_end": 0.01, "delta_schedule": "linear"},
+    },
+    "dynamic sampling, adapters in bfloat16": {
+        "sampling": {"dynamic": True, "dynamic_batches": 3},
+        "model": {"dtype": "bfloat16", "lora": {"rank": 4}, "gradient_checkpointing": True},
+        "objective": {"reference_kl": 1e-2},
+        "optim": {"lr": 1e-4},
+    },
+    "dynamic sampling one step ahead": {
         "sampling": {"max_lag": 1, "dynamic": True, "dynamic_batches": 3},
         "model": {"lora": {"rank": 4}},
     },
-    "no-evaluation": {"evaluation": {"every": 0}},
-    "radius": {"bounds": {"delta": 0.05, "delta_end": 0.01, "delta_schedule": "linear"}},
-    "reference": {"objective": {"reference_kl": 1e-3}, "seed": 1},
-    "masters": {"model": {"dtype": "bfloat16"}, "optim": {"lr": 1e-5}},  # steps below the spacing of bfloat16
+    "masters, no evaluation": {  # steps below the spacing of bfloat16
+        "model": {"dtype": "bfloat16"},
+        "optim": {"lr": 1e-5},
+        "evaluation": {"every": 0},
+    },
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
-def test_resume_with_other_settings(tmp_path: Path, name: str) -> None:
-    check_same(*both(tmp_path, SETTINGS[name]))
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path: Path, name: str) -> None:
+    check_same(*both(tmp_path, VARIANTS[name]))
 
 
 @pytest.mark.slow
 def test_resume_at_the_boundary_of_an_epoch(tmp_path: Path) -> None:
-    """21 problems, 14 per step: the resume at position 28 continues within the second epoch and into the third."""
+    """21 problems, 42 per step: each step is two epochs, and the checkpoint is exactly at a boundary."""
     few = {"task": {"name": "countdown", "max_number": 4, "min_target": 8, "max_target": 8}}
-    config = resolve([SMALL, few, {"evaluation": {"problems": 2}}])
-    assert len(build_task(config.task).train_problems()) == 21
-    for prompts in (14, 42):  # with 42 each step is two epochs, and the checkpoint is exactly at a boundary
-        place = tmp_path / str(prompts)
-        check_same(*both(place, few, {"sampling": {"prompts": prompts}, "evaluation": {"problems": 2}}))
-
-
-@pytest.mark.slow
-def test_gradient_checkpointing_can_change_at_a_resume(tmp_path: Path) -> None:
-    """--resume accepts this change, because no metric depends on it."""
-    config = resolve([SMALL])
-    uninterrupted, resumed = (RunFolder.create(tmp_path, name) for name in ("uninterrupted", "resumed"))
-    run_until(config, uninterrupted, build_components(config, build_task(config.task)), 0, 5)
-    run_until(config, resumed, build_components(config, build_task(config.task)), 0, 3)
-    resume(resolve([SMALL, {"model": {"gradient_checkpointing": True}}]), resumed, 5)
-    check_same(uninterrupted, resumed)
+    layer = {**few, "sampling": {"prompts": 42}, "evaluation": {"problems": 2}}
+    assert len(build_task(resolve([SMALL, layer]).task).train_problems()) == 21
+    check_same(*both(tmp_path, layer))
 
 
 @pytest.mark.slow
@@ -153,17 +142,14 @@ def test_settings_without_effect_change_no_number(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_checkpoint_pruning_is_the_same_across_a_resume(tmp_path: Path) -> None:
-    """The best checkpoints follow from metrics.jsonl and the disk alone, so a resumed run keeps the same ones."""
-    keep = {
-        "steps": 6,
-        "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 2, "best_metric": "train/accuracy"},
-    }
-    uninterrupted, resumed = both(tmp_path, keep, stop=4)
+def test_pruning_and_numbers_are_the_same_across_a_resume_with_gradient_checkpointing(tmp_path: Path) -> None:
+    """The best checkpoints follow from metrics.jsonl and the disk alone; --resume accepts the changed setting."""
+    keep = {"every": 1, "keep_last": 1, "keep_best": 1, "best_metric": "train/accuracy"}
+    uninterrupted, resumed = both(tmp_path, {"checkpoint": keep}, {"model": {"gradient_checkpointing": True}})
     check_same(uninterrupted, resumed)
     lines = [line for line in record(uninterrupted) if line["step"]]
-    best = sorted(lines, key=lambda line: (-line["train/accuracy"], line["step"]))[:2]
-    assert sorted(complete_checkpoints(resumed).complete) == sorted({6, *(line["step"] for line in best)})
+    best = min(lines, key=lambda line: (-line["train/accuracy"], line["step"]))
+    assert sorted(complete_checkpoints(resumed).complete) == sorted({4, best["step"]})
 
 
 def test_resume_with_other_problems_is_refused(tmp_path: Path) -> None:

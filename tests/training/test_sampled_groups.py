@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import shutil
 import struct
 import threading
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,15 +16,18 @@ from hypothesis import strategies as st
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig
-from bandpo_cli.errors import RunError
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.sampling.rollouts import PromptEncoder, decode_completions
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import ProblemStream
 from bandpo_cli.training.batches import select_groups
-from bandpo_cli.training.checkpoint_files import RESERVED_BYTES, ROLLOUTS, TrainedState, check_savable
+from bandpo_cli.training.checkpoint_files import (
+    ROLLOUTS,
+    SampledGroups,
+    read_sampled,
+    write_sampled,
+)
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
-from bandpo_cli.training.sampled_groups import SampledGroups, read_sampled, write_sampled
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 from tests.training.trained import State, fresh, update
 
@@ -63,13 +64,8 @@ def batch_of(
 
 
 def read(path: Path, policy: Policy) -> SampledGroups:
-    encoder = PromptEncoder(policy.tokenizer)
-    return read_sampled(
-        path,
-        ProblemStream(PROBLEMS, seed=3).take,
-        encoder.encode,
-        lambda completions: decode_completions(policy.tokenizer, completions),
-    )
+    stream, encoder = ProblemStream(PROBLEMS, seed=3), PromptEncoder(policy.tokenizer)
+    return read_sampled(path, stream, encoder, policy.tokenizer)
 
 
 float32s = st.floats(-50, 0, width=32)
@@ -159,15 +155,3 @@ def test_a_thread_writes_the_batch_of_its_step(
         state.ahead = one_batch(policy, 6)
         taken.set()
     assert read(run.checkpoint_dir(4) / ROLLOUTS, policy) == replace(one_batch(policy, 5), seconds=0.0)
-
-
-def test_the_needed_disk_space_includes_the_batch(
-    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trained, batch = fresh(policy, torch.float32), one_batch(policy, 5)
-    state, folder = TrainedState.of(*trained), tmp_path / "step-000004"
-    free = state.nbytes + RESERVED_BYTES + batch.nbytes - 1
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
-    check_savable(trained.policy, state, folder)
-    with pytest.raises(RunError, match="not enough disk space"):
-        check_savable(trained.policy, state, folder, batch)

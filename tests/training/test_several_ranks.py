@@ -5,7 +5,6 @@ The run with one rank is not sharded and communicates nothing. Every case checks
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,101 +37,84 @@ from tests.conftest import random_model
 from tests.training.recording import SETTINGS
 from tests.training.several_ranks import run_ranks
 
-STEPS = 3
 ROWS = [Row([3, 4, 5], [[6, 7], [8, 9, 10]]), Row([4, 4], [[5, 5]]), Row([1, 2, 3], [[7, 8]])]
+COMMON: dict[str, Any] = {
+    "steps": 3,
+    "optim": {"lr": 5e-5, "warmup_steps": 0},
+    "evaluation": {"every": 2},
+    "checkpoint": {"every": 0},
+}
+
+Trained = tuple[list[dict[str, float]], list[dict[str, Any]], dict[str, torch.Tensor]]
+"""The lines of a run without times, its completions, and its final weights."""
 
 
-@dataclass
-class Trained:
-    """What a run has left: its lines without times, its completions by step, and its final weights."""
-
-    lines: list[dict[str, float]]
-    completions: list[list[dict[str, Any]]]
-    weights: dict[str, torch.Tensor]
-
-
-def trained(ranks: Ranks, folder: Path, model: Path, layers: list[dict[str, Any]]) -> Trained | None:
-    """Train the first `STEPS` steps; return the run on rank 0, after a check that all ranks report the same."""
-    config = resolve([SETTINGS, {"steps": STEPS + 1, "model": {"path": str(model)}}, *layers])
+def trained(ranks: Ranks, folder: Path, model: Path, layer: dict[str, Any]) -> Trained:
+    """Train two of three steps; return the run, after a check that all ranks report the same."""
+    config = resolve([SETTINGS, COMMON, {"model": {"path": str(model)}}, layer])
     name = f"run-{ranks.size}"
     run = RunFolder.create(folder, name) if ranks.is_main else RunFolder(folder / name)
     components = build_components(config, build_task(config.task), ranks)
     try:
         reports = train(config, components, run)
-        lines = [without_clock(report.record) for report in islice(reports, STEPS + 1)]
+        lines = [without_clock(report.record) for report in islice(reports, 3)]
         reports.close()
-        weights = {
-            key: checkpoint_weight.clone()
-            for key, checkpoint_weight in checkpoint_weights(components.policy.model)
-        }
+        weights = {key: weight.clone() for key, weight in checkpoint_weights(components.policy.model)}
     finally:
         components.close()
     assert len({repr(item) for item in ranks.gather(lines)}) == 1
-    if not ranks.is_main:
-        return None
-    tables = [pq.read_table(run.path / f"samples/step-{step:06d}.parquet") for step in range(1, STEPS + 1)]
+    tables = [pq.read_table(run.path / f"samples/step-{step:06d}.parquet") for step in (1, 2)]
     columns = ["problem_id", "text", "reward", "length"]
-    return Trained(lines, [table.select(columns).to_pylist() for table in tables], weights)
+    return lines, [row for table in tables for row in table.select(columns).to_pylist()], weights
 
 
-def compare(one: Trained, other: Trained, tolerance: float) -> None:
-    """Compare two runs; `tolerance` is that of the metrics, relative to the larger of 1 and the value."""
-    assert one.completions == other.completions
-    for line, expected in zip(other.lines, one.lines, strict=True):
-        assert line.keys() == expected.keys()
-        assert line == pytest.approx(expected, abs=tolerance, rel=tolerance, nan_ok=True)
-    assert one.weights.keys() == other.weights.keys()
-    for name, weight in one.weights.items():
-        torch.testing.assert_close(other.weights[name], weight, atol=tolerance, rtol=0)
-
-
-FAST: dict[str, dict[str, Any]] = {
-    "default": {},
+VARIANTS: dict[str, dict[str, Any]] = {
     "many micro-batches and a reference model": {
         "optim": {"micro_batch_tokens": 24},
         "objective": {"reference_kl": 0.05},
     },
-    "all tokens at once": {"bounds": {"method": "kl-cov", "share": 0.1}},
-}
-SLOW: dict[str, dict[str, Any]] = {
-    "dynamic sampling": {"sampling": {"dynamic": True, "dynamic_batches": 3}},
-    "ratios of completions": {"bounds": {"method": "gspo"}},
+    "all tokens at once": {
+        "bounds": {"method": "kl-cov", "share": 0.1},
+        "sampling": {"dynamic": True, "dynamic_batches": 3},
+    },
+    "ratios of completions": {"bounds": {"method": "gspo"}, "model": {"gradient_checkpointing": True}},
     "more ranks than groups of an update": {"optim": {"updates": 4}},
-    "gradient checkpointing": {"model": {"gradient_checkpointing": True}},
     "LoRA with a reference": {"model": {"lora": {"rank": 4}}, "objective": {"reference_kl": 0.05}},
     "log-probs of the sampler": {"objective": {"old_logprobs": "sampler", "aggregation": "token-mean"}},
     "log-probs of a pass without gradient": {"sampling": {"max_lag": 1}},
     "metrics of all tokens": {"sampling": {"max_lag": 1}, "objective": {"all_token_metrics": True}},
 }
-VARIANTS = FAST | SLOW
 
 
-@pytest.mark.parametrize("name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
-def test_two_ranks_train_as_one(tmp_path: Path, small_model: Path, name: str) -> None:
-    common = {"optim": {"lr": 5e-5, "warmup_steps": 0}, "checkpoint": {"every": 0}}
-    layers = [common, VARIANTS[name]]
-    one = trained(SINGLE, tmp_path, small_model, layers)
-    two, nothing = run_ranks(2, tmp_path / "results", trained, tmp_path, small_model, layers)
-    assert nothing is None
-    assert one is not None
-    assert max(line.get("optim/grad_norm", 0.0) for line in one.lines) > 0.01
-    assert one.lines[-1]["ratio/max"] > 1.0001
-    measured = [line.get("train/entropy_token_share", 1.0) for line in one.lines[1:]]
+@pytest.mark.slow_after(1)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_several_ranks_train_as_one(tmp_path: Path, small_model: Path, name: str) -> None:
+    size = 4 if name == "more ranks than groups of an update" else 2
+    arguments = (tmp_path, small_model, VARIANTS[name])
+    lines, completions, weights = trained(SINGLE, *arguments)
+    others, same_completions, other_weights = run_ranks(size, tmp_path / "results", trained, *arguments)[0]
+    assert max(line.get("optim/grad_norm", 0.0) for line in lines) > 0.01
+    assert lines[-1]["ratio/max"] > 1.0001
+    measured = [line.get("train/entropy_token_share", 1.0) for line in lines[1:]]
     assert (min(measured) < 1) == (name == "log-probs of a pass without gradient")
-    compare(one, two, 1e-5)
+    assert completions == same_completions
+    for line, expected in zip(others, lines, strict=True):
+        assert line.keys() == expected.keys()
+        assert line == pytest.approx(expected, abs=1e-5, rel=1e-5, nan_ok=True)
+    assert weights.keys() == other_weights.keys()
+    for key, weight in weights.items():
+        torch.testing.assert_close(other_weights[key], weight, atol=1e-5, rtol=0)
 
 
-@pytest.mark.slow
-def test_four_ranks_train_as_one(tmp_path: Path, small_model: Path) -> None:
-    layers: list[dict[str, Any]] = [{"optim": {"lr": 5e-5, "warmup_steps": 0}, "checkpoint": {"every": 0}}]
-    one = trained(SINGLE, tmp_path, small_model, layers)
-    four = run_ranks(4, tmp_path / "results", trained, tmp_path, small_model, layers)[0]
-    assert one is not None
-    compare(one, four, 1e-5)
+def sharded_gradients(ranks: Ranks) -> list[dict[str, Any]]:
+    """Return results of sharded models of both types: rank 0 has two rows, rank 1 one row and an empty batch."""
+    return [sharded_gradient(ranks, dtype) for dtype in DTYPES]
+
+
+DTYPES = (torch.float32, torch.bfloat16)
 
 
 def sharded_gradient(ranks: Ranks, dtype: torch.dtype) -> dict[str, Any]:
-    """Return results of a sharded model: rank 0 has two rows, rank 1 one row and an empty batch."""
     model = random_model().to(dtype)
     shard(model, ranks, torch.device("cpu"))
     own = [ROWS[:1], ROWS[1:2]] if ranks.rank == 0 else [ROWS[2:], []]
@@ -156,29 +138,29 @@ def sharded_gradient(ranks: Ranks, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_sharded_model_has_the_gradient_and_samples_of_the_model(
-    tmp_path: Path, dtype: torch.dtype
-) -> None:
-    model = random_model().to(dtype)
-    logprobs = token_logprobs(model, collate(ROWS, model.device), temperature=0.7).logprobs
-    logprobs.backward(torch.ones_like(logprobs))
-    tolerance = 1e-5 if dtype == torch.float32 else 0.02
-    for rank, run_rank in enumerate(run_ranks(2, tmp_path, sharded_gradient, dtype)):
-        assert run_rank["stored"] == {torch.float32}
-        assert run_rank["dtype"] == dtype
-        for name, parameter in model.named_parameters():
-            scale = parameter.grad.abs().max().item()
-            torch.testing.assert_close(
-                run_rank["gradient"][name], parameter.grad.float(), atol=tolerance * scale, rtol=0
-            )
-            assert torch.equal(run_rank["weights"][name], parameter.detach())
-        params = SamplingParams(2, 1.0, max_tokens=3 + 4 * rank, stop_ids=(-1,))
-        expected = TransformersSampler(model, 0).sample([(1, 2)], params, seed=5)
-        assert run_rank["sampled"] == [item.token_ids for item in expected[0]]
-        with torch.no_grad():
-            outside = token_logprobs(model, collate(ROWS[: 1 + rank], model.device)).logprobs
-        torch.testing.assert_close(run_rank["inside"], outside, atol=1e-5, rtol=0)
+@pytest.mark.slow
+def test_a_sharded_model_has_the_gradient_and_samples_of_the_model(tmp_path: Path) -> None:
+    of_ranks = run_ranks(2, tmp_path, sharded_gradients)
+    for place, dtype in enumerate(DTYPES):
+        model = random_model().to(dtype)
+        logprobs = token_logprobs(model, collate(ROWS, model.device), temperature=0.7).logprobs
+        logprobs.backward(torch.ones_like(logprobs))
+        tolerance = 1e-5 if dtype == torch.float32 else 0.02
+        for rank, results in enumerate(of_ranks):
+            of_rank = results[place]
+            assert of_rank["stored"] == {torch.float32}
+            assert of_rank["dtype"] == dtype
+            for name, parameter in model.named_parameters():
+                atol = tolerance * parameter.grad.abs().max().item()
+                gradient = of_rank["gradient"][name]
+                torch.testing.assert_close(gradient, parameter.grad.float(), atol=atol, rtol=0)
+                assert torch.equal(of_rank["weights"][name], parameter.detach())
+            params = SamplingParams(2, 1.0, max_tokens=3 + 4 * rank, stop_ids=(-1,))
+            expected = TransformersSampler(model, 0).sample([(1, 2)], params, seed=5)
+            assert of_rank["sampled"] == [item.token_ids for item in expected[0]]
+            with torch.no_grad():
+                outside = token_logprobs(model, collate(ROWS[: 1 + rank], model.device)).logprobs
+            torch.testing.assert_close(of_rank["inside"], outside, atol=1e-5, rtol=0)
 
 
 ADAPTERS = OptimConfig(warmup_steps=0, max_grad_norm=None, eps=1e-2)
@@ -273,7 +255,11 @@ class OneRankFails:
         return [GRADER_ERROR if self._fails else Grade(1.0, True, "correct") for _ in texts]
 
 
-def graded(ranks: Ranks, failing: set[int]) -> str:
+def graded(ranks: Ranks) -> list[str]:
+    return [graded_with(ranks, failing) for failing in ({1}, {0, 1})]
+
+
+def graded_with(ranks: Ranks, failing: set[int]) -> str:
     problem = Problem(id="p", prompt="", answer="", source="test", grader="countdown")
     grade = training_grader(OneRankFails(ranks.rank in failing, f"rank {ranks.rank}"), None, ranks)
     try:
@@ -284,7 +270,7 @@ def graded(ranks: Ranks, failing: set[int]) -> str:
 
 
 def test_a_grader_has_failed_when_it_failed_on_all_ranks(tmp_path: Path) -> None:
-    assert run_ranks(2, tmp_path / "one", graded, {1}) == ["graded", "graded"]
-    for message in run_ranks(2, tmp_path / "both", graded, {0, 1}):
-        assert "all 3 answers" in message
-        assert "broken on rank 0" in message
+    for one_failed, both_failed in run_ranks(2, tmp_path, graded):
+        assert one_failed == "graded"
+        assert "all 3 answers" in both_failed
+        assert "broken on rank 0" in both_failed

@@ -77,10 +77,13 @@ def with_completions(groups: list[Group], *token_ids: tuple[int, ...]) -> list[G
     ]
 
 
-@pytest.mark.parametrize("aggregation", ["seq-mean-token-mean", "token-mean", "seq-sum-norm"])
 @pytest.mark.parametrize(
-    "token_ids",
-    [((2,), (2,)), ((2,), (7, 2)), ((2,), (2,), (2,), (5, 6, 7, 8, 9, 2))],
+    ("aggregation", "token_ids"),
+    [
+        ("seq-mean-token-mean", ((2,), (2,))),
+        ("token-mean", ((2,), (7, 2))),
+        ("seq-sum-norm", ((2,), (2,), (2,), (5, 6, 7, 8, 9, 2))),
+    ],
     ids=["two ends", "an end and a token", "three ends and an answer"],
 )
 def test_updates_of_the_shortest_batches(aggregation: str, token_ids: tuple[tuple[int, ...], ...]) -> None:

@@ -7,14 +7,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bandpo_cli.config.run import OptimConfig
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import Policy
 from bandpo_cli.storage.checkpoints import Progress
 from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.training.checkpoint_files import (
+    SampledGroups,
+    TrainedState,
+    check_savable,
+    write_checkpoint,
+)
 from bandpo_cli.training.optimizer import Optimizer
-from bandpo_cli.training.sampled_groups import SampledGroups
 from tests.conftest import random_model
 
 FOLDERS = ("samples", "tokens", "evals", "checkpoints")
@@ -53,6 +59,13 @@ class State:
         return replace(STEP, step=step, skipped_in_a_row=0)
 
 
+def save_checkpoint(policy: Policy, optimizer: Optimizer, progress: Progress, folder: Path) -> None:
+    """Check the state and write it as the checkpoint `folder`."""
+    state = TrainedState.of(policy, optimizer)
+    check_savable(policy, state, folder)
+    write_checkpoint(policy, state, progress, folder)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Return the content of every file by its name relative to the folder."""
     files = (path for path in folder.rglob("*") if path.is_file())
@@ -65,13 +78,19 @@ def fresh(embedded: Policy, dtype: torch.dtype, kind: str = "qwen2") -> Trained:
 
 
 def update(trained: Trained, *seeds: int) -> None:
-    """Apply one update per seed, with gradients generated from the seed."""
+    """Apply one update per seed, with gradients that depend on the seed and not on the number of ranks."""
     for seed in seeds:
         torch.manual_seed(seed)
         trained.optimizer.zero_grad()
-        sum(
-            (parameter * torch.randn_like(parameter)).sum() for parameter in trained.policy.model.parameters()
-        ).backward()
+        for parameter in trained.policy.model.parameters():
+            if not parameter.requires_grad:
+                continue
+            gradient = torch.randn(parameter.shape).bfloat16().to(parameter.dtype)
+            if isinstance(parameter, DTensor):
+                mesh, placements = parameter.device_mesh, parameter.placements
+                parameter.grad = distribute_tensor(gradient, mesh, placements, src_data_rank=None)
+            else:
+                (parameter * gradient).sum().backward()  # the masters get it from the hook
         trained.optimizer.step()
 
 
