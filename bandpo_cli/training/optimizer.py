@@ -63,10 +63,10 @@ class Optimizer:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._masters = {name: _master(parameter) for name, parameter in trained.items()}
         self._parameters = [*self._masters.values()]
-        self._narrow = [
+        self._narrow: list[torch.Tensor] = [
             parameter for name, parameter in trained.items() if parameter is not self._masters[name]
         ]
-        self._narrow_masters = [
+        self._narrow_masters: list[torch.Tensor] = [
             master for name, master in self._masters.items() if master is not trained[name]
         ]
         # The weights of a sharded model are rounded in a checkpoint.
