@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bandpo_cli.cli.completion import several_of
-from bandpo_cli.cli.options import argument, check_choice, choice, option
+from bandpo_cli.cli.options import argument, check_choice, choice, documented, option
 from bandpo_cli.errors import UserError
 from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry, method_name
 
@@ -25,54 +25,40 @@ PEERS = tuple(name for name, method in METHODS.items() if _is_comparable(method)
 MATCHABLE = tuple(name for name, method in METHODS.items() if _is_matchable(method))
 
 
+@documented
 def bounds(
-    probs: Annotated[
-        list[str] | None, argument("Probabilities in (0, 1]; - reads them from standard input.", "PROB")
-    ] = None,
-    file: Annotated[
-        Path | None,
-        option(
-            "Read probabilities from FILE: spaces, commas or lines; # comments.",
-            "FILE",
-            flags=["--file", "-f"],
-        ),
-    ] = None,
+    probs: Annotated[list[str] | None, argument("PROB")] = None,
+    file: Annotated[Path | None, option("FILE", flags=["--file", "-f"])] = None,
     divergence: Annotated[
         list[str] | None,
         option(
-            f"{DIVERGENCES.names_text()}; repeatable.",
             "NAME",
             "kl",
             flags=["--divergence", "-d"],
             complete=several_of(DIVERGENCES),
+            help=f"{DIVERGENCES.names_text()}; repeatable.",
         ),
     ] = None,
-    delta: Annotated[
-        list[str] | None, option("Radius of the trust region, > 0; repeatable.", "RADIUS", "0.05")
-    ] = None,
+    delta: Annotated[list[str] | None, option("RADIUS", "0.05")] = None,
     compare: Annotated[
         list[str] | None,
         option(
-            f"Add {METHODS.names_text(_is_comparable)}, separated by commas.",
             "METHODS",
             complete=several_of(PEERS),
+            help=f"Add {METHODS.names_text(_is_comparable)}, separated by commas.",
         ),
     ] = None,
-    max_ratio: Annotated[
-        float | None, option("Cap the Bands' upper bounds, > 1.", default="no cap; training uses 10")
-    ] = None,
+    max_ratio: Annotated[float | None, option(default="no cap; training uses 10")] = None,
     format_: Annotated[str, choice("--format", "table", "json", "csv")] = "table",
-    plot: Annotated[
-        Path | None, option("Plot ratio bounds and Δp against p: .png, .svg or .pdf. Needs no PROB.", "FILE")
-    ] = None,
+    plot: Annotated[Path | None, option("FILE")] = None,
     match: Annotated[
         str | None,
         option(
-            f"Find the delta whose upper bound equals this method's: {METHODS.names_text(_is_matchable)}.",
             "METHOD",
+            help=f"Find the delta whose upper bound equals this method's: {METHODS.names_text(_is_matchable)}.",
         ),
     ] = None,
-    at: Annotated[str | None, option("The probability at which to match.", "PROB")] = None,
+    at: Annotated[str | None, option("PROB")] = None,
 ) -> None:
     """Show the interval of probability ratios that each method allows a token.
 
@@ -89,6 +75,14 @@ def bounds(
     [bold]bandpo bounds -d kl -d tv --compare clip --plot bands.png[/bold]  a plot
     [bold]bandpo bounds --match clip-higher --at 0.1[/bold]  which delta is as wide?
     [bold]bandpo bounds 0.1 -d mine:f[/bold]  your own convex f(u), f(1) = 0, in mine.py
+
+    Args:
+        probs: Probabilities in (0, 1]; - reads them from standard input.
+        file: Read probabilities from FILE: spaces, commas or lines; # comments.
+        delta: Radius of the trust region, > 0; repeatable.
+        max_ratio: Cap the Bands' upper bounds, > 1.
+        plot: Plot ratio bounds and Δp against p: .png, .svg or .pdf. Needs no PROB.
+        at: The probability at which to match.
     """
     from bandpo_cli.bounds.divergences import find_divergence
     from bandpo_cli.cli import bounds_view as view

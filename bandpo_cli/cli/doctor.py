@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from bandpo_cli.cli.completion import complete_shipped_config
-from bandpo_cli.cli.options import TableOrJson, argument, command_group
+from bandpo_cli.cli.options import TableOrJson, argument, command_group, documented
 from bandpo_cli.errors import UserError, nearest
 
 configs_app = command_group(invoke_without_command=True)
@@ -75,12 +75,15 @@ def configs(context: typer.Context) -> None:
 
 
 @configs_app.command()
+@documented
 def show(
-    name: Annotated[
-        str, argument("A name of the list, such as paper/base.", "NAME", complete=complete_shipped_config)
-    ],
+    name: Annotated[str, argument("NAME", complete=complete_shipped_config)],
 ) -> None:
-    """Print a configuration file."""
+    """Print a configuration file.
+
+    Args:
+        name: A name of the list, such as paper/base.
+    """
     from bandpo_cli.config.files import shipped_configs
 
     known = shipped_configs()

@@ -23,6 +23,7 @@ from bandpo_cli.cli.options import (
     Tracking,
     argument,
     command_group,
+    documented,
     given_options,
     option,
     refuse_with,
@@ -51,62 +52,24 @@ _OF_RESUME = {"--resume", "--format", "--runs-dir", "--tracking-uri", "--mlflow"
 def evaluate(
     context: typer.Context,
     *,
-    model: Annotated[
-        str | None,
-        option(
-            "A run: NAME or its folder for the latest checkpoint, NAME@STEP for another. Or a Hugging Face "
-            "folder, an adapter folder of peft, or a hub id.",
-            "MODEL",
-            "the bundled model",
-            complete=folder_of("run"),
-        ),
-    ] = None,
+    model: Annotated[str | None, option("MODEL", "the bundled model", complete=folder_of("run"))] = None,
     task: Annotated[
         list[str] | None,
         option(
-            f"{tasks_text()}, or a .jsonl, .json, .csv or .parquet file; repeatable.",
             "NAME|FILE",
             "the evaluation sets of the run",
             **TASK_VALUES,
+            help=f"{tasks_text()}, or a .jsonl, .json, .csv or .parquet file; repeatable.",
         ),
     ] = None,
-    samples: Annotated[
-        Path | None,
-        option(
-            "Score stored completions, without a model: .jsonl, .json, .csv or .parquet rows with question, "
-            "answer and completions, or an earlier samples.parquet.",
-            "FILE",
-        ),
-    ] = None,
-    n: Annotated[
-        int | None,
-        option("Completions per problem.", "N", "the run's, else 16 or 4", flags=["--n"], min=1),
-    ] = None,
-    k: Annotated[
-        str | None,
-        option("The k of pass@k and maj@k.", "K,K", "4, 16, ... up to n", flags=["--k"]),
-    ] = None,
+    samples: Annotated[Path | None, option("FILE")] = None,
+    n: Annotated[int | None, option("N", "the run's, else 16 or 4", flags=["--n"], min=1)] = None,
+    k: Annotated[str | None, option("K,K", "4, 16, ... up to n", flags=["--k"])] = None,
     settings: EvalSettings,
-    legacy_best_at_k: Annotated[
-        bool,
-        option(
-            "Add best@k as resampling with replacement gives it (biased), to compare with such tables.",
-            flags=["--legacy-best-at-k"],
-        ),
-    ] = False,
+    legacy_best_at_k: Annotated[bool, option(flags=["--legacy-best-at-k"])] = False,
     format_: TableOrJson = "table",
-    resume: Annotated[
-        str | None,
-        option(
-            "Resume an interrupted evaluation with the settings that it was started with.",
-            "NAME",
-            complete=folder_of("evaluation"),
-        ),
-    ] = None,
-    name: Annotated[
-        str | None,
-        option("Name of the evaluation's folder.", "NAME", "from model, tasks, n, seed and time"),
-    ] = None,
+    resume: Annotated[str | None, option("NAME", complete=folder_of("evaluation"))] = None,
+    name: Annotated[str | None, option("NAME", "from model, tasks, n, seed and time")] = None,
     config: ConfigFiles = None,
     set_: Assignments = None,
     runs_dir: RunsDir = RUNS,
@@ -129,6 +92,18 @@ def evaluate(
     [bold]bandpo eval --samples completions.jsonl --grader math[/bold]  completions from anywhere
 
     [bold]bandpo eval compare EVAL_A EVAL_B[/bold]  the difference, problem by problem
+
+    Args:
+        model: A run: NAME or its folder for the latest checkpoint, NAME@STEP for another. Or a Hugging Face
+            folder, an adapter folder of peft, or a hub id.
+        samples: Score stored completions, without a model: .jsonl, .json, .csv or .parquet rows with question,
+            answer and completions, or an earlier samples.parquet.
+        n: Completions per problem.
+        k: The k of pass@k and maj@k.
+        legacy_best_at_k: Add best@k as resampling with replacement gives it (biased), to compare with such
+            tables.
+        resume: Resume an interrupted evaluation with the settings that it was started with.
+        name: Name of the evaluation's folder.
     """
     if context.invoked_subcommand is not None:
         return None
@@ -197,15 +172,11 @@ _EVALUATION = folder_of("evaluation", "run")
 
 
 @eval_app.command()
+@documented
 def compare(
-    a: Annotated[
-        str,
-        argument("An evaluation, or RUN or RUN@STEP as evaluated in training.", "A", complete=_EVALUATION),
-    ],
-    b: Annotated[
-        str, argument("The evaluation to compare with A, in the same forms.", "B", complete=_EVALUATION)
-    ],
-    show: Annotated[int, option("Number of the most changed problems to list.", "N", min=0)] = 5,
+    a: Annotated[str, argument("A", complete=_EVALUATION)],
+    b: Annotated[str, argument("B", complete=_EVALUATION)],
+    show: Annotated[int, option("N", min=0)] = 5,
     format_: TableOrJson = "table",
     runs_dir: RunsDir = RUNS,
 ) -> None:
@@ -217,6 +188,11 @@ def compare(
     [bold]bandpo eval compare before after[/bold]  two evaluations
 
     [bold]bandpo eval compare NAME@0 NAME@100[/bold]  two steps of a run
+
+    Args:
+        a: An evaluation, or RUN or RUN@STEP as evaluated in training.
+        b: The evaluation to compare with A, in the same forms.
+        show: Number of the most changed problems to list.
     """
     from bandpo_cli.cli.console import open_console
     from bandpo_cli.cli.eval_view import print_comparison

@@ -13,13 +13,14 @@ from bandpo_cli.cli.options import (
     RunsDir,
     argument,
     command_group,
+    documented,
     option,
 )
 
 export_app = command_group(no_args_is_help=True)
 import_app = command_group(no_args_is_help=True)
 
-NewFolder = Annotated[Path, option("Folder to write; it must not exist.", "DIR")]
+NewFolder = Annotated[Path, option("DIR", help="Folder to write; it must not exist.")]
 
 
 @export_app.callback()
@@ -28,19 +29,14 @@ def export() -> None:
 
 
 @export_app.command("verl")
+@documented
 def export_verl(
     out: NewFolder,
     config: ConfigFiles = None,
     set_: Assignments = None,
-    nodes: Annotated[int, option("Machines of the job.", "N", min=1)] = 1,
-    gpus_per_node: Annotated[int, option("GPUs of each machine.", "N", min=1)] = 8,
-    allow_differences: Annotated[
-        bool,
-        option(
-            "Export settings that verl computes differently; README.md lists them.",
-            flags=["--allow-differences"],
-        ),
-    ] = False,
+    nodes: Annotated[int, option("N", min=1)] = 1,
+    gpus_per_node: Annotated[int, option("N", min=1)] = 8,
+    allow_differences: Annotated[bool, option(flags=["--allow-differences"])] = False,
 ) -> None:
     """Write a folder with which verl runs an experiment on one or several machines.
 
@@ -54,6 +50,11 @@ def export_verl(
     [bold]bandpo export verl -c my.yaml --out job --nodes 4 --gpus-per-node 8[/bold]  four machines
 
     [bold]bandpo export verl --set optim.warmup_steps=0 --out job --gpus-per-node 1[/bold]  the bundled model
+
+    Args:
+        nodes: Machines of the job.
+        gpus_per_node: GPUs of each machine.
+        allow_differences: Export settings that verl computes differently; README.md lists them.
     """
     from bandpo_cli.cli.console import open_console, print_rows
     from bandpo_cli.config.files import read_config
@@ -75,17 +76,11 @@ def export_verl(
 
 
 @export_app.command()
+@documented
 def merged(
-    model: Annotated[
-        str,
-        argument(
-            "A run (or RUN@STEP) in --runs-dir, or an adapter folder of peft.",
-            "RUN",
-            complete=folder_of("run"),
-        ),
-    ],
+    model: Annotated[str, argument("RUN", complete=folder_of("run"))],
     out: NewFolder,
-    runs_dir: Annotated[Path, option("Folder of the runs.", "DIR")] = RUNS,
+    runs_dir: Annotated[Path, option("DIR")] = RUNS,
 ) -> None:
     """Write the policy of a run as a model folder, which transformers and vLLM load.
 
@@ -95,6 +90,10 @@ def merged(
     [bold]bandpo export merged NAME --out model[/bold]  the latest checkpoint
 
     [bold]bandpo export merged NAME@100 --out model[/bold]  the checkpoint of step 100
+
+    Args:
+        model: A run (or RUN@STEP) in --runs-dir, or an adapter folder of peft.
+        runs_dir: Folder of the runs.
     """
     from bandpo_cli.cli.console import open_console, print_line
     from bandpo_cli.experiments import export_merged
@@ -108,20 +107,15 @@ def import_() -> None:
 
 
 @import_app.command("verl")
+@documented
 def import_verl(
-    job: Annotated[Path, argument("Folder of `bandpo export verl`.", "JOB")],
-    name: Annotated[
-        str | None, option("Name of the run's folder.", default="the name of the job's folder")
-    ] = None,
+    job: Annotated[Path, argument("JOB")],
+    name: Annotated[str | None, option(default="the name of the job's folder")] = None,
     tracking_uri: Annotated[
         str | None,
-        option(
-            "MLflow server or store that the job wrote to.",
-            "URI",
-            "$MLFLOW_TRACKING_URI, else tracking.uri of the settings, else mlflow.db in JOB",
-        ),
+        option("URI", "$MLFLOW_TRACKING_URI, else tracking.uri of the settings, else mlflow.db in JOB"),
     ] = None,
-    run: Annotated[str | None, option("The MLflow run.", "ID", "the last run with the job's name")] = None,
+    run: Annotated[str | None, option("ID", "the last run with the job's name")] = None,
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Read the MLflow run of a job that verl trained, and write it as a run folder.
@@ -135,6 +129,12 @@ def import_verl(
     [bold]bandpo import verl job --name band-verl --tracking-uri http://127.0.0.1:5000[/bold]  from a server
 
     [bold]bandpo report runs/job runs/first[/bold]  both engines in one table
+
+    Args:
+        job: Folder of `bandpo export verl`.
+        name: Name of the run's folder.
+        tracking_uri: MLflow server or store that the job wrote to.
+        run: The MLflow run.
     """
     from bandpo_cli.cli.console import open_console, print_rows
     from bandpo_cli.experiments import import_verl as import_run

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
@@ -32,14 +33,13 @@ _EXPECTED = {int: "an integer", float: "a number"}
 
 
 def option(
-    help: str,
     metavar: str | None = None,
     default: str | None = None,
     flags: Sequence[str] = (),
     complete: Callable[..., Any] | None = None,
     **more: Any,
 ) -> Any:
-    """Return an option of a command, for the annotation of a parameter.
+    """Return an option of a command, for the annotation of a parameter. `documented` adds its help text.
 
     Args:
         metavar: the name of the value in the help.
@@ -48,20 +48,24 @@ def option(
         complete: completes the values in a shell.
         more: further arguments of `typer.Option`.
     """
-    default_text = True if default is None else default
-    return typer.Option(
-        *flags, help=help, metavar=metavar, show_default=default_text, autocompletion=complete, **more
-    )
+    shown = True if default is None else default
+    return typer.Option(*flags, metavar=metavar, show_default=shown, autocompletion=complete, **more)
 
 
-def argument(
-    help: str,
-    metavar: str,
-    default: str | None = None,
-    complete: Callable[..., Any] | None = None,
-) -> Any:
+def argument(metavar: str, default: str | None = None, **more: Any) -> Any:
     """Return a positional argument of a command; see `option`."""
-    return typer.Argument(help=help, metavar=metavar, show_default=default or True, autocompletion=complete)
+    more["autocompletion"] = more.pop("complete", None)
+    return typer.Argument(metavar=metavar, show_default=default or True, **more)
+
+
+def documented(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of a command with the texts of its section `Args` as the help of its options."""
+    about, _, section = inspect.cleandoc(command.__doc__ or "").partition("\n\nArgs:\n")
+    command.__doc__ = about
+    command.__annotations__ = inspect.get_annotations(command, eval_str=True)
+    for name, text in re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", section, re.MULTILINE):
+        command.__annotations__[name].__metadata__[0].help = " ".join(text.split())
+    return command
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ class Flag:
                 metavar, default, complete = f"{initial},{initial}", None, several_of
         if self.names:
             more["complete"] = complete(self.names)
-        made = option(self.help, metavar=metavar, default=default, flags=[self.name], **more)
+        made = option(metavar, default, [self.name], help=self.help, **more)
         annotation = Annotated[kind | None, made]
         return inspect.Parameter(self.parameter, _KEYWORD_ONLY, default=None, annotation=annotation)
 
@@ -220,7 +224,7 @@ def takes_settings(command: str) -> Callable[[Callable[..., Any]], Callable[...,
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(function, eval_str=True)
+        signature = inspect.signature(documented(function))
         parameters: list[inspect.Parameter] = []
         groups: dict[str, list[Flag]] = {}
         for name, parameter in signature.parameters.items():
@@ -278,7 +282,7 @@ def choice(flag: str, *allowed: str, metavar: str = "FORMAT", help: str | None =
         return None if value is None else check_choice(flag, value.lower(), allowed)
 
     text = help or f"{', '.join(allowed[:-1])} or {allowed[-1]}."
-    return option(text, metavar, flags=[flag], complete=one_of(allowed), callback=check)
+    return option(metavar, flags=[flag], complete=one_of(allowed), callback=check, help=text)
 
 
 def command_group(**more: Any) -> typer.Typer:
@@ -287,27 +291,15 @@ def command_group(**more: Any) -> typer.Typer:
     return typer.Typer(rich_markup_mode="rich", context_settings=help_options, **more)
 
 
+_CONFIG_HELP = "YAML config file, or a name of `bandpo configs`; repeatable, later files win."
+_SET_HELP = "Any setting, as section.key=value; repeatable."
+_RUNS_DIR_HELP = "Where runs, evaluations, sweeps and the MLflow store are kept."
+_NPROC_HELP = "Number of processes on this machine. On a machine with GPUs each process has its own GPU."
+
 ConfigFiles = Annotated[
-    list[Path] | None,
-    option(
-        "YAML config file, or a name of `bandpo configs`; repeatable, later files win.",
-        "FILE",
-        flags=["--config", "-c"],
-        complete=complete_config,
-    ),
+    list[Path] | None, option("FILE", flags=["--config", "-c"], complete=complete_config, help=_CONFIG_HELP)
 ]
-Assignments = Annotated[
-    list[str] | None,
-    option("Any setting, as section.key=value; repeatable.", "KEY=VALUE", flags=["--set"]),
-]
-RunsDir = Annotated[Path, option("Where runs, evaluations, sweeps and the MLflow store are kept.", "FOLDER")]
+Assignments = Annotated[list[str] | None, option("KEY=VALUE", flags=["--set"], help=_SET_HELP)]
+RunsDir = Annotated[Path, option("FOLDER", help=_RUNS_DIR_HELP)]
 TableOrJson = Annotated[str, choice("--format", "table", "json")]
-Nproc = Annotated[
-    int | None,
-    option(
-        "Number of processes on this machine. On a machine with GPUs each process has its own GPU.",
-        "N",
-        "1",
-        min=1,
-    ),
-]
+Nproc = Annotated[int | None, option("N", "1", min=1, help=_NPROC_HELP)]

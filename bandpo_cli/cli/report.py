@@ -6,33 +6,15 @@ from pathlib import Path
 from typing import Annotated
 
 from bandpo_cli.cli.completion import folder_of
-from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, argument, option
+from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, argument, documented, option
 
 
+@documented
 def report(
-    paths: Annotated[
-        list[Path],
-        argument(
-            "A sweep's folder; or run folders, or a folder of runs.",
-            "PATH",
-            complete=folder_of("sweep", "run"),
-        ),
-    ],
-    baseline: Annotated[
-        str | None,
-        option("The variant that all other variants are compared with.", "VARIANT", "the sweep's"),
-    ] = None,
-    by: Annotated[
-        list[str] | None,
-        option(
-            "Settings that define a variant, for example bounds,optim.lr; repeatable.",
-            "KEY,KEY",
-            "all that differ, except the seed",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None, option("Folder of the report.", "DIR", "SWEEP/report, or report here")
-    ] = None,
+    paths: Annotated[list[Path], argument("PATH", complete=folder_of("sweep", "run"))],
+    baseline: Annotated[str | None, option("VARIANT", "the sweep's")] = None,
+    by: Annotated[list[str] | None, option("KEY,KEY", "all that differ, except the seed")] = None,
+    out: Annotated[Path | None, option("DIR", "SWEEP/report, or report here")] = None,
     format_: TableOrJson = "table",
     runs_dir: RunsDir = RUNS,
 ) -> None:
@@ -50,6 +32,12 @@ def report(
     [bold]bandpo report runs --by bounds,optim.lr --out out/lr[/bold]  variants by these settings
 
     [bold]bandpo report deltas --format json[/bold]  in scripts
+
+    Args:
+        paths: A sweep's folder; or run folders, or a folder of runs.
+        baseline: The variant that all other variants are compared with.
+        by: Settings that define a variant, for example bounds,optim.lr; repeatable.
+        out: Folder of the report.
     """
     from bandpo_cli.cli.console import open_console, print_json
     from bandpo_cli.reports.comparison import read_tuning, select_runs, write_report

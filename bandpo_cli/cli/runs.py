@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bandpo_cli.cli.completion import folder_of, one_of
-from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, argument, choice, option
+from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, argument, choice, documented, option
 from bandpo_cli.errors import UserError
 from bandpo_cli.registries import DATASETS, METHODS, generated_tasks
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from bandpo_cli.experiments.overview import RunDescription
     from bandpo_cli.storage.tables import GradedCompletion
 
-RunName = Annotated[str, argument("Its name in --runs-dir, or its folder.", "RUN", complete=folder_of("run"))]
+RunName = Annotated[
+    str, argument("RUN", complete=folder_of("run"), help="Its name in --runs-dir, or its folder.")
+]
 
 _STYLES = {"running": "cyan", "finished": "green", "failed": "red", "killed": "yellow", "damaged": "red"}
 """The status of a run, and its color."""
@@ -32,31 +34,19 @@ _FIRST_METRICS = (
 """The metrics of `bandpo show`, in this order, before the scores of evaluations; --all prints every metric."""
 
 
+@documented
 def runs(
     patterns: Annotated[
-        list[str] | None,
-        argument(
-            "Names, with * and ?; a sweep stands for its runs.",
-            "PATTERN...",
-            "all",
-            complete=folder_of("run", "sweep"),
-        ),
+        list[str] | None, argument("PATTERN...", "all", complete=folder_of("run", "sweep"))
     ] = None,
-    method: Annotated[
-        str | None,
-        option("Only runs of this method: clip, band, band-kl.", "METHOD", complete=one_of(METHODS)),
-    ] = None,
-    task: Annotated[
-        str | None,
-        option("Only runs of this task.", "TASK", complete=one_of([*generated_tasks(), *DATASETS])),
-    ] = None,
+    method: Annotated[str | None, option("METHOD", complete=one_of(METHODS))] = None,
+    task: Annotated[str | None, option("TASK", complete=one_of([*generated_tasks(), *DATASETS]))] = None,
     status: Annotated[
         str | None,
         choice("--status", *_STYLES, metavar="STATUS", help=f"Only runs that are {', '.join(_STYLES)}."),
     ] = None,
     sort: Annotated[
-        str,
-        choice("--sort", "time", "name", "heldout", "accuracy", "entropy", "step", metavar="KEY"),
+        str, choice("--sort", "time", "name", "heldout", "accuracy", "entropy", "step", metavar="KEY")
     ] = "time",
     format_: TableOrJson = "table",
     runs_dir: RunsDir = RUNS,
@@ -71,6 +61,11 @@ def runs(
     [bold]bandpo runs 'kl-*' deltas --sort heldout[/bold]  by name, and a sweep's; the best first
 
     [bold]bandpo runs --status running --format json[/bold]  in scripts
+
+    Args:
+        patterns: Names, with * and ?; a sweep stands for its runs.
+        method: Only runs of this method: clip, band, band-kl.
+        task: Only runs of this task.
     """
     from bandpo_cli.cli.console import make_table, open_console, print_json, print_line
     from bandpo_cli.experiments.overview import list_runs
@@ -104,9 +99,10 @@ def runs(
             print_line(console, run.error.splitlines()[0][:200], run.name, "yellow")
 
 
+@documented
 def show(
     run: RunName,
-    all_: Annotated[bool, option("Every metric.", flags=["--all"])] = False,
+    all_: Annotated[bool, option(flags=["--all"])] = False,
     format_: TableOrJson = "table",
     runs_dir: RunsDir = RUNS,
 ) -> None:
@@ -115,6 +111,9 @@ def show(
     [bold]bandpo show first[/bold]
 
     [bold]bandpo show first --format json[/bold]  all settings and metrics, in scripts
+
+    Args:
+        all_: Every metric.
     """
     from bandpo_cli.cli.console import open_console, print_json
     from bandpo_cli.experiments.overview import describe_run
@@ -203,21 +202,13 @@ def _steps(steps: tuple[int, ...]) -> str:
     return f"step {steps[0]}, …, {shown} ({len(steps)} in all)"
 
 
+@documented
 def samples(
-    run: Annotated[
-        str,
-        argument(
-            "A run or an evaluation: its name in --runs-dir, or its folder.",
-            "RUN",
-            complete=folder_of("run", "evaluation"),
-        ),
-    ],
-    step: Annotated[int | None, option("Step of the run.", "N", "the last step with samples", min=0)] = None,
-    correct: Annotated[
-        bool | None, option("Only these completions.", default="both", flags=["--correct/--wrong"])
-    ] = None,
-    problem: Annotated[str | None, option("Only completions of this problem.", "ID")] = None,
-    limit: Annotated[int, option("Maximum number of completions to print; 0 prints all.", "N", min=0)] = 8,
+    run: Annotated[str, argument("RUN", complete=folder_of("run", "evaluation"))],
+    step: Annotated[int | None, option("N", "the last step with samples", min=0)] = None,
+    correct: Annotated[bool | None, option(default="both", flags=["--correct/--wrong"])] = None,
+    problem: Annotated[str | None, option("ID")] = None,
+    limit: Annotated[int, option("N", min=0)] = 8,
     format_: Annotated[str, choice("--format", "text", "jsonl")] = "text",
     runs_dir: RunsDir = RUNS,
 ) -> None:
@@ -230,6 +221,13 @@ def samples(
     [bold]bandpo samples first --problem 3-7-8-9-24 --limit 0[/bold]  all completions of a problem
 
     [bold]bandpo samples first --limit 0 --format jsonl > completions.jsonl[/bold]  in scripts
+
+    Args:
+        run: A run or an evaluation: its name in --runs-dir, or its folder.
+        step: Step of the run.
+        correct: Only these completions.
+        problem: Only completions of this problem.
+        limit: Maximum number of completions to print; 0 prints all.
     """
     from bandpo_cli.cli.console import open_console, to_json
     from bandpo_cli.experiments.overview import read_completions_of, select_completions
@@ -277,10 +275,11 @@ def _print_completion(console: Console, completion: GradedCompletion, with_promp
     console.print()
 
 
+@documented
 def plot(
     run: RunName,
     format_: Annotated[str, choice("--format", "png", "pdf", "svg")] = "png",
-    out: Annotated[Path | None, option("Folder of the plots.", "DIR", "plots in the run folder")] = None,
+    out: Annotated[Path | None, option("DIR", "plots in the run folder")] = None,
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Plot accuracy, entropy, clipped tokens and the clip map of a run, which may be in progress.
@@ -288,6 +287,9 @@ def plot(
     [bold]bandpo plot first[/bold]  again, with the steps that it has now
 
     [bold]bandpo plot first --format pdf --out figures[/bold]  for a paper
+
+    Args:
+        out: Folder of the plots.
     """
     from bandpo_cli.cli.console import open_console, print_line
     from bandpo_cli.reports.run_plots import plot_run

@@ -35,80 +35,25 @@ _EXECUTION = {
 def sweep(
     context: typer.Context,
     *,
-    file: Annotated[
-        Path | None,
-        argument("A sweep file with the keys fixed, axes, arms, exclude, seeds and baseline.", "[FILE]"),
-    ] = None,
+    file: Annotated[Path | None, argument("[FILE]")] = None,
     settings: Settings,
-    seeds: Annotated[str | None, option("Seeds; every variant runs once per seed.", "S,S", "0")] = None,
-    axis: Annotated[list[str] | None, option("Any other setting's values; repeatable.", "KEY=V,V")] = None,
-    recorded: Annotated[
-        str | None,
-        option(
-            "For --delta match:clip: the run on whose recorded tokens the radius is matched to the clip "
-            "fraction of clip.",
-            "RUN",
-            complete=folder_of("run"),
-        ),
-    ] = None,
-    tuned_on: Annotated[
-        str | None,
-        option(
-            "Run each method with the settings that were best in that sweep, with other seeds.",
-            "SWEEP",
-            complete=folder_of("sweep"),
-        ),
-    ] = None,
-    baseline: Annotated[
-        str | None, option("The variant that the report compares all other variants with.", "VARIANT")
-    ] = None,
-    jobs: Annotated[
-        int | None,
-        option("Runs at a time.", default="as many as there are GPUs for, else cores", min=1),
-    ] = None,
-    gpus_per_run: Annotated[
-        int | None,
-        option(
-            "Number of GPUs per run, one process per GPU. Without a GPU, a run has K processes on the CPU.",
-            "K",
-            "1",
-            min=1,
-        ),
-    ] = None,
-    stop_behind: Annotated[
-        float | None,
-        option(
-            "Stop a run after half of its steps or later if its held-out accuracy is more than "
-            "MARGIN below another variant's.",
-            "MARGIN",
-            "no run is ended",
-        ),
-    ] = None,
-    executor: Annotated[
-        str,
-        option(
-            "Where runs are executed: local, or ray for a cluster (the extra 'ray').",
-            complete=one_of(("local", "ray")),
-        ),
-    ] = "local",
-    ray_address: Annotated[
-        str | None,
-        option("A running Ray cluster, or auto.", "ADDRESS", "a local cluster that ends with the sweep"),
-    ] = None,
-    name: Annotated[str | None, option("Name of the sweep's folder.", default="sweep-time")] = None,
+    seeds: Annotated[str | None, option("S,S", "0")] = None,
+    axis: Annotated[list[str] | None, option("KEY=V,V")] = None,
+    recorded: Annotated[str | None, option("RUN", complete=folder_of("run"))] = None,
+    tuned_on: Annotated[str | None, option("SWEEP", complete=folder_of("sweep"))] = None,
+    baseline: Annotated[str | None, option("VARIANT")] = None,
+    jobs: Annotated[int | None, option(default="as many as there are GPUs for, else cores", min=1)] = None,
+    gpus_per_run: Annotated[int | None, option("K", "1", min=1)] = None,
+    stop_behind: Annotated[float | None, option("MARGIN", "no run is ended")] = None,
+    executor: Annotated[str, option(complete=one_of(("local", "ray")))] = "local",
+    ray_address: Annotated[str | None, option("ADDRESS", "a local cluster that ends with the sweep")] = None,
+    name: Annotated[str | None, option(default="sweep-time")] = None,
     config: ConfigFiles = None,
     set_: Assignments = None,
     runs_dir: RunsDir = RUNS,
     tracking: Tracking,
-    dry_run: Annotated[bool, option("Print the runs and the estimate of the time, and stop.")] = False,
-    resume: Annotated[
-        str | None,
-        option(
-            "Resume a sweep: runs that are not finished are executed again.",
-            "SWEEP",
-            complete=folder_of("sweep"),
-        ),
-    ] = None,
+    dry_run: Annotated[bool, option()] = False,
+    resume: Annotated[str | None, option("SWEEP", complete=folder_of("sweep"))] = None,
 ) -> None:
     """Run every combination of the given values as an ordinary run, in one folder.
 
@@ -133,6 +78,25 @@ def sweep(
     [bold]bandpo sweep sweep.yaml[/bold]  axes, named variants and exclusions from a file
 
     [bold]bandpo sweep --resume NAME[/bold]  after Ctrl-C, a crash or a failed run
+
+    Args:
+        file: A sweep file with the keys fixed, axes, arms, exclude, seeds and baseline.
+        seeds: Seeds; every variant runs once per seed.
+        axis: Any other setting's values; repeatable.
+        recorded: For --delta match:clip: the run on whose recorded tokens the radius is matched to the clip
+            fraction of clip.
+        tuned_on: Run each method with the settings that were best in that sweep, with other seeds.
+        baseline: The variant that the report compares all other variants with.
+        jobs: Runs at a time.
+        gpus_per_run: Number of GPUs per run, one process per GPU. Without a GPU, a run has K processes on the
+            CPU.
+        stop_behind: Stop a run after half of its steps or later if its held-out accuracy is more than MARGIN
+            below another variant's.
+        executor: Where runs are executed: local, or ray for a cluster (the extra 'ray').
+        ray_address: A running Ray cluster, or auto.
+        name: Name of the sweep's folder.
+        dry_run: Print the runs and the estimate of the time, and stop.
+        resume: Resume a sweep: runs that are not finished are executed again.
     """
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import nest, read_assignments

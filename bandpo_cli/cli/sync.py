@@ -6,24 +6,14 @@ from contextlib import closing
 from typing import Annotated
 
 from bandpo_cli.cli.completion import folder_of
-from bandpo_cli.cli.options import RUNS, RunsDir, argument, option
+from bandpo_cli.cli.options import RUNS, RunsDir, argument, documented, option
 
 
+@documented
 def sync(
-    runs: Annotated[
-        list[str] | None,
-        argument(
-            "Runs, by name or folder; a sweep stands for all of its runs.",
-            "RUN...",
-            complete=folder_of("run", "sweep"),
-        ),
-    ] = None,
-    all_: Annotated[
-        bool, option("Send every run in --runs-dir, including the runs of sweeps.", flags=["--all"])
-    ] = False,
-    tracking_uri: Annotated[
-        str | None, option("MLflow server or store.", "URI", "where the run was tracked, or would be")
-    ] = None,
+    runs: Annotated[list[str] | None, argument("RUN...", complete=folder_of("run", "sweep"))] = None,
+    all_: Annotated[bool, option(flags=["--all"])] = False,
+    tracking_uri: Annotated[str | None, option("URI", "where the run was tracked, or would be")] = None,
     runs_dir: RunsDir = RUNS,
 ) -> None:
     """Send to MLflow all data of runs that it does not have, for example after an outage.
@@ -37,6 +27,11 @@ def sync(
     [bold]bandpo sync deltas --tracking-uri http://127.0.0.1:5000[/bold]  a sweep's runs, to a server
 
     [bold]bandpo sync --all[/bold]  every run; those with tracking.mlflow=false only by name
+
+    Args:
+        runs: Runs, by name or folder; a sweep stands for all of its runs.
+        all_: Send every run in --runs-dir, including the runs of sweeps.
+        tracking_uri: MLflow server or store.
     """
     from bandpo_cli.cli.console import open_console
     from bandpo_cli.cli.sync_view import SyncView

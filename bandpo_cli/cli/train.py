@@ -33,25 +33,14 @@ def train(
     *,
     config: ConfigFiles = None,
     settings: Settings,
-    name: Annotated[str | None, option("Name of the run's folder.", default="method-task-seed-time")] = None,
-    resume: Annotated[
-        str | None,
-        option(
-            "Resume a run that ended early: its name in --runs-dir, or its folder.",
-            "RUN",
-            complete=folder_of("run"),
-        ),
-    ] = None,
+    name: Annotated[str | None, option(default="method-task-seed-time")] = None,
+    resume: Annotated[str | None, option("RUN", complete=folder_of("run"))] = None,
     set_: Assignments = None,
     runs_dir: RunsDir = RUNS,
     tracking: Tracking,
     nproc: Nproc = None,
-    profile: Annotated[
-        int | None, option("Trace N steps after the first with torch's profiler.", "N")
-    ] = None,
-    dry_run: Annotated[
-        bool, option("Print the settings, the batch arithmetic and the memory it takes, and stop.")
-    ] = False,
+    profile: Annotated[int | None, option("N")] = None,
+    dry_run: Annotated[bool, option()] = False,
 ) -> int | None:
     """Train a policy with a trust-region policy loss and record the run.
 
@@ -72,6 +61,12 @@ def train(
     [bold]bandpo train --nproc 8[/bold]  on the eight GPUs of this machine
 
     [bold]bandpo train --dry-run[/bold]  every setting, and stop
+
+    Args:
+        name: Name of the run's folder.
+        resume: Resume a run that ended early: its name in --runs-dir, or its folder.
+        profile: Trace N steps after the first with torch's profiler.
+        dry_run: Print the settings, the batch arithmetic and the memory it takes, and stop.
     """
     from bandpo_cli.cli.launch import launch, ranks_to_start
     from bandpo_cli.config.files import read_config

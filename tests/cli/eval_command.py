@@ -16,6 +16,7 @@ from unittest import mock
 import pandas as pd
 
 from bandpo_cli.__main__ import main
+from tests.commands import Forked
 
 SMALL = [
     "--set", "task.max_number=5",
@@ -105,17 +106,9 @@ def usage_error(*arguments: str | Path, cwd: Path) -> str:
     return done.err
 
 
-def start(place: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start a command in a new process group, as a shell does."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "bandpo_cli", *arguments],
-        cwd=place,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
+def start(place: Path, *arguments: str) -> Forked:
+    """Start a command with one thread in a new process group, as a shell does."""
+    return Forked(*arguments, cwd=place, OMP_NUM_THREADS="1")
 
 
 def without_torch(cases: Sequence[tuple[Path, Sequence[str]]]) -> list[Done]:

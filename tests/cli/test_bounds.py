@@ -52,9 +52,7 @@ def test_the_ratio_is_capped_only_with_max_ratio(run) -> None:
     ("prob", "name", "delta", "saturated"),
     [
         ("0.08", "js", "0.05", (True, False)),
-        ("0.04", "tv", "0.05", (True, False)),
         ("0.01", "tv", "0.01", (True, False)),  # exactly at the edge
-        ("0.97", "tv", "0.05", (False, True)),
         ("0.5", "hellinger", "2", (True, True)),
         ("0.00001", "kl", "0.05", (False, False)),  # the ratio underflows, but p > 0 for every radius
         ("1", "kl", "0.05", (False, True)),
@@ -103,11 +101,6 @@ def test_match_computes_delta(run) -> None:
     assert "none: a Band never passes the simplex, r ≤ 1/p = 1.11111" in result.out
 
 
-def test_an_alias_stands_for_its_method(run) -> None:
-    for arguments in (["0.1", "--compare"], ["--at", "0.1", "--match"]):
-        assert run(*arguments, "grpo").out == run(*arguments, "clip").out != ""
-
-
 def test_masks_are_compared_as_intervals(run) -> None:
     """DPPO's region is the Band without a cap; the interval of GMPO is e^±0.4, of ASPO and Clip-Cov that of a clip."""
     arguments = ["0.001", "0.3", "--compare", "dppo,gmpo,aspo,clip-cov", "--format", "json"]
@@ -130,33 +123,25 @@ def test_masks_are_compared_as_intervals(run) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_plot(run, suffix: str) -> None:
+def test_plot(run) -> None:
     arguments = ["-d", "kl", "-d", "js", "--delta", "0.05", "--delta", "0.1", "--compare", "clip,dcpo,none"]
-    result = run("0.1", *arguments, "--plot", f"out.{suffix}")
-    assert result.code == 0
-    begins = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}[suffix]
-    assert Path(f"out.{suffix}").read_bytes().startswith(begins)
+    assert run("0.1", *arguments, "--plot", "out.pdf").code == 0
+    assert Path("out.pdf").read_bytes().startswith(b"%PDF")
 
 
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
         (["0.1", "-d", "kll"], ["'kll'", "did you mean 'kl'", "hellinger"]),
-        (["0.1", "-d", "no_module_here:f"], ["no_module_here:f", "failed"]),
         (["0.1", "--compare", "clip-hi"], ["--compare", "did you mean 'clip-higher'"]),
         (["0.1", "--compare", "clip,gspo"], ["gspo has no interval", "of a completion", "clip, clip-higher"]),
         (["--match", "dppo", "--at", "0.1"], ["--match dppo", "allowed: clip, clip-higher, dcpo, gmpo"]),
-        (["0.1", "--format", "jsn"], ["--format", "did you mean 'json'", "csv"]),
         (["0.1", "--format", "table,json"], ["--format table,json: unknown", "allowed: table, json, csv"]),
         (["1.5"], ["'1.5'", "0 < p ≤ 1"]),
-        (["0"], ["'0'", "0 < p ≤ 1"]),
         (["nan"], ["'nan'", "0 < p ≤ 1"]),
         (["half"], ["'half'", "not a number"]),
         ([], ["probabilities"]),
-        (["0.1", "--delta", "0"], ["--delta", "> 0"]),
         (["0.1", "--delta", "nan"], ["--delta", "> 0"]),
-        (["0.1", "--delta", "inf"], ["--delta", "finite"]),
         (["0.1", "--delta", "big"], ["--delta", "'big'"]),
         (["0.1", "--max-ratio", "1"], ["--max-ratio", "> 1"]),
         (["--file", "missing.txt"], ["--file missing.txt", "No such file"]),
@@ -164,18 +149,14 @@ def test_plot(run, suffix: str) -> None:
         (["--file", "bad.txt"], ["bad.txt, line 2", "'x'"]),
         (["0.1", "--plot", "out.jpg"], ["--plot out.jpg", ".png, .svg, .pdf"]),
         (["0.1", "--plot", "nowhere/out.png"], ["--plot nowhere/out.png", "no folder"]),
-        (["0.1", "--plot", "folder.png"], ["--plot folder.png", "folder"]),
         (["--match", "clip"], ["--match", "--at"]),
-        (["--match", "none", "--at", "0.1"], ["--match none", "clip-higher"]),
         (["--match", "clip,clip-higher", "--at", "0.1"], ["--match clip,clip-higher: unknown"]),
-        (["--match", "clip", "--at", "2"], ["'2'", "0 < p ≤ 1"]),
         (["0.2", "--match", "clip", "--at", "0.1"], ["--match"]),
     ],
 )
 def test_a_user_error_is_one_line(run, arguments: list[str], parts: list[str]) -> None:
     Path("empty.txt").write_text("# nothing\n")
     Path("bad.txt").write_text("0.1\n0.2 x\n")
-    Path("folder.png").mkdir()
     result = run(*arguments)
     assert result.code == 2
     assert result.out == ""
@@ -193,8 +174,6 @@ LARGE = ["torch", "transformers", "vllm", "mlflow", "pandas", "matplotlib"]
     ("arguments", "unused"),
     [
         (["bounds", "0.08", "-d", "js"], LARGE),
-        (["bounds", "--match", "dcpo", "--at", "0.1"], LARGE),
-        (["bounds", "0.1", "--format", "json"], LARGE),
         (["--help"], [*LARGE, "numpy", "pydantic"]),
     ],
 )
@@ -213,7 +192,7 @@ def test_a_command_does_not_import_what_it_does_not_need(arguments: list[str], u
 def test_the_command_takes_less_than_a_second_of_cpu_time() -> None:
     arguments = [sys.executable, "-m", "bandpo_cli", "bounds", "0.001", "0.08", "0.9"]
     times = []
-    for _ in range(5):
+    for _ in range(3):
         begin = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
         subprocess.run(arguments, check=True, capture_output=True)
         times.append(sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - begin)

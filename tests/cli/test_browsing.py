@@ -69,13 +69,9 @@ def test_runs_lists_values_of_metrics_jsonl(bandpo: Run, trained: Path) -> None:
     line = next(line for line in out.splitlines() if line.startswith("first"))
     assert line.split()[:5] == ["first", "band-kl-0.05", "countdown", "finished", "3/3"]
     assert f"{last['train/entropy']:.3f}" in line
-
-
-def test_runs_fits_eighty_columns(bandpo: Run) -> None:
-    _, out, _ = bandpo("runs", columns="80")
-    assert all(len(line) <= 80 for line in out.splitlines())
-    assert "first" in out
-    assert "finished" in out
+    narrow = bandpo("runs", columns="80").out.splitlines()
+    assert all(len(line) <= 80 for line in narrow)
+    assert any("finished" in line for line in narrow)
 
 
 @pytest.mark.slow
@@ -154,25 +150,16 @@ def test_show_prints_how_to_resume_a_run_that_did_not_finish(bandpo: Run, tmp_pa
     assert "bandpo train --resume first" in out
 
 
-def test_samples_prints_the_stored_texts(bandpo: Run, trained: Path) -> None:
+def test_samples_prints_the_stored_texts_and_the_prompt_of_a_group_once(bandpo: Run, trained: Path) -> None:
     rows = pq.read_table(trained / "first" / "samples" / "step-000002.parquet").to_pylist()
     code, out, _ = bandpo("samples", "first", "--step", "2", "--limit", "0")
     assert code == 0
     for row in rows:
         assert row["text"].rstrip() in out
         assert row["problem_id"] in out
+        assert out.splitlines().count(row["prompt"]) == 1
     right = sum(row["accuracy"] == 1 for row in rows)
     assert f"16 of 16 completions of runs/first/samples/step-000002.parquet, {right} correct" in out
-
-
-def test_samples_prints_the_prompt_of_a_group_once(bandpo: Run, trained: Path) -> None:
-    rows = pq.read_table(trained / "first" / "samples" / "step-000002.parquet").to_pylist()
-    _, out, _ = bandpo("samples", "first", "--step", "2", "--limit", "0")
-    printed = out.splitlines()
-    assert len(rows) == 16
-    for prompt in {row["prompt"] for row in rows}:
-        groups = sum(row["prompt"] == prompt for row in rows) // 4
-        assert printed.count(prompt) == groups == 1
 
 
 def test_samples_are_filtered(bandpo: Run, trained: Path) -> None:
@@ -205,12 +192,9 @@ def test_samples_of_an_evaluation(bandpo: Run) -> None:
     [
         (("runs", "--runs-dir", "nowhere"), "--runs-dir nowhere: there is no such folder"),
         (("runs", "--sort", "accurcy"), "--sort accurcy: unknown (did you mean 'accuracy'?)"),
-        (("runs", "--status", "done"), "--status done: unknown"),
         (("show", "frist"), "no run 'frist' in runs (did you mean 'first'?)"),
         (("samples", "first", "--step", "9"), "the nearest is --step 3"),
         (("samples", "first", "--problem", "7"), "--problem 7: no completion is of this problem"),
-        (("samples", "first", "--format", "json"), "--format json: unknown"),
-        (("plot", "first", "--format", "jpg"), "--format jpg: unknown"),
         (("plot", "first", "--out", "runs/first/config.yaml"), "cannot be written"),
     ],
 )
@@ -221,14 +205,13 @@ def test_mistakes_are_one_line(bandpo: Run, arguments: tuple[str, ...], message:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("suffix", "magic"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
-def test_plot_writes_each_format(bandpo: Run, tmp_path: Path, suffix: str, magic: bytes) -> None:
-    code, out, _ = bandpo("plot", "first", "--format", suffix, "--out", "figures")
+def test_plot_writes_the_format_that_is_asked_for(bandpo: Run, tmp_path: Path) -> None:
+    code, out, _ = bandpo("plot", "first", "--format", "svg", "--out", "figures")
     assert code == 0
     written = sorted((tmp_path / "figures").iterdir())
     assert [path.stem for path in written] == ["accuracy", "clip", "clip_map", "entropy"]
-    assert all(path.read_bytes().startswith(magic) for path in written)
-    assert out.split() == [f"figures/{name}.{suffix}" for name in ("accuracy", "entropy", "clip", "clip_map")]
+    assert all(path.read_bytes().startswith(b"<?xml") for path in written)
+    assert out.split() == [f"figures/{name}.svg" for name in ("accuracy", "entropy", "clip", "clip_map")]
 
 
 def test_plot_of_a_run_without_steps_is_a_user_error(bandpo: Run, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 
 from bandpo_cli.__main__ import main
 from bandpo_cli.config.files import shipped_configs
-from bandpo_cli.registries import DIVERGENCES, GRADERS, METHODS
 from tests.cli.eval_command import WITHOUT_TORCH
 
 
@@ -71,63 +70,37 @@ VALUES: dict[str, list[str]] = {
     "eval co": ["compare"],
     "--vers": ["--version"],
     "train --met": ["--method"],
-    "train --method ": list(METHODS),
     "train --method cl": ["clip", "clip-cov", "clip-higher"],
-    "train --divergence ": list(DIVERGENCES),
     "train --task a": TASKS_LIKE_A,
     "train --task r": ["reasoning-gym:list"],
-    "train --grader ": list(GRADERS),
-    "train --sampler ": ["auto", "transformers", "vllm"],
     "train -c ": ["mine.yaml", *CONFIGS],
     "train --config paper/d": ["paper/dapo", "paper/dynamic-sampling"],
-    "train -c methods/clip -c settings/f": ["settings/fast.yaml"],
     "train --resume ": RUNS,
-    "train --runs-dir other --resume ": ["elsewhere"],
     "train --resume --runs-dir": ["--runs-dir"],
     "sweep --method band,cl": ["band,clip", "band,clip-cov", "band,clip-higher"],
-    "sweep --divergence kl,t": ["kl,tv"],
     "sweep --divergence tv,kl,t": [],  # tv is given already
     "sweep --resume ": ["deltas"],
-    "sweep --recorded f": ["first"],
-    "sweep --executor r": ["ray"],
-    "eval --model ": RUNS,
-    "eval --task gs": ["gsm8k"],
     "eval --grader mat": ["math", "math-dapo", "math-dapo-boxed"],
     "eval --resume ": ["scores"],
-    "eval compare s": ["scores", "second"],
     "eval compare scores f": ["first"],
     "report ": ["deltas", *RUNS],
     "runs d": ["deltas", "deltas/kl-s0"],
     "runs --status k": ["killed"],
-    "runs --sort h": ["heldout"],
-    "show ": RUNS,
     "show --format ": ["table", "json"],
-    "samples s": ["scores", "second"],
-    "plot f": ["first"],
-    "sync d": ["deltas", "deltas/kl-s0"],
     "sync first s": ["second"],
-    "exp": ["export"],
-    "doc": ["doctor"],
-    "doctor --format j": ["json"],
-    "export v": ["verl"],
     "export verl -c methods/clip-h": ["methods/clip-higher"],
-    "export verl --allow": ["--allow-differences"],
     "import verl --run": ["--run", "--runs-dir"],
     "bounds -d kl,hel": ["kl,hellinger"],
-    "bounds --compare clip,d": ["clip,dcpo", "clip,dppo"],
     "configs show sweeps/r": ["sweeps/radius", "sweeps/rare-tokens-pilot", "sweeps/rare-tokens"],
     # the shell then completes file names
     "train --model ": [],
-    "eval --samples m": [],
     "train -c no": [],
     # mistakes earlier in the line, and options that would print and exit
     "trian --met": [],
-    "train --nosuch 3 --method dc": ["dcpo"],
     "train --delta x,y --method dc": ["dcpo"],
     "train --task reasoning-gym:list --method dc": ["dcpo"],
     "--version tr": ["train"],
     "show --runs-dir nosuch ": [],
-    "show --runs-dir notes.txt ": [],
 }
 """The words after `bandpo`, the last one incomplete, and the values that complete it."""
 
@@ -155,7 +128,7 @@ def test_fish_gets_a_value_and_its_description_per_line(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["train", "--method", "c"], ["show", ""], ["train", "-c", "gs"]])
+@pytest.mark.parametrize("words", [["show", ""], ["train", "-c", "gs"]])
 def test_heavy_packages_are_not_imported(words: list[str], place: Path) -> None:
     heavy = WITHOUT_TORCH.replace('"mlflow"', '"mlflow", "pydantic", "numpy", "pandas", "matplotlib"')
     done = subprocess.run(

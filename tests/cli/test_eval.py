@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-import yaml
 from scipy.stats import binomtest
 
 from bandpo_cli.config.layers import read_layer, resolve
@@ -77,8 +76,6 @@ def test_metrics_agree_with_the_table_of_completions(latest: Path) -> None:
     "model",
     [
         f"{RUN}@2",
-        f"runs/{RUN}@2",
-        f"runs/{RUN}/checkpoints/step-000002",
         f"./runs/{RUN}/checkpoints/step-000002/",
         f"{{place}}/runs/{RUN}@2",
     ],
@@ -93,31 +90,6 @@ def test_an_earlier_checkpoint_by_every_form_of_reference(place: Path, tmp_path:
         "run": str(place / "runs" / RUN),
         "step": 2,
     }
-
-
-@pytest.mark.slow
-def test_a_relative_path_inside_the_run_folder_finds_the_run(place: Path) -> None:
-    run = place / "runs" / RUN
-    checkpoint = run / "checkpoints" / "step-000004"
-    for model, cwd in ((".", run), (".", checkpoint), ("../..", checkpoint)):
-        name = f"here-{len(list((place / 'runs').iterdir()))}"
-        succeed(
-            "eval", "--model", model, "--runs-dir", place / "runs", "--name", name, "--no-mlflow", cwd=cwd
-        )
-        record = record_of(place / "runs" / name)
-        assert record["sets"] == training_record(place, 4)["sets"]
-        assert Path(record["model"]["run"]).resolve() == run
-
-
-@pytest.mark.slow
-def test_completions_are_reproducible_by_seed(place: Path, latest: Path) -> None:
-    for name, seed in (("again", "5"), ("other", "6")):
-        succeed("eval", "--model", RUN, "--name", name, "--seed", seed, "--no-mlflow", cwd=place)
-    again, other = place / "runs" / "again", place / "runs" / "other"
-    pd.testing.assert_frame_equal(samples_of(again), samples_of(latest), check_exact=True)
-    assert record_of(again)["sets"] == record_of(latest)["sets"]
-    assert list(samples_of(other)["problem_id"]) == list(samples_of(latest)["problem_id"])
-    assert list(samples_of(other)["text"]) != list(samples_of(latest)["text"])
 
 
 def test_flags_override_the_settings_of_the_run(place: Path) -> None:
@@ -156,26 +128,11 @@ def test_standard_output_is_the_json_record_only(place: Path) -> None:
     assert "runs/json" in done.err
 
 
-@pytest.mark.slow
-def test_output_to_a_file_is_plain_lines(place: Path) -> None:
-    done = succeed(
-        "eval", "--model", RUN, "--name", "plain", "--no-mlflow", "--set", "evaluation.batch=8", cwd=place
-    )
-    assert "\x1b" not in done.out
-    assert done.err == ""
-    for part in (
-        "countdown: 16/48 completions",
-        "6 problems × 8 = 48 completions",
-        "mean@8",
-        "maj@4",
-        "never",
-    ):
-        assert part in done.out
-    assert f"metrics    {Path('runs/plain/eval.json')}" in done.out
-
-
-def test_the_default_name_has_model_tasks_n_and_seed(place: Path) -> None:
+def test_plain_lines_and_the_default_name_with_model_tasks_n_and_seed(place: Path) -> None:
     done = succeed("eval", "--model", RUN, "--limit", "1", "--no-mlflow", "--n", "1", cwd=place)
+    assert ("\x1b" in done.out, done.err) == (False, "")
+    for part in ("countdown: 1/1 completions", "1 problem × 1 = 1 completions", "mean@1", "wrong"):
+        assert part in done.out
     (folder,) = (place / "runs").glob("eval-*")
     assert folder.name.startswith("eval-first@1@4-countdown-n1-s5-")
     assert folder.name in done.out
@@ -217,7 +174,7 @@ def test_two_steps_of_a_run_are_compared(place: Path, latest: Path) -> None:
 
 def test_an_evaluation_equals_the_step_that_it_repeats(place: Path, latest: Path) -> None:
     """By name, folder and file, with RUN for the latest step of the run: all differences are 0."""
-    for other in ("latest", "runs/latest", "runs/latest/eval.json"):
+    for other in ("latest", "runs/latest/eval.json"):
         done = succeed("eval", "compare", RUN, other, "--format", "json", cwd=place)
         found = json.loads(done.out)["sets"]["countdown"]
         assert all(item["value"] == 0 for item in found["figures"].values())
@@ -232,22 +189,14 @@ def test_an_evaluation_equals_the_step_that_it_repeats(place: Path, latest: Path
     [
         (["compare", "latets", RUN], ["no evaluation 'latets'", "did you mean 'latest'"]),
         (["compare", "latest", f"{RUN}@3"], ["not evaluated at that step", "0, 2, 4"]),
-        (["compare", "latest", f"{RUN}@x"], ["expected a step after @"]),
         (["compare", "latest", "nowhere.json"], ["nowhere.json", "No such file"]),
-        (["compare", "latest", f"runs/{RUN}/config.yaml"], ["no evaluation"]),
         (["compare", "latest", f"runs/{RUN}/summary.json"], ["not the record of an evaluation"]),
-        (["--model", "frist@1"], ["no such run", "did you mean 'first@1'"]),
         (["--model", "frist@1@2"], ["no such run", "did you mean 'first@1'"]),
-        (["--model", "runs/first"], ["no such run", "did you mean 'first@1'"]),
-        (["--model", f"{RUN}@3"], ["no checkpoint of that step", "2, 4"]),
-        (["--model", f"{RUN}@"], ["expected a step after @"]),
         (["--model", f"{RUN}@{'9' * 5000}"], ["expected a step after @"]),
         (["--model", f"runs/{RUN}/checkpoints/step-000003"], ["no checkpoint of that step", "2, 4"]),
         (["--model", f"runs/{RUN}/plots"], ["plots", "config.json"]),
-        (["--model", RUN, "--task", "gsm8"], ["--task gsm8", "did you mean 'gsm8k'"]),
         (["--model", RUN, "--k", "16"], ["k = 16", "samples is 8"]),
         (["--model", RUN, "--name", "latest"], ["exists already", "--name latest-2"]),
-        (["--resume", "latets"], ["no evaluation 'latets'", "did you mean 'latest'"]),
         (
             ["--resume", "latest", "--n", "4", "--seed", "0"],
             ["--resume", "settings of the evaluation", "--n, --seed"],
@@ -272,17 +221,6 @@ def test_a_run_without_a_checkpoint_is_refused(place: Path, tmp_path: Path) -> N
     (run / "config.yaml").write_text((place / "runs" / RUN / "config.yaml").read_text())
     assert "has no checkpoint yet" in usage_error("eval", "--model", "young", cwd=tmp_path)
     assert "not evaluated in training" in usage_error("eval", "compare", "young", "young", cwd=tmp_path)
-
-
-def test_an_unknown_setting_of_an_old_run_is_named(place: Path, tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "old"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "checkpoints" / "step-000002").symlink_to(
-        place / "runs" / RUN / "checkpoints" / "step-000002", target_is_directory=True
-    )
-    config = yaml.safe_load((place / "runs" / RUN / "config.yaml").read_text())
-    (run / "config.yaml").write_text(yaml.safe_dump(config | {"evaluation": {"sample": 4}}))
-    assert "evaluation.sample: no such setting" in usage_error("eval", "--model", "old", cwd=tmp_path)
 
 
 def test_mlflow_gets_the_metrics_in_the_run_of_the_model(place: Path, latest: Path) -> None:

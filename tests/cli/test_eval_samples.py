@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bandpo_cli.storage.tables import EvalRow, write_eval_table
-from tests.cli.eval_command import SMALL, bandpo, record_of, samples_of, succeed, usage_error, without_torch
+from bandpo_cli.storage.tables import write_eval_table
+from tests.cli.eval_command import SMALL, bandpo, record_of, samples_of, succeed, usage_error
 from tests.commands import run_bandpo
 from tests.tasks.stored_completions import FOREIGN, ROW, mutations, swaps
 
@@ -77,23 +77,11 @@ main()
 
 
 @pytest.mark.slow
-def test_no_model_is_loaded(tmp_path: Path) -> None:
-    """The interpreter cannot import torch, transformers or MLflow."""
-    write_jsonl(tmp_path / "a.jsonl", *FOREIGN)
-    arguments = ["--samples", "a.jsonl", "--no-mlflow", "--format", "json"]
-    (done,) = without_torch([(tmp_path, ["eval", *arguments])])
-    assert done.code == 0, done.err
-    assert json.loads(done.out)["sets"]["a"]["figures"]["mean_at_n"]["value"] == 0.75
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("grader", "correct", "votes"),
     [
         ("math", 4, ["2", "2", "2", "2"]),
-        ("math-dapo", 1, ["2", "2.", None, None]),
         ("math-dapo-boxed", 2, ["2", "2.", "2", None]),
-        ("gsm8k", 1, [None, None, None, "2"]),
         ("gsm8k-flexible", 3, ["2", "2.", "2", "2"]),
     ],
 )
@@ -105,6 +93,7 @@ def test_each_grader_grades_stored_completions(
     succeed("eval", "--samples", path, "--grader", grader, "--name", "a", "--no-mlflow", cwd=tmp_path)
     samples = samples_of(tmp_path / "runs" / "a")
     assert samples["accuracy"].sum() == correct
+    assert set(samples["grader"]) == {grader}
     assert [None if pd.isna(answer) else answer for answer in samples["answer"]] == votes
 
 
@@ -166,17 +155,6 @@ FOUR = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("grader", "right"), [("number", [1, 1, 0, 0]), ("math", [1, 1, 0, 1])])
-def test_the_grader_option_replaces_the_grader(tmp_path: Path, grader: str, right: list[int]) -> None:
-    """The same four texts with different graders; the table has the name of the grader."""
-    path = write_jsonl(tmp_path / "a.jsonl", FOUR)
-    succeed("eval", "--samples", path, "--grader", grader, "--name", "a", "--no-mlflow", cwd=tmp_path)
-    table = samples_of(tmp_path / "runs" / "a")
-    assert list(table["accuracy"]) == right
-    assert set(table["grader"]) == {grader}
-
-
-@pytest.mark.slow
 def test_a_custom_grader(tmp_path: Path) -> None:
     """The grader is in the current folder and prints; standard output contains only JSON."""
     (tmp_path / "mine.py").write_text(MINE)
@@ -197,35 +175,6 @@ def test_a_custom_grader_in_a_table_runs_only_with_the_grader_option(tmp_path: P
     assert (tmp_path / "x").is_dir()
 
 
-def test_several_sets_in_one_table(tmp_path: Path) -> None:
-    rows: list[EvalRow] = [
-        {**ROW, "task": task, "problem_id": f"{task}/{index}", "text": text}
-        for task, texts in (("aime24", ("Answer: 2", "x")), ("amc23", ("Answer: 2", "Answer: 2")))
-        for index, text in enumerate(texts)
-    ]
-    write_eval_table(tmp_path / "samples.parquet", rows)
-    succeed("eval", "--samples", "samples.parquet", "--name", "a", "--no-mlflow", cwd=tmp_path)
-    sets = record_of(tmp_path / "runs" / "a")["sets"]
-    assert {label: value["figures"]["mean_at_1"]["value"] for label, value in sets.items()} == {
-        "aime24": 0.5, "amc23": 1.0,
-    }  # fmt: skip
-    assert list(samples_of(tmp_path / "runs" / "a")["task"]) == ["aime24", "aime24", "amc23", "amc23"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["my answers (1)=x.jsonl", "ответы.jsonl", "[bold]x[red].jsonl", "x" * 240 + ".jsonl"]
-)
-def test_unusual_file_names(tmp_path: Path, name: str) -> None:
-    path = write_jsonl(tmp_path / name, *FOREIGN)
-    done = succeed("eval", "--samples", name, "--no-mlflow", cwd=tmp_path)
-    assert f"samples  {name}"[:60] in done.out
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert folder.name.isascii()
-    assert len(folder.name) < 150
-    assert record_of(folder)["samples"]["path"] == str(path)
-
-
 def test_a_file_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a\udcff.jsonl").write_text("{}")
     assert "not a text in UTF-8" in usage_error("eval", "--samples", "a\udcff.jsonl", cwd=tmp_path)
@@ -236,17 +185,9 @@ def test_a_file_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     ("arguments", "parts"),
     [
         (["--n", "4"], ["--samples", "nothing is sampled", "--n"]),
-        (["--seed", "0", "--model", "x", "--task", "y"], ["--model, --task, --seed"]),
         (["--temperature", "0", "--limit", "3", "--sampler", "vllm"], ["--temperature, --sampler, --limit"]),
         (["--grader", "mth"], ["'mth'", "did you mean 'math'"]),
-        (["--grader", ""], ["grader ''"]),
-        (["--grader", "nomodule:f"], ["nomodule"]),
         (["--k", "3"], ["--k 3", "at most 1"]),
-        (["--k", "0"], ["--k '0'"]),
-        (["--set", "evaluation.k=[]"], ["evaluation.k", "at least one k"]),
-        (["--format", "table,json"], ["--format table,json"]),
-        (["--name", "../x"], ["../x"]),
-        (["--runs-dir", "a.jsonl"], ["--runs-dir", "is a file"]),
         (["--resume", "x"], ["--resume", "leave out --samples"]),
     ],
 )
@@ -260,9 +201,7 @@ def test_flags_that_conflict_with_samples_are_refused(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "name", ["none.jsonl", "empty.jsonl", "rows.parquet", "cut.parquet", "folder.jsonl", "x.txt"]
-)
+@pytest.mark.parametrize("name", ["empty.jsonl", "rows.parquet", "cut.parquet", "folder.jsonl"])
 def test_an_unusable_file_is_refused_and_nothing_is_written(tmp_path: Path, name: str) -> None:
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "folder.jsonl").mkdir()
@@ -316,15 +255,15 @@ def test_garbled_completions_are_graded_in_seconds(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_mutated_files_give_metrics_or_one_line(tmp_path: Path) -> None:
-    """120 files from fixed seeds: exit code 0 with metrics, or exit code 2 with one line and no folder."""
+    """40 files from fixed seeds: exit code 0 with metrics, or exit code 2 with one line and no folder."""
     table = write_eval_table(tmp_path / "good.parquet", [ROW, {**ROW, "length": None}] * 3).read_bytes()
     text = "".join(json.dumps(row) + "\n" for row in FOREIGN).encode()
-    files = [(".parquet", mutation) for mutation in mutations(table, 21, 30)]
-    files += [(".jsonl", mutation) for mutation in mutations(text, 22, 30)]
+    files = [(".parquet", mutation) for mutation in mutations(table, 21, 10)]
+    files += [(".jsonl", mutation) for mutation in mutations(text, 22, 10)]
     for seed, rows in ((23, [dict(ROW), dict(ROW)]), (24, FOREIGN)):
         files += [
             (".jsonl", "".join(json.dumps(row) + "\n" for row in changed).encode())
-            for changed in swaps(rows, seed, 30)
+            for changed in swaps(rows, seed, 10)
         ]
     codes = []
     for number, (ending, content) in enumerate(files):
@@ -342,5 +281,5 @@ def test_mutated_files_give_metrics_or_one_line(tmp_path: Path) -> None:
             assert (done.code, len(done.err.splitlines())) == (2, 1), done.err
             assert done.err.startswith("error: ")
             assert not folder.exists()
-    assert len(codes) == 120
+    assert len(codes) == 40
     assert set(codes) == {0, 2}, "both outcomes must occur"

@@ -67,18 +67,6 @@ def test_samples_of_a_set_do_not_depend_on_other_sets(place: Path) -> None:
     assert alone == [row for row in second if row["task"] == "test"]
 
 
-@pytest.mark.slow
-def test_limit_selects_the_same_problems_for_every_seed(place: Path) -> None:
-    for seed in ("1", "2"):
-        succeed(
-            "eval", "--model", "model", "--task", "sums.jsonl", "--limit", "2", *SHORT, "--seed", seed, "--name",
-            f"limit{seed}", cwd=place,
-        )  # fmt: skip
-    one, two = (set(samples_of(place / "runs" / f"limit{seed}")["problem_id"]) for seed in "12")
-    assert one == two
-    assert len(one) == 2
-
-
 def test_an_unusual_file_name_gets_a_plain_label_and_markup_is_printed_literally(place: Path) -> None:
     write_questions(place / "答え [x].jsonl", 2)
     write_questions(place / "答え.jsonl", 2)

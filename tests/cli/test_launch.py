@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,10 +19,9 @@ from bandpo_cli.cli.launch import (
     rank_variables,
     ranks_to_start,
 )
-from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig
-from bandpo_cli.errors import ConfigError, RunError, UserError, describe_exit
-from bandpo_cli.experiments.rank_group import check_gpu_count, check_ranks
+from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.experiments.rank_group import check_gpu_count
 from bandpo_cli.rank_process import RankError
 from bandpo_cli.storage.environment import usable_cores
 
@@ -203,9 +201,7 @@ write(f"received-{rank}", " ".join(received))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGINT, 0)]
-)
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 0)])
 def test_rank_0_alone_receives_the_first_signal_and_decides_the_exit_code(
     in_folder: Path, number: int, code: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,26 +244,18 @@ def test_a_second_signal_ends_rank_0_while_it_waits_for_another_rank(in_folder: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("number", "code", "printed"), [(signal.SIGINT, 130, ""), (signal.SIGTERM, 143, "stopped\n")]
-)
 def test_a_signal_while_the_ranks_load_ends_them(
-    in_folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    number: int,
-    code: int,
-    printed: str,
-    capfd: pytest.CaptureFixture[str],
+    in_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(launcher, "OTHERS_S", 0.2)
     script = (
         "handle_forwarded_signals()\n"
         "try:\n    wait_forever()\nexcept KeyboardInterrupt:\n    os._exit(130)"  # as `main` does
     )
-    sender = send_when(number, in_folder / "pid-0", in_folder / "pid-1")
-    assert start(script) == code
+    sender = send_when(signal.SIGTERM, in_folder / "pid-0", in_folder / "pid-1")
+    assert start(script) == 143
     sender.join()
-    assert capfd.readouterr().err == printed
+    assert capfd.readouterr().err == "stopped\n"
     check_ended(in_folder / "pid-1")
 
 
@@ -297,10 +285,8 @@ def failed(message: str, time_ns: int = 0, lost: bool = False, received: bool = 
         ([RankExit(0, 1, failed("a", 1)), RankExit(1, -9, None)], [], 1),
         ([RankExit(0, 1, failed("a", 1)), RankExit(1, -9, None, by_launcher=True)], [], 0),
         ([RankExit(0, 1, failed("l", 1, lost=True)), RankExit(1, 1, failed("b", 2))], [], 1),
-        ([RankExit(0, 1, failed("l", 1, lost=True)), RankExit(1, -11, None)], [], 1),
         ([RankExit(0, 1, failed("l", 1, lost=True)), RankExit(1, 3, None)], [], 1),
         ([RankExit(0, -signal.SIGABRT, None), RankExit(1, -9, None)], [], 1),
-        ([RankExit(0, -signal.SIGABRT, None), RankExit(1, 1, failed("b", 2))], [], 1),
         ([RankExit(0, 1, failed("l", 1, lost=True)), RankExit(1, -signal.SIGABRT, None)], [], 1),
         ([RankExit(0, 130, None), RankExit(1, 1, failed("l", 1, lost=True))], [signal.SIGINT], 1),
         ([RankExit(0, 130, None), RankExit(1, 0, None)], [signal.SIGINT], None),
@@ -332,13 +318,6 @@ def test_the_message_names_the_rank_that_failed_once(
         launcher._exit_code(exits, [], RESUME)
 
 
-def test_how_a_process_ended() -> None:
-    assert describe_exit(-6) == "was killed by SIGABRT"
-    assert describe_exit(-9) == "was killed by SIGKILL (as the system does when memory runs out)"
-    assert describe_exit(-200) == "was killed by signal 200"
-    assert describe_exit(9) == "ended with exit code 9"
-
-
 @pytest.mark.parametrize(
     ("count", "environ", "threads"),
     [(2, {}, max(1, usable_cores() // 2)), (10_000, {}, 1), (2, {"OMP_NUM_THREADS": "3"}, 3)],
@@ -358,25 +337,6 @@ def test_only_the_first_process_starts_ranks(monkeypatch: pytest.MonkeyPatch) ->
         ranks_to_start(4)
     monkeypatch.setenv("BANDPO_NPROC", "2")
     assert ranks_to_start(2) is None
-
-
-@pytest.mark.parametrize(
-    ("layer", "most", "message"),
-    [
-        ({"sampling": {"prompts": 4}}, 4, r"sampling.prompts = 4: 5 ranks need at least one .* at most 4"),
-        ({"model": {"device": "cuda:1"}}, 1, r"model.device = 'cuda:1'"),
-        (
-            {"sampling": {"vllm": {"tensor_parallel": 2}}},
-            1,
-            r"sampling.vllm.tensor_parallel = 2: each of 2 ranks",
-        ),
-    ],
-)
-def test_the_settings_limit_the_number_of_ranks(layer: dict[str, Any], most: int, message: str) -> None:
-    config = resolve([layer])
-    check_ranks(config, most)
-    with pytest.raises(ConfigError, match=message):
-        check_ranks(config, most + 1)
 
 
 def test_more_ranks_than_gpus_are_refused_and_allowed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

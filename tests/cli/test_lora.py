@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,27 +21,14 @@ from tests.cli.train_runs import SMALL, check_equal, drop_checkpoints, truncate_
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 LORA = ["--set", "model.lora.rank=4", "--set", "model.lora.alpha=12", "--lr", "1e-2"]
-EVAL = [
-    "--task",
-    "countdown",
-    "--set",
-    "task.max_number=5",
-    "--n",
-    "4",
-    "--k",
-    "1",
-    "--limit",
-    "4",
-    "--no-mlflow",
-]
+EVAL = "--task countdown --set task.max_number=5 --n 4 --k 1 --limit 4 --no-mlflow".split()  # noqa: SIM905
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the runs `lora` and `full` of 2 steps."""
+    """Return a folder with the run `lora` of 2 steps."""
     place = tmp_path_factory.mktemp("lora")
-    for name, flags in (("lora", LORA), ("full", [])):
-        succeed("train", "--steps", "2", *SMALL, *flags, "--name", name, cwd=place)
+    succeed("train", "--steps", "2", *SMALL, *LORA, "--name", "lora", cwd=place)
     return place
 
 
@@ -77,14 +62,6 @@ def test_the_merged_model_is_a_plain_one_with_the_weights_of_the_run(place: Path
     assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o044
 
 
-def test_of_a_run_that_trains_all_weights_the_files_are_copied(place: Path, tmp_path: Path) -> None:
-    folder = export_merged("full@2", tmp_path / "out", place / "runs")
-    checkpoint = place / "runs" / "full" / "checkpoints" / "step-000002"
-    names = {path.name for path in checkpoint.iterdir() if path.is_file()}
-    assert {path.name for path in folder.iterdir()} == names
-    assert all((folder / name).read_bytes() == (checkpoint / name).read_bytes() for name in names)
-
-
 def test_an_adapter_folder_is_merged_in_the_dtype_of_its_base(place: Path, tmp_path: Path) -> None:
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     shutil.copytree(place / "runs" / "lora" / "checkpoints" / "step-000002", adapter)
@@ -103,26 +80,21 @@ def test_evaluations_of_run_adapter_and_merged_model_are_equal(place: Path, tmp_
     export_merged("lora", tmp_path / "merged", place / "runs")
     adapter = place / "runs" / "lora" / "checkpoints" / "step-000002"
     found: list[Any] = []
-    for number, model in enumerate(("lora", "lora@2", str(adapter), str(tmp_path / "merged"), "embedded")):
+    for number, model in enumerate(("lora", str(adapter), str(tmp_path / "merged"), "embedded")):
         succeed(
             "eval", "--model", model, *EVAL, "--seed", "0", "--name", f"{tmp_path.name}-{number}", cwd=place
         )
         folder = place / "runs" / f"{tmp_path.name}-{number}"
         assert record_of(folder)["config"]["model"]["lora"] is None
         found.append(samples_of(folder)["text"].tolist())
-    assert found[0] == found[1] == found[2] == found[3]
-    assert found[4] != found[0]
+    assert found[0] == found[1] == found[2]
+    assert found[3] != found[0]
 
 
 MISTAKES: dict[str, tuple[list[str], list[str]]] = {
     "output layer": (["rank=2", "target_modules=[lm_head]"], ["'lm_head'", "output layer"]),
     "unknown": (["rank=2", "target_modules=[q_prj]"], ["'q_prj'", "did you mean 'q_proj'"]),
-    "none": (["rank=2", "target_modules=[]"], ["model.lora.target_modules = []"]),
-    "rank 0": (["rank=0"], ["model.lora.rank = 0"]),
-    "no rank": (["alpha=2"], ["model.lora.rank", "no value is given"]),
-    "alpha": (["rank=2", "alpha=-1"], ["model.lora.alpha = -1"]),
     "too large": (["rank=4096"], ["model.lora.rank = 4096", "has rank 128"]),
-    "unknown key": (["rank=2", "alfa=3"], ["model.lora.alfa", "did you mean 'alpha'"]),
 }
 
 
@@ -181,14 +153,3 @@ def test_a_run_resumes_after_a_crash(tmp_path: Path) -> None:
     succeed("train", "--resume", "a", cwd=tmp_path)
     check_equal(crashed, uninterrupted)
     assert yaml.safe_load((crashed / "config.yaml").read_text())["model"]["lora"]["rank"] == 4
-
-
-@pytest.mark.slow
-def test_peft_is_imported_only_with_adapters() -> None:
-    """The import takes a fraction of a second of every start."""
-    code = (
-        "import sys; from bandpo_cli.models.load import load_policy; from bandpo_cli.config.run import ModelConfig; "
-        "import bandpo_cli.training.components; load_policy(ModelConfig(device='cpu')); print('peft' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"

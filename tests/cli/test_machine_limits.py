@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.errors import system_error_message
+from tests.commands import run_bandpo
 
 SMALL = [
     "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
@@ -27,10 +27,7 @@ SMALL = [
 def train(
     *arguments: str, cwd: Path, before: Callable[[], None] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "bandpo_cli", "train", *arguments], capture_output=True, text=True, cwd=cwd,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=240, preexec_fn=before,
-    )  # fmt: skip
+    return run_bandpo("train", *arguments, cwd=cwd, before=before, OMP_NUM_THREADS="1")
 
 
 @contextmanager
@@ -97,19 +94,6 @@ def limit_file_size() -> None:
 
 
 @pytest.mark.slow
-def test_a_file_size_limit_ends_the_run_with_one_line(tmp_path: Path) -> None:
-    """A file size limit, which every user can set, reaches the same code as a full disk."""
-    done = train("--steps", "2", *SMALL, cwd=tmp_path, before=limit_file_size)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: runs/a/checkpoints/step-000002: the checkpoint cannot be written: ")
-    assert done.stderr.count("\n") == 1
-    assert json.loads((tmp_path / "runs/a/summary.json").read_text())["status"] == "FAILED"
-    assert not list((tmp_path / "runs/a/checkpoints").glob("step-*"))
-    again = train("--resume", "a", cwd=tmp_path)
-    assert again.returncode == 0, again.stdout + again.stderr
-
-
-@pytest.mark.slow
 def test_a_limit_that_a_thread_meets_ends_the_run_at_its_next_step(tmp_path: Path) -> None:
     """The line of the checkpoint's step is written, the checkpoint is not."""
     done = train("--steps", "40", *SMALL, cwd=tmp_path, before=limit_file_size)
@@ -124,15 +108,18 @@ def test_a_limit_that_a_thread_meets_ends_the_run_at_its_next_step(tmp_path: Pat
     assert again.returncode == 0, again.stdout + again.stderr
 
 
+def limit_memory() -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (3_500_000_000, 3_500_000_000))
+
+
 @pytest.mark.slow
 def test_out_of_memory_names_settings_to_change(tmp_path: Path) -> None:
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_AS, (3_500_000_000, 3_500_000_000))
-
     many = [
         "--set", "sampling.prompts=2048", "--set", "sampling.samples=64", "--set", "sampling.max_sequences=200000",
     ]  # fmt: skip
-    done = train("--steps", "1", *SMALL, *many, "--set", "evaluation.every=0", cwd=tmp_path, before=limit)
+    done = train(
+        "--steps", "1", *SMALL, *many, "--set", "evaluation.every=0", cwd=tmp_path, before=limit_memory
+    )
     assert done.returncode == 1
     assert "out of memory" in done.stderr
     assert "--set sampling.max_sequences=50000" in done.stderr

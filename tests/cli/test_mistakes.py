@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import shlex
 from pathlib import Path
 
 import pytest
 
+from bandpo_cli.cli.sweep_view import SweepView
 from bandpo_cli.config.files import describe_config, find_config, shipped_configs
 from bandpo_cli.config.layers import flatten, resolve
 from bandpo_cli.config.methods import BandSettings, ClipSettings
@@ -17,8 +17,6 @@ from bandpo_cli.config.section import SETTINGS_ELSEWHERE
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import METHODS
 from tests.cli.eval_command import Done, succeed, usage_error, without_torch
-
-sweep_module = importlib.import_module("bandpo_cli.cli.sweep")  # the package has the function of that name
 
 LONG = "a" * 300
 HALF = {"name": "half", "status": "running", "sets": {"countdown": {"problems": 3}}}
@@ -30,7 +28,6 @@ GONE = {
 FILES = {
     "bad-key.yaml": "steps: 3\noptim:\n  lr: 1.0e-4\n  learning_rate: 3\n",
     "bad-value.yaml": "optim:\n  updates: 4\n  lr: -1\n",
-    "bad-section.yaml": "steps: 3\n\noptimizer:\n  lr: 1\n",
     "bad-method.yaml": "bounds:\n  method: grop\n",
     "list.yaml": "- a\n",
     "tabs.yaml": "optim:\n\tlr: 1\n",
@@ -44,13 +41,8 @@ FILES = {
     "empty-folder/note": "",
     "empty.jsonl": "",
     "one.jsonl": '{"question": "q", "answer": "1"}\n',
-    "unanswered.jsonl": '{"question": "q"}\n',
-    "torn.jsonl": '{"question": "q", "answer": "1"}\n{"question": "r", "ans\n',
     "runs/my-run/config.yaml": "seed: 1\n",
-    "runs/damaged/config.yaml": "seed: [\n",
-    "runs/damaged/checkpoints/step-000001/config.json": "{}",
     "runs/half/eval.json": json.dumps(HALF),
-    "runs/torn/eval.json": '{"name": "torn", "se',
     "runs/gone/eval.json": json.dumps(GONE),
 }
 """A folder with runs with and without checkpoints, damaged evaluations, and files of every kind."""
@@ -58,16 +50,9 @@ FILES = {
 MISTAKES: dict[str, list[str]] = {
     # words of other trainers
     "train --learning-rate 1e-5": ["No such option: --learning-rate; use --set optim.lr=VALUE"],
-    "train --batch-size 8": ["use --set sampling.prompts=VALUE"],
     "train --num-generations 8": ["use --set sampling.samples=VALUE"],
-    "train --max-completion-length 8": ["use --set sampling.max_tokens=VALUE"],
-    "train --epochs 3": ["use --set steps=VALUE"],
-    "train --beta 0.1": ["use --set objective.reference_kl=VALUE"],
     "train --temperature 0.7": ["use --set sampling.temperature=VALUE"],
     "train --set lr=1e-5": ["lr: no such setting (did you mean 'optim.lr'?)"],
-    "train --set optim.learning_rate=1e-5": ["(did you mean 'optim.lr'?)"],
-    "train --set sampling.n=8": ["(did you mean 'sampling.samples'?)"],
-    "train --set sampling.max_new_tokens=8": ["(did you mean 'sampling.max_tokens'?)"],
     "train --set actor.clip_ratio_high=0.28": ["actor: no such setting"],
     "train --set bounds.clip_ratio_high=0.28": ["(did you mean 'bounds.eps_high'?)"],
     "train --set optim.weight_deca=0": ["(did you mean 'weight_decay'?)"],
@@ -75,43 +60,26 @@ MISTAKES: dict[str, list[str]] = {
     "train --delta 0.01,0.05": [
         "--delta 0.01,0.05: train takes one value; bandpo sweep --delta 0.01,0.05 compares several",
     ],
-    "train --divergence kl,tv": ["bandpo sweep --divergence kl,tv compares several"],
-    "train --method clip,band": ["bandpo sweep --method clip,band compares several"],
     "train --lr 1e-5,1e-6": ["bandpo sweep --lr 1e-5,1e-6 compares several"],
     "train --delta big": ["--delta big: a number is expected"],
-    "train --max-tokens many": ["--max-tokens many: an integer is expected"],
     "train --max-tokens 1.5": ["--max-tokens 1.5: an integer is expected"],
     # values out of range
     "train --delta 0": ["bounds.delta = 0"],
-    "train --delta=-0.1": ["bounds.delta = -0.1"],
-    "train --delta nan": ["bounds.delta = nan"],
-    "train --max-tokens 0": ["sampling.max_tokens = 0"],
-    "train --steps 0": ["steps = 0"],
-    "train --seed -1": ["seed = -1"],
     "train --set sampling.temperature=0": ["sampling.temperature = 0"],
     "train --set optim.betas=[0.9]": ["optim.betas"],
-    "train --set optim.updates=2.5": ["optim.updates = 2.5"],
     # names
-    "train --method grop": ["bounds.method = 'grop': unknown"],
     "train --method gpso": ["bounds.method = 'gpso': unknown (did you mean 'gspo'?)"],
     "train --method dppo --divergence chi2": ["bounds.divergence = 'chi2': unknown; allowed: kl, tv"],
-    "train --method dppo --divergence tvv": [
-        "bounds.divergence = 'tvv': unknown (did you mean 'tv'?); allowed: kl, tv",
-    ],
     "train --method dppo --set bounds.divergence=[kl]": ["bounds.divergence = ['kl']"],
     "train --method sapo --delta 0.1": ["bounds.delta: no such setting of 'sapo'; known: method, tau_positive"],
-    "train --method cispo --divergence kl": ["bounds.divergence: no such setting of 'cispo'"],
     "train --method sapo --set bounds.tau_postive=2": ["(did you mean 'tau_positive'?)"],
-    "train --set objective.importance=token-masked": ["(did you mean 'token-mask'?)"],
     "train --set objective.importance_floor=0.5": ["importance_floor = 0.5 has no effect"],
     "sweep --method clip,sapo --delta 0.1,0.2": ["the axis 'bounds.delta' applies to no variant"],
     "bounds 0.1 --compare sapo": [
         "sapo has no interval of ratios: its gate falls smoothly and has no edge; allowed: ",
     ],
-    "train --divergence kullback": ["bounds.divergence = 'kullback'"],
     "train --sampler vlm": ["vlm"],
     "train --task coutdown": ["(did you mean 'countdown'?)"],
-    "train --task gsm": ["gsm8k"],
     "train --task problem.csv": ["--task problem.csv: there is no such file (did you mean 'problems.csv'?)"],
     # chat messages as questions
     "train --model some/model --task image.jsonl": [
@@ -121,7 +89,6 @@ MISTAKES: dict[str, list[str]] = {
     "train --model some/model --task roles.json": [
         "roles.json, row 1: the chat messages of 'prompt': message 1 has the role 'usr'",
     ],
-    "train --model nosuch/folder/model": ["nosuch/folder/model"],
     "train --name a/b": ["--name 'a/b' cannot be used"],
     "train --name first": ["--name first: runs/first exists already; try --name first-2"],
     "train --set optim": ["write it as section.key=value"],
@@ -133,13 +100,9 @@ MISTAKES: dict[str, list[str]] = {
         "--config bad-key.yaml, line 4: optim.learning_rate: no such setting (did you mean 'optim.lr'?)",
     ],
     "train -c bad-value.yaml": ["--config bad-value.yaml, line 3: optim.lr = -1: "],
-    "train -c bad-section.yaml": [
-        "--config bad-section.yaml, line 3: optimizer: no such setting (did you mean 'optim'?)",
-    ],
     "train -c bad-method.yaml": ["--config bad-method.yaml, line 2: bounds.method = 'grop': unknown"],
     "train -c list.yaml": ["--config list.yaml: expected `section:` with `key: value` lines, found a list"],
     "train -c tabs.yaml": ["--config tabs.yaml, line 2: not readable as YAML"],
-    "train -c runs": ["--config runs: is a directory"],
     "configs show paper/bas": ["(did you mean 'paper/base'?)"],
     # resume
     "train --resume frist": ["no run 'frist' in runs (did you mean 'first'?)"],
@@ -148,9 +111,7 @@ MISTAKES: dict[str, list[str]] = {
     "train --resume first --set optim.lr=1": ["optim.lr = 1.0 (the run has "],
     # sweeps and evaluations
     "sweep": ["nothing is swept: give values to compare, for example --delta 0.01,0.05,0.1 --seeds 0,1,2"],
-    "sweep --steps 10": ["nothing is swept"],
     "sweep --delta 0.1,x": ["bounds.delta = 'x'"],
-    "sweep --lr 1e-5,fast": ["optim.lr = 'fast'"],
     "sweep --axis bounds.delt=1,2": ["did you mean 'delta'"],
     "sweep --delta 0.1,0.2 --executor slurm": ["--executor slurm: unknown"],
     "sweep --resume nosuch": ["no sweep 'nosuch'"],
@@ -158,102 +119,58 @@ MISTAKES: dict[str, list[str]] = {
     "trian": ["No such command 'trian'"],
     # further settings and names of a run
     "train --method clip --delta 0.1": ["bounds.delta", "of 'clip'", "eps_high"],
-    "train --detla 1": ["--detla", "--delta"],
     "train --steps 2 --profile 2": ["--profile 2", "2 steps to train", "from 1 to 1"],
     "train --model ./nowhere": ["./nowhere", "no such folder"],
-    "train --model embeded": ["embeded", "did you mean 'embedded'"],
-    "train --name ../x": ["../x"],
-    "train --runs-dir /dev/null/x": ["--runs-dir", "/dev/null is a file"],
     "train --divergence nomodule:f": ["nomodule"],
     "train --task gsm8k": ["bundled model was trained on countdown only", "--model"],
-    "train --task gsm8": ["task.name = 'gsm8'", "did you mean 'gsm8k'"],
     "train --set task.grader=mth --set task.name=gsm8k": ["mth", "did you mean 'math'"],
     # axes and seeds of a sweep
     "sweep --axis delta": ["--axis 'delta'", "section.key=value,value"],
     "sweep --delta ''": ["--delta", "empty item"],
-    "sweep --delta 0.1,,0.2": ["--delta", "empty item"],
     "sweep --delta 0.1,0.1": ["bounds.delta", "twice"],
     "sweep --seeds 0,x": ["--seeds 0,x", "whole numbers"],
-    "sweep --seeds 1,1": ["seeds", "twice"],
     "sweep --delta 0.1,0.2 --baseline 0.3": ["baseline = '0.3'", "variants: 0.1, 0.2"],
     "sweep --resume none --steps 3": ["--resume", "leave out --steps"],
     "sweep axes.yaml": ["axes.yaml", "axis", "did you mean 'axes'"],
-    "sweep --model nowhere/at/all": ["model.path", "no such folder"],
-    "sweep --jobs 0": ["--jobs", "greater than or equal to 1"],
     "sweep --gpus-per-run 0 --seeds 0": ["--gpus-per-run", "greater than or equal to 1"],
     # evaluations
-    "eval --learning-rate 3": ["use --set optim.lr=VALUE"],
-    "eval --model ./nowhere": ["--model ./nowhere", "no such run or folder"],
-    "eval --model embeded": ["did you mean 'embedded'"],
     "eval --model my-rum@3": ["no such run", "did you mean 'my-run'"],
-    "eval --model ''": ["--model :"],
     f"eval --model {LONG}": ["no such run or folder"],
-    f"eval --model a/{LONG}": ["no such run or folder"],
     "eval --model '~nobody-of-this-name/x'": ["no such run or folder"],
-    "eval --model a/b/c": ["no such run or folder"],
     "eval --model empty-folder": ["no config.json there"],
     "eval --model runs/my-run": ["my-run", "no checkpoint yet"],
     "eval --model my-run@7": ["no checkpoint yet"],
-    "eval --model damaged": ["not readable as YAML"],
-    "eval --task countdwn": ["--task countdwn", "did you mean 'countdown'"],
     "eval --task gsm8k": ["bundled model was trained on countdown only", "--model"],
     "eval --task countdown --task gsm8k": ["--task countdown", "evaluate it without other tasks"],
-    "eval --task ''": ["--task :"],
-    f"eval --task {LONG}": ["no such task or file"],
     "eval --model a/b --task nowhere.jsonl": ["--task nowhere.jsonl: no such file"],
-    f"eval --model a/b --task {LONG}.jsonl": ["no such file"],
     "eval --model a/b --task empty.jsonl": ["empty.jsonl", "holds no rows"],
-    "eval --model a/b --task unanswered.jsonl": ["unanswered.jsonl", "no field found for the answer"],
-    "eval --model a/b --task torn.jsonl": ["torn.jsonl, line 2", "not readable as JSON"],
     "eval --model a/b --task one.jsonl --task one.jsonl": ["2 sources have the label"],
-    "eval --model a/b --task one.jsonl --grader mth": ["mth", "did you mean 'math'"],
     "eval --model a/b --task one.jsonl --grader nowhere:f": ["nowhere"],
     "eval --grader math": ["task.grader", "of 'countdown'"],
     "eval --n 0": ["--n"],
-    "eval --n many": ["--n"],
     "eval --n 4 --k 8": ["--k 8", "--n 8"],
     "eval --k 64": ["k = 64", "samples is 16"],
-    "eval --k -1": ["--k", "whole numbers from 1"],
-    "eval --k ''": ["--k", "whole numbers from 1"],
-    "eval --k 1,,2": ["--k", "whole numbers from 1"],
     f"eval --k {'9' * 9000}": ["--k", "whole numbers from 1"],
     "eval --k 10000000": ["--k", "whole numbers from 1"],
     "eval --set 'evaluation.k=[]'": ["evaluation.k", "at least one"],
     "eval --temperature 0": ["temperature = 0", "samples = 1"],
-    "eval --temperature 0 --n 2": ["temperature = 0", "samples = 1"],
-    "eval --temperature -1": ["evaluation.temperature = -1"],
-    "eval --temperature nan": ["evaluation.temperature = nan"],
     "eval --temperature warm": ["--temperature"],
-    "eval --limit 0": ["--limit"],
-    "eval --max-tokens 0": ["--max-tokens"],
-    "eval --seed -1": ["seed = -1"],
     "eval --seed 2147483648": ["seed ="],
-    "eval --sampler transformer": ["sampling.engine", "did you mean 'transformers'"],
-    "eval --name ../x": ["../x"],
-    "eval --name ''": ["--name ''"],
     f"eval --name {LONG}": ["at most 200"],
     "eval --name my-run": ["exists already", "--name my-run-2"],
     "eval --name mlflow.db": ["--name 'mlflow.db' cannot be used", "--name mlflow.db-2"],
     "eval --runs-dir one.jsonl": ["--runs-dir", "is a file"],
     "eval --tracking-uri http://me:secret@host/": ["password"],
-    "eval --format yaml": ["--format yaml", "table, json"],
     "eval --resume nothing": ["no evaluation 'nothing'"],
-    "eval --resume ''": ["no evaluation ''"],
     "eval --resume half": ["half", "does not have the data for a resume"],
-    "eval --resume torn": ["torn", "not readable as JSON"],
     "eval --resume my-run --samples one.jsonl": ["--resume", "leave out --samples"],
     "eval --resume gone": ["nowhere.jsonl was changed or deleted since"],
     "eval --samples nowhere.jsonl": ["nowhere.jsonl", "No such file"],
     "eval --samples one.jsonl": ["no field found for the completions"],
-    "eval --samples one.jsonl --model embedded": ["nothing is sampled", "--model"],
     "eval --smaples one.jsonl": ["--smaples", "--samples"],
     "eval cmpare a b": ["cmpare", "compare"],
-    "eval compare": ["A"],
     "eval compare half half": ["not finished"],
-    "eval compare torn torn": ["not readable as JSON"],
     "eval compare my-run my-run": ["not evaluated in training"],
-    "eval compare one.jsonl half": ["no evaluation 'one.jsonl'"],
-    "eval compare half half --show -1": ["--show"],
 }  # fmt: skip
 """A command, and parts of the one line that it prints. Nothing is written, and torch is not imported."""
 
@@ -303,9 +220,7 @@ def test_a_later_flag_is_not_blamed_on_the_file(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("alias", ["grpo", "ppo"])
-def test_grpo_and_ppo_mean_clip(alias: str, tmp_path: Path) -> None:
-    done = succeed("train", "--method", alias, "--steps", "2", "--dry-run", cwd=tmp_path)
-    assert "clip (GRPO, PPO): ratio in [0.8, 1.2]" in " ".join(done.out.split())
+def test_grpo_and_ppo_mean_clip(alias: str) -> None:
     assert resolve([{"bounds": {"method": alias, "eps_high": 0.3}}]).bounds == ClipSettings(eps_high=0.3)
     merged = resolve([{"bounds": {"method": "clip", "eps_high": 0.3}}, {"bounds": {"method": alias}}])
     assert merged.bounds == ClipSettings(eps_high=0.3)
@@ -320,10 +235,10 @@ def test_flags_are_settings_also_if_their_value_is_zero(
     for line in ("lr: 3.0e-06", "max_tokens: 7", "seed: 0"):
         assert f"{line}\n" in printed
     planned = []
-    monkeypatch.setattr(sweep_module, "_dry_run", lambda request, *_: planned.append(request))
+    monkeypatch.setattr(SweepView, "print_plan", lambda _, info: planned.append(info))
     axes = ["--lr", "1e-5,1e-6", "--max-tokens", "6,8", "--steps", "2", "--dry-run"]
     succeed("sweep", *axes, cwd=folder)
-    runs = {(run.config.optim.lr, run.config.sampling.max_tokens) for run in planned[0].runs}
+    runs = {(config.optim.lr, config.sampling.max_tokens) for config in planned[0].configs.values()}
     assert runs == {(1e-5, 6), (1e-5, 8), (1e-6, 6), (1e-6, 8)}
 
 
@@ -338,12 +253,9 @@ def test_suggested_settings_exist() -> None:
     assert set(SETTINGS_ELSEWHERE) <= keys
 
 
-@pytest.mark.parametrize("name", ["paper/base", "paper/base.yaml", "configs/paper/base.yaml"])
-def test_shipped_configs_are_found_by_name(name: str, folder: Path) -> None:
-    assert find_config(Path(name), "--config") == shipped_configs()["paper/base"]
-
-
 def test_a_file_of_the_user_comes_before_a_shipped_one(folder: Path) -> None:
+    for name in ("paper/base", "paper/base.yaml", "configs/paper/base.yaml"):
+        assert find_config(Path(name), "--config") == shipped_configs()["paper/base"]
     (folder / "gsm8k").write_text("steps: 1\n")
     assert find_config(Path("gsm8k"), "--config") == Path("gsm8k")
     with pytest.raises(ConfigError):

@@ -183,10 +183,11 @@ time.sleep(600)
 
 LAUNCH_SCRIPT = """
 import sys
+from pathlib import Path
 from bandpo_cli.cli.launch import launch
 from bandpo_cli.config.run import ModelConfig
 
-launch(2, ModelConfig(), lambda: "", arguments=["-c", sys.argv[1]])
+launch(2, ModelConfig(), "train", Path("runs/a"), Path("runs"), ["-c", sys.argv[1]])
 """
 
 

@@ -39,18 +39,6 @@ def test_the_first_signal_requests_a_stop_and_the_second_exits(
     assert signal.getsignal(number) == before
 
 
-def test_one_signal_of_each_kind_is_one_request() -> None:
-    """A cluster sends SIGTERM to all processes of a job; a sweep among them then sends its runs SIGINT."""
-    with StopSignals() as signals:
-        signals.start(None)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            os.kill(os.getpid(), number)
-        assert signals.sender == "SIGTERM"
-        with pytest.raises(SystemExit) as end:
-            os.kill(os.getpid(), signal.SIGINT)
-    assert (end.value.code, str(end.value)) == (130, "stopped by Ctrl-C")
-
-
 def test_the_first_sigterm_exits_the_block_and_later_ones_are_ignored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     cleaned = []
@@ -211,10 +199,7 @@ main()
     ("module", "number"),
     [
         ("typer", signal.SIGINT),
-        ("bandpo_cli.cli.train", signal.SIGINT),
-        ("rich.table", signal.SIGINT),
         ("rich.table", signal.SIGTERM),
-        ("rich.table", signal.SIGHUP),
     ],
 )
 def test_a_signal_during_the_imports_gives_one_line(module: str, number: int) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.cli.eval_command import bandpo, start, succeed, usage_error, without_torch
+from tests.cli.eval_command import bandpo, succeed, usage_error
 from tests.cli.train_runs import record
 
 SMALL = [
@@ -44,15 +42,6 @@ def test_the_resolved_config_gives_the_same_run(tmp_path: Path) -> None:
     assert record(tmp_path / "runs" / "a") == record(tmp_path / "runs" / "b")
 
 
-@pytest.mark.slow
-def test_an_existing_name_is_refused_and_the_run_is_unchanged(tmp_path: Path) -> None:
-    (tmp_path / "runs" / "a").mkdir(parents=True)
-    (done,) = without_torch([(tmp_path, ["train", "--name", "a"])])
-    assert done.code == 2
-    assert "--name a-2" in done.err
-    assert not list((tmp_path / "runs" / "a").iterdir())
-
-
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -83,20 +72,6 @@ def test_dry_run_prints_every_setting_and_writes_nothing(tmp_path: Path) -> None
     assert not list(tmp_path.iterdir())
 
 
-def test_dry_run_prints_the_schedule_of_the_radius(tmp_path: Path) -> None:
-    schedule = ["delta_schedule=cosine", "delta_end=0.02", "delta_steps=1500"]
-    settings = [word for item in schedule for word in ("--set", f"bounds.{item}")]
-    printed = succeed("train", "--delta", "0.2", *settings, "--dry-run", cwd=tmp_path).out
-    assert "δ = 0.2 → 0.02 (cosine over 1,500 steps)" in " ".join(printed.split())
-    for line in ("delta: 0.2", *(item.replace("=", ": ") for item in schedule)):
-        assert f"  {line}\n" in printed
-
-
-def test_one_update_per_batch_gives_a_warning(tmp_path: Path) -> None:
-    done = succeed("train", "--set", "optim.updates=1", "--dry-run", cwd=tmp_path)
-    assert "clipping never has an effect" in done.out
-
-
 @pytest.mark.slow
 def test_mlflow_has_the_run(tmp_path: Path) -> None:
     from mlflow import MlflowClient
@@ -113,22 +88,6 @@ def test_mlflow_has_the_run(tmp_path: Path) -> None:
         item.path for item in client.list_artifacts(run.info.run_id)
     }
     assert not (tmp_path / "mlruns").exists()
-
-
-@pytest.mark.slow
-def test_ctrl_c_stops_the_run_and_its_record_is_complete(tmp_path: Path) -> None:
-    process = start(tmp_path, "train", *SMALL, "--steps", "500", "--name", "a", "--no-mlflow")
-    metrics = tmp_path / "runs" / "a" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") > 2):
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stderr
-    assert "Traceback" not in stderr
-    summary = json.loads((metrics.parent / "summary.json").read_text())
-    assert summary["status"] == "KILLED"
-    assert summary["steps"] == json.loads(metrics.read_text().splitlines()[-1])["step"]
 
 
 @pytest.mark.slow

@@ -164,9 +164,7 @@ def test_a_complete_run_can_be_extended(crashed: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["model.safetensors", "trainer/optimizer.safetensors", "trainer/state.json", "config.json"]
-)
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer/optimizer.safetensors"])
 def test_a_checkpoint_with_a_flipped_bit_is_skipped(
     crashed: Path, uninterrupted: Path, tmp_path: Path, name: str
 ) -> None:
@@ -183,19 +181,6 @@ def test_a_checkpoint_with_a_flipped_bit_is_skipped(
     printed = " ".join(done.out.split())
     assert "warning: skipped: " in printed
     assert f"step-000004: {name} is damaged: its content has changed since it was written" in printed
-    assert "after step 2" in printed
-    check_equal(crashed, uninterrupted)
-
-
-@pytest.mark.slow
-def test_a_damaged_checkpoint_is_skipped(crashed: Path, uninterrupted: Path, tmp_path: Path) -> None:
-    truncate_metrics(crashed, 5)
-    drop_checkpoints(crashed, 6)
-    (crashed / "checkpoints" / "step-000004" / "trainer" / "optimizer.safetensors").write_bytes(b"")
-    done = succeed("train", "--resume", "a", cwd=tmp_path)
-    printed = " ".join(done.out.split())
-    assert "warning: skipped: " in printed
-    assert "step-000004: trainer/optimizer.safetensors is damaged" in printed
     assert "after step 2" in printed
     check_equal(crashed, uninterrupted)
 

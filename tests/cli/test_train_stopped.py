@@ -17,11 +17,12 @@ import pytest
 
 from tests.cli.eval_command import bandpo, start, succeed, usage_error
 from tests.cli.train_runs import SMALL, check_equal, metrics_lines, record, summary
+from tests.commands import Forked
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def wait_until(process: subprocess.Popen[str], holds: Callable[[], bool]) -> None:
+def wait_until(process: Forked | subprocess.Popen[str], holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 180
     while not holds():
         assert process.poll() is None, process.communicate()
@@ -62,17 +63,17 @@ def test_sigterm_finishes_the_step_and_a_second_process_is_refused(tmp_path: Pat
 
 @pytest.mark.slow
 def test_random_kills(tmp_path: Path) -> None:
-    """Eight kills; the default of the script is fifty."""
+    """Three kills; the default of the script is fifty."""
     script = Path(__file__).parents[2] / "benchmarks" / "random_kills.py"
     done = subprocess.run(
-        [sys.executable, script, "--kills", "8", "--steps", "16", "--folder", tmp_path / "kills"],
+        [sys.executable, script, "--kills", "3", "--steps", "8", "--folder", tmp_path / "kills"],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 kills of" in done.stdout
+    assert "3 kills of" in done.stdout
     assert "equal: metrics" in done.stdout
 
 
@@ -87,7 +88,7 @@ def test_a_second_ctrl_c_discards_the_step(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
     first = ""
-    while "once more" not in first:
+    while "press Ctrl-C again" not in first:
         first = process.stderr.readline()
         assert first, "the step ended too early, or the signal came too early"
     process.send_signal(signal.SIGINT)
@@ -115,16 +116,10 @@ def test_a_signal_during_loading_exits_and_writes_nothing(tmp_path: Path) -> Non
     assert not (tmp_path / "runs").exists()
 
 
-def start_held(place: Path, kind: str, *arguments: str) -> subprocess.Popen[str]:
+def start_held(place: Path, kind: str, *arguments: str) -> Forked:
     """Start a run whose checkpoints take long; see held_checkpoints.py."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "tests.cli.held_checkpoints", kind, "train", *arguments, "--name", "a"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=place,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+    words = [kind, "train", *arguments, "--name", "a"]
+    return Forked(*words, cwd=place, module="tests.cli.held_checkpoints", OMP_NUM_THREADS="1")
 
 
 @pytest.mark.slow
@@ -158,7 +153,7 @@ def test_ctrl_c_while_a_thread_writes_a_checkpoint(tmp_path: Path, signals: int)
     wait_until(process, lambda: count_lines(folder) > 22)
     process.send_signal(signal.SIGINT)
     assert process.stderr is not None
-    while "once more" not in (line := process.stderr.readline()):
+    while "press Ctrl-C again" not in (line := process.stderr.readline()):
         assert line
     if signals == 1:
         time.sleep(0.3)

@@ -21,9 +21,7 @@ from bandpo_cli.cli.statement import print_statement, run_statement
 from bandpo_cli.cli.sweep_view import plan_table, seconds_left, variants_table
 from bandpo_cli.cli.train_view import TrainView, eval_metrics_text, flagged_shares, sparkline
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.methods import BandSettings, ClipSettings, DcpoSettings, NoClipSettings, Relax
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.experiments.preflight import config_warnings
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.sweeps.plan import SweepRun
 from bandpo_cli.sweeps.scheduler import RunState
@@ -200,26 +198,6 @@ def test_eval_metrics_are_formatted_with_at_signs() -> None:
     assert eval_metrics_text(two_sets) == "aime24: mean@32 0.100 · pass@32 0.500  amc23: mean@32 0.250"
 
 
-@pytest.mark.parametrize(
-    ("bounds", "line", "stem"),
-    [
-        (BandSettings(), "Band of the kl trust region, δ = 0.05, ratio ≤ 10", "band-kl-0.05"),
-        (
-            BandSettings(divergence="my.module:f", max_ratio=None),
-            "Band of the my.module:f",
-            "band-my-module-f-0.05",
-        ),
-        (BandSettings(relax=Relax()), "never tighter than −0.2/+0.28", "band-kl-0.05"),
-        (ClipSettings(), "clip (GRPO, PPO): ratio in [0.8, 1.2]", "clip"),
-        (DcpoSettings(), "dcpo: dynamic bounds, ε = 0.16/0.2", "dcpo"),
-        (NoClipSettings(), "none: no bound", "none"),
-    ],
-)
-def test_every_method_has_a_description_and_a_slug(bounds: object, line: str, stem: str) -> None:
-    assert line in bounds.describe()  # type: ignore[attr-defined]
-    assert bounds.slug() == stem  # type: ignore[attr-defined]
-
-
 def test_shares_of_completions_that_are_flagged() -> None:
     assert flagged_shares({"grade/malformed_fraction": 0.1, "train/truncated_fraction": 0.2}) == ""
     record = {"grade/malformed_fraction": 0.5, "grade/timeout_fraction": 0.002, "grade/error_fraction": 0.01}
@@ -228,7 +206,9 @@ def test_shares_of_completions_that_are_flagged() -> None:
     assert flagged_shares(record | {"train/truncated_fraction": 0.875}) == f"{expected}, 87.5% truncated"
 
 
-def test_the_statement_has_the_batch_sizes() -> None:
+def test_the_statement_has_the_batch_sizes_and_a_line_about_rollouts_one_step_ahead() -> None:
+    config = resolve([{"sampling": {"max_lag": 1}}])
+    assert dict(run_statement(config, build_task(config.task)))["sampling"].startswith("one step ahead")
     text = " ".join(text for _, text in run_statement(RunConfig(), build_task(RunConfig().task)))
     for part in (
         "64 prompts × 16 = 1,024 completions",
@@ -239,13 +219,6 @@ def test_the_statement_has_the_batch_sizes() -> None:
         "128 held-out problems × 16",
     ):
         assert part in text
-
-
-def test_the_statement_has_a_line_about_rollouts_one_step_ahead() -> None:
-    config = resolve([{"sampling": {"max_lag": 1}}])
-    rows = dict(run_statement(config, build_task(config.task)))
-    assert rows["sampling"].startswith("one step ahead")
-    assert "sampling" not in dict(run_statement(resolve([]), build_task(config.task)))
 
 
 def test_names_with_square_brackets_are_printed_unchanged() -> None:
@@ -276,12 +249,3 @@ def test_the_time_left_of_a_sweep_is_not_shorter_than_that_of_its_slowest_run() 
     assert seconds_left({"a": slow, "b": fast}, 2) == 100.0
     # 20 waiting and 10 running steps of 15 s, in two slots.
     assert seconds_left({"a": slow, "b": fast, "c": waiting, "d": waiting}, 2) == 225.0
-
-
-def test_config_warnings() -> None:
-    assert config_warnings(RunConfig()) == []
-    (one,) = config_warnings(resolve([{"optim": {"updates": 1}}]))
-    assert "never has an effect" in one
-    assert config_warnings(resolve([{"optim": {"updates": 1}, "bounds": {"method": "none"}}])) == []
-    (late,) = config_warnings(resolve([{"steps": 1, "optim": {"warmup_steps": 4}}]))
-    assert "warm-up is 4 updates" in late
