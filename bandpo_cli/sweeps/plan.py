@@ -159,7 +159,9 @@ def _variants(
             "exclude: seed: a combination is excluded with all seeds; leave out seeds in `seeds`"
         )
     varying = {key for key, values in sweep.axes.items() if len(values) > 1}
-    fields = {f"bounds.{name}" for method in MethodSettings.classes().values() for name in method.model_fields}
+    fields = {
+        f"bounds.{name}" for method in MethodSettings.classes().values() for name in method.model_fields
+    }
     arms: dict[RunConfig, tuple[str, str]] = {}
     unused = set(sweep.axes)
     errors: dict[str, ConfigError | None] = {}
