@@ -112,8 +112,8 @@ def evaluate(
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import nest, read_assignments
     from bandpo_cli.experiments import evaluate as run_evaluation
-    from bandpo_cli.experiments.eval_request import plan_evaluation, read_k
-    from bandpo_cli.experiments.eval_run import plan_evaluation_resume, resume_evaluation
+    from bandpo_cli.experiments.eval_request import plan_evaluation, plan_evaluation_resume, read_k
+    from bandpo_cli.experiments.eval_run import resume_evaluation
     from bandpo_cli.experiments.preflight import choose_run_name
     from bandpo_cli.rank_process import launched_name
     from bandpo_cli.storage.eval_folder import EvalFolder

@@ -14,21 +14,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bandpo_cli.experiments.eval_comparison import compare
-    from bandpo_cli.experiments.eval_run import evaluate
-    from bandpo_cli.experiments.export_folders import export_merged, export_verl
-    from bandpo_cli.experiments.resume_run import resume
-    from bandpo_cli.experiments.sweep_run import sweep
-    from bandpo_cli.experiments.sync_runs import sync
-    from bandpo_cli.experiments.train_run import train
-    from bandpo_cli.experiments.verl_import import import_verl
+    from bandpo_cli.experiments.eval_comparison import compare as compare
+    from bandpo_cli.experiments.eval_run import evaluate as evaluate
+    from bandpo_cli.experiments.exchange import export_merged as export_merged
+    from bandpo_cli.experiments.exchange import export_verl as export_verl
+    from bandpo_cli.experiments.exchange import import_verl as import_verl
+    from bandpo_cli.experiments.resume_run import resume as resume
+    from bandpo_cli.experiments.sweep_run import sweep as sweep
+    from bandpo_cli.experiments.sync_runs import sync as sync
+    from bandpo_cli.experiments.train_run import train as train
 
 _MODULES = {
     "compare": "eval_comparison",
     "evaluate": "eval_run",
-    "export_merged": "export_folders",
-    "export_verl": "export_folders",
-    "import_verl": "verl_import",
+    "export_merged": "exchange",
+    "export_verl": "exchange",
+    "import_verl": "exchange",
     "resume": "resume_run",
     "sweep": "sweep_run",
     "sync": "sync_runs",
@@ -37,17 +38,7 @@ _MODULES = {
 """The module of each function. It is imported when the function is first used, so that a command imports only what it
 needs."""
 
-__all__ = [
-    "compare",
-    "evaluate",
-    "export_merged",
-    "export_verl",
-    "import_verl",
-    "resume",
-    "sweep",
-    "sync",
-    "train",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -69,15 +69,20 @@ def diagnose() -> Diagnosis:
         UserError: the package has no metadata, because it was not installed.
     """
     try:
-        ranges = _tested_ranges()
+        extras = metadata.metadata("bandpo").get_all("Provides-Extra") or []
+        requirements = [Requirement(text) for text in metadata.requires("bandpo") or ()]
     except metadata.PackageNotFoundError:
         raise UserError(
             "bandpo is not installed in this environment: type pip install . in its folder"
         ) from None
-    packages = [
-        Package(name, _version(name), _text(tested), optional) for name, (tested, optional) in ranges.items()
-    ]
-    wanted = _check_versions(packages, {name: tested for name, (tested, _) in ranges.items()})
+    ranges: dict[str, SpecifierSet] = {}
+    packages = []
+    for requirement in requirements:
+        used_by = [extra for extra in ("", *extras) if _applies(requirement, extra)]
+        if set(used_by) - set(DEVELOPMENT_EXTRAS) and requirement.name not in ranges:
+            name, ranges[requirement.name] = requirement.name, requirement.specifier
+            packages.append(Package(name, _version(name), _text(requirement.specifier), "" not in used_by))
+    wanted = _check_versions(packages, ranges)
     packages += [Package(name, version, "", True) for name in TRAINERS if (version := _version(name))]
     torch = _check_imports([package for package in packages if package.version])
     problems = [f"{package.name}: {package.problem}" for package in packages if package.problem]
@@ -87,22 +92,17 @@ def diagnose() -> Diagnosis:
         problems.append(
             f"torch cannot use the GPU: {torch['warning'] or 'it is a build for ' + torch['build']}"
         )
-    pip = " ".join(f'"{name}{_text(versions)}"' for name, versions in wanted.items())
-    system = _system() | gpus
+    hardware, available = describe_environment()["hardware"], available_memory()
+    system = {
+        "bandpo": f"{metadata.version('bandpo')}, Python {platform.python_version()}, {platform.platform()}",
+        "CPU": f"{hardware['cpu']}, {hardware['usable_cores']} of {hardware['cores']} cores",
+        "memory": f"{hardware['memory_gib']} GiB, {(available or 0) / 2**30:.1f} GiB available",
+        **gpus,
+    }
     if torch:
         system["torch"] = f"built for {torch['build']}; GPUs that it can use: {torch['gpus']}"
+    pip = " ".join(f'"{name}{_text(versions)}"' for name, versions in wanted.items())
     return Diagnosis(system, packages, problems, f"pip install {pip}" if pip else None)
-
-
-def _tested_ranges() -> dict[str, tuple[SpecifierSet, bool]]:
-    """Return the range of each dependency and whether the dependency is optional."""
-    extras = metadata.metadata("bandpo").get_all("Provides-Extra") or []
-    ranges: dict[str, tuple[SpecifierSet, bool]] = {}
-    for requirement in map(Requirement, metadata.requires("bandpo") or ()):
-        for extra in ("", *extras):
-            if extra not in DEVELOPMENT_EXTRAS and _applies(requirement, extra):
-                ranges.setdefault(requirement.name, (requirement.specifier, extra != ""))
-    return ranges
 
 
 def _applies(requirement: Requirement, extra: str = "") -> bool:
@@ -137,25 +137,23 @@ def _check_versions(packages: list[Package], ranges: dict[str, SpecifierSet]) ->
     installed = {canonicalize_name(package.name): package for package in packages if package.version}
     for dependent in [package for package in installed.values() if not package.problem]:
         for requirement in map(Requirement, metadata.requires(dependent.name) or ()):
-            needed = installed.get(canonicalize_name(requirement.name))
+            needed, versions = installed.get(canonicalize_name(requirement.name)), requirement.specifier
             if needed is None or not _applies(requirement):
                 continue
-            if not requirement.specifier.contains(needed.version or "", prereleases=True):
-                reason = f"{dependent.name} {dependent.version} needs {_text(requirement.specifier)}"
+            if not versions.contains(needed.version or "", prereleases=True):
+                reason = f"{dependent.name} {dependent.version} needs {_text(versions)}"
                 needed.problem = needed.problem or f"{needed.version} is installed, {reason}"
-                wanted[needed.name] = wanted.get(needed.name, ranges[needed.name]) & requirement.specifier
+                wanted[needed.name] = wanted.get(needed.name, ranges[needed.name]) & versions
     return wanted
 
 
 def _check_imports(packages: list[Package]) -> dict[str, Any] | None:
     """Note the packages whose import fails, and return what torch reports about GPUs, None without torch."""
-    modules = {
-        package.name: MODULES.get(package.name, package.name.replace("-", "_")) for package in packages
-    }
+    modules = [MODULES.get(package.name, package.name.replace("-", "_")) for package in packages]
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     try:
         done = subprocess.run(
-            [sys.executable, "-P", "-m", __name__, *modules.values()],
+            [sys.executable, "-P", "-m", __name__, *modules],
             env={**os.environ, "PYTHONPATH": path},
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -165,8 +163,7 @@ def _check_imports(packages: list[Package]) -> dict[str, Any] | None:
     except subprocess.TimeoutExpired as timeout:
         output, end = timeout.stdout or b"", f"not complete after {IMPORT_SECONDS} s"
     results = dict(json.loads(line) for line in output.splitlines())
-    for package in packages:
-        module = modules[package.name]
+    for package, module in zip(packages, modules, strict=True):
         if module not in results:
             package.problem = package.problem or f"its import was not tried: {end} before"
         elif results[module] != "":
@@ -213,15 +210,6 @@ def _gpus() -> dict[str, str]:
     rows = [line.split(", ") for line in output.splitlines() if line.count(", ") == 3]
     cards = {f"GPU {i}": f"{name}, {total}, {free} free" for i, (_, name, total, free) in enumerate(rows)}
     return {"driver": f"NVIDIA {rows[0][0]}"} | cards if cards else {}
-
-
-def _system() -> dict[str, str]:
-    hardware, available = describe_environment()["hardware"], available_memory()
-    return {
-        "bandpo": f"{metadata.version('bandpo')}, Python {platform.python_version()}, {platform.platform()}",
-        "CPU": f"{hardware['cpu']}, {hardware['usable_cores']} of {hardware['cores']} cores",
-        "memory": f"{hardware['memory_gib']} GiB, {(available or 0) / 2**30:.1f} GiB available",
-    }
 
 
 if __name__ == "__main__":

@@ -21,9 +21,6 @@ MEAN = "mean"
 _COMPARED = ("pass_at_", "maj_at_", "answer_format", "truncation", "response_length")
 """Beginnings of the names of the compared metrics, besides `MEAN`."""
 
-_Problems = Mapping[str, Mapping[str, Any]]
-"""The metrics of a set by problem id and name, as read from a record and not yet checked."""
-
 
 @dataclass(frozen=True)
 class MetricDifference:
@@ -93,16 +90,12 @@ def compare(a: str, b: str, runs_dir: Path | str = "runs") -> ComparisonResult:
     Raises:
         UserError: there is no such evaluation, or the two share no problem.
     """
-    path_a, path_b = find_record(a, Path(runs_dir)), find_record(b, Path(runs_dir))
+    path_a, path_b = _find_record(a, Path(runs_dir)), _find_record(b, Path(runs_dir))
     return ComparisonResult(path_a, path_b, compare_records(read_record(path_a), read_record(path_b)))
 
 
-def find_record(text: str, runs_dir: Path) -> Path:
-    """Return the record that `text` names: an evaluation, a JSON file, or RUN or RUN@STEP as evaluated in training.
-
-    Raises:
-        UserError: there is none.
-    """
+def _find_record(text: str, runs_dir: Path) -> Path:
+    """Return the record that `text` names: an evaluation, a JSON file, or RUN or RUN@STEP as evaluated in training."""
     folder = find_folder(text, runs_dir, RECORD_FILE)
     if folder is not None:
         return folder / RECORD_FILE
@@ -110,25 +103,18 @@ def find_record(text: str, runs_dir: Path) -> Path:
         return user_path(text)
     match = find_run(text, runs_dir)
     if match is None:
-        names = sorted(
-            [*folders_containing(runs_dir, RECORD_FILE), *folders_containing(runs_dir, "config.yaml")]
-        )
+        names = {name for file in (RECORD_FILE, "config.yaml") for name in folders_containing(runs_dir, file)}
         raise UserError(
-            f"no evaluation {text[:200]!r} in {runs_dir}{nearest(text, names)}; give an evaluation's name, folder or "
-            f"{RECORD_FILE}, or RUN@STEP"
+            f"no evaluation {text[:200]!r} in {runs_dir}{nearest(text, sorted(names))}; give an evaluation's name, "
+            f"folder or {RECORD_FILE}, or RUN@STEP"
         )
     run, step = match
-    steps: dict[int, Path] = {
-        number: path
-        for path in sorted((run.path / "evals").glob("step-*.json"))
-        if (number := step_of(path)) is not None
-    }
-    if not steps:
-        raise UserError(f"{text}: the run in {run.path} was not evaluated in training")
-    step = max(steps) if step is None else step
-    if step not in steps:
-        raise UserError(f"{text}: not evaluated at that step; evaluated at: {', '.join(map(str, steps))}")
-    return steps[step]
+    records = {step_of(path): path for path in sorted((run.path / "evals").glob("step-*.json"))}
+    steps = [number for number in records if number is not None]
+    if not steps or step not in (None, *steps):
+        evaluated = f"evaluated at: {', '.join(map(str, steps))}" if steps else "not evaluated in training"
+        raise UserError(f"{text}: the run in {run.path} has no evaluation of that step; {evaluated}")
+    return records[max(steps) if step is None else step]
 
 
 def compare_records(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Comparison]:
@@ -140,91 +126,71 @@ def compare_records(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Com
     Raises:
         UserError: the records share no set, or no problem of a set, or a shared set has missing or invalid metrics.
     """
-    sets_a, sets_b = _sets(a, "A"), _sets(b, "B")
+    sets_a, sets_b = a["sets"], b["sets"]
     labels = [label for label in sets_a if label in sets_b]
     if not labels:
-        raise UserError(
-            f"nothing to compare: A has {', '.join(sets_a) or 'no sets'}, B has {', '.join(sets_b) or 'no sets'}"
-        )
-    return {
-        label: _compare_sets(
-            label, _problems(sets_a[label], label, "A"), _problems(sets_b[label], label, "B")
-        )
-        for label in labels
-    }
+        in_a, in_b = (", ".join(sets) or "no sets" for sets in (sets_a, sets_b))
+        raise UserError(f"nothing to compare: A has {in_a}, B has {in_b}")
+    return {label: _compare_sets(label, sets_a[label], sets_b[label]) for label in labels}
 
 
-def _compare_sets(label: str, a: _Problems, b: _Problems) -> Comparison:
-    """Return the comparison of one set."""
+def _compare_sets(label: str, scores_a: Any, scores_b: Any) -> Comparison:
+    a, b = _by_problem(scores_a, label, "A"), _by_problem(scores_b, label, "B")
     ids = [id_ for id_ in a if id_ in b]
     if not ids:
         raise UserError(f"nothing to compare: A and B share no problem of '{label}'")
     names = [MEAN, *(name for name in a[ids[0]] if name in b[ids[0]] and name.startswith(_COMPARED))]
-    values_a = {name: [_number(a, id_, name, label, "A") for id_ in ids] for name in names}
-    values_b = {name: [_number(b, id_, name, label, "B") for id_ in ids] for name in names}
-    changes_FP = [[y - x for x, y in zip(values_a[name], values_b[name], strict=True)] for name in names]
-    metrics = {
-        name: MetricDifference(
-            a=sum(values_a[name]) / len(ids), b=sum(values_b[name]) / len(ids), change=change
-        )
-        for name, change in zip(names, mean_intervals(changes_FP), strict=True)
-    }
-    pairs = list(zip(ids, values_a[MEAN], values_b[MEAN], strict=True))
-    wins, losses = sum(y > x for _, x, y in pairs), sum(y < x for _, x, y in pairs)
-    changed = sorted(
-        ((id_, x, y) for id_, x, y in pairs if x != y), key=lambda change: -abs(change[2] - change[1])
+    values_a = [
+        [_number(a[id_], name, f"problem {id_!r:.80} of '{label}' in A") for id_ in ids] for name in names
+    ]
+    values_b = [
+        [_number(b[id_], name, f"problem {id_!r:.80} of '{label}' in B") for id_ in ids] for name in names
+    ]
+    changes = mean_intervals(
+        [[y - x for x, y in zip(*pair, strict=True)] for pair in zip(values_a, values_b, strict=True)]
     )
+    shares = list(zip(ids, values_a[0], values_b[0], strict=True))
+    changed = [(id_, x, y) for id_, x, y in shares if x != y]
+    wins = sum(y > x for _, x, y in changed)
     return Comparison(
         shared=len(ids),
         only_a=len(a) - len(ids),
         only_b=len(b) - len(ids),
-        metrics=metrics,
+        metrics={
+            name: MetricDifference(sum(x) / len(ids), sum(y) / len(ids), change)
+            for name, x, y, change in zip(names, values_a, values_b, changes, strict=True)
+        },
         wins=wins,
-        losses=losses,
-        ties=len(ids) - wins - losses,
-        sign_test_p=sign_test(wins, losses),
-        changed_problems=changed,
+        losses=len(changed) - wins,
+        ties=len(ids) - len(changed),
+        sign_test_p=sign_test(wins, len(changed) - wins),
+        changed_problems=sorted(changed, key=lambda change: -abs(change[2] - change[1])),
     )
 
 
-def _sets(record: Mapping[str, Any], which: str) -> Mapping[str, Any]:
-    """Return the evaluation sets of a record. Raise UserError if it has none."""
-    sets = record.get("sets")
-    if not isinstance(sets, Mapping):
-        raise UserError(f"{which} contains no evaluation sets; is it an eval.json?")
-    return sets
-
-
-def _problems(scores: Any, label: str, which: str) -> _Problems:
-    """Return the metrics of a set by problem id and name, mean@n under `MEAN`.
-
-    Raises:
-        UserError: the record has no metrics by problem.
-    """
-    if isinstance(scores, Mapping) and "by_problem" not in scores:
-        raise UserError(f"{which} has no metrics of '{label}' yet: its evaluation is not finished")
-    by_problem = scores["by_problem"] if isinstance(scores, Mapping) else None
+def _by_problem(scores: Any, label: str, which: str) -> dict[str, dict[str, Any]]:
+    """Return the metrics of a set by problem id and name, not yet checked, mean@n under `MEAN`."""
+    by_problem = scores.get("by_problem") if isinstance(scores, Mapping) else None
     if not isinstance(by_problem, Mapping) or not all(
-        isinstance(values, Mapping) for values in by_problem.values()
+        isinstance(row, Mapping) for row in by_problem.values()
     ):
-        raise UserError(f"{which} contains no metrics by problem for '{label}'; is it an eval.json?")
+        raise UserError(
+            f"{which} has no metrics by problem of '{label}'; an evaluation has them in its eval.json once it is "
+            "finished"
+        )
     return {
-        id_: {MEAN if name.startswith("mean_at_") else name: value for name, value in values.items()}
-        for id_, values in by_problem.items()
+        id_: {MEAN if name.startswith("mean_at_") else name: value for name, value in row.items()}
+        for id_, row in by_problem.items()
     }
 
 
-def _number(problems: _Problems, id_: str, name: str, label: str, which: str) -> float:
+def _number(row: Mapping[str, Any], name: str, where: str) -> float:
     """Return a metric of a problem. Raise UserError if it is missing, null or not a finite number."""
-    value = problems[id_].get(name)
+    value = row.get(name)
     # The limit excludes NaN, infinity, and integers that a float cannot hold.
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
         return float(value)
     raise UserError(
-        f"{which} contains {_quote(value)} as '{name}' of problem {id_!r:.80} of '{label}'; if it is the record of an "
-        "evaluation, bandpo eval --resume NAME computes its metrics again"
+        f"{where}: '{name}' is {value!r:.40} and not a number; if it is the record of an evaluation, bandpo eval "
+        "--resume NAME computes its metrics again"
     )
-
-
-def _quote(value: object) -> str:
-    return "no number" if value is None else f"{value!r:.40}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -27,7 +27,7 @@ from bandpo_cli.experiments.preflight import (
 )
 from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.registries import DATASETS, generated_tasks, split_member
-from bandpo_cli.storage.eval_folder import SAMPLES_FILE
+from bandpo_cli.storage.eval_folder import SAMPLES_FILE, EvalFolder
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import RunFolder, timestamped
 from bandpo_cli.tasks.completions import StoredProblem, read_completions
@@ -40,6 +40,7 @@ DEFAULT_K = (4, 16, 64, 256)
 _MAX_K = 10**6
 _MAX_STEM_CHARS = 100
 """Largest length of the part of an evaluation's name that says what was evaluated."""
+_USED_SECTIONS = {"seed", "model", "task", "sampling", "grading", "evaluation", "tracking"}
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,14 @@ class SamplesFile:
     digest: str
     grader: str | None
     sets: dict[str, list[StoredProblem]]
+
+    @property
+    def stem(self) -> str:
+        """The part of an evaluation's name that names the file, or the evaluation or run that wrote it."""
+        path = self.path.absolute()
+        if path.name == SAMPLES_FILE:
+            return path.parent.name.removeprefix("eval-")
+        return f"{path.parent.parent.name}-{path.stem}" if path.parent.name == "samples" else path.stem
 
 
 @dataclass(frozen=True)
@@ -76,32 +85,28 @@ class EvalRequest:
     def default_name(self) -> str:
         """Return the name of an evaluation to which the user gives none: what is evaluated, and the time."""
         if isinstance(self.source, SamplesFile):
-            stem = f"eval-{_samples_name(self.source.path)}"[:_MAX_STEM_CHARS] + "-rescored"
+            what, end = self.source.stem, "-rescored"
         else:
             model, task = self.source
-            stem = f"eval-{model.stem}-{'+'.join(task.heldout_sets())}"[:_MAX_STEM_CHARS]
-            stem += f"-n{self.config.evaluation.samples}-s{self.config.seed}"
+            what = f"{model.stem}-{'+'.join(task.heldout_sets())}"
+            end = f"-n{self.config.evaluation.samples}-s{self.config.seed}"
         # A folder's name cannot have all characters.
-        return timestamped(re.sub(r"[^A-Za-z0-9_.+=,@-]+", "-", stem))
+        return timestamped(re.sub(r"[^A-Za-z0-9_.+=,@-]+", "-", f"eval-{what}"[:_MAX_STEM_CHARS] + end))
 
     def as_json(self) -> dict[str, Any]:
         """Return what a later call needs to resume the same evaluation."""
-        sections = ("seed", "model", "task", "sampling", "grading", "evaluation", "tracking")
-        dump = self.config.model_dump(mode="json")
-        for source in (*dump["task"].get("train", ()), *dump["task"].get("heldout", ())):
+        config = self.config.model_dump(mode="json", include=_USED_SECTIONS)
+        for source in (*config["task"].get("train", ()), *config["task"].get("heldout", ())):
             source["path"] = _absolute_path(source["path"])
-        common = {"config": {name: dump[name] for name in sections}, "legacy_best_at_k": self.legacy}
+        model = samples = None
         if isinstance(self.source, SamplesFile):
-            samples = {
-                "path": str(self.source.path.absolute()),
-                "sha256": self.source.digest,
-                "grader": self.source.grader,
-            }
-            return {"model": None, "samples": samples, **common}
-        ref, _ = self.source
-        run = None if ref.run is None else str(ref.run.path.absolute())
-        model = {"path": _absolute_path(ref.path), "run": run, "step": ref.step}
-        return {"model": model, "samples": None, **common}
+            file = self.source
+            samples = {"path": str(file.path.absolute()), "sha256": file.digest, "grader": file.grader}
+        else:
+            ref, _ = self.source
+            run = None if ref.run is None else str(ref.run.path.absolute())
+            model = {"path": _absolute_path(ref.path), "run": run, "step": ref.step}
+        return {"model": model, "samples": samples, "config": config, "legacy_best_at_k": self.legacy}
 
 
 def _absolute_path(path: str | None) -> str | None:
@@ -160,7 +165,7 @@ def plan_evaluation(
         UserError: there is no such model, task or file, or a setting cannot be used.
     """
     flags = {
-        "evaluation": samples_layer(options.get("n"), options.get("k")) or None,
+        "evaluation": _counts_layer(options.get("n"), options.get("k")) or None,
         "evaluation.temperature": options.get("temperature"),
         "evaluation.problems": options.get("limit"),
         "sampling.max_tokens": options.get("max_tokens"),
@@ -170,81 +175,62 @@ def plan_evaluation(
     given = nest({key: value for key, value in flags.items() if value is not None})
     layers = [*base, given, *options.get("settings", ())]
     samples, grader = options.get("samples"), options.get("grader")
-    legacy = options.get("legacy_best_at_k", False)
+    config: RunConfig
+    source: tuple[ModelRef, Task] | SamplesFile
     if samples is not None:
-        request = samples_request(user_path(str(samples)), grader, layers, legacy)
+        config, source = _samples_source(user_path(str(samples)), grader, layers)
     else:
-        grader_layer = [] if grader is None else [{"task": {"grader": grader, "rewards": None}}]
-        request = model_request(model, tasks, Path(runs_dir), [*layers, *grader_layer], legacy)
-    if not request.config.evaluation.k:
+        layers += [] if grader is None else [{"task": {"grader": grader, "rewards": None}}]
+        config, source = _model_source(model, tasks, Path(runs_dir), layers)
+    if not config.evaluation.k:
         raise UserError("evaluation.k: give at least one k")
-    return request
+    return EvalRequest(config, source, options.get("legacy_best_at_k", False))
 
 
-def model_request(
-    model: str, tasks: Sequence[str], runs_dir: Path, layers: Sequence[Layer], legacy: bool
-) -> EvalRequest:
-    """Return the request that evaluates a model.
-
-    Args:
-        tasks: values of `--task`; none for the run's own tasks, or the default of the settings.
-        layers: settings that replace the run's own.
-
-    Raises:
-        UserError: the model, a task or a setting is not valid.
-    """
+def _model_source(
+    model: str, tasks: Sequence[str], runs_dir: Path, layers: Sequence[Layer]
+) -> tuple[RunConfig, tuple[ModelRef, Task]]:
+    """Return the settings and the problems with which a model is evaluated: those of its run, then `layers`."""
     ref = resolve_model(model, runs_dir)
     base = [] if ref.run is None else [read_layer(ref.run.path / "config.yaml")]
-    own = resolve(base) if base else None
+    task_layer = _task_layer(tasks, resolve(base) if base else None)
     # Adapters are merged into the weights when a model is loaded.
-    model_layer = {"model": {"path": ref.path, "lora": None}}
-    config = resolve([*base, eval_task_layer(tasks, own), *layers, model_layer])
+    config = resolve([*base, task_layer, *layers, {"model": {"path": ref.path, "lora": None}}])
     check_engine(config.sampling.engine, config.model.device)
     check_embedded_task(config, f"--task {' '.join(tasks) or config.task.name}")
     task = build_task(config.task)
     check_graders(problem for problems in task.heldout_sets().values() for problem in problems)
-    return EvalRequest(config, (ref, task), legacy)
+    return config, (ref, task)
 
 
-def samples_request(path: Path, grader: str | None, layers: Sequence[Layer], legacy: bool) -> EvalRequest:
-    """Return the request that scores stored completions.
-
-    Raises:
-        UserError: the file cannot be read, or has no completions.
-    """
+def _samples_source(path: Path, grader: str | None, layers: Sequence[Layer]) -> tuple[RunConfig, SamplesFile]:
+    """Return the settings with which stored completions are scored, and the completions."""
     sets = read_completions(path, grader)
     check_graders(stored.problem for stored_P in sets.values() for stored in stored_P)
     fewest = min(len(stored.completions_G) for stored_P in sets.values() for stored in stored_P)
-    layers = [{"evaluation": samples_layer(fewest, None)}, *layers]
+
+    def config_of(samples: int) -> RunConfig:
+        evaluation = {"samples": samples, "temperature": 1.0}
+        return resolve([{"evaluation": _counts_layer(fewest, None)}, *layers, {"evaluation": evaluation}])
+
     # Settings of sampling are not used here, and must not forbid a k.
-    k = _resolve_for(layers, max(fewest, _MAX_K)).evaluation.k
-    if max(k, default=1) > fewest:
+    most = max(config_of(max(fewest, _MAX_K)).evaluation.k, default=1)
+    if most > fewest:
         raise ConfigError(
-            f"--k {max(k)}: {path} has a problem with only {fewest} completions; ask for k of at most {fewest}"
+            f"--k {most}: {path} has a problem with only {fewest} completions; ask for k of at most {fewest}"
         )
-    return EvalRequest(
-        _resolve_for(layers, fewest), SamplesFile(path, file_digest(path), grader, sets), legacy
-    )
+    return config_of(fewest), SamplesFile(path, file_digest(path), grader, sets)
 
 
-def _resolve_for(layers: Sequence[Layer], samples: int) -> RunConfig:
-    return resolve([*layers, {"evaluation": {"samples": samples, "temperature": 1.0}}])
-
-
-def samples_layer(n: int | None, k: Sequence[int] | None) -> dict[str, Any]:
-    """Return the settings of `--n` and `--k`; without k it is the values of `DEFAULT_K` below n, and n itself.
-
-    Raises:
-        ConfigError: a k is greater than n.
-    """
-    layer: dict[str, Any] = {} if n is None else {"samples": n}
+def _counts_layer(n: int | None, k: Sequence[int] | None) -> dict[str, Any]:
+    """Return the settings of `--n` and `--k`; without k it is the values of `DEFAULT_K` below n, and n itself."""
     if n is not None and k and max(k) > n:
         raise ConfigError(
             f"--k {max(k)}: needs as many completions; make it --n {max(k)}, or --k of at most {n}"
         )
-    if k is None and n is not None:
+    if n is not None and k is None:
         k = sorted({*(value for value in DEFAULT_K if value < n), n})
-    return layer if k is None else {**layer, "k": list(k)}
+    return {**({} if n is None else {"samples": n}), **({} if k is None else {"k": list(k)})}
 
 
 def read_k(text: str) -> list[int]:
@@ -257,43 +243,34 @@ def read_k(text: str) -> list[int]:
     return sorted({int(part) for part in parts})
 
 
-def _samples_name(path: Path) -> str:
-    """Return a name for a samples file; a file written by this package is named by its evaluation or run."""
-    path = path.absolute()
-    if path.name == SAMPLES_FILE:
-        return path.parent.name.removeprefix("eval-")
-    return f"{path.parent.parent.name}-{path.stem}" if path.parent.name == "samples" else path.stem
+def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) -> EvalRequest:
+    """Return the request that the evaluation in `folder` was made from, with other settings of `tracking` only.
 
-
-def request_from_record(
-    record: Mapping[str, Any], folder: Path, tracking: Layer, complete: bool
-) -> EvalRequest:
-    """Return the request that the `eval.json` of `folder` was made from, with other settings of `tracking` only.
-
-    Args:
-        complete: all completions are stored, so that neither the model nor the samples file is needed.
+    One that has all its completions needs neither its model nor its samples file.
 
     Raises:
-        UserError: the record is damaged, or its model or samples have changed or are missing.
+        UserError: the record is damaged, or the model or the samples have changed or are missing.
     """
+    record, complete = folder.read_record(), folder.samples_path.exists()
     try:
         samples, model, legacy = record["samples"], record["model"], bool(record["legacy_best_at_k"])
-        stored = without_secret(record["config"])
+        layers = [without_secret(record["config"]), {"tracking": tracking or {}}]
         if samples is not None:
             path, digest, grader = Path(samples["path"]), samples["sha256"], samples["grader"]
-            config = resolve([stored, {"tracking": tracking}])
         else:
             run = None if model["run"] is None else RunFolder(Path(model["run"]))
             ref = ModelRef(str(model["path"]), run, model["step"])
-            config = resolve([stored, {"tracking": tracking, "model": {"path": ref.path}}])
+            layers.append({"model": {"path": ref.path}})
+        config = resolve(layers)
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(
-            f"--resume {folder}: eval.json does not have the data for a resume ({error})"
+            f"--resume {folder.path}: eval.json does not have the data for a resume ({error})"
         ) from None
     if samples is not None:
         if not complete and (not path_exists(path) or file_digest(path) != digest):
             raise UserError(
-                f"--resume {folder}: {path} was changed or deleted since the evaluation started; start a new evaluation"
+                f"--resume {folder.path}: {path} was changed or deleted since the evaluation started; start a new "
+                "evaluation"
             )
         sets = {} if complete else read_completions(path, grader)
         return EvalRequest(config, SamplesFile(path, digest, grader, sets), legacy)
@@ -304,50 +281,45 @@ def request_from_record(
     return EvalRequest(config, (ref, build_task(config.task)), legacy)
 
 
-def eval_task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:
-    """Return the settings of the tasks in `--task`; the run's own template, system message and grader stay.
-
-    Raises:
-        ConfigError: there is no such task or file, or a generated task is asked for with others.
-    """
+def _task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:
+    """Return the settings of the tasks in `--task`; the run's own template, system message and grader stay."""
     if not tasks:
         return {}
-    problems = {"evaluation": {"problems": None}}
+    task: dict[str, Any]
     generated = [text for text in tasks if text in generated_tasks() or split_member(text)]
     if generated:
         if len(generated) < len(tasks):
             raise ConfigError(f"--task {generated[0]}: evaluate it without other tasks")
-        return problems | {"task": task_from_arguments(tasks)}
-    task: dict[str, Any] = {"name": "data", "heldout": _sources(tasks)}
-    if own is not None and isinstance(own.task, DataTask):
-        task |= {"template": own.task.template, "system": own.task.system, "grader": own.task.answer_grader}
-    return problems | {"task": task}
+        task = task_from_arguments(tasks)
+    else:
+        task = {"name": "data", "heldout": _sources(tasks)}
+        if own is not None and isinstance(own.task, DataTask):
+            task |= own.task.model_dump(include={"template", "system"}) | {"grader": own.task.answer_grader}
+    return {"evaluation": {"problems": None}, "task": task}
 
 
 def _sources(tasks: Sequence[str]) -> list[Any]:
     """Return the setting `task.heldout` for names of data sets and files, each file with a unique label."""
     files = [name for name in tasks if name not in DATASETS]
     for name in files:
-        if name and path_exists(user_path(name)):
-            continue
-        if Path(name).suffix.lower() in FILE_SUFFIXES:
-            raise ConfigError(f"--task {name[:200]}: no such file")
-        known = [*generated_tasks(), *DATASETS]
-        raise ConfigError(
-            f"--task {name[:200]}: no such task or file{nearest(name, known)}; known: {', '.join(known)}, or a "
-            f"{', '.join(FILE_SUFFIXES)} file"
-        )
+        if not name or not path_exists(user_path(name)):
+            known = [*generated_tasks(), *DATASETS]
+            raise ConfigError(
+                f"--task {name[:200]}: no such task or file{nearest(name, known)}; known: {', '.join(known)}, or a "
+                f"{', '.join(FILE_SUFFIXES)} file"
+            )
     labels = Counter(map(_label_of, files))
     sources: list[Any] = []
     for name in tasks:
         if name in DATASETS:
             data = DATASETS[name]
             sources += data.evaluation if data.eval_split is None else [name]
-        elif labels[_label_of(name)] == 1:
-            sources.append({"path": name, "label": _label_of(name)})
-        else:  # a/test.jsonl and b/test.jsonl are a-test and b-test
+            continue
+        label = _label_of(name)
+        if labels[label] > 1:  # a/test.jsonl and b/test.jsonl are a-test and b-test
             path = user_path(name).absolute()
-            sources.append({"path": name, "label": _label_of(f"{path.parent.name}-{path.name}")})
+            label = _label_of(f"{path.parent.name}-{path.name}")
+        sources.append({"path": name, "label": label})
     return sources
 
 

@@ -8,42 +8,46 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
 
+from bandpo_cli.config.hardware import use_expandable_segments
 from bandpo_cli.config.layers import Layer
-from bandpo_cli.errors import UserError, redact_credentials, warn_on_failure
-from bandpo_cli.experiments.callbacks import Dispatcher
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import UserError, closed_at_end, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.eval_request import (
     EvalOptions,
     EvalRequest,
     SamplesFile,
     plan_evaluation,
-    request_from_record,
+    plan_evaluation_resume,
 )
-from bandpo_cli.experiments.eval_source import CompletionSource, open_completion_source
-from bandpo_cli.experiments.preflight import choose_run_name
-from bandpo_cli.experiments.rank_group import connected_ranks
-from bandpo_cli.grading.pool import failure_warnings
+from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors
+from bandpo_cli.experiments.preflight import ModelRef, choose_run_name
+from bandpo_cli.experiments.rank_group import Dispatcher, connected_ranks
+from bandpo_cli.grading.pool import GraderPool, failure_warnings
 from bandpo_cli.grading.rewards import check_not_all_failed
+from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.eval_folder import EvalFolder, PartKey
 from bandpo_cli.storage.files import write_json
 from bandpo_cli.storage.tables import EvalRow, read_eval_table
+from bandpo_cli.tasks.questions import text_hash
+from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.mirror import run_tags
 from bandpo_cli.tracking.store import short_error, tracking_store, ui_text
 from bandpo_cli.types import GRADER_ERROR, Callback, status_of
 
 if TYPE_CHECKING:
+    from bandpo_cli.evaluation.batches import Batch
     from bandpo_cli.evaluation.scores import Scores
 
-Rows = dict[str, list[EvalRow]]
-"""All completions by evaluation set."""
 Parts = dict[PartKey, list[EvalRow]]
 """Stored completions of an evaluation that is not complete."""
 
@@ -57,7 +61,6 @@ class EvalInfo:
     Attributes:
         request: what is evaluated.
         folder: the evaluation's folder.
-        sets: number of problems by evaluation set.
         completions: number of completions of the complete evaluation.
         stored: number of completions that an interrupted evaluation has left.
         rescored: all completions were stored, and are only scored again.
@@ -66,11 +69,10 @@ class EvalInfo:
 
     request: EvalRequest
     folder: Path
-    sets: Mapping[str, int]
     completions: int
     stored: int
     rescored: bool
-    notes: tuple[str, ...]
+    notes: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,37 @@ class EvalResult:
 
 EvalCallback = Callback[EvalInfo, EvalProgress, EvalResult]
 """A callback of `evaluate` and `resume_evaluation`."""
-EvalEvents = Dispatcher[EvalInfo, EvalProgress, EvalResult]
+_Events = Dispatcher[EvalInfo, EvalProgress, EvalResult]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A source of graded completions.
+
+    Attributes:
+        config: the settings of the evaluation, with the dtype that `auto` is on this machine.
+        ids: the problems of each set, by label.
+        completions: number of completions of all sets.
+        batches: samples or reads, and grades, the completions that are not stored yet. With several ranks, all of them
+            iterate together, and each gets all completions.
+        grader: the graders of this rank.
+        notes: remarks of loading, one line each.
+        sampler: description of the sampling engine, for env.json; None where the completions are read.
+    """
+
+    config: RunConfig
+    ids: Mapping[str, Sequence[str]]
+    completions: int
+    batches: Callable[[set[PartKey]], Iterator[Batch]]
+    grader: GraderPool
+    notes: Sequence[str] = ()
+    sampler: Mapping[str, str] | None = None
+
+    def planned(self) -> dict[str, Any]:
+        """Return the entry of the sets in a record without metrics; a resume compares the problems with it."""
+        return {
+            label: {"problems": len(ids), "ids": text_hash("\n".join(ids))} for label, ids in self.ids.items()
+        }
 
 
 def evaluate(
@@ -139,14 +171,7 @@ def evaluate(
     request = model
     if not isinstance(request, EvalRequest):
         request = plan_evaluation(request, tasks, runs_dir=runs_dir, **options)
-    name = choose_run_name(runs_dir, name, request.default_name())
-
-    def create_folder(source: CompletionSource) -> tuple[EvalFolder, Parts]:
-        folder = EvalFolder.create(runs_dir, name)
-        write_json(folder.path / "env.json", describe_environment(sampler=source.sampler))
-        return folder, {}
-
-    return _run(request, runs_dir, callbacks, create_folder)
+    return _run(request, runs_dir, callbacks, choose_run_name(runs_dir, name, request.default_name()))
 
 
 def resume_evaluation(
@@ -169,129 +194,142 @@ def resume_evaluation(
         UserError: there is no such evaluation, or its model or data have changed.
         RunError: as `evaluate`.
     """
-    runs_dir = Path(runs_dir)
-    folder = EvalFolder.open(runs_dir, name)
-    before = folder.read_record()
+    folder = EvalFolder.open(Path(runs_dir), name)
     request = request or plan_evaluation_resume(folder, tracking)
-
-    def read_parts(source: CompletionSource) -> tuple[EvalFolder, Parts]:
-        """Return the stored completions; of those that are all grader errors the grader failed: grade them again."""
-        stored = folder.read_parts().items()
-        failed = GRADER_ERROR.verdict
-        parts = {key: rows for key, rows in stored if any(row["verdict"] != failed for row in rows)}
-        if parts and before["sets"] != source.planned():
-            raise UserError(
-                f"--resume {folder.name}: its completions are of other problems than its tasks have now; start a new "
-                "evaluation"
-            )
-        return folder, parts
-
-    complete = folder if folder.samples_path.exists() else None
-    return _run(request, runs_dir, callbacks, read_parts, complete)
-
-
-def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) -> EvalRequest:
-    """Return the request that the evaluation in `folder` was made from, with other settings of `tracking` only.
-
-    Raises:
-        UserError: the record is damaged, or the model or data have changed.
-    """
-    complete = folder.samples_path.exists()
-    return request_from_record(folder.read_record(), folder.path, tracking or {}, complete)
+    return _run(request, Path(runs_dir), callbacks, folder)
 
 
 def _run(
-    request: EvalRequest,
-    runs_dir: Path,
-    callbacks: Sequence[EvalCallback],
-    open_folder: Callable[[CompletionSource], tuple[EvalFolder, Parts]],
-    complete: EvalFolder | None = None,
+    request: EvalRequest, runs_dir: Path, callbacks: Sequence[EvalCallback], target: EvalFolder | str
 ) -> EvalResult:
     """Evaluate with the ranks that torchrun has started, call `end` of the callbacks, and send the metrics to MLflow.
 
     Args:
-        open_folder: returns the folder and what it has stored; called on rank 0.
-        complete: the folder of an evaluation that has all its completions, which rank 0 scores again.
+        target: the folder of an evaluation that is resumed, or the name of a new one.
     """
+    result = None
     with ExitStack() as stack:
         ranks = stack.enter_context(connected_ranks(request.config))
         events = Dispatcher(callbacks if ranks.is_main else ())
-        result = None
-        if complete is not None:
+        if isinstance(target, EvalFolder) and target.samples_path.exists():
             if ranks.is_main:
-                result = _rescore(request, complete, events)
+                result = _rescore(request, target, events)
         else:
-            source = open_completion_source(request, ranks, events.phase, stack)
+            source = _open_source(request, ranks, events.phase, stack)
             request = replace(request, config=source.config)
             opened: list[tuple[EvalFolder, Parts]] = []
 
             def stored() -> set[PartKey]:
-                opened.append(open_folder(source))
+                opened.append(_open_folder(target, runs_dir, source))
                 return set(opened[0][1])
 
             keys = ranks.on_main(stored)
             if ranks.is_main:
-                result = _evaluate(request, source, *opened[0], events)
+                result = _sample(request, source, *opened[0], events, ranks)
             else:  # sample and grade the share of this rank, which stores nothing
                 for _ in source.batches(keys):
                     pass
+                ranks.gather(source.grader.uses())
         result = ranks.gather(result)[0]
         assert result is not None
-    if not ranks.is_main:
-        return result
-    events.end(result)
-    if not request.config.tracking.mlflow:
-        return result
-    # After the callbacks: a slow server does not delay the result.
-    return replace(
-        result, mlflow=_send_to_mlflow(request, EvalFolder(result.folder), result.record, runs_dir)
-    )
+    if ranks.is_main:
+        events.end(result)
+        if request.config.tracking.mlflow:  # after the callbacks: a slow server does not delay the result
+            return replace(result, mlflow=_send_to_mlflow(request, result, runs_dir))
+    return result
 
 
-def _evaluate(
-    request: EvalRequest, source: CompletionSource, folder: EvalFolder, parts: Parts, events: EvalEvents
+def _open_folder(target: EvalFolder | str, runs_dir: Path, source: _Source) -> tuple[EvalFolder, Parts]:
+    """Create or open the folder, and return it with the stored completions that are not graded again."""
+    if isinstance(target, str):
+        folder = EvalFolder.create(runs_dir, target)
+        write_json(folder.path / "env.json", describe_environment(sampler=source.sampler))
+        return folder, {}
+    stored, failed = target.read_parts().items(), GRADER_ERROR.verdict
+    parts = {key: rows for key, rows in stored if any(row["verdict"] != failed for row in rows)}
+    if parts and target.read_record()["sets"] != source.planned():
+        raise UserError(
+            f"--resume {target.name}: its completions are of other problems than its tasks have now; start a new "
+            "evaluation"
+        )
+    return target, parts
+
+
+def _sample(
+    request: EvalRequest,
+    source: _Source,
+    folder: EvalFolder,
+    parts: Parts,
+    events: _Events,
+    ranks: Ranks,
 ) -> EvalResult:
-    """Collect and score all completions; the record has the status while this runs and when it ends early."""
-    sets = source.planned()
-    folder.write_record({**_record_head(request, folder, "running"), "sets": sets})
-    counts = {label: len(ids) for label, ids in source.ids.items()}
+    """Get and score all completions; the record has the status while this runs and when it ends early."""
+    head = {**request.as_json(), "sets": source.planned()}
+    folder.write_record({"name": folder.name, "status": "running", **head})
     stored = sum(map(len, parts.values()))
-    info = EvalInfo(request, folder.path, counts, source.completions, stored, False, source.notes)
+    info = EvalInfo(request, folder.path, source.completions, stored, False, source.notes)
+    return _score(info, lambda: _collect(source, folder, parts, events, ranks), events, head)
+
+
+def _rescore(request: EvalRequest, folder: EvalFolder, events: _Events) -> EvalResult:
+    """Score the stored completions of a complete evaluation."""
+    folder.drop_parts()  # a kill between the table and this call leaves them
+    rows = read_eval_table(folder.samples_path)
+    if not rows:
+        raise UserError(f"{folder.samples_path}: holds no completions; remove it to sample them again")
+    return _score(EvalInfo(request, folder.path, len(rows), len(rows), True, ()), lambda: rows, events)
+
+
+def _score(
+    info: EvalInfo,
+    get_completions: Callable[[], Sequence[EvalRow]],
+    events: _Events,
+    unfinished: Mapping[str, Any] | None = None,
+) -> EvalResult:
+    """Score every completion, and write eval.json and the histogram.
+
+    Args:
+        unfinished: the record of an evaluation that ends early, without its name and status; None to keep the file.
+    """
+    folder, request = EvalFolder(info.folder), info.request
     try:
         events.start(info)
-        return _score(request, folder, _collect_completions(source, folder, parts, events), events)
+        completions = get_completions()
+        from bandpo_cli.evaluation.scores import metric_record, score
+        from bandpo_cli.reports.run_plots import plot_success_histogram
+
+        events.phase("score")
+        rows: dict[str, list[EvalRow]] = {}
+        for row in completions:
+            rows.setdefault(row["task"], []).append(row)
+        scores = {
+            label: score(label, rows_N, request.config.evaluation.k, request.legacy)
+            for label, rows_N in rows.items()
+        }
+        record = {
+            "name": folder.name,
+            "status": "finished",
+            **request.as_json(),
+            "metrics": metric_record(scores, with_intervals=True),
+            "sets": {label: set_scores.as_json() for label, set_scores in scores.items()},
+        }
+        folder.write_record(record)
+        plot_success_histogram(folder.path)
+        return EvalResult(folder.path, record, scores)
     except BaseException as error:
         status = "interrupted" if status_of(error) == "KILLED" else "failed"
-        record = {**_record_head(request, folder, status), "sets": sets}
-        with warn_on_failure("the record of the evaluation cannot be written"):
-            folder.write_record(record)
+        record = {} if unfinished is None else {"name": folder.name, "status": status, **unfinished}
+        if record:
+            with warn_on_failure("the record of the evaluation cannot be written"):
+                folder.write_record(record)
         with warn_on_failure("the end of the evaluation was not reported"):
             events.end(EvalResult(folder.path, record, {}, error=error))
         raise
 
 
-def _rescore(request: EvalRequest, folder: EvalFolder, events: EvalEvents) -> EvalResult:
-    """Score the stored completions of a complete evaluation."""
-    folder.drop_parts()  # a kill between the table and this call leaves them
-    rows: Rows = {}
-    for row in read_eval_table(folder.samples_path):
-        rows.setdefault(row["task"], []).append(row)
-    if not rows:
-        raise UserError(f"{folder.samples_path}: holds no completions; remove it to sample them again")
-    counts = {label: len({row["problem_id"] for row in rows_N}) for label, rows_N in rows.items()}
-    total = sum(map(len, rows.values()))
-    try:
-        events.start(EvalInfo(request, folder.path, counts, total, total, True, ()))
-        return _score(request, folder, rows, events)
-    except BaseException as error:
-        with warn_on_failure("the end of the evaluation was not reported"):
-            events.end(EvalResult(folder.path, {}, {}, error=error))
-        raise
-
-
-def _collect_completions(
-    source: CompletionSource, folder: EvalFolder, parts: Parts, events: EvalEvents
-) -> Rows:
+def _collect(
+    source: _Source, folder: EvalFolder, parts: Parts, events: _Events, ranks: Ranks
+) -> list[EvalRow]:
     """Get every completion that `parts` lacks, storing each batch before the next; return all of them."""
     events.phase("sample")
     imports = Thread(target=_import_scoring, name="scoring imports", daemon=True)
@@ -301,30 +339,20 @@ def _collect_completions(
         parts[batch.key] = batch.rows
         events.step(EvalProgress(batch.label, len(batch.rows)))
     imports.join()
-    labels = [*source.ids]
-    rows: Rows = {label: [] for label in labels}
-    for key in sorted(parts):
-        rows[labels[key.set_index]] += parts[key]
-    completions = [*chain.from_iterable(rows.values())]
-    check_not_all_failed(
-        [row["verdict"] for row in completions],
-        [row["grader"] for row in completions],
-        lambda: {
-            name: use.error
-            for uses in reversed(source.uses())
-            for name, use in uses.items()
-            if use.error is not None
-        },
-    )
-    for line in failure_warnings(source.uses()):
+    completions = [*chain.from_iterable(parts[key] for key in sorted(parts))]
+    uses = ranks.gather(source.grader.uses())
+    errors = {name: use.error for of_rank in reversed(uses) for name, use in of_rank.items() if use.error}
+    verdicts, graders = [row["verdict"] for row in completions], [row["grader"] for row in completions]
+    check_not_all_failed(verdicts, graders, lambda: errors)
+    for line in failure_warnings(uses):
         log.warning("%s", line)
     events.phase("record")
     folder.write_samples(completions)
-    return rows
+    return completions
 
 
 def _import_scoring() -> None:
-    """Import what `_score` and the tables need: a second, in which this process waits for its workers."""
+    """Import what scoring and the tables need: a second, in which this process waits for its workers."""
     import pyarrow.json
     import pyarrow.parquet  # noqa: F401
     import scipy.stats  # noqa: F401
@@ -333,49 +361,21 @@ def _import_scoring() -> None:
     import bandpo_cli.reports.run_plots  # noqa: F401
 
 
-def _score(request: EvalRequest, folder: EvalFolder, rows: Rows, events: EvalEvents) -> EvalResult:
-    """Score every completion, and write eval.json and the histogram."""
-    from bandpo_cli.evaluation.scores import metric_record, score
-    from bandpo_cli.reports.run_plots import plot_success_histogram
-
-    events.phase("score")
-    scores = {
-        label: score(label, rows_N, request.config.evaluation.k, request.legacy)
-        for label, rows_N in rows.items()
-    }
-    record = {
-        **_record_head(request, folder, "finished"),
-        "metrics": metric_record(scores, with_intervals=True),
-        "sets": {label: set_scores.as_json() for label, set_scores in scores.items()},
-    }
-    folder.write_record(record)
-    plot_success_histogram(folder.path)
-    return EvalResult(folder.path, record, scores)
-
-
-def _send_to_mlflow(
-    request: EvalRequest, folder: EvalFolder, record: Mapping[str, Any], runs_dir: Path
-) -> str | None:
+def _send_to_mlflow(request: EvalRequest, result: EvalResult, runs_dir: Path) -> str | None:
     """Send the metrics to MLflow and return where they are; on any error log a warning and return None."""
     from bandpo_cli.tracking.sync import send_evaluation
 
-    model = None if isinstance(request.source, SamplesFile) else request.source[0]
-    run = None if model is None else model.run
-    store = tracking_store(request.config.tracking, runs_dir if run is None else run.path.parent)
+    folder, record = result.folder, result.record
+    model = ModelRef("") if isinstance(request.source, SamplesFile) else request.source[0]
+    run = None if model.run is None else model.run.path
+    store = tracking_store(request.config.tracking, runs_dir if run is None else run.parent)
     config = record["config"]
     made_from = {"model": {**config["model"], **(record["model"] or {})}, "samples": record["samples"]}
+    files = [folder / "eval.json", EvalFolder(folder).samples_path, folder / "plots" / "success.png"]
     try:
-        env = json.loads((folder.path / "env.json").read_text(encoding="utf-8"))
-        place = send_evaluation(
-            store,
-            folder.path,
-            None if run is None else run.path,
-            None if model is None else model.step,
-            record["metrics"],
-            {**config, **made_from},
-            run_tags(env),
-            [folder.path / "eval.json", folder.samples_path, folder.path / "plots" / "success.png"],
-        )
+        tags = run_tags(json.loads((folder / "env.json").read_text(encoding="utf-8")))
+        params = {**config, **made_from}
+        place = send_evaluation(store, folder, run, model.step, record["metrics"], params, tags, files)
     except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the metrics are on the disk
         uri = redact_credentials(store.uri)
         log.warning("MLflow at %s did not accept the metrics (%s)", uri, short_error(error))
@@ -383,5 +383,67 @@ def _send_to_mlflow(
     return f"{ui_text(place, store)}  (run {place.name})"
 
 
-def _record_head(request: EvalRequest, folder: EvalFolder, status: str) -> dict[str, Any]:
-    return {"name": folder.name, "status": status, **request.as_json()}
+def _open_source(
+    request: EvalRequest, ranks: Ranks, on_phase: Callable[[str], None], stack: ExitStack
+) -> _Source:
+    """Load the model, or read the file of completions; `stack` closes what was opened."""
+    if not isinstance(request.source, SamplesFile):
+        return _open_model(request.config, request.source[1], ranks, on_phase, stack)
+    from bandpo_cli.evaluation.batches import regrade_batches
+
+    config, sets = request.config, request.source.sets
+    if ranks.size > 1:
+        raise UserError(
+            f"{request.source.path}: the completions of a file are graded by one process and its workers "
+            "(grading.workers); start it without torchrun and without --nproc"
+        )
+    pool = GraderPool(config.grading)
+    stack.enter_context(closed_at_end("a grader", pool.close))
+    pool.spawn({stored.problem.grader for stored_P in sets.values() for stored in stored_P})
+    return _Source(
+        config,
+        {label: [stored.problem.id for stored in stored_P] for label, stored_P in sets.items()},
+        sum(len(stored.completions_G) for stored_P in sets.values() for stored in stored_P),
+        lambda done: regrade_batches(pool.grade, sets, config.evaluation.batch, done),
+        pool,
+    )
+
+
+def _open_model(
+    config: RunConfig, task: Task, ranks: Ranks, on_phase: Callable[[str], None], stack: ExitStack
+) -> _Source:
+    settings = config.evaluation
+    on_phase("load")
+    use_expandable_segments(config)
+    with out_of_memory_errors(config, training=False):
+        from bandpo_cli.evaluation.evaluate import sample_batches
+        from bandpo_cli.models.load import load_policy, with_resolved_dtype
+        from bandpo_cli.sampling import rollouts
+        from bandpo_cli.sampling.sampler import SamplingParams, build_sampler, check_model, describe_sampler
+
+        check_model(config)
+        config = check_memory(with_resolved_dtype(config), ranks, training=False)
+        policy = load_policy(config.model, for_training=False, ranks=ranks)
+        rollouts.check_context_length(policy, config)
+        encoder = rollouts.PromptEncoder(policy.tokenizer, config.model.prompts)
+        notes: list[str] = []
+        fitting = rollouts.drop_long_prompts_in_sets(encoder, task.heldout_sets(), config, notes)
+        problems = [*chain.from_iterable(fitting.values())]
+        notes += encoder.notes(problems)
+        stop_ids = rollouts.completion_stop_ids(policy, encoder, problems)
+        sampler = build_sampler(config, policy)
+    stack.enter_context(closed_at_end("the sampling engine", sampler.close))
+    pool = GraderPool(config.grading)
+    stack.enter_context(closed_at_end("a grader", pool.close))
+    params = SamplingParams(settings.samples, settings.temperature, config.sampling.max_tokens, stop_ids)
+    sample = partial(
+        sample_batches, sampler, encoder, pool.grade, fitting, params, settings.batch, config.seed
+    )
+
+    def batches(done: set[PartKey]) -> Iterator[Batch]:
+        with out_of_memory_errors(config, training=False):
+            yield from sample(version=0, done=done, cancel=pool.cancel, ranks=ranks)
+
+    ids = {label: [problem.id for problem in problems_P] for label, problems_P in fitting.items()}
+    total = len(problems) * settings.samples
+    return _Source(config, ids, total, batches, pool, notes, describe_sampler(sampler))

@@ -15,14 +15,7 @@ from bandpo_cli.config.hardware import dtype_on, engine_cards
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import resolve_engine
-from bandpo_cli.errors import (
-    EngineMemoryError,
-    RunError,
-    UserError,
-    find_out_of_memory,
-    first_line,
-    is_out_of_memory,
-)
+from bandpo_cli.errors import EngineMemoryError, RunError, UserError, find_out_of_memory, first_line
 from bandpo_cli.rank_process import local_rank_count, rank_count
 from bandpo_cli.ranks import Ranks, ranks_from_environment
 from bandpo_cli.registries import ENGINES
@@ -67,12 +60,13 @@ def memory_report(config: RunConfig, ranks: int = 1, training: bool = True) -> M
             names = ", ".join(f"cuda:{card}" for card in cards)
             engine = Device(f"{gpu.name} ({names})", gpu.total_memory, gpu.total_memory)
     except (RuntimeError, AssertionError, ValueError) as error:
-        if is_out_of_memory(error):
-            raise UserError(
-                f"{name}: the GPU has no memory left; end the other processes on it (nvidia-smi lists them), or choose "
-                "another GPU with CUDA_VISIBLE_DEVICES"
-            ) from None
-        raise UserError(f"{name}: not usable on this machine: {first_line(error)}") from None
+        problem = f"not usable on this machine: {first_line(error)}"
+        if find_out_of_memory(error):
+            problem = (
+                "the GPU has no memory left; end the other processes on it (nvidia-smi lists them), or choose another "
+                "GPU with CUDA_VISIBLE_DEVICES"
+            )
+        raise UserError(f"{name}: {problem}") from None
     return estimate_memory(config, device, ranks, engine, training)
 
 
@@ -85,11 +79,7 @@ def _card(config: RunConfig) -> int:
 
 
 def _engine_cards(config: RunConfig, local_ranks: int) -> list[int]:
-    """Return the GPUs of the engine processes if they are not those of the trainers; else none.
-
-    Args:
-        local_ranks: number of ranks on this machine.
-    """
+    """Return the GPUs of the engine processes if they are not those of the `local_ranks` trainers; else none."""
     if not config.sampling.max_lag:
         return []
     import torch
@@ -115,13 +105,14 @@ def check_memory(
     """
     from bandpo_cli.models.memory import NoEstimateError
 
-    def too_little(estimate: MemoryEstimate) -> str:
-        return f"{describe_memory(estimate)}; {saving_advice(config, estimate, training, changeable)}"
+    def line(estimate: MemoryEstimate) -> str:
+        advice = "" if estimate.fits else f"; {saving_advice(config, estimate, training, changeable)}"
+        return f"{describe_memory(estimate)}{advice}"
 
     def checked() -> MemoryEstimate:
         estimate = memory_report(config, ranks.size, training)
         if estimate.device.on_gpu and not estimate.can_start:
-            raise UserError(too_little(estimate))
+            raise UserError(line(estimate))
         return estimate
 
     try:
@@ -130,10 +121,8 @@ def check_memory(
         log.info("%s", error)
         return config
     estimate = estimates[ranks.rank]
-    if ranks.is_main and not estimate.fits:
-        log.warning("%s", too_little(estimate))
-    elif ranks.is_main and estimate.device.on_gpu:
-        log.info("%s", describe_memory(estimate))
+    if ranks.is_main and (estimate.device.on_gpu or not estimate.fits):
+        log.log(logging.INFO if estimate.fits else logging.WARNING, "%s", line(estimate))
     fractions = [rank.memory_fraction for rank in estimates if rank.memory_fraction is not None]
     return with_memory_fraction(config, min(fractions)) if fractions else config
 
@@ -181,10 +170,10 @@ def saving_advice(
 
     def fits(flags: Mapping[str, str]) -> bool:
         assignments = [f"{key}={value}" for key, value in flags.items() if not key.startswith("--")]
-        ranks = int(flags.get("--nproc", estimate.ranks))
         try:
             changed = resolve([config.model_dump(mode="json"), read_assignments(assignments)])
             engine = estimate.engine_device if changed.sampling.max_lag else None
+            ranks = int(flags.get("--nproc", estimate.ranks))
             return estimate_memory(changed, estimate.device, ranks, engine, training).fits
         except UserError:  # such as a model without layers for adapters
             return False
@@ -197,12 +186,13 @@ def saving_advice(
     savings = memory_savings(config, on_gpu, training, estimate.engine_device is not None, gpus)
     if config.sampling.vllm.memory_fraction is not None:
         savings.insert(0, ("sampling.vllm.memory_fraction", "null"))
-    if changeable is not None:
-        savings = [(key, value) for key, value in savings if key in ("--nproc", *changeable)]
-    flags = settings_that_fit(savings, fits)
+    flags = settings_that_fit(
+        [(key, value) for key, value in savings if changeable is None or key in ("--nproc", *changeable)],
+        fits,
+    )
     advice = "no setting tried makes it fit; use a smaller model or more GPUs"
     if flags is not None:
-        advice = f"it fits with {_flags_text(flags)}"
+        advice = f"it fits with {' '.join(map(_flag_text, flags.items()))}"
     if estimate.device.is_idle:
         return advice
     return (
@@ -226,21 +216,19 @@ def settings_that_fit(
     enough = next((n for n in range(1, len(savings) + 1) if fits(dict(savings[:n]))), None)
     if enough is None:
         return None
-    last, _ = savings[enough - 1]
+    together, last = dict(savings[:enough]), savings[enough - 1][0]
     for key, value in savings[enough - 1 :]:
         if key == last and fits({key: value}):
             return {key: value}
-    together = dict(savings[:enough])
     for key in list(together):
         fewer = {name: value for name, value in together.items() if name != key}
         together = fewer if fits(fewer) else together
     return together
 
 
-def _flags_text(flags: Mapping[str, str], separator: str = " ") -> str:
-    return separator.join(
-        f"{key} {value}" if key.startswith("--") else f"--set {key}={value}" for key, value in flags.items()
-    )
+def _flag_text(flag: tuple[str, str]) -> str:
+    key, value = flag
+    return f"{key} {value}" if key.startswith("--") else f"--set {key}={value}"
 
 
 def memory_savings(
@@ -287,10 +275,10 @@ def memory_saving_settings(
     config: RunConfig, on_gpu: bool, training: bool = True, engine_has_gpu: bool = False
 ) -> str:
     """Return flags that lower the memory, as the end of an error message. Arguments as for `memory_savings`."""
-    first: dict[str, str] = {}
-    for key, value in memory_savings(config, on_gpu, training, engine_has_gpu):
-        first.setdefault(key, value)
-    return f"for less memory, in this order: {_flags_text(first, ', ')}"
+    savings = memory_savings(config, on_gpu, training, engine_has_gpu)
+    first = dict(reversed(savings))
+    flags = [(key, first[key]) for key in dict(savings)]
+    return f"for less memory, in this order: {', '.join(map(_flag_text, flags))}"
 
 
 @contextmanager
@@ -312,14 +300,9 @@ def out_of_memory_errors(config: RunConfig, training: bool = True) -> Iterator[N
         has_gpu = training and on_gpu and bool(_engine_cards(config, local_rank_count()))
         if has_gpu and isinstance(failed, EngineMemoryError):
             training = False  # the settings of updates do not help a GPU that only samples
+        # The requested size as the error states it, without the allocator's advice and file names in brackets. What
+        # precedes the brackets is kept: it says that the engine process has failed.
+        head, _, text = first_line(failed, max_chars=1000).rpartition("] ")
+        size = f"{head.partition('[')[0]}{text.split('. GPU', 1)[0]}".strip()
         advice = memory_saving_settings(config, on_gpu, training, has_gpu)
-        raise RunError(f"out of memory ({_requested_size(failed)}); {advice}") from error
-
-
-def _requested_size(error: BaseException) -> str:
-    """Return the requested size as the error states it, without the allocator's advice and its file names.
-
-    What precedes the file names in brackets is kept: it says that the engine process has failed.
-    """
-    head, _, text = first_line(error, max_chars=1000).rpartition("] ")
-    return f"{head.partition('[')[0]}{text.split('. GPU', 1)[0]}".strip()
+        raise RunError(f"out of memory ({size}); {advice}") from error

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -72,7 +73,6 @@ _OVERVIEW = TypeAdapter(RunOverview)
 _NOT_STORED = {"name", "path", "status", "error"}
 """Fields of an overview that follow from the folder and from other keys of its summary."""
 
-
 MetricRange = tuple[tuple[int, float], tuple[int, float]]
 """The first and the last value of a metric in a run, each after its step."""
 
@@ -104,9 +104,6 @@ class RunDescription:
 
 _NUMBERS = {int, float, bool}
 
-SORT_KEYS = ("time", "name", "heldout", "accuracy", "entropy", "step")
-"""Orders of `list_runs`: by time and name ascending, by metrics the largest first."""
-
 
 def list_runs(
     runs_dir: Path | str = "runs",
@@ -125,7 +122,8 @@ def list_runs(
         method: only runs whose method begins with this: `band`, `band-kl`, `clip`, or its alias `grpo`.
         task: only runs of this task; a task of files has their names.
         status: only runs with this status, in any case: `running`, `finished`, `failed`, `killed`.
-        sort: one of `SORT_KEYS`. Runs without the value come last.
+        sort: `time` or `name`, ascending; or `heldout`, `accuracy`, `entropy` or `step`, the largest first. Runs
+            without the value come last.
 
     Raises:
         UserError: there is no folder `runs_dir`.
@@ -142,22 +140,30 @@ def list_runs(
         and (task is None or run.task == task)
         and (status is None or (run.status or "DAMAGED") == status.upper())
     ]
-    if sort == "time":
-        return sorted(runs, key=lambda run: (run.started_ms, run.name))
-    if sort == "name":
-        return sorted(runs, key=lambda run: run.name)
-    values = {run.name: getattr(run, sort) for run in runs}
-    return sorted(runs, key=lambda run: (values[run.name] is None, -(values[run.name] or 0), run.name))
+
+    def key(run: RunOverview) -> tuple[bool, float, str]:
+        if sort in ("time", "name"):
+            return (False, run.started_ms if sort == "time" else 0, run.name)
+        value = getattr(run, sort)
+        return (value is None, -(value or 0), run.name)
+
+    return sorted(runs, key=key)
 
 
 def describe_line(path: Path, runs_dir: Path) -> RunOverview:
-    """Return the overview of the run in the folder `path`; a damaged folder has `error` and no status."""
+    """Return the overview of the run in the folder `path`; a damaged folder has `error` and no status.
+
+    It is read from the summary, unless settings or metrics have changed since.
+    """
     name = _name_in(runs_dir, path)
     try:
         summary = read_summary(path)
-        stored = None if summary is None or is_locked(path) else _from_summary(name, path, summary)
-        if stored is not None:
-            return stored
+        if summary is not None and summary.status is not None and not is_locked(path):
+            fields = summary.content.get("overview")
+            about = {"name": name, "path": path, "status": summary.status, "error": summary.error}
+            if isinstance(fields, dict) and summary.content.get("overview_of") == _state(path):
+                with suppress(ValidationError):
+                    return _OVERVIEW.validate_python(fields | about)
         run = read_stored_run(path, _listed)
         return _overview(name, run, resolve([run.config]), summary)
     except UserError as error:
@@ -174,20 +180,6 @@ def summary_fields(path: Path) -> dict[str, Any]:
     return {"overview": fields, "overview_of": _state(path)}
 
 
-def _from_summary(name: str, path: Path, summary: Summary) -> RunOverview | None:
-    """Return the overview that a summary holds; None if it has none, or if settings or metrics have changed since."""
-    fields = summary.content.get("overview")
-    if summary.status is None or not isinstance(fields, dict):
-        return None
-    if summary.content.get("overview_of") != _state(path):
-        return None
-    about = {"name": name, "path": path, "status": summary.status, "error": summary.error}
-    try:
-        return _OVERVIEW.validate_python(fields | about)
-    except ValidationError:
-        return None
-
-
 def _state(path: Path) -> str | None:
     """Return a text that changes with the settings and metrics of the run in `path`; None without one of the files."""
     try:
@@ -198,13 +190,13 @@ def _state(path: Path) -> str | None:
 
 def _listed(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a line of metrics.jsonl that an overview needs."""
-    return {key: line[key] for key in _listed_keys(tuple(line))}
+    return {key: line[key] for key in filter(_is_listed, line)}
 
 
-@lru_cache  # most lines of a run have the same keys
-def _listed_keys(keys: tuple[str, ...]) -> list[str]:
+@cache
+def _is_listed(key: str) -> bool:
     needed = ("step", "time/step", "time/checkpoint", "train/accuracy", "train/entropy")
-    return [key for key in keys if key in needed or is_heldout_accuracy(key)]
+    return key in needed or is_heldout_accuracy(key)
 
 
 def _overview(name: str, run: StoredRun, config: RunConfig, summary: Summary | None) -> RunOverview:
@@ -244,13 +236,9 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:
 
     def note(line: Mapping[str, Any]) -> dict[str, Any]:
         """Note the first and the last line with a value of each metric."""
-        known = line
-        if not all(map(_NUMBERS.__contains__, map(type, line.values()))):
-            known = {key: value for key, value in line.items() if type(value) in _NUMBERS}
+        known = [key for key, value in line.items() if type(value) in _NUMBERS]
         last.update(dict.fromkeys(known, line))
-        if not known.keys() <= first.keys():
-            for key in known:
-                first.setdefault(key, line)
+        first.update({key: line for key in known if key not in first})
         return _listed(line)
 
     stored = read_stored_run(folder.path, note)

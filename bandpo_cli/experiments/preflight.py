@@ -16,7 +16,7 @@ from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import CountdownTask
-from bandpo_cli.errors import ConfigError, UserError, nearest
+from bandpo_cli.errors import ConfigError, UserError, nearest, plural
 from bandpo_cli.grading.pool import check_grader
 from bandpo_cli.paths import (
     GGUF_ADVICE,
@@ -27,7 +27,7 @@ from bandpo_cli.paths import (
     path_exists,
     user_path,
 )
-from bandpo_cli.registries import ENGINES, METHODS, MethodEntry
+from bandpo_cli.registries import ENGINES, METHODS
 from bandpo_cli.storage.checkpoints import STATE, check_contents, model_checkpoints
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import (
@@ -44,8 +44,7 @@ from bandpo_cli.types import Problem
 # Without an owner the hub has only ids from before it had owners: any other name is a run or a mistake.
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|gpt2(-medium|-large|-xl)?|distilgpt2")
 
-
-FEW_HELDOUT = 10
+_FEW_HELDOUT = 10
 """Evaluation sets with fewer problems are warned about: one problem moves their accuracy by more than a tenth, which is
 more than runs usually differ by. The smallest public sets in use, AIME and AMC, have 30 and 40."""
 
@@ -92,15 +91,30 @@ def check_config(config: RunConfig) -> Task:
 
     if METHODS[config.bounds.method].bounds is not None:
         ratio_bounds(config.bounds)(np.zeros(1))  # raises for a custom divergence that cannot be used
-    check_model_path(config.model.path)
-    check_is_no_adapter(config.model.path)
-    is_local = config.model.path == EMBEDDED_MODEL or path_exists(user_path(config.model.path))
-    if config.model.revision is not None and is_local:
+    path, revision = config.model.path, config.model.revision
+    if revision is not None and (path == EMBEDDED_MODEL or path_exists(user_path(path))):
         raise ConfigError(
-            f"model.revision = {config.model.revision!r}: only a model on the hub has revisions, and model.path = "
-            f"{config.model.path!r} is a folder; leave it out"
+            f"model.revision = {revision!r}: only a model on the hub has revisions, and model.path = {path!r} is a "
+            "folder; leave it out"
         )
     check_engine(config.sampling.engine, config.model.device, config.sampling.max_lag)
+    return load_task(config)
+
+
+def load_task(config: RunConfig) -> Task:
+    """Return the task of a run with its problems loaded.
+
+    Raises:
+        ConfigError: the model cannot be trained or not on this task, the task has no problems, or a grader cannot be
+            imported.
+    """
+    path = config.model.path
+    check_model_path(path)
+    if path != EMBEDDED_MODEL and is_adapter_folder(user_path(path)):
+        raise ConfigError(
+            f"model.path = {path!r}: an adapter, and training starts from a complete model; write it with "
+            f"bandpo export merged {path} --out DIR"
+        )
     check_embedded_task(config, f"task.name = {config.task.name!r}")
     task = build_task(config.task)
     check_graders(task.train_problems())
@@ -125,86 +139,64 @@ def check_graders(problems: Iterable[Problem]) -> None:
         check_grader(grader)
 
 
-def config_warnings(config: RunConfig) -> list[str]:
-    """Return warnings about the settings of the optimizer."""
+def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
+    """Return warnings about settings without an effect, checkpoints that cannot be compared, and few problems.
+
+    Args:
+        task: the problems; None for a run that needs none any more.
+    """
     warnings = []
-    method = METHODS[config.bounds.method]
+    method, updates = METHODS[config.bounds.method], config.optim.updates
     if _ratio_is_one(config) and not method.control:
-        warnings.append(_one_update_warning(method))
-    if config.optim.warmup_steps >= config.steps * config.optim.updates:
+        others = " and ".join(entry.name for entry in METHODS.values() if entry.differs_at_ratio_one)
+        effect = f"{method.name} gives the same run as every method but {others}"
+        if method.differs_at_ratio_one:
+            effect = f"all that {method.name} changes is the gradient of the tokens that it chooses"
+        warnings.append(
+            f"clipping never has an effect: with one update per batch the ratio is always 1, and {effect}; "
+            f"{method.name} needs several updates: use --set optim.updates=4 or more to compare methods"
+        )
+    if config.optim.warmup_steps >= config.steps * updates:
         warnings.append(
             f"the learning rate never reaches {config.optim.lr:g}: the warm-up is {config.optim.warmup_steps} updates, "
-            f"the run {config.steps * config.optim.updates}"
+            f"the run {config.steps * updates}"
+        )
+    # The step of the best checkpoint needs an evaluation. If the only evaluations are those before the first and after
+    # the last step, there is nothing to compare, and no interval of checkpoints changes that.
+    saved, evaluated, metric = config.checkpoint.every, config.evaluation.every, config.checkpoint.best_metric
+    keeps_best = config.checkpoint.keep_best and (metric is None or metric.startswith("eval/"))
+    last = config.steps
+    if keeps_best and 0 < saved < last and 0 < evaluated < last <= math.lcm(saved, evaluated):
+        better = max(
+            interval for interval in range(1, min(saved, evaluated) + 1) if evaluated % interval == 0
+        )
+        warnings.append(
+            f"no checkpoint but the last can be kept as the best: before the last step, checkpoints (every {saved} "
+            f"steps) and evaluations (every {evaluated}) never coincide; use --set checkpoint.every={better}"
+        )
+    sets = task.heldout_sets() if task is not None and config.evaluation.every else {}
+    warnings += [
+        f"the evaluation set '{label}' has only {plural(len(problems), 'problem')}: one problem moves its accuracy by "
+        f"{1 / len(problems):.0%}; hold out more (task.heldout, task.heldout_fraction)"
+        for label, problems in sets.items()
+        if len(problems) < _FEW_HELDOUT
+    ]
+    count, wanted = 0 if task is None else len(task.train_problems()), config.sampling.prompts
+    if 0 < count < wanted:
+        warnings.append(
+            f"{plural(count, 'training problem')} for {wanted:,} prompts per step: each step repeats problems, about "
+            f"{wanted / count:.1f} times each; lower sampling.prompts, or give more problems"
         )
     return warnings
 
 
 def _ratio_is_one(config: RunConfig) -> bool:
     """Return whether the ratio is 1 in every update: one update per batch, and log π_old as the trainer computes it."""
-    objective, engine = config.objective, ENGINES.get(config.sampling.engine)
+    engine = ENGINES.get(config.sampling.engine)
     # Before torch is imported it is not known whether there is a GPU, where the dtype `auto` is bfloat16.
     dtype = dtype_on(config.model.dtype, on_gpu=config.model.device != "cpu")
     is_exact = engine is not None and engine.shares_weights and dtype == "float32"
-    by_trainer = objective.old_logprobs == "trainer" or is_exact
-    return config.optim.updates == 1 and by_trainer
-
-
-def _one_update_warning(method: MethodEntry) -> str:
-    """Return which effect the method keeps where every ratio is 1."""
-    others = " and ".join(entry.name for entry in METHODS.values() if entry.differs_at_ratio_one)
-    effect = (
-        f"and all that {method.name} changes is the gradient of the tokens that it chooses"
-        if method.differs_at_ratio_one
-        else f"and {method.name} gives the same run as every method{f' but {others}' if others else ''}"
-    )
-    return (
-        f"clipping never has an effect: with one update per batch the ratio is always 1, {effect}; {method.name} needs "
-        "several updates: use --set optim.updates=4 or more to compare methods"
-    )
-
-
-def checkpoint_warnings(config: RunConfig) -> list[str]:
-    """Return a warning where the best checkpoint is to be kept and no step before the last can have it.
-
-    The step of a checkpoint needs an evaluation to be compared. Where the only evaluations are those before the first
-    and after the last step, there is nothing to compare, and no interval of checkpoints changes that.
-    """
-    saved, evaluated, metric = config.checkpoint.every, config.evaluation.every, config.checkpoint.best_metric
-    by_evaluation = metric is None or metric.startswith("eval/")
-    if not (config.checkpoint.keep_best and by_evaluation and 0 < saved < config.steps):
-        return []
-    if not 0 < evaluated < config.steps or math.lcm(saved, evaluated) < config.steps:
-        return []
-    better = max(interval for interval in range(1, min(saved, evaluated) + 1) if evaluated % interval == 0)
-    return [
-        f"no checkpoint but the last can be kept as the best: before the last step, checkpoints (every {saved} steps) "
-        f"and evaluations (every {evaluated}) never coincide; use --set checkpoint.every={better}"
-    ]
-
-
-def data_warnings(config: RunConfig, task: Task) -> list[str]:
-    """Return warnings about few problems: held out, and to train on."""
-    warnings = []
-    sets = task.heldout_sets() if config.evaluation.every else {}
-    for label, problems in sets.items():
-        if len(problems) < FEW_HELDOUT:
-            one = len(problems) == 1
-            warnings.append(
-                f"the evaluation set '{label}' has only {len(problems)} problem{'' if one else 's'}: "
-                + (
-                    "its accuracy is the accuracy of one question"
-                    if one
-                    else f"one problem moves its accuracy by {1 / len(problems):.0%}"
-                )
-                + "; hold out more (task.heldout, task.heldout_fraction)"
-            )
-    count, wanted = len(task.train_problems()), config.sampling.prompts
-    if count < wanted:
-        warnings.append(
-            f"{count:,} training problem{'' if count == 1 else 's'} for {wanted:,} prompts per step: each step repeats "
-            f"problems, about {wanted / count:.1f} times each; lower sampling.prompts, or give more problems"
-        )
-    return warnings
+    return config.optim.updates == 1 and (config.objective.old_logprobs == "trainer" or is_exact)
 
 
 def check_model_path(path: str) -> None:
@@ -218,32 +210,12 @@ def check_model_path(path: str) -> None:
     folder = user_path(path)
     if path_exists(folder):
         if not (folder / MODEL_CONFIG).is_file() and not is_adapter_folder(folder):
-            raise ConfigError(f"model.path = {path!r}: {_missing_config(folder)}")
-        return
-    if path.startswith((".", "~")) or not _HUB_ID.fullmatch(path):
-        hint = nearest(path, [EMBEDDED_MODEL])
+            advice = GGUF_ADVICE if gguf_file(folder) else "name the folder that save_pretrained wrote"
+            raise ConfigError(f"model.path = {path!r}: no config.json there; {advice}")
+    elif path.startswith((".", "~")) or not _HUB_ID.fullmatch(path):
         raise ConfigError(
-            f"model.path = {path!r}: no such folder{hint}; give a Hugging Face folder, a hub id such as "
-            f"Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
-        )
-
-
-def _missing_config(path: Path) -> str:
-    """Return what is needed in place of a path that is neither the folder of a model nor of an adapter."""
-    gguf = gguf_file(path)
-    if gguf is not None:
-        return GGUF_ADVICE if gguf == path else f"no config.json there, only {gguf.name}; {GGUF_ADVICE}"
-    if path.is_file():
-        return "a file; name the folder that save_pretrained wrote, with config.json and model.safetensors"
-    return "no config.json there; name the folder that save_pretrained wrote"
-
-
-def check_is_no_adapter(path: str) -> None:
-    """Raise ConfigError for an adapter in place of a model: training starts from a complete model."""
-    if path != EMBEDDED_MODEL and is_adapter_folder(user_path(path)):
-        raise ConfigError(
-            f"model.path = {path!r}: an adapter, and training starts from a complete model; write it with "
-            f"bandpo export merged {path} --out DIR"
+            f"model.path = {path!r}: no such folder{nearest(path, [EMBEDDED_MODEL])}; give a Hugging Face folder, a "
+            f"hub id such as Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
         )
 
 
@@ -276,20 +248,25 @@ def resolve_model(text: str, runs_dir: Path, option: str = "--model") -> ModelRe
     """
     if text == EMBEDDED_MODEL:
         return ModelRef(text)
+    folder = user_path(text).absolute()
     match = find_run(text, runs_dir)
+    is_checkpoint = step_of(folder) is not None and folder.parent.name == "checkpoints"
+    if match is None and is_checkpoint and is_run_folder(folder.parent.parent):
+        match = RunFolder(folder.parent.parent), step_of(folder)
     if match is not None:
         run, step = match
-        return _checkpoint(run, step, option)
-    folder = user_path(text).absolute()
-    run_path = folder.parent.parent
-    if step_of(folder) is not None and folder.parent.name == "checkpoints" and is_run_folder(run_path):
-        return _checkpoint(RunFolder(run_path), step_of(folder), option)
+        checkpoints = model_checkpoints(run)
+        if not checkpoints:
+            raise UserError(f"{option} {run.name}: the run in {run.path} has no checkpoint yet")
+        step = max(checkpoints) if step is None else step
+        if step not in checkpoints:
+            there = ", ".join(map(str, checkpoints))
+            raise UserError(f"{option} {run.name}@{step}: no checkpoint of that step; there are: {there}")
+        check_model_contents(checkpoints[step])
+        return ModelRef(str(checkpoints[step]), run, step)
     # An id of the hub has at most 96 characters; the first part of a missing run's path may be the runs folder.
-    may_be_id = (
-        len(text) <= 96
-        and _HUB_ID.fullmatch(text)
-        and text.partition("/")[0] not in (".", "..", runs_dir.name)
-    )
+    owner = text.partition("/")[0]
+    may_be_id = len(text) <= 96 and _HUB_ID.fullmatch(text) and owner not in (".", "..", runs_dir.name)
     if not text or not (path_exists(folder) or may_be_id):
         names = folders_containing(runs_dir, "config.yaml")
         hint = nearest(text.removeprefix(f"{runs_dir}/"), [*names, EMBEDDED_MODEL])
@@ -300,19 +277,6 @@ def resolve_model(text: str, runs_dir: Path, option: str = "--model") -> ModelRe
     path = str(user_path(text)) if path_exists(folder) else text
     check_model_path(path)
     return ModelRef(path)
-
-
-def _checkpoint(run: RunFolder, step: int | None, option: str) -> ModelRef:
-    checkpoints = model_checkpoints(run)
-    if not checkpoints:
-        raise UserError(f"{option} {run.name}: the run in {run.path} has no checkpoint yet")
-    if step is None:
-        step = max(checkpoints)
-    if step not in checkpoints:
-        there = ", ".join(map(str, checkpoints))
-        raise UserError(f"{option} {run.name}@{step}: no checkpoint of that step; there are: {there}")
-    check_model_contents(checkpoints[step])
-    return ModelRef(str(checkpoints[step]), run, step)
 
 
 def check_model_contents(checkpoint: Path) -> None:

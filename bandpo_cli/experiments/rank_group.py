@@ -1,4 +1,4 @@
-"""The ranks of an experiment: their connection, what they must agree on, and the error of a lost connection.
+"""Ranks of an experiment: their connection, what they must agree on, the error of a lost connection; its callbacks.
 
 Nothing heavy is imported at module level.
 """
@@ -6,16 +6,15 @@ Nothing heavy is imported at module level.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.sampling import check_tensor_parallel
 from bandpo_cli.errors import ConfigError, LostRankError, UserError, plural
 from bandpo_cli.rank_process import local_rank_count
 from bandpo_cli.ranks import Ranks, connected, ranks_from_environment
-
-LOST_RANK = "lost the connection to another rank, whose process has ended"
+from bandpo_cli.types import Callback, Info, Report, Result
 
 _GLOO_ERROR = "gloo/transport"
 """Part of the message of every error of gloo's connections: the place in its source."""
@@ -92,25 +91,17 @@ def connected_ranks(config: RunConfig) -> Iterator[Ranks]:
 
 @contextmanager
 def lost_rank_errors() -> Iterator[None]:
-    """Raise LostRankError in place of an error of the connection to another rank."""
+    """Raise LostRankError in place of an error of the connection to another rank, also of one in a forward pass."""
     try:
         yield
-    except Exception as error:
-        if is_connection_error(error):
-            raise LostRankError(LOST_RANK) from error
+    except RuntimeError as error:
+        import torch.distributed as dist
+
+        # NCCL's errors, and those of the store by which the ranks find each other.
+        kinds = dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError
+        if isinstance(error, kinds) or _GLOO_ERROR in str(error):
+            raise LostRankError("lost the connection to another rank, whose process has ended") from error
         raise
-
-
-def is_connection_error(error: BaseException) -> bool:
-    """Return whether `error` is one of the connections between ranks, also where it comes from a forward pass."""
-    import torch.distributed as dist
-
-    if isinstance(error, LostRankError) or not isinstance(error, RuntimeError):
-        return False
-    # NCCL's errors, and those of the store by which the ranks find each other.
-    if isinstance(error, dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError):
-        return True
-    return _GLOO_ERROR in str(error)
 
 
 def check_same_on_all(ranks: Ranks, *values: str) -> None:
@@ -120,3 +111,31 @@ def check_same_on_all(ranks: Ranks, *values: str) -> None:
         raise UserError(
             "the ranks were started with different settings; start all of them with one command line and equal files"
         )
+
+
+class Dispatcher(Callback[Info, Report, Result]):
+    """Forward each event to several callbacks, in their order; `end` reaches all of them, also when one raises."""
+
+    def __init__(self, callbacks: Sequence[Callback[Info, Report, Result]]) -> None:
+        self._callbacks = tuple(callbacks)
+
+    def start(self, info: Info) -> None:
+        """Forward the start."""
+        for callback in self._callbacks:
+            callback.start(info)
+
+    def phase(self, name: str) -> None:
+        """Forward the name of the work that begins."""
+        for callback in self._callbacks:
+            callback.phase(name)
+
+    def step(self, report: Report) -> None:
+        """Forward one step."""
+        for callback in self._callbacks:
+            callback.step(report)
+
+    def end(self, result: Result) -> None:
+        """Forward the result."""
+        with ExitStack() as stack:
+            for callback in reversed(self._callbacks):
+                stack.callback(callback.end, result)

@@ -1,38 +1,37 @@
-"""Resuming a training run: the step from which it continues, and the settings that may change.
+"""Resuming a training run: the step from which it continues, the settings that may change, those that stay as resolved.
 
-Nothing heavy is imported at module level.
+`sampling.engine: auto` depends on the machine, and a model or data set on the hub can change. A resumed run has the
+engine, the dtype and the commits that the run started with. Nothing heavy is imported at module level.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yaml
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
+from bandpo_cli.config.sampling import AUTO_ENGINE, is_installed
+from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError, UserError, plural
 from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors, with_memory_fraction
-from bandpo_cli.experiments.preflight import (
-    check_config,
-    checkpoint_warnings,
-    config_warnings,
-    data_warnings,
-)
+from bandpo_cli.experiments.preflight import check_config, run_warnings
 from bandpo_cli.experiments.rank_group import check_ranks, check_same_on_all, connected_ranks
-from bandpo_cli.experiments.resolved import pin, pin_warnings
 from bandpo_cli.experiments.train_run import (
+    RESOLVED,
     loaded_components,
-    recorded_run,
+    record_run,
     resolved_settings,
     run_environment,
     run_steps,
     train_events,
 )
-from bandpo_cli.paths import path_exists
+from bandpo_cli.paths import is_commit, path_exists
 from bandpo_cli.rank_process import is_main_process, rank_count
+from bandpo_cli.registries import ENGINES
 from bandpo_cli.storage.checkpoints import (
     check_contents,
     complete_checkpoints,
@@ -40,9 +39,10 @@ from bandpo_cli.storage.checkpoints import (
     remove_checkpoints_after,
 )
 from bandpo_cli.storage.environment import describe_environment
-from bandpo_cli.storage.files import remove_temporary_files, run_lock
+from bandpo_cli.storage.files import read_json_object, remove_temporary_files, run_lock
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, iterate_metrics, resume_command
 from bandpo_cli.storage.run_record import is_finished
+from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.store import is_redacted, tracking_store
 from bandpo_cli.types import RunResult, TrainCallback
@@ -61,8 +61,6 @@ may have to change to continue after an error.
 """
 
 _CHANGEABLE_PREFIXES = tuple(f"{name}." if "." not in name else name for name in CHANGEABLE_SETTINGS)
-_NOT_SET = "nothing"
-"""The value that a message shows for a setting that is not set."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +70,10 @@ class ResumePlan:
     Attributes:
         folder: the run folder.
         config: the run's settings with the requested changes.
-        pinned: the same, with the engine and the commits that the run started with (`experiments.resolved`).
+        pinned: the same, with the engine, the dtype and the commits that the run started with.
         task: its problems, loaded; None where all steps are done.
         done: the last step in metrics.jsonl; -1 before the first line.
         step: the step after which the run continues; -1 for from the start.
-        checkpoint: the state after `step`; None where the run starts again.
         warnings: skipped checkpoints and remarks on the settings, one line each.
     """
 
@@ -86,24 +83,23 @@ class ResumePlan:
     task: Task | None
     done: int
     step: int
-    checkpoint: Path | None
-    warnings: tuple[str, ...]
+    warnings: Sequence[str]
 
     @property
     def is_trained(self) -> bool:
         """Whether every step is done, so that only the summary and the plots are missing."""
-        return self.step >= self.config.steps
+        return self.task is None
 
     def describe(self) -> str:
         """Return the step from which the run continues, in one line."""
         if self.is_trained:
             return f"all {self.step} steps are done; what is left is the summary and the plots"
-        if self.checkpoint is None:
+        if self.step < 0:
             again = f"; {self.done} of {self.config.steps} steps are done again" if self.done > 0 else ""
             return f"from the start: there is no checkpoint yet{again}"
         again = f", {self.done - self.step} of them done again" if self.done > self.step else ""
         left = plural(self.config.steps - self.step, "step")
-        return f"after step {self.step} ({self.checkpoint}): {left} to go{again}"
+        return f"after step {self.step} ({self.folder.checkpoint_dir(self.step)}): {left} to go{again}"
 
 
 def resume(
@@ -165,16 +161,17 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
     Raises:
         UserError: the run is complete, its record is damaged, or a setting was given that cannot change.
     """
+    config_path = folder.path / "config.yaml"
+    again = f"start a new run: bandpo train --config {config_path}"
     if path_exists(folder.path / VERL_FILE):
         raise UserError(
-            f"run {folder.name} was imported from verl, which trained it: continue it with the job's run.sh, or "
-            f"start a new run: bandpo train --config {folder.path / 'config.yaml'}"
+            f"run {folder.name} was imported from verl, which trained it: continue it with the job's run.sh, or {again}"
         )
-    own_layer = read_layer(folder.path / "config.yaml", f"--resume {folder.name}:")
+    own_layer = read_layer(config_path, f"--resume {folder.name}:")
     try:
         own = resolve([own_layer])
     except ConfigError as error:
-        raise ConfigError(f"{folder.path / 'config.yaml'}: {error}") from None
+        raise ConfigError(f"{config_path}: {error}") from None
     config = resolve([own_layer, *layers])
     if config.tracking.mlflow and is_redacted(tracking_store(config.tracking, runs_dir).uri):
         raise ConfigError(
@@ -186,9 +183,9 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
     if done >= config.steps and is_finished(folder.path):
         further = (
             f"; to train further: {resume_command('train', folder.path, runs_dir)} --steps {2 * config.steps}"
-            if not (schedules := _schedules_over_run(config))
-            else f" (its {next(iter(schedules.values()))} schedule has ended)"
         )
+        if schedules := _schedules_over_run(config):
+            further = f" (its {next(iter(schedules.values()))} schedule has ended)"
         raise UserError(f"run {folder.name} is complete: {done} of {config.steps} steps{further}")
 
     complete, damaged = complete_checkpoints(folder)
@@ -198,93 +195,107 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
             f"{folder.metrics_path}: ends with step {max(done, 0)}, and there is a checkpoint of step {min(ahead)}: "
             "lines are missing; restore the file from a copy, or start a new run"
         )
-    step = _usable_step(folder, [step for step in complete if step <= done], damaged)
-    if step < 0 and done >= own.steps:
-        raise UserError(
-            f"run {folder.name} has no complete checkpoint to resume from; start a new run: bandpo train --config "
-            f"{folder.path / 'config.yaml'} --steps {config.steps}"
-        )
-    checkpoint = folder.checkpoint_dir(step) if step >= 0 else None
-    pinned = config if step >= config.steps else pin(config, folder)
-    task = None if step >= config.steps else check_config(pinned)
-    return ResumePlan(
-        folder,
-        config,
-        pinned,
-        task,
-        done,
-        step,
-        checkpoint,
-        (
-            *(f"skipped: {why}" for later, why in damaged.items() if step < later <= done),
-            *pin_warnings(folder),
-            *config_warnings(config),
-            *checkpoint_warnings(config),
-            *(data_warnings(config, task) if task is not None else ()),
-        ),
-    )
-
-
-def _usable_step(folder: RunFolder, steps: Sequence[int], damaged: dict[int, str]) -> int:
-    """Return the last of `steps` whose checkpoint has the contents that were written; -1 if there is none.
-
-    The defects of later checkpoints are added to `damaged`.
-    """
-    for step in sorted(steps, reverse=True):
+    for step in sorted((step for step in complete if step <= done), reverse=True):
         try:
             check_contents(folder.checkpoint_dir(step))
+            break
         except UserError as error:
             damaged[step] = str(error)
-        else:
-            return step
-    return -1
+    else:
+        step = -1
+    if step < 0 and done >= own.steps:
+        raise UserError(
+            f"run {folder.name} has no complete checkpoint to resume from; {again} --steps {config.steps}"
+        )
+    warnings = [f"skipped: {why}" for later, why in damaged.items() if step < later <= done]
+    pinned, task = config, None
+    if step < config.steps:
+        pinned, damage = pin(config, folder)
+        warnings += damage
+        task = check_config(pinned)
+    return ResumePlan(folder, config, pinned, task, done, step, [*warnings, *run_warnings(config, task)])
+
+
+def pin(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
+    """Return the settings with the engine, dtype and commits that the run in `folder` started with.
+
+    Entries of env.json that no run writes are ignored; a damaged file gives a warning. A run that an earlier version
+    started has the entry in its list of resumes.
+
+    Raises:
+        ConfigError: the engine that `auto` resolved to is not installed.
+    """
+    try:
+        env = read_json_object(folder.path / "env.json") if path_exists(folder.path / "env.json") else {}
+    except UserError as error:
+        return config, [f"{error}; engine, dtype and commits of the run are not known and are chosen anew"]
+    resumes = env.get("resumes")
+    entries = [env, *(resumes if isinstance(resumes, list) else [])]
+    stored = next(
+        (entry[RESOLVED] for entry in entries if isinstance(entry, dict) and RESOLVED in entry), None
+    )
+    if not isinstance(stored, dict):
+        return config, []
+    sampling, model, task = config.sampling, config.model, config.task
+    engine, dtype, commit, data = (stored.get(key) for key in ("engine", "dtype", "model", "data"))
+    if sampling.engine == AUTO_ENGINE and isinstance(engine, str) and engine in ENGINES:
+        entry = ENGINES[engine]
+        if entry.package is not None and not is_installed(entry.package):
+            raise ConfigError(
+                f"run {folder.name} samples with {engine}, to which sampling.engine = {AUTO_ENGINE} resolved when it "
+                f"started, and the package {entry.package} is not installed here; a run is resumed with its own "
+                f"engine: {entry.install}"
+            )
+        sampling = sampling.model_copy(update={"engine": engine})
+    if str(model.dtype) == "auto" and dtype in ("float32", "bfloat16"):
+        model = model.model_copy(update={"dtype": dtype})
+    if is_commit(commit):
+        model = model.model_copy(update={"revision": commit})
+    if isinstance(task, DataTask) and isinstance(data, dict):
+        commits = {name: data[name] for name in hub_ids(task) if is_commit(data.get(name))}
+        task = task.model_copy(update={"revisions": {**task.revisions, **commits}})
+    return config.model_copy(update={"sampling": sampling, "model": model, "task": task}), []
 
 
 def _resume(
     plan: ResumePlan, callbacks: Sequence[TrainCallback], stop_requested: Callable[[], bool] | None
 ) -> RunResult:
     events = train_events(plan.config, callbacks)
-    task = plan.task
+    task, first_step = plan.task, plan.step + 1
     if task is None:
         if is_main_process():
-            _roll_back(plan)
-        with recorded_run(plan.config, plan.folder, events, (), plan.step + 1) as record:
-            pass
-        return record.result
+            _roll_back(plan, plan.config, describe_environment())
+        return record_run(plan.config, plan.folder, events, (), first_step, lambda: "FINISHED")
     pinned = resolved_settings(plan.pinned, events)
     model = plan.config.model.model_copy(update={"dtype": pinned.model.dtype})
     with ExitStack() as stack:
         ranks = stack.enter_context(connected_ranks(pinned))
         pinned = check_memory(pinned, ranks, changeable=CHANGEABLE_SETTINGS)
         config = with_memory_fraction(plan.config, pinned.sampling.vllm.memory_fraction)
-        plan = replace(plan, config=config.model_copy(update={"model": model}), pinned=pinned)
+        config = config.model_copy(update={"model": model})
         components = stack.enter_context(loaded_components(pinned, task, ranks))
-        check_same_on_all(ranks, to_yaml(plan.config), str(plan.step))
-        if plan.checkpoint is not None:
+        check_same_on_all(ranks, to_yaml(config), str(plan.step))
+        if plan.step >= 0:
             with out_of_memory_errors(pinned):
-                components.resume_from(plan.checkpoint)
+                components.resume_from(plan.folder.checkpoint_dir(plan.step))
         if ranks.is_main:
-            _roll_back(plan, run_environment(pinned, components))
+            _roll_back(plan, config, run_environment(pinned, components))
         ranks.wait()
-        return run_steps(plan.config, plan.folder, components, events, plan.step + 1, stop_requested)
+        return run_steps(config, plan.folder, components, events, first_step, stop_requested)
 
 
-def _roll_back(plan: ResumePlan, env: Mapping[str, object] | None = None) -> None:
-    """Cut the record and the checkpoints back to the step after which the run continues, and record the resume.
-
-    Args:
-        env: the environment of the resume; None where nothing is sampled any more.
-    """
+def _roll_back(plan: ResumePlan, config: RunConfig, env: Mapping[str, object]) -> None:
+    """Cut the record and the checkpoints back to the step after which the run continues, and record the resume."""
     folder = plan.folder
     (folder.path / "summary.json").unlink(missing_ok=True)
     remove_temporary_files(folder.path / "plots")
     # Checkpoints first: after a kill in between, a checkpoint ahead of the record would mean that lines are missing.
     remove_checkpoints_after(folder, plan.step)
     folder.roll_back(plan.step)
-    prune_checkpoints(folder, plan.config.checkpoint)
-    folder.write_config(to_yaml(plan.config))
+    prune_checkpoints(folder, config.checkpoint)
+    folder.write_config(to_yaml(config))
     when = datetime.now(UTC).isoformat(timespec="seconds")
-    folder.record_resume({"time": when, "after_step": max(plan.step, 0)}, env or describe_environment())
+    folder.record_resume({"time": when, "after_step": max(plan.step, 0)}, env)
 
 
 def _schedules_over_run(config: RunConfig) -> dict[str, str]:
@@ -299,38 +310,39 @@ def _last_step(folder: RunFolder, config: RunConfig) -> int:
     Before the first line it is -1, or 0 in a run that does not evaluate before training.
     """
     first = 0 if config.evaluation.every else 1
-    steps = [record["step"] for record in iterate_metrics(folder.metrics_path)]
-    expected = list(range(first, first + len(steps)))
-    if steps != expected:
-        number = next(i for i, (a, b) in enumerate(zip(steps, expected, strict=True)) if a != b)
-        raise UserError(
-            f"{folder.metrics_path}, line {number + 1}: step {steps[number]} where step {expected[number]} belongs; "
-            "the record is damaged: restore the file from a copy, or start a new run"
-        )
-    return first + len(steps) - 1
+    last = first - 1
+    for last, record in enumerate(iterate_metrics(folder.metrics_path), first):
+        if record["step"] != last:
+            raise UserError(
+                f"{folder.metrics_path}, line {last - first + 1}: step {record['step']} where step {last} belongs; "
+                "the record is damaged: restore the file from a copy, or start a new run"
+            )
+    return last
 
 
 def _check_changes(name: str, own: RunConfig, config: RunConfig, done: int) -> None:
     """Raise ConfigError where a setting differs from the run's own, except `CHANGEABLE_SETTINGS` and more steps."""
     before, after = (flatten(settings.model_dump(mode="json")) for settings in (own, config))
-    changed = [key for key in {**before, **after} if before.get(key, _NOT_SET) != after.get(key, _NOT_SET)]
-    refused = [key for key in changed if key != "steps" and not key.startswith(_CHANGEABLE_PREFIXES)]
+    texts = {key: (before.get(key, "nothing"), after.get(key, "nothing")) for key in {**before, **after}}
+    refused = [
+        f"{key} = {new} (the run has {old})"
+        for key, (old, new) in texts.items()
+        if old != new and key != "steps" and not key.startswith(_CHANGEABLE_PREFIXES)
+    ]
     if refused:
-        what = ", ".join(
-            f"{key} = {after.get(key, _NOT_SET)} (the run has {before.get(key, _NOT_SET)})" for key in refused
-        )
         raise ConfigError(
-            f"--resume {name}: the settings of the run are used; leave out {what}. "
+            f"--resume {name}: the settings of the run are used; leave out {', '.join(refused)}. "
             f"These settings can be changed: {', '.join(CHANGEABLE_SETTINGS)}, and steps"
         )
-    if "steps" in changed and (schedules := _schedules_over_run(own)):
-        key, schedule = next(iter(schedules.items()))
+    if own.steps == config.steps:
+        return
+    for key, schedule in _schedules_over_run(own).items():
         raise ConfigError(
             f"--resume {name}: steps = {config.steps}: {key} = '{schedule}' runs to its end over "
             f"the run's {own.steps} steps, so every step depends on their number; only a run with a constant "
             f"schedule can be extended"
         )
-    if "steps" in changed and config.steps <= done:
+    if config.steps <= done:
         raise ConfigError(
             f"--resume {name}: steps = {config.steps}: the run has done {done} already; give more than that"
         )

@@ -15,8 +15,7 @@ from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError, UserError, plural, redact_credentials, unknown_choice
-from bandpo_cli.experiments.callbacks import Dispatcher
-from bandpo_cli.experiments.rank_group import check_ranks
+from bandpo_cli.experiments.rank_group import Dispatcher, check_ranks
 from bandpo_cli.experiments.sweep_request import SweepRequest, create_sweep, request_from_config
 from bandpo_cli.storage.environment import describe_environment, usable_cores
 from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder

@@ -7,9 +7,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bandpo_cli.errors import RunError, UserError, redact_credentials
-from bandpo_cli.experiments.callbacks import Dispatcher
+from bandpo_cli.experiments.rank_group import Dispatcher
 from bandpo_cli.storage.run_folder import RunFolder, find_folder
 from bandpo_cli.storage.run_record import read_stored_run
 from bandpo_cli.sweeps.folder import PLAN_FILE, find_runs
@@ -70,15 +71,16 @@ def sync(
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # seconds; a person waits here, no training
     events = Dispatcher(callbacks)
     failed_stores: dict[str, str] = {}
-    damaged: list[str] = []
     reports: list[SyncReport] = []
     try:
         events.start([*named])
         for path in named:
-            reports.append(_send(path, named[path], uri, failed_stores, damaged, events))
+            reports.append(_send(path, named[path], uri, failed_stores, events))
             events.step(reports[-1])
     finally:
         events.end(reports)
+    errors = [report.error for report in reports if report.error is not None]
+    damaged = [error for error in errors if error not in failed_stores.values()]
     for line in damaged if failed_stores else damaged[:-1]:
         log.warning("%s", line)
     if failed_stores:
@@ -95,13 +97,9 @@ def _choose_runs(names: Sequence[str], all_runs: bool, runs_dir: Path) -> dict[P
     """Return the folders of the runs that `names` name, or of every run in `runs_dir`; each once.
 
     The value is True for a run that was named itself, and not a folder that contains it.
-
-    Raises:
-        UserError: none is named, a name is no run's, or names are given beside --all.
     """
     if all_runs == bool(names):
-        both = "give runs or --all, not both"
-        raise UserError(both if all_runs else "name the runs to send, or give --all for every run")
+        raise UserError("name the runs to send, or give --all for every run; not both")
     chosen = [(path, False) for path in find_runs(runs_dir)] if all_runs else []
     for name in names:
         sweep = find_folder(name, runs_dir, PLAN_FILE)
@@ -118,14 +116,9 @@ def _choose_runs(names: Sequence[str], all_runs: bool, runs_dir: Path) -> dict[P
 
 
 def _send(
-    path: Path,
-    named: bool,
-    uri: str | None,
-    failed_stores: dict[str, str],
-    damaged: list[str],
-    events: Dispatcher[Sequence[Path], SyncReport, Sequence[SyncReport]],
+    path: Path, named: bool, uri: str | None, failed_stores: dict[str, str], events: Dispatcher[Any, Any, Any]
 ) -> SyncReport:
-    """Send one run; an error is added to `failed_stores`, by the store's URI, or to `damaged`.
+    """Send one run; the error of a store is added to `failed_stores`, by the store's URI.
 
     Nothing is sent to a store in `failed_stores`: each attempt may take the store's timeout.
     """
@@ -140,7 +133,6 @@ def _send(
         events.phase("tracking")
         return SyncReport(name, result=_sync_one(path, store))
     except UserError as error:
-        damaged.append(str(error))
         return SyncReport(name, error=str(error))
     except RunError as error:
         failed_stores[store.uri] = str(error)
@@ -155,11 +147,10 @@ def _sync_one(path: Path, store: Store) -> SyncResult:
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever MLflow and the network raise ends as one line
-        if isinstance(error, OSError) and Path(str(error.filename)).absolute().is_relative_to(
-            path.absolute()
-        ):
-            raise UserError(
-                f"{error.filename}: {error.strerror}; sync locks the run folder and records in it what was sent"
-            ) from None
-        how = "cannot be reached" if isinstance(error, OSError) else f"did not accept run {path.name}"
+        how = f"did not accept run {path.name}"
+        if isinstance(error, OSError):
+            if Path(str(error.filename)).absolute().is_relative_to(path.absolute()):
+                what = "sync locks the run folder and records in it what was sent"
+                raise UserError(f"{error.filename}: {error.strerror}; {what}") from None
+            how = "cannot be reached"
         raise RunError(f"MLflow at {redact_credentials(store.uri)} {how} ({short_error(error)})") from None

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from bandpo_cli.config.hardware import use_expandable_segments
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.sampling import resolve_engine
+from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import (
     GraderFailedError,
     RunError,
@@ -29,29 +31,29 @@ from bandpo_cli.errors import (
     redact_credentials,
     warn_on_failure,
 )
-from bandpo_cli.experiments.callbacks import Dispatcher
 from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors
 from bandpo_cli.experiments.overview import summary_fields
 from bandpo_cli.experiments.preflight import (
     check_config,
-    checkpoint_warnings,
     choose_run_name,
-    config_warnings,
-    data_warnings,
     default_name,
+    run_warnings,
 )
 from bandpo_cli.experiments.rank_group import (
+    Dispatcher,
     check_ranks,
     check_same_on_all,
     connected_ranks,
     lost_rank_errors,
 )
-from bandpo_cli.experiments.resolved import RESOLVED, resolved_entry
+from bandpo_cli.grading.pool import GraderUse, failure_warnings
+from bandpo_cli.paths import cached_commit
 from bandpo_cli.rank_process import is_main_process, rank_count
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.tracker import MlflowTracker
 from bandpo_cli.types import RunInfo, RunResult, RunStatus, StepReport, TrainCallback, status_of
@@ -60,6 +62,9 @@ if TYPE_CHECKING:
     from bandpo_cli.training.components import Components
 
 TrainEvents = Dispatcher[RunInfo, StepReport, RunResult]
+
+RESOLVED = "resolved"
+"""The entry of env.json with what settings such as `auto` resolved to, which a resume uses again."""
 
 log = logging.getLogger("bandpo_cli")
 
@@ -80,7 +85,7 @@ class TrainPlan:
     task: Task
     runs_dir: Path
     name: str
-    warnings: tuple[str, ...]
+    warnings: Sequence[str]
 
 
 def plan_training(
@@ -100,8 +105,7 @@ def plan_training(
     name = choose_run_name(runs_dir, name, default_name(config))
     check_ranks(config, rank_count() if ranks is None else ranks)
     task = check_config(config)
-    warnings = (*config_warnings(config), *checkpoint_warnings(config), *data_warnings(config, task))
-    return TrainPlan(config, task, runs_dir, name, warnings)
+    return TrainPlan(config, task, runs_dir, name, run_warnings(config, task))
 
 
 def check_prompt_lengths(config: RunConfig, task: Task) -> None:
@@ -181,11 +185,22 @@ def _new_folder(config: RunConfig, plan: TrainPlan, components: Components) -> I
 
 
 def run_environment(config: RunConfig, components: Components) -> dict[str, Any]:
-    """Return the content of env.json."""
-    return {
-        **describe_environment(sampler=components.sampler_description()),
-        RESOLVED: resolved_entry(config, components.policy),
+    """Return the content of env.json.
+
+    Its entry `resolved` has what settings such as `auto` resolved to: `engine`, the sampling engine; `dtype` of the
+    weights; `model`, the commit of a model on the hub, None for a folder; `data`, the commits of the data sets on the
+    hub by id, without those that are not known.
+    """
+    policy, task, commits = components.policy, config.task, {}
+    if isinstance(task, DataTask):
+        commits = {name: cached_commit(name, "dataset", task.revisions.get(name)) for name in hub_ids(task)}
+    resolved = {
+        "engine": resolve_engine(config.sampling.engine, on_gpu=policy.device.type == "cuda"),
+        "dtype": str(policy.dtype).removeprefix("torch."),
+        "model": policy.commit,
+        "data": {name: commit for name, commit in commits.items() if commit is not None},
     }
+    return {**describe_environment(sampler=components.sampler_description()), RESOLVED: resolved}
 
 
 def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> TrainEvents:
@@ -215,7 +230,6 @@ def loaded_components(config: RunConfig, task: Task, ranks: Ranks) -> Iterator[C
     After the block, rank 0 warns of the grader errors of all ranks; after an error in it, each rank of its own.
     """
     with out_of_memory_errors(config):
-        from bandpo_cli.grading.pool import failure_warnings
         from bandpo_cli.training.components import build_components
 
         components = build_components(config, task, ranks)
@@ -226,15 +240,15 @@ def loaded_components(config: RunConfig, task: Task, ranks: Ranks) -> Iterator[C
             raise
         except BaseException:
             # The other ranks may never get here: this rank reports its own answers, and waits for none of them.
-            _log_warnings(failure_warnings([components.grader.uses()]))
+            _warn_of_graders([components.grader.uses()])
             raise
-        warnings = failure_warnings(ranks.gather(components.grader.uses()))
+        uses = ranks.gather(components.grader.uses())
         if ranks.is_main:
-            _log_warnings(warnings)
+            _warn_of_graders(uses)
 
 
-def _log_warnings(lines: Iterable[str]) -> None:
-    for line in lines:
+def _warn_of_graders(uses: Sequence[Mapping[str, GraderUse]]) -> None:
+    for line in failure_warnings(uses):
         log.warning("%s", line)
 
 
@@ -250,11 +264,12 @@ def run_steps(
     # Imported before MLflow's thread starts: two threads that import delay each other.
     from bandpo_cli.training import loop
 
-    stop = stop_requested or loop.never_stop
-    last = first_step - 1
-    with recorded_run(config, folder, events, tuple(components.notes), first_step) as record:
-        with out_of_memory_errors(config), disk_errors(folder), lost_rank_errors():
-            steps = loop.train(config, components, folder, events.phase, first_step, stop)
+    def train_steps() -> RunStatus:
+        last = first_step - 1
+        with out_of_memory_errors(config), _disk_errors(folder), lost_rank_errors():
+            steps = loop.train(
+                config, components, folder, events.phase, first_step, stop_requested or loop.never_stop
+            )
             try:
                 for report in steps:
                     last = report.step
@@ -262,60 +277,61 @@ def run_steps(
             except BaseException as error:
                 steps.throw(error)  # an error of a callback; the loop may be writing a checkpoint
                 raise
-        if last < config.steps:  # a stop was requested, perhaps of another rank
-            record.status = "KILLED"
-    return components.ranks.gather(record.result)[0]
+        return (
+            "KILLED" if last < config.steps else "FINISHED"
+        )  # a stop was requested, perhaps of another rank
+
+    result = record_run(config, folder, events, tuple(components.notes), first_step, train_steps)
+    return components.ranks.gather(result)[0]
 
 
-@dataclass
-class OpenRecord:
-    """The record of a run that is being trained: its status and, after the end, its result."""
-
-    result: RunResult
-    status: RunStatus = "FINISHED"
-
-
-@contextmanager
-def recorded_run(
-    config: RunConfig, folder: RunFolder, events: TrainEvents, notes: tuple[str, ...], first_step: int
-) -> Iterator[OpenRecord]:
-    """Call `start` of the callbacks; however the body ends, write plots and summary.json, then call `end`.
+def record_run(
+    config: RunConfig,
+    folder: RunFolder,
+    events: TrainEvents,
+    notes: tuple[str, ...],
+    first_step: int,
+    train_steps: Callable[[], RunStatus],
+) -> RunResult:
+    """Call `start` of the callbacks and `train_steps`; however it ends, write plots and summary.json, then call `end`.
 
     A rank other than 0 writes nothing and has no records.
     """
     is_main = is_main_process()
     env = json.loads((folder.path / "env.json").read_text(encoding="utf-8")) if is_main else {}
     dumped = config.model_dump(mode="json")
-    info = RunInfo(folder.path, dumped, env, config.steps, first_step, notes, config.tracking.parent)
-    record = OpenRecord(RunResult(folder.path, "FAILED", []))
+    status: RunStatus = "FAILED"
     error: BaseException | None = None
+    records: list[dict[str, Any]] = []
     try:
-        events.start(info)
-        yield record
+        events.start(
+            RunInfo(folder.path, dumped, env, config.steps, first_step, notes, config.tracking.parent)
+        )
+        status = train_steps()
     except BaseException as raised:
-        error, record.status = raised, status_of(raised)
+        error, status = raised, status_of(raised)
         raise
     finally:
-        records: list[dict[str, Any]] = []
         try:
             events.phase("close")
             if is_main:
                 records = folder.read_metrics()
-                _close_record(config, folder, records, record.status, error)
+                _close_record(config, folder, records, status, error)
         except Exception as failure:  # such as a full disk; an error that ended the run is the one to report
             if error is None:
-                error, record.status = failure, "FAILED"
+                error, status = failure, "FAILED"
                 raise
             with warn_on_failure("the summary and the plots cannot be written"):
                 raise
         finally:
-            record.result = RunResult(folder.path, record.status, records, error)
+            result = RunResult(folder.path, status, records, error)
             with nullcontext() if error is None else warn_on_failure("the end of the run was not reported"):
-                events.end(record.result)
+                events.end(result)
+    return result
 
 
 @contextmanager
-def disk_errors(folder: RunFolder) -> Iterator[None]:
+def _disk_errors(folder: RunFolder) -> Iterator[None]:
     """Raise RunError with one line in place of the system's error where the disk accepts no more data."""
     try:
         yield
@@ -340,9 +356,8 @@ def _close_record(
         for record in records
         if any(key.startswith("eval/") for key in record)
     ]
-    if error is None:
-        message = "stopped by request" if status == "KILLED" else None
-    else:
+    message = "stopped by request" if status == "KILLED" else None
+    if error is not None:
         message = str(error) if isinstance(error, SignalExit) else f"{type(error).__name__}: {error}"
         message = redact_credentials(message)
     try:

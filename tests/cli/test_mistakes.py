@@ -142,7 +142,7 @@ MISTAKES: dict[str, list[str]] = {
     "eval --model my-run@7": ["no checkpoint yet"],
     "eval --task gsm8k": ["bundled model was trained on countdown only", "--model"],
     "eval --task countdown --task gsm8k": ["--task countdown", "evaluate it without other tasks"],
-    "eval --model a/b --task nowhere.jsonl": ["--task nowhere.jsonl: no such file"],
+    "eval --model a/b --task nowhere.jsonl": ["--task nowhere.jsonl: no such task or file"],
     "eval --model a/b --task empty.jsonl": ["empty.jsonl", "holds no rows"],
     "eval --model a/b --task one.jsonl --task one.jsonl": ["2 sources have the label"],
     "eval --model a/b --task one.jsonl --grader nowhere:f": ["nowhere"],

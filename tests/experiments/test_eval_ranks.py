@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import logging.handlers
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +22,6 @@ from bandpo_cli.experiments.eval_run import (
     evaluate,
     resume_evaluation,
 )
-from bandpo_cli.experiments.eval_source import open_completion_source
 from bandpo_cli.grading.pool import GraderPool, GraderUse, failure_warnings
 from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.types import Callback
@@ -161,9 +160,11 @@ def test_rank_0_warns_of_the_graders_of_all_ranks(tmp_path: Path) -> None:
 def test_stored_completions_are_graded_by_one_process(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text(json.dumps({"question": "1 + 1", "answer": "2", "completions": ["2", "3"]}))
-    request = plan_evaluation(samples=path, grader="number", runs_dir=tmp_path)
-    with ExitStack() as stack, pytest.raises(UserError, match=r"answers.jsonl: .* graded by one process"):
-        open_completion_source(request, Ranks(0, 2, 0), lambda phase: None, stack)
+    two = mock.patch(
+        "bandpo_cli.experiments.eval_run.connected_ranks", return_value=nullcontext(Ranks(0, 2, 0))
+    )
+    with two, pytest.raises(UserError, match=r"answers.jsonl: .* graded by one process"):
+        evaluate(samples=path, grader="number", runs_dir=tmp_path)
 
 
 def test_warnings_of_graders_count_the_answers_of_all_ranks() -> None:

@@ -12,8 +12,8 @@ from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.experiments.preflight import (
     ModelRef,
     check_model_path,
-    config_warnings,
     resolve_model,
+    run_warnings,
 )
 from bandpo_cli.registries import METHODS
 
@@ -132,7 +132,7 @@ def test_a_gguf_file_is_answered_with_what_is_needed(tmp_path: Path, name: str) 
             refused()
         assert "\n" not in str(caught.value)
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ConfigError, match="a file; name the folder"):
+    with pytest.raises(ConfigError, match="name the folder that save_pretrained wrote"):
         check_model_path(str(tmp_path / "model.safetensors"))
 
 
@@ -147,7 +147,7 @@ def test_unfinished_checkpoints_do_not_count(runs: Path) -> None:
 
 
 def warnings_of(method: str, updates: int = 1, **sections: Any) -> list[str]:
-    return config_warnings(resolve([{"bounds": {"method": method}, "optim": {"updates": updates}}, sections]))
+    return run_warnings(resolve([{"bounds": {"method": method}, "optim": {"updates": updates}}, sections]))
 
 
 @pytest.mark.parametrize("method", METHODS)

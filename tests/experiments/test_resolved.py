@@ -23,7 +23,7 @@ from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import resume, train
 from bandpo_cli.experiments.preflight import check_config
-from bandpo_cli.experiments.resolved import pin, stored_resolution
+from bandpo_cli.experiments.resume_run import pin
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import embedded_model_path, load_policy
 from bandpo_cli.paths import cached_commit
@@ -138,16 +138,16 @@ def run_folder(tmp_path: Path, **resolved: Any) -> RunFolder:
 
 def test_the_engine_that_auto_resolved_to_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run_folder(tmp_path, engine="vllm")
-    monkeypatch.setattr("bandpo_cli.experiments.resolved.is_installed", lambda package: False)
+    monkeypatch.setattr("bandpo_cli.experiments.resume_run.is_installed", lambda package: False)
     missing = r"run run samples with vllm.*not installed here.*make install-vllm"
     with pytest.raises(ConfigError, match=missing) as caught:
         pin(RunConfig(), folder)
     assert "\n" not in str(caught.value)
-    monkeypatch.setattr("bandpo_cli.experiments.resolved.is_installed", lambda package: True)
-    assert pin(RunConfig(), folder).sampling.engine == "vllm"
+    monkeypatch.setattr("bandpo_cli.experiments.resume_run.is_installed", lambda package: True)
+    assert pin(RunConfig(), folder)[0].sampling.engine == "vllm"
     named = RunConfig.model_validate({"sampling": {"engine": "transformers"}})
-    assert pin(named, folder) == named
-    assert pin(RunConfig(), run_folder(tmp_path, engine="transformers")).sampling.engine == "transformers"
+    assert pin(named, folder) == (named, [])
+    assert pin(RunConfig(), run_folder(tmp_path, engine="transformers"))[0].sampling.engine == "transformers"
 
 
 def test_commits_take_the_place_of_branches(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_commits_take_the_place_of_branches(tmp_path: Path) -> None:
         {"task": {"name": "gsm8k", "revisions": {GSM8K: "v1"}}},
     ]
     config = resolve(layers)
-    pinned = pin(config, run_folder(tmp_path, model=FIRST, data={GSM8K: SECOND, "another/set": FIRST}))
+    pinned, _ = pin(config, run_folder(tmp_path, model=FIRST, data={GSM8K: SECOND, "another/set": FIRST}))
     expected = resolve([*layers, {"model": {"revision": FIRST}, "task": {"revisions": {GSM8K: SECOND}}}])
     assert pinned == expected
 
@@ -171,16 +171,23 @@ def test_commits_take_the_place_of_branches(tmp_path: Path) -> None:
 )
 def test_entries_that_no_run_writes_are_ignored(tmp_path: Path, resolved: dict[str, Any]) -> None:
     config = resolve([{"task": {"name": "gsm8k"}, "model": {"path": MODEL}}])
-    assert pin(config, run_folder(tmp_path, **resolved)) == config
+    assert pin(config, run_folder(tmp_path, **resolved)) == (config, [])
     (tmp_path / "run" / "env.json").write_text("{")
-    assert pin(config, RunFolder(tmp_path / "run")) == config
+    unchanged, (warning,) = pin(config, RunFolder(tmp_path / "run"))
+    assert unchanged == config
+    assert "env.json" in warning
+    assert warning.endswith("engine, dtype and commits of the run are not known and are chosen anew")
 
 
-def test_the_resolution_of_a_run_of_an_earlier_version_is_that_of_its_first_resume(tmp_path: Path) -> None:
+def test_the_resolution_of_a_run_of_an_earlier_version_is_that_of_its_first_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = run_folder(tmp_path)
     resumes = [{"after_step": 2}, {"resolved": {"engine": "vllm"}}, {"resolved": {"engine": "transformers"}}]
     (folder.path / "env.json").write_text(json.dumps({"versions": {}, "resumes": resumes}))
-    assert stored_resolution(folder) == {"engine": "vllm"}
+    with monkeypatch.context() as patched:
+        patched.setattr("bandpo_cli.experiments.resume_run.is_installed", lambda package: True)
+        assert pin(RunConfig(), folder)[0].sampling.engine == "vllm"
 
 
 @pytest.fixture
@@ -208,7 +215,7 @@ def test_data_sets_are_pinned_to_the_commit_of_the_start(
     steps: list[int] = []
     train(config, tmp_path / "runs", "a", stop_requested=lambda: len(steps) >= 1 or bool(steps.append(1)))
     folder = RunFolder(tmp_path / "runs" / "a")
-    assert stored_resolution(folder)["data"] == {GSM8K: FIRST}
+    assert json.loads((folder.path / "env.json").read_text())["resolved"]["data"] == {GSM8K: FIRST}
     assert set(requests) == {(GSM8K, None)}
     requests.clear()
     set_main(hub, GSM8K, "dataset", SECOND)

@@ -195,7 +195,7 @@ def test_an_evaluation_with_errors_only_fails_and_its_answers_are_graded_again(
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, ["the evaluation set 'a' has only 1 problem: its accuracy is the accuracy of one question"]),
+        ({}, ["the evaluation set 'a' has only 1 problem: one problem moves its accuracy by 100%"]),
         ({"evaluation": {"every": 0}}, []),
         (
             {"sampling": {"prompts": 16}},
