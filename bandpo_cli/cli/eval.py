@@ -112,9 +112,9 @@ def evaluate(
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import nest, read_assignments
     from bandpo_cli.experiments import evaluate as run_evaluation
-    from bandpo_cli.experiments.eval_request import plan_evaluation, plan_evaluation_resume, read_k
+    from bandpo_cli.experiments.eval_request import MAX_K, plan_evaluation, plan_evaluation_resume
     from bandpo_cli.experiments.eval_run import resume_evaluation
-    from bandpo_cli.experiments.preflight import choose_run_name
+    from bandpo_cli.experiments.preflight import choose_run_name, read_numbers
     from bandpo_cli.rank_process import launched_name
     from bandpo_cli.storage.eval_folder import EvalFolder
 
@@ -139,7 +139,7 @@ def evaluate(
             task or [],
             samples=samples,
             n=n,
-            k=None if k is None else read_k(k),
+            k=None if k is None else sorted({*read_numbers("--k", k, 1, MAX_K)}),
             grader=grader,
             base=[*map(read_config, config or []), nest(tracking | settings)],
             settings=[read_assignments(set_ or [])],

@@ -37,7 +37,7 @@ from bandpo_cli.tasks.task import Task, build_task
 DEFAULT_K = (4, 16, 64, 256)
 """The default k of pass@k and maj@k: the values below n, and n itself."""
 
-_MAX_K = 10**6
+MAX_K = 10**6
 _MAX_STEM_CHARS = 100
 """Largest length of the part of an evaluation's name that says what was evaluated."""
 _USED_SECTIONS = {"seed", "model", "task", "sampling", "grading", "evaluation", "tracking"}
@@ -214,7 +214,7 @@ def _samples_source(path: Path, grader: str | None, layers: Sequence[Layer]) -> 
         return resolve([{"evaluation": _counts_layer(fewest, None)}, *layers, {"evaluation": evaluation}])
 
     # Settings of sampling are not used here, and must not forbid a k.
-    most = max(config_of(max(fewest, _MAX_K)).evaluation.k, default=1)
+    most = max(config_of(max(fewest, MAX_K)).evaluation.k, default=1)
     if most > fewest:
         raise ConfigError(
             f"--k {most}: {path} has a problem with only {fewest} completions; ask for k of at most {fewest}"
@@ -231,16 +231,6 @@ def _counts_layer(n: int | None, k: Sequence[int] | None) -> dict[str, Any]:
     if n is not None and k is None:
         k = sorted({*(value for value in DEFAULT_K if value < n), n})
     return {**({} if n is None else {"samples": n}), **({} if k is None else {"k": list(k)})}
-
-
-def read_k(text: str) -> list[int]:
-    """Read `--k 1,8,32`. Raises ConfigError for anything else."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) < 12 and 0 < int(part) <= _MAX_K for part in parts):
-        raise ConfigError(
-            f"--k {text[:100]!r}: whole numbers from 1 to {_MAX_K:,}, separated by commas, as in --k 1,8,32"
-        )
-    return sorted({int(part) for part in parts})
 
 
 def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) -> EvalRequest:

@@ -78,6 +78,17 @@ def choose_run_name(runs_dir: Path, asked: str | None, default: str) -> str:
     return name
 
 
+def read_numbers(option: str, text: str, first: int, last: int) -> list[int]:
+    """Return the whole numbers of an option such as `--k 1,8,32`. Raise ConfigError for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    # Python refuses to convert thousands of digits.
+    if not all(part.isdecimal() and len(part) <= 12 and first <= int(part) <= last for part in parts):
+        raise ConfigError(
+            f"{option} {text[:100]!r}: whole numbers from {first} to {last:,}, separated by commas, such as 1,8,32"
+        )
+    return [int(part) for part in parts]
+
+
 def check_config(config: RunConfig) -> Task:
     """Check settings that validation alone cannot check, and return the task with its problems loaded.
 

@@ -14,7 +14,7 @@ from bandpo_cli.config.layers import Layer, read_layer, resolve, validation_mess
 from bandpo_cli.config.methods import TrustRegionSettings
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.experiments.preflight import check_config, choose_run_name
+from bandpo_cli.experiments.preflight import check_config, choose_run_name, read_numbers
 from bandpo_cli.storage.run_folder import RunFolder, resume_command, timestamped
 from bandpo_cli.storage.run_record import read_summary
 from bandpo_cli.storage.tables import read_token_tables
@@ -32,9 +32,6 @@ from bandpo_cli.sweeps.plan import (
 if TYPE_CHECKING:
     from bandpo_cli.reports.comparison.runs import VariantRunData
     from bandpo_cli.reports.comparison.tuning import Tuning
-
-_MAX_SEED_DIGITS = 12
-"""Largest number of digits of a seed: Python refuses to convert thousands of digits."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ def plan_sweep(
         replaced = {**config.axes, **parse_axes(flags), **parse_axes(dict(map(_split_axis, axes)))}
         changes: dict[str, Any] = {name: text for name, text in options.items() if text is not None}
         if "seeds" in changes:
-            changes["seeds"] = _seeds(changes["seeds"])
+            changes["seeds"] = read_numbers("--seeds", changes["seeds"], 0, 2**31 - 1)
         config = SweepConfig.model_validate({**config.model_dump(), "axes": replaced, **changes})
     except ValidationError as error:
         raise ConfigError(validation_message(error, [] if written is None else [written])) from None
@@ -108,14 +105,14 @@ def request_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: 
     about: dict[str, Any] = {}
     tuning: Tuning | None = None
     if config.tuned_on is not None:
-        tuned, tuning = _tuned_layers(config, runs_dir)
+        tuned, tuning = _tuned_layers(config, config.tuned_on, runs_dir)
         runs = plan_tuned_runs(config, tuned, layers)
         about = {"tuning": asdict(tuning)}
+    elif config.recorded is not None:
+        about = {"recorded": config.recorded, "matched": {}}
+        runs = plan_runs(config, layers, _matcher(config.recorded, runs_dir, about["matched"]))
     else:
-        matches: dict[str, Any] = {}
-        runs = plan_runs(config, layers, _matcher(config.recorded, runs_dir, matches))
-        if config.recorded is not None:
-            about = {"recorded": config.recorded, "matched": matches}
+        runs = plan_runs(config, layers, None)
     check_names(runs)
     checked: set[Any] = set()
     for run in runs:
@@ -134,22 +131,15 @@ def create_sweep(
     return SweepFolder.create(runs_dir, chosen, request.runs, request.baseline, request.about, gpus_per_run)
 
 
-def _tuned_layers(config: SweepConfig, runs_dir: Path) -> tuple[dict[str, Layer], Tuning]:
-    """Return all settings of the best variant of each group of `config.tuned_on`, by group, and how they were chosen.
-
-    Raises:
-        ConfigError: there is no such sweep, it is not finished, all variants of a group failed, or one of its seeds is
-            among `config.seeds`.
-    """
+def _tuned_layers(config: SweepConfig, sweep: str, runs_dir: Path) -> tuple[dict[str, Layer], Tuning]:
+    """Return all settings of the best variant of each group of the sweep, by group, and how they were chosen."""
     from bandpo_cli.reports.comparison.tuning import choose
 
-    assert config.tuned_on is not None
     try:
-        folder = SweepFolder.open(runs_dir, config.tuned_on)
+        folder = SweepFolder.open(runs_dir, sweep)
         groups = _runs_by_group(folder, runs_dir)
         used = sorted({run.seed for run in folder.runs})
-        both = [seed for seed in config.seeds if seed in used]
-        if both:
+        if both := sorted({*config.seeds} & {*used}):
             raise UserError(
                 f"seed {both[0]} chose the settings in {folder.name}; "
                 f"give seeds other than {', '.join(map(str, used))}"
@@ -174,10 +164,9 @@ def _runs_by_group(folder: SweepFolder, runs_dir: Path) -> dict[str, dict[str, l
     summaries = {
         run.name: read_summary(folder.run_path(run.name)) for run in folder.runs if run.name not in stopped
     }
+    ended = ("FINISHED", "FAILED")
     unfinished = [
-        name
-        for name, summary in summaries.items()
-        if summary is None or summary.status not in ("FINISHED", "FAILED")
+        name for name, summary in summaries.items() if summary is None or summary.status not in ended
     ]
     if unfinished:
         raise UserError(
@@ -197,10 +186,8 @@ def _runs_by_group(folder: SweepFolder, runs_dir: Path) -> dict[str, dict[str, l
     return groups
 
 
-def _matcher(recorded: str | None, runs_dir: Path, matches: dict[str, Any]) -> DeltaMatcher | None:
-    """Return a function that finds a radius on the tokens of a run and adds it to `matches`; None without a run."""
-    if recorded is None:
-        return None
+def _matcher(recorded: str, runs_dir: Path, matches: dict[str, Any]) -> DeltaMatcher:
+    """Return a function that finds a radius on the tokens of a run and adds it to `matches`."""
     from bandpo_cli.bounds.intervals import RecordedTokens, match_clip_fraction
 
     columns = read_token_tables(RunFolder.open(runs_dir, recorded).path)
@@ -223,13 +210,3 @@ def _split_axis(text: str) -> tuple[str, str]:
             f"--axis {text!r}: write it as section.key=value,value, for example optim.lr=1e-5,1e-4"
         )
     return key.strip(), values
-
-
-def _seeds(text: str) -> list[int]:
-    """Return the seeds of `--seeds`."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and len(part) <= _MAX_SEED_DIGITS for part in parts):
-        raise ConfigError(
-            f"--seeds {text}: whole numbers from 0 on, separated by commas, as in --seeds 0,1,2"
-        )
-    return [int(part) for part in parts]

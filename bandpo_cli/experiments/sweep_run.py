@@ -40,19 +40,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("bandpo_cli")
 
+EXECUTORS = ("local", "ray")
+
 NOTE_HEADING = (
     "Means over seeds and 95% intervals of the finished runs; more in the artifact `report/report.html`."
 )
 """The first line of the description of a sweep's MLflow run; a description with another one is the user's."""
-
-
-def leaderboard_metrics(report: Report) -> dict[str, float]:
-    """Return the means of the leaderboard as metrics: `sweep/<variant>/<column of leaderboard.csv>`."""
-    return {
-        f"sweep/{arm.name}/{key}": estimate.mean
-        for arm in report.arms
-        for key, estimate in arm.figures.items()
-    }
 
 
 @contextmanager
@@ -83,11 +76,8 @@ def sweep_mlflow_run(
 def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
     from bandpo_cli.tracking.mirror import MlflowMirror
 
-    params = {
-        "arms": sorted({run.arm for run in folder.runs}),
-        "runs": len(folder.runs),
-        "baseline": folder.baseline,
-    }
+    variants = sorted({run.arm for run in folder.runs})
+    params = {"arms": variants, "runs": len(folder.runs), "baseline": folder.baseline}
     try:
         mirror = MlflowMirror.connect(store, folder.path, run_tags(describe_environment()))
         mirror.send_params(flat_params(params))
@@ -96,10 +86,9 @@ def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
             log.info("MLflow: %s", run_url(folder.path, store))
         return mirror
     except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs continue without it
+        place = f"MLflow at {redact_credentials(store.uri)}"
         log.warning(
-            "MLflow at %s did not accept the sweep (%s); its runs are not grouped there",
-            redact_credentials(store.uri),
-            short_error(error),
+            "%s did not accept the sweep (%s); its runs are not grouped there", place, short_error(error)
         )
         return None
 
@@ -110,9 +99,14 @@ def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, report: Repor
     try:
         mirror.close(status)  # first: a file that cannot be stored must not leave the run as RUNNING forever
         if report is not None:
+            means = {
+                f"sweep/{arm.name}/{key}": estimate.mean
+                for arm in report.arms
+                for key, estimate in arm.figures.items()
+            }
             # At step 0 MLflow shows a metric as a bar and not as a curve of one point. A resume sends values again; of
             # several at the same step MLflow shows the latest.
-            mirror.send([{"step": 0, **leaderboard_metrics(report)}], {}, again=True)
+            mirror.send([{"step": 0, **means}], {}, again=True)
             mirror.describe(f"{NOTE_HEADING}\n\n{render('leaderboard.md', report)}", NOTE_HEADING)
         for file in [folder.path / PLAN_FILE, *sorted((folder.path / "report").glob("*"))]:
             mirror.send_file(folder.path, file)
@@ -214,6 +208,7 @@ class SweepResult:
 
 SweepCallback = Callback[SweepInfo, States, SweepResult]
 """A callback of `sweep`."""
+SweepEvents = Dispatcher[SweepInfo, States, SweepResult]
 
 
 def sweep(
@@ -249,7 +244,7 @@ def sweep(
             executor = replace(executor, gpus_per_run=folder.gpus_per_run)
             check_executor(executor)
     else:
-        check_run_ranks((run.config for run in request.runs), executor)
+        _check_run_ranks((run.config for run in request.runs), executor)
         folder = create_sweep(request, runs_dir, name, executor.ranks)
     return _run_pending(folder, executor, runs_dir, Dispatcher(callbacks))
 
@@ -257,13 +252,13 @@ def sweep(
 def dry_run_info(request: SweepRequest, executor: Executor) -> SweepInfo:
     """Return what `start` would receive for a new sweep on this machine."""
     configs = {run.name: run.config for run in request.runs}
-    check_run_ranks(configs.values(), executor)
-    with closing(_local_pool(executor, len(configs), {})) as pool:
+    _check_run_ranks(configs.values(), executor)
+    with closing(_open_pool(replace(executor, name="local"), len(configs), {})) as pool:
         return SweepInfo(None, request.runs, configs, request.runs, pool.slots, pool.threads, executor.ranks)
 
 
 def estimate_time(
-    info: SweepInfo, runs_dir: Path | str = "runs", on_trial: Callable[[], None] | None = None
+    info: SweepInfo, runs_dir: Path | str = "runs", on_trial: Callable[[], None] = lambda: None
 ) -> TimeEstimate | None:
     """Estimate the time of the pending runs from earlier runs; without any, from a trial of the bundled model.
 
@@ -276,21 +271,20 @@ def estimate_time(
     first = info.configs[info.pending[0].name]
     seconds = seconds_from_earlier_runs(first, Path(runs_dir), info.threads, info.ranks)
     method = "by earlier runs"
-    if seconds is None and first.model.path == EMBEDDED_MODEL:
-        if on_trial is not None:
-            on_trial()
+    if seconds is None:
+        if first.model.path != EMBEDDED_MODEL:
+            return None
+        on_trial()
         variables = {**os.environ, "OMP_NUM_THREADS": str(info.threads)}
         seconds = seconds_from_trial(first, variables, info.ranks)
         method = "by a trial of three steps, without other runs on the machine"
-    if seconds is None:
-        return None
     lengths = [seconds / first.steps * info.configs[run.name].steps for run in info.pending]
     return TimeEstimate(total_seconds(lengths, info.slots), seconds, method)
 
 
 def check_executor(executor: Executor) -> None:
     """Raise ConfigError for an executor that is unknown or not installed, or options that do not fit."""
-    name, address, margin = executor.name, executor.address, executor.stop_margin
+    name, address, margin, ranks = executor.name, executor.address, executor.stop_margin, executor.ranks
     if name not in EXECUTORS:
         raise ConfigError(f"--executor {name}: {unknown_choice(name, EXECUTORS)}")
     if address is not None and name != "ray":
@@ -299,13 +293,12 @@ def check_executor(executor: Executor) -> None:
         raise ConfigError('--executor ray: Ray is not installed; pip install "bandpo[ray]"')
     if margin is not None and not 0 < margin < 1:
         raise ConfigError(f"--stop-behind {margin:g}: a difference of accuracies, between 0 and 1, as in 0.1")
-    if name == "local" and executor.ranks > 1:
-        gpus = visible_gpus(os.environ)
-        if gpus and len(gpus) < executor.ranks:
-            raise ConfigError(f"--gpus-per-run {executor.ranks}: this machine has {plural(len(gpus), 'GPU')}")
+    gpus = visible_gpus(os.environ) if name == "local" and ranks > 1 else []
+    if gpus and len(gpus) < ranks:
+        raise ConfigError(f"--gpus-per-run {ranks}: this machine has {plural(len(gpus), 'GPU')}")
 
 
-def check_run_ranks(configs: Iterable[RunConfig], executor: Executor) -> None:
+def _check_run_ranks(configs: Iterable[RunConfig], executor: Executor) -> None:
     """Raise ConfigError where one of the runs cannot be divided among the processes of a run."""
     for config in configs:
         try:
@@ -314,16 +307,11 @@ def check_run_ranks(configs: Iterable[RunConfig], executor: Executor) -> None:
             raise ConfigError(f"--gpus-per-run {executor.ranks}: {error}") from None
 
 
-def _run_pending(
-    folder: SweepFolder,
-    executor: Executor,
-    runs_dir: Path,
-    events: Dispatcher[SweepInfo, States, SweepResult],
-) -> SweepResult:
+def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events: SweepEvents) -> SweepResult:
     """Execute the runs that are neither finished nor stopped early, then write the report and call `end`."""
     configs = {run.name: resolve([read_layer(folder.plan_path(run.name))]) for run in folder.runs}
     pending = folder.pending()
-    check_run_ranks((configs[run.name] for run in pending), executor)
+    _check_run_ranks((configs[run.name] for run in pending), executor)
     tracking = next(iter(configs.values())).tracking
     store = tracking_store(tracking, runs_dir) if tracking.mlflow else None
     # Runs are tracked where the sweep is, not in a file of the sweep's folder.
@@ -338,22 +326,24 @@ def _run_pending(
         latest.update(states)
         events.step(states)
 
-    with closing(_POOLS[executor.name](executor, len(pending), variables)) as pool:
+    with closing(_open_pool(executor, len(pending), variables)) as pool:
         try:
             about = pool.slots, pool.threads, executor.ranks
             events.start(SweepInfo(folder.path, folder.runs, configs, pending, *about))
-            if pending:
-                if store is not None:
-                    events.phase("tracking")
-                with sweep_mlflow_run(folder, store, lambda: report) as parent:
+            if pending and store is not None:
+                events.phase("tracking")
+            with sweep_mlflow_run(folder, store if pending else None, lambda: report) as parent:
+                if pending:
                     flags = rank_flags(executor.ranks)
                     flags += [] if parent is None else ["--set", f"tracking.parent={parent}"]
                     steps = {name: config.steps for name, config in configs.items()}
                     events.phase("run")
                     failures = run_sweep(folder, pool, steps, on_states, flags, executor.stop_margin)
-                    report, report_error = _report(folder, events)
-            else:
-                report, report_error = _report(folder, events)
+                events.phase("report")
+                try:
+                    report = _write_report(folder)
+                except UserError as no_report:
+                    report_error = str(no_report)
         except BaseException as raised:
             error = raised
             raise
@@ -374,37 +364,21 @@ def _run_pending(
     return result
 
 
-def _report(
-    folder: SweepFolder, events: Dispatcher[SweepInfo, States, SweepResult]
-) -> tuple[Report | None, str | None]:
-    """Write the report over the finished runs; return it, or why there is none."""
+def _write_report(folder: SweepFolder) -> Report:
+    """Write the report over the finished runs. Raise UserError if there is nothing to report on."""
     from bandpo_cli.reports.comparison import read_sweep, read_tuning, write_report
 
-    events.phase("report")
-    chosen, out = read_sweep(folder.path), folder.path / "report"
-    try:
-        report = write_report(chosen.runs, chosen.title, chosen.baseline, out, tuning=read_tuning(folder))
-    except UserError as error:
-        return None, str(error)
-    return report, None
+    chosen, tuning = read_sweep(folder.path), read_tuning(folder)
+    return write_report(chosen.runs, chosen.title, chosen.baseline, folder.path / "report", tuning=tuning)
 
 
-def _local_pool(executor: Executor, runs: int, variables: Mapping[str, str]) -> Pool:
+def _open_pool(executor: Executor, runs: int, variables: Mapping[str, str]) -> Pool:
+    """Return the pool that executes `runs` runs, with these environment variables, on this machine or with Ray."""
+    if executor.name == "ray":
+        from bandpo_cli.sweeps.ray_pool import RayPool  # an extra, and seconds to import
+
+        return RayPool(executor.address, executor.jobs, variables, executor.ranks)
     gpus, cores = visible_gpus(os.environ), usable_cores()
     jobs = executor.jobs or (len(gpus) or cores) // executor.ranks
     slots = slot_environments(max(1, min(jobs, runs)), cores, gpus, os.environ, executor.ranks)
     return LocalPool([{**slot, **variables} for slot in slots])
-
-
-def _ray_pool(executor: Executor, runs: int, variables: Mapping[str, str]) -> Pool:
-    from bandpo_cli.sweeps.ray_pool import RayPool  # an extra, and seconds to import
-
-    return RayPool(executor.address, executor.jobs, variables, executor.ranks)
-
-
-_POOLS: dict[str, Callable[[Executor, int, Mapping[str, str]], Pool]] = {
-    "local": _local_pool,
-    "ray": _ray_pool,
-}
-
-EXECUTORS = tuple(_POOLS)
