@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -132,10 +133,11 @@ def list_runs(
     if not root.is_dir():
         raise UserError(f"--runs-dir {root}: there is no such folder; bandpo train makes it")
     method = None if method is None else method_name(method)
+    matcher = re.compile("|".join(map(fnmatch.translate, patterns)) if patterns else "")
     runs = [
         run
         for run in (describe_line(path, root) for path in find_runs(root))
-        if _matches(run.name, patterns)
+        if any(map(matcher.match, (run.name, run.name.split("/")[0])))
         and (method is None or run.method == method or run.method.startswith(f"{method}-"))
         and (task is None or run.task == task)
         and (status is None or (run.status or "DAMAGED") == status.upper())
@@ -341,12 +343,6 @@ def select_completions(
         for row in rows
         if problem in (None, row["problem_id"]) and correct in (None, row["accuracy"] == 1)
     ]
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether one of the patterns matches the name or the name of its sweep; no patterns match every name."""
-    parts = (name, name.split("/")[0])
-    return not patterns or any(fnmatch.fnmatchcase(part, pattern) for pattern in patterns for part in parts)
 
 
 def _last(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:

@@ -30,14 +30,7 @@ from bandpo_cli.paths import (
 from bandpo_cli.registries import ENGINES, METHODS
 from bandpo_cli.storage.checkpoints import STATE, check_contents, model_checkpoints
 from bandpo_cli.storage.files import step_of
-from bandpo_cli.storage.run_folder import (
-    RunFolder,
-    check_name,
-    find_run,
-    is_run_folder,
-    timestamped,
-    unused_name,
-)
+from bandpo_cli.storage.run_folder import RunFolder, check_name, find_run, is_run_folder, unused_name
 from bandpo_cli.tasks.task import Task, build_task
 from bandpo_cli.types import Problem
 
@@ -47,11 +40,6 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|gpt2(-medium|-large|-xl)?|distilgpt2")
 _FEW_HELDOUT = 10
 """Evaluation sets with fewer problems are warned about: one problem moves their accuracy by more than a tenth, which is
 more than runs usually differ by. The smallest public sets in use, AIME and AMC, have 30 and 40."""
-
-
-def default_name(config: RunConfig) -> str:
-    """Return the name of a run to which the user gives none: method, task, seed and time."""
-    return timestamped(f"{config.bounds.slug()}-{config.task.name}-s{config.seed}")
 
 
 def choose_run_name(runs_dir: Path, asked: str | None, default: str) -> str:
@@ -157,8 +145,12 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
         task: the problems; None for a run that needs none any more.
     """
     warnings = []
-    method, updates = METHODS[config.bounds.method], config.optim.updates
-    if _ratio_is_one(config) and not method.control:
+    method, updates, engine = METHODS[config.bounds.method], config.optim.updates, ENGINES.get(config.sampling.engine)
+    # Before torch is imported it is not known whether there is a GPU, where the dtype `auto` is bfloat16.
+    dtype = dtype_on(config.model.dtype, on_gpu=config.model.device != "cpu")
+    is_exact = engine is not None and engine.shares_weights and dtype == "float32"
+    # The ratio is 1 in every update if log π_old is as the trainer computes it.
+    if updates == 1 and not method.control and (config.objective.old_logprobs == "trainer" or is_exact):
         others = " and ".join(entry.name for entry in METHODS.values() if entry.differs_at_ratio_one)
         effect = f"{method.name} gives the same run as every method but {others}"
         if method.differs_at_ratio_one:
@@ -199,15 +191,6 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
             f"{wanted / count:.1f} times each; lower sampling.prompts, or give more problems"
         )
     return warnings
-
-
-def _ratio_is_one(config: RunConfig) -> bool:
-    """Return whether the ratio is 1 in every update: one update per batch, and log π_old as the trainer computes it."""
-    engine = ENGINES.get(config.sampling.engine)
-    # Before torch is imported it is not known whether there is a GPU, where the dtype `auto` is bfloat16.
-    dtype = dtype_on(config.model.dtype, on_gpu=config.model.device != "cpu")
-    is_exact = engine is not None and engine.shares_weights and dtype == "float32"
-    return config.optim.updates == 1 and (config.objective.old_logprobs == "trainer" or is_exact)
 
 
 def check_model_path(path: str) -> None:

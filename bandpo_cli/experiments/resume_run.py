@@ -125,10 +125,31 @@ def resume(
             change.
         RunError: as `train`.
     """
-    if isinstance(run, ResumePlan):
-        return _resume(run, callbacks, stop_requested)
-    with locked_resume(run, runs_dir, settings) as plan:
-        return _resume(plan, callbacks, stop_requested)
+    with ExitStack() as stack:
+        plan = run
+        if not isinstance(plan, ResumePlan):
+            plan = stack.enter_context(locked_resume(plan, runs_dir, settings))
+        events = train_events(plan.config, callbacks)
+        folder, first_step = plan.folder, plan.step + 1
+        if plan.task is None:
+            if is_main_process():
+                _roll_back(plan, plan.config, describe_environment())
+            return record_run(plan.config, folder, events, (), first_step, lambda: "FINISHED")
+        pinned = resolved_settings(plan.pinned, events)
+        ranks = stack.enter_context(connected_ranks(pinned))
+        pinned = check_memory(pinned, ranks, changeable=CHANGEABLE_SETTINGS)
+        config = with_memory_fraction(plan.config, pinned.sampling.vllm.memory_fraction)
+        model = config.model.model_copy(update={"dtype": pinned.model.dtype})
+        config = config.model_copy(update={"model": model})
+        components = stack.enter_context(loaded_components(pinned, plan.task, ranks))
+        check_same_on_all(ranks, to_yaml(config), str(plan.step))
+        if plan.step >= 0:
+            with out_of_memory_errors(pinned):
+                components.resume_from(folder.checkpoint_dir(plan.step))
+        if ranks.is_main:
+            _roll_back(plan, config, run_environment(pinned, components))
+        ranks.wait()
+        return run_steps(config, folder, components, events, first_step, stop_requested)
 
 
 @contextmanager
@@ -255,33 +276,6 @@ def pin(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
         commits = {name: data[name] for name in hub_ids(task) if is_commit(data.get(name))}
         task = task.model_copy(update={"revisions": {**task.revisions, **commits}})
     return config.model_copy(update={"sampling": sampling, "model": model, "task": task}), []
-
-
-def _resume(
-    plan: ResumePlan, callbacks: Sequence[TrainCallback], stop_requested: Callable[[], bool] | None
-) -> RunResult:
-    events = train_events(plan.config, callbacks)
-    task, first_step = plan.task, plan.step + 1
-    if task is None:
-        if is_main_process():
-            _roll_back(plan, plan.config, describe_environment())
-        return record_run(plan.config, plan.folder, events, (), first_step, lambda: "FINISHED")
-    pinned = resolved_settings(plan.pinned, events)
-    model = plan.config.model.model_copy(update={"dtype": pinned.model.dtype})
-    with ExitStack() as stack:
-        ranks = stack.enter_context(connected_ranks(pinned))
-        pinned = check_memory(pinned, ranks, changeable=CHANGEABLE_SETTINGS)
-        config = with_memory_fraction(plan.config, pinned.sampling.vllm.memory_fraction)
-        config = config.model_copy(update={"model": model})
-        components = stack.enter_context(loaded_components(pinned, task, ranks))
-        check_same_on_all(ranks, to_yaml(config), str(plan.step))
-        if plan.step >= 0:
-            with out_of_memory_errors(pinned):
-                components.resume_from(plan.folder.checkpoint_dir(plan.step))
-        if ranks.is_main:
-            _roll_back(plan, config, run_environment(pinned, components))
-        ranks.wait()
-        return run_steps(config, plan.folder, components, events, first_step, stop_requested)
 
 
 def _roll_back(plan: ResumePlan, config: RunConfig, env: Mapping[str, object]) -> None:

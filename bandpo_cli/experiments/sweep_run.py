@@ -183,7 +183,6 @@ class SweepResult:
     Attributes:
         folder: the sweep's folder.
         runs: number of runs of the plan.
-        states: the last state of each run that was executed, by name.
         finished: number of finished runs, those of earlier calls included.
         failures: why a run failed, by name.
         stopped: why a run was stopped early, by name.
@@ -196,7 +195,6 @@ class SweepResult:
 
     folder: Path
     runs: int
-    states: States
     finished: int
     failures: Mapping[str, str]
     stopped: Mapping[str, str]
@@ -316,15 +314,10 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
     store = tracking_store(tracking, runs_dir) if tracking.mlflow else None
     # Runs are tracked where the sweep is, not in a file of the sweep's folder.
     variables = {} if store is None else {"MLFLOW_TRACKING_URI": store.uri}
-    latest: dict[str, RunState] = {}
     failures: dict[str, str] = {}
     report: Report | None = None
     report_error: str | None = None
     error: BaseException | None = None
-
-    def on_states(states: States) -> None:
-        latest.update(states)
-        events.step(states)
 
     with closing(_open_pool(executor, len(pending), variables)) as pool:
         try:
@@ -338,7 +331,7 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
                     flags += [] if parent is None else ["--set", f"tracking.parent={parent}"]
                     steps = {name: config.steps for name, config in configs.items()}
                     events.phase("run")
-                    failures = run_sweep(folder, pool, steps, on_states, flags, executor.stop_margin)
+                    failures = run_sweep(folder, pool, steps, events.step, flags, executor.stop_margin)
                 events.phase("report")
                 try:
                     report = _write_report(folder)
@@ -351,7 +344,6 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
             result = SweepResult(
                 folder.path,
                 len(folder.runs),
-                latest,
                 sum(folder.is_finished(run.name) for run in folder.runs),
                 failures,
                 folder.stopped(),

@@ -7,14 +7,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bandpo_cli.errors import RunError, UserError, redact_credentials
 from bandpo_cli.experiments.rank_group import Dispatcher
 from bandpo_cli.storage.run_folder import RunFolder, find_folder
 from bandpo_cli.storage.run_record import read_stored_run
 from bandpo_cli.sweeps.folder import PLAN_FILE, find_runs
-from bandpo_cli.tracking.store import Store, check_reachable, short_error
+from bandpo_cli.tracking.store import check_reachable, short_error
 from bandpo_cli.tracking.sync import RunSender, SyncResult, store_for_run
 from bandpo_cli.types import Callback
 
@@ -23,14 +22,7 @@ log = logging.getLogger("bandpo_cli")
 
 @dataclass(frozen=True)
 class SyncReport:
-    """The outcome of one run: exactly one of the last three attributes is not None.
-
-    Attributes:
-        name: the run.
-        result: what was sent.
-        skipped: why the run was not to be sent.
-        error: why it could not be sent.
-    """
+    """The outcome of the run `name`: what was sent, or why it was not to be sent, or why it could not be sent."""
 
     name: str
     result: SyncResult | None = None
@@ -61,7 +53,7 @@ def sync(
         uri: MLflow server or store; None for the one of each run's settings.
         runs_dir: the folder of run folders.
         callbacks: receive the events of `types.Callback`: `start` has all runs, `phase("tracking")` comes before each
-            run that is sent, `step` after each run.
+            run, `step` after it.
 
     Raises:
         RunError: a store could not be reached or did not accept a run.
@@ -74,8 +66,9 @@ def sync(
     reports: list[SyncReport] = []
     try:
         events.start([*named])
-        for path in named:
-            reports.append(_send(path, named[path], uri, failed_stores, events))
+        for path, is_named in named.items():
+            events.phase("tracking")
+            reports.append(_send(path, is_named, uri, failed_stores))
             events.step(reports[-1])
     finally:
         events.end(reports)
@@ -115,42 +108,30 @@ def _choose_runs(names: Sequence[str], all_runs: bool, runs_dir: Path) -> dict[P
     return dict(unique.values())
 
 
-def _send(
-    path: Path, named: bool, uri: str | None, failed_stores: dict[str, str], events: Dispatcher[Any, Any, Any]
-) -> SyncReport:
+def _send(path: Path, named: bool, uri: str | None, failed_stores: dict[str, str]) -> SyncReport:
     """Send one run; the error of a store is added to `failed_stores`, by the store's URI.
 
     Nothing is sent to a store in `failed_stores`: each attempt may take the store's timeout.
     """
-    name = path.name
     try:
         run = read_stored_run(path)
         if not named and run.tracking.get("mlflow") is False:
-            return SyncReport(name, skipped="tracking.mlflow is false; name it to send it")
+            return SyncReport(path.name, skipped="tracking.mlflow is false; name it to send it")
         store = store_for_run(run, uri)
-        if store.uri in failed_stores:
-            return SyncReport(name, error=failed_stores[store.uri])
-        events.phase("tracking")
-        return SyncReport(name, result=_sync_one(path, store))
     except UserError as error:
-        return SyncReport(name, error=str(error))
-    except RunError as error:
-        failed_stores[store.uri] = str(error)
-        return SyncReport(name, error=str(error))
-
-
-def _sync_one(path: Path, store: Store) -> SyncResult:
-    """Send one run. Raises RunError when the store does not answer or does not accept it."""
+        return SyncReport(path.name, error=str(error))
     try:
-        check_reachable(store.uri)
-        return RunSender(store, path).send()
-    except UserError:
-        raise
+        if store.uri not in failed_stores:
+            check_reachable(store.uri)
+            return SyncReport(path.name, result=RunSender(store, path).send())
+    except UserError as error:
+        return SyncReport(path.name, error=str(error))
     except Exception as error:  # noqa: BLE001 - whatever MLflow and the network raise ends as one line
         how = f"did not accept run {path.name}"
         if isinstance(error, OSError):
             if Path(str(error.filename)).absolute().is_relative_to(path.absolute()):
                 what = "sync locks the run folder and records in it what was sent"
-                raise UserError(f"{error.filename}: {error.strerror}; {what}") from None
+                return SyncReport(path.name, error=f"{error.filename}: {error.strerror}; {what}")
             how = "cannot be reached"
-        raise RunError(f"MLflow at {redact_credentials(store.uri)} {how} ({short_error(error)})") from None
+        failed_stores[store.uri] = f"MLflow at {redact_credentials(store.uri)} {how} ({short_error(error)})"
+    return SyncReport(path.name, error=failed_stores[store.uri])

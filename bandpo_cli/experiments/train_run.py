@@ -1,8 +1,7 @@
 """Training runs: checks before loading, the record in the run folder, callbacks around the training loop.
 
-The run folder is written first, MLflow and the other callbacks come after it. `experiments.resume` continues a run with
-the same functions. With several ranks, all of them call these functions; rank 0 alone writes the folder and has
-callbacks.
+The run folder is written first, MLflow and the other callbacks come after it. With several ranks all of them call these
+functions; rank 0 alone writes the folder and has callbacks.
 """
 
 from __future__ import annotations
@@ -33,12 +32,7 @@ from bandpo_cli.errors import (
 )
 from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors
 from bandpo_cli.experiments.overview import summary_fields
-from bandpo_cli.experiments.preflight import (
-    check_config,
-    choose_run_name,
-    default_name,
-    run_warnings,
-)
+from bandpo_cli.experiments.preflight import check_config, choose_run_name, run_warnings
 from bandpo_cli.experiments.rank_group import (
     Dispatcher,
     check_ranks,
@@ -52,7 +46,7 @@ from bandpo_cli.rank_process import is_main_process, rank_count
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.files import run_lock
-from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_folder import RunFolder, timestamped
 from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.tracker import MlflowTracker
@@ -102,19 +96,15 @@ def plan_training(
         UserError: the name is taken, or nothing can be written to `runs_dir`.
     """
     runs_dir = Path(runs_dir)
-    name = choose_run_name(runs_dir, name, default_name(config))
+    default = timestamped(f"{config.bounds.slug()}-{config.task.name}-s{config.seed}")
+    name = choose_run_name(runs_dir, name, default)
     check_ranks(config, rank_count() if ranks is None else ranks)
     task = check_config(config)
     return TrainPlan(config, task, runs_dir, name, run_warnings(config, task))
 
 
 def check_prompt_lengths(config: RunConfig, task: Task) -> None:
-    """Check that each set has a prompt that is short enough, with the tokenizer alone. Imports torch.
-
-    Raises:
-        ConfigError: all prompts of a set are longer than `sampling.max_prompt_tokens`.
-        UserError: the tokenizer cannot be loaded.
-    """
+    """Raise ConfigError if all prompts of a set are too long, by the tokenizer alone. Imports torch."""
     from bandpo_cli.models.load import load_tokenizer
     from bandpo_cli.sampling.rollouts import PromptEncoder, check_some_prompt_fits
 
@@ -234,22 +224,21 @@ def loaded_components(config: RunConfig, task: Task, ranks: Ranks) -> Iterator[C
 
         components = build_components(config, task, ranks)
     with closed_at_end("the sampling engine or a grader", components.close):
+        uses: Sequence[Mapping[str, GraderUse]] = ()
         try:
             yield components
-        except GraderFailedError:  # it reports what the warnings would
+        except BaseException as error:
+            # The other ranks may never get here: this rank reports its own answers, and waits for none of them. The
+            # error of a grader that always failed reports what the warnings would.
+            if not isinstance(error, GraderFailedError):
+                uses = [components.grader.uses()]
             raise
-        except BaseException:
-            # The other ranks may never get here: this rank reports its own answers, and waits for none of them.
-            _warn_of_graders([components.grader.uses()])
-            raise
-        uses = ranks.gather(components.grader.uses())
-        if ranks.is_main:
-            _warn_of_graders(uses)
-
-
-def _warn_of_graders(uses: Sequence[Mapping[str, GraderUse]]) -> None:
-    for line in failure_warnings(uses):
-        log.warning("%s", line)
+        else:
+            of_ranks = ranks.gather(components.grader.uses())
+            uses = of_ranks if ranks.is_main else ()
+        finally:
+            for line in failure_warnings(uses):
+                log.warning("%s", line)
 
 
 def run_steps(

@@ -15,17 +15,11 @@ import pytest
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments.eval_request import plan_evaluation
-from bandpo_cli.experiments.eval_run import (
-    EvalInfo,
-    EvalProgress,
-    EvalResult,
-    evaluate,
-    resume_evaluation,
-)
+from bandpo_cli.experiments.eval_run import EvalInfo, EvalProgress, EvalResult, evaluate, resume_evaluation
 from bandpo_cli.grading.pool import GraderPool, GraderUse, failure_warnings
 from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.types import Callback
-from tests.training.several_ranks import run_module, run_ranks
+from tests.training.several_ranks import run_ranks
 
 SETTINGS = {
     "task": {"max_number": 5},
@@ -175,17 +169,3 @@ def test_warnings_of_graders_count_the_answers_of_all_ranks() -> None:
         "grader 'c' failed on 1 of 1 answers (100.0%)",
     ]
     assert "the first error: ValueError: x" in failure_warnings([first, second])[0]
-
-
-@pytest.mark.slow
-def test_torchrun_evaluates_as_one_process_does(tmp_path: Path) -> None:
-    settings = ["--set", "task.max_number=5", "--set", "evaluation.batch=24", "--limit", "7"]
-    settings += ["--set", "evaluation.samples=8", "--set", "evaluation.k=[1,4]"]
-    command = ["bandpo_cli", "eval", "--no-mlflow", "--runs-dir", str(tmp_path), *settings]
-    for size, name in ((1, "one"), (2, "two")):
-        run_module(size, *command, "--name", name)
-    one, two = (pd.read_parquet(tmp_path / name / "samples.parquet") for name in ("one", "two"))
-    assert len(one) == 56
-    pd.testing.assert_frame_equal(one.drop(columns="logprob_sum"), two.drop(columns="logprob_sum"))
-    records = [json.loads((tmp_path / name / "eval.json").read_text()) for name in ("one", "two")]
-    assert records[0]["metrics"] == records[1]["metrics"]

@@ -10,12 +10,7 @@ import pytest
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.experiments import overview
-from bandpo_cli.experiments.overview import (
-    changed_settings,
-    describe_line,
-    describe_run,
-    summary_fields,
-)
+from bandpo_cli.experiments.overview import changed_settings, describe_line, describe_run, summary_fields
 from bandpo_cli.storage import run_folder, run_record
 from bandpo_cli.storage.run_folder import RunFolder
 

@@ -9,12 +9,7 @@ import pytest
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.experiments.preflight import (
-    ModelRef,
-    check_model_path,
-    resolve_model,
-    run_warnings,
-)
+from bandpo_cli.experiments.preflight import ModelRef, check_model_path, resolve_model, run_warnings
 from bandpo_cli.registries import METHODS
 
 
