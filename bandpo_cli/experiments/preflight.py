@@ -145,7 +145,11 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
         task: the problems; None for a run that needs none any more.
     """
     warnings = []
-    method, updates, engine = METHODS[config.bounds.method], config.optim.updates, ENGINES.get(config.sampling.engine)
+    method, updates, engine = (
+        METHODS[config.bounds.method],
+        config.optim.updates,
+        ENGINES.get(config.sampling.engine),
+    )
     # Before torch is imported it is not known whether there is a GPU, where the dtype `auto` is bfloat16.
     dtype = dtype_on(config.model.dtype, on_gpu=config.model.device != "cpu")
     is_exact = engine is not None and engine.shares_weights and dtype == "float32"
