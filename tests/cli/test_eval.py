@@ -188,7 +188,7 @@ def test_an_evaluation_equals_the_step_that_it_repeats(place: Path, latest: Path
     ("arguments", "parts"),
     [
         (["compare", "latets", RUN], ["no evaluation 'latets'", "did you mean 'latest'"]),
-        (["compare", "latest", f"{RUN}@3"], ["not evaluated at that step", "0, 2, 4"]),
+        (["compare", "latest", f"{RUN}@3"], ["no evaluation of that step", "0, 2, 4"]),
         (["compare", "latest", "nowhere.json"], ["nowhere.json", "No such file"]),
         (["compare", "latest", f"runs/{RUN}/summary.json"], ["not the record of an evaluation"]),
         (["--model", "frist@1@2"], ["no such run", "did you mean 'first@1'"]),

@@ -128,7 +128,7 @@ MISTAKES: dict[str, list[str]] = {
     "sweep --axis delta": ["--axis 'delta'", "section.key=value,value"],
     "sweep --delta ''": ["--delta", "empty item"],
     "sweep --delta 0.1,0.1": ["bounds.delta", "twice"],
-    "sweep --seeds 0,x": ["--seeds 0,x", "whole numbers"],
+    "sweep --seeds 0,x": ["--seeds '0,x'", "whole numbers"],
     "sweep --delta 0.1,0.2 --baseline 0.3": ["baseline = '0.3'", "variants: 0.1, 0.2"],
     "sweep --resume none --steps 3": ["--resume", "leave out --steps"],
     "sweep axes.yaml": ["axes.yaml", "axis", "did you mean 'axes'"],
@@ -169,7 +169,7 @@ MISTAKES: dict[str, list[str]] = {
     "eval --samples one.jsonl": ["no field found for the completions"],
     "eval --smaples one.jsonl": ["--smaples", "--samples"],
     "eval cmpare a b": ["cmpare", "compare"],
-    "eval compare half half": ["not finished"],
+    "eval compare half half": ["no metrics by problem", "once it is finished"],
     "eval compare my-run my-run": ["not evaluated in training"],
 }  # fmt: skip
 """A command, and parts of the one line that it prints. Nothing is written, and torch is not imported."""

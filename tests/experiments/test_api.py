@@ -126,12 +126,12 @@ def test_sync_reports_each_run(trained: Recorder, runs: Path, empty_database: Pa
     reports = sync(all_runs=True, runs_dir=runs, callbacks=[seen])
     assert [(report.name, report.result) for report in reports] == [("demo", None)]
     assert "tracking.mlflow is false" in str(reports[0].skipped)
-    assert seen.outline() == ["start", "step", "end"]
+    assert seen.outline() == ["start", "phase tracking", "step", "end"]
     uri = f"sqlite:///{shutil.copy(empty_database, runs / 'other.db')}"
     (sent,) = sync(["demo"], uri=uri, runs_dir=runs, callbacks=[seen])
     assert sent.result is not None
     assert sent.result.ended
-    assert seen.outline()[3:] == ["start", "phase tracking", "step", "end"]
+    assert seen.outline()[4:] == ["start", "phase tracking", "step", "end"]
 
 
 @pytest.mark.slow
