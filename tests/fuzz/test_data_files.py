@@ -42,7 +42,7 @@ ROWS: list[dict[str, Any]] = [
     for i in range(30)
 ]  # fmt: skip
 LINES = b"\n".join(map(as_json, ROWS))
-COUNTS = pytest.mark.parametrize("count", [25, pytest.param(1500, marks=pytest.mark.slow)])
+COUNTS = pytest.mark.parametrize("count", [25, pytest.param(400, marks=pytest.mark.slow)])
 SHORT = tuple(text for text in JSON_TEXTS if len(text) < 60_000)
 
 
@@ -170,7 +170,7 @@ FILES: dict[str, tuple[tuple[str, ...], list[Callable[[Path], None]]]] = {
 }
 
 
-@pytest.mark.parametrize("count", [6, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6, pytest.param(80, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", FILES)
 def test_files_of_an_untrusted_sweep(sweep: Path, name: str, count: int) -> None:
     path = sweep / name

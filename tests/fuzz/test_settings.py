@@ -40,7 +40,7 @@ SWEEP: dict[str, Any] = {
     "baseline": None,
 }
 QUICK = tuple(text for text in YAML_TEXTS if len(text) < 5000 or len(text) > 2**20)
-COUNTS = pytest.mark.parametrize("count", [20, pytest.param(1500, marks=pytest.mark.slow)])
+COUNTS = pytest.mark.parametrize("count", [20, pytest.param(400, marks=pytest.mark.slow)])
 
 
 @pytest.fixture
