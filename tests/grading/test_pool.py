@@ -296,8 +296,8 @@ def test_workers_exit_with_their_parent(
 
 
 UNUSABLE = {
-    "custom_grader:juge": r"custom_grader:juge': module '.*' has no 'juge' \(did you mean 'judge'\?\)",
-    "custom_grader:no_function": "'no_function' is not a function: its type is int",
+    "custom_grader:juge": r"custom_grader:juge': module '.*' has no function 'juge' \(did you mean 'judge'\?\)",
+    "custom_grader:no_function": "module '.*' has no function 'no_function'",
     "no_such:thing": r"importing 'no_such' failed: ModuleNotFoundError.*searched the current folder",
     "broken_grader:judge": "importing 'broken_grader' failed: ModuleNotFoundError: .*no_such_module_any",
     "dying_grader:judge": "its process ended with exit code 7 while importing",
