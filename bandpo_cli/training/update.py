@@ -131,9 +131,7 @@ def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConf
     weights = aggregate(experience.all_lengths, config.sampling.max_tokens)[: len(lengths)]
     weights = weights.repeat_interleave(lengths)
     losses: list[torch.Tensor] = []
-    columns: list[
-        list[torch.Tensor]
-    ] = []  # of each micro-batch: log-probs, ratios, gradient weights and entropies
+    columns: list[list[torch.Tensor]] = []  # per micro-batch: log-probs, ratios, gradient weights, entropies
     own_pass = experience.needs_own_pass
     with_entropy = own_pass and not (experience.sampler_is_exact and experience.entropy is not None)
     for batch in experience.micro_batches:
