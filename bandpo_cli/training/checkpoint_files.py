@@ -17,6 +17,7 @@ import os
 import shutil
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
@@ -251,7 +252,8 @@ def write_tensors(
     """Write tensors of floating-point types as a safetensors file and return the `file_checksum` of the file.
 
     The bytes are those of `safetensors.torch.save_file`, which writes a file in one call. This function writes and
-    flushes chunks, so that `check`, called before each of them, can give up a file of many GB.
+    flushes chunks, so that `check`, called before each of them, can give up a file of many GB. A thread hashes the
+    chunks meanwhile: both release the interpreter's lock.
     """
     ordered = sorted(tensors.items(), key=lambda item: (_DTYPES.index(item[1].dtype), item[0]))
     header: dict[str, object] = {}
@@ -264,14 +266,22 @@ def write_tensors(
     text += b" " * (-len(text) % 8)
     start_of_file = len(text).to_bytes(8, "little") + text
     checksum, written = xxh3_64(start_of_file), 0
-    with path.open("wb") as file:
+    with path.open("wb") as file, ThreadPoolExecutor(1) as hasher:
         file.write(start_of_file)
+        in_thread = True
+        try:
+            hasher.submit(int)
+        except RuntimeError:  # the limit on threads is reached
+            in_thread = False
         for _, tensor in ordered:
             data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
             for start in range(0, len(data), CHUNK_BYTES):
                 check()
                 chunk = data[start : start + CHUNK_BYTES].data
-                checksum.update(chunk)
+                if in_thread:
+                    hasher.submit(checksum.update, chunk)
+                else:
+                    checksum.update(chunk)
                 written += file.write(chunk)
                 if written >= CHUNK_BYTES:
                     file.flush()
