@@ -45,6 +45,7 @@ def test_completions_of_an_evaluation_give_equal_metrics(place: Path) -> None:
     assert record_of(again)["samples"]["path"] == str(first / "samples.parquet")
 
 
+@pytest.mark.slow
 def test_completions_of_a_training_step_get_equal_verdicts(place: Path) -> None:
     path = place / "runs" / "run" / "samples" / "step-000002.parquet"
     succeed("eval", "--samples", path, "--no-mlflow", cwd=place)

@@ -62,6 +62,7 @@ def test_the_merged_model_is_a_plain_one_with_the_weights_of_the_run(place: Path
     assert (tmp_path / "out" / "model.safetensors").stat().st_mode & 0o044
 
 
+@pytest.mark.slow
 def test_an_adapter_folder_is_merged_in_the_dtype_of_its_base(place: Path, tmp_path: Path) -> None:
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     shutil.copytree(place / "runs" / "lora" / "checkpoints" / "step-000002", adapter)

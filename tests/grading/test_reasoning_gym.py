@@ -171,6 +171,7 @@ def test_no_answer_is_executed(pool: GraderPool, tmp_path: Path) -> None:
     assert {grade.verdict for grade in grades} <= {"wrong", "malformed"}
 
 
+@pytest.mark.slow
 def test_no_field_of_a_problem_is_executed(pool: GraderPool, tmp_path: Path) -> None:
     """A table of completions may come from anyone, with its problems; some scorers evaluate fields of the problem."""
     path = tmp_path / "executed"

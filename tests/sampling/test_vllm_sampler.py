@@ -123,6 +123,7 @@ def test_the_first_every_tenth_and_every_waking_sync_are_checked_completely(call
     assert checked == [10, 13]
 
 
+@pytest.mark.slow
 def test_a_matrix_that_the_engine_stores_in_another_form_is_left_out_of_later_checks(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -74,6 +74,7 @@ def read(value: Any) -> Question | None:
     return read_question({"q": value}, Fields(question="q"), "row 1")
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_any_value_is_converted_or_none(value: Any) -> None:
     """Only chat messages raise an error; every result can be encoded as UTF-8 and JSON."""
