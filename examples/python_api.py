@@ -10,9 +10,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from bandpo_cli.callbacks import CallbackBase, StepReport
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.experiments import compare, evaluate, resume, train
-from bandpo_cli.types import CallbackBase, StepReport
 
 
 class PrintSteps(CallbackBase):

@@ -10,19 +10,16 @@ from bandpo_cli.bounds.intervals import BoundsFunction
 from bandpo_cli.config.methods import MethodSettings
 from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.config.task import TaskSettings
+from bandpo_cli.datasets import DATASETS, TASKS, Dataset, TaskEntry
 from bandpo_cli.registries import (
-    DATASETS,
     DIVERGENCES,
     ENGINES,
     GRADERS,
     METHODS,
-    TASKS,
-    Dataset,
     DivergenceEntry,
     EngineEntry,
     GraderEntry,
     MethodEntry,
-    TaskEntry,
 )
 from bandpo_cli.types import Completion, Problem
 

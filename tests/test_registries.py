@@ -11,20 +11,18 @@ import pytest
 
 from bandpo_cli.config.methods import MethodSettings
 from bandpo_cli.config.task import TaskSettings
+from bandpo_cli.datasets import DATASETS, TASKS, task_kind
 from bandpo_cli.registries import (
-    DATASETS,
     DIVERGENCES,
     ENGINES,
     GRADERS,
     METHODS,
     SIGNATURES,
-    TASKS,
     Entry,
     Registry,
     is_function_path,
     load_attribute,
     load_function,
-    task_kind,
 )
 from tests.commands import run_bandpo
 

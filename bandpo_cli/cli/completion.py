@@ -11,8 +11,9 @@ from pathlib import Path
 
 import typer
 
+from bandpo_cli.datasets import DATASETS, TASKS, generated_tasks
 from bandpo_cli.paths import folders_containing
-from bandpo_cli.registries import DATASETS, TASKS, Entry, generated_tasks
+from bandpo_cli.registries import Entry
 
 Candidates = list[tuple[str, str]]
 """Values, each with a description, which zsh and fish show; '' for none."""

@@ -22,8 +22,8 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
+from bandpo_cli.callbacks import CallbackBase
 from bandpo_cli.errors import escape_controls, redact_credentials
-from bandpo_cli.types import CallbackBase
 
 
 class RawStream:

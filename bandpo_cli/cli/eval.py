@@ -29,7 +29,7 @@ from bandpo_cli.cli.options import (
     refuse_with,
     takes_settings,
 )
-from bandpo_cli.registries import tasks_text
+from bandpo_cli.datasets import tasks_text
 
 if TYPE_CHECKING:
     from bandpo_cli.experiments.eval_run import EvalResult

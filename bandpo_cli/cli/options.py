@@ -14,16 +14,9 @@ from typing import Annotated, Any, Literal
 import typer
 
 from bandpo_cli.cli.completion import complete_config, complete_task, one_of, several_of
+from bandpo_cli.datasets import split_member, tasks_text
 from bandpo_cli.errors import UserError, unknown_choice
-from bandpo_cli.registries import (
-    DIVERGENCES,
-    ENGINES,
-    GRADERS,
-    METHODS,
-    load_attribute,
-    split_member,
-    tasks_text,
-)
+from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS, METHODS, load_attribute
 
 RUNS = Path("runs")
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from bandpo_cli.cli.completion import folder_of, one_of
 from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, argument, choice, documented, option
+from bandpo_cli.datasets import DATASETS, generated_tasks
 from bandpo_cli.errors import UserError
-from bandpo_cli.registries import DATASETS, METHODS, generated_tasks
+from bandpo_cli.registries import METHODS
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from bandpo_cli.callbacks import CallbackBase
 from bandpo_cli.errors import SignalExit, signal_name
 from bandpo_cli.rank_process import is_main_process, launched_ranks, rank_count
-from bandpo_cli.types import CallbackBase
 
 STOPPING = "stopping after this step and its checkpoint; press Ctrl-C again to abort the step"
 """What a first signal asks for."""

@@ -21,6 +21,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 from bandpo_cli.cli.console import PLAIN_LINES, ExperimentView, print_line, print_rows
 from bandpo_cli.cli.signals import STOPPING, StopSignals
 from bandpo_cli.config.run import RunConfig
@@ -29,7 +30,7 @@ from bandpo_cli.rank_process import launched_ranks
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, resume_command
 from bandpo_cli.tracking.store import tracking_store, ui_text
-from bandpo_cli.types import Rollout, RunInfo, RunResult, StepReport
+from bandpo_cli.types import Rollout
 
 SPARK_CHARS = "▁▂▃▄▅▆▇█"
 PHASES = {

@@ -24,18 +24,10 @@ from pydantic import (
 
 from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.config.section import NotEmpty, Section, TaggedSection, require
+from bandpo_cli.datasets import DATA_TASK, DATASETS, TASKS, generated_tasks, split_member, task_kind
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import path_exists, user_path
-from bandpo_cli.registries import (
-    DATA_TASK,
-    DATASETS,
-    GRADERS,
-    TASKS,
-    generated_tasks,
-    load_attribute,
-    split_member,
-    task_kind,
-)
+from bandpo_cli.registries import GRADERS, load_attribute
 
 LABEL_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
 """What is allowed as a part of a metric name."""

@@ -16,6 +16,7 @@ from bandpo_cli.config.layers import Layer, nest, read_layer, resolve, without_s
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, task_from_arguments
+from bandpo_cli.datasets import DATASETS, generated_tasks, split_member
 from bandpo_cli.errors import ConfigError, UserError, nearest
 from bandpo_cli.experiments.preflight import (
     ModelRef,
@@ -26,7 +27,6 @@ from bandpo_cli.experiments.preflight import (
     resolve_model,
 )
 from bandpo_cli.paths import path_exists, user_path
-from bandpo_cli.registries import DATASETS, generated_tasks, split_member
 from bandpo_cli.storage.eval_folder import SAMPLES_FILE, EvalFolder
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import RunFolder, timestamped

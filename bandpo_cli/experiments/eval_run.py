@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
 
+from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.hardware import use_expandable_segments
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig
@@ -42,7 +43,7 @@ from bandpo_cli.tasks.questions import text_hash
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.mirror import run_tags
 from bandpo_cli.tracking.store import short_error, tracking_store, ui_text
-from bandpo_cli.types import GRADER_ERROR, Callback, status_of
+from bandpo_cli.types import GRADER_ERROR, status_of
 
 if TYPE_CHECKING:
     from bandpo_cli.evaluation.batches import Batch

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bandpo_cli.callbacks import CallbackBase, RunInfo, RunResult, StepReport
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.storage.files import step_name
-from bandpo_cli.types import CallbackBase, RunInfo, RunResult, StepReport
 
 if TYPE_CHECKING:
     from torch.profiler import profile

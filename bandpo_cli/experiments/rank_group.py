@@ -9,12 +9,12 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from bandpo_cli.callbacks import Callback, Info, Report, Result
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.sampling import check_tensor_parallel
 from bandpo_cli.errors import ConfigError, LostRankError, UserError, plural
 from bandpo_cli.rank_process import local_rank_count
 from bandpo_cli.ranks import Ranks, connected, ranks_from_environment
-from bandpo_cli.types import Callback, Info, Report, Result
 
 _GLOO_ERROR = "gloo/transport"
 """Part of the message of every error of gloo's connections: the place in its source."""

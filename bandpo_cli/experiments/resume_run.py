@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
+from bandpo_cli.callbacks import RunResult, TrainCallback
 from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yaml
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.config.sampling import AUTO_ENGINE, is_installed
@@ -45,7 +46,6 @@ from bandpo_cli.storage.run_record import is_finished
 from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.store import is_redacted, tracking_store
-from bandpo_cli.types import RunResult, TrainCallback
 
 CHANGEABLE_SETTINGS = (
     *WITHOUT_EFFECT,

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sweep import SweepConfig
@@ -31,7 +32,6 @@ from bandpo_cli.sweeps.scheduler import (
 )
 from bandpo_cli.tracking.mirror import flat_params, run_tags
 from bandpo_cli.tracking.store import Store, is_server, run_url, short_error, tracking_store, ui_text
-from bandpo_cli.types import Callback
 
 if TYPE_CHECKING:
     from bandpo_cli.reports.comparison.variants import Report

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bandpo_cli.callbacks import Callback
 from bandpo_cli.errors import RunError, UserError, redact_credentials
 from bandpo_cli.experiments.rank_group import Dispatcher
 from bandpo_cli.storage.run_folder import RunFolder, find_folder
@@ -15,7 +16,6 @@ from bandpo_cli.storage.run_record import read_stored_run
 from bandpo_cli.sweeps.folder import PLAN_FILE, find_runs
 from bandpo_cli.tracking.store import check_reachable, short_error
 from bandpo_cli.tracking.sync import RunSender, SyncResult, store_for_run
-from bandpo_cli.types import Callback
 
 log = logging.getLogger("bandpo_cli")
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bandpo_cli.callbacks import RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.hardware import use_expandable_segments
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
@@ -50,7 +51,7 @@ from bandpo_cli.storage.run_folder import RunFolder, timestamped
 from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.tracker import MlflowTracker
-from bandpo_cli.types import RunInfo, RunResult, RunStatus, StepReport, TrainCallback, status_of
+from bandpo_cli.types import RunStatus, status_of
 
 if TYPE_CHECKING:
     from bandpo_cli.training.components import Components

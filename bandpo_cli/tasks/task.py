@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from bandpo_cli.config.task import TaskSettings, check_package
-from bandpo_cli.registries import TASKS, load_attribute, task_kind
+from bandpo_cli.datasets import TASKS, task_kind
+from bandpo_cli.registries import load_attribute
 from bandpo_cli.types import Problem
 
 

@@ -7,6 +7,7 @@ import threading
 import time
 from contextlib import suppress
 
+from bandpo_cli.callbacks import CallbackBase, RunInfo, RunResult, StepReport
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.errors import UserError, redact_credentials
 from bandpo_cli.storage.run_folder import sync_command
@@ -20,7 +21,7 @@ from bandpo_cli.tracking.store import (
     tracking_store,
 )
 from bandpo_cli.tracking.sync import RunSender
-from bandpo_cli.types import CallbackBase, RunInfo, RunResult, RunStatus, StepReport
+from bandpo_cli.types import RunStatus
 
 log = logging.getLogger("bandpo_cli")
 

@@ -21,6 +21,7 @@ from dataclasses import replace
 
 import torch
 
+from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.evaluate import is_evaluation_due, sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
@@ -45,7 +46,7 @@ from bandpo_cli.training.metrics import (
     update_metrics,
 )
 from bandpo_cli.training.update import BadUpdateHandler, update_policy
-from bandpo_cli.types import Group, Rollout, StepReport
+from bandpo_cli.types import Group, Rollout
 
 
 def never_stop() -> bool:

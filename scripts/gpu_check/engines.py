@@ -22,8 +22,8 @@ from scripts.gpu_check.training import (
 from scripts.gpu_check.work import RandomProblems, Work
 
 if TYPE_CHECKING:
+    from bandpo_cli.callbacks import StepReport
     from bandpo_cli.training.components import Components
-    from bandpo_cli.types import StepReport
 
 SYNCS = 5
 """Number of syncs that the check of vLLM measures, the first load of the weights not counted."""

@@ -22,10 +22,10 @@ from scripts.gpu_check.results import Measured, Skipped
 from scripts.gpu_check.work import RandomProblems, Work
 
 if TYPE_CHECKING:
+    from bandpo_cli.callbacks import StepReport
     from bandpo_cli.config.run import RunConfig
     from bandpo_cli.ranks import Ranks
     from bandpo_cli.training.components import Components
-    from bandpo_cli.types import StepReport
 
 LAST_STEP = 3
 """Last step that is trained; the first one is not timed."""

@@ -25,7 +25,7 @@ RESUME_SCRIPT = """
 import json, os, sys
 from pathlib import Path
 from bandpo_cli.experiments import resume
-from bandpo_cli.types import CallbackBase
+from bandpo_cli.callbacks import CallbackBase
 
 class Counter(CallbackBase):
     steps = 0

@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 from rich.panel import Panel
 
+from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 from bandpo_cli.cli.console import ExperimentView
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.cli.statement import print_statement, run_statement
@@ -27,7 +28,7 @@ from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.sweeps.plan import SweepRun
 from bandpo_cli.sweeps.scheduler import RunState
 from bandpo_cli.tasks.task import build_task
-from bandpo_cli.types import Completion, Grade, Problem, Rollout, RunInfo, RunResult, StepReport
+from bandpo_cli.types import Completion, Grade, Problem, Rollout
 
 TRACKED = {"tracking": {"mlflow": True}}
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from bandpo_cli.callbacks import CallbackBase
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.experiments import compare, evaluate, resume, sync, train
 from bandpo_cli.experiments.eval_comparison import ComparisonResult
-from bandpo_cli.types import CallbackBase
 
 SMALL = {
     "task": {"max_number": 5},

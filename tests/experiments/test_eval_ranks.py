@@ -13,12 +13,12 @@ from unittest import mock
 import pandas as pd
 import pytest
 
+from bandpo_cli.callbacks import Callback
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments.eval_request import plan_evaluation
 from bandpo_cli.experiments.eval_run import EvalInfo, EvalProgress, EvalResult, evaluate, resume_evaluation
 from bandpo_cli.grading.pool import GraderPool, GraderUse, failure_warnings
 from bandpo_cli.ranks import SINGLE, Ranks
-from bandpo_cli.types import Callback
 from tests.training.several_ranks import run_ranks
 
 SETTINGS = {

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from bandpo_cli.callbacks import CallbackBase
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import RunError
 from bandpo_cli.experiments import evaluate, resume, train
@@ -19,7 +20,6 @@ from bandpo_cli.sampling.sampler import StaleEngineError
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.training import components, loop
 from bandpo_cli.training.optimizer import Optimizer
-from bandpo_cli.types import CallbackBase
 from tests.experiments.test_api import SMALL
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from rich.console import Console
 
+from bandpo_cli.callbacks import RunInfo, StepReport
 from bandpo_cli.cli.statement import print_profile
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import UserError
@@ -18,7 +19,6 @@ from bandpo_cli.experiments.profile import PhaseTime, ProfileCallback, StepProfi
 from bandpo_cli.experiments.train_run import train
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.training.metrics import StepTimer
-from bandpo_cli.types import RunInfo, StepReport
 
 SMALL = {
     "steps": 3,

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from rich.console import Console
 
+from bandpo_cli.callbacks import CallbackBase
 from bandpo_cli.cli.sweep_view import SweepView
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import sweep as run_sweep
@@ -19,7 +20,6 @@ from bandpo_cli.experiments.sweep_request import SweepRequest, plan_sweep
 from bandpo_cli.experiments.sweep_run import Executor, SweepInfo, SweepResult, check_executor, dry_run_info
 from bandpo_cli.sweeps import scheduler
 from bandpo_cli.sweeps.pool import LocalPool
-from bandpo_cli.types import CallbackBase
 
 MODULE = sys.modules[run_sweep.__module__]
 """The package has the function in place of its module."""

@@ -14,9 +14,9 @@ import pytest
 
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.config.task import TEMPLATES, DataTask
+from bandpo_cli.datasets import DATASETS
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading.pool import GraderPool
-from bandpo_cli.registries import DATASETS
 from bandpo_cli.tasks.task import Task, build_task
 from bandpo_cli.types import Message, Problem
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from bandpo_cli.callbacks import RunResult
 from bandpo_cli.storage import run_folder
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking import store as stores
@@ -20,7 +21,6 @@ from bandpo_cli.tracking.mirror import finite_metrics
 from bandpo_cli.tracking.store import Store
 from bandpo_cli.tracking.sync import RunSender
 from bandpo_cli.tracking.tracker import MlflowTracker
-from bandpo_cli.types import RunResult
 from tests.tracking.mlflow_server import MlflowServer, Triple, silent_port
 from tests.tracking.tracked import report, start_tracker
 

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from bandpo_cli.callbacks import RunResult
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking.store import Store, run_url, tracking_store
 from bandpo_cli.tracking.tracker import MlflowTracker
-from bandpo_cli.types import RunResult, RunStatus
+from bandpo_cli.types import RunStatus
 from tests.tracking.mlflow_server import MlflowServer, silent_port
 from tests.tracking.tracked import client_of, history, runs_at
 from tests.tracking.tracked import track as track_run
@@ -187,7 +188,7 @@ from pathlib import Path
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking.tracker import MlflowTracker
-from bandpo_cli.types import RunInfo, RunResult, StepReport
+from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 
 folder, uri = RunFolder(Path(sys.argv[1])), sys.argv[2] or None
 tracker = MlflowTracker(TrackingConfig(uri=uri))

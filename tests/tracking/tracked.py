@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking.store import Store
 from bandpo_cli.tracking.tracker import MlflowTracker
-from bandpo_cli.types import RunInfo, RunResult, RunStatus, StepReport
+from bandpo_cli.types import RunStatus
 
 
 def start_tracker(store: Store, folder: Path) -> MlflowTracker:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bandpo_cli.callbacks import CallbackBase, StepReport
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import RunError, SignalExit
 from bandpo_cli.experiments.resume_run import resume
@@ -18,7 +19,6 @@ from bandpo_cli.storage.checkpoints import complete_checkpoints, model_checkpoin
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import read_summary
 from bandpo_cli.training import checkpoint_writer
-from bandpo_cli.types import CallbackBase, StepReport
 from tests.training import trained
 from tests.training.held_writes import Gate
 

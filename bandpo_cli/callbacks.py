@@ -1,0 +1,105 @@
+"""Callbacks of experiments, and what they receive: the run at its start, each step, the result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from bandpo_cli.types import Rollout, RunStatus
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One training step as callbacks receive it.
+
+    Attributes:
+        step: its number; 0 is the evaluation before training.
+        record: its line in metrics.jsonl.
+        sample: one graded completion of the step; None at step 0.
+    """
+
+    step: int
+    record: dict[str, float]
+    sample: Rollout | None
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """A training run at its start, as callbacks receive it.
+
+    Attributes:
+        folder: the run folder.
+        config: all settings, nested, with JSON values.
+        env: the contents of env.json.
+        steps: number of training steps of the complete run.
+        first_step: the first step that this call trains; 0 for a new run.
+        notes: remarks of the loaded components, one line each.
+        parent: id of the MLflow run that this run is shown under.
+    """
+
+    folder: Path
+    config: Mapping[str, Any]
+    env: Mapping[str, Any]
+    steps: int
+    first_step: int
+    notes: tuple[str, ...]
+    parent: str | None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The end of a training run.
+
+    Attributes:
+        folder: the run folder.
+        status: how the run ended.
+        records: the lines of metrics.jsonl.
+        error: the exception that ended the run; None when it finished or was stopped by request.
+    """
+
+    folder: Path
+    status: RunStatus
+    records: list[dict[str, Any]]
+    error: BaseException | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the run: the last part of its folder."""
+        return self.folder.name
+
+
+Info = TypeVar("Info", contravariant=True)
+
+Report = TypeVar("Report", contravariant=True)
+
+Result = TypeVar("Result", contravariant=True)
+
+
+class Callback(Generic[Info, Report, Result]):
+    """Observer of an experiment; the methods of this class do nothing.
+
+    Order of calls: `phase("load")`; `start`; then for each step any number of `phase` calls and one `step`;
+    `phase("close")`; `end`. `end` is called exactly once if `start` was called, also when the experiment fails. All
+    calls come from the thread that runs the experiment. An exception raised by a callback ends the experiment.
+    """
+
+    def start(self, info: Info) -> None:
+        """Receive what the experiment is about; its folder exists."""
+
+    def phase(self, name: str) -> None:
+        """Receive the name of the work that begins: `load`, `sample`, `grade`, `update`, `eval`, `close`, ..."""
+
+    def step(self, report: Report) -> None:
+        """Receive one step, after its results are on disk; a thread may still be writing its checkpoint."""
+
+    def end(self, result: Result) -> None:
+        """Receive the result, after it is on disk."""
+
+
+CallbackBase = Callback[Any, Any, Any]
+"""A base class for callbacks of any experiment."""
+
+TrainCallback = Callback[RunInfo, StepReport, RunResult]
+"""A callback of `train` and `resume`."""

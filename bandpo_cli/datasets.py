@@ -1,0 +1,112 @@
+"""Data sets by name, and the kinds of tasks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from bandpo_cli.registries import Entry, Registry
+
+
+# fmt: off
+@dataclass(frozen=True)
+class Dataset(Entry):
+    """A data set known by name.
+
+    Attributes:
+        hub_id: its id on the Hugging Face hub, or a local folder in the layout of the hub.
+        question: the field that holds the question.
+        answer: the field that holds the reference answer, or a worked solution that ends in it.
+        subset: its subset (configuration); None for the only one.
+        train_split: the split to train on; None for a set that is made for evaluation only.
+        eval_split: the split to evaluate on; None where the set has none.
+        evaluation: the data sets that a run trained on this one is evaluated on by default, and that stand for a set
+            without an evaluation split in `eval --task`.
+        level: the field that holds the difficulty of a problem.
+        grader: the default grader of its answers.
+    """
+
+    hub_id: str
+    question: str
+    answer: str
+    subset: str | None = None
+    train_split: str | None = None
+    eval_split: str | None = None
+    evaluation: tuple[str, ...] = ()
+    level: str | None = None
+    grader: str = "math"
+
+# `math` grades the competitions with whole-number answers too: a run on DAPO's problems is then scored as it was
+# trained, and 2^{10} is correct where 1024 is the reference. GSM8K's answers are plain numbers with a unit at most.
+DATASETS = Registry("data set", [
+    Dataset("gsm8k", "grade-school word problems", "openai/gsm8k", "question", "answer", subset="main",
+            train_split="train", eval_split="test", evaluation=("gsm8k",), grader="number"),
+    # MATH-500 is a sample of the test split, so the train split does not contain its problems.
+    Dataset("math", "MATH, competition problems of five levels", "DigitalLearningGmbH/MATH-lighteval",
+            "problem", "solution", train_split="train", eval_split="test", evaluation=("math500",), level="level"),
+    # The processed copy: each problem once and without an instruction around it. BytedTsinghua-SIA's own copy
+    # repeats each about a hundred times over 1.8 million rows.
+    Dataset("dapo-math-17k", "competition problems with whole-number answers", "open-r1/DAPO-Math-17k-Processed",
+            "prompt", "solution", subset="all", train_split="train", evaluation=("aime24", "aime25", "amc23")),
+    Dataset("aime24", "AIME 2024", "HuggingFaceH4/aime_2024", "problem", "answer", eval_split="train"),
+    Dataset("aime25", "AIME 2025", "math-ai/aime25", "problem", "answer", eval_split="test"),
+    Dataset("amc23", "AMC 2023", "math-ai/amc23", "question", "answer", eval_split="test"),
+    Dataset("math500", "MATH-500", "HuggingFaceH4/MATH-500", "problem", "answer", eval_split="test", level="level"),
+    Dataset("minerva", "Minerva Math", "math-ai/minervamath", "question", "answer", eval_split="test"),
+    Dataset("olympiadbench", "OlympiadBench", "math-ai/olympiadbench", "question", "final_answer", eval_split="test"),
+])
+
+@dataclass(frozen=True)
+class TaskEntry(Entry):
+    """A kind of task (`task.name`).
+
+    Attributes:
+        settings: a subclass of `config.task.TaskSettings`.
+        build: a function from these settings to a `tasks.base.Task`.
+        defaults: a mapping of settings by section that replace the general defaults for this task, where the user sets
+            nothing; None for the general ones.
+        members: a function that returns a description of each member of the task, by name. `--task TASK:MEMBER` selects
+            members, the setting `names`; None for a task that is one set of problems.
+        package, install: the optional package that the task needs, and how to install it; None for none.
+    """
+
+    settings: str
+    build: str
+    defaults: str | None = None
+    members: str | None = None
+    package: str | None = None
+    install: str = ""
+
+DATA_TASK = "data"
+"""The task whose problems come from data sets and files. The name of a data set, as a task, stands for it."""
+
+_CONFIG = "bandpo_cli.config.task"
+
+TASKS = Registry("task", [
+    TaskEntry("countdown", "reach a target with +, − and * from given numbers", f"{_CONFIG}:CountdownTask",
+              "bandpo_cli.tasks.countdown:Countdown"),
+    TaskEntry(DATA_TASK, "questions with reference answers from data sets and files", f"{_CONFIG}:DataTask",
+              "bandpo_cli.tasks.question_answers:QuestionAnswerTask", f"{_CONFIG}:LANGUAGE_MODEL_DEFAULTS"),
+    TaskEntry("reasoning-gym", "problems from the generators of the library reasoning-gym, scored by the library",
+              f"{_CONFIG}:ReasoningGymTask", "bandpo_cli.tasks.reasoning_gym:ReasoningGym",
+              f"{_CONFIG}:LANGUAGE_MODEL_DEFAULTS", members="bandpo_cli.tasks.reasoning_gym:describe_generators",
+              package="reasoning_gym", install='pip install "bandpo[gym]"'),
+])
+
+def task_kind(name: str) -> str:
+    """Return the name of the entry of `TASKS` for a task's name: `data` for the name of a data set."""
+    return DATA_TASK if name in DATASETS else name
+
+def generated_tasks() -> list[str]:
+    """Return the names of the tasks that need no data: all but `data`."""
+    return [name for name in TASKS if name != DATA_TASK]
+
+def split_member(text: str) -> tuple[str, str] | None:
+    """Return the task and the member of `TASK:MEMBER`; None for any other text."""
+    task, colon, member = text.partition(":")
+    return (task, member) if colon and task in TASKS and TASKS[task].members else None
+
+def tasks_text() -> str:
+    """Return what `--task` accepts beside files, for a help text."""
+    members = "{0}:NAME (repeatable; {0}:list prints the names)"
+    generated = ", ".join(members.format(name) if TASKS[name].members else name for name in generated_tasks())
+    return f"{generated}, a known data set ({', '.join(DATASETS)})"
