@@ -199,7 +199,7 @@ main()
     ("module", "number"),
     [
         ("typer", signal.SIGINT),
-        ("rich.table", signal.SIGTERM),
+        ("yaml", signal.SIGTERM),
     ],
 )
 def test_a_signal_during_the_imports_gives_one_line(module: str, number: int) -> None:
