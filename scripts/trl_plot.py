@@ -9,6 +9,8 @@ import argparse
 import json
 from pathlib import Path
 
+import pandas as pd
+
 from bandpo_cli.reports.style import CYCLE, TEXT_COLOR, label, new_figure, save
 
 LINES = ("Band, kl, δ = 0.05", "TRL's interval [0.8, 1.2]")
@@ -23,12 +25,6 @@ WINDOW = 5
 """Batches over which a line is averaged; a batch has 32 prompts."""
 
 
-def moving_average(values: list[float]) -> list[float]:
-    """Return the mean of each value and of those before it, up to `WINDOW` in all."""
-    parts = [values[max(0, end - WINDOW) : end] for end in range(1, len(values) + 1)]
-    return [sum(part) / len(part) for part in parts]
-
-
 def plot(histories: list[list[dict[str, float]]], path: Path) -> None:
     """Write the plot as PNG."""
     figure, panels = new_figure(
@@ -39,10 +35,9 @@ def plot(histories: list[list[dict[str, float]]], path: Path) -> None:
     )
     for axes, (name, (metrics, factor)) in zip(panels, PANELS.items(), strict=True):
         for history, line, color in zip(histories, LINES, CYCLE, strict=False):
-            values = [factor * sum(record[metric] for metric in metrics) for record in history]
-            axes.plot(
-                [record["batch"] for record in history], moving_average(values), color=color, label=line
-            )
+            frame = pd.DataFrame(history).set_index("batch")
+            values = factor * frame[[*metrics]].sum(axis=1).rolling(WINDOW, min_periods=1).mean()
+            axes.plot(values.index, values, color=color, label=line)
         label(axes, "batch", name)
     figure.subplots_adjust(top=0.80, bottom=0.16, left=0.075, wspace=0.42)
     handles, names = panels[0].get_legend_handles_labels()
