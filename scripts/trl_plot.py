@@ -40,10 +40,8 @@ def plot(histories: list[list[dict[str, float]]], path: Path) -> None:
             axes.plot(values.index, values, color=color, label=line)
         label(axes, "batch", name)
     figure.subplots_adjust(top=0.80, bottom=0.16, left=0.075, wspace=0.42)
-    handles, names = panels[0].get_legend_handles_labels()
     figure.legend(
-        handles,
-        names,
+        *panels[0].get_legend_handles_labels(),
         loc="upper right",
         bbox_to_anchor=(0.99, 0.99),
         frameon=False,
