@@ -1,7 +1,7 @@
 """Settings of the tasks (`task:` in a config file) and of the sources of questions and answers.
 
 There is one class per kind of task, chosen by `name`. A new kind of task needs a class here, a class in `tasks` and an
-entry in `registries.TASKS`.
+entry in `datasets.TASKS`.
 """
 
 from __future__ import annotations

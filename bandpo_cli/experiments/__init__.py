@@ -7,7 +7,7 @@
     print(result.folder, result.status, result.records[-1])
 
 Settings are checked before torch is imported. Mistakes are raised as `errors.UserError`, failures of a run as
-`errors.RunError`. Callbacks follow `types.Callback`. Remarks and warnings go to the logger `bandpo_cli`.
+`errors.RunError`. Callbacks follow `callbacks.Callback`. Remarks and warnings go to the logger `bandpo_cli`.
 """
 
 from importlib import import_module

@@ -160,7 +160,7 @@ def evaluate(
         tasks: `countdown`, names of data sets, or files; none for the evaluation sets of the run.
         runs_dir: the folder of the evaluation's folder, and of runs.
         name: name of the folder; None for model, tasks, n, seed and time.
-        callbacks: receive the events of `types.Callback`, on rank 0 alone.
+        callbacks: receive the events of `callbacks.Callback`, on rank 0 alone.
         options: see `EvalOptions`.
 
     Raises:

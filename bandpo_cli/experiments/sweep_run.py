@@ -226,7 +226,7 @@ def sweep(
         executor: where the runs are executed; None for this machine.
         runs_dir: the folder of the sweep's folder.
         name: name of a new sweep's folder; None for `sweep-` and the time.
-        callbacks: receive the events of `types.Callback`; `step` has the states of all runs about once per second.
+        callbacks: receive the events of `callbacks.Callback`; `step` has the states of all runs about once per second.
 
     Raises:
         UserError: a setting cannot be used, the name is taken, or there is no such sweep.

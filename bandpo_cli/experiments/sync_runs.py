@@ -52,8 +52,8 @@ def sync(
         all_runs: send every run of `runs_dir` in place of `names`; those with `tracking.mlflow: false` are skipped.
         uri: MLflow server or store; None for the one of each run's settings.
         runs_dir: the folder of run folders.
-        callbacks: receive the events of `types.Callback`: `start` has all runs, `phase("tracking")` comes before each
-            run, `step` after it.
+        callbacks: receive the events of `callbacks.Callback`: `start` has all runs, `phase("tracking")` comes before
+            each run, `step` after it.
 
     Raises:
         RunError: a store could not be reached or did not accept a run.
