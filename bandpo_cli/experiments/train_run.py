@@ -131,8 +131,8 @@ def train(
         config: the settings, or a plan of `plan_training`, which has its own `runs_dir` and `name`.
         runs_dir: the folder of the run folder.
         name: name of the run folder; None for method, task, seed and time.
-        callbacks: receive the events of `callbacks.Callback`, after the MLflow tracker. With several ranks those of rank
-            0 alone do, except callbacks whose `on_every_rank` is True.
+        callbacks: receive the events of `callbacks.Callback`, after the MLflow tracker. With several ranks
+            those of rank 0 alone do, except callbacks whose `on_every_rank` is True.
         stop_requested: called between steps; once it returns True on any rank, the state is saved as a checkpoint and
             the run ends with status KILLED.
 
