@@ -14,11 +14,14 @@ import functools
 import json
 import operator
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 try:
-    import reasoning_gym.factory
+    with warnings.catch_warnings():  # the first import compiles sources for which Python warns
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym.factory
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f'{error}; pip install "bandpo[gym]"') from error
 import sympy.parsing.sympy_parser

@@ -14,6 +14,7 @@ import os
 import random
 import subprocess
 import sys
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
 from importlib import metadata
@@ -152,8 +153,7 @@ def generate(
         Question, reference answer (None if the library has none) and the complete problem as a Python literal. There
         are fewer than `size` if `_MAX_ROUNDS * size` problems of the generator have fewer different questions.
     """
-    from reasoning_gym.factory import create_dataset
-
+    create_dataset = _factory().create_dataset
     excluded, made = set(excluded), {}
     for round_index in range(_MAX_ROUNDS):
         round_seed = derive_seed(seed, round_index)
@@ -225,9 +225,15 @@ def _problem_id(name: str, question: str) -> str:
 
 def _registered() -> dict[str, Any]:
     """Return the classes of data set and options of the usable generators, by name."""
-    from reasoning_gym.factory import DATASETS
+    return {name: classes for name, classes in _factory().DATASETS.items() if name not in EXCLUDED}
 
-    return {name: classes for name, classes in DATASETS.items() if name not in EXCLUDED}
+
+def _factory() -> Any:
+    """Return the module `reasoning_gym.factory`; the first import compiles sources for which Python warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import reasoning_gym.factory
+    return reasoning_gym.factory
 
 
 def _check_name(key: str, name: str) -> None:

@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import math
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -186,14 +185,3 @@ def test_a_command_does_not_import_what_it_does_not_need(arguments: list[str], u
         f"assert not set({unused!r}) & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-
-
-@pytest.mark.slow
-def test_the_command_takes_less_than_a_second_of_cpu_time() -> None:
-    arguments = [sys.executable, "-m", "bandpo_cli", "bounds", "0.001", "0.08", "0.9"]
-    times = []
-    for _ in range(3):
-        begin = sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2])
-        subprocess.run(arguments, check=True, capture_output=True)
-        times.append(sum(resource.getrusage(resource.RUSAGE_CHILDREN)[:2]) - begin)
-    assert min(times) < 1.0

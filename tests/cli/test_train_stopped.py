@@ -102,24 +102,21 @@ def test_a_second_ctrl_c_discards_the_step(tmp_path: Path) -> None:
     assert "resume with: bandpo train --resume a" in out
 
 
+def start_held(place: Path, kind: str, *arguments: str) -> Forked:
+    """Start a run that is held at one place; see held_command.py."""
+    words = [kind, "train", *arguments, "--name", "a"]
+    return Forked(*words, cwd=place, module="tests.cli.held_command", OMP_NUM_THREADS="1")
+
+
 @pytest.mark.slow
 def test_a_signal_during_loading_exits_and_writes_nothing(tmp_path: Path) -> None:
-    process = start(tmp_path, "train", *SMALL, "--name", "a")
-    assert process.stdout is not None
-    while not process.stdout.readline().startswith("evaluation"):  # the last line before loading
-        pass
-    time.sleep(1.0)
+    process = start_held(tmp_path, "load", *SMALL)
+    wait_until(process, (tmp_path / "loading").exists)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
-    assert process.returncode in (143, -signal.SIGTERM), out + err
+    assert process.returncode == 143, out + err
     assert "Traceback" not in err
     assert not (tmp_path / "runs").exists()
-
-
-def start_held(place: Path, kind: str, *arguments: str) -> Forked:
-    """Start a run whose checkpoints take long; see held_checkpoints.py."""
-    words = [kind, "train", *arguments, "--name", "a"]
-    return Forked(*words, cwd=place, module="tests.cli.held_checkpoints", OMP_NUM_THREADS="1")
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
-"""`bandpo` in a process whose checkpoints take long: python -m tests.cli.held_checkpoints kill|hold train ...
+"""`bandpo` in a process that is held at one place: python -m tests.cli.held_command kill|hold|load train ...
 
 kill: the process sends itself SIGKILL while a thread writes the checkpoint of step 4 and step 5 is done.
-hold: the thread waits until the file `release` is in the current folder.
+hold: the thread that writes a checkpoint waits until the file `release` is in the current folder.
+load: loading the model takes minutes; it has begun when the file `loading` is in the current folder.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 
 from bandpo_cli.__main__ import main
+from bandpo_cli.models import load as models_load
 from bandpo_cli.training import checkpoint_files
 
 WRITE = checkpoint_files.write_tensors
@@ -42,6 +44,15 @@ def hold(path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], No
     return WRITE(path, tensors, check)
 
 
+def load(config: object) -> None:
+    """Do not resolve the dtype of the model, with which loading begins."""
+    Path("loading").touch()
+    time.sleep(600)
+
+
 if __name__ == "__main__":
-    checkpoint_files.write_tensors = {"kill": kill, "hold": hold}[sys.argv.pop(1)]
+    if (place := sys.argv.pop(1)) == "load":
+        models_load.with_resolved_dtype = load
+    else:
+        checkpoint_files.write_tensors = {"kill": kill, "hold": hold}[place]
     main()
