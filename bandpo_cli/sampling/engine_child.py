@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -36,20 +37,16 @@ _SOURCE = (
     "import json, sys; *arguments, sys.path[:] = json.loads(sys.argv[1]); "
     "from bandpo_cli.sampling.engine_child import main; main(*arguments)"
 )
-_RANK_VARIABLES = {
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
-    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", LAUNCHER_VARIABLE, RUN_NAME_VARIABLE,
-}  # fmt: skip
-_RANK_PREFIX = "TORCHELASTIC_"
+_OF_RANKS = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+    rf"|{LAUNCHER_VARIABLE}|{RUN_NAME_VARIABLE})"
+)
+"""Environment variables of one of several ranks."""
 
 
 def engine_environment(environ: Mapping[str, str], cards: Sequence[int]) -> dict[str, str]:
     """Return the environment of a single process that sees only the GPUs `cards`, in the numbers of `environ`."""
-    variables = {
-        name: value
-        for name, value in environ.items()
-        if name not in _RANK_VARIABLES and not name.startswith(_RANK_PREFIX)
-    }
+    variables = {name: value for name, value in environ.items() if not _OF_RANKS.fullmatch(name)}
     if cards:
         listed = environ.get("CUDA_VISIBLE_DEVICES")
         names = [str(card) if listed is None else listed.split(",")[card].strip() for card in cards]
@@ -119,10 +116,9 @@ class EngineChild:
         """Return how the process ended and the last line of its output. One that still runs is killed."""
         if not self.wait(EXIT_S):
             self.kill()
-        file = self._output.fileno()
+        file, end = self._output.fileno(), describe_exit(self._process.returncode or 0)
         output = os.pread(file, OUTPUT_BYTES, max(0, os.fstat(file).st_size - OUTPUT_BYTES))
-        end, lines = describe_exit(self._process.returncode or 0), output.decode(errors="replace").split("\n")
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        last = output.decode(errors="replace").strip().rpartition("\n")[2].strip()
         return f"{end} (its last output: {last})" if last else end
 
     def _wait(self) -> None:

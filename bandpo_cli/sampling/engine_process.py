@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -103,14 +104,14 @@ class EngineProcess:
         """
         more = iter(requests)
         failure: Exception | None = None
-        with self._conversation() as pipe:
-            pipe.send(("stream", params))
+        with self._conversation("stream", params) as pipe:
             while not isinstance(message := pipe.recv(), Answer):
                 if message is None:  # the engine has room for a request
+                    request = None
                     try:
                         request = next(more, None)
                     except Exception as error:  # noqa: BLE001 - raised below, after the end of the stream
-                        failure, request = error, None
+                        failure = error
                     pipe.send(request)
                     continue
                 try:
@@ -141,10 +142,12 @@ class EngineProcess:
 
         def send() -> None:
             try:
-                self._call("sync", version, serve=lambda pipe: send_weights(pipe, self._slots, weights))
+                with self._conversation("sync", version) as pipe:
+                    send_weights(pipe, self._slots, weights)
+                    answer = pipe.recv()
+                _checked(answer)
             except RunError:
-                for _ in weights:  # a sharded model gathers each weight on all ranks together
-                    pass
+                deque(weights, maxlen=0)  # a sharded model gathers each weight on all ranks together
                 raise
 
         with self._schedule.sync() as is_complete:
@@ -154,8 +157,9 @@ class EngineProcess:
 
     def describe(self) -> dict[str, str]:
         """Return what the engine in the process describes; see `describe_sampler`."""
-        description: dict[str, str] = self._call("describe")
-        return description
+        with self._conversation("describe") as pipe:
+            answer = pipe.recv()
+        return dict(_checked(answer))
 
     def close(self) -> None:
         """End the process: an idle engine shuts down, one that works is killed. Further calls do nothing.
@@ -166,18 +170,14 @@ class EngineProcess:
         torch.set_num_threads(self._trainer_threads)
         if child is None:
             return
-        idle = self._lock.acquire(blocking=False)
-        try:
-            if idle and error is None:
-                with suppress(*CLOSED):
-                    child.pipe.send(("close",))
-                child.wait(CLOSE_S)
-            child.kill()
-            if idle:  # else a thread may still be reading
-                child.pipe.close()
-        finally:
-            if idle:
-                self._lock.release()
+        idle = self._lock.acquire(blocking=False)  # not released: no further call may begin
+        if idle and error is None:
+            with suppress(*CLOSED):
+                child.pipe.send(("close",))
+            child.wait(CLOSE_S)
+        child.kill()
+        if idle:  # else a thread may still be reading
+            child.pipe.close()
 
     def _start(self, config: RunConfig, policy: Policy) -> None:
         """Start the process and build the engine there."""
@@ -200,33 +200,21 @@ class EngineProcess:
         vllm = config.sampling.vllm.model_copy(update={"sleep": False})
         sampling = config.sampling.model_copy(update={"engine": self._entry.name, "max_lag": 0, "vllm": vllm})
 
-        def share_slots(pipe: Connection) -> None:
-            self._slots = send_slots(pipe, largest, gpu)
-
         trainers_gpu = None if gpu is None else len(cards) - 1
-        self._call("build", model, sampling, threads, trainers_gpu, serve=share_slots)
+        with self._conversation("build", model, sampling, threads, trainers_gpu) as pipe:
+            self._slots = send_slots(pipe, largest, gpu)
+            answer = pipe.recv()
+        _checked(answer)
         if not on_gpu:
             torch.set_num_threads(max(1, self._trainer_threads - threads))
 
     def _sample_probe(self, prompt: TokenIds, params: SamplingParams, seed: int) -> list[Completion]:
         """Return completions of one prompt. All ranks call this together, so an error on one is raised on all."""
-        probes = self._ranks.agree(lambda: self.sample([prompt], params, seed)[0])
-        completions: list[Completion] = probes[self._ranks.rank]
-        return completions
-
-    def _call(
-        self, name: str, *arguments: Any, serve: Callable[[Connection], None] = lambda pipe: None
-    ) -> Any:
-        """Run a command of `EngineServer`; `serve` exchanges the messages between the command and its answer."""
-        with self._conversation() as pipe:
-            pipe.send((name, *arguments))
-            serve(pipe)
-            answer = pipe.recv()
-        return _checked(answer)
+        return self._ranks.agree(lambda: self.sample([prompt], params, seed)[0])[self._ranks.rank]
 
     @contextmanager
-    def _conversation(self) -> Iterator[Connection]:
-        """Yield the connection for one command and its answer.
+    def _conversation(self, *command: object) -> Iterator[Connection]:
+        """Send a command of `EngineServer`, and yield the connection for its further messages and its answer.
 
         An interrupted command ends the process: its answer would be taken for that of the next command.
         """
@@ -237,6 +225,7 @@ class EngineProcess:
                 raise RunError(self._error)
             assert self._child is not None
             try:
+                self._child.pipe.send(command)
                 yield self._child.pipe
             except CLOSED:
                 end = self._child.describe_end()
@@ -276,8 +265,7 @@ def _visible_cards(policy: Policy, sees_trainer: bool) -> list[int]:
         return []
     own = policy.device.index or 0
     cards = engine_cards(own, local_rank_count(), torch.cuda.device_count())
-    card = cards[policy.ranks.local_rank]
-    return [card, own] if sees_trainer and card != own else [card]
+    return [*dict.fromkeys([cards[policy.ranks.local_rank], *([own] if sees_trainer else [])])]
 
 
 def _checked(answer: Answer) -> Any:

@@ -11,13 +11,13 @@ import mmap
 import os
 import sys
 import traceback
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from logging.handlers import BufferingHandler
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
@@ -36,6 +36,7 @@ from bandpo_cli.sampling.sampler import (
     build_sampler,
     describe_sampler,
     engine_model,
+    error_text,
     sample_requests,
 )
 
@@ -45,13 +46,11 @@ SLOTS = 2
 _ALIGNMENT = 256
 _HANDLE_DEVICE = 6
 """Index of the number of the GPU in the arguments of `rebuild_cuda_tensor`."""
-_MAX_ERROR_CHARS = 1000
 
 Weights = Iterable[tuple[str, torch.Tensor]]
 
 
-@dataclass(frozen=True)
-class Answer:
+class Answer(NamedTuple):
     """The end of a command: its value, or the error that the trainer raises, and level and text of logged warnings."""
 
     value: Any = None
@@ -134,8 +133,7 @@ class EngineServer:
                 copies = ((name, tensor.to(self._device, copy=True)) for name, tensor in weights)
                 self._sampler.load(copies, version)
         finally:
-            for _ in weights:  # the trainer sends all of them in any case
-                pass
+            deque(weights, maxlen=0)  # the trainer sends all of them in any case
         self._is_current = True
 
     def stream(self, params: SamplingParams) -> None:
@@ -164,19 +162,18 @@ class EngineServer:
 @torch.no_grad()
 def _copy(weights: Weights, parameters: Mapping[str, torch.Tensor], version: int) -> None:
     """Copy each weight into the parameter of its name; raise StaleEngineError unless all are those of the model."""
-    missing = dict(parameters)
+    missing, of_version = dict(parameters), f"version {version} of the weights"
     for name, tensor in weights:
         parameter = missing.pop(name, None)
         if parameter is None or (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
             raise StaleEngineError(
-                f"the engine process cannot load version {version} of the weights: its model has no parameter {name} "
-                f"of shape {[*tensor.shape]} and dtype {tensor.dtype}"
+                f"the engine process cannot load {of_version}: its model has no parameter {name} of shape "
+                f"{[*tensor.shape]} and dtype {tensor.dtype}"
             )
         parameter.copy_(tensor)
-    if missing:
+    for name in missing:
         raise StaleEngineError(
-            f"the engine process received version {version} of the weights only in part: "
-            f"{next(iter(missing))} is missing ({len(missing)} in total)"
+            f"the engine process received {of_version} only in part: {name} is missing ({len(missing)} in total)"
         )
 
 
@@ -257,8 +254,7 @@ def portable_error(error: Exception) -> Exception:
     """Return an error with the same line that can be sent to the trainer: of the same type where `errors` has it."""
     failed = find_out_of_memory(error)
     if failed is not None:
-        return EngineMemoryError(f"engine process: {first_line(failed, _MAX_ERROR_CHARS)}")
+        return EngineMemoryError(f"engine process: {first_line(failed, max_chars=1000)}")
     if isinstance(error, UserError | RunError):
         return type(error)(str(error))
-    line = first_line(str(error), _MAX_ERROR_CHARS)
-    return RunError(f"the engine process failed: {type(error).__name__}" + (f": {line}" if line else ""))
+    return RunError(f"the engine process failed: {error_text(error)}")

@@ -65,20 +65,16 @@ class PromptEncoder:
         Raises:
             ConfigError: the chat template refuses the messages; some templates have no system role, for example.
         """
-        prompts: dict[int, EncodedPrompt] = {}
+        texts = [self._text(problem) for problem in problems_P]
         # A plain-text prompt is in the task's own format, and a chat template writes special tokens itself. Only raw
         # joined messages get the special tokens that the tokenizer adds to a text (a beginning-of-sequence token).
-        for special in (False, True):
-            texts = {
-                index: self._text(problem)
-                for index, problem in enumerate(problems_P)
-                if special == (not self._chat and not isinstance(problem.prompt, str))
-            }
-            if texts:
-                encoded = self.tokenizer([*texts.values()], add_special_tokens=special)["input_ids"]
-                for (index, text), tokens in zip(texts.items(), encoded, strict=True):
-                    prompts[index] = EncodedPrompt(text, tuple(tokens))
-        return [prompts[index] for index in range(len(problems_P))]
+        joined = [not self._chat and not isinstance(problem.prompt, str) for problem in problems_P]
+        ids = {}
+        for special in {*joined}:
+            places = [place for place, is_joined in enumerate(joined) if is_joined == special]
+            encoded = self.tokenizer([texts[place] for place in places], add_special_tokens=special)
+            ids |= zip(places, map(tuple, encoded["input_ids"]), strict=True)
+        return [EncodedPrompt(text, ids[place]) for place, text in enumerate(texts)]
 
     def applies_template(self, problem: Problem) -> bool:
         """Return whether the chat template formats the problem's prompt."""
@@ -86,12 +82,12 @@ class PromptEncoder:
 
     def notes(self, problems_P: Sequence[Problem]) -> list[str]:
         """Return a line for the user where a missing chat template may be a mistake: a chat model expects one."""
-        if not self._lacks_template or all(isinstance(problem.prompt, str) for problem in problems_P):
-            return []
-        return [
+        note = (
             "the model's tokenizer has no chat template, so it gets the messages as plain text; a chat model needs "
             "chat_template.jinja in its folder; --set model.prompts=raw removes this note"
-        ]
+        )
+        has_messages = any(not isinstance(problem.prompt, str) for problem in problems_P)
+        return [note] * (self._lacks_template and has_messages)
 
     def filter_by_length(self, problems_P: Sequence[Problem], max_tokens: int) -> list[Problem]:
         """Return the problems whose prompts have 1 to `max_tokens` tokens, in order."""
@@ -104,15 +100,14 @@ class PromptEncoder:
             return problem.prompt
         if not self._chat:
             return "\n\n".join(message.content for message in problem.prompt)
-        turns = [{"role": message.role, "content": message.content} for message in problem.prompt]
+        turns = [vars(message) for message in problem.prompt]
         try:
-            text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+            return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # noqa: BLE001 - a template is a program that the model's author wrote
             raise ConfigError(
                 f"problem {problem.id}: the model's chat template refuses its messages ({error!s:.300}); "
                 "change them or use model.prompts=raw"
             ) from None
-        return str(text)
 
 
 def check_context_length(policy: Policy, config: RunConfig) -> None:
@@ -162,9 +157,10 @@ def check_some_prompt_fits(
     encoder: PromptEncoder, label: str, problems: Sequence[Problem], config: RunConfig
 ) -> None:
     """Raise ConfigError if all prompts are longer than `sampling.max_prompt_tokens`; stop at the first that is not."""
-    starts = range(0, len(problems), _CHECKED_PROMPTS)
-    parts = (problems[start : start + _CHECKED_PROMPTS] for start in starts)
-    if not any(encoder.filter_by_length(part, config.sampling.max_prompt_tokens) for part in parts):
+    limit, starts = config.sampling.max_prompt_tokens, range(0, len(problems), _CHECKED_PROMPTS)
+    if not any(
+        encoder.filter_by_length(problems[start : start + _CHECKED_PROMPTS], limit) for start in starts
+    ):
         raise _long_prompts_error(encoder, label, problems, config)
 
 
@@ -224,11 +220,9 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     except Exception:  # noqa: BLE001 - a template is a program that the model's author wrote
         return None
     _, match, after = text.rpartition(answer)
-    if not match:
-        return None
     tokens: dict[str, int] = tokenizer.get_added_vocab()
     following = [name for name in tokens if name.strip() and after.lstrip().startswith(name.strip())]
-    return tokens[max(following, key=len)] if following else None
+    return tokens[max(following, key=len)] if match and following else None
 
 
 def sample_completions(
@@ -263,10 +257,8 @@ def decode_completions(
 ) -> list[str]:
     """Return the text of each completion, [P·G], without special tokens."""
     ids = [list(completion.token_ids) for group in completions_PG for completion in group]
-    if not ids:  # transformers decodes no sequences as one empty sequence
-        return []
-    texts: list[str] = tokenizer.batch_decode(ids, skip_special_tokens=True)
-    return texts
+    # transformers decodes no sequences as one empty sequence
+    return [*tokenizer.batch_decode(ids, skip_special_tokens=True)] if ids else []
 
 
 def problem_per_completion(
@@ -293,13 +285,14 @@ def graded_groups(
         max_tokens: maximum tokens per completion, from which the penalty for long completions counts.
     """
     graded = iter(zip(texts, grades, strict=True))
-    groups = []
-    for problem, prompt, completions in zip(problems_P, prompts_P, completions_PG, strict=True):
-        rollouts = []
-        for completion in completions:
-            text, unshaped = next(graded)
-            shaped = shaped_reward(unshaped, len(completion.token_ids), max_tokens, reward)
-            rollout_grade = replace(unshaped, reward=shaped)
-            rollouts.append(Rollout(problem, prompt.text, prompt.token_ids, completion, text, rollout_grade))
-        groups.append(Group(problem, tuple(rollouts)))
-    return groups
+
+    def rollout(problem: Problem, prompt: EncodedPrompt, completion: Completion) -> Rollout:
+        text, unshaped = next(graded)
+        shaped = shaped_reward(unshaped, len(completion.token_ids), max_tokens, reward)
+        rollout_grade = replace(unshaped, reward=shaped)
+        return Rollout(problem, prompt.text, prompt.token_ids, completion, text, rollout_grade)
+
+    return [
+        Group(problem, tuple(rollout(problem, prompt, completion) for completion in completions))
+        for problem, prompt, completions in zip(problems_P, prompts_P, completions_PG, strict=True)
+    ]

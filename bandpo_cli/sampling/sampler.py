@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import check_engine, is_installed, resolve_engine
-from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.errors import RunError, UserError, first_line
 from bandpo_cli.models.adapter_files import adapter_folder, base_config
 from bandpo_cli.models.load import Policy, is_on_cuda, read_config
 from bandpo_cli.models.sharding import forward_dtype, model_class
@@ -83,8 +83,8 @@ class Sampler(Protocol):
 
 def describe_sampler(sampler: Sampler) -> dict[str, str]:
     """Return the result of the engine's `describe`, for env.json: its name and what decides how it computes."""
-    describe: Callable[[], dict[str, str]] | None = getattr(sampler, "describe", None)
-    return {"engine": type(sampler).__name__} if describe is None else describe()
+    default = {"engine": type(sampler).__name__}
+    return dict(getattr(sampler, "describe", lambda: default)())
 
 
 class SampleRequest(NamedTuple):
@@ -151,6 +151,11 @@ class StaleEngineError(RunError):
     """The engine samples from other weights than the policy's, so its completions are not valid for training."""
 
 
+def error_text(error: BaseException) -> str:
+    """Return the error's class name and the first line of its text, in up to 1,000 characters (UserError's limit)."""
+    return ": ".join(filter(None, [type(error).__name__, first_line(str(error), max_chars=1000)]))
+
+
 def is_exact(sampler: Sampler, policy: Policy) -> bool:
     """Return whether the sampler's log-probs are the trainer's, but for the order of float32 additions.
 
@@ -199,11 +204,7 @@ def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
         package = ENGINES[better].package
         missing = package is not None and not is_installed(package)
         how = f"install it with: {ENGINES[better].install}" if missing else f"use it with: --sampler {better}"
-        log.warning(
-            "on a GPU the %s engine is expected to sample 10 to 30 times slower than %s; %s",
-            engine,
-            better,
-            how,
-        )
+        slower = "on a GPU the %s engine is expected to sample 10 to 30 times slower than %s; %s"
+        log.warning(slower, engine, better, how)
     sampler: Sampler = load_attribute(ENGINES[engine].build)(config.sampling, policy)
     return sampler

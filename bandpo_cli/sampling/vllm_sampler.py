@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bandpo_cli.config.sampling import SamplingConfig, check_tensor_parallel
-from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory, warn_on_failure
+from bandpo_cli.errors import RunError, UserError, is_out_of_memory, warn_on_failure
 from bandpo_cli.models.load import Policy, release_cached_memory
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.ranks import SINGLE, Ranks
@@ -33,6 +33,7 @@ from bandpo_cli.sampling.sampler import (
     StaleEngineError,
     TokenIds,
     engine_model,
+    error_text,
 )
 from bandpo_cli.sampling.sync_check import CheckSchedule, SyncCheck
 from bandpo_cli.sampling.vllm_worker import (
@@ -155,7 +156,7 @@ class VllmSampler:
         except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
             if is_out_of_memory(error):
                 raise
-            raise RunError(f"vLLM failed while sampling: {_error_text(error)}") from error
+            raise RunError(f"vLLM failed while sampling: {error_text(error)}") from error
 
     def sleep(self) -> None:
         """Free the GPU memory of weights and cache; the weights are not saved, since the next sync loads new ones."""
@@ -186,9 +187,7 @@ class VllmSampler:
             self._compare_tensors(compared, version)
             self._version = version
             if is_complete and model is not None and self._check is not None:
-                self._check.check(
-                    model, version, lambda prompt, params, seed: self.sample([prompt], params, seed)[0]
-                )
+                self._check.check(model, version, lambda prompt, *call: self.sample([prompt], *call)[0])
 
     def _transfer(self, weights: Weights, version: int) -> None:
         """Send the weights to all workers, and clear the cache of the old ones."""
@@ -205,17 +204,14 @@ class VllmSampler:
             if is_out_of_memory(error):
                 raise
             raise StaleEngineError(
-                f"vLLM could not load version {version} of the weights: {_error_text(error)}"
+                f"vLLM could not load version {version} of the weights: {error_text(error)}"
             ) from error
-        for lines in skipped:
-            if lines:
-                raise StaleEngineError(
-                    f"vLLM loaded version {version} of the weights only in part: {lines[0]} ({len(lines)} in total)"
-                )
-        if not cache_cleared:
+        for lines in filter(None, skipped):
             raise StaleEngineError(
-                f"vLLM did not clear the cached prompts of the weights before version {version}"
+                f"vLLM loaded version {version} of the weights only in part: {lines[0]} ({len(lines)} in total)"
             )
+        if not cache_cleared:
+            raise StaleEngineError(f"vLLM kept cached prompts of the weights before version {version}")
 
     def describe(self) -> dict[str, str]:
         """Return the engine's name, vLLM's version, and the class that runs the model.
@@ -240,8 +236,7 @@ class VllmSampler:
 
     def _model_runner(self) -> str:
         """Return module and name of the class that runs the model."""
-        name: str = self._llm.collective_rpc("policy_runner", args=())[0]
-        return name
+        return str(self._llm.collective_rpc("policy_runner", args=())[0])
 
     def _check_request(self, prompts_P: Sequence[TokenIds], params: SamplingParams) -> None:
         """Raise UserError for lengths and temperatures that the engine does not support."""
@@ -281,13 +276,10 @@ class VllmSampler:
         for loaded_version, fingerprints in self._llm.collective_rpc("policy_state", args=(weights.shapes,)):
             if loaded_version != version:
                 raise StaleEngineError(f"vLLM runs version {loaded_version} of the weights, not {version}")
-            differing |= {
-                name for name, stored in fingerprints.items() if stored != weights.fingerprints[name]
-            }
+            differing |= {name for name in fingerprints if fingerprints[name] != weights.fingerprints[name]}
         if self._converted is None:
-            self._converted = {
-                name for name in differing if len(weights.shapes[name]) == 2 and "embed" not in name
-            }
+            matrices = {name for name, shape in weights.shapes.items() if len(shape) == 2}
+            self._converted = {name for name in differing & matrices if "embed" not in name}
         for name in sorted(differing - self._converted):
             raise StaleEngineError(f"vLLM does not run version {version} of the weights: {name} differs")
 
@@ -302,18 +294,16 @@ def _start(config: SamplingConfig, model: EngineModel, ranks: Ranks, sleeps: boo
             llm = vllm.LLM(**_engine_settings(config, model, sleeps, ranks))
             return llm, torch.get_num_threads()
     except ImportError as error:
-        raise UserError(f"sampling.engine = 'vllm': vLLM cannot be imported: {_error_text(error)}") from error
+        raise UserError(f"sampling.engine = 'vllm': vLLM cannot be imported: {error_text(error)}") from error
     except (ValueError, RuntimeError, OSError, AssertionError) as error:
         if is_out_of_memory(error):
             raise
-        text = _error_text(error)
-        # The names that vLLM uses in its errors about memory.
-        hint = (
-            " (gpu_memory_utilization is sampling.vllm.memory_fraction = "
-            f"{config.vllm.memory_fraction or UNESTIMATED_FRACTION:g}, "
-            "max_model_len is sampling.max_prompt_tokens + sampling.max_tokens)"
-        )
-        text += hint if "memory" in text.lower() else ""
+        text, fraction = error_text(error), config.vllm.memory_fraction or UNESTIMATED_FRACTION
+        if "memory" in text.lower():  # the names that vLLM uses in its errors about memory
+            text += (
+                f" (gpu_memory_utilization is sampling.vllm.memory_fraction = {fraction:g}, max_model_len is "
+                "sampling.max_prompt_tokens + sampling.max_tokens)"
+            )
         raise UserError(f"sampling.engine = 'vllm': the engine did not start: {text}") from error
 
 
@@ -400,16 +390,12 @@ def stream_outputs(
         engine_call: context of every call of the engine. Between them other code of this process runs.
         max_queued: see `MAX_QUEUED`.
     """
-    waiting: deque[tuple[list[str], int]] = (
-        deque()
-    )  # the requests of a batch, and the number of their completions
+    waiting = deque[tuple[list[str], int]]()  # the requests of a batch, and the number of their completions
     outputs: dict[str, Any] = {}
     more = iter(batches)
     try:
         while True:
-            while sum(completions for _, completions in waiting) < max_queued:
-                if (batch := next(more, None)) is None:
-                    break
+            while sum(completions for _, completions in waiting) < max_queued and (batch := next(more, None)):
                 prompts, requests = batch
                 with engine_call():
                     ids = llm.enqueue(prompts, requests, use_tqdm=False)
@@ -425,13 +411,6 @@ def stream_outputs(
                     stepped = llm.llm_engine.step()
                 outputs |= {output.request_id: output for output in stepped if output.finished}
     finally:
-        unfinished = [number for numbers, _ in waiting for number in numbers if number not in outputs]
-        if unfinished:
+        if unfinished := [number for numbers, _ in waiting for number in numbers if number not in outputs]:
             with engine_call():
                 llm.llm_engine.abort_request(unfinished)
-
-
-def _error_text(error: BaseException) -> str:
-    """Return the error's class name and the first line of its text, in up to 1,000 characters (UserError's limit)."""
-    line = first_line(str(error), max_chars=1000)
-    return f"{type(error).__name__}: {line}" if line else type(error).__name__
