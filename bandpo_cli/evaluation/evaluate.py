@@ -95,15 +95,12 @@ def sample_batches(
     def next_batch() -> Batch:
         """Wait for the grades of the first sampled batch, and return it complete, on every rank."""
         (key, label, problems, prompts), completions_PG, texts, grades = sampled.popleft()
-        answers = [
-            (problem, prompt.text, completion)
-            for problem, prompt, group in zip(problems, prompts, completions_PG, strict=True)
-            for completion in group
-        ]
+        graded = zip(texts, grades.result(), strict=True)
         rows = []
-        for (problem, prompt, item), text, grade in zip(answers, texts, grades.result(), strict=True):
-            stored = StoredCompletion(text, len(item.token_ids), item.finish_reason, sum(item.logprobs))
-            rows.append(eval_row(label, problem, prompt, stored, grade))
+        for problem, prompt, group in zip(problems, prompts, completions_PG, strict=True):
+            for item, (text, grade) in zip(group, graded, strict=False):
+                stored = StoredCompletion(text, len(item.token_ids), item.finish_reason, sum(item.logprobs))
+                rows.append(eval_row(label, problem, prompt.text, stored, grade))
         return Batch(key, label, ranks.gather_all(rows))
 
     with (
@@ -116,8 +113,8 @@ def sample_batches(
             grades = submit(problem_per_completion(share.problems, completions_PG), texts)
             sampled.append((share, completions_PG, texts, grades))
             # Several ranks gather the grades, and sampling may communicate, too: the order must not depend on time.
-            while sampled and (
-                len(sampled) > MAX_UNGRADED_BATCHES or (ranks.size == 1 and sampled[0][-1].done())
+            while len(sampled) > MAX_UNGRADED_BATCHES or (
+                ranks.size == 1 and sampled and sampled[0][-1].done()
             ):
                 yield next_batch()
         while sampled:

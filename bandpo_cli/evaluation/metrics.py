@@ -78,18 +78,16 @@ def maj_at_k(votes: Sequence[str | None], correct: Sequence[float], k: int) -> f
     n = len(votes)
     if not 1 <= k <= n:
         raise ValueError(f"maj@{k} of {n} completions: needs 1 <= k <= n")
-    grades_by_vote: dict[str, list[float]] = defaultdict(list)
+    sizes, rights = Counter(vote for vote in votes if vote is not None), defaultdict[str, float](float)
     for vote, right in zip(votes, correct, strict=True):
         if vote is not None:
-            grades_by_vote[vote].append(right)
-    sizes = Counter({vote: len(grades) for vote, grades in grades_by_vote.items()})
+            rights[vote] += right
     abstentions = n - sizes.total()
     terms = []
-    for vote, grades in grades_by_vote.items():
-        if any(grades):
-            others = sorted(size for other, size in sizes.items() if other != vote)
-            wins = _win_probability(sizes[vote], tuple(others), abstentions, k)
-            terms.append(sum(grades) / len(grades) * wins)
+    for vote, size in sizes.items():
+        if rights[vote]:
+            others = sorted(other_size for other, other_size in sizes.items() if other != vote)
+            terms.append(rights[vote] / size * _win_probability(size, tuple(others), abstentions, k))
     return min(fsum(terms), 1.0)  # not `sum`: its rounding depends on the order of the completions
 
 
@@ -114,7 +112,7 @@ def mean_intervals(values_FP: ArrayLike, seed: int = 0, resamples: int = RESAMPL
     values = np.asarray(values_FP, dtype=np.float64)
     means = values.mean(axis=1)
     smallest, largest = values.min(axis=1), values.max(axis=1)
-    low, high = np.full(len(values), np.nan), np.full(len(values), np.nan)
+    low, high = np.full((2, len(values)), np.nan)
     varied = largest - smallest > _ROUNDING * np.abs(values).max(axis=1)
     if varied.any():
         centre, spread = means[varied], (largest - smallest)[varied]
@@ -200,9 +198,7 @@ def _win_probability(size: int, others: tuple[int, ...], abstentions: int, k: in
     for m in range(1, min(size, k) + 1):
         rivals = [s for s in others if s >= m]
         harmless = n - size - sum(rivals)
-        u, u_weights = _unit_quadrature(
-            len(rivals) // 2 + 1
-        )  # exact for polynomials in u of degree len(rivals)
+        u, u_weights = _unit_quadrature(len(rivals) // 2 + 1)  # exact for polynomials of degree len(rivals)
         ways = np.zeros((len(u), k - m + 1))
         free = _binomial(harmless, k / n)[: k - m + 1]
         ways[:, : len(free)] = free

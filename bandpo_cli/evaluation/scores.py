@@ -79,23 +79,14 @@ def score(label: str, rows: Iterable[EvalRow], k: Sequence[int], legacy: bool = 
             f"use k of at most {fewest}"
         )
     n = str(fewest) if fewest == most else "n"
-    known = {
-        column
-        for column in ("length", "finish_reason")
-        if all(row.get(column) is not None for rows_G in problems.values() for row in rows_G)
-    }
+    every_row = [*itertools.chain.from_iterable(problems.values())]
+    columns = "length", "finish_reason"
+    known = {column for column in columns if all(row.get(column) is not None for row in every_row)}
     by_problem = {id_: _problem_metrics(rows_G, n, k, legacy, known) for id_, rows_G in problems.items()}
     names = list(next(iter(by_problem.values())))
     intervals = mean_intervals([[values[name] for values in by_problem.values()] for name in names])
-    return Scores(
-        fewest=fewest,
-        most=most,
-        metrics=dict(zip(names, intervals, strict=True)),
-        by_problem=by_problem,
-        verdicts=dict(
-            Counter(row["verdict"] for rows_G in problems.values() for row in rows_G).most_common()
-        ),
-    )
+    verdicts = dict(Counter(row["verdict"] for row in every_row).most_common())
+    return Scores(fewest, most, dict(zip(names, intervals, strict=True)), by_problem, verdicts)
 
 
 def metric_record(scores: Mapping[str, Scores], with_intervals: bool = False) -> dict[str, float]:
@@ -124,20 +115,26 @@ def success_histogram(shares: Iterable[float], n: int | None) -> list[tuple[str,
         n: completions per problem. None where problems differ: the bins between never and always are then ten ranges of
             the share, which include their lower edge (3 of 10 is in 0.3 – 0.4).
     """
+    values = [*shares]
     if n is None:
-        names = [f"{bin_ / 10:.1f} – {(bin_ + 1) / 10:.1f}" for bin_ in range(10)]
-        counts = Counter(_tenth(share) for share in shares)
-        return [(name, counts[bin_]) for bin_, name in enumerate(["never", *names, "always"])]
-    if n == 1:
-        bins = [("wrong", range(1)), ("correct", range(1, 2))]
+        between = {
+            f"{tenth / 10:.1f} – {(tenth + 1) / 10:.1f}": range(tenth, tenth + 1) for tenth in range(10)
+        }
+        counts = Counter(int(share * 10) for share in values if share not in (0, 1))
     else:
-        between = [
-            (str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]} – {numbers[-1]}", numbers)
-            for numbers in _split_evenly(range(1, n))
-        ]
-        bins = [("never", range(1)), *between, ("always", range(n, n + 1))]
-    counts = Counter(round(share * n) for share in shares)
-    return [(name, sum(counts[number] for number in numbers)) for name, numbers in bins]
+        total = n - 1
+        # Bins of equal length where their count has a suitable divisor.
+        divisors = (bins for bins in range(MAX_BINS, _MIN_BINS - 1, -1) if total % bins == 0)
+        bins = total if total <= MAX_BINS else next(divisors, _USUAL_BINS)
+        edges = [1 + total * bin_ // bins for bin_ in range(bins + 1)] if bins else []
+        between = {
+            str(low) if high == low + 1 else f"{low} – {high - 1}": range(low, high)
+            for low, high in itertools.pairwise(edges)
+        }
+        counts = Counter(round(share * n) for share in values)
+    first, last = ("wrong", "correct") if n == 1 else ("never", "always")
+    bins_between = [(name, sum(counts[number] for number in numbers)) for name, numbers in between.items()]
+    return [(first, values.count(0)), *bins_between, (last, values.count(1))]
 
 
 def success_axis(n: int | None) -> str:
@@ -147,47 +144,23 @@ def success_axis(n: int | None) -> str:
     return "share of correct completions" if n is None else f"number of correct completions, of {n}"
 
 
-def _tenth(share: float) -> int:
-    """Return the bin of a share among never, ten ranges, always."""
-    if share in (0, 1):
-        return 0 if share == 0 else 11
-    return 1 + min(int(share * 10), 9)
-
-
-def _split_evenly(numbers: range) -> list[range]:
-    """Return `numbers` as at most `MAX_BINS` ranges, of equal length where their count has a suitable divisor."""
-    total = len(numbers)
-    if total <= MAX_BINS:
-        bins = total
-    else:
-        divisors = (bins for bins in range(MAX_BINS, _MIN_BINS - 1, -1) if total % bins == 0)
-        bins = next(divisors, _USUAL_BINS)
-    edges = [total * bin_ // bins for bin_ in range(bins + 1)]
-    return [numbers[low:high] for low, high in itertools.pairwise(edges)]
-
-
 def _problem_metrics(
     rows_G: Sequence[EvalRow], n: str, k: Sequence[int], legacy: bool, known: Container[str]
 ) -> dict[str, float]:
     """Return the metrics of one problem, which docs/evaluation.md defines; `n` is for the name of mean@n."""
-    size = len(rows_G)
-    accuracies = [row["accuracy"] for row in rows_G]
-    correct = sum(accuracy == 1 for accuracy in accuracies)
-    votes = [row["answer"] for row in rows_G]
-
-    def share(count: int) -> float:
-        return count / size
-
-    metrics = {f"mean_at_{n}": share(correct)}
+    size, accuracies = len(rows_G), [row["accuracy"] for row in rows_G]
+    correct, votes = accuracies.count(1), [row["answer"] for row in rows_G]
+    verdicts = Counter(row["verdict"] for row in rows_G)
+    metrics = {f"mean_at_{n}": correct / size}
     metrics |= {f"pass_at_{size_k}": pass_at_k(size, correct, size_k) for size_k in k}
     metrics |= {f"maj_at_{size_k}": maj_at_k(votes, accuracies, size_k) for size_k in k}
     if legacy:
         metrics |= {f"legacy_best_at_{size_k}": legacy_best_at_k(size, correct, size_k) for size_k in k}
-    metrics["answer_format_rate"] = share(sum(row["verdict"] != "malformed" for row in rows_G))
+    metrics["answer_format_rate"] = (size - verdicts["malformed"]) / size
     if "finish_reason" in known:
-        metrics["truncation_rate"] = share(sum(row["finish_reason"] == "length" for row in rows_G))
+        metrics["truncation_rate"] = sum(row["finish_reason"] == "length" for row in rows_G) / size
     if "length" in known:
         metrics["response_length"] = sum(row["length"] or 0 for row in rows_G) / size
-    metrics["timeout_rate"] = share(sum(row["verdict"] == "timeout" for row in rows_G))
-    metrics["grader_error_rate"] = share(sum(row["verdict"] == "grader-error" for row in rows_G))
+    metrics["timeout_rate"] = verdicts["timeout"] / size
+    metrics["grader_error_rate"] = verdicts["grader-error"] / size
     return metrics

@@ -17,13 +17,13 @@ from typing import Any
 
 from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.layers import read_layer, resolve, to_yaml
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError, redact_credentials
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.preflight import ModelRef, check_graders, load_task, resolve_model
 from bandpo_cli.exports import verl_files
 from bandpo_cli.exports.verl_files import CONFIG_FILE, VERL_VERSION
-from bandpo_cli.exports.verl_rules import MODEL, InFolder, Overrides, is_copied
+from bandpo_cli.exports.verl_rules import MODEL, InFolder, Overrides
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable, overrides_of
 from bandpo_cli.paths import is_adapter_folder, path_exists, user_path
 from bandpo_cli.storage.files import (
@@ -38,8 +38,6 @@ from bandpo_cli.tracking.mirror import mlflow_client
 from bandpo_cli.tracking.store import check_reachable, short_error, sqlite_path, sqlite_uri
 from bandpo_cli.types import Problem
 
-VERL_MODULE = "bandpo_cli.integrations.verl"
-"""The module that verl imports for the policy loss `band`."""
 NAMES = {
     "critic/score/mean": "train/reward",
     "response_length/mean": "train/response_length",
@@ -109,6 +107,8 @@ def export_verl(
         ConfigError: verl cannot run the configuration, or computes something differently and that is not allowed.
         UserError: the folder exists, or cannot be written.
     """
+    import pyarrow.parquet
+
     out = Path(out)
     config = with_dtype(config, on_gpu=True)
     if path_exists(out):
@@ -144,21 +144,25 @@ def export_verl(
     by_source: dict[str, list[Problem]] = {}
     for problem in training:
         by_source.setdefault(problem.source, []).append(problem)
-    modules = [VERL_MODULE] if config.bounds.method == "band" else []
+    join = template is not None
+    table = verl_files.problem_table("train", by_source, join)
+    tables = {
+        verl_files.TRAIN_FILE: table,
+        verl_files.HELDOUT_FILE: verl_files.problem_table("test", heldout, join, table.schema),
+    }
     files = {
-        "run.sh": verl_files.run_script(overrides, config.tracking.uri, modules, config.tracking.mlflow),
+        "run.sh": verl_files.run_script(config, overrides),
         CONFIG_FILE: to_yaml(config),
         verl_files.REWARD_FILE: verl_files.REWARD_MODULE,
         "README.md": verl_files.readme(config, overrides, differences, arithmetic),
     }
     with export_folder(out) as folder:
-        join = template is not None
-        verl_files.write_problems(folder / verl_files.TRAIN_FILE, "train", by_source, join)
-        verl_files.write_problems(folder / verl_files.HELDOUT_FILE, "test", heldout, join)
+        for name, table in tables.items():
+            pyarrow.parquet.write_table(table, folder / name)
         for name, text in files.items():
             write_text(folder / name, text)
         (folder / "run.sh").chmod(0o755)
-        if is_copied(config):
+        if config.model.path == EMBEDDED_MODEL:
             verl_files.copy_embedded_model(folder / "model")
     counts = len(training), sum(map(len, heldout.values()))
     return VerlExport(out, overrides, differences, arithmetic, task.notes(), *counts)

@@ -13,21 +13,26 @@ import shlex
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.config.layers import flatten
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.exports.verl_rules import InFolder, Overrides, longest_row, tokens_per_micro_batch
-from bandpo_cli.exports.verl_settings import RULES, describe_rule
+from bandpo_cli.exports.verl_settings import RULES
 from bandpo_cli.storage.files import write_json
 from bandpo_cli.types import Message, Problem
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 VERL_VERSION = "0.9.1"
 """The version whose settings, defaults and losses the export is written for."""
 
 TRAIN_FILE, HELDOUT_FILE = "train.parquet", "heldout.parquet"
 REWARD_FILE, CONFIG_FILE = "reward.py", "config.yaml"
+BAND_MODULE = "bandpo_cli.integrations.verl"
+"""The module that verl imports for the policy loss `band`."""
 
 _PLAIN = re.compile(r"[A-Za-z][\w./-]*")
 _RESERVED = {"true", "false", "null", "nan", "inf", "none"}
@@ -42,20 +47,18 @@ def batch_arithmetic(config: RunConfig, gpus: int, problems: int) -> list[str]:
     prompts, samples, updates = config.sampling.prompts, config.sampling.samples, config.optim.updates
     parallel = config.sampling.vllm.tensor_parallel
     per_update = prompts // updates * samples
-    if problems < prompts:
-        raise ConfigError(
-            f"sampling.prompts = {prompts}: there are {problems:,} training problems, and verl drops a batch that is "
-            "not complete; take fewer prompts"
-        )
-    if gpus % parallel:
-        raise ConfigError(
-            f"sampling.vllm.tensor_parallel = {parallel} does not divide the {gpus} GPUs of the job"
-        )
-    if per_update % gpus:
-        raise ConfigError(
-            f"an update has {prompts} / {updates} × {samples} = {per_update:,} completions (sampling.prompts / "
-            f"optim.updates × sampling.samples), and verl needs a multiple of the {gpus} GPUs"
-        )
+    checks = [
+        (problems < prompts,
+         f"sampling.prompts = {prompts}: there are {problems:,} training problems, and verl drops a batch that is not "
+         "complete; take fewer prompts"),
+        (gpus % parallel, f"sampling.vllm.tensor_parallel = {parallel} does not divide the {gpus} GPUs of the job"),
+        (per_update % gpus,
+         f"an update has {prompts} / {updates} × {samples} = {per_update:,} completions (sampling.prompts / "
+         f"optim.updates × sampling.samples), and verl needs a multiple of the {gpus} GPUs"),
+    ]  # fmt: skip
+    for fails, message in checks:
+        if fails:
+            raise ConfigError(message)
     longest, tokens = longest_row(config), tokens_per_micro_batch(config)
     return [
         f"per step: {prompts:,} prompts × {samples} completions = {prompts * samples:,} completions; GPUs: "
@@ -66,23 +69,15 @@ def batch_arithmetic(config: RunConfig, gpus: int, problems: int) -> list[str]:
     ]
 
 
-def run_script(overrides: Overrides, uri: str | None, external_modules: Sequence[str], mlflow: bool) -> str:
-    """Return run.sh.
-
-    Args:
-        overrides: verl's settings.
-        uri: MLflow server or store; None for a file in the folder. The environment variable comes first.
-        external_modules: modules that each process of verl imports.
-        mlflow: the job sends metrics to MLflow.
-    """
-    variables, lines = [], []
-    if external_modules:
-        variables.append("VERL_USE_EXTERNAL_MODULES")
-        lines.append(f"export VERL_USE_EXTERNAL_MODULES={shlex.quote(','.join(external_modules))}")
-    if mlflow:
+def run_script(config: RunConfig, overrides: Overrides) -> str:
+    """Return run.sh for verl's settings `overrides`; an MLflow server of the environment precedes `tracking.uri`."""
+    variables, lines, uri = [], [], config.tracking.uri
+    if config.bounds.method == "band":
+        variables.append("VERL_USE_EXTERNAL_MODULES")  # each process of verl imports it
+        lines.append(f"export VERL_USE_EXTERNAL_MODULES={BAND_MODULE}")
+    if config.tracking.mlflow:
         variables.append("MLFLOW_TRACKING_URI")
-        default = '"sqlite:///$HERE/mlflow.db"' if uri is None else shlex.quote(uri)
-        lines.append(f"DEFAULT_URI={default}")
+        lines.append("DEFAULT_URI=" + ('"sqlite:///$HERE/mlflow.db"' if uri is None else shlex.quote(uri)))
         lines.append('export MLFLOW_TRACKING_URI="${MLFLOW_TRACKING_URI:-$DEFAULT_URI}"')
     arguments = [
         f'"{key}=$(quoted "$HERE/{value}")"'
@@ -91,9 +86,8 @@ def run_script(overrides: Overrides, uri: str | None, external_modules: Sequence
         for key, value in overrides.items()
     ]
     # Workers on other machines do not inherit the environment of this script.
-    arguments += [
-        f'"+ray_kwargs.ray_init.runtime_env.env_vars.{name}=$(quoted "${name}")"' for name in variables
-    ]
+    prefix = "+ray_kwargs.ray_init.runtime_env.env_vars"
+    arguments += [f'"{prefix}.{name}=$(quoted "${name}")"' for name in variables]
     body = " \\\n  ".join(["python3 -m verl.trainer.main_ppo", *arguments, '"$@"'])
     header = rf"""#!/usr/bin/env bash
 # Runs the experiment of config.yaml on verl {VERL_VERSION}. Arguments are further overrides.
@@ -128,9 +122,9 @@ def readme(
     )
     environment.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
     settings = [
-        (key, value, describe_rule(name))
+        (key, value, "; ".join(filter(None, (to and f"`{to}`", reason))))
         for key, value in flatten(config.model_dump(mode="json")).items()
-        for name in RULES
+        for name, (to, reason) in RULES.items()
         if key == name or key.startswith(f"{name}.")
     ]
     return environment.get_template("README.md").render(
@@ -197,30 +191,19 @@ def chat_template(config: RunConfig, problems: Sequence[Problem]) -> str | None:
     )
 
 
-def write_problems(
-    path: Path, split: str, sets: Mapping[str, Sequence[Problem]], join_messages: bool
-) -> None:
-    """Write a Parquet file in verl's layout.
+def problem_table(
+    split: str, sets: Mapping[str, Sequence[Problem]], join_messages: bool, schema: pa.Schema | None = None
+) -> pa.Table:
+    """Return problems in verl's layout.
 
     Args:
         split: `train` or `test`, in `extra_info`.
         sets: problems by `data_source`, by which verl names its metrics.
         join_messages: join the messages of a prompt with blank lines to a single message.
+        schema: the columns if there may be no problems.
     """
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
-    text = pa.string()
-    message = pa.struct([("role", text), ("content", text)])
-    schema = pa.schema(
-        [
-            ("data_source", text),
-            ("prompt", pa.list_(message)),
-            ("ability", text),
-            ("reward_model", pa.struct([("style", text), ("ground_truth", text)])),
-            ("extra_info", pa.struct([("split", text), ("index", pa.int64()), ("problem", text)])),
-        ]
-    )
     labelled = [(label, problem) for label, problems in sets.items() for problem in problems]
     rows = [
         {
@@ -232,7 +215,7 @@ def write_problems(
         }
         for index, (label, problem) in enumerate(labelled)
     ]
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+    return pa.Table.from_pylist(rows, schema=schema)
 
 
 def _messages(problem: Problem, join: bool) -> list[dict[str, str]]:

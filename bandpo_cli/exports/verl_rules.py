@@ -30,21 +30,27 @@ NEVER = 1e9
 
 def derived_overrides(config: RunConfig) -> dict[str, Overrides]:
     """Return the settings of verl whose values are not copied, by the setting here that they belong to."""
-    optim, objective, evaluation = config.optim, config.objective, config.evaluation
+    model, sampling, objective, optim = config.model, config.sampling, config.objective, config.optim
+    evaluation, norm = config.evaluation, optim.max_grad_norm
     cap = NEVER if objective.dual_clip is None else objective.dual_clip
-    fraction, norm = config.sampling.vllm.memory_fraction, optim.max_grad_norm
+    checkpointing, warmup = bool(model.gradient_checkpointing), math.ceil(optim.warmup_steps / optim.updates)
+    loggers = ["console", "mlflow"] if config.tracking.mlflow else ["console"]
+    evaluations = {
+        "trainer.test_freq": evaluation.every or -1,
+        "trainer.val_before_train": evaluation.every > 0,
+    }
     return {
         "seed": {f"{ROLLOUT}.seed": config.seed, f"{ACTOR}.data_loader_seed": config.seed},
         "steps": {"trainer.total_epochs": config.steps},
         "model.path": {f"{MODEL}.path": _model_path(config)},
         "model.dtype": _dtype(config),
         "model.attention": _attention(config),
-        "model.gradient_checkpointing": {
-            f"{MODEL}.enable_gradient_checkpointing": bool(config.model.gradient_checkpointing)
-        },
-        "model.trust_remote_code": {"data.trust_remote_code": config.model.trust_remote_code},
+        "model.gradient_checkpointing": {f"{MODEL}.enable_gradient_checkpointing": checkpointing},
+        "model.trust_remote_code": {"data.trust_remote_code": model.trust_remote_code},
         "model.lora": _lora(config),
-        "sampling.vllm.memory_fraction": {f"{ROLLOUT}.gpu_memory_utilization": fraction or 0.5},
+        "sampling.vllm.memory_fraction": {
+            f"{ROLLOUT}.gpu_memory_utilization": sampling.vllm.memory_fraction or 0.5
+        },
         "reward.overlong_buffer": _overlong(config),
         "bounds": LOSSES[config.bounds.method](config.bounds, cap) if config.bounds.method in LOSSES else {},
         "objective.aggregation": _aggregation(config),
@@ -53,31 +59,19 @@ def derived_overrides(config: RunConfig) -> dict[str, Overrides]:
         "objective.importance": _importance(config),
         "optim.eps": {f"{ACTOR}.optim.override_optimizer_config": {"eps": optim.eps}},
         "optim.max_grad_norm": {f"{ACTOR}.optim.clip_grad": math.inf if norm is None else norm},
-        "optim.warmup_steps": {
-            f"{ACTOR}.optim.lr_warmup_steps": math.ceil(optim.warmup_steps / optim.updates) or -1
-        },
-        "optim.updates": {f"{ACTOR}.ppo_mini_batch_size": config.sampling.prompts // optim.updates},
+        "optim.warmup_steps": {f"{ACTOR}.optim.lr_warmup_steps": warmup or -1},
+        "optim.updates": {f"{ACTOR}.ppo_mini_batch_size": sampling.prompts // optim.updates},
         "optim.micro_batch_tokens": {f"{ACTOR}.ppo_max_token_len_per_gpu": tokens_per_micro_batch(config)},
-        "evaluation.every": {
-            "trainer.test_freq": evaluation.every or -1,
-            "trainer.val_before_train": evaluation.every > 0,
-        },
+        "evaluation.every": evaluations,
         "evaluation.temperature": {f"{ROLLOUT}.val_kwargs.do_sample": evaluation.temperature > 0},
         "checkpoint.every": {"trainer.save_freq": config.checkpoint.every or config.steps},
-        "tracking.mlflow": {
-            "trainer.logger": ["console", "mlflow"] if config.tracking.mlflow else ["console"]
-        },
+        "tracking.mlflow": {"trainer.logger": loggers},
     }
 
 
 def is_corrected(config: RunConfig) -> bool:
     """Return whether the loss has importance weights; with the sampler's log-probs as π_old there is nothing to do."""
     return config.objective.importance_cap is not None and config.objective.old_logprobs == "trainer"
-
-
-def is_copied(config: RunConfig) -> bool:
-    """Return whether the model's files are copied: those of the bundled model, whose path depends on the machine."""
-    return config.model.path == EMBEDDED_MODEL
 
 
 def longest_row(config: RunConfig) -> int:
@@ -95,8 +89,8 @@ class InFolder(str):
 
 
 def _model_path(config: RunConfig) -> str:
-    """Return a hub id, an absolute folder, or the copy in the exported folder."""
-    if is_copied(config):
+    """Return a hub id, an absolute folder, or the copy of the bundled model in the exported folder."""
+    if config.model.path == EMBEDDED_MODEL:
         return InFolder("model")
     local = user_path(config.model.path)
     return str(local.absolute()) if path_exists(local) else config.model.path
@@ -105,11 +99,9 @@ def _model_path(config: RunConfig) -> str:
 def _dtype(config: RunConfig) -> Overrides:
     """Return the dtype of the engine and of forward and backward passes, which are bfloat16 where nothing is set."""
     dtype = dtype_on(config.model.dtype, on_gpu=True)
-    overrides: Overrides = {f"{ROLLOUT}.dtype": dtype}
-    if dtype != "bfloat16":
-        for role, part in product(("actor", "ref"), ("param_dtype", "reduce_dtype", "buffer_dtype")):
-            overrides[f"+actor_rollout_ref.{role}.fsdp_config.mixed_precision.{part}"] = "fp32"
-    return overrides
+    parts = product(("actor", "ref"), ("param_dtype", "reduce_dtype", "buffer_dtype"))
+    keys = (f"+actor_rollout_ref.{role}.fsdp_config.mixed_precision.{part}" for role, part in parts)
+    return {f"{ROLLOUT}.dtype": dtype} | ({} if dtype == "bfloat16" else dict.fromkeys(keys, "fp32"))
 
 
 def _attention(config: RunConfig) -> Overrides:
@@ -129,17 +121,11 @@ def _lora(config: RunConfig) -> Overrides:
 
     Where no layers are named, verl has them on all linear layers but the output layer, too.
     """
-    lora = config.model.lora
-    if lora is None:
+    if (lora := config.model.lora) is None:
         return {}
+    numbers = {f"{MODEL}.lora_rank": lora.rank, f"{MODEL}.lora_alpha": int(lora.scaling * lora.rank)}
     modules = {} if lora.target_modules is None else {f"{MODEL}.target_modules": [*lora.target_modules]}
-    alpha = int(lora.scaling * lora.rank)
-    return {
-        f"{MODEL}.lora_rank": lora.rank,
-        f"{MODEL}.lora_alpha": alpha,
-        f"{MODEL}.lora.merge": True,
-        **modules,
-    }
+    return {**numbers, f"{MODEL}.lora.merge": True, **modules}
 
 
 def _overlong(config: RunConfig) -> Overrides:
@@ -147,21 +133,24 @@ def _overlong(config: RunConfig) -> Overrides:
     reward, key = config.reward, "+reward.reward_kwargs"
     if not reward.overlong_buffer:
         return {}
+    buffer = {
+        "enable": True,
+        "len": reward.overlong_buffer,
+        "penalty_factor": reward.overlong_penalty,
+        "log": False,
+    }
     return {
         "reward.reward_manager.name": "dapo",
         f"{key}.max_resp_len": config.sampling.max_tokens,
-        f"{key}.overlong_buffer_cfg.enable": True,
-        f"{key}.overlong_buffer_cfg.len": reward.overlong_buffer,
-        f"{key}.overlong_buffer_cfg.penalty_factor": reward.overlong_penalty,
-        f"{key}.overlong_buffer_cfg.log": False,
+        **{f"{key}.overlong_buffer_cfg.{name}": value for name, value in buffer.items()},
     }
 
 
 def _aggregation(config: RunConfig) -> Overrides:
     """Return the mean over tokens and completions; a sum is divided by the longest completion."""
-    if config.objective.aggregation != "seq-sum-norm":
-        return {f"{ACTOR}.loss_agg_mode": config.objective.aggregation}
     mode, factor = f"{ACTOR}.loss_agg_mode", f"{ACTOR}.loss_scale_factor"
+    if config.objective.aggregation != "seq-sum-norm":
+        return {mode: config.objective.aggregation}
     return {mode: "seq-mean-token-sum-norm", factor: config.sampling.max_tokens}
 
 
@@ -196,15 +185,13 @@ def _loss(name: str, low: float, high: float, **others: float) -> Overrides:
 
 
 def _band(bounds: BandSettings, dual_clip: float) -> Overrides:
-    relax = bounds.relax
+    low, high = (None, None) if bounds.relax is None else (bounds.relax.eps_low, bounds.relax.eps_high)
     return {
         f"{LOSS}._target_": "bandpo_cli.integrations.verl.BandPolicyLossConfig",
         f"{LOSS}.loss_mode": "band",
-        f"+{LOSS}.divergence": bounds.divergence,
-        f"+{LOSS}.delta": bounds.delta,
-        f"+{LOSS}.max_ratio": bounds.max_ratio,
-        f"+{LOSS}.relax_eps_low": None if relax is None else relax.eps_low,
-        f"+{LOSS}.relax_eps_high": None if relax is None else relax.eps_high,
+        **{f"+{LOSS}.{name}": getattr(bounds, name) for name in ("divergence", "delta", "max_ratio")},
+        f"+{LOSS}.relax_eps_low": low,
+        f"+{LOSS}.relax_eps_high": high,
         f"{ACTOR}.clip_ratio_c": dual_clip,
     }
 

@@ -50,21 +50,13 @@ RULES: dict[str, tuple[str, str]] = {
     "steps": ("trainer.total_training_steps", "the number of passes only has to be large enough"),
     "model.path": ("", "a hub id or folder, unchanged; the bundled model is copied"),
     "model.revision": ("", "the latest"),
-    "model.dtype": (
-        "",
-        f"`{ROLLOUT}.dtype`, also the dtype of the passes; `auto` is bfloat16; weights and optimizer are float32",
-    ),
+    "model.dtype":
+        ("", f"`{ROLLOUT}.dtype`, also the dtype of the passes; `auto` is bfloat16; weights and optimizer are float32"),
     "model.attention": ("", "`auto` is FlashAttention 2 with bfloat16, sdpa with float32"),
     "model.gradient_checkpointing": (f"{MODEL}.enable_gradient_checkpointing", "`auto` is true"),
-    "model.prompts": (
-        "",
-        "messages in the data files; a template joins them where none of the model is used",
-    ),
+    "model.prompts": ("", "messages in the data files; a template joins them where none of the model is used"),
     "model.trust_remote_code": (f"{MODEL}.trust_remote_code", ""),
-    "model.lora": (
-        "",
-        f"`{MODEL}.lora_rank`, `lora_alpha`, `target_modules`; merged into the weights for vLLM",
-    ),
+    "model.lora": ("", f"`{MODEL}.lora_rank`, `lora_alpha`, `target_modules`; merged into the weights for vLLM"),
     "model.device": ("", "the GPUs of the job"),
     "task": ("", "train.parquet, heldout.parquet; reward.py has the graders and weighted rewards"),
     "sampling.engine": ("", "vLLM"),
@@ -89,18 +81,11 @@ RULES: dict[str, tuple[str, str]] = {
     "sampling.vllm.eager": (f"{ROLLOUT}.enforce_eager", ""),
     "sampling.vllm.sleep": (f"{ROLLOUT}.free_cache_engine", ""),
     "sampling.vllm.prefix_caching": (f"{ROLLOUT}.enable_prefix_caching", ""),
-    **dict.fromkeys(
-        ("grading.deadline", "grading.memory_gb", "grading.batch", "reward.correct", "reward.wrong"),
-        ("", "config.yaml, which reward.py reads"),
-    ),
-    "grading.workers": (
-        "",
-        "config.yaml, which reward.py reads; per reward worker of verl, of which there are 8",
-    ),
-    "grading.timeout_reward": (
-        "",
-        "verl needs a number for every completion: a timeout and a grader error get the reward of a wrong answer",
-    ),
+    **dict.fromkeys(("grading.deadline", "grading.memory_gb", "grading.batch", "reward.correct", "reward.wrong"),
+                    ("", "config.yaml, which reward.py reads")),
+    "grading.workers": ("", "config.yaml, which reward.py reads; per reward worker of verl, of which there are 8"),
+    "grading.timeout_reward":
+        ("", "verl needs a number for every completion: a timeout and a grader error get the reward of a wrong answer"),
     "grading.while_sampling": ("", "verl grades in its reward workers"),
     "reward.overlong_buffer": ("", "verl's reward manager `dapo`, with the same penalty"),
     "reward.overlong_penalty": ("", "with reward.overlong_buffer"),
@@ -109,10 +94,8 @@ RULES: dict[str, tuple[str, str]] = {
     "objective.aggregation": ("", "over all GPUs and micro-batches of an update"),
     "objective.dual_clip": ("", f"`{ACTOR}.clip_ratio_c`; null is 1e9, which no ratio reaches"),
     "objective.reference_kl": ("", "k3, which verl limits to 10 per token"),
-    "objective.old_logprobs": (
-        f"{CORRECTION}.bypass_mode",
-        "`sampler` is bypass_mode, which in this trainer keeps the policy loss",
-    ),
+    "objective.old_logprobs":
+        (f"{CORRECTION}.bypass_mode", "`sampler` is bypass_mode, which in this trainer keeps the policy loss"),
     "objective.importance": ("", f"`{CORRECTION}`"),
     "objective.importance_cap": ("", "with objective.importance"),
     "objective.importance_floor": ("", "with objective.importance"),
@@ -124,10 +107,8 @@ RULES: dict[str, tuple[str, str]] = {
     "optim.max_grad_norm": (f"{ACTOR}.optim.clip_grad", "null is infinity"),
     "optim.warmup_steps": ("", "steps, not updates"),
     "optim.schedule": (f"{ACTOR}.optim.lr_scheduler_type", ""),
-    "optim.updates": (
-        "",
-        "verl sorts the completions of a step by length first, so that an update has completions of any prompts",
-    ),
+    "optim.updates":
+        ("", "verl sorts the completions of a step by length first, so that an update has completions of any prompts"),
     "optim.micro_batch_tokens": ("", "per GPU; at least a prompt and its completion"),
     "optim.max_skips": ("", "verl skips every update whose gradient is not finite, without a limit"),
     "evaluation.every": ("trainer.test_freq", "with the start and the end"),
@@ -145,14 +126,8 @@ RULES: dict[str, tuple[str, str]] = {
     "tracking.uri": ("", "MLFLOW_TRACKING_URI in run.sh"),
     "tracking.experiment": ("trainer.project_name", ""),
     "tracking.parent": ("", "verl's runs have no parent"),
-}
+}  # fmt: skip
 """By the key of a setting or of its section: verl's setting with the same value ("" for none), and the reason."""
-
-
-def describe_rule(key: str) -> str:
-    """Return verl's key for a setting and the reason, for the README of an exported folder."""
-    to, reason = RULES[key]
-    return "; ".join(filter(None, (to and f"`{to}`", reason)))
 
 
 def overrides_of(config: RunConfig) -> Overrides:
@@ -189,11 +164,7 @@ def differences_of(config: RunConfig) -> list[str]:
         ("model.lora.alpha", not alpha.is_integer(), "verl has whole numbers only"),
         ("model.device", not model.device.startswith(("auto", "cuda")), "the exported job runs on GPUs"),
         ("sampling.engine", sampling.engine not in ("auto", "vllm"), "the exported job samples with vLLM"),
-        (
-            "sampling.dynamic_batches",
-            sampling.dynamic,
-            "verl samples until it has all groups, without a limit",
-        ),
+        ("sampling.dynamic_batches", sampling.dynamic, "verl samples until it has all groups, without a limit"),
         ("sampling.max_lag", sampling.max_lag, "verl samples each batch with the weights of its step"),
         ("bounds.method", method not in LOSSES, no_loss),
         ("bounds.delta_schedule", scheduled, constant),
@@ -205,7 +176,7 @@ def differences_of(config: RunConfig) -> list[str]:
         ("optim.warmup_steps", optim.warmup_steps, warmup),
         ("optim.schedule", optim.schedule not in LR_SCHEDULES, f"verl has {' and '.join(LR_SCHEDULES)} only"),
         ("optim.schedule", optim.schedule == "cosine" and optim.updates > 1, per_step),
-    ]
+    ]  # fmt: skip
     return [f"{key} = {_value(config, key)}: {text}" for key, differs, text in checks if differs]
 
 

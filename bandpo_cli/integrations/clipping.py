@@ -18,6 +18,7 @@ def band_losses(
     divergence: str,
     delta: float,
     max_ratio: float | None,
+    relax: tuple[float, float] | None = None,
 ) -> tuple[torch.Tensor, ClipState]:
     """Return −min(r·a, clamp(r, lower, upper)·a) of each token, and which tokens the bounds clip.
 
@@ -25,8 +26,11 @@ def band_losses(
         logprobs: log π(token), nats, any shape, with gradient.
         old_logprobs, advantages: log π_old(token) in nats, and a of each token; the same shape.
         divergence, delta, max_ratio: the settings of the Band, as in `band_bounds`, which raises ConfigError.
+        relax: ε_low and ε_high; the interval is then never tighter than [1 − ε_low, 1 + ε_high].
     """
     lower, upper = band_bounds(old_logprobs, divergence, delta, max_ratio)
+    if relax is not None:
+        lower, upper = lower.clamp(max=1 - relax[0]), upper.clamp(min=1 + relax[1])
     ratios = torch.exp((logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
     clamped = torch.clamp(ratios, lower, upper)
     losses = -torch.minimum(ratios * advantages, clamped * advantages)

@@ -35,11 +35,7 @@ def band_loss(
     losses, clipped = band_losses(logprobs, old_logprobs, advantages, divergence, delta, max_ratio)
     if inputs.loss_weights is not None:
         losses = losses * torch.where(mask, inputs.loss_weights, 0.0)
+    counts = {"upper": clipped.at_upper.sum(), "lower": clipped.at_lower.sum()}
     tokens = mask.sum().clamp(min=1)
-    return LossOutputs(
-        loss=losses.sum(),
-        metrics={
-            "band/upper_fraction": clipped.at_upper.sum() / tokens,
-            "band/lower_fraction": clipped.at_lower.sum() / tokens,
-        },
-    )
+    metrics = {f"band/{end}_fraction": count / tokens for end, count in counts.items()}
+    return LossOutputs(loss=losses.sum(), metrics=metrics)

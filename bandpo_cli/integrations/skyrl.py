@@ -63,12 +63,10 @@ def band_loss(
         `clip_ratio_upper` and `clip_ratio_lower`, and those of the off-policy correction.
     """
     losses, clipped = band_losses(log_probs, old_log_probs, advantages, divergence, delta, max_ratio)
-    shares = {
-        "clip_ratio": clipped.active,
-        "clip_ratio_upper": clipped.at_upper,
-        "clip_ratio_lower": clipped.at_lower,
+    shares = {"": clipped.active, "_upper": clipped.at_upper, "_lower": clipped.at_lower}
+    metrics = {
+        f"clip_ratio{end}": masked_mean(tokens.float(), loss_mask).item() for end, tokens in shares.items()
     }
-    metrics = {name: masked_mean(tokens.float(), loss_mask).item() for name, tokens in shares.items()}
     losses, mask, correction = apply_off_policy_correction(
         losses, old_log_probs, rollout_logprobs, loss_mask, config.off_policy_correction
     )

@@ -61,27 +61,15 @@ class BandGRPOConfig(GRPOConfig):  # type: ignore[misc]
                 f"BandGRPOConfig(band_divergence={self.band_divergence!r}, band_delta={self.band_delta!r}, "
                 f"band_max_ratio={self.band_max_ratio!r}): {error}"
             ) from None
-        self._check_settings_of_trl()
-        if self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0:
-            warnings.warn(
-                "every batch is used for one optimizer step, at which the ratio π/π_old is 1, so that no bound has an "
-                "effect: set num_iterations to 2 or more, or steps_per_generation to more than "
-                f"gradient_accumulation_steps ({self.gradient_accumulation_steps})",
-                stacklevel=3,
-            )
-
-    def _check_settings_of_trl(self) -> None:
-        """Raise ConfigError for a setting of TRL that the Band excludes."""
         cap = self.band_max_ratio
+        interval = "has no effect, since the Band replaces the interval", "leave it out, and set band_delta"
         checks = [
             ("loss_type", self.loss_type in CLIPPED_LOSSES, "has no interval of ratios that the Band could replace",
              f"set loss_type to one of {', '.join(CLIPPED_LOSSES)}"),
             ("importance_sampling_level", self.importance_sampling_level == "token",
              "has no ratio per token for the Band to bound", "set importance_sampling_level='token'"),
-            ("epsilon", self.epsilon == GRPOConfig.epsilon, "has no effect, since the Band replaces the interval",
-             "leave it out, and set band_delta"),
-            ("epsilon_high", self.epsilon_high is None, "has no effect, since the Band replaces the interval",
-             "leave it out, and set band_delta"),
+            ("epsilon", self.epsilon == GRPOConfig.epsilon, *interval),
+            ("epsilon_high", self.epsilon_high is None, *interval),
             ("delta", self.delta is None or (cap is not None and self.delta > cap),
              "limits the ratio at negative advantages and must be above every upper bound",
              f"set band_max_ratio (now {cap!r}) to less than delta, or leave delta out"),
@@ -89,6 +77,13 @@ class BandGRPOConfig(GRPOConfig):  # type: ignore[misc]
         for name, is_allowed, reason, advice in checks:
             if not is_allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r} {reason}; {advice}")
+        if self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0:
+            warnings.warn(
+                "every batch is used for one optimizer step, at which the ratio π/π_old is 1, so that no bound has an "
+                "effect: set num_iterations to 2 or more, or steps_per_generation to more than "
+                f"gradient_accumulation_steps ({self.gradient_accumulation_steps})",
+                stacklevel=3,
+            )
 
 
 class BandGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
@@ -121,14 +116,10 @@ class BandGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
 
         `inputs["old_per_token_logps"]` is [B, T]; TRL leaves it out where the ratio is 1.
         """
-        old_logprobs = inputs.get("old_per_token_logps")
-        if old_logprobs is None:
-            return super()._compute_loss(model, inputs)  # type: ignore[no-any-return]
-        lower, upper = logprob_bounds(
-            old_logprobs, self.args.band_divergence, self.args.band_delta, self.args.band_max_ratio
-        )
-        fixed = self.epsilon_low, self.epsilon_high
-        self.epsilon_low, self.epsilon_high = 1.0 - lower, upper - 1.0
+        args, fixed = self.args, (self.epsilon_low, self.epsilon_high)
+        if (old := inputs.get("old_per_token_logps")) is not None:
+            lower, upper = logprob_bounds(old, args.band_divergence, args.band_delta, args.band_max_ratio)
+            self.epsilon_low, self.epsilon_high = 1.0 - lower, upper - 1.0
         try:
             return super()._compute_loss(model, inputs)  # type: ignore[no-any-return]
         finally:

@@ -25,7 +25,7 @@ from verl.workers.config import PolicyLossConfig
 
 from bandpo_cli.bounds.band import band_bounds
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.integrations.clipping import MAX_LOG_RATIO
+from bandpo_cli.integrations.clipping import MAX_LOG_RATIO, band_losses
 
 DEFAULT_DUAL_CLIP = 3.0
 """The value that verl's losses use where the actor's settings have no `clip_ratio_c`."""
@@ -54,12 +54,17 @@ class BandPolicyLossConfig(PolicyLossConfig):  # type: ignore[misc]  # verl has 
         """Raise ConfigError for values that have no Band; verl creates the settings before it starts a worker."""
         band_bounds([-1.0], self.divergence, self.delta, self.max_ratio)
         low, high = self.relax_eps_low, self.relax_eps_high
-        if (low is None) != (high is None):
-            raise ConfigError("policy_loss: give relax_eps_low and relax_eps_high, or neither of them")
-        if low is not None and high is not None and not (0 < low < 1 and high > 0):
+        if (low, high) != (None, None) and not (0 < (low or 0) < 1 and (high or 0) > 0):
             raise ConfigError(
-                f"policy_loss: relax_eps_low = {low:g} must be between 0 and 1, and relax_eps_high = {high:g} above 0"
+                f"policy_loss: relax_eps_low = {low} must be between 0 and 1, and relax_eps_high = {high} above 0; "
+                "give both, or neither of them"
             )
+
+    @property
+    def relax(self) -> tuple[float, float] | None:
+        """The two settings of the relaxation; None without it."""
+        low, high = self.relax_eps_low, self.relax_eps_high
+        return None if low is None or high is None else (low, high)
 
 
 @register_policy_loss("band")  # type: ignore[untyped-decorator]
@@ -88,14 +93,10 @@ def band_policy_loss(
         The loss, a scalar, and metrics: those of `vanilla`, and the shares of tokens that the upper and the lower bound
         clip and that are outside the bounds for any sign of the advantage.
     """
-    mask = response_mask.bool()
-    settings = config.policy_loss
-    log_ratio = torch.where(mask, log_prob - old_log_prob, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    ratio = torch.exp(log_ratio)
-    lower, upper = _bounds(old_log_prob, mask, settings)
-
-    unclipped = -advantages * ratio
-    clipped = torch.maximum(unclipped, -advantages * torch.clamp(ratio, lower, upper))
+    settings, mask = config.policy_loss, response_mask.bool()
+    old, new = (torch.where(mask, logprobs, 0.0) for logprobs in (old_log_prob, log_prob))
+    band = settings.divergence, settings.delta, settings.max_ratio, settings.relax
+    clipped, state = band_losses(new, old, advantages, *band)
     limit = -advantages * config.get("clip_ratio_c", DEFAULT_DUAL_CLIP)
     losses = torch.where(advantages < 0, torch.minimum(clipped, limit), clipped)
     if rollout_is_weights is not None:
@@ -103,32 +104,13 @@ def band_policy_loss(
     loss = agg_loss(
         loss_mat=losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info
     )
-
-    above, below = ratio > upper, ratio < lower
-    shares = {
-        "pg_clipfrac": (above & (advantages > 0)) | (below & (advantages < 0)),
+    values = {
+        "pg_clipfrac": state.active,
         "pg_clipfrac_lower": (clipped > limit) & (advantages < 0),
-        "band_upper_fraction": above & (advantages > 0),
-        "band_lower_fraction": below & (advantages < 0),
-        "band_outside_fraction": above | below,
+        "band_upper_fraction": state.at_upper,
+        "band_lower_fraction": state.at_lower,
+        "band_outside_fraction": state.outside,
+        "ppo_kl": (old - new).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO),
     }
-    metrics = {f"actor/{name}": _mean(tokens.float(), response_mask) for name, tokens in shares.items()}
-    return loss, {**metrics, "actor/ppo_kl": _mean(-log_ratio, response_mask)}
-
-
-def _bounds(
-    old_log_prob: torch.Tensor, mask: torch.Tensor, settings: BandPolicyLossConfig
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bounds of the ratio, [B, T] each; [1, 1] outside the mask, where no root is computed."""
-    band = band_bounds(old_log_prob[mask], settings.divergence, settings.delta, settings.max_ratio)
-    lower, upper = band.lower, band.upper
-    if settings.relax_eps_low is not None and settings.relax_eps_high is not None:
-        lower = lower.clamp(max=1 - settings.relax_eps_low)
-        upper = upper.clamp(min=1 + settings.relax_eps_high)
-    ones = torch.ones_like(old_log_prob, dtype=lower.dtype)
-    return ones.masked_scatter(mask, lower), ones.masked_scatter(mask, upper)
-
-
-def _mean(values: torch.Tensor, mask: torch.Tensor) -> float:
-    """Return verl's mean over the tokens of the mask."""
-    return float(masked_mean(values, mask).detach().item())
+    metrics = {name: masked_mean(value.float(), response_mask) for name, value in values.items()}
+    return loss, {f"actor/{name}": float(mean.detach().item()) for name, mean in metrics.items()}

@@ -69,7 +69,7 @@ class PromptEncoder:
         # A plain-text prompt is in the task's own format, and a chat template writes special tokens itself. Only raw
         # joined messages get the special tokens that the tokenizer adds to a text (a beginning-of-sequence token).
         joined = [not self._chat and not isinstance(problem.prompt, str) for problem in problems_P]
-        ids = {}
+        ids: dict[int, tuple[int, ...]] = {}
         for special in {*joined}:
             places = [place for place, is_joined in enumerate(joined) if is_joined == special]
             encoded = self.tokenizer([texts[place] for place in places], add_special_tokens=special)

@@ -76,14 +76,10 @@ class TransformersSampler:
     ) -> list[list[Completion]]:
         """Prefill the prompts together, then sample one token of every unfinished completion per step."""
         device, n = self._model.device, params.samples
-        ids, attended = (
-            pad_sequence(rows, batch_first=True, padding_value=padding, padding_side="left").to(device)
-            for rows, padding in (
-                ([torch.tensor(prompt) for prompt in prompts_P], self._pad_id),
-                ([torch.ones(len(prompt), dtype=torch.int64) for prompt in prompts_P], 0),
-            )
-        )
-        lengths = attended.sum(dim=1)
+        rows = [torch.tensor(prompt) for prompt in prompts_P]
+        ids = pad_sequence(rows, batch_first=True, padding_value=self._pad_id, padding_side="left").to(device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts_P], device=device)
+        attended = (torch.arange(ids.shape[1], device=device) >= ids.shape[1] - lengths[:, None]).long()
         cache = growing_cache(self._model, ids.shape[1] + params.max_tokens)
         logits = self._forward(ids, attended, (attended.cumsum(dim=1) - 1).clamp(min=0), cache)
         cache.batch_repeat_interleave(n)
@@ -121,14 +117,13 @@ class TransformersSampler:
             attended = torch.cat([attended, attended.new_ones(len(active), 1)], dim=1)
             logits = self._forward(sampled[:, None], attended, (positions[active] + step)[:, None], cache)
         columns = [tokens.int(), logprobs, *([] if entropies is None else [entropies])]
-        rows = zip(*(column.cpu().numpy() for column in columns), strict=True)
+        values = zip(*(column.cpu().numpy() for column in columns), strict=True)
         flat = []
-        for values, count, stop in zip(rows, counts.tolist(), stopped.tolist(), strict=True):
-            token_bytes, *floats = (row[:count].tobytes() for row in values)
-            reported = (array(FLOAT_TYPE, item) for item in floats)
+        for of_completion, count, stop in zip(values, counts.tolist(), stopped.tolist(), strict=True):
+            sampled_bytes, *floats = (row[:count].tobytes() for row in of_completion)
+            first, *more = (array(FLOAT_TYPE, item) for item in floats)
             reason: FinishReason = "stop" if stop else "length"
-            sampled_ids = array(TOKEN_TYPE, token_bytes)
-            flat.append(Completion(sampled_ids, next(reported), reason, self._version, *reported))
+            flat.append(Completion(array(TOKEN_TYPE, sampled_bytes), first, reason, self._version, *more))
         return [flat[i : i + n] for i in range(0, total, n)]
 
     def _forward(
@@ -139,8 +134,7 @@ class TransformersSampler:
             input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True,
             logits_to_keep=1,
         )  # fmt: skip
-        logits: torch.Tensor = output.logits[:, -1].float()
-        return logits
+        return torch.as_tensor(output.logits[:, -1].float())
 
 
 @contextmanager
@@ -155,13 +149,12 @@ def float32_logits(model: PreTrainedModel) -> Iterator[None]:
         yield
         return
     # On a CPU torch has no product of low-precision factors with a float32 result.
-    on_cpu = head.weight.device.type == "cpu"
-    weight = head.weight.detach().float() if on_cpu else head.weight.detach()
+    on_cpu, weight = head.weight.device.type == "cpu", head.weight.detach()
+    weight = weight.float() if on_cpu else weight
+    options: Any = {} if on_cpu else {"out_dtype": torch.float32}
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        rows = hidden.flatten(0, -2)
-        result: dict[str, Any] = {} if on_cpu else {"out_dtype": torch.float32}
-        logits = torch.mm(rows.to(weight.dtype), weight.t(), **result)
+        logits: torch.Tensor = torch.mm(hidden.flatten(0, -2).to(weight.dtype), weight.t(), **options)
         if head.bias is not None:
             logits += head.bias
         return logits.view(*hidden.shape[:-1], len(weight))
@@ -181,12 +174,11 @@ def build_transformers_sampler(config: SamplingConfig, policy: Policy) -> Sample
 class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     """Cache layer with room for further tokens: a new token is written in place, and does not copy all others."""
 
-    _buffers: tuple[torch.Tensor, torch.Tensor] | None = None
-
     def __init__(self, most_tokens: int) -> None:
         """Create an empty layer; it never has room for more than `most_tokens`."""
         super().__init__()
         self._most = most_tokens
+        self._buffers: list[torch.Tensor] = []
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
@@ -198,13 +190,11 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             return self.keys, self.values
         before = self.get_seq_length()
         length = before + key_states.shape[-2]
-        if self._buffers is None or self._buffers[0].shape[-2] < length:
+        if not self._buffers or self._buffers[0].shape[-2] < length:
             room = min(self._most, length + max(MIN_SPARE_TOKENS, int(SPARE_SHARE * length)))
-            empty = [
-                item.new_empty(*item.shape[:2], room, item.shape[3]) for item in (self.keys, self.values)
-            ]
-            self._buffers = empty[0], empty[1]
-            for buffer, states in zip(self._buffers, (self.keys, self.values), strict=True):
+            stored = self.keys, self.values
+            self._buffers = [item.new_empty(*item.shape[:2], room, item.shape[3]) for item in stored]
+            for buffer, states in zip(self._buffers, stored, strict=True):
                 buffer[:, :, :before] = states
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
             buffer[:, :, before:length] = states
@@ -214,20 +204,20 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each sequence."""
         super().batch_repeat_interleave(repeats)
-        self._buffers = None
+        self._buffers = []
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the sequences of the indices."""
         super().batch_select_indices(indices)
-        self._buffers = None
+        self._buffers = []
 
 
 def growing_cache(model: PreTrainedModel, most_tokens: int) -> DynamicCache:
     """Return a cache for up to `most_tokens` per sequence; layers that keep all tokens grow in place."""
     cache = DynamicCache(config=model.config)
-    cache.layers = [
-        GrowingLayer(most_tokens) if type(layer) is DynamicLayer else layer for layer in cache.layers
-    ]
+    for place, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[place] = GrowingLayer(most_tokens)
     return cache
 
 
@@ -276,5 +266,4 @@ def token_entropy(logits: torch.Tensor) -> torch.Tensor:
         logits: [B, V] float32.
     """
     logprobs = torch.log_softmax(logits, dim=-1)
-    entropy: torch.Tensor = torch.linalg.vecdot(logprobs.exp(), logprobs).neg_()
-    return entropy
+    return torch.as_tensor(torch.linalg.vecdot(logprobs.exp(), logprobs).neg_())

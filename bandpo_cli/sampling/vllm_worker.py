@@ -44,22 +44,19 @@ def preserve_process_state() -> Iterator[None]:
     """
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
-    environment = {name: os.environ.get(name) for name in _INHERITED_VARIABLES}
+    environment = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(
-            devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []
-        ):
+        with torch.random.fork_rng(gpus):
             yield
     finally:
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
         if cores is not None and os.sched_getaffinity(0) != cores:
             os.sched_setaffinity(0, cores)
-        for name, value in environment.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in _INHERITED_VARIABLES:
+            os.environ.pop(name, None)
+        os.environ.update(environment)
 
 
 @contextmanager
@@ -89,14 +86,12 @@ def engine_threads(count: int) -> Iterator[None]:
     state even if every request has a seed.
     """
     before = torch.get_num_threads()
-    if count != before:
-        torch.set_num_threads(count)
+    torch.set_num_threads(count)
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
-        if count != before:
-            torch.set_num_threads(before)
+        torch.set_num_threads(before)
 
 
 @contextmanager
@@ -166,8 +161,7 @@ class PolicyWorker:
         _repack_tied(model)
         skipped = [f"{name} was not read" for name in sorted(name for name, _ in remaining)]
         skipped += [f"{name} was not filled" for name in sorted(parameters - loaded)]
-        if not skipped:
-            self.policy_version = version
+        self.policy_version = None if skipped else version
         return skipped
 
     def policy_runner(self) -> str:
@@ -182,16 +176,20 @@ class PolicyWorker:
             shapes: names of the tensors in a checkpoint, and the shapes of the parts to compare.
         """
         model = self.model_runner.get_model()
-        parameters = dict(model.named_parameters())
+        stored = dict(model.named_parameters())
         packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-        fingerprints = {}
-        for name, shape in shapes.items():
-            stored = parameters.get(name)
-            if stored is None and len(shape) == 2:  # on a CPU, packed biases have another dtype
-                stored = _part_of_packed(name, shapes, parameters, packed)
-            if stored is not None and _has_rows(tuple(stored.shape), shape):
-                fingerprints[name] = fingerprint(stored, shape)
-        return self.policy_version, fingerprints
+        for name in [name for name, shape in shapes.items() if len(shape) == 2 and name not in stored]:
+            stored |= _part_of_packed(
+                name, shapes, stored, packed
+            )  # on a CPU, packed biases have another dtype
+        return self.policy_version, {
+            name: fingerprint(stored[name], shape)
+            for name, shape in shapes.items()
+            # vLLM pads the rows of embeddings, but not vectors.
+            if name in stored
+            and stored[name].shape[1:] == shape[1:]
+            and (len(stored[name]) >= shape[0] if shape[1:] else len(stored[name]) == shape[0])
+        }
 
 
 class ComparedWeights:
@@ -254,8 +252,8 @@ def _part_of_packed(
     shapes: Mapping[str, tuple[int, ...]],
     parameters: Mapping[str, torch.Tensor],
     packed: Mapping[str, Sequence[str]],
-) -> torch.Tensor | None:
-    """Return the rows of a packed parameter that hold the matrix `name` of a checkpoint; None if there are none.
+) -> dict[str, torch.Tensor]:
+    """Return, by `name`, the rows of a packed parameter that hold this matrix of a checkpoint; {} if there are none.
 
     Args:
         packed: vLLM's names of packed modules, each with the names of its parts in their order, such as qkv_proj of
@@ -270,12 +268,5 @@ def _part_of_packed(
         sizes = [shapes.get(f"{block}.{other}.{kind}", (0,))[0] for other in parts]
         if sum(sizes) == len(stored):
             first = sum(sizes[: parts.index(part)])
-            return stored[first : first + shapes[name][0]]
-    return None
-
-
-def _has_rows(stored: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return True if a tensor of shape `stored` has the rows of `shape`; vLLM pads embeddings, but not vectors."""
-    if len(shape) == 1:
-        return stored == shape
-    return len(stored) == len(shape) and stored[0] >= shape[0] and stored[1:] == shape[1:]
+            return {name: stored[first : first + shapes[name][0]]}
+    return {}

@@ -12,7 +12,7 @@ from bandpo_cli.config.layers import flatten, nest, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.datasets import TASKS
 from bandpo_cli.exports.verl_rules import ACTOR, CORRECTION, LOSSES, MODEL, ROLLOUT
-from bandpo_cli.exports.verl_settings import RULES, describe_rule, differences_of, is_runnable, overrides_of
+from bandpo_cli.exports.verl_settings import RULES, differences_of, is_runnable, overrides_of
 from bandpo_cli.registries import METHODS
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper"
@@ -42,7 +42,7 @@ def test_each_setting_has_one_rule(method: str, task: str) -> None:
 
 
 def test_each_rule_says_where_its_setting_goes() -> None:
-    assert [key for key in RULES if not describe_rule(key)] == []
+    assert [key for key, rule in RULES.items() if not any(rule)] == []
 
 
 def test_the_papers_run_has_the_values_of_the_authors_script() -> None:
