@@ -36,26 +36,22 @@ def tags(client: Any) -> dict[str, str]:
     return dict(client.get_experiment_by_name("bandpo").tags)
 
 
-@pytest.mark.slow
-def test_a_new_experiment_is_one_of_model_training(store: Store, client: Any, run: RunFolder) -> None:
-    """The value is one of those that MLflow's pages know; its demo has the one for GenAI applications."""
-    connect(store, run)
-    assert tags(client)[KIND] == "custom_model_development"
-
-
-def test_an_experiment_without_a_kind_gets_one(store: Store, client: Any, run: RunFolder) -> None:
-    client.create_experiment("bandpo", tags={"mine": "1"})
-    connect(store, run)
-    assert {KIND: "custom_model_development", "mine": "1"}.items() <= tags(client).items()
-
-
-@pytest.mark.parametrize("chosen", ["genai_development", "finetuning", ""])
-def test_a_kind_that_a_user_has_chosen_is_kept(
-    store: Store, client: Any, run: RunFolder, chosen: str
+@pytest.mark.parametrize(
+    ("existing", "kind"),
+    [
+        (None, "custom_model_development"),  # one of those that MLflow's pages know
+        ({"mine": "1"}, "custom_model_development"),
+        ({KIND: "genai_development"}, "genai_development"),
+        ({KIND: ""}, ""),
+    ],
+)
+def test_an_experiment_is_one_of_model_training_unless_a_user_has_chosen_its_kind(
+    store: Store, client: Any, run: RunFolder, existing: dict[str, str] | None, kind: str
 ) -> None:
-    client.create_experiment("bandpo", tags={KIND: chosen})
+    if existing is not None:
+        client.create_experiment("bandpo", tags=existing)
     connect(store, run)
-    assert tags(client)[KIND] == chosen
+    assert {**(existing or {}), KIND: kind}.items() <= tags(client).items()
 
 
 def test_a_server_that_refuses_the_kind_gets_the_run(

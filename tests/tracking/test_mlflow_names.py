@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from itertools import groupby
 
 import pytest
 
@@ -37,41 +39,24 @@ def test_names_become_legal_and_legal_names_are_unchanged(name, legal):
 
 
 def test_only_finite_numbers_are_metrics():
-    record = {
-        "step": 3,
-        "a": 1,
-        "b": float("nan"),
-        "c": None,
-        "d": True,
-        "e": "x",
-        "f": float("-inf"),
-        "g@1": 2.5,
-    }
+    record = {"step": 3, "a": 1, "b": math.nan, "c": None, "d": True, "e": "x", "f": -math.inf, "g@1": 2.5}
     assert finite_metrics(record) == {"a": 1.0, "g_at_1": 2.5}
 
 
 def test_the_charts_of_accuracy_entropy_and_reward_are_first_and_those_of_bins_last_and_in_order():
     """MLflow sorts sections (names up to the last slash) and the charts in them as JavaScript sorts strings."""
-    from itertools import groupby
-
     from mlflow.utils.validation import _validate_metric_name
 
-    from bandpo_cli.training.metrics import BIN_NAMES
-
-    bins = {f"clip/{metric}/{name}" for metric in ("active_fraction", "token_share") for name in BIN_NAMES}
-    bins |= {f"gradient/weight_mean/positive/{name}" for name in BIN_NAMES}
+    ranges = ["0_0.001", "0.001_0.01", "0.01_0.1", "0.1_0.5", "0.5_0.9", "0.9_1"]
+    metrics = ("clip/active_fraction", "clip/token_share", "gradient/weight_mean/positive")
+    bins = {f"{metric}/p_{edges}" for metric in metrics for edges in ranges}
     keys = [*bins, "clip/active_fraction", "eval/a/mean_at_4", "time/step", "train/accuracy", "train/entropy"]
     keys += ["train/response_length", "train/reward"]
     names = finite_metrics({key: index / 7 for index, key in enumerate(keys)})
     for name in names:
         _validate_metric_name(name)
-    sections = {
-        section: [name.rpartition("/")[2] for name in charts]
-        for section, charts in groupby(
-            sorted(names, key=lambda name: (name.rpartition("/")[0], name)),
-            key=lambda name: name.rpartition("/")[0],
-        )
-    }
+    charts = sorted(tuple(name.rpartition("/")[::2]) for name in names)
+    sections = {section: [name for _, name in of] for section, of in groupby(charts, lambda chart: chart[0])}
     assert list(sections) == ["Main", "clip", "eval/a", "time", "train", "vs_probability"]
     assert sections["Main"] == ["accuracy", "entropy", "reward"]
     assert sections["train"] == ["accuracy", "entropy", "response_length", "reward"]
@@ -88,20 +73,11 @@ def test_the_charts_of_accuracy_entropy_and_reward_are_first_and_those_of_bins_l
 
 
 def test_bins_with_close_edges_have_different_names_and_the_copy_of_a_missing_metric_is_absent():
-    names = finite_metrics(
-        {
-            "clip/token_share/p_0_0.0001": 0.25,
-            "clip/token_share/p_0.0001_0.0002": 0.5,
-            "train/reward": 0.5,
-            "train/entropy": None,
-        }
-    )
-    assert names == {
-        "vs_probability/token_share_p_0.000_0.0001": 0.25,
-        "vs_probability/token_share_p_0.0001_0.0002": 0.5,
-        "train/reward": 0.5,
-        "Main/reward": 0.5,
-    }
+    low, high = "token_share_p_0.000_0.0001", "token_share_p_0.0001_0.0002"
+    bins = {"clip/token_share/p_0_0.0001": 0.25, "clip/token_share/p_0.0001_0.0002": 0.5}
+    assert finite_metrics({**bins, "train/reward": 0.5, "train/entropy": None}) == {
+        f"vs_probability/{low}": 0.25, f"vs_probability/{high}": 0.5, "train/reward": 0.5, "Main/reward": 0.5,
+    }  # fmt: skip
 
 
 def test_params_are_flat_and_short_and_contain_no_password():
@@ -112,26 +88,15 @@ def test_params_are_flat_and_short_and_contain_no_password():
         "tracking": {"uri": "http://me:secret@h"},
         "long": "x" * 7000,
     }
-    params = flat_params(config)
-    assert params.pop("long") == "x" * 6000
-    assert params == {
-        "seed": "3",
-        "bounds.method": "band",
-        "bounds.relax": "null",
-        "bounds.delta": "0.05",
-        "task.extra": "{}",
-        "task.levels": "[3, 4]",
-        "tracking.uri": "http://***@h",
-    }
+    assert flat_params(config) == {
+        "seed": "3", "bounds.method": "band", "bounds.relax": "null", "bounds.delta": "0.05", "task.extra": "{}",
+        "task.levels": "[3, 4]", "tracking.uri": "http://***@h", "long": "x" * 6000,
+    }  # fmt: skip
 
 
 def test_tags_have_source_commit_and_versions():
-    env = {
-        "command": "bandpo train",
-        "git": {"commit": "abc", "dirty": True},
-        "versions": {"torch": "2.13.0"},
-    }
-    tags = run_tags(env)
+    git = {"commit": "abc", "dirty": True}
+    tags = run_tags({"command": "bandpo train", "git": git, "versions": {"torch": "2.13.0"}})
     assert tags.pop("mlflow.user")
     assert tags == {
         "mlflow.source.name": "bandpo train",
@@ -199,16 +164,9 @@ def test_of_many_sample_files_mlflow_gets_the_first_last_and_evaluated_ones(run)
     run.write_eval(20, {})
     run.write_tokens(20, {key: [0.0] for key in TOKEN_COLUMNS})
     names = [str(path.relative_to(run.path)) for path in run_artifacts(run.path)]
-    assert names == [
-        "config.yaml",
-        "env.json",
-        "metrics.jsonl",
-        "summary.json",
-        "evals/step-000020.json",
-        "samples/step-000001.parquet",
-        "samples/step-000020.parquet",
-        "samples/step-000040.parquet",
-    ]
+    samples = [f"samples/step-{step:06d}.parquet" for step in (1, 20, 40)]
+    top = ["config.yaml", "env.json", "metrics.jsonl", "summary.json"]
+    assert names == [*top, "evals/step-000020.json", *samples]
 
 
 def test_the_status_follows_from_the_exception():

@@ -22,13 +22,11 @@ from bandpo_cli.tracking.store import Store, find_link, read_links, tracking_sto
 from bandpo_cli.tracking.sync import RECORDS_PER_CALL, RunSender, SyncResult, store_for_run
 from tests.tracking.tracked import client_of, track
 
-NO_VARIABLES: dict[str, str] = {}
-
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     """Return one SQLite store for all tests of this module: creating its tables takes seconds."""
-    return tracking_store(TrackingConfig(), tmp_path_factory.mktemp("store"), NO_VARIABLES)
+    return tracking_store(TrackingConfig(), tmp_path_factory.mktemp("store"), {})
 
 
 @pytest.fixture
@@ -171,6 +169,8 @@ def test_a_run_that_is_being_written_stays_running(store: Store, folder: RunFold
     sent = sync_run(store, folder.path)
     assert (sent.writing, sent.files, sent.metrics.new) == (False, 4, 0)
     assert run_at(store, folder).info.status == "KILLED"  # its process could not write a summary
+    assert RunSender(store, folder.path).send("RUNNING").status == "RUNNING"  # the process that resumes it
+    assert run_at(store, folder).info.status == "RUNNING"
 
 
 def set_modified(path: Path, second: float) -> None:
@@ -192,15 +192,9 @@ def test_times_come_from_the_step_durations_and_the_modification_times(folder: R
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [
-        ("config.yaml", "seed: ["),
-        ("config.yaml", ""),
-        ("env.json", "{"),
-        ("summary.json", "[]"),
-        ("metrics.jsonl", "half a line\n"),
-        ("metrics.jsonl", '{"step": "x"}\n'),
-    ],
-)
+    [("config.yaml", "seed: ["), ("config.yaml", ""), ("env.json", "{"), ("summary.json", "[]"),
+     ("metrics.jsonl", "half a line\n"), ("metrics.jsonl", '{"step": "x"}\n')],
+)  # fmt: skip
 def test_a_damaged_folder_raises_with_the_name_of_the_file(folder: RunFolder, name: str, text: str) -> None:
     (folder.path / name).write_text(text)
     with pytest.raises(UserError, match=name) as error:
@@ -298,22 +292,21 @@ def test_a_run_whose_store_has_moved_keeps_its_mlflow_run(folder: RunFolder, sto
 
 def test_the_store_of_a_run(folder: RunFolder, store: Store) -> None:
     """In this order: the option, the settings, the first store, the environment, the runs folder."""
-    variables = {"MLFLOW_TRACKING_URI": "http://env"}
     runs = folder.path.parent
 
-    def uri(option: str | None = None, environ: dict[str, str] = NO_VARIABLES) -> str:
-        return store_for_run(read_stored_run(folder.path), option, environ).uri
+    def uri(option: str | None = None, env: str = "http://env") -> str:
+        return store_for_run(read_stored_run(folder.path), option, {"MLFLOW_TRACKING_URI": env}).uri
 
-    assert uri() == f"sqlite:///{runs}/mlflow.db"
+    assert uri(env="") == f"sqlite:///{runs}/mlflow.db"
     (runs / "sweep.yaml").write_text("runs: []\n")
-    assert uri() == f"sqlite:///{runs.parent}/mlflow.db"
-    assert uri(environ=variables) == "http://env"
+    assert uri(env="") == f"sqlite:///{runs.parent}/mlflow.db"
+    assert uri() == "http://env"
     sync_run(store, folder.path)
-    assert uri(environ=variables) == store.uri
+    assert uri() == store.uri
     folder.write_config(to_yaml(RunConfig(tracking=TrackingConfig(uri="http://own"))))
-    assert uri(environ=variables) == "http://own"
-    assert uri("http://option", variables) == "http://option"
+    assert uri() == "http://own"
+    assert uri("http://option") == "http://option"
     (folder.path / "config.yaml").write_text("seed: 3\n")
     link = {"uri": "http://***@host", "experiment": "bandpo", "key": "k", "run_id": "r"}
     (folder.path / "mlflow.json").write_text(json.dumps(link))
-    assert uri(environ=variables) == "http://env"  # the password of the first store was redacted
+    assert uri() == "http://env"  # the password of the first store was redacted

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tracking.mirror import flat_params
 from bandpo_cli.tracking.store import Store
 from bandpo_cli.tracking.tracker import MlflowTracker
 from bandpo_cli.types import RunStatus
+
+PARAMS = {"seed": 3, "bounds": {"method": "band", "delta": 0.05}, **{f"extra_{i}": i for i in range(150)}}
+
+
+def write_settings(folder: RunFolder) -> None:
+    """Give a run more settings than a call of MLflow takes, and a commit."""
+    folder.write_config(json.dumps(PARAMS))
+    folder.write_env({"git": {"commit": "abc", "dirty": False}})
 
 
 def start_tracker(store: Store, folder: Path) -> MlflowTracker:
@@ -25,12 +35,16 @@ def report(step: int) -> StepReport:
     return StepReport(step, {}, None)
 
 
+def end_tracker(tracker: MlflowTracker, folder: RunFolder, status: RunStatus = "FINISHED") -> None:
+    tracker.end(RunResult(folder.path, status, []))
+
+
 def track(store: Store, folder: RunFolder, status: RunStatus = "FINISHED") -> None:
     """Track all steps of a run."""
     tracker = start_tracker(store, folder.path)
     for record in folder.read_metrics():
         tracker.step(report(record["step"]))
-    tracker.end(RunResult(folder.path, status, []))
+    end_tracker(tracker, folder, status)
 
 
 def client_of(uri: str) -> Any:
@@ -49,3 +63,18 @@ def runs_at(uri: str) -> dict[str, Any]:
 def history(uri: str, run_id: str, key: str) -> list[tuple[int, float]]:
     """Return the values of a metric after their steps."""
     return sorted((metric.step, metric.value) for metric in client_of(uri).get_metric_history(run_id, key))
+
+
+def check_complete(uri: str, status: str) -> Any:
+    """Require that MLflow has one run with all that a folder of `write_settings` has, and return its `info`."""
+    client = client_of(uri)
+    run = runs_at(uri)["first"]
+    assert run.info.status == status
+    assert run.data.params == flat_params(PARAMS)
+    assert run.data.tags["mlflow.source.git.commit"] == "abc"
+    assert history(uri, run.info.run_id, "train/reward") == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    top = [file.path for file in client.list_artifacts(run.info.run_id)]
+    assert sorted(top) == ["config.yaml", "env.json", "metrics.jsonl", "samples", "summary.json"]
+    samples = client.list_artifacts(run.info.run_id, "samples")
+    assert [file.path for file in samples] == ["samples/step-000010.parquet"]
+    return run.info
