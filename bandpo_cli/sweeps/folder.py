@@ -65,11 +65,9 @@ class SweepFolder:
         path = create_folder(runs_dir, name)
         for run in planned:
             write_text(path / "plans" / f"{run.name}.yaml", to_yaml(run.config))
-        plan: dict[str, Any] = {"name": path.name, "baseline": baseline}
-        if gpus_per_run > 1:
-            plan["gpus_per_run"] = gpus_per_run
-        keys = [field.name for field in fields(SweepRun)]
-        plan |= {**about, "runs": [{key: getattr(run, key) for key in keys} for run in planned]}
+        gpus = {"gpus_per_run": gpus_per_run} if gpus_per_run > 1 else {}
+        runs = [{field.name: getattr(run, field.name) for field in fields(SweepRun)} for run in planned]
+        plan = {"name": path.name, "baseline": baseline, **gpus, **about, "runs": runs}
         write_text(path / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False, allow_unicode=True))
         return cls(path, planned, plan)
 

@@ -102,11 +102,11 @@ def check_names(runs: Sequence[PlannedRun]) -> None:
                 f"the variant '{run.arm:.100}' gives no valid folder name ({len(run.name)} characters, 200 at most); "
                 "give it a shorter name in arms:"
             )
-        if run.name in seen:
+        other = seen.setdefault(run.name, run.arm)
+        if other != run.arm:
             raise ConfigError(
-                f"the variants '{seen[run.name]}' and '{run.arm}' have the same folder name; rename one of them"
+                f"the variants '{other}' and '{run.arm}' have the same folder name; rename one of them"
             )
-        seen[run.name] = run.arm
 
 
 def check_baseline(baseline: str | None, arms: Iterable[str], where: str = "") -> None:
@@ -132,9 +132,8 @@ def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
     for key, text in flags.items():
         items = [] if text is None else split_values(text)
         if not all(items):
-            raise ConfigError(
-                f"--{key.rpartition('.')[2]} {text!r}: an empty item; separate values by commas: 0.01,0.05"
-            )
+            name = key.rpartition(".")[2]
+            raise ConfigError(f"--{name} {text!r}: an empty item; separate values by commas: 0.01,0.05")
         if items:
             axes[key] = [parse_yaml(item, f"{key}={item}") for item in items]
     return axes
@@ -159,18 +158,13 @@ def _variants(
             "exclude: seed: a combination is excluded with all seeds; leave out seeds in `seeds`"
         )
     varying = {key for key, values in sweep.axes.items() if len(values) > 1}
-    fields = {
-        f"bounds.{name}" for method in MethodSettings.classes().values() for name in method.model_fields
-    }
+    classes = MethodSettings.classes().values()
+    fields = {f"bounds.{name}" for method in classes for name in method.model_fields}
     arms: dict[RunConfig, tuple[str, str]] = {}
     unused = set(sweep.axes)
     errors: dict[str, ConfigError | None] = {}
-    combinations = (
-        (variant_name, {**settings, **dict(zip(sweep.axes, values, strict=True))})
-        for variant_name, settings in (sweep.arms or {"": {}}).items()
-        for values in product(*sweep.axes.values())
-    )
-    for variant_name, settings in combinations:
+    for (variant_name, own), *values in product((sweep.arms or {"": {}}).items(), *sweep.axes.values()):
+        settings = {**own, **dict(zip(sweep.axes, values, strict=True))}
         # An axis without effect on the variant's method does not multiply it. `resolve` reports an unknown setting.
         method = resolve([*base, nest({key: settings[key] for key in settings.keys() & {_METHOD}})]).bounds
         missing = fields - {f"bounds.{name}" for name in type(method).model_fields}
@@ -259,11 +253,10 @@ def _describe_variant(variant_name: str, settings: Settings, varying: set[str], 
         words.append(str(settings[_DIVERGENCE]))
     if _DELTA in shown:
         words.append(_short(shown[_DELTA]))
-    words += [
-        f"{key.rpartition('.')[2]}={_short(value)}"
-        for key, value in shown.items()
-        if key not in (_METHOD, _DIVERGENCE, _DELTA)
-    ]
+    others = {
+        key.rpartition(".")[2]: shown[key] for key in shown if key not in (_METHOD, _DIVERGENCE, _DELTA)
+    }
+    words += [f"{key}={_short(value)}" for key, value in others.items()]
     return " ".join(words) or config.bounds.method
 
 

@@ -80,23 +80,19 @@ class LocalPool(Pool):
         self._grace_s = grace_s
 
     def start(self, name: str, command: Sequence[str], log: Path) -> None:
-        """Start a job in a free slot. Raise OSError if the process cannot be created."""
         taken = {slot for slot, _ in self._jobs.values()}
         slot = next(index for index in range(self.slots) if index not in taken)
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as file:
+            variables = {**self._variables[slot], PARENT_PID_VARIABLE: str(os.getpid())}
+            # In its own session: Ctrl-C at the terminal reaches only this process, which then stops the jobs.
             process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **self._variables[slot], PARENT_PID_VARIABLE: str(os.getpid())},
-                start_new_session=True,  # Ctrl-C at the terminal reaches only this process, which then stops the jobs
-            )
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
+                env={**os.environ, **variables}, start_new_session=True,
+            )  # fmt: skip
         self._jobs[name] = slot, process
 
     def poll_finished(self) -> dict[str, int]:
-        """Return, without waiting, the exit codes of the jobs that have ended since the last call, by name."""
         codes = {name: process.poll() for name, (_, process) in self._jobs.items()}
         ended = {name: code for name, code in codes.items() if code is not None}
         for name in ended:
@@ -104,7 +100,6 @@ class LocalPool(Pool):
         return ended
 
     def stop(self, name: str | None = None) -> None:
-        """Stop one job, or all: interrupt so that runs save their state, and kill after twice the grace period."""
         alive = [process for job, (_, process) in self._jobs.items() if name in (None, job)]
         for number in STOP_SIGNALS:
             for process in alive:

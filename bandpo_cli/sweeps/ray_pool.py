@@ -71,12 +71,8 @@ class RayPool(Pool):
             place = urlsplit(address if address and "//" in address else f"//{address or ''}")
             if place.hostname and place.port:
                 socket.create_connection((place.hostname, place.port), CONNECT_S).close()
-            ray.init(
-                address=address or "local",
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-            )
+            options = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+            ray.init(address=address or "local", **options)
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             line = getattr(error, "strerror", None) or first_line(error)
             raise UserError(f"--executor ray: no cluster at {address or 'this machine'}: {line}") from None
@@ -94,24 +90,21 @@ class RayPool(Pool):
         self._share = {"num_cpus": min(self.threads * ranks, cores), "num_gpus": ranks if gpus else 0}
 
     def start(self, name: str, command: Sequence[str], log: Path) -> None:
-        """Submit a job to the cluster."""
         task = _TASK.options(name=name, **self._share)
         self._jobs[name] = task.remote(list(command), os.getcwd(), self._variables, str(log.absolute()))
 
     def poll_finished(self) -> dict[str, int]:
-        """Return the exit codes of the jobs that have ended since the last call; a task that Ray lost has code 1."""
         codes = {}
         for name, task in list(self._jobs.items()):
             if ray.wait([task], timeout=0)[0]:
                 try:
                     codes[name] = int(ray.get(task))
-                except ray.exceptions.RayError:
+                except ray.exceptions.RayError:  # Ray lost the task
                     codes[name] = 1
                 del self._jobs[name]
         return codes
 
     def stop(self, name: str | None = None) -> None:
-        """Cancel one job, or all, and wait until they have ended."""
         chosen = [task for job, task in self._jobs.items() if name in (None, job)]
         for task in chosen:
             ray.cancel(task, force=False)
@@ -119,5 +112,5 @@ class RayPool(Pool):
             ray.wait(chosen, num_returns=len(chosen), timeout=GRACE_S + 10)
 
     def close(self) -> None:
-        """Disconnect from the cluster; a cluster started by this pool ends."""
+        """Disconnect from the cluster; a cluster started by this pool ends with its jobs."""
         ray.shutdown()

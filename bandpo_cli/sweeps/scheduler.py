@@ -7,16 +7,15 @@ estimate comes from finished runs of the same shape or from a short trial.
 from __future__ import annotations
 
 import copy
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, Literal
 
 from bandpo_cli.config.files import read_yaml
@@ -36,6 +35,8 @@ Status = Literal["waiting", "running", "finished", "failed", "stopped"]
 
 EXIT_USER_ERROR = 2
 """Exit code of a command that refused its input and did nothing."""
+
+_TRAIN = [sys.executable, "-m", "bandpo_cli", "train"]
 
 POLL_S = 0.5
 """Seconds between two polls of the running jobs; the longest time that a free slot waits."""
@@ -94,10 +95,8 @@ def run_sweep(
     def update(name: str, status: Status) -> None:
         states[name] = read_run_state(folder, name, steps[name], status)
 
-    for run in folder.runs:
-        update(
-            run.name, "waiting" if run.name in waiting else "stopped" if run.name in stopped else "finished"
-        )
+    for name in steps:
+        update(name, "waiting" if name in waiting else "stopped" if name in stopped else "finished")
     try:
         while waiting or running:
             while waiting and pool.free_slots:
@@ -106,16 +105,13 @@ def run_sweep(
                 running.add(name)
             for name, code in pool.poll_finished().items():
                 running.discard(name)
-                if code == 0 and folder.is_finished(name):
-                    update(name, "finished")
-                elif name in stopped:
-                    update(name, "stopped")
-                else:
+                is_finished = code == 0 and folder.is_finished(name)
+                if not is_finished and name not in stopped:
                     end = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
                     failures[name] = f"{end}: {folder.error_message(name)}"
                     if code == EXIT_USER_ERROR:  # the next attempt cannot use these files either
                         folder.archive_attempt(name)
-                    update(name, "failed")
+                update(name, "finished" if is_finished else "failed" if name in failures else "stopped")
             for name in running:
                 update(name, "running")
             reasons = runs_to_stop(folder.runs, states, margin) if margin is not None else {}
@@ -140,25 +136,21 @@ def runs_to_stop(runs: Sequence[SweepRun], states: Mapping[str, RunState], margi
     variant evaluated there). Stopped runs are missing from the report, and the remaining variants are those that did
     well: use this to find good settings, not for a fair comparison.
     """
-    accuracies: dict[int, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for run in runs:
-        for step, accuracy in states[run.name].evaluations.items():
-            accuracies[step][run.arm].append(accuracy)
     reasons = {}
     for run in runs:
         state = states[run.name]
+        step = max(state.evaluations, default=0)
         is_trained = state.step >= state.steps  # it only writes its last files
-        if state.status != "running" or not state.evaluations or is_trained:
+        if state.status != "running" or is_trained or step < MIN_PROGRESS * state.steps:
             continue
-        step = max(state.evaluations)
-        others = {arm: fmean(values) for arm, values in accuracies[step].items() if arm != run.arm}
-        if step < MIN_PROGRESS * state.steps or not others:
-            continue
-        best = max(others, key=lambda arm: others[arm])
-        if others[best] - state.evaluations[step] > margin:
-            reasons[run.name] = (
-                f"held-out accuracy {state.evaluations[step]:.3f} at step {step}, {best} had {others[best]:.3f}"
-            )
+        accuracies = defaultdict(list)
+        for other in runs:
+            if other.arm != run.arm and step in states[other.name].evaluations:
+                accuracies[other.arm].append(states[other.name].evaluations[step])
+        means = {arm: fmean(values) for arm, values in accuracies.items()}
+        best, own = max(means, key=means.__getitem__, default=""), state.evaluations[step]
+        if best and means[best] - own > margin:
+            reasons[run.name] = f"held-out accuracy {own:.3f} at step {step}, {best} had {means[best]:.3f}"
     return reasons
 
 
@@ -170,19 +162,12 @@ def read_run_state(folder: SweepFolder, name: str, steps: int, status: Status) -
         records = []
     step = records[-1]["step"] if records else 0
     trained = [record for record in records if record["step"] > 0]
+    last = trained[-1] if trained else {}
     evaluations = {record["step"]: score for record in records if (score := record_score(record)) is not None}
-    state = RunState(
-        status, step, steps, evaluations.get(max(evaluations, default=0)), evaluations=evaluations
-    )
-    if not trained:
-        return state
-    seconds = sum(record.get("time/step", 0.0) for record in trained)
-    return replace(
-        state,
-        accuracy=state.accuracy if evaluations else trained[-1].get("train/accuracy"),
-        entropy=trained[-1].get("train/entropy"),
-        seconds_left=seconds / len(trained) * (steps - step),
-    )
+    accuracy = evaluations[max(evaluations)] if evaluations else last.get("train/accuracy")
+    per_step = fmean(record.get("time/step", 0.0) for record in trained) if trained else None
+    seconds_left = None if per_step is None else per_step * (steps - step)
+    return RunState(status, step, steps, accuracy, last.get("train/entropy"), seconds_left, evaluations)
 
 
 def train_command(folder: SweepFolder, name: str) -> list[str]:
@@ -191,17 +176,16 @@ def train_command(folder: SweepFolder, name: str) -> list[str]:
     A run that was terminated from outside and has a complete checkpoint is resumed; a failed run would fail again.
     """
     path = folder.run_path(name).absolute()
-    command = [sys.executable, "-m", "bandpo_cli", "train"]
     try:
         summary = read_summary(path)
         killed = summary is None or summary.status == "KILLED"
     except UserError:
         killed = False
     if killed and complete_checkpoints(RunFolder(path)).complete:
-        return [*command, "--resume", str(path)]
+        return [*_TRAIN, "--resume", str(path)]
     folder.archive_attempt(name)
     plan = str(folder.plan_path(name).absolute())
-    return [*command, "--config", plan, "--name", name, "--runs-dir", str(path.parent)]
+    return [*_TRAIN, "--config", plan, "--name", name, "--runs-dir", str(path.parent)]
 
 
 TRIAL_STEPS = 3
@@ -246,15 +230,15 @@ def seconds_from_earlier_runs(
             earlier = read_yaml(path / "config.yaml", "config")
             environment = read_json_object(path / "env.json", max_bytes=MAX_CONFIG_BYTES)
             hardware = environment["hardware"]
-            same_ranks = environment.get("ranks", 1) == ranks
-            same_speed = hardware["gpus"] or hardware["torch_threads"] == threads
-            if same_ranks and same_speed and _shape(earlier) == _shape(own, earlier):
+            is_as_fast = hardware["gpus"] or hardware["torch_threads"] == threads
+            has_ranks = environment.get("ranks", 1) == ranks
+            if has_ranks and is_as_fast and _shape(earlier) == _shape(own, earlier):
                 trained = summary.content["time/train_s"] / summary.content["steps"] * config.steps
                 seconds_by_time.append(((path / SUMMARY_FILE).stat().st_mtime, START_S + trained))
         except _READ_ERRORS:  # damaged runs are skipped
             continue
     latest = [seconds for _, seconds in sorted(seconds_by_time)[-_MAX_RUNS:]]
-    return statistics.median(latest) if latest else None
+    return median(latest) if latest else None
 
 
 def seconds_from_trial(config: RunConfig, variables: Mapping[str, str], ranks: int = 1) -> float:
@@ -273,38 +257,22 @@ def seconds_from_trial(config: RunConfig, variables: Mapping[str, str], ranks: i
     with tempfile.TemporaryDirectory(prefix="bandpo-trial-") as scratch:
         plan = Path(scratch) / "trial.yaml"
         plan.write_text(to_yaml(short), encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "bandpo_cli",
-            "train",
-            "-c",
-            str(plan),
-            "--name",
-            "t",
-            "--runs-dir",
-            scratch,
-        ]
+        command = [*_TRAIN, "--config", str(plan), "--name", "t", "--runs-dir", scratch, *rank_flags(ranks)]
         start = time.perf_counter()
-        done = subprocess.run(
-            [*command, *rank_flags(ranks)], capture_output=True, text=True, env=dict(variables)
-        )
+        done = subprocess.run(command, capture_output=True, text=True, env=dict(variables))
         wall = time.perf_counter() - start
         if done.returncode:
             line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise UserError(f"a trial of {steps} steps failed, {line}")
         records = RunFolder(Path(scratch) / "t").read_metrics()
     evaluations = [record["time/eval"] for record in records if "time/eval" in record]
-    training = [
-        record["time/step"] - record.get("time/eval", 0.0) for record in records if record["step"] > 0
-    ]
+    training = [line["time/step"] - line.get("time/eval", 0.0) for line in records if line["step"] > 0]
     # The first step includes the warm-up of caches; leave it out where there are others.
-    step = statistics.median(training[1:] or training)
+    step = median(training[1:] or training)
     every = config.evaluation.every
     count = 1 + -(-config.steps // every) if every else 0
     start_and_end = wall - sum(record["time/step"] for record in records)
-    evaluation = statistics.mean(evaluations) if evaluations else 0.0
-    return float(start_and_end + config.steps * step + count * evaluation)
+    return float(start_and_end + config.steps * step + count * fmean(evaluations or [0.0]))
 
 
 def rank_flags(ranks: int) -> list[str]:

@@ -56,24 +56,15 @@ def test_arms_of_a_trust_region_other_than_the_band_have_its_name() -> None:
 def test_named_arms_are_crossed_with_the_axes() -> None:
     named = {"PPO": {"bounds.method": "clip"}, "wide": {"bounds.method": "clip", "bounds.eps_high": 0.5}}
     found = plan_runs(SweepConfig(arms=named, axes={"optim.updates": [4, 8]}))
-    assert [run.arm for run in found] == [
-        "PPO updates=4",
-        "PPO updates=8",
-        "wide updates=4",
-        "wide updates=8",
-    ]
+    assert [run.arm for run in found] == [f"{arm} updates={n}" for arm in ("PPO", "wide") for n in (4, 8)]
     assert found[3].config.bounds.model_dump() == {"method": "clip", "eps_low": 0.2, "eps_high": 0.5}
     assert found[3].config.optim.updates == 8
 
 
 def test_base_layers_and_fixed_settings_apply_to_all_runs() -> None:
-    runs = plan_runs(
-        SweepConfig(fixed={"steps": 7, "optim": {"lr": 1e-3}}, axes={"bounds.delta": [0.1, 0.2]}),
-        [{"steps": 3, "sampling": {"samples": 8}}],
-    )
-    assert {(run.config.steps, run.config.optim.lr, run.config.sampling.samples) for run in runs} == {
-        (7, 1e-3, 8)
-    }
+    sweep = SweepConfig(fixed={"steps": 7, "optim": {"lr": 1e-3}}, axes={"bounds.delta": [0.1, 0.2]})
+    for run in plan_runs(sweep, [{"steps": 3, "sampling": {"samples": 8}}]):
+        assert (run.config.steps, run.config.optim.lr, run.config.sampling.samples) == (7, 1e-3, 8)
 
 
 @pytest.mark.parametrize(
@@ -107,15 +98,11 @@ def test_excluded_values_are_compared_after_validation(exclude: dict[str, Any], 
         ({"exclude": [{"seed": 1}]}, ["exclude: seed", "`seeds`"]),
         ({"exclude": [{"bounds.method": "clp"}]}, ["exclude: bounds.method = 'clp'", "mean 'clip'"]),
         ({"exclude": [{"bounds.eps_low": 0.2}]}, ["exclude: bounds.eps_low: no such setting of 'band'"]),
-        (
-            {"arms": {"a": {"bounds.method": "clip"}}, "exclude": [{"bounds.delta": 0.1}]},
-            ["exclude: bounds.delta: no such setting of 'clip'"],
-        ),
         ({"arms": {"a": {}, "b": {}}}, ["'a'", "'b'", "the same runs"]),
         ({"arms": {"a": {"bounds.method": "clip"}}, "baseline": "b"}, ["baseline = 'b'", "variants: a"]),
         (
-            {"axes": {"bounds.method": ["band", "dppo"], "bounds.divergence": ["kl", "chi2"]}},
-            ["bounds.divergence = 'chi2'", "allowed: kl, tv"],
+            {"axes": {"bounds.method": ["dppo"], "bounds.divergence": ["chi2"]}},
+            ["= 'chi2'", "allowed: kl, tv"],
         ),
         ({"arms": {"a b": {}, "a-b": {"steps": 3}}}, ["'a b'", "'a-b'", "same folder name"]),
         ({"arms": {"a": {"optim..lr": 1}}}, ["'optim..lr'", "section.key"]),

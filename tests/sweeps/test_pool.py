@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from bandpo_cli.sweeps.pool import LocalPool, slot_environments, visible_gpus
+from bandpo_cli.sweeps.pool import LocalPool, Pool, slot_environments, visible_gpus
 from bandpo_cli.sweeps.scheduler import total_seconds
 
 
@@ -19,26 +19,31 @@ def start(pool: LocalPool, tmp_path: Path, name: str, code: str) -> None:
     pool.start(name, [sys.executable, "-c", code], tmp_path / "logs" / f"{name}.log")
 
 
-def wait(pool: LocalPool, count: int) -> dict[str, int]:
-    codes: dict[str, int] = {}
-    end = time.monotonic() + 60
-    while len(codes) < count and time.monotonic() < end:
-        codes |= pool.poll_finished()
+def wait_for(holds: Callable[[], object]) -> None:
+    for _ in range(3000):
+        if holds():
+            return
         time.sleep(0.02)
+    raise AssertionError("the condition did not hold within a minute")
+
+
+def wait(pool: Pool, count: int) -> dict[str, int]:
+    codes: dict[str, int] = {}
+    wait_for(lambda: codes.update(pool.poll_finished()) or len(codes) >= count)
     return codes
 
 
-def alive(pid: int) -> bool:
+def has_ended(pid: int) -> bool:
+    """Return whether a process has ended; a zombie has."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    # A zombie still accepts signals; its state shows that it has ended.
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
 
 
 def log_of(tmp_path: Path, name: str) -> str:
-    return (tmp_path / "logs" / f"{name}.log").read_text()
+    path = tmp_path / "logs" / f"{name}.log"
+    return path.read_text() if path.exists() else ""
 
 
 def test_jobs_have_the_environment_of_their_slot_and_exit_codes_are_returned(
@@ -73,7 +78,7 @@ def test_a_job_gets_the_slot_that_is_free(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_stop_interrupts_and_then_kills_the_process_group(tmp_path: Path) -> None:
     pool = LocalPool([{}, {}], grace_s=1.0)
-    handling = "import time\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('closed')"
+    handling = "import time\nprint('open', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('closed')"
     ignoring = (
         "import signal, subprocess, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN); "
         "child = subprocess.Popen([sys.executable, '-c', "
@@ -82,17 +87,11 @@ def test_stop_interrupts_and_then_kills_the_process_group(tmp_path: Path) -> Non
     )
     start(pool, tmp_path, "handling", handling)
     start(pool, tmp_path, "ignoring", ignoring)
-    log = tmp_path / "logs" / "ignoring.log"
-    end = time.monotonic() + 30
-    while not log.read_text().strip() and time.monotonic() < end:
-        time.sleep(0.05)
-    time.sleep(0.5)
+    wait_for(lambda: log_of(tmp_path, "handling") and log_of(tmp_path, "ignoring"))
     pool.stop()
     assert wait(pool, 2) == {"handling": 0, "ignoring": -signal.SIGKILL}
-    assert (tmp_path / "logs" / "handling.log").read_text() == "closed\n"
-    time.sleep(0.2)
-    grandchild = int(log.read_text())
-    assert not Path(f"/proc/{grandchild}").exists() or not alive(grandchild)
+    assert log_of(tmp_path, "handling") == "open\nclosed\n"
+    wait_for(lambda: has_ended(int(log_of(tmp_path, "ignoring"))))
 
 
 @pytest.mark.slow
@@ -103,23 +102,19 @@ def test_a_run_exits_when_its_sweep_is_killed(tmp_path: Path) -> None:
         "from bandpo_cli.sweeps.pool import exit_with_parent; import os, time; exit_with_parent(); "
         "assert 'BANDPO_PARENT_PID' not in os.environ; print(os.getpid(), flush=True); time.sleep(60)"
     )
+    log = tmp_path / "logs" / "a.log"
     sweep = (
         "import sys, time; from pathlib import Path; from bandpo_cli.sweeps.pool import LocalPool; "
         "pool = LocalPool([{}]); "
-        f"pool.start('a', [sys.executable, '-c', {child!r}], Path({str(tmp_path / 'a.log')!r})); time.sleep(60)"
+        f"pool.start('a', [sys.executable, '-c', {child!r}], Path({str(log)!r})); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", sweep])
-    end = time.monotonic() + 60
-    log = tmp_path / "a.log"
-    while not (log.exists() and log.read_text().strip()) and time.monotonic() < end:
-        time.sleep(0.05)
-    pid = int(log.read_text())
-    assert alive(pid)
+    wait_for(lambda: log_of(tmp_path, "a"))
+    pid = int(log_of(tmp_path, "a"))
+    assert not has_ended(pid)
     parent.kill()
     parent.wait()
-    while Path(f"/proc/{pid}").exists() and alive(pid) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not Path(f"/proc/{pid}").exists() or not alive(pid)
+    wait_for(lambda: has_ended(pid))
 
 
 def test_slots_share_cores_and_gpus() -> None:
@@ -128,9 +123,8 @@ def test_slots_share_cores_and_gpus() -> None:
     assert slot_environments(1, 8, [], {"OMP_NUM_THREADS": "2"}) == [{"OMP_NUM_THREADS": "2"}]
     gpus = [slot["CUDA_VISIBLE_DEVICES"] for slot in slot_environments(3, 8, ["4", "6"], {})]
     assert gpus == ["4", "6", "4"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "1, 3"}) == ["1", "3"]
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
-    assert visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
+    for text, visible in {"1, 3": ["1", "3"], "": [], "-1": []}.items():
+        assert visible_gpus({"CUDA_VISIBLE_DEVICES": text}) == visible
 
 
 def test_slots_of_several_ranks_have_disjoint_sets_of_gpus() -> None:

@@ -162,6 +162,7 @@ def test_a_run_far_behind_another_arm_is_stopped_with_its_reason() -> None:
     assert reasons == {"a-s0": "held-out accuracy 0.300 at step 60, b had 0.450"}
 
 
+A0, A1 = state("finished", {60: 0.5}), state("finished", {60: 0.3})  # 0.4 on average
 AHEAD = state("finished", {40: 0.9, 60: 0.32, 99: 0.9, 100: 0.9})
 
 
@@ -174,13 +175,9 @@ AHEAD = state("finished", {40: 0.9, 60: 0.32, 99: 0.9, 100: 0.9})
         ((state("running", {60: 0.1, 99: 0.1}), NOTHING, AHEAD), {"a-s0"}),
         ((state("running", {60: 0.1, 100: 0.1}), NOTHING, AHEAD), set()),  # trained, it only closes
         ((state("running", {60: 0.1}), state("finished", {60: 0.9}), NOTHING), set()),  # seeds of one variant
-        # The other variant has 0.4 on average.
-        ((state("finished", {60: 0.5}), state("finished", {60: 0.3}), state("running", {60: 0.31})), set()),
-        (
-            (state("finished", {60: 0.5}), state("finished", {60: 0.3}), state("running", {60: 0.29})),
-            {"b-s0"},
-        ),
-        ((state("finished", {60: 0.5}), state("finished", {60: 0.3}), state("failed", {60: 0.1})), set()),
+        ((A0, A1, state("running", {60: 0.31})), set()),
+        ((A0, A1, state("running", {60: 0.29})), {"b-s0"}),
+        ((A0, A1, state("failed", {60: 0.1})), set()),
     ],
 )
 def test_runs_are_compared_late_and_with_the_mean_of_another_arm(
