@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from bandpo_cli.reports.interval_table import PEERS, peer_name
 
 _SMALLEST_P, _RATIO_FLOOR, _RATIO_CEILING = 1e-4, 1e-2, 1e3
 _LEGEND_COLUMNS = 5
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+_WIDTH = 1.9  # of the lines
 _SIMPLEX = "#f1f2f4"
 
 
@@ -48,7 +51,14 @@ def plot_intervals(
     """
     p = 1.0 - np.geomspace(1.0 - _SMALLEST_P, 1e-4, 400)
     p = np.unique(np.concatenate([np.geomspace(min([_SMALLEST_P, *marked]), 1.0, 600), p[p > 0.5], [1.0]]))
-    curves = list(_curves(np.log(p), divergences, deltas, peers, max_ratio))
+    curves: list[_Curve] = []  # a colour per divergence, a dash per radius; peers are grey
+    for color, name in zip(cycle(style.LINE_COLORS), divergences, strict=False):
+        for dash, delta in zip(cycle(_DASHES), deltas, strict=False):
+            bounds = band_bounds(np.log(p), name, delta, max_ratio)
+            curves.append(_Curve(f"{name} δ={delta:g}", bounds, {"color": color, "linestyle": dash}))
+    for dash, name in zip(cycle(_DASHES[1:]), peers, strict=False):
+        bounds, line = ratio_bounds(PEERS[name])(np.log(p)), {"color": style.MUTED_COLOR, "linestyle": dash}
+        curves.append(_Curve(peer_name(PEERS[name]), bounds, line))
     figure, (ratios, changes) = style.new_figure(
         "Allowed ratio and probability change of a token",
         "old probability p, new probability r·p; grey: outside the simplex",
@@ -62,44 +72,18 @@ def plot_intervals(
         _probability_axis(axes, p, marked)
         box = axes.get_position()
         axes.set_position((box.x0, box.y0, box.width, box.height - 0.036 * further_rows))
-    figure.legend(
-        handles,
-        labels,
-        loc="upper left",
-        bbox_to_anchor=(0.022, 0.885),
-        ncols=_LEGEND_COLUMNS,
-        **style.LEGEND,
-    )
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.022, 0.885), "ncols": _LEGEND_COLUMNS}
+    figure.legend(handles, labels, **place, **style.LEGEND)
     try:
         figure.savefig(path)
     except OSError as error:
         raise UserError(f"--plot {path}: cannot be written: {error.strerror or error}") from error
 
 
-def _curves(
-    logp: np.ndarray,
-    divergences: Sequence[str],
-    deltas: Sequence[float],
-    peers: Sequence[str],
-    max_ratio: float | None,
-) -> Iterator[_Curve]:
-    """Yield one curve per method: a colour per divergence, a dash per radius; peers are grey."""
-    dashes: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
-    for index, name in enumerate(divergences):
-        color = style.LINE_COLORS[index % len(style.LINE_COLORS)]
-        for delta_index, delta in enumerate(deltas):
-            bounds = band_bounds(logp, name, delta, max_ratio)
-            line = {"color": color, "linestyle": dashes[delta_index % len(dashes)], "linewidth": 1.9}
-            yield _Curve(f"{name} δ={delta:g}", bounds, line)
-    for index, name in enumerate(peers):
-        line = {"color": style.MUTED_COLOR, "linestyle": dashes[1 + index % 3], "linewidth": 1.9}
-        yield _Curve(peer_name(PEERS[name]), ratio_bounds(PEERS[name])(logp), line)
-
-
 def _plot_ratios(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
     for name, bounds, line in curves:
-        axes.plot(p, np.clip(bounds.upper, None, 1e6), label=name, **line)
-        axes.plot(p, np.clip(bounds.lower, 1e-6, None), **line)
+        axes.plot(p, np.clip(bounds.upper, None, 1e6), label=name, linewidth=_WIDTH, **line)
+        axes.plot(p, np.clip(bounds.lower, 1e-6, None), linewidth=_WIDTH, **line)
     axes.fill_between(p, 1.0 / p, 1e7, color=_SIMPLEX, zorder=0)
     axes.plot(p, 1.0 / p, color=style.TEXT_COLOR, linewidth=0.9, label="simplex, r = 1/p")
     axes.axhline(1.0, color=style.MUTED_COLOR, linewidth=0.8)
@@ -114,8 +98,8 @@ def _plot_changes(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
     largest_gain = largest_loss = 0.02
     for _, bounds, line in curves:
         gain, loss = p * (bounds.upper - 1.0), p * (1.0 - bounds.lower)
-        axes.plot(p, np.clip(gain, None, 2.0), **line)
-        axes.plot(p, -loss, **line)
+        axes.plot(p, np.clip(gain, None, 2.0), linewidth=_WIDTH, **line)
+        axes.plot(p, -loss, linewidth=_WIDTH, **line)
         largest_gain = max(largest_gain, float(np.minimum(gain, 1.0 - p).max()))
         largest_loss = max(largest_loss, float(loss.max()))
     axes.set_ylim(-1.25 * largest_loss, 1.25 * largest_gain)

@@ -6,7 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 
 import numpy as np
 
@@ -58,14 +58,14 @@ def band_rows(probs: Sequence[float], name: str, delta: float, max_ratio: float 
     Raises:
         ConfigError: the divergence or a number is not valid, as in `band_bounds`.
     """
-    divergence, (lower, upper) = find_divergence(name), band_bounds(_logs(probs), name, delta, max_ratio)
+    divergence, bounds = find_divergence(name), band_bounds(np.log(probs), name, delta, max_ratio)
     rows = []
-    for prob, low, high in zip(probs, lower.tolist(), upper.tolist(), strict=True):
+    for prob, low, high in zip(probs, *(end.tolist() for end in bounds), strict=True):
         vanishes, certain = saturation(divergence, prob, delta)
-        capped = max_ratio is not None and high == max_ratio and high * prob < 1.0
+        certain &= not (max_ratio is not None and high == max_ratio and high * prob < 1.0)
         # Saturation starts at an exact probability, which exp of its rounded logarithm may miss.
-        low, high = 0.0 if vanishes else low, 1.0 / prob if certain and not capped else high
-        rows.append(_row(prob, name, delta, low, high, vanishes, certain and not capped))
+        low, high = 0.0 if vanishes else low, 1.0 / prob if certain else high
+        rows.append(_row(prob, name, delta, low, high, vanishes, certain))
     return rows
 
 
@@ -73,10 +73,10 @@ def method_rows(probs: Sequence[float], name: str) -> list[IntervalRow]:
     """Return one row per probability for a method in `PEERS`."""
     settings = PEERS[name]
     delta = settings.delta if isinstance(settings, TrustRegionSettings) else None
-    lower, upper = ratio_bounds(settings)(_logs(probs))
+    bounds = ratio_bounds(settings)(np.log(probs))
     return [
         _row(prob, peer_name(settings), delta, low, high, low <= 0.0, high * prob >= 1.0)
-        for prob, low, high in zip(probs, lower.tolist(), upper.tolist(), strict=True)
+        for prob, low, high in zip(probs, *(end.tolist() for end in bounds), strict=True)
     ]
 
 
@@ -91,10 +91,6 @@ def _row(
     return IntervalRow(prob, name, delta, low, high, prob * low, min(prob * high, 1.0), vanishes, certain)
 
 
-def _logs(probs: Sequence[float]) -> np.ndarray:
-    return np.log(np.asarray(probs, dtype=np.float64))
-
-
 def as_json(rows: Sequence[IntervalRow]) -> str:
     """Return a JSON list of objects with the keys of `IntervalRow`, in full precision; infinity is null."""
     plain = [{key: None if value == np.inf else value for key, value in asdict(row).items()} for row in rows]
@@ -104,7 +100,7 @@ def as_json(rows: Sequence[IntervalRow]) -> str:
 def as_csv(rows: Sequence[IntervalRow]) -> str:
     """Return the rows as CSV with a header line; a missing delta is an empty cell."""
     out = io.StringIO()
-    writer = csv.DictWriter(out, [field.name for field in fields(IntervalRow)], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(field.name for field in fields(IntervalRow))
+    writer.writerows(map(astuple, rows))
     return out.getvalue().rstrip("\n")

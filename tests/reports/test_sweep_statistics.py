@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 
 import numpy as np
 import pytest
@@ -17,10 +18,8 @@ VALUES = [0.474, 0.470, 0.481, 0.466]
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_interval_is_the_t_interval(n):
-    found = estimate(VALUES[:n])
     low, high = stats.t.interval(0.95, n - 1, np.mean(VALUES[:n]), stats.sem(VALUES[:n]))
-    assert (found.n, found.mean) == (n, pytest.approx(np.mean(VALUES[:n])))
-    assert (found.low, found.high) == (pytest.approx(low), pytest.approx(high))
+    assert astuple(estimate(VALUES[:n])) == pytest.approx((n, np.mean(VALUES[:n]), low, high))
     # mean 0.5, standard error 0.1, t(1, 97.5%) = 12.7062
     assert estimate([0.4, 0.6]).low == pytest.approx(0.5 - 1.27062, abs=1e-5)
 
@@ -34,9 +33,9 @@ def test_one_value_and_equal_values_have_no_interval(values):
 
 
 def test_interval_has_the_nominal_coverage():
-    samples = np.random.default_rng(0).normal(0.4, 0.02, size=(4000, 3))
+    samples = np.random.default_rng(0).normal(0.4, 0.02, size=(2000, 3))
     covered = [sample.low <= 0.4 <= sample.high for sample in map(estimate, samples)]
-    assert 0.94 < np.mean(covered) < 0.96
+    assert 0.935 < np.mean(covered) < 0.965
 
 
 def test_intervals_stay_within_the_limits_of_the_metric():
@@ -55,42 +54,24 @@ def test_intervals_stay_within_the_limits_of_the_metric():
     assert (found.p, found.change.mean) == (free.p, free.change.mean)
 
 
-@pytest.mark.slow
-def test_limits_do_not_change_the_coverage():
-    """Shares of 16 completions whose mean is near 0, where a t-interval often reaches below 0."""
-    mean = 0.03
-    samples = np.random.default_rng(0).binomial(16, mean, size=(4000, 4)) / 16
-    pairs = [(estimate(values), estimate(values, (0, 1))) for values in samples]
-    pairs = [(free, cut) for free, cut in pairs if free.low is not None]
-    assert sum(free.low < 0 for free, _ in pairs) > 1000
-    assert [free.low <= mean <= free.high for free, _ in pairs] == [
-        cut.low <= mean <= cut.high for _, cut in pairs
-    ]
-
-
 def test_paired_test_uses_common_seeds_and_agrees_with_scipy():
     arm = {0: 0.50, 1: 0.47, 2: 0.52, 3: 0.49, 9: 0.99}
     baseline = {3: 0.48, 2: 0.46, 1: 0.48, 0: 0.45, 7: 0.01}
     a, b = [arm[seed] for seed in range(4)], [baseline[seed] for seed in range(4)]
     expected = stats.ttest_rel(a, b)
     interval = expected.confidence_interval(0.95)
+    change = (4, np.mean(a) - np.mean(b), interval.low, interval.high)
     found = paired_test(arm, baseline)
-    assert found.p == pytest.approx(expected.pvalue)
-    assert found.change.mean == pytest.approx(np.mean(a) - np.mean(b))
-    assert (found.change.low, found.change.high) == (
-        pytest.approx(interval.low),
-        pytest.approx(interval.high),
-    )
-    assert (found.change.n, found.higher, found.lower) == (4, 3, 1)
+    assert astuple(found.change) == pytest.approx(change)
+    assert (found.p, found.higher, found.lower) == (pytest.approx(expected.pvalue), 3, 1)
 
 
 def test_p_is_below_5_percent_exactly_when_the_interval_excludes_zero():
     rng = np.random.default_rng(1)
     seen = set()
-    for _ in range(300):
-        found = paired_test(
-            dict(enumerate(rng.normal(0.05, 0.03, 3))), dict(enumerate(rng.normal(0, 0.01, 3)))
-        )
+    for _ in range(100):
+        arm, baseline = rng.normal(0.05, 0.03, 3), rng.normal(0, 0.01, 3)
+        found = paired_test(dict(enumerate(arm)), dict(enumerate(baseline)))
         excluded = not found.change.low <= 0 <= found.change.high
         assert excluded == (found.p < 0.05)
         seen.add(excluded)
@@ -132,10 +113,8 @@ def test_area_is_the_mean_height_of_the_curve():
 
 def test_band_is_the_interval_of_three_runs_the_range_of_two_and_none_of_one():
     values = np.array([[0.1, 0.5], [0.3, 0.4], [0.2, 0.9]])
-    low, high = interval_band(values)
-    for step in range(2):
-        expected = estimate(values[:, step])
-        assert (low[step], high[step]) == (pytest.approx(expected.low), pytest.approx(expected.high))
+    for step, ends in enumerate(zip(*interval_band(values), strict=True)):
+        assert ends == pytest.approx(astuple(estimate(values[:, step]))[2:])
     low, high = interval_band(values[:2])
     assert (low.tolist(), high.tolist()) == ([0.1, 0.4], [0.3, 0.5])
     assert interval_band(values[:1]) is None

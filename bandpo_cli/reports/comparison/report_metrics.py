@@ -7,15 +7,15 @@ same held-out accuracy, a difference in entropy is a difference between the vari
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 import numpy as np
 
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.reports.comparison.runs import VariantRunData, mean
+from bandpo_cli.reports.comparison.runs import VariantRunData
 from bandpo_cli.reports.comparison.statistics import Estimate, Limits
 from bandpo_cli.reports.run_plots import Curve
 
@@ -178,6 +178,10 @@ SECONDS_PER_STEP = "seconds_per_step"
 """Key of the metric for which a report also shows the spread over the steps."""
 
 
+Values = Mapping[str, Mapping[int, float]]
+"""Values of a metric by variant and seed, without the runs that have none."""
+
+
 @dataclass(frozen=True)
 class Metric:
     """A metric with one value per run. The fields are keys of `bandpo report --format json`.
@@ -240,76 +244,68 @@ def common_n(records: Sequence[VariantRunData], sets: Sequence[str]) -> str:
     return ns.pop() if len(ns) == 1 else "n"
 
 
-def common_k(records: Sequence[VariantRunData], sets: Sequence[str]) -> int | None:
-    """Return the largest k for which all runs have pass@k on all sets; None if there is none."""
-    shared = [set(record.sets[label].passes) for record in records for label in sets]
-    return max(set.intersection(*shared), default=None)
+def measure(
+    arms: Mapping[str, Sequence[VariantRunData]], sets: Sequence[str], equal: EqualAccuracy
+) -> list[tuple[Metric, Values]]:
+    """Return the metrics that at least one run has a value of, accuracy first; with several sets their mean first.
 
-
-def report_metrics(n: str, k: int | None, sets: Sequence[str], level: float | None) -> list[Metric]:
-    """Return the metrics of a report, accuracy first; with several sets their mean first, then each set.
-
-    Variants are compared by the accuracy in a set, not by its area and pass@k.
+    Variants are compared by the accuracy in a single set, not by its area and pass@k.
 
     Args:
-        n: completions per problem in the name mean@n, see `common_n`.
-        k: the k of pass@k; None for no pass@k that all runs have, and therefore no values.
+        arms: the runs of each variant.
         sets: the evaluation sets.
-        level: the accuracy at which entropies are compared; None for no such comparison, and therefore no values.
+        equal: the entropies at equal accuracy.
     """
+    runs = [run for members in arms.values() for run in members]
+    n, passes_of = common_n(runs, sets), [set(run.sets[label].passes) for run in runs for label in sets]
+    k = max(set.intersection(*passes_of), default=None)  # None has no values
     over = f"mean over {len(sets)} evaluation sets of " if len(sets) > 1 else ""
-    reached = percent_text(level or 0.0)
-    scores = [
-        ("accuracy", HELD_OUT_ACCURACY, f"mean@{n} of the last evaluation"),
-        ("area", "area", f"area under mean@{n} over the steps, divided by the steps"),
-        (f"pass_at_{k}", f"pass@{k}", f"pass@{k} of the last evaluation"),
-    ]
-    accuracy, area, passes = (Metric(key, name, f"{over}{about}") for key, name, about in scores)
-    entropy = "mean over the last tenth of the steps, nats per token"
+    reached = percent_text(equal.level or 0.0)
     at_accuracy = (
         f"entropy when {over}mean@{n} first reaches {reached}, nats per token: the highest level that all runs reach, "
         "without variants and runs whose best value is under half of the best variant's; linear between evaluations"
     )
-    clipped = "share of tokens with zero gradient, mean over the run"
     seconds = (
         "seconds per step, without evaluations and checkpoints; the range covers the middle 80% of the steps of all "
         "seeds"
     )
-    by_set = [
-        Metric(f"{key}/{label}", f"{name}, {label}", about, compared=key == "accuracy")
-        for label in sets
-        for key, name, about in scores
-    ]
-    return [
-        accuracy,
-        area,
-        Metric("entropy", "entropy", entropy, largest=None),
-        Metric("entropy_at_accuracy", f"entropy at {reached} accuracy", at_accuracy, largest=None),
-        passes,
-        Metric("clipped", "clipped", clipped, compared=False, pattern=".2f", percent=True),
-        Metric(SECONDS_PER_STEP, "s/step", seconds, compared=False, pattern=".2f", largest=None),
-        *(by_set if len(sets) > 1 else []),
-    ]
-
-
-def run_values(
-    run: VariantRunData, sets: Sequence[str], k: int | None = None, equal: EqualAccuracy | None = None
-) -> dict[str, float]:
-    """Return the values of a run by key of the metric, without the metrics for which the run has no value."""
-    evaluations = [run.sets[label] for label in sets]
-    by_set: dict[str, list[float | None]] = {
-        "accuracy": [evaluation.last_accuracy for evaluation in evaluations],
-        "area": [evaluation.area for evaluation in evaluations],
-        f"pass_at_{k}": [evaluation.passes.get(k) if k else None for evaluation in evaluations],
+    passes = f"pass_at_{k}"
+    scores = {
+        "accuracy": (HELD_OUT_ACCURACY, f"mean@{n} of the last evaluation"),
+        "area": ("area", f"area under mean@{n} over the steps, divided by the steps"),
+        passes: (f"pass@{k}", f"pass@{k} of the last evaluation"),
     }
-    values: dict[str, float | None] = {
-        "entropy": run.final_entropy,
-        "entropy_at_accuracy": None if equal is None else equal.values.get((run.arm, run.seed)),
-        "clipped": run.clipped,
-        SECONDS_PER_STEP: mean(run.step_seconds),
-    }
-    for key, column in by_set.items():
-        known = [value for value in column if value is not None]
-        values[key] = mean(known) if len(known) == len(sets) else None
-        values |= {f"{key}/{label}": value for label, value in zip(sets, column, strict=True)}
-    return {key: value for key, value in values.items() if value is not None}
+
+    def score(key: str, label: str = "") -> tuple[Metric, Callable[[VariantRunData], float | None]]:
+        name, about = scores[key]
+        if label:
+            in_set = Metric(f"{key}/{label}", f"{name}, {label}", about, compared=key == "accuracy")
+            return in_set, lambda run: run.score(key, [label])
+        return Metric(key, name, over + about), lambda run: run.score(key, sets)
+
+    entropy = Metric(
+        "entropy", "entropy", "mean over the last tenth of the steps, nats per token", largest=None
+    )
+    at_equal = Metric("entropy_at_accuracy", f"entropy at {reached} accuracy", at_accuracy, largest=None)
+    clipped = Metric("clipped", "clipped", "share of tokens with zero gradient, mean over the run",
+                     compared=False, pattern=".2f", percent=True)  # fmt: skip
+    time = Metric(SECONDS_PER_STEP, "s/step", seconds, compared=False, pattern=".2f", largest=None)
+    table = [
+        score("accuracy"),
+        score("area"),
+        (entropy, lambda run: run.final_entropy),
+        (at_equal, lambda run: equal.values.get((run.arm, run.seed))),
+        score(passes),
+        (clipped, lambda run: run.clipped),
+        (time, lambda run: fmean(run.step_seconds) if run.step_seconds else None),
+        *(score(key, label) for label in sets if len(sets) > 1 for key in scores),
+    ]
+    measured: list[tuple[Metric, Values]] = []
+    for metric, value_of in table:
+        values = {
+            name: {run.seed: value for run in members if (value := value_of(run)) is not None}
+            for name, members in arms.items()
+        }
+        if any(values.values()):
+            measured.append((metric, values))
+    return measured

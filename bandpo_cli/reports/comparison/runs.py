@@ -36,14 +36,13 @@ class Evaluations:
     passes: dict[int, float]
 
     @property
-    def last_accuracy(self) -> float:
-        """Return mean@n of the last evaluation."""
-        return self.accuracy[max(self.accuracy)]
-
-    @property
-    def area(self) -> float | None:
-        """Area under the mean@n curve, divided by the steps it spans; None for a single evaluation."""
-        return area_under(list(self.accuracy), list(self.accuracy.values()))
+    def scores(self) -> dict[str, float | None]:
+        """Values of the last evaluation and area under mean@n, by key of the metric in a report."""
+        return {
+            "accuracy": self.accuracy[max(self.accuracy)],
+            "area": area_under(list(self.accuracy), list(self.accuracy.values())),
+            **{f"pass_at_{k}": value for k, value in self.passes.items()},
+        }
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,13 @@ class VariantRunData(VariantRun):
     def final_entropy(self) -> float | None:
         """Mean of `train/entropy` over the last tenth of the steps, at least over the last step."""
         first = self.steps - max(1, self.steps // 10)
-        return mean([value for step, value in self.entropy.items() if step > first])
+        values = [value for step, value in self.entropy.items() if step > first]
+        return fmean(values) if values else None
+
+    def score(self, key: str, sets: Sequence[str]) -> float | None:
+        """Return the mean over `sets` of an entry of `Evaluations.scores`; None unless all sets have a value."""
+        values = [value for label in sets if (value := self.sets[label].scores.get(key)) is not None]
+        return fmean(values) if len(values) == len(sets) else None
 
     def accuracy(self, sets: Sequence[str]) -> Curve:
         """Return mean@n, averaged over `sets`, at the steps at which all of them were evaluated."""
@@ -101,11 +106,6 @@ def read_variant_run(run: VariantRun) -> VariantRunData | ExcludedRun:
         return ExcludedRun(run.folder.name, run.arm, run.seed, str(error))
 
 
-def mean(values: Sequence[float]) -> float | None:
-    """Return the mean of `values`; None for an empty sequence."""
-    return fmean(values) if values else None
-
-
 def _read_finished_run(run: VariantRun) -> VariantRunData:
     """Return the data of `run`. Raise UserError with the reason if it has to be excluded."""
     if not run.folder.is_dir():
@@ -118,6 +118,7 @@ def _read_finished_run(run: VariantRun) -> VariantRunData:
     if not sets:
         raise UserError(f"no evaluation at its last step, {last}")
     training = [record for record in records if record["step"] > 0]
+    clipped = series(training, "clip/active_fraction").values()
     clipped_tokens, tokens = {}, {}
     for name, text in probability_bins({name for record in training for name in record}):
         fractions = series(training, name)
@@ -134,7 +135,7 @@ def _read_finished_run(run: VariantRun) -> VariantRunData:
         steps=last,
         sets=sets,
         entropy=series(training, "train/entropy"),
-        clipped=mean(list(series(training, "clip/active_fraction").values())),
+        clipped=fmean(clipped) if clipped else None,
         clipped_by_bin={text: clipped_tokens[text] / share for text, share in tokens.items() if share > 0},
         token_share={text: share / all_tokens for text, share in tokens.items() if all_tokens > 0},
         step_seconds=[
@@ -157,11 +158,8 @@ def _read_records(folder: Path) -> list[dict[str, Any]]:
             step = line["step"]
             if type(step) is not int or not 0 <= step < _MAX_STEPS:
                 raise UserError(f"metrics.jsonl has a step {json.dumps(step)[:40]}")
-            records[step] = {
-                key: value
-                for key, value in line.items()
-                if isinstance(value, int | float) and abs(value) < _MAX_ABS_VALUE
-            }
+            numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
+            records[step] = {key: value for key, value in numbers.items() if abs(value) < _MAX_ABS_VALUE}
     except UserError as error:
         raise UserError(f"damaged: {str(error).replace(f'{folder}/', '')}") from None
     except OSError as error:
@@ -190,11 +188,8 @@ def _evaluations(records: Sequence[Mapping[str, Any]]) -> dict[str, Evaluations]
     """Return the sets that were evaluated at the last step, in the order of their keys in the last record."""
     last = records[-1] if records else {}
     scores = list(filter(None, map(SCORE.fullmatch, last)))
-    sets = {
-        score[1]: Evaluations(score[3], series(records, score[0]), {})
-        for score in scores
-        if score[2] == "mean"
-    }
+    means = [score for score in scores if score[2] == "mean"]
+    sets = {score[1]: Evaluations(score[3], series(records, score[0]), {}) for score in means}
     for score in scores:
         if score[2] == "pass" and score[1] in sets and score[3].isdecimal():
             sets[score[1]].passes[int(score[3])] = float(last[score[0]])

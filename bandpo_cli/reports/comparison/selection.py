@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -90,11 +90,9 @@ def select_runs(
         selection = Selection(title, None, runs)
     if by or selection.sweep is None:
         selection = _group_by_settings(selection, by)
-    seen: set[Path] = set()
-    for run in selection.runs:
-        if run.folder.resolve() in seen:
-            raise UserError(f"{run.folder}: given twice; name each run once")
-        seen.add(run.folder.resolve())
+    for folder, times in Counter(run.folder.resolve() for run in selection.runs).items():
+        if times > 1:
+            raise UserError(f"{folder}: given twice; name each run once")
     return selection if baseline is None else replace(selection, baseline=baseline)
 
 
@@ -149,11 +147,10 @@ def chosen_keys(by: Sequence[str], runs: Iterable[Settings]) -> list[str]:
     for name in by:
         named = [key for key in keys if is_within(key, [name])]
         if not named:
-            last_part = name.split(".")[-1]
-            same_last_part = [key for key in keys if key.split(".")[-1] == last_part]
-            hint = f" (did you mean '{same_last_part[0]}'?)" if same_last_part else nearest(name, keys)
+            ending = [key for key in keys if key.split(".")[-1] == name.split(".")[-1]]
+            hint = f" (did you mean '{ending[0]}'?)" if ending else nearest(name, keys)
             raise UserError(f"--by {name}: no such setting{hint}; write it as in config.yaml, e.g. optim.lr")
-        chosen.update(dict.fromkeys(named))
+        chosen |= dict.fromkeys(named)
     return list(chosen)
 
 
@@ -164,12 +161,10 @@ def variant_names(runs: Sequence[Settings], keys: Sequence[str] | None = None) -
     """
     compared_keys = differing_settings(runs) if keys is None else list(keys)
     shown_keys = _independent_keys(runs, compared_keys) if keys is None else compared_keys
-    names, numbers = [], dict[str, dict[tuple[str, ...], int]]()
+    names, numbers = [], defaultdict[str, dict[tuple[str, ...], int]](dict)
     for run in runs:
         name = _variant_name(run, shown_keys, by_method=keys is None)
-        values = tuple(format_setting(run.get(key, ABSENT)) for key in compared_keys)
-        of_name = numbers.setdefault(name, {})
-        number = of_name.setdefault(values, len(of_name) + 1)
+        number = numbers[name].setdefault(setting_texts(run, compared_keys), len(numbers[name]) + 1)
         names.append(name if number == 1 else f"{name} #{number}")
     return names
 
@@ -203,14 +198,12 @@ def format_setting(value: Any) -> str:
 def _find_folder(path: Path, runs_dir: Path) -> Path:
     """Return the folder that `path` names, as it is or in `runs_dir`."""
     places = (path, runs_dir / path)
-    for folder in places:
-        if os.path.isdir(folder):  # pathlib would raise for a name that is too long for the file system
-            return folder
+    for folder in filter(os.path.isdir, places):  # pathlib would raise for a name that is too long
+        return folder
     parents = [path.parent, runs_dir] if len(path.parts) == 1 else [path.parent]
     names = [folder.name for parent in parents if path_exists(parent) for folder in parent.glob("*/")]
-    problem = (
-        "is a file" if any(map(os.path.exists, places)) else f"no such folder{nearest(path.name, names)}"
-    )
+    is_file = any(map(os.path.exists, places))
+    problem = "is a file" if is_file else f"no such folder{nearest(path.name, names)}"
     raise UserError(f"{str(path)[:200]}: {problem}; give a sweep's folder, run folders, or a folder of runs")
 
 
@@ -220,14 +213,11 @@ def _runs_in(path: Path) -> list[VariantRun]:
         return [VariantRun("", 0, path)]
     if os.path.isfile(path / PLAN_FILE):
         return read_sweep(path).runs
-    runs = folders_containing(path, "config.yaml")
-    if not runs:
-        sweeps = folders_containing(path, PLAN_FILE)
-        hint = f"; it holds sweeps, give one: {', '.join(sweeps[-5:])}" if sweeps else ""
-        raise UserError(
-            f"{path}: no runs here (no config.yaml or {PLAN_FILE}, here or in its subfolders){hint}"
-        )
-    return [VariantRun("", 0, path / name) for name in runs]
+    if runs := folders_containing(path, "config.yaml"):
+        return [VariantRun("", 0, path / name) for name in runs]
+    sweeps = folders_containing(path, PLAN_FILE)
+    hint = f"; it holds sweeps, give one: {', '.join(sweeps[-5:])}" if sweeps else ""
+    raise UserError(f"{path}: no runs here (no config.yaml or {PLAN_FILE}, here or in its subfolders){hint}")
 
 
 def _group_by_settings(selection: Selection, by: Sequence[str]) -> Selection:
@@ -238,27 +228,30 @@ def _group_by_settings(selection: Selection, by: Sequence[str]) -> Selection:
             settings[run.folder] = read_settings(run.folder)
     keys = chosen_keys(by, settings.values()) if by else None
     names = dict(zip(settings, variant_names(list(settings.values()), keys), strict=True))
-    runs = []
-    for run in selection.runs:
-        seed = settings.get(run.folder, {}).get("seed")
-        arm = names.get(run.folder, run.arm)
-        runs.append(VariantRun(arm, seed if isinstance(seed, int) else run.seed, run.folder))
-    others = [] if keys is None else [key for key in differing_settings(settings.values()) if key not in keys]
-    values = [
-        f"{key} ({', '.join(dict.fromkeys(format_setting(run[key]) for run in settings.values() if key in run))})"
-        for key in others
+    runs = [
+        VariantRun(
+            names.get(run.folder, run.arm), settings.get(run.folder, {}).get("seed", run.seed), run.folder
+        )
+        for run in selection.runs
     ]
-    note = f"The variants are grouped by {', '.join(by)} only; the runs also differ in {', '.join(values)}."
-    return replace(
-        selection,
-        runs=runs,
-        baseline=selection.baseline if selection.baseline in names.values() else None,
-        notes=(note,) if others else (),
-    )
+    values = {
+        key: dict.fromkeys(format_setting(run[key]) for run in settings.values() if key in run)
+        for key in (differing_settings(settings.values()) if by else ())
+        if key not in (keys or ())
+    }
+    others = ", ".join(f"{key} ({', '.join(texts)})" for key, texts in values.items())
+    note = f"The variants are grouped by {', '.join(by)} only; the runs also differ in {others}."
+    baseline = selection.baseline if selection.baseline in names.values() else None
+    return replace(selection, runs=runs, baseline=baseline, notes=(note,) if others else ())
+
+
+def setting_texts(run: Settings, keys: Iterable[str]) -> tuple[str, ...]:
+    """Return these settings as text, `ABSENT` for one that the run does not have."""
+    return tuple(format_setting(run.get(key, ABSENT)) for key in keys)
 
 
 def _differs(key: str, runs: Iterable[Settings]) -> bool:
-    return len({format_setting(run.get(key, ABSENT)) for run in runs}) > 1
+    return len({setting_texts(run, [key]) for run in runs}) > 1
 
 
 def _independent_keys(runs: Sequence[Settings], keys: Sequence[str]) -> list[str]:
@@ -266,9 +259,9 @@ def _independent_keys(runs: Sequence[Settings], keys: Sequence[str]) -> list[str
     independent = []
     for key in keys:
         tag = _TAGS.get(key.split(".")[0], key)
-        same_tag: dict[str, list[Settings]] = {}
+        same_tag = defaultdict[tuple[str, ...], list[Settings]](list)
         for run in runs:
-            same_tag.setdefault(format_setting(run.get(tag, ABSENT)), []).append(run)
+            same_tag[setting_texts(run, [tag])].append(run)
         if key == tag or any(_differs(key, group) for group in same_tag.values()):
             independent.append(key)
     return independent
@@ -276,16 +269,14 @@ def _independent_keys(runs: Sequence[Settings], keys: Sequence[str]) -> list[str
 
 def _variant_name(run: Settings, keys: Sequence[str], by_method: bool) -> str:
     """Return the method, where `by_method` or `keys` include it, then `key=value` for the run's other settings."""
-    words: list[str] = []
-    others = list(keys)
+    words, named = [], list[str]()
     if by_method or _METHOD in keys:
         with_radius = by_method or {_DIVERGENCE, _DELTA} <= set(keys)
         words.append(method_name(run) if with_radius else str(run.get(_METHOD, ABSENT)))
-        named = (_METHOD, _DIVERGENCE, _DELTA) if with_radius else (_METHOD,)
-        others = [key for key in others if key not in named]
+        named = [_METHOD, _DIVERGENCE, _DELTA] if with_radius else [_METHOD]
     last_parts = Counter(key.split(".")[-1] for key in keys)
-    for key in others:
-        if key in run and not (key == "bounds.relax" and run[key] is None):
+    for key in keys:
+        if key in run and key not in named and not (key == "bounds.relax" and run[key] is None):
             last_part = key.split(".")[-1]
             label = _LABELS.get(key, last_part if last_parts[last_part] == 1 else key)
             words.append(f"{label}={format_setting(run[key])}")

@@ -10,9 +10,14 @@ from statistics import fmean
 from typing import Any, Literal, TypeGuard
 
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.reports.comparison.report_metrics import common_sets, run_values
+from bandpo_cli.reports.comparison.report_metrics import common_sets
 from bandpo_cli.reports.comparison.runs import VariantRunData
-from bandpo_cli.reports.comparison.selection import ABSENT, differing_settings, format_setting, method_name
+from bandpo_cli.reports.comparison.selection import (
+    differing_settings,
+    format_setting,
+    method_name,
+    setting_texts,
+)
 from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder, validated
 
 Lines = dict[str, dict[float, list[float]]]
@@ -105,8 +110,8 @@ class Tuning:
         ends = []
         for group, best in self.chosen.items():
             for key, value in best.settings.items():
-                tried = {arm.settings[key] for arm in self.groups[group] if _is_number(arm.settings.get(key))}
-                if len(tried) > 1 and value in (min(tried), max(tried)):
+                tried = [arm.settings[key] for arm in self.groups[group] if _is_number(arm.settings.get(key))]
+                if len(set(tried)) > 1 and value in (min(tried), max(tried)):
                     ends.append(f"{key} = {format_setting(value)} of {group}")
         tried_in = f"Chosen at an end of the values tried in {self.sweep}, beyond which a better one may lie"
         return [f"{tried_in}: {', '.join(ends)}."] if ends else []
@@ -115,14 +120,12 @@ class Tuning:
         """Return the values of the variants, a line per group and other tuned settings: `kl delta=0.02`."""
         lines: Lines = {}
         for arm in self.arms:
-            rate = arm.settings.get(_LEARNING_RATE)
-            others = [
-                f"{key.rpartition('.')[2]}={format_setting(value)}"
-                for key, value in arm.settings.items()
-                if key != _LEARNING_RATE
-            ]
-            if _is_number(rate):
-                lines.setdefault(" ".join([arm.group, *others]), {})[float(rate)] = list(arm.values)
+            others = {
+                key.rpartition(".")[2]: value for key, value in arm.settings.items() if key != _LEARNING_RATE
+            }
+            name = " ".join([arm.group, *(f"{key}={format_setting(value)}" for key, value in others.items())])
+            if _is_number(rate := arm.settings.get(_LEARNING_RATE)):
+                lines.setdefault(name, {})[float(rate)] = list(arm.values)
         return lines
 
 
@@ -148,12 +151,11 @@ def choose(
         differing = differing_settings(run.settings for runs in arms.values() for run in runs)
         members = []
         for name, runs in arms.items():
-            values = [run_values(run, sets).get(metric) for run in runs]
-            known = [value for value in values if value is not None]
-            if len(known) < len(runs):
+            values = [value for run in runs if (value := run.score(metric, sets)) is not None]
+            if len(values) < len(runs):
                 raise UserError(f"{sweep}: {name} has no {metric}: it was evaluated only once")
             settings = {key: runs[0].settings[key] for key in differing if key in runs[0].settings}
-            members.append(TunedVariant(group, name, settings, known))
+            members.append(TunedVariant(group, name, settings, values))
         best = max(members, key=lambda member: member.mean)
         candidates += [replace(member, chosen=member is best) for member in members]
     return Tuning(sweep, metric, sorted({run.seed for run in records}), candidates)
@@ -185,14 +187,13 @@ def accuracy_by_learning_rate(arms: Mapping[str, Sequence[VariantRunData]], sets
     keys = [key for key in differing_settings(run.settings for run in runs) if key != _LEARNING_RATE]
     groups: dict[tuple[str, ...], list[VariantRunData]] = {}
     for run in runs:
-        others = tuple(format_setting(run.settings.get(key, ABSENT)) for key in keys)
-        groups.setdefault(others, []).append(run)
+        groups.setdefault(setting_texts(run.settings, keys), []).append(run)
     lines: Lines = {}
     for group in groups.values():
         names = {_LR_PART.sub("", run.arm).strip() for run in group}
         stem = (names.pop() if len(names) == 1 else "") or method_name(group[0].settings)
-        numbered = (f"{stem} #{number}" for number in count(2))
-        line = lines.setdefault(next(name for name in chain([stem], numbered) if name not in lines), {})
+        numbered = chain([stem], (f"{stem} #{number}" for number in count(2)))
+        line = lines.setdefault(next(name for name in numbered if name not in lines), {})
         for run in sorted(group, key=_learning_rate):
             line.setdefault(_learning_rate(run), []).append(run.accuracy(sets)[run.steps])
     return lines

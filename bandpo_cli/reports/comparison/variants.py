@@ -13,14 +13,11 @@ from typing import Any
 import numpy as np
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.comparison.report_metrics import SECONDS_PER_STEP, Metric
+from bandpo_cli.reports.comparison.report_metrics import SECONDS_PER_STEP, Metric, Values
 from bandpo_cli.reports.comparison.runs import ExcludedRun, VariantRunData
 from bandpo_cli.reports.comparison.selection import ABSENT, differing_settings, format_setting
 from bandpo_cli.reports.comparison.statistics import LEVEL, Estimate, PairedTest, estimate, holm, paired_test
 from bandpo_cli.reports.comparison.tuning import Tuning
-
-Values = Mapping[str, Mapping[int, Mapping[str, float]]]
-"""The values of all runs, by variant, seed and key of the metric."""
 
 SPREAD = (0.1, 0.9)
 """Quantiles of the single steps that the spread of a metric lies between: the middle 80% of the steps."""
@@ -135,27 +132,21 @@ def group_by_variant(records: Iterable[VariantRunData]) -> dict[str, list[Varian
 
 
 def evaluate_variants(
-    arms: Mapping[str, Sequence[VariantRunData]], values: Values, metrics: Sequence[Metric]
+    arms: Mapping[str, Sequence[VariantRunData]], measured: Sequence[tuple[Metric, Values]]
 ) -> list[Variant]:
     """Return the variants with the estimates of their metrics, highest accuracy first."""
     keys = differing_settings(run.settings for runs in arms.values() for run in runs)
     evaluated = []
     for name, runs in arms.items():
-        estimates = {
-            metric.key: estimate(list(_by_seed(values[name], metric).values()), metric.limits)
-            for metric in metrics
-        }
-        seconds = [value for run in runs for value in run.step_seconds]
-        settings = {
-            key: " or ".join(dict.fromkeys(format_setting(run.settings.get(key, ABSENT)) for run in runs))
-            for key in keys
-        }
+        estimates = {metric.key: estimate(list(of[name].values()), metric.limits) for metric, of in measured}
+        steps, seconds = [run.steps for run in runs], [value for run in runs for value in run.step_seconds]
+        texts = {key: [format_setting(run.settings.get(key, ABSENT)) for run in runs] for key in keys}
         evaluated.append(
             Variant(
                 name=name,
                 seeds=tuple(run.seed for run in runs),
-                steps=(min(run.steps for run in runs), max(run.steps for run in runs)),
-                settings=settings,
+                steps=(min(steps), max(steps)),
+                settings={key: " or ".join(dict.fromkeys(values)) for key, values in texts.items()},
                 figures={key: value for key, value in estimates.items() if value is not None},
                 spreads={SECONDS_PER_STEP: np.quantile(seconds, SPREAD).tolist()} if len(seconds) > 1 else {},
             )
@@ -164,26 +155,24 @@ def evaluate_variants(
 
 
 def compare_variants(
-    order: Sequence[str], values: Values, baseline: str, metrics: Sequence[Metric]
+    order: Sequence[str], baseline: str, measured: Sequence[tuple[Metric, Values]]
 ) -> list[VariantDifference]:
     """Return the difference of each variant in `order` from the baseline in each metric with `compared`.
 
     p-values are adjusted over the variants, separately for each metric.
     """
     differences = []
-    for metric in metrics:
+    for metric, of in measured:
         if not metric.compared:
             continue
-        by_variant = {name: _by_seed(values[name], metric) for name in order}
-        base = by_variant.pop(baseline)
-        pairs = {name: paired_test(by_seed, base, metric.limits) for name, by_seed in by_variant.items()}
+        base = of[baseline]
+        pairs = {name: paired_test(of[name], base, metric.limits) for name in order if name != baseline}
         tested = {name: pair.p for name, pair in pairs.items() if pair is not None and pair.p is not None}
         adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
         for name, pair in pairs.items():
-            p_holm = adjusted.get(name)
-            missing = "no common seed" if by_variant[name] and base else "no value"
-            conclusion = missing if pair is None else verdict(pair.change, p_holm)
-            differences.append(VariantDifference(name, metric.key, pair, p_holm, conclusion))
+            missing = "no common seed" if of[name] and base else "no value"
+            conclusion = missing if pair is None else verdict(pair.change, adjusted.get(name))
+            differences.append(VariantDifference(name, metric.key, pair, adjusted.get(name), conclusion))
     return differences
 
 
@@ -200,8 +189,3 @@ def verdict(change: Estimate, p_holm: float | None) -> str:
     direction = "higher" if change.mean > 0 else "lower"
     significant = p_holm is not None and p_holm <= 1 - LEVEL
     return direction if significant else f"{direction}, but not after Holm's adjustment"
-
-
-def _by_seed(values: Mapping[int, Mapping[str, float]], metric: Metric) -> dict[int, float]:
-    """Return the values of the metric by seed, without runs that have none."""
-    return {seed: run[metric.key] for seed, run in values.items() if metric.key in run}

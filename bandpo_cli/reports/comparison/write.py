@@ -23,12 +23,9 @@ from bandpo_cli.reports.comparison.findings import headline, report_notes, scope
 from bandpo_cli.reports.comparison.plots import MAX_VARIANTS_PLOTTED, plot_all
 from bandpo_cli.reports.comparison.report_metrics import (
     Metric,
-    common_k,
-    common_n,
     common_sets,
     entropy_at_equal_accuracy,
-    report_metrics,
-    run_values,
+    measure,
 )
 from bandpo_cli.reports.comparison.runs import ExcludedRun, VariantRunData, read_variant_run
 from bandpo_cli.reports.comparison.selection import VariantRun
@@ -100,16 +97,12 @@ def write_report(
     arms = group_by_variant(records)
     sets = common_sets(records)
     equal = entropy_at_equal_accuracy(arms, sets)
-    k = common_k(records, sets)
-    values = {
-        name: {run.seed: run_values(run, sets, k, equal) for run in members} for name, members in arms.items()
-    }
-    metrics = report_metrics(common_n(records, sets), k, sets, equal.level)
-    evaluated = evaluate_variants(arms, values, metrics)
-    metrics = [metric for metric in metrics if any(metric.key in arm.figures for arm in evaluated)]
+    measured = measure(arms, sets, equal)
+    metrics = tuple(metric for metric, _ in measured)
+    evaluated = evaluate_variants(arms, measured)
     differences = []
     if baseline is not None and baseline in arms and len(arms) > 1:
-        differences = compare_variants([arm.name for arm in evaluated], values, baseline, metrics)
+        differences = compare_variants([arm.name for arm in evaluated], baseline, measured)
     in_accuracy = [difference for difference in differences if difference.figure == "accuracy"]
     report = Report(
         title=title,
@@ -118,7 +111,7 @@ def write_report(
         baseline=baseline if baseline in arms else None,
         sets=tuple(sets),
         accuracy_level=equal.level,
-        figures=tuple(metrics),
+        figures=metrics,
         arms=tuple(evaluated),
         differences=tuple(differences),
         tuning=tuning,
@@ -132,27 +125,24 @@ def write_report(
         all_notes.append(
             f"The plots show the {MAX_VARIANTS_PLOTTED} most accurate variants and the baseline."
         )
+    report = replace(report, notes=tuple(all_notes))
     try:
-        return _write_files(replace(report, notes=tuple(all_notes)), arms, out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        beside = out if out.is_dir() else out.parent
+        # All files are written into a temporary folder first: an interrupted report leaves nothing behind.
+        with TemporaryDirectory(prefix=".report.", suffix=".tmp", dir=beside) as folder:
+            hidden = Path(folder)
+            plots = plot_all(arms, report, hidden)
+            names = ["report.html", "report.md", "leaderboard.csv", *(path.name for path in plots.values())]
+            report = replace(report, files={name: out / name for name in names})
+            write_text(hidden / "leaderboard.csv", leaderboard_csv(report))
+            for name in ("report.md", "report.html"):
+                write_text(hidden / name, render(name, report, plots))
+            out.mkdir(exist_ok=True)
+            for name in names:
+                os.replace(hidden / name, out / name)
     except OSError as error:
         raise UserError(f"{out}: cannot be written to: {error.strerror or error}") from error
-
-
-def _write_files(report: Report, arms: dict[str, list[VariantRunData]], out: Path) -> Report:
-    """Write all files into a temporary folder, then move them to `out`."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    beside = out if out.is_dir() else out.parent
-    with TemporaryDirectory(prefix=".report.", suffix=".tmp", dir=beside) as folder:
-        hidden = Path(folder)
-        plots = plot_all(arms, report, hidden)
-        names = ["report.html", "report.md", "leaderboard.csv", *(path.name for path in plots.values())]
-        report = replace(report, files={name: out / name for name in names})
-        write_text(hidden / "leaderboard.csv", leaderboard_csv(report))
-        write_text(hidden / "report.md", render("report.md", report, plots))
-        write_text(hidden / "report.html", render("report.html", report, plots))
-        out.mkdir(exist_ok=True)
-        for name in names:
-            os.replace(hidden / name, out / name)
     return report
 
 
@@ -170,15 +160,12 @@ def range_text(metric: Metric, arm: Variant) -> str:
 
 def short_range_text(metric: Metric, arm: Variant) -> str:
     """Return the same for narrow columns: `±0.023`, or `0–0.797` for an interval that ends at a limit of the metric."""
-    text, estimate = range_text(metric, arm), arm.figures.get(metric.key)
-    if (
-        metric.key in arm.spreads
-        or not text
-        or estimate is None
-        or estimate.low is None
-        or estimate.high is None
-    ):
+    text = range_text(metric, arm)
+    if not text or metric.key in arm.spreads:
         return text.replace(" ", "")
+    estimate = arm.figures[metric.key]
+    assert estimate.low is not None
+    assert estimate.high is not None
     if estimate.low > metric.limits[0] and estimate.high < metric.limits[1]:
         return f"±{metric.text(estimate.high - estimate.mean)}"
     ends = (estimate.low, estimate.high)
