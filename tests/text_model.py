@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.models import BPE, WordLevel
+from tokenizers.pre_tokenizers import ByteLevel, Whitespace
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
@@ -18,6 +18,20 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def word_tokenizer(
+    template: str | None, words: Iterable[str] = (), special: Iterable[str] = ()
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of words: <unk>, <s>, </s>, `words`, and the further special tokens."""
+    vocabulary = {word: token for token, word in enumerate(["<unk>", "<s>", "</s>", *words])}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = Whitespace()
+    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def save_text_model(

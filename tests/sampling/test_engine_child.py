@@ -13,11 +13,12 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -43,20 +44,29 @@ WAIT_S = 30
 """Seconds after which a process that should have ended, or a thread that should have an error, fails the test."""
 
 
+Patch = pytest.MonkeyPatch
+
+
 @pytest.fixture(scope="module")
 def policy() -> Policy:
     return load_policy(RunConfig().model)
 
 
 def test_the_environment_has_no_ranks_and_the_gpus_of_the_engine() -> None:
-    environ = {
-        "PATH": "/bin",
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "TORCHELASTIC_RUN_ID": "x",
-        "BANDPO_NPROC": "2",
-    }
-    assert engine_environment(environ, []) == {"PATH": "/bin"}
+    of_ranks = (
+        *(
+            "RANK",
+            "WORLD_SIZE",
+            "LOCAL_RANK",
+            "LOCAL_WORLD_SIZE",
+            "GROUP_RANK",
+            "ROLE_NAME",
+            "ROLE_WORLD_SIZE",
+        ),
+        *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "BANDPO_NPROC", "BANDPO_RUN_NAME"),
+    )
+    others = {"PATH": "/bin", "LOCAL_SCRATCH": "/tmp", "RANKS": "1"}
+    assert engine_environment(others | dict.fromkeys(of_ranks, "1"), []) == others
     assert engine_environment({}, [3]) == {"CUDA_VISIBLE_DEVICES": "3"}
     listed = {"CUDA_VISIBLE_DEVICES": "4, GPU-5f,MIG-7a"}
     for cards, expected in (([0], "4"), ([1], "GPU-5f"), ([2], "MIG-7a"), ([2, 0], "MIG-7a,4")):
@@ -64,28 +74,28 @@ def test_the_environment_has_no_ranks_and_the_gpus_of_the_engine() -> None:
     assert engine_environment(listed, []) == listed
 
 
+ALONE, SECOND = Ranks(), Ranks(5, 8, 1)
+
+
 @pytest.mark.parametrize(
-    ("device", "count", "expected"),
-    [("cpu", 2, []), ("cuda", 1, [0]), ("cuda", 2, [1]), ("cuda:1", 2, [0]), ("cuda:1", 3, [0])],
-)
-def test_the_engine_takes_a_gpu_that_trains_nothing(
-    monkeypatch: pytest.MonkeyPatch, device: str, count: int, expected: list[int]
+    ("ranks", "device", "count", "expected"),
+    [
+        (ALONE, "cpu", 2, []), (ALONE, "cuda", 1, [0]), (ALONE, "cuda", 2, [1]), (ALONE, "cuda:1", 2, [0]),
+        (ALONE, "cuda:1", 3, [0]), (SECOND, "cuda:1", 4, [3]), (SECOND, "cuda:1", 3, [1]),
+    ],
+)  # fmt: skip
+def test_the_engine_of_each_rank_takes_a_gpu_that_trains_nothing(
+    monkeypatch: Patch, ranks: Ranks, device: str, count: int, expected: list[int]
 ) -> None:
+    if ranks is SECOND:
+        for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}.items():
+            monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
-    alone: Any = type("Alone", (), {"device": torch.device(device), "ranks": Ranks()})
-    assert engine_process._visible_cards(alone, sees_trainer=False) == expected
-    also = [] if expected == [torch.device(device).index or 0] else [torch.device(device).index or 0]
-    seen = engine_process._visible_cards(alone, sees_trainer=True)
-    assert seen == (expected + also if expected else [])
-
-
-def test_each_rank_takes_another_gpu_that_trains_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    for count, expected in ((4, 3), (3, 1)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda count=count: count)
-        on_gpu: Any = type("OnGpu", (), {"device": torch.device("cuda:1"), "ranks": Ranks(5, 8, 1)})
-        assert engine_process._visible_cards(on_gpu, sees_trainer=False) == [expected]
+    policy: Any = SimpleNamespace(device=torch.device(device), ranks=ranks)
+    assert engine_process._visible_cards(policy, sees_trainer=False) == expected
+    trainer = [torch.device(device).index or 0] if expected else []
+    with_trainer = [*dict.fromkeys(expected + trainer)]
+    assert engine_process._visible_cards(policy, sees_trainer=True) == with_trainer
 
 
 # The program of the process without an engine: it answers the start and the first sync, then the test's line runs when
@@ -117,25 +127,23 @@ def test_weights_through_a_gpu_need_one(policy: Policy) -> None:
 
 
 def test_an_engine_that_cannot_start_is_an_error_and_leaves_no_process(
-    monkeypatch: pytest.MonkeyPatch, policy: Policy
+    monkeypatch: Patch, policy: Policy
 ) -> None:
     before, _, _ = STAND_IN.partition("done()\npipe.recv_bytes()\nwhile")
     error = pickle.dumps(Answer(error=ConfigError("vllm is not installed")))
     monkeypatch.setattr(engine_child, "_SOURCE", f"{before}pipe.send_bytes({error!r})\npipe.recv_bytes()")
     children: list[EngineChild] = []
-
-    class RecordedChild(EngineChild):
-        def __init__(self, environment: Mapping[str, str]) -> None:
-            super().__init__(environment)
-            children.append(self)
-
-    monkeypatch.setattr(engine_process, "EngineChild", RecordedChild)
+    monkeypatch.setattr(
+        engine_process,
+        "EngineChild",
+        lambda variables: children.append(EngineChild(variables)) or children[0],
+    )
     with pytest.raises(ConfigError, match=r"^vllm is not installed$"):
         EngineProcess(CONFIG, policy)
     assert [child.wait(0) for child in children] == [True]
 
 
-def started(monkeypatch: pytest.MonkeyPatch, policy: Policy, line: str) -> EngineProcess:
+def started(monkeypatch: Patch, policy: Policy, line: str) -> EngineProcess:
     """Return an engine whose process runs `line` when it receives its first command after the start."""
     monkeypatch.setattr(engine_child, "_SOURCE", STAND_IN + line)
     return EngineProcess(CONFIG, policy)
@@ -166,9 +174,7 @@ KILLED = (
 )
 
 
-def test_a_process_that_is_killed_while_it_samples_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, policy: Policy
-) -> None:
+def test_a_process_that_is_killed_while_it_samples_is_an_error(monkeypatch: Patch, policy: Policy) -> None:
     engine = started(monkeypatch, policy, "time.sleep(600)")
     sampled = in_a_thread(engine.sample, PROMPTS, PARAMS, 0)
     os.kill(child_of(engine).pid, signal.SIGKILL)
@@ -181,7 +187,7 @@ def test_a_process_that_is_killed_while_it_samples_is_an_error(
 
 
 def test_a_process_that_is_killed_while_it_is_idle_is_an_error_of_the_next_call(
-    monkeypatch: pytest.MonkeyPatch, policy: Policy
+    monkeypatch: Patch, policy: Policy
 ) -> None:
     for call in (
         lambda engine: engine.sample(PROMPTS, PARAMS, 0),
@@ -197,7 +203,7 @@ def test_a_process_that_is_killed_while_it_is_idle_is_an_error_of_the_next_call(
 
 
 def test_the_error_of_a_process_that_ended_has_the_last_line_of_its_output(
-    monkeypatch: pytest.MonkeyPatch, policy: Policy
+    monkeypatch: Patch, policy: Policy
 ) -> None:
     engine = started(
         monkeypatch, policy, "print('x' * 10**6); print('Fatal: no more', file=sys.stderr); sys.exit(3)"
@@ -208,24 +214,22 @@ def test_the_error_of_a_process_that_ended_has_the_last_line_of_its_output(
 
 
 def test_a_process_of_the_engine_that_holds_the_connection_is_ended_with_it(
-    monkeypatch: pytest.MonkeyPatch, policy: Policy
+    monkeypatch: Patch, policy: Policy
 ) -> None:
     """The trainer would wait for an answer that does not come, and memory on a GPU would stay in use."""
     line = "pid = os.fork(); print(pid, flush=True)\nif pid: os._exit(4)\ntime.sleep(600)"
     engine = started(monkeypatch, policy, line)
     error = in_a_thread(engine.sample, PROMPTS, PARAMS, 0).exception(WAIT_S)
-    match = re.search(r"ended with exit code 4 \(its last output: (\d+)\)", str(error))
-    assert match
-    assert has_ended(int(match[1]))
+    (pid,) = re.findall(r"ended with exit code 4 \(its last output: (\d+)\)", str(error))
+    assert has_ended(int(pid))
 
 
-def test_close_ends_a_process_that_samples(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
+def test_close_ends_a_process_that_samples(monkeypatch: Patch, policy: Policy) -> None:
     """The thread that waits for the completions gets an error at once."""
     monkeypatch.setattr(engine_process, "CLOSE_S", 10.0 * WAIT_S)
     engine = started(monkeypatch, policy, "time.sleep(600)")
     sampled = in_a_thread(engine.sample, PROMPTS, PARAMS, 0)
-    while not engine._lock.locked():
-        time.sleep(0.01)
+    wait_until(engine._lock.locked)
     engine.close()
     with pytest.raises(RunError, match=r"^the engine process is closed$"):
         sampled.result(WAIT_S)
@@ -233,7 +237,7 @@ def test_close_ends_a_process_that_samples(monkeypatch: pytest.MonkeyPatch, poli
     engine.close()
 
 
-def test_close_ends_a_process_with_an_open_stream(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
+def test_close_ends_a_process_with_an_open_stream(monkeypatch: Patch, policy: Policy) -> None:
     """The end of the stream is then no error."""
     engine = started(monkeypatch, policy, "pipe.send([]); time.sleep(600)")
     stream = engine.sample_stream(REQUESTS, PARAMS)
@@ -245,7 +249,7 @@ def test_close_ends_a_process_with_an_open_stream(monkeypatch: pytest.MonkeyPatc
     stream.close()
 
 
-def test_close_lets_an_idle_engine_shut_down(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
+def test_close_lets_an_idle_engine_shut_down(monkeypatch: Patch, policy: Policy) -> None:
     engine = started(monkeypatch, policy, "sys.exit(5 if pickle.loads(kind) == ('close',) else 6)")
     engine.close()
     assert child_of(engine)._process.returncode == 5
@@ -253,7 +257,7 @@ def test_close_lets_an_idle_engine_shut_down(monkeypatch: pytest.MonkeyPatch, po
         engine.sample(PROMPTS, PARAMS, 0)
 
 
-def test_an_interrupted_call_ends_the_process(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
+def test_an_interrupted_call_ends_the_process(monkeypatch: Patch, policy: Policy) -> None:
     """Otherwise its answer would be taken for that of the next call."""
     engine = started(monkeypatch, policy, "time.sleep(600)")
     monkeypatch.setattr(Connection, "recv", Mock(side_effect=KeyboardInterrupt))
@@ -286,16 +290,12 @@ def trainer_that_starts_a_busy_process(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_working_process_ends_when_the_trainer_is_killed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_working_process_ends_when_the_trainer_is_killed(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setattr(engine_child, "_SOURCE", BUSY)
     context = multiprocessing.get_context("fork")
     trainer = context.Process(target=trainer_that_starts_a_busy_process, args=(tmp_path,))
     trainer.start()
-    until = time.monotonic() + WAIT_S
-    while not (tmp_path / "pid").exists() and time.monotonic() < until:
-        time.sleep(0.05)
+    wait_until((tmp_path / "pid").exists)
     pid = int((tmp_path / "pid").read_text())
     try:
         assert not has_ended(pid, seconds=0)
@@ -308,7 +308,7 @@ def test_a_working_process_ends_when_the_trainer_is_killed(
 
 
 @pytest.mark.slow
-def test_signals_to_the_job_leave_the_process_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_to_the_job_leave_the_process_to_the_trainer(monkeypatch: Patch) -> None:
     """It is in a process group of its own, and SIGTERM, which a cluster sends to every process, does not end it."""
     monkeypatch.setattr(engine_child, "_SOURCE", BUSY)
     child = EngineChild(os.environ)
@@ -324,14 +324,19 @@ def test_signals_to_the_job_leave_the_process_to_the_trainer(monkeypatch: pytest
 
 def has_ended(pid: int, seconds: float = WAIT_S) -> bool:
     """Wait for the end of a process of another parent; a zombie has ended."""
+
+    def is_gone() -> bool:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] in "ZX"
+        return True
+
+    return wait_until(is_gone, seconds)
+
+
+def wait_until(is_true: Callable[[], bool], seconds: float = WAIT_S) -> bool:
     until = time.monotonic() + seconds
-    while True:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1]
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        if state in "ZX":
-            return True
+    while not is_true():
         if time.monotonic() >= until:
             return False
-        time.sleep(0.05)
+        time.sleep(0.02)
+    return True

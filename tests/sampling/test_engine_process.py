@@ -57,8 +57,8 @@ REQUESTS = [SampleRequest(PROMPTS, 1), SampleRequest(PROMPTS[:1], 90), SampleReq
 WAIT_S = 30
 
 
-def settings(**model: Any) -> RunConfig:
-    sections = {"model": {"device": "cpu", **model}, "sampling": {"engine": "transformers", "max_lag": 1}}
+def settings(engine: str = "transformers", **model: Any) -> RunConfig:
+    sections = {"model": {"device": "cpu", **model}, "sampling": {"engine": engine, "max_lag": 1}}
     return RunConfig.model_validate(sections)
 
 
@@ -70,10 +70,12 @@ def perturb(model: PreTrainedModel, seed: int) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype) * 0.05)
 
 
-def in_this_process(policy: Policy, version: int, seed: int = 7) -> list[list[Completion]]:
+def in_this_process(
+    policy: Policy, version: int, seed: int = 7, prompts: Sequence[Sequence[int]] = PROMPTS
+) -> list[list[Completion]]:
     sampler = TransformersSampler(policy.model, policy.pad_id)
     sampler.sync(policy.model, version)
-    return sampler.sample(PROMPTS, PARAMS, seed)
+    return sampler.sample(prompts, PARAMS, seed)
 
 
 @pytest.fixture(scope="module")
@@ -102,9 +104,7 @@ def test_completions_are_those_of_the_engine_in_this_process(policy: Policy) -> 
         engine.sync(policy.model, 4)
         changed = in_this_process(policy, 4)
         assert engine.sample(PROMPTS, PARAMS, 7) == changed
-    assert [[item.token_ids for item in group] for group in initial] != [
-        [item.token_ids for item in group] for group in changed
-    ]
+    assert [item.token_ids for item in initial[0]] != [item.token_ids for item in changed[0]]
 
 
 def test_a_stream_gives_the_completions_of_each_request_in_order(
@@ -113,75 +113,51 @@ def test_a_stream_gives_the_completions_of_each_request_in_order(
     assert isinstance(engine, StreamingSampler)
     engine.sync(policy.model, 1)
     groups = [*engine.sample_stream(iter(REQUESTS), PARAMS)]
-    sampler = TransformersSampler(policy.model, policy.pad_id)
-    sampler.sync(policy.model, 1)
-    assert groups == [sampler.sample(request.prompts_P, PARAMS, request.seed) for request in REQUESTS]
+    assert groups == [in_this_process(policy, 1, request.seed, request.prompts_P) for request in REQUESTS]
     assert [*engine.sample_stream([], PARAMS)] == []
 
 
-def test_a_stream_that_is_not_used_up_leaves_the_engine_usable(engine: EngineProcess) -> None:
-    expected = engine.sample(PROMPTS, PARAMS, 7)
-    stream = engine.sample_stream(REQUESTS, PARAMS)
-    next(stream)
-    stream.close()
-    assert engine.sample(PROMPTS, PARAMS, 7) == expected
-
-
-def test_an_error_in_the_requests_of_a_stream_is_raised(engine: EngineProcess) -> None:
+def test_a_stream_that_ends_early_leaves_the_engine_usable(engine: EngineProcess, policy: Policy) -> None:
     def requests() -> Iterator[SampleRequest]:
         yield REQUESTS[0]
         raise ValueError("the data set ended")
 
     expected = engine.sample(PROMPTS, PARAMS, 7)
+    stream = engine.sample_stream(REQUESTS, PARAMS)
+    next(stream)
+    stream.close()
+    assert engine.sample(PROMPTS, PARAMS, 7) == expected
     with pytest.raises(ValueError, match="the data set ended"):
         list(engine.sample_stream(requests(), PARAMS))
     assert engine.sample(PROMPTS, PARAMS, 7) == expected
-
-
-def test_the_engine_counts_as_another_one_than_the_trainers(engine: EngineProcess, policy: Policy) -> None:
-    """So that the importance correction is on: its weights are older ones."""
-    assert not is_exact(engine, policy)
+    assert not is_exact(engine, policy), "its weights are older ones, so the importance correction is on"
     assert describe_sampler(engine) == {"engine": "transformers"}
 
 
-Weights = Iterator[tuple[str, torch.Tensor]]
+Weights = list[tuple[str, torch.Tensor]]
+CHANGES: list[tuple[str, Callable[[Weights], Weights]]] = [
+    ("only in part: model.layers.0.self_attn.k_proj.weight is missing", lambda weights: weights[:3] + weights[4:]),
+    (r"version 9 of the weights: .* no parameter model.extra of shape \[3, 2\]",
+     lambda weights: [("model.extra", torch.zeros(3, 2)), *weights]),
+    (r"no parameter model.embed_tokens.weight of shape \[128, 20\]",
+     lambda weights: [(name, tensor.T if "embed" in name else tensor) for name, tensor in weights]),
+    ("and dtype torch.float64",
+     lambda weights: [(name, tensor.double() if "norm" in name else tensor) for name, tensor in weights]),
+]  # fmt: skip
 
 
-def without_one(weights: Weights) -> Weights:
-    return (pair for index, pair in enumerate(weights) if index != 3)
-
-
-def with_another(weights: Weights) -> Weights:
-    yield "model.extra", torch.zeros(3, 2)
-    yield from weights
-
-
-def with_a_transposed_one(weights: Weights) -> Weights:
-    return ((name, tensor.T if "embed" in name else tensor) for name, tensor in weights)
-
-
-def with_another_dtype(weights: Weights) -> Weights:
-    return ((name, tensor.double() if "norm" in name else tensor) for name, tensor in weights)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (without_one, "only in part: model.layers.0.self_attn.k_proj.weight is missing"),
-        (with_another, r"version 9 of the weights: .* no parameter model.extra of shape \[3, 2\]"),
-        (with_a_transposed_one, r"no parameter model.embed_tokens.weight of shape \[128, 20\]"),
-        (with_another_dtype, "and dtype torch.float64"),
-    ],
-)
+@pytest.mark.parametrize(("message", "change"), CHANGES)
 def test_weights_that_are_not_exactly_those_of_the_model_are_refused(
     engine: EngineProcess,
     policy: Policy,
     monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Weights], Weights],
     message: str,
+    change: Callable[[Weights], Weights],
 ) -> None:
     """The engine then has no weights to sample with until the next sync."""
-    monkeypatch.setattr(engine_process, "checkpoint_weights", lambda model: change(checkpoint_weights(model)))
+    monkeypatch.setattr(
+        engine_process, "checkpoint_weights", lambda model: iter(change([*checkpoint_weights(model)]))
+    )
     with pytest.raises(StaleEngineError, match=message):
         engine.sync(policy.model, 9)
     with pytest.raises(StaleEngineError, match="no complete weights"):
@@ -199,9 +175,7 @@ def test_adapters_are_merged_into_the_bfloat16_weights_of_the_process() -> None:
     with torch.no_grad():
         for name, parameter in adapted.model.named_parameters():
             if "lora_B" in name:
-                parameter.copy_(
-                    torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.3
-                )
+                parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
     merged.model.load_state_dict(dict(checkpoint_weights(adapted.model)), strict=False)
     with forked_engines(), closing(EngineProcess(config, adapted)) as engine:
         assert engine.sample(PROMPTS, PARAMS, 7) == in_this_process(merged, 0) != base
@@ -235,11 +209,8 @@ def test_weights_arrive_with_every_bit() -> None:
 def sampled_by_two(ranks: Ranks) -> tuple[list[list[Completion]], str]:
     """Return the completions of one rank, and the error of a sync after the process of rank 1 has been killed."""
     sharded = load_policy(settings().model, ranks=ranks)
-    engine = EngineProcess(settings(), sharded)
-    try:
-        with torch.no_grad():
-            for parameter in sharded.model.parameters():
-                parameter.mul_(1.1)
+    with closing(EngineProcess(settings(), sharded)) as engine:
+        enlarge(sharded.model)
         engine.sync(sharded.model, 1)
         groups = engine.sample(PROMPTS, PARAMS, 7)
         if ranks.rank == 1:
@@ -251,17 +222,19 @@ def sampled_by_two(ranks: Ranks) -> tuple[list[list[Completion]], str]:
         except RunError as error:
             return groups, str(error)
         return groups, "no error"
-    finally:
-        engine.close()
+
+
+@torch.no_grad()
+def enlarge(model: PreTrainedModel) -> None:
+    for parameter in model.parameters():
+        parameter.mul_(1.1)
 
 
 @pytest.mark.slow
 def test_two_ranks_have_an_engine_each_with_all_weights(tmp_path: Path) -> None:
     """A failure of one is raised on both, and neither waits for the other."""
     single = load_policy(settings().model)
-    with torch.no_grad():
-        for parameter in single.model.parameters():
-            parameter.mul_(1.1)
+    enlarge(single.model)
     expected = in_this_process(single, 1)
     with forked_engines():
         (first, first_error), (second, second_error) = run_ranks(2, tmp_path / "ranks", sampled_by_two)
@@ -273,17 +246,14 @@ def test_two_ranks_have_an_engine_each_with_all_weights(tmp_path: Path) -> None:
 class SampleOnce:
     """Takes the place of the check after a sync: the stub's log-probs are none of a model."""
 
+    seed = 0
+
     def __init__(self, policy: Policy, max_model_len: int) -> None: ...
 
     def check(self, model: PreTrainedModel, version: int, sample: Callable[..., object]) -> None:
-        sample(PROMPTS[0], PARAMS, 0)
+        sample(PROMPTS[0], PARAMS, self.seed)
 
     def observe(self, prompt: Sequence[int], completion: Completion) -> None: ...
-
-
-def stub_settings(engine: str) -> RunConfig:
-    sections = {"model": {"device": "cpu"}, "sampling": {"engine": engine, "max_lag": 1}}
-    return RunConfig.model_validate(sections)
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +262,7 @@ def stub(one_thread: None, policy: Policy) -> Iterator[EngineProcess]:
     with forked_engines() as patch:
         patch.setattr(engine_process, "SyncCheck", SampleOnce)
         patch.setenv("RANK", "3")
-        started = EngineProcess(stub_settings("stub"), policy)
+        started = EngineProcess(settings("stub"), policy)
     yield started
     started.close()
 
@@ -303,7 +273,7 @@ def test_an_engine_with_weights_of_its_own_loads_what_it_receives() -> None:
     policy = load_policy(settings().model)
     with forked_engines() as patch:
         patch.setattr(sync_check, "CHECK_EVERY", 1)
-        engine = EngineProcess(stub_settings("copy"), policy)
+        engine = EngineProcess(settings("copy"), policy)
     with closing(engine):
         assert engine.sample(PROMPTS, PARAMS, 7) == in_this_process(policy, 0)
         perturb(policy.model, seed=1)
@@ -316,13 +286,11 @@ def test_an_engine_with_weights_of_its_own_loads_what_it_receives() -> None:
 def test_an_engine_that_fails_at_its_first_completions_cannot_run_the_model(
     monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
-    monkeypatch.setattr(
-        SampleOnce, "check", lambda self, model, version, sample: sample(PROMPTS[0], PARAMS, 3)
-    )
+    monkeypatch.setattr(SampleOnce, "seed", 3)
     with forked_engines() as patch:
         patch.setattr(engine_process, "SyncCheck", SampleOnce)
         with pytest.raises(UserError, match=r"^the engine process cannot run this model here: vLLM failed$"):
-            EngineProcess(stub_settings("stub"), policy)
+            EngineProcess(settings("stub"), policy)
 
 
 @pytest.mark.parametrize(
@@ -396,12 +364,8 @@ def test_the_process_loads_the_model_that_the_trainer_has_loaded(policy: Policy,
     """On the hub another commit may have become the latest one; a folder with an adapter names the commit itself."""
     model = settings(path="some/model", dtype="auto", lora={"rank": 4}).model
     loaded = engine_process._model_settings(model, replace(policy, commit="0a1b"))
-    assert (loaded.path, loaded.revision, loaded.dtype, loaded.lora) == (
-        "some/model",
-        "0a1b",
-        "float32",
-        None,
-    )
+    expected = "some/model", "0a1b", "float32", None
+    assert (loaded.path, loaded.revision, loaded.dtype, loaded.lora) == expected
     (tmp_path / "adapter_config.json").write_text("{}")
     adapter = settings(path=str(tmp_path)).model
     assert engine_process._model_settings(adapter, replace(policy, commit="0a1b")).revision is None

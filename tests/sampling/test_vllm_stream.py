@@ -17,10 +17,10 @@ SAMPLES = 4
 class Engine:
     """`LLM` and its engine: each step ends the newest request, so that requests end in the reverse order."""
 
-    def __init__(self) -> None:
-        self.llm_engine = self
+    def __init__(self, failing_step: int = 0) -> None:
+        self.llm_engine, self.failing_step = self, failing_step
         self.queue: list[tuple[str, Any]] = []
-        self.most_queued = self.started = 0
+        self.most_queued = self.started = self.steps = 0
         self.aborted: list[str] = []
         self.in_call = False
 
@@ -35,6 +35,9 @@ class Engine:
 
     def step(self) -> list[Any]:
         assert self.in_call
+        self.steps += 1
+        if self.steps == self.failing_step:
+            raise RuntimeError("out of order")
         number, prompt = self.queue.pop()
         running = [SimpleNamespace(request_id=value, finished=False) for value, _ in self.queue]
         return [*running, SimpleNamespace(request_id=number, finished=True, prompt=prompt)]
@@ -42,27 +45,6 @@ class Engine:
     def abort_request(self, ids: list[str]) -> None:
         assert self.in_call
         self.aborted += ids
-
-    @contextmanager
-    def call(self) -> Iterator[None]:
-        self.in_call = True
-        yield
-        self.in_call = False
-
-
-class Failing(Engine):
-    """The engine of another stand-in, which fails at its second step."""
-
-    def __init__(self, engine: Engine) -> None:
-        vars(self).update(vars(engine))
-        self._inner, self._steps = engine, 0
-        self.llm_engine = self
-
-    def step(self) -> list[Any]:
-        self._steps += 1
-        if self._steps == 2:
-            raise RuntimeError("out of order")
-        return super().step()
 
     @contextmanager
     def call(self) -> Iterator[None]:
@@ -84,17 +66,14 @@ def stream(engine: Any, sizes: list[int], max_queued: int) -> Iterator[list[Any]
 
 @pytest.mark.parametrize(("max_queued", "most"), [(1, 3), (3 * SAMPLES + 1, 5), (10**6, 9)])
 def test_batches_come_back_in_order_however_many_are_queued(max_queued: int, most: int) -> None:
-    engine, sizes = Engine(), [3, 1, 2, 3]
-    found = [[output.prompt for output in outputs] for outputs in stream(engine, sizes, max_queued)]
+    """No code of the caller runs within a call of the engine."""
+    engine, sizes, found = Engine(), [3, 1, 2, 3], []
+    for outputs in stream(engine, sizes, max_queued):
+        assert not engine.in_call
+        found.append([output.prompt for output in outputs])
     assert found == [[(batch, place) for place in range(size)] for batch, size in enumerate(sizes)]
     assert engine.most_queued == most
     assert engine.aborted == []
-
-
-def test_no_code_of_the_caller_runs_within_a_call_of_the_engine() -> None:
-    engine = Engine()
-    for _ in stream(engine, [2, 2], 10**6):
-        assert not engine.in_call
 
 
 def test_closing_the_stream_drops_unfinished_requests() -> None:
@@ -104,7 +83,8 @@ def test_closing_the_stream_drops_unfinished_requests() -> None:
     assert [item.prompt for item in next(outputs)] == [(1, 0)]
     outputs.close()  # type: ignore[attr-defined]
     assert engine.aborted == []
-    outputs = stream(Failing(engine), [3], 10**6)
+    engine = Engine(failing_step=2)
+    outputs = stream(engine, [3], 10**6)
     with pytest.raises(RuntimeError, match="out of order"):
         next(outputs)
     assert sorted(engine.aborted) == sorted(number for number, _ in engine.queue)
