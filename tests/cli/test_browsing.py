@@ -194,7 +194,7 @@ def test_samples_of_an_evaluation(bandpo: Run) -> None:
         (("runs", "--sort", "accurcy"), "--sort accurcy: unknown (did you mean 'accuracy'?)"),
         (("show", "frist"), "no run 'frist' in runs (did you mean 'first'?)"),
         (("samples", "first", "--step", "9"), "the nearest is --step 3"),
-        (("samples", "first", "--problem", "7"), "--problem 7: no completion is of this problem"),
+        (("samples", "first", "--problem", "7"), "--problem 7: no such problem"),
         (("plot", "first", "--out", "runs/first/config.yaml"), "cannot be written"),
     ],
 )

@@ -222,7 +222,7 @@ def test_changed_problems_with_the_same_ids_are_refused_at_resume(tmp_path: Path
     record["config"]["task"]["max_number"] = 5
     (folder / "eval.json").write_text(json.dumps(record))
     line = usage_error("eval", "--resume", "part", "--no-mlflow", cwd=tmp_path)
-    assert "of other problems" in line
+    assert "its tasks have other problems now" in line
     assert count_parts(folder) == 2
 
 

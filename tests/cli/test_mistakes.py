@@ -90,7 +90,7 @@ MISTAKES: dict[str, list[str]] = {
         "roles.json, row 1: the chat messages of 'prompt': message 1 has the role 'usr'",
     ],
     "train --name a/b": ["--name 'a/b' cannot be used"],
-    "train --name first": ["--name first: runs/first exists already; try --name first-2"],
+    "train --name first": ["--name first: exists already; try --name first-2"],
     "train --set optim": ["write it as section.key=value"],
     "train --runs-dir problems.csv": ["is a file; name a folder"],
     # files of settings
@@ -119,7 +119,7 @@ MISTAKES: dict[str, list[str]] = {
     "trian": ["No such command 'trian'"],
     # further settings and names of a run
     "train --method clip --delta 0.1": ["bounds.delta", "of 'clip'", "eps_high"],
-    "train --steps 2 --profile 2": ["--profile 2", "2 steps to train", "from 1 to 1"],
+    "train --steps 2 --profile 2": ["--profile 2", "give 1 to 1"],
     "train --model ./nowhere": ["./nowhere", "no such folder"],
     "train --divergence nomodule:f": ["nomodule"],
     "train --task gsm8k": ["bundled model was trained on countdown only", "--model"],
@@ -162,14 +162,14 @@ MISTAKES: dict[str, list[str]] = {
     "eval --runs-dir one.jsonl": ["--runs-dir", "is a file"],
     "eval --tracking-uri http://me:secret@host/": ["password"],
     "eval --resume nothing": ["no evaluation 'nothing'"],
-    "eval --resume half": ["half", "does not have the data for a resume"],
+    "eval --resume half": ["half", "has no data for a resume"],
     "eval --resume my-run --samples one.jsonl": ["--resume", "leave out --samples"],
-    "eval --resume gone": ["nowhere.jsonl was changed or deleted since"],
+    "eval --resume gone": ["nowhere.jsonl was changed or deleted"],
     "eval --samples nowhere.jsonl": ["nowhere.jsonl", "No such file"],
     "eval --samples one.jsonl": ["no field found for the completions"],
     "eval --smaples one.jsonl": ["--smaples", "--samples"],
     "eval cmpare a b": ["cmpare", "compare"],
-    "eval compare half half": ["no metrics by problem", "once it is finished"],
+    "eval compare half half": ["no metrics by problem", "finish the evaluation first"],
     "eval compare my-run my-run": ["not evaluated in training"],
 }  # fmt: skip
 """A command, and parts of the one line that it prints. Nothing is written, and torch is not imported."""

@@ -63,13 +63,13 @@ def test_the_hint_for_a_complete_run_of_a_sweep_names_its_folder(
     [
         (
             ["--set", "optim.lr=1e-3"],
-            ["optim.lr = 0.001 (the run has 5e-05)", "These settings can be changed", "tracking"],
+            ["optim.lr = 0.001 (the run has 5e-05)", "a resume can change", "tracking"],
         ),
         (
             ["--seed", "4", "--delta", "0.1"],
             ["seed = 4 (the run has 3), bounds.delta = 0.1 (the run has 0.05)"],
         ),
-        (["--steps", "5"], ["the run has done 5 already"]),
+        (["--steps", "5"], ["steps = 5: 5 are done"]),
         (["--set", "checkpoint.best_metric=time/step"], ["best_metric", "metrics.jsonl"]),
     ],
 )
@@ -107,7 +107,7 @@ def test_a_radius_scheduled_over_the_run_cannot_be_extended(placeholder_run: Pat
     config = (placeholder_run / "config.yaml").read_text().replace("  delta: 0.05\n", scheduled)
     (placeholder_run / "config.yaml").write_text(config)
     refused = usage_error("train", "--resume", "a", "--steps", "12", cwd=tmp_path)
-    assert "bounds.delta_schedule = 'linear' runs to its end over the run's 6 steps" in refused
+    assert "bounds.delta_schedule = 'linear' ends with step 6" in refused
     assert "(its linear schedule has ended)" in usage_error("train", "--resume", "a", cwd=tmp_path)
     (placeholder_run / "config.yaml").write_text(config.replace(scheduled, f"{scheduled}  delta_steps: 6\n"))
     succeed("train", "--resume", "a", "--steps", "12", "--dry-run", cwd=tmp_path)
@@ -138,11 +138,11 @@ def _evaluation(folder: Path) -> None:
     [
         (_replace("config.yaml", None), [], ["it has no config.yaml", "start a new run"]),
         (_replace("config.yaml", "seed: ["), [], ["config.yaml", "not readable as YAML"]),
-        (_replace("metrics.jsonl", None), [], ["metrics.jsonl", "checkpoint of step 2", "lines are missing"]),
+        (_replace("metrics.jsonl", None), [], ["metrics.jsonl: ends before the checkpoint of step 2"]),
         (
             _change_metrics(lambda lines: lines[:3]),
             [],
-            ["ends with step 2", "checkpoint of step 4", "lines are missing"],
+            ["ends before the checkpoint of step 4"],
         ),
         (
             _change_metrics(lambda lines: [*lines[:3], lines[2]]),

@@ -175,7 +175,7 @@ def test_an_interrupt_during_the_plots_leaves_a_finished_run_without_an_empty_fo
         done = bandpo("train", "--steps", "1", *SMALL, "--name", "a", cwd=tmp_path)
     folder = tmp_path / "runs" / "a"
     assert done.code == 130
-    assert "warning: the plots are incomplete; write them with: bandpo plot runs/a" in done.out
+    assert "warning: the plots are incomplete; type bandpo plot runs/a" in done.out
     assert summary(folder)["status"] == "FINISHED"
     assert not (folder / "plots").exists()
     succeed("plot", "runs/a", cwd=tmp_path)

@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.experiments import compare, evaluate, resume, sync, train
 from bandpo_cli.experiments.eval_comparison import ComparisonResult
+from bandpo_cli.storage.run_folder import RunFolder
 
 SMALL = {
     "task": {"max_number": 5},
@@ -32,22 +34,12 @@ class Recorder(CallbackBase):
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.arguments: dict[str, list[Any]] = {"start": [], "phase": [], "step": [], "end": []}
+        for name in self.arguments:
+            setattr(self, name, partial(self._add, name))
 
     def _add(self, call: str, argument: Any) -> None:
         self.calls.append(f"{call} {argument}" if call == "phase" else call)
         self.arguments[call].append(argument)
-
-    def start(self, info: Any) -> None:
-        self._add("start", info)
-
-    def phase(self, name: str) -> None:
-        self._add("phase", name)
-
-    def step(self, report: Any) -> None:
-        self._add("step", report)
-
-    def end(self, result: Any) -> None:
-        self._add("end", result)
 
     def outline(self) -> list[str]:
         """Return the calls without the phases inside steps."""
@@ -64,12 +56,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def trained(runs: Path) -> Recorder:
     seen = Recorder()
     result = train(resolve([SMALL, {"steps": 1}]), runs_dir=runs, name="demo", callbacks=[seen])
-    assert (result.folder, result.name, result.status, result.error) == (
-        runs / "demo",
-        "demo",
-        "FINISHED",
-        None,
-    )
+    assert (result.folder, result.name) == (runs / "demo", "demo")
+    assert (result.status, result.error) == ("FINISHED", None)
     assert [record["step"] for record in result.records] == [0, 1]
     assert result == seen.arguments["end"][0]
     return seen
@@ -101,6 +89,7 @@ def test_resume_trains_further(trained: Recorder, runs: Path) -> None:
         resume("demo", runs_dir=runs)
 
 
+@pytest.mark.slow
 def test_evaluate_and_compare(trained: Recorder, runs: Path) -> None:
     seen = Recorder()
     for name, model in (("a", "embedded"), ("b", "demo@1")):
@@ -113,22 +102,25 @@ def test_evaluate_and_compare(trained: Recorder, runs: Path) -> None:
         assert json.loads((result.folder / "eval.json").read_text())["name"] == name
     assert seen.outline()[:3] == ["phase load", "start", "step"]
     assert seen.outline()[-2:] == ["phase score", "end"]
-    assert seen.arguments["start"][0].completions == sum(
-        report.completions for report in seen.arguments["step"][: len(seen.arguments["step"]) // 2]
-    )
+    assert [info.completions for info in seen.arguments["start"]] == [4, 4]
+    assert sum(len(report.rows) for report in seen.arguments["step"]) == 8
     compared = compare("a", "b", runs)
     assert isinstance(compared, ComparisonResult)
     assert (compared.path_a, [*compared.sets]) == (runs / "a" / "eval.json", ["countdown"])
 
 
-def test_sync_reports_each_run(trained: Recorder, runs: Path, empty_database: Path) -> None:
+def test_sync_reports_each_run(tmp_path: Path, empty_database: Path) -> None:
+    run = RunFolder.create(tmp_path, "demo")
+    run.write_config("tracking:\n  mlflow: false\n")
+    run.append_metrics({"step": 1, "train/reward": 0.5})
+    run.write_summary({"status": "FINISHED", "steps": 1})
     seen = Recorder()
-    reports = sync(all_runs=True, runs_dir=runs, callbacks=[seen])
-    assert [(report.name, report.result) for report in reports] == [("demo", None)]
-    assert "tracking.mlflow is false" in str(reports[0].skipped)
+    (report,) = sync(all_runs=True, runs_dir=tmp_path, callbacks=[seen])
+    assert (report.name, report.result) == ("demo", None)
+    assert "tracking.mlflow is false" in str(report.skipped)
     assert seen.outline() == ["start", "phase tracking", "step", "end"]
-    uri = f"sqlite:///{shutil.copy(empty_database, runs / 'other.db')}"
-    (sent,) = sync(["demo"], uri=uri, runs_dir=runs, callbacks=[seen])
+    uri = f"sqlite:///{shutil.copy(empty_database, tmp_path / 'other.db')}"
+    (sent,) = sync(["demo"], uri=uri, runs_dir=tmp_path, callbacks=[seen])
     assert sent.result is not None
     assert sent.result.ended
     assert seen.outline()[4:] == ["start", "phase tracking", "step", "end"]
@@ -148,7 +140,7 @@ def test_a_requested_stop_before_the_first_step(tmp_path: Path) -> None:
 
 
 def test_an_exception_in_a_callback_ends_the_run_as_failed(tmp_path: Path) -> None:
-    class Failing(Recorder):
+    class Failing(CallbackBase):
         def step(self, report: Any) -> None:
             raise RunError("enough")
 
@@ -161,14 +153,13 @@ def test_an_exception_in_a_callback_ends_the_run_as_failed(tmp_path: Path) -> No
     assert json.loads((tmp_path / "r" / "summary.json").read_text())["status"] == "FAILED"
 
 
-def test_mistakes_are_raised_before_anything_is_written(
-    trained: Recorder, runs: Path, tmp_path: Path
-) -> None:
+def test_mistakes_are_raised_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "demo").mkdir()
     with pytest.raises(UserError, match="exists already"):
-        train(resolve([SMALL]), runs, "demo")
+        train(resolve([SMALL]), tmp_path, "demo")
     with pytest.raises(UserError, match="no such run"):
         evaluate("nowhere", runs_dir=tmp_path)
-    assert list(tmp_path.iterdir()) == []
+    assert [*tmp_path.rglob("*")] == [tmp_path / "demo"]
 
 
 @pytest.mark.slow

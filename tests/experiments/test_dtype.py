@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from rich.console import Console
 
 from bandpo_cli.cli.statement import describe_model, print_memory
@@ -42,21 +41,9 @@ def use_fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: SimpleNamespace(name="a GPU"))
 
 
-def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [without_clock(record) for record in records]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "on_gpu", "expected"),
-    [
-        ("auto", True, "bfloat16"),
-        ("auto", False, "float32"),
-        ("float32", True, "float32"),
-        ("bfloat16", False, "bfloat16"),
-    ],
-)
-def test_auto_depends_on_the_device_and_a_name_does_not(dtype: Any, on_gpu: bool, expected: str) -> None:
-    assert dtype_on(dtype, on_gpu) == expected
+def test_auto_depends_on_the_device_and_a_name_does_not() -> None:
+    assert [dtype_on("auto", on_gpu) for on_gpu in (True, False)] == ["bfloat16", "float32"]
+    assert (dtype_on("float32", True), dtype_on("bfloat16", False)) == ("float32", "bfloat16")
 
 
 def test_a_policy_is_loaded_in_the_dtype_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,9 +65,10 @@ def test_a_run_records_its_dtype_and_can_be_repeated_and_resumed_elsewhere(
     stored = read_layer(tmp_path / "first" / "config.yaml")
     assert stored["model"]["dtype"] == "bfloat16"
     again = train(resolve([stored]), runs_dir=tmp_path, name="again")
-    assert without_times(again.records) == without_times(first.records) == without_times(named.records)
+    records = [[*map(without_clock, result.records)] for result in (first, named, again)]
+    assert records[0] == records[1] == records[2]
     resume("first", runs_dir=tmp_path, settings=[{"steps": 2}])
-    assert yaml.safe_load((tmp_path / "first" / "config.yaml").read_text())["model"]["dtype"] == "bfloat16"
+    assert read_layer(tmp_path / "first" / "config.yaml")["model"]["dtype"] == "bfloat16"
     checkpoint = json.loads((tmp_path / "first/checkpoints/step-000002/config.json").read_text())
     assert checkpoint["dtype"] == "bfloat16"
 
@@ -97,13 +85,11 @@ def test_an_evaluation_records_its_dtype(tmp_path: Path, monkeypatch: pytest.Mon
         ({}, "bfloat16 on a GPU, else float32"),
         ({"device": "cpu"}, "float32"),
         ({"device": "cuda:1"}, "bfloat16"),
-        ({"dtype": "float32"}, "float32"),
         ({"device": "cpu", "dtype": "bfloat16"}, "bfloat16"),
     ],
 )
 def test_the_statement_names_the_dtype(model: dict[str, str], text: str) -> None:
-    described = describe_model(resolve([{"model": {"path": "org/name", **model}}]))
-    assert described == f"org/name, {text}"
+    assert describe_model(resolve([{"model": {"path": "org/name", **model}}])) == f"org/name, {text}"
 
 
 def test_the_estimate_and_the_advice_follow_the_device() -> None:
@@ -125,39 +111,29 @@ def test_an_exported_job_is_on_gpus() -> None:
     assert overrides_of(resolve([{"model": {"dtype": "float32"}}]))[key] == "float32"
 
 
-@pytest.mark.parametrize(
-    ("dtype", "on_gpu", "changed"),
-    [
-        ("float32", False, []),
-        ("bfloat16", True, []),
-        ("bfloat16", False, ["bfloat16"]),
-        ("float32", True, ["float32"]),
-    ],
-)
-def test_the_dtype_that_auto_was_is_no_changed_setting(dtype: str, on_gpu: bool, changed: list[str]) -> None:
-    config = resolve([{"model": {"dtype": dtype}}])
-    found = changed_settings(config, on_gpu)
-    assert [value for key, (value, _) in found.items() if key == "model.dtype"] == changed
+def test_the_dtype_that_auto_was_is_no_changed_setting() -> None:
+    for dtype, on_gpu in (("float32", False), ("bfloat16", True)):
+        config = resolve([{"model": {"dtype": dtype}}])
+        assert "model.dtype" not in changed_settings(config, on_gpu)
+        assert changed_settings(config, not on_gpu)["model.dtype"][0] == dtype
 
 
 @pytest.mark.slow
 def test_the_time_of_a_sweep_is_estimated_from_runs_with_the_dtype_of_auto(tmp_path: Path) -> None:
     train(resolve(RUN), runs_dir=tmp_path, name="a")
     assert read_layer(tmp_path / "a" / "config.yaml")["model"]["dtype"] == "float32"
-    threads = torch.get_num_threads()
-    assert seconds_from_earlier_runs(resolve(RUN), tmp_path, threads) is not None
-    other = resolve([*RUN, {"model": {"dtype": "bfloat16"}}])
-    assert seconds_from_earlier_runs(other, tmp_path, threads) is None
-    path = tmp_path / "a" / "config.yaml"
-    share = {"sampling": {"vllm": {"memory_fraction": 0.3}}}
-    path.write_text(to_yaml(resolve([read_layer(path), share])))
-    assert seconds_from_earlier_runs(resolve(RUN), tmp_path, threads) is not None
-    assert (
-        seconds_from_earlier_runs(
-            resolve([*RUN, {"sampling": {"vllm": {"memory_fraction": 0.4}}}]), tmp_path, threads
+
+    def is_similar(*layers: Any) -> bool:
+        return (
+            seconds_from_earlier_runs(resolve([*RUN, *layers]), tmp_path, torch.get_num_threads()) is not None
         )
-        is None
-    )
+
+    assert is_similar()
+    assert not is_similar({"model": {"dtype": "bfloat16"}})
+    path = tmp_path / "a" / "config.yaml"
+    path.write_text(to_yaml(resolve([read_layer(path), {"sampling": {"vllm": {"memory_fraction": 0.3}}}])))
+    assert is_similar()
+    assert not is_similar({"sampling": {"vllm": {"memory_fraction": 0.4}}})
 
 
 def test_flash_attention_with_auto_on_a_cpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,26 +54,21 @@ def test_a_comparison_by_hand() -> None:
     assert comparison.changed_problems == [("r", 0.0, 0.75), ("q", 0.5, 0.375)]
 
 
-@pytest.mark.parametrize("ups", range(9))
-@pytest.mark.parametrize("downs", [0, 1, 3, 8, 25])
+@pytest.mark.parametrize("ups", [0, 1, 4, 8])
+@pytest.mark.parametrize("downs", [0, 1, 3, 25])
 def test_the_sign_test_is_scipys_exact_binomial_test(ups: int, downs: int) -> None:
     changes = [0.25] * ups + [-0.5] * downs + [0.0] * 4
     a = record(s={str(i): {"mean_at_4": 0.5} for i, _ in enumerate(changes)})
     b = record(s={str(i): {"mean_at_4": 0.5 + change} for i, change in enumerate(changes)})
     comparison = compare_records(a, b)["s"]
     assert (comparison.wins, comparison.losses, comparison.ties) == (ups, downs, 4)
-    if ups + downs == 0:
-        assert comparison.sign_test_p is None
-    else:
-        assert comparison.sign_test_p == pytest.approx(binomtest(ups, ups + downs).pvalue)
+    expected = pytest.approx(binomtest(ups, ups + downs).pvalue) if ups + downs else None
+    assert comparison.sign_test_p == expected
     assert comparison.as_json()["sign_test_p"] == comparison.sign_test_p
 
 
 def test_sign_test_by_hand() -> None:
-    assert sign_test(0, 0) is None
-    assert sign_test(1, 0) == 1
     assert sign_test(5, 0) == pytest.approx(2 / 32)
-    assert sign_test(0, 6) == pytest.approx(2 / 64)
     assert sign_test(7, 1) == pytest.approx(2 * (1 + 8) / 256)
     assert sign_test(3, 3) == 1
     assert 0 < sign_test(700, 300) < 1e-30  # type: ignore[operator]
@@ -93,9 +88,9 @@ def test_a_swapped_comparison_has_the_opposite_signs() -> None:
 def test_a_comparison_with_itself_has_no_changes() -> None:
     comparison = compare_records(A, A)["math"]
     assert (comparison.wins, comparison.losses, comparison.ties, comparison.changed_problems) == (0, 0, 4, [])
-    assert all(
-        metric.change.value == 0 and math.isnan(metric.change.low) for metric in comparison.metrics.values()
-    )
+    for metric in comparison.metrics.values():
+        assert metric.change.value == 0
+        assert math.isnan(metric.change.low)
     plain = json.loads(json.dumps(replace_nonfinite(comparison.as_json()), allow_nan=False))
     assert plain["figures"]["mean"] == {"a": 0.4375, "b": 0.4375, "value": 0.0, "low": None, "high": None}
     assert plain["problems"] == {"shared": 4, "only_a": 0, "only_b": 0}
@@ -131,9 +126,8 @@ def test_only_shared_sets_problems_and_metrics_are_read() -> None:
 
 
 def test_equal_shares_of_different_n_are_ties() -> None:
-    shares = [(count / 3, 2 * count / 6) for count in range(4)]
-    a = record(s={str(i): {"mean_at_3": x} for i, (x, _) in enumerate(shares)})
-    b = record(s={str(i): {"mean_at_6": y} for i, (_, y) in enumerate(shares)})
+    a = record(s={str(count): {"mean_at_3": count / 3} for count in range(4)})
+    b = record(s={str(count): {"mean_at_6": 2 * count / 6} for count in range(4)})
     assert compare_records(a, b)["s"].ties == 4
 
 
@@ -147,33 +141,21 @@ GOOD = {"p": {"mean_at_2": 0.5, "pass_at_2": 1.0}, "q": {"mean_at_2": 0.0, "pass
         (record(other=GOOD), "nothing to compare: A has other, B has s"),
         (record(s={"x": GOOD["p"]}), "share no problem of 's'"),
         (record(s={}), "share no problem of 's'"),
-        ({"sets": {"s": {"problems": 2}}}, "A has no metrics by problem of 's'"),
-        ({"sets": {"s": None}}, "A has no metrics by problem of 's'"),
-        ({"sets": {"s": [1]}}, "A has no metrics by problem of 's'"),
-        ({"sets": {"s": {"by_problem": None}}}, "A has no metrics by problem of 's'"),
-        ({"sets": {"s": {"by_problem": [1, 2]}}}, "A has no metrics by problem of 's'"),
-        (record(s={"p": 0.5, "q": 0.5}), "A has no metrics by problem of 's'"),  # type: ignore[arg-type]
-        (
-            record(s={"p": {"pass_at_2": 1.0}, "q": GOOD["q"]}),
-            "problem 'p' of 's' in A: 'mean' is None and not a number",
+        *(
+            ({"sets": {"s": scores}}, "A has no metrics by problem of 's'")
+            for scores in (None, [1], {"problems": 2}, {"by_problem": [1, 2]}, {"by_problem": {"p": 0.5, "q": 0.5}})
         ),
-        (
-            record(s={"p": GOOD["p"], "q": {"mean_at_2": 0.0}}),
-            "problem 'q' of 's' in A: 'pass_at_2' is None",
+        (record(s={"p": {"pass_at_2": 1.0}, "q": GOOD["q"]}), "problem 'p' of 's' in A: 'mean' is None and not a"),
+        (record(s={"p": GOOD["p"], "q": {"mean_at_2": 0.0}}), "problem 'q' of 's' in A: 'pass_at_2' is None"),
+        *(
+            (record(s={"p": {**GOOD["p"], "mean_at_2": value}, "q": GOOD["q"]}), f"'mean' is {text} and")
+            for value, text in (
+                (None, "None"), (math.nan, "nan"), (math.inf, "inf"), ("0.5", "'0.5'"), (True, "True"),
+                ([0.5], "[0.5]"), (10**400, "1" + 39 * "0"),
+            )
         ),
-        (record(s={"p": GOOD["p"], "q": {**GOOD["q"], "pass_at_2": None}}), "'pass_at_2' is None"),
-        (
-            record(s={"p": {**GOOD["p"], "mean_at_2": None}, "q": GOOD["q"]}),
-            "'mean' is None",
-        ),
-        (record(s={"p": {**GOOD["p"], "mean_at_2": math.nan}, "q": GOOD["q"]}), "'mean' is nan and"),
-        (record(s={"p": {**GOOD["p"], "mean_at_2": math.inf}, "q": GOOD["q"]}), "'mean' is inf and"),
-        (record(s={"p": {**GOOD["p"], "mean_at_2": 10**400}, "q": GOOD["q"]}), "'mean' is 1000"),
-        (record(s={"p": {**GOOD["p"], "mean_at_2": "0.5"}, "q": GOOD["q"]}), "'mean' is '0.5' and"),
-        (record(s={"p": {**GOOD["p"], "mean_at_2": True}, "q": GOOD["q"]}), "'mean' is True and"),
-        (record(s={"p": {**GOOD["p"], "mean_at_2": [0.5]}, "q": GOOD["q"]}), "'mean' is [0.5] and"),
     ],
-)
+)  # fmt: skip
 def test_damaged_records_give_one_error_line(damaged: dict[str, Any], words: str) -> None:
     """As A, with the words of the message, and as B."""
     for pair, expected in (((damaged, record(s=GOOD)), words), ((record(s=GOOD), damaged), "")):

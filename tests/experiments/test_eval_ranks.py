@@ -15,8 +15,9 @@ import pytest
 
 from bandpo_cli.callbacks import Callback
 from bandpo_cli.errors import UserError
+from bandpo_cli.evaluation.batches import Batch
 from bandpo_cli.experiments.eval_request import plan_evaluation
-from bandpo_cli.experiments.eval_run import EvalInfo, EvalProgress, EvalResult, evaluate, resume_evaluation
+from bandpo_cli.experiments.eval_run import EvalInfo, EvalResult, evaluate, resume_evaluation
 from bandpo_cli.grading.pool import GraderPool, GraderUse, failure_warnings
 from bandpo_cli.ranks import SINGLE, Ranks
 from tests.training.several_ranks import run_ranks
@@ -29,7 +30,7 @@ SETTINGS = {
 """Four batches of two problems, the last of one."""
 
 
-class Recorder(Callback[EvalInfo, EvalProgress, EvalResult]):
+class Recorder(Callback[EvalInfo, Batch, EvalResult]):
     """Records the completions of each step, and interrupts after `last` steps."""
 
     def __init__(self, last: int | None = None) -> None:
@@ -37,8 +38,8 @@ class Recorder(Callback[EvalInfo, EvalProgress, EvalResult]):
         self.steps: list[int] = []
         self.ends = 0
 
-    def step(self, report: EvalProgress) -> None:
-        self.steps.append(report.completions)
+    def step(self, report: Batch) -> None:
+        self.steps.append(len(report.rows))
         if len(self.steps) == self.last:
             raise KeyboardInterrupt
 
@@ -86,9 +87,8 @@ def test_several_ranks_write_the_evaluation_of_one(tmp_path: Path) -> None:
     assert events.steps == [8, 8, 8, 4]
     assert events.ends == 1
     for other_record, other_scores, other_events in others:
-        assert repr((other_record, other_scores)) == repr(
-            (record, scores)
-        )  # with values that are not numbers
+        # As texts, since some values are not numbers.
+        assert repr((other_record, other_scores)) == repr((record, scores))
         assert other_events.steps == []
         assert other_events.ends == 0
 
@@ -96,13 +96,9 @@ def test_several_ranks_write_the_evaluation_of_one(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_evaluation_of_one_rank_resumes_with_two(tmp_path: Path) -> None:
     run(SINGLE, tmp_path, "one")
+    request = plan_evaluation(base=[SETTINGS], runs_dir=tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        evaluate(
-            plan_evaluation(base=[SETTINGS], runs_dir=tmp_path),
-            runs_dir=tmp_path,
-            name="resumed",
-            callbacks=[Recorder(last=2)],
-        )
+        evaluate(request, runs_dir=tmp_path, name="resumed", callbacks=[Recorder(last=2)])
     assert len([*(tmp_path / "resumed" / "parts").iterdir()]) == 2
     (_, _, events), (_, _, other) = run_ranks(2, tmp_path / "results", run, tmp_path, "resumed", True)
     compare(tmp_path / "one", tmp_path / "resumed")
@@ -122,42 +118,37 @@ def refused(ranks: Ranks, folder: Path) -> str:
     return str(raised.value)
 
 
-@pytest.mark.slow
-def test_a_name_that_is_taken_on_rank_0_ends_all_ranks(tmp_path: Path) -> None:
-    """Rank 0 alone creates the folder. The name is taken after it was checked, as by another process."""
-    (tmp_path / "taken").mkdir()
+def refused_then_warned(ranks: Ranks, folder: Path) -> tuple[str, list[str]]:
+    """Return the error for a name that is taken, and the warnings of this rank if a grader failed on rank 1."""
     with mock.patch("bandpo_cli.experiments.eval_run.choose_run_name", lambda folder, name, default: name):
-        messages = run_ranks(2, tmp_path / "results", refused, tmp_path)
-    assert messages[0].startswith("'taken' already exists")
-    assert messages[1] == f"rank 0: {messages[0]}"
-    assert not (tmp_path / "other").exists()
-
-
-def warned(ranks: Ranks, folder: Path) -> list[str]:
-    """Evaluate, with a grader that failed on rank 1; return the warnings of this rank."""
+        error = refused(ranks, folder)
     handler = logging.handlers.BufferingHandler(100)
     logging.getLogger("bandpo_cli").addHandler(handler)
     uses = {"countdown": GraderUse(14, ranks.rank, "ValueError: x" if ranks.rank else None)}
     with mock.patch.object(GraderPool, "uses", return_value=uses):
         run(ranks, folder, "warned")
-    return [record.getMessage() for record in handler.buffer]
+    return error, [record.getMessage() for record in handler.buffer]
 
 
 @pytest.mark.slow
-def test_rank_0_warns_of_the_graders_of_all_ranks(tmp_path: Path) -> None:
-    (warning,), nothing = run_ranks(2, tmp_path / "results", warned, tmp_path)
+def test_errors_and_warnings_of_several_ranks(tmp_path: Path) -> None:
+    """Rank 0 alone creates the folder. The name is taken after it was checked, as by another process."""
+    (tmp_path / "taken").mkdir()
+    main, other = run_ranks(2, tmp_path / "results", refused_then_warned, tmp_path)
+    assert main[0].startswith("'taken' already exists")
+    assert other == (f"rank 0: {main[0]}", [])
+    assert not (tmp_path / "other").exists()
+    (warning,) = main[1]
     assert warning.startswith("grader 'countdown' failed on 1 of 28 answers (3.6%)")
     assert warning.endswith("the first error: ValueError: x")
-    assert nothing == []
 
 
 def test_stored_completions_are_graded_by_one_process(tmp_path: Path) -> None:
     path = tmp_path / "answers.jsonl"
     path.write_text(json.dumps({"question": "1 + 1", "answer": "2", "completions": ["2", "3"]}))
-    two = mock.patch(
-        "bandpo_cli.experiments.eval_run.connected_ranks", return_value=nullcontext(Ranks(0, 2, 0))
-    )
-    with two, pytest.raises(UserError, match=r"answers.jsonl: .* graded by one process"):
+    ranks = nullcontext(Ranks(0, 2, 0))
+    connected = mock.patch("bandpo_cli.experiments.eval_run.connected_ranks", return_value=ranks)
+    with connected, pytest.raises(UserError, match=r"answers.jsonl: a file is graded by one process"):
         evaluate(samples=path, grader="number", runs_dir=tmp_path)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +18,17 @@ from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.reports import run_plots
 from bandpo_cli.sampling.sampler import StaleEngineError
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training import components, loop
 from bandpo_cli.training.optimizer import Optimizer
 from tests.experiments.test_api import SMALL
 
-CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
-ADVICE = (
-    "out of memory (CUDA out of memory. Tried to allocate 2.00 GiB); for less memory, in this order: "
-    "--set optim.micro_batch_tokens=8192, "
-)
+SIZE = "CUDA out of memory. Tried to allocate 2.00 GiB"
+ADVICE = f"out of memory ({SIZE}); for less memory, in this order: --set optim.micro_batch_tokens=8192, "
 
 
 def out_of_memory(*_: Any, **__: Any) -> None:
-    raise torch.OutOfMemoryError(CUDA)
+    raise torch.OutOfMemoryError(f"{SIZE}. GPU 0 has a total capacity of 79 GiB")
 
 
 def wrapped_out_of_memory(*_: Any, **__: Any) -> None:
@@ -43,7 +41,7 @@ def wrapped_out_of_memory(*_: Any, **__: Any) -> None:
 ONE_STEP: list[Any] = [SMALL, {"steps": 1, "evaluation": {"every": 0}}]
 PHASES = [
     ("loading", components, "load_policy", out_of_memory),
-    ("optimizer", Optimizer, "__init__", out_of_memory),
+    ("optimizer", Optimizer, "__init__", out_of_memory),  # the sampler is closed
     ("sampling", TransformersSampler, "sample", out_of_memory),
     ("scoring", loop, "prepare_updates", out_of_memory),
     ("update", loop, "update_policy", out_of_memory),
@@ -58,6 +56,8 @@ PHASES = [
 def test_out_of_memory_in_any_phase_is_one_line_of_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phase: str, owner: Any, name: str, fail: Any
 ) -> None:
+    closed: list[object] = []
+    monkeypatch.setattr(TransformersSampler, "close", lambda sampler: closed.append(sampler))
     monkeypatch.setattr(owner, name, fail)
     every = 1 if phase == "evaluation" else 0
     config = resolve([SMALL, {"steps": 1, "evaluation": {"every": every}}])
@@ -65,9 +65,9 @@ def test_out_of_memory_in_any_phase_is_one_line_of_advice(
         train(config, runs_dir=tmp_path, name="a")
     assert str(raised.value).startswith(ADVICE)
     assert "sampling.max_sequences=512" in str(raised.value)  # the engine that `auto` is on a CPU
-    summary = tmp_path / "a" / "summary.json"
+    assert len(closed) == (phase != "loading")
     if phase not in ("loading", "optimizer"):
-        assert json.loads(summary.read_text())["status"] == "FAILED"
+        assert json.loads((tmp_path / "a" / "summary.json").read_text())["status"] == "FAILED"
 
 
 @pytest.mark.slow
@@ -118,45 +118,27 @@ def run_command(command: str, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("command", "owner", "name"),
-    [("train", loop, "update_policy"), ("evaluate", TransformersSampler, "sample")],
-)
+@pytest.mark.parametrize("command", ["train", "evaluate"])
 def test_a_sampler_that_cannot_be_closed_does_not_hide_the_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: list[str], caplog: pytest.LogCaptureFixture,
-    command: str, owner: Any, name: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: list[str], caplog: pytest.LogCaptureFixture, command: str
 ) -> None:  # fmt: skip
-    caplog.set_level(logging.WARNING, "bandpo_cli")
-    monkeypatch.setattr(owner, name, out_of_memory)
+    if command == "train":  # without an error, it is reported
+        assert train(resolve(ONE_STEP), runs_dir=tmp_path, name="complete").status == "FINISHED"
+        assert closed == ["sampler", "grader"]
+        assert "RuntimeError: the engine does not answer" in caplog.text
+        closed.clear()
+        caplog.clear()
+    monkeypatch.setattr(TransformersSampler, "sample", out_of_memory)
+    start: Any = partial(train, resolve(ONE_STEP))
+    if command == "evaluate":
+        start = partial(evaluate, n=2, k=[2], limit=2, settings=[SMALL])
     with pytest.raises(RunError, match=r"^out of memory"):
-        run_command(command, tmp_path)
+        start(runs_dir=tmp_path, name="a")
     assert sorted(closed) == ["grader", "sampler"]
     assert "RuntimeError: the engine does not answer" in caplog.text
 
 
-@pytest.mark.slow
-def test_a_sampler_that_cannot_be_closed_after_the_last_step_is_reported(
-    tmp_path: Path, closed: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.WARNING, "bandpo_cli")
-    result = train(resolve(ONE_STEP), runs_dir=tmp_path, name="a")
-    assert result.status == "FINISHED"
-    assert closed == ["sampler", "grader"]
-    assert "RuntimeError: the engine does not answer" in caplog.text
-
-
-def test_a_sampler_is_closed_where_the_optimizer_has_no_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: list[str]
-) -> None:
-    monkeypatch.setattr(Optimizer, "__init__", out_of_memory)
-    with pytest.raises(RunError, match=r"^out of memory"):
-        train(resolve([SMALL, {"steps": 1}]), runs_dir=tmp_path, name="a")
-    assert closed == ["sampler"]
-
-
 def test_closing_the_components_closes_all_of_them_and_raises_the_error(closed: list[str]) -> None:
-    from bandpo_cli.tasks.task import build_task
-
     config = resolve([SMALL])
     built = components.build_components(config, build_task(config.task))
     with pytest.raises(RuntimeError, match="does not answer"):
@@ -179,7 +161,6 @@ def test_a_failure_at_the_end_does_not_hide_the_error_of_the_run(
     def fail(*_: Any) -> None:
         raise ValueError("no plots")
 
-    caplog.set_level(logging.WARNING, "bandpo_cli")
     monkeypatch.setattr(loop, "update_policy", out_of_memory)
     if failure == "no plots":
         monkeypatch.setattr(run_plots, "plot_run", fail)

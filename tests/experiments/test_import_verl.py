@@ -73,30 +73,29 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_metrics_get_the_names_of_a_run_here(job: Path, tmp_path: Path) -> None:
-    found = import_verl(job, runs_dir=tmp_path / "runs")
-    assert (found.status, found.last_step, found.folder.name) == ("FINISHED", 3, "job")
-    first, *_, last = records(found.folder)
+    run, left_out = import_verl(job, runs_dir=tmp_path / "runs")
+    assert (run.status, run.step, run.steps, run.name) == ("FINISHED", 3, 3, "job")
+    first, *_, last = records(run.path)
     assert first == {"step": 0, "eval/countdown/mean_at_16": 0.1}
     assert last == {
         "step": 3, "train/reward": 0.25, "clip/active_fraction": 0.01, "clip/upper_fraction": 0.008,
         "optim/grad_norm": 1.5, "optim/lr": 5e-5, "train/response_length": 7.0, "time/step": 12.0,
         "eval/countdown/mean_at_16": 0.4,
     }  # fmt: skip
-    assert found.left_out == ("actor/entropy", "actor/ppo_kl", "val-core/countdown/acc/best_at_16/mean")
-    about = json.loads((found.folder / "verl.json").read_text("utf-8"))
-    assert about["left_out"] == list(found.left_out)
+    assert left_out == ["actor/entropy", "actor/ppo_kl", "val-core/countdown/acc/best_at_16/mean"]
+    assert json.loads((run.path / "verl.json").read_text("utf-8"))["left_out"] == left_out
     write_settings(job, steps=3, objective={"aggregation": "token-mean"})  # then the entropy means the same
-    found = import_verl(job, runs_dir=tmp_path / "runs", name="tokens")
-    assert records(found.folder)[-1]["train/entropy"] == 0.5
+    run, _ = import_verl(job, runs_dir=tmp_path / "runs", name="tokens")
+    assert records(run.path)[-1]["train/entropy"] == 0.5
 
 
 def test_the_last_run_of_the_name_or_the_one_that_is_named(job: Path, tmp_path: Path) -> None:
     log_run(job, "other", {1: STEP | {"critic/score/mean": 0.7}})
     later = log_run(job, "job", {1: STEP | {"critic/score/mean": 0.9}}, status="FAILED")
-    found = import_verl(job, runs_dir=tmp_path / "runs")
-    assert (found.status, records(found.folder)[-1]["train/reward"]) == ("FAILED", 0.9)
-    again = import_verl(job, runs_dir=tmp_path / "runs", name="again", run_id=later)
-    assert records(again.folder) == records(found.folder)
+    run, _ = import_verl(job, runs_dir=tmp_path / "runs")
+    assert (run.status, records(run.path)[-1]["train/reward"]) == ("FAILED", 0.9)
+    again, _ = import_verl(job, runs_dir=tmp_path / "runs", name="again", run_id=later)
+    assert records(again.path) == records(run.path)
 
 
 def test_an_imported_run_is_not_resumed(
@@ -104,9 +103,9 @@ def test_an_imported_run_is_not_resumed(
 ) -> None:
     """A resume without checkpoints would start again and replace the imported metrics."""
     write_settings(job, steps=50)
-    imported = import_verl(job, runs_dir=tmp_path / "runs")
-    assert imported.status == "FAILED"  # verl ends the MLflow run as FINISHED after an error, too
-    folder = imported.folder
+    run, _ = import_verl(job, runs_dir=tmp_path / "runs")
+    assert run.status == "FAILED"  # verl ends the MLflow run as FINISHED after an error, too
+    folder = run.path
     before = (folder / "metrics.jsonl").read_bytes()
     assert run_command("train", "--resume", "job", "--runs-dir", str(tmp_path / "runs")) == 2
     assert "job was imported from verl" in capsys.readouterr().err
@@ -115,22 +114,25 @@ def test_an_imported_run_is_not_resumed(
 
 def test_mistakes_write_nothing(job: Path, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
-    cases: list[tuple[Path, dict[str, Any], type[Exception], str]] = [
-        (tmp_path / "nothing", {}, UserError, "no config.yaml"),
-        (job, {"uri": sqlite_uri(tmp_path / "no.db")}, UserError, "no such MLflow store"),
-        (job, {"run_id": "0" * 32}, UserError, "not found"),
-        (job, {"uri": "http://127.0.0.1:9"}, RunError, "127.0.0.1:9"),
-    ]
-    for folder, arguments, error, message in cases:
+    for arguments, error, message in (
+        ({"job": tmp_path / "nothing"}, UserError, "no config.yaml"),
+        ({"uri": sqlite_uri(tmp_path / "no.db")}, UserError, "no such MLflow store"),
+        ({"run_id": "0" * 32}, UserError, "not found"),
+        ({"uri": "http://127.0.0.1:9"}, RunError, "127.0.0.1:9"),
+    ):
         with pytest.raises(error, match=message):
-            import_verl(folder, runs_dir=runs, **arguments)
+            import_verl(**{"job": job, "runs_dir": runs, **arguments})
+    (runs / "job").mkdir(parents=True)
+    with pytest.raises(UserError, match="exists already; try --name job-2"):
+        import_verl(job, runs_dir=runs)
+    (runs / "job").rmdir()
     renamed = job.rename(tmp_path / "renamed")
-    with pytest.raises(UserError, match=r"no run 'renamed' \(its runs: job\)"):
+    with pytest.raises(UserError, match=r"no run 'renamed' \(runs: job\)"):
         import_verl(renamed, runs_dir=runs)
     write_settings(renamed, steps=3, tracking={"experiment": "elsewhere"})
     with pytest.raises(UserError, match="no experiment 'elsewhere'"):
         import_verl(renamed, runs_dir=runs)
-    assert not runs.exists()
+    assert not [*runs.iterdir()]
 
 
 class FailingServer(BaseHTTPRequestHandler):
@@ -157,9 +159,8 @@ def test_a_server_that_fails_ends_the_import_in_one_line_without_retries(
     server = ThreadingHTTPServer(("127.0.0.1", 0), FailingServer)
     Thread(target=server.serve_forever, daemon=True).start()
     uri = f"http://user:hunter2@127.0.0.1:{server.server_port}"
-    assert (
-        run_command("import", "verl", str(job), "--tracking-uri", uri, "--runs-dir", str(tmp_path / "r")) == 1
-    )
+    place = ("--tracking-uri", uri, "--runs-dir", str(tmp_path / "r"))
+    assert run_command("import", "verl", str(job), *place) == 1
     server.shutdown()
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: MLflow at http://***@127.0.0.1")
@@ -191,10 +192,6 @@ def test_runs_of_both_engines_are_two_arms_of_one_report(
     out = capsys.readouterr().out
     assert "FINISHED, step 3 of 3" in out
     assert "left out  actor/entropy" in out
-    assert run_command("import", "verl", "job", "--name", "theirs") == 2
-    assert "exists already" in capsys.readouterr().err
     assert run_command("report", "runs/own", "runs/theirs", "--format", "json") == 0
     arms = json.loads(capsys.readouterr().out)["arms"]
     assert {arm["name"] for arm in arms} == {"kl 0.05", "kl 0.05 engine=verl"}
-    assert run_command("runs") == 0
-    assert "theirs" in capsys.readouterr().out

@@ -19,7 +19,7 @@ from bandpo_cli.metric_names import without_clock
 SMALL: dict[str, Any] = {
     "steps": 1,
     "sampling": {"prompts": 4, "samples": 4},
-    "optim": {"updates": 2},
+    "optim": {"updates": 1},
     "evaluation": {"problems": 4, "samples": 2, "k": [2], "every": 2},
     "checkpoint": {"every": 1},
     "grading": {"workers": 1},
@@ -31,22 +31,14 @@ def pluses(prompts, completions, numbers, **kwargs):
     counts = [turns[0]["content"].count("+") for turns in completions]
     return [None if "*" in turns[0]["content"] else count - len(counts) for turns, count in zip(completions, counts)]
 """
-BROKEN = """
-def judge(answer):
-    return True
-"""
-REPAIRED = """
-def judge(text, answer, extra):
-    return True
-"""
-
-
+BROKEN = "def judge(answer):\n    return True\n"
+REPAIRED = "def judge(text, answer, extra):\n    return True\n"
 UNSTABLE = """
 import time
 def judge(text, answer, extra):
     if "*" in text:
         raise ConnectionError("the judge does not answer")
-    if text.startswith("1"):
+    if text.startswith("4"):
         time.sleep(60)
     return "+" in text
 """
@@ -69,9 +61,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_records_of_weighted_rewards() -> None:
-    """The values are computed again from the texts in the samples."""
-    folder = run_with({"weight": 2}, {"grader": "pluses_reward:pluses", "weight": 0.5})
+def test_the_records_of_weighted_rewards_also_after_a_resume() -> None:
+    """The values are computed again from the texts in the samples. The first evaluation is that of the task alone."""
+    rewards = ({"weight": 2}, {"grader": "pluses_reward:pluses", "weight": 0.5})
+    folder = run_with(*rewards, steps=2)
     samples = pd.read_parquet(folder / "samples" / "step-000001.parquet")
     applies = ~samples.text.str.contains("*", regex=False)
     assert applies.any()
@@ -80,67 +73,52 @@ def test_the_records_of_weighted_rewards() -> None:
     assert samples["reward/pluses"].equals(pluses.astype(float))
     expected = 2 * samples.accuracy + 0.5 * pluses.fillna(0)
     assert samples.reward.tolist() == pytest.approx(expected.tolist())
-    line = read_metrics(folder)[-1]
+    first, line, last = read_metrics(folder)
     assert line["train/reward"] == pytest.approx(samples.reward.mean())
     assert line["train/reward/answer"] == pytest.approx(samples.accuracy.mean())
     assert line["train/reward/pluses"] == pytest.approx(pluses.mean())
     assert line["train/accuracy"] == samples.accuracy.mean()
     assert "grade/not_applicable_fraction" not in line
-
-
-@pytest.mark.slow
-def test_a_component_changes_neither_the_first_evaluation_nor_a_resume() -> None:
-    rewards = ({}, {"grader": "pluses_reward:pluses", "weight": 0.5})
-    folder = run_with(*rewards, steps=2)
-    plain = train(resolve([SMALL]), name="plain").folder
-    assert read_metrics(folder)[0] == read_metrics(plain)[0]
-    shorter = run_with(*rewards, name="shorter")
-    resume("shorter", settings=[{"steps": 2}])
-    assert read_metrics(shorter)[2] == read_metrics(folder)[2]
+    plain = train(resolve([SMALL]), name="plain", stop_requested=lambda: True)
+    assert [*map(without_clock, plain.records)] == [first]
+    run_with(*rewards, name="shorter")
+    assert without_clock(resume("shorter", settings=[{"steps": 2}]).records[2]) == last
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("timeout_reward", "more"),
-    [
-        ("none", {}),
-        ("wrong", {"reward": {"wrong": -1.0, "overlong_buffer": 2}}),
-    ],
+    [("none", {"steps": 2}), ("wrong", {"reward": {"wrong": -1.0, "overlong_buffer": 2}})],
 )
 def test_answers_whose_grading_failed_are_in_no_mean_also_after_a_resume(
     timeout_reward: str, more: dict[str, Any]
 ) -> None:
     """Which answers fail follows from the texts in the samples."""
     Path("unstable.py").write_text(UNSTABLE)
-    rewards = [{"weight": 0.5}, {"grader": "unstable:judge"}]
     settings = [
         SMALL,
-        {"steps": 3, "evaluation": {"every": 0}},
-        {
-            "grading": {"deadline": 1.5, "timeout_reward": timeout_reward},
-            "task": {"rewards": rewards},
-        },
-        more,
+        {"evaluation": {"every": 0}, "grading": {"deadline": 1, "timeout_reward": timeout_reward}},
+        {"task": {"rewards": [{"weight": 0.5}, {"grader": "unstable:judge"}]}},
     ]
-    result = train(resolve(settings), name="a")
-    samples = pd.read_parquet(result.folder / "samples" / "step-000002.parquet")
+    result = train(resolve([*settings, more]), name="a")
+    samples = pd.read_parquet(result.folder / "samples" / "step-000001.parquet")
     failed = samples.text.str.contains("*", regex=False)
-    slow = ~failed & samples.text.str.startswith("1")
+    slow = ~failed & samples.text.str.startswith("4")
     assert failed.any()
     assert slow.any()
     ungraded = failed | slow if timeout_reward == "none" else failed
     assert samples.reward.isna().equals(ungraded)
     assert samples["reward/judge"].isna().equals(ungraded)
-    line = without_clock(result.records[1])
+    line = without_clock(result.records[0])
     assert line["train/ungraded_fraction"] == ungraded.mean()
     assert line["train/reward"] == pytest.approx(samples.reward.mean())
     assert line["train/accuracy"] == samples.accuracy.mean()
     spread = samples.groupby("problem_id", sort=False).reward.nunique() > 1
     assert line["train/uniform_group_fraction"] == 1 - spread.mean()
-    train(resolve([*settings, {"steps": 2}]), name="shorter")
-    assert [*map(without_clock, resume("shorter", settings=[{"steps": 3}]).records)] == [
-        *map(without_clock, result.records)
-    ]
+    if "steps" in more:
+        train(resolve(settings), name="shorter")
+        resumed = resume("shorter", settings=[more])
+        assert [*map(without_clock, resumed.records)] == [*map(without_clock, result.records)]
 
 
 @pytest.mark.slow
@@ -158,9 +136,8 @@ def test_a_weight_of_zero_records_values_without_training_on_them() -> None:
 @pytest.mark.slow
 def test_a_failing_grader_stops_the_run_and_its_repair_resumes_it() -> None:
     Path("failing_judge.py").write_text(BROKEN)
-    with pytest.raises(
-        GraderFailedError, match=r"all 16 answers are grader errors.*'failing_judge:judge'.*1 po"
-    ):
+    message = r"all 16 answers are grader errors.*'failing_judge:judge'.*1 po"
+    with pytest.raises(GraderFailedError, match=message):
         run_with({}, {"grader": "failing_judge:judge"})
     folder = Path("runs/a")
     summary = json.loads((folder / "summary.json").read_text())
@@ -178,14 +155,11 @@ def test_an_evaluation_with_errors_only_fails_and_its_answers_are_graded_again(
     rows = [{"question": f"{n}?", "answer": n, "completions": ["a", "b"]} for n in range(3)]
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = [{"tracking": {"mlflow": False}, "evaluation": {"k": [2]}}]
-    with pytest.raises(
-        GraderFailedError, match=r"all 6 answers are grader errors.*'failing_eval:judge': TypeError"
-    ):
+    message = r"all 6 answers are grader errors.*'failing_eval:judge': TypeError"
+    with pytest.raises(GraderFailedError, match=message):
         evaluate(samples="a.jsonl", grader="failing_eval:judge", settings=settings, name="e")
     assert json.loads(Path("runs/e/eval.json").read_text())["status"] == "failed"
-    Path("failing_eval.py").write_text(
-        "def judge(text, answer, extra):\n    assert text == 'a', 'not a'\n    return True\n"
-    )
+    Path("failing_eval.py").write_text(REPAIRED.replace("return", "assert text == 'a', 'not a'; return"))
     result = resume_evaluation("e")
     assert result.scores["a"].metrics["mean_at_2"].value == 0.5
     assert "failed on 3 of 6 answers (50.0%)" in caplog.text

@@ -15,23 +15,7 @@ from bandpo_cli.tracking.store import Store, sqlite_uri
 from tests.reports.sweep_folders import edit_line, report_of, write_sweep
 
 
-@pytest.fixture
-def store(tmp_path: Path, empty_database: Path) -> Store:
-    database = Path(shutil.copy(empty_database, tmp_path))
-    return Store(sqlite_uri(database), "bandpo", (tmp_path / "files").as_uri())
-
-
-@pytest.fixture
-def sweep(tmp_path: Path) -> SweepFolder:
-    """Return a sweep of two variants with the names of methods, `clip` with final accuracies of 0.3 and 0.5."""
-    path = write_sweep(tmp_path / "runs" / "methods", {"clip": {0: 0.3, 1: 0.5}, "band": {0: 0.75, 1: 0.25}})
-    (path / "plans").mkdir()
-    for run in path.glob("*-s?"):
-        shutil.copy(run / "config.yaml", path / "plans" / f"{run.name}.yaml")
-    return SweepFolder.open(tmp_path / "runs", "methods")
-
-
-def execute(sweep: SweepFolder, store: Store, report: Report | None) -> Any:
+def execute(sweep: SweepFolder, store: Store, report: Report) -> Any:
     """Execute the sweep without runs, and return its MLflow run and a client."""
     from mlflow.tracking import MlflowClient
 
@@ -42,10 +26,17 @@ def execute(sweep: SweepFolder, store: Store, report: Report | None) -> Any:
 
 
 @pytest.mark.slow
-def test_the_leaderboard_has_a_prefix_of_its_own_and_a_resume_replaces_it(
-    sweep: SweepFolder, store: Store
+def test_a_resume_replaces_the_leaderboard_and_keeps_a_description_of_the_user(
+    tmp_path: Path, empty_database: Path
 ) -> None:
     """The variant `clip` has the name of a section of the runs' metrics. At step 0 MLflow shows a bar, else a curve."""
+    database = Path(shutil.copy(empty_database, tmp_path))
+    store = Store(sqlite_uri(database), "bandpo", (tmp_path / "files").as_uri())
+    path = write_sweep(tmp_path / "runs" / "methods", {"clip": {0: 0.3, 1: 0.5}, "band": {0: 0.75, 1: 0.25}})
+    (path / "plans").mkdir()
+    for folder in path.glob("*-s?"):
+        shutil.copy(folder / "config.yaml", path / "plans" / f"{folder.name}.yaml")
+    sweep = SweepFolder.open(tmp_path / "runs", "methods")
     client, run = execute(sweep, store, report_of(sweep.path))
     assert {name.rpartition("/")[0] for name in run.data.metrics} == {"sweep/clip", "sweep/band"}
     assert run.data.metrics["sweep/clip/accuracy"] == pytest.approx((0.3 + 0.5) / 2)
@@ -63,12 +54,6 @@ def test_the_leaderboard_has_a_prefix_of_its_own_and_a_resume_replaces_it(
     assert resumed.data.metrics["sweep/clip/accuracy"] == pytest.approx((0.1 + 0.5) / 2)
     assert "| clip (baseline) | 2 | 0.300" in resumed.data.tags["mlflow.note.content"]
 
-
-@pytest.mark.slow
-def test_a_description_of_the_user_is_kept(sweep: SweepFolder, store: Store) -> None:
-    client, run = execute(sweep, store, None)
-    assert "mlflow.note.content" not in run.data.tags
     client.set_tag(run.info.run_id, "mlflow.note.content", "the second attempt")
-    _, resumed = execute(sweep, store, report_of(sweep.path))
-    assert resumed.data.tags["mlflow.note.content"] == "the second attempt"
-    assert "sweep/clip/accuracy" in resumed.data.metrics
+    _, again = execute(sweep, store, report_of(sweep.path))
+    assert again.data.tags["mlflow.note.content"] == "the second attempt"

@@ -68,5 +68,5 @@ def test_a_secret_that_an_earlier_version_has_stored_is_not_shown(tmp_path: Path
         assert done.code == (arguments[0] == "sync")
     refused = run(tmp_path, "train", "--resume", "a", "--steps", "4")
     assert (refused.code, refused.err.count("\n")) == (2, 1)
-    assert "token=***#*** was not stored; set MLFLOW_TRACKING_URI" in refused.err
+    assert "token=***#*** lacks its secret: set MLFLOW_TRACKING_URI" in refused.err
     assert run(tmp_path, "train", "--resume", "a", "--steps", "4", uri=ADDRESS).code == 0
