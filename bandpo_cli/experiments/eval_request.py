@@ -216,21 +216,17 @@ def _samples_source(path: Path, grader: str | None, layers: Sequence[Layer]) -> 
     # Settings of sampling are not used here, and must not forbid a k.
     most = max(config_of(max(fewest, MAX_K)).evaluation.k, default=1)
     if most > fewest:
-        raise ConfigError(
-            f"--k {most}: {path} has a problem with only {fewest} completions; ask for k of at most {fewest}"
-        )
+        raise ConfigError(f"--k {most}: {path} has a problem with only {fewest} completions; lower --k")
     return config_of(fewest), SamplesFile(path, file_digest(path), grader, sets)
 
 
 def _counts_layer(n: int | None, k: Sequence[int] | None) -> dict[str, Any]:
     """Return the settings of `--n` and `--k`; without k it is the values of `DEFAULT_K` below n, and n itself."""
     if n is not None and k and max(k) > n:
-        raise ConfigError(
-            f"--k {max(k)}: needs as many completions; make it --n {max(k)}, or --k of at most {n}"
-        )
+        raise ConfigError(f"--k {max(k)}: needs --n {max(k)}; make it that, or --k of at most {n}")
     if n is not None and k is None:
-        k = sorted({*(value for value in DEFAULT_K if value < n), n})
-    return {**({} if n is None else {"samples": n}), **({} if k is None else {"k": list(k)})}
+        k = [*(value for value in DEFAULT_K if value < n), n]
+    return {key: value for key, value in (("samples", n), ("k", k and [*k])) if value is not None}
 
 
 def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) -> EvalRequest:
@@ -253,15 +249,10 @@ def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) ->
             layers.append({"model": {"path": ref.path}})
         config = resolve(layers)
     except (AttributeError, KeyError, TypeError) as error:
-        raise UserError(
-            f"--resume {folder.path}: eval.json does not have the data for a resume ({error})"
-        ) from None
+        raise UserError(f"--resume {folder.path}: eval.json has no data for a resume ({error})") from None
     if samples is not None:
         if not complete and (not path_exists(path) or file_digest(path) != digest):
-            raise UserError(
-                f"--resume {folder.path}: {path} was changed or deleted since the evaluation started; start a new "
-                "evaluation"
-            )
+            raise UserError(f"--resume {folder.path}: {path} was changed or deleted; start a new evaluation")
         sets = {} if complete else read_completions(path, grader)
         return EvalRequest(config, SamplesFile(path, digest, grader, sets), legacy)
     if not complete:
@@ -294,20 +285,16 @@ def _sources(tasks: Sequence[str]) -> list[Any]:
     for name in files:
         if not name or not path_exists(user_path(name)):
             known = [*generated_tasks(), *DATASETS]
-            raise ConfigError(
-                f"--task {name[:200]}: no such task or file{nearest(name, known)}; known: {', '.join(known)}, or a "
-                f"{', '.join(FILE_SUFFIXES)} file"
-            )
+            hint = f"{nearest(name, known)}; known: {', '.join(known)}, or a {', '.join(FILE_SUFFIXES)} file"
+            raise ConfigError(f"--task {name[:200]}: no such task or file{hint}")
     labels = Counter(map(_label_of, files))
     sources: list[Any] = []
     for name in tasks:
-        if name in DATASETS:
-            data = DATASETS[name]
+        if data := DATASETS.get(name):
             sources += data.evaluation if data.eval_split is None else [name]
             continue
-        label = _label_of(name)
+        path, label = user_path(name).absolute(), _label_of(name)
         if labels[label] > 1:  # a/test.jsonl and b/test.jsonl are a-test and b-test
-            path = user_path(name).absolute()
             label = _label_of(f"{path.parent.name}-{path.name}")
         sources.append({"path": name, "label": label})
     return sources

@@ -11,8 +11,6 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
@@ -77,14 +75,6 @@ class EvalInfo:
 
 
 @dataclass(frozen=True)
-class EvalProgress:
-    """One batch of graded and stored completions: the label of its set, and their number."""
-
-    label: str
-    completions: int
-
-
-@dataclass(frozen=True)
 class EvalResult:
     """The end of an evaluation.
 
@@ -105,9 +95,9 @@ class EvalResult:
     error: BaseException | None = None
 
 
-EvalCallback = Callback[EvalInfo, EvalProgress, EvalResult]
-"""A callback of `evaluate` and `resume_evaluation`."""
-_Events = Dispatcher[EvalInfo, EvalProgress, EvalResult]
+EvalCallback = Callback[EvalInfo, "Batch", EvalResult]
+"""A callback of `evaluate` and `resume_evaluation`; `step` has the completions of a batch, graded and stored."""
+_Events = Dispatcher[EvalInfo, "Batch", EvalResult]
 
 
 @dataclass(frozen=True)
@@ -218,15 +208,14 @@ def _run(
         else:
             source = _open_source(request, ranks, events.phase, stack)
             request = replace(request, config=source.config)
-            opened: list[tuple[EvalFolder, Parts]] = []
-
-            def stored() -> set[PartKey]:
-                opened.append(_open_folder(target, runs_dir, source))
-                return set(opened[0][1])
-
-            keys = ranks.on_main(stored)
-            if ranks.is_main:
-                result = _sample(request, source, *opened[0], events, ranks)
+            parts: Parts = {}
+            folder, keys = ranks.on_main(lambda: _open_folder(target, runs_dir, source, parts))
+            if ranks.is_main:  # the record has the status while this runs and when it ends early
+                head = {**request.as_json(), "sets": source.planned()}
+                folder.write_record({"name": folder.name, "status": "running", **head})
+                stored = sum(map(len, parts.values()))
+                info = EvalInfo(request, folder.path, source.completions, stored, False, source.notes)
+                result = _score(info, lambda: _collect(source, folder, parts, events, ranks), events, head)
             else:  # sample and grade the share of this rank, which stores nothing
                 for _ in source.batches(keys):
                     pass
@@ -240,36 +229,22 @@ def _run(
     return result
 
 
-def _open_folder(target: EvalFolder | str, runs_dir: Path, source: _Source) -> tuple[EvalFolder, Parts]:
-    """Create or open the folder, and return it with the stored completions that are not graded again."""
+def _open_folder(
+    target: EvalFolder | str, runs_dir: Path, source: _Source, parts: Parts
+) -> tuple[EvalFolder, set[PartKey]]:
+    """Create or open the folder; return it with the keys of `parts`, to which its stored completions are added.
+
+    Completions whose grader failed on all of a part are graded again.
+    """
     if isinstance(target, str):
         folder = EvalFolder.create(runs_dir, target)
         write_json(folder.path / "env.json", describe_environment(sampler=source.sampler))
-        return folder, {}
+        return folder, set()
     stored, failed = target.read_parts().items(), GRADER_ERROR.verdict
-    parts = {key: rows for key, rows in stored if any(row["verdict"] != failed for row in rows)}
+    parts |= {key: rows for key, rows in stored if any(row["verdict"] != failed for row in rows)}
     if parts and target.read_record()["sets"] != source.planned():
-        raise UserError(
-            f"--resume {target.name}: its completions are of other problems than its tasks have now; start a new "
-            "evaluation"
-        )
-    return target, parts
-
-
-def _sample(
-    request: EvalRequest,
-    source: _Source,
-    folder: EvalFolder,
-    parts: Parts,
-    events: _Events,
-    ranks: Ranks,
-) -> EvalResult:
-    """Get and score all completions; the record has the status while this runs and when it ends early."""
-    head = {**request.as_json(), "sets": source.planned()}
-    folder.write_record({"name": folder.name, "status": "running", **head})
-    stored = sum(map(len, parts.values()))
-    info = EvalInfo(request, folder.path, source.completions, stored, False, source.notes)
-    return _score(info, lambda: _collect(source, folder, parts, events, ranks), events, head)
+        raise UserError(f"--resume {target.name}: its tasks have other problems now; start a new evaluation")
+    return target, {*parts}
 
 
 def _rescore(request: EvalRequest, folder: EvalFolder, events: _Events) -> EvalResult:
@@ -318,9 +293,10 @@ def _score(
         plot_success_histogram(folder.path)
         return EvalResult(folder.path, record, scores)
     except BaseException as error:
-        status = "interrupted" if status_of(error) == "KILLED" else "failed"
-        record = {} if unfinished is None else {"name": folder.name, "status": status, **unfinished}
-        if record:
+        record = {}
+        if unfinished is not None:
+            status = "interrupted" if status_of(error) == "KILLED" else "failed"
+            record = {"name": folder.name, "status": status, **unfinished}
             with warn_on_failure("the record of the evaluation cannot be written"):
                 folder.write_record(record)
         with warn_on_failure("the end of the evaluation was not reported"):
@@ -338,12 +314,12 @@ def _collect(
     for batch in source.batches(set(parts)):
         folder.write_part(batch.key, batch.rows)
         parts[batch.key] = batch.rows
-        events.step(EvalProgress(batch.label, len(batch.rows)))
+        events.step(batch)
     imports.join()
-    completions = [*chain.from_iterable(parts[key] for key in sorted(parts))]
+    completions = [row for key in sorted(parts) for row in parts[key]]
     uses = ranks.gather(source.grader.uses())
     errors = {name: use.error for of_rank in reversed(uses) for name, use in of_rank.items() if use.error}
-    verdicts, graders = [row["verdict"] for row in completions], [row["grader"] for row in completions]
+    verdicts, graders = ([row[key] for row in completions] for key in ("verdict", "grader"))
     check_not_all_failed(verdicts, graders, lambda: errors)
     for line in failure_warnings(uses):
         log.warning("%s", line)
@@ -371,11 +347,11 @@ def _send_to_mlflow(request: EvalRequest, result: EvalResult, runs_dir: Path) ->
     run = None if model.run is None else model.run.path
     store = tracking_store(request.config.tracking, runs_dir if run is None else run.parent)
     config = record["config"]
-    made_from = {"model": {**config["model"], **(record["model"] or {})}, "samples": record["samples"]}
+    model_settings = {**config["model"], **(record["model"] or {})}
+    params = {**config, "model": model_settings, "samples": record["samples"]}
     files = [folder / "eval.json", EvalFolder(folder).samples_path, folder / "plots" / "success.png"]
     try:
         tags = run_tags(json.loads((folder / "env.json").read_text(encoding="utf-8")))
-        params = {**config, **made_from}
         place = send_evaluation(store, folder, run, model.step, record["metrics"], params, tags, files)
     except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the metrics are on the disk
         uri = redact_credentials(store.uri)
@@ -388,18 +364,15 @@ def _open_source(
     request: EvalRequest, ranks: Ranks, on_phase: Callable[[str], None], stack: ExitStack
 ) -> _Source:
     """Load the model, or read the file of completions; `stack` closes what was opened."""
+    pool = GraderPool(request.config.grading)
+    stack.enter_context(closed_at_end("a grader", pool.close))
     if not isinstance(request.source, SamplesFile):
-        return _open_model(request.config, request.source[1], ranks, on_phase, stack)
+        return _open_model(request.config, request.source[1], pool, ranks, on_phase, stack)
     from bandpo_cli.evaluation.batches import regrade_batches
 
     config, sets = request.config, request.source.sets
     if ranks.size > 1:
-        raise UserError(
-            f"{request.source.path}: the completions of a file are graded by one process and its workers "
-            "(grading.workers); start it without torchrun and without --nproc"
-        )
-    pool = GraderPool(config.grading)
-    stack.enter_context(closed_at_end("a grader", pool.close))
+        raise UserError(f"{request.source.path}: a file is graded by one process; remove --nproc or torchrun")
     pool.spawn({stored.problem.grader for stored_P in sets.values() for stored in stored_P})
     return _Source(
         config,
@@ -411,9 +384,13 @@ def _open_source(
 
 
 def _open_model(
-    config: RunConfig, task: Task, ranks: Ranks, on_phase: Callable[[str], None], stack: ExitStack
+    config: RunConfig,
+    task: Task,
+    pool: GraderPool,
+    ranks: Ranks,
+    on_phase: Callable[[str], None],
+    stack: ExitStack,
 ) -> _Source:
-    settings = config.evaluation
     on_phase("load")
     use_expandable_segments(config)
     with out_of_memory_errors(config, training=False):
@@ -429,21 +406,18 @@ def _open_model(
         encoder = rollouts.PromptEncoder(policy.tokenizer, config.model.prompts)
         notes: list[str] = []
         fitting = rollouts.drop_long_prompts_in_sets(encoder, task.heldout_sets(), config, notes)
-        problems = [*chain.from_iterable(fitting.values())]
+        problems = [problem for problems_P in fitting.values() for problem in problems_P]
         notes += encoder.notes(problems)
         stop_ids = rollouts.completion_stop_ids(policy, encoder, problems)
         sampler = build_sampler(config, policy)
     stack.enter_context(closed_at_end("the sampling engine", sampler.close))
-    pool = GraderPool(config.grading)
-    stack.enter_context(closed_at_end("a grader", pool.close))
+    settings = config.evaluation
     params = SamplingParams(settings.samples, settings.temperature, config.sampling.max_tokens, stop_ids)
-    sample = partial(
-        sample_batches, sampler, encoder, pool.grade, fitting, params, settings.batch, config.seed
-    )
 
     def batches(done: set[PartKey]) -> Iterator[Batch]:
+        about = sampler, encoder, pool.grade, fitting, params, settings.batch, config.seed
         with out_of_memory_errors(config, training=False):
-            yield from sample(version=0, done=done, cancel=pool.cancel, ranks=ranks)
+            yield from sample_batches(*about, version=0, done=done, cancel=pool.cancel, ranks=ranks)
 
     ids = {label: [problem.id for problem in problems_P] for label, problems_P in fitting.items()}
     total = len(problems) * settings.samples

@@ -20,20 +20,21 @@ from bandpo_cli.config.layers import read_layer, resolve, to_yaml
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError, redact_credentials
 from bandpo_cli.experiments.memory import out_of_memory_errors
-from bandpo_cli.experiments.preflight import ModelRef, check_graders, load_task, resolve_model
+from bandpo_cli.experiments.overview import RunOverview, describe_line
+from bandpo_cli.experiments.preflight import (
+    ModelRef,
+    check_graders,
+    choose_run_name,
+    load_task,
+    resolve_model,
+)
 from bandpo_cli.exports import verl_files
 from bandpo_cli.exports.verl_files import CONFIG_FILE, VERL_VERSION
 from bandpo_cli.exports.verl_rules import MODEL, InFolder, Overrides
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable, overrides_of
 from bandpo_cli.paths import is_adapter_folder, path_exists, user_path
-from bandpo_cli.storage.files import (
-    apply_umask,
-    export_folder,
-    sync,
-    write_json,
-    write_text,
-)
-from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, check_name, unused_name
+from bandpo_cli.storage.files import apply_umask, export_folder, sync, write_json, write_text
+from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder
 from bandpo_cli.tracking.mirror import mlflow_client
 from bandpo_cli.tracking.store import check_reachable, short_error, sqlite_path, sqlite_uri
 from bandpo_cli.types import Problem
@@ -66,7 +67,6 @@ class VerlExport:
     """An exported experiment.
 
     Attributes:
-        folder: the folder that was written.
         overrides: verl's settings in run.sh.
         differences: what verl computes differently, one line each.
         arithmetic: the batches, one line each.
@@ -75,7 +75,6 @@ class VerlExport:
         heldout: number of held-out problems.
     """
 
-    folder: Path
     overrides: Overrides
     differences: Sequence[str]
     arithmetic: Sequence[str]
@@ -112,17 +111,13 @@ def export_verl(
     out = Path(out)
     config = with_dtype(config, on_gpu=True)
     if path_exists(out):
-        raise UserError(
-            f"--out {out}: it exists already, and an export overwrites nothing; name another folder"
-        )
+        raise UserError(f"--out {out}: exists already; name a new folder")
     differences = differences_of(config)
+    listed = "; ".join(differences)
     if not is_runnable(config):
-        raise ConfigError(f"verl cannot run this configuration: {'; '.join(differences)}")
+        raise ConfigError(f"verl cannot run this configuration: {listed}")
     if differences and not allow_differences:
-        raise ConfigError(
-            f"verl would compute this experiment differently: {'; '.join(differences)}. Change these settings, or "
-            "accept the differences with --allow-differences"
-        )
+        raise ConfigError(f"verl computes this differently: {listed}; change it, or give --allow-differences")
     task = load_task(config)
     training, sets = task.train_problems(), task.heldout_sets()
     heldout = {label: problems[: config.evaluation.problems] for label, problems in sets.items()}
@@ -165,7 +160,7 @@ def export_verl(
         if config.model.path == EMBEDDED_MODEL:
             verl_files.copy_embedded_model(folder / "model")
     counts = len(training), sum(map(len, heldout.values()))
-    return VerlExport(out, overrides, differences, arithmetic, task.notes(), *counts)
+    return VerlExport(overrides, differences, arithmetic, task.notes(), *counts)
 
 
 def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") -> Path:
@@ -191,10 +186,7 @@ def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") ->
     source = user_path(ref.path)
     is_adapter = is_adapter_folder(source)
     if not is_adapter and ref.run is None:
-        raise UserError(
-            f"RUN {model[:200]}: neither a run nor an adapter folder; name a run (or RUN@STEP), or a folder with an "
-            "adapter: a complete model has nothing to merge"
-        )
+        raise UserError(f"RUN {model[:200]}: neither a run (RUN@STEP) nor a folder with an adapter to merge")
     with export_folder(out) as folder:
         if is_adapter:
             _write_merged(ref, source, folder)
@@ -225,25 +217,6 @@ def _write_merged(ref: ModelRef, adapter: Path, folder: Path) -> None:
         save_policy(load_policy(settings, for_training=False), folder)
 
 
-@dataclass(frozen=True)
-class VerlImport:
-    """An imported run.
-
-    Attributes:
-        folder: the run folder.
-        status: how the run ended, as in its summary.
-        last_step: its last step.
-        steps: number of steps of the complete run.
-        left_out: verl's metrics of the policy and of evaluations that have no counterpart here.
-    """
-
-    folder: Path
-    status: str
-    last_step: int
-    steps: int
-    left_out: tuple[str, ...]
-
-
 def import_verl(
     job: Path | str,
     *,
@@ -252,8 +225,10 @@ def import_verl(
     run_id: str | None = None,
     runs_dir: Path | str = "runs",
     environ: Mapping[str, str] = os.environ,
-) -> VerlImport:
+) -> tuple[RunOverview, list[str]]:
     """Write a run folder with the settings of an exported job and the metrics of its MLflow run.
+
+    Returns the overview of the run, and verl's metrics of the policy and of evaluations without a counterpart here.
 
     Args:
         job: folder of `export_verl`, with its config.yaml.
@@ -277,9 +252,7 @@ def import_verl(
     if database is not None and not path_exists(database):  # MLflow would create it
         raise UserError(f"{database}: no such MLflow store; give it with --tracking-uri")
     job_name = job.resolve().name
-    target = check_name(name or job_name, runs_dir)
-    if path_exists(runs_dir / target):
-        raise UserError(f"{runs_dir / target} exists already; try --name {unused_name(target, runs_dir)}")
+    target = choose_run_name(runs_dir, name or job_name, "")
     try:
         check_reachable(store)
         client = mlflow_client(store)
@@ -292,22 +265,20 @@ def import_verl(
         kind = UserError if getattr(error, "error_code", "") in missing else RunError
         raise kind(f"{place}: {short_error(error)}") from None
     if not records:
-        raise UserError(
-            f"MLflow run {run.info.run_id} at {redact_credentials(store)}: it has no metrics of verl"
-        )
+        raise UserError(f"{place}: run {run.info.run_id} has no metrics of verl")
     last, status = records[-1]["step"], run.info.status
-    if status == "FINISHED":  # verl ends an MLflow run as FINISHED also where the training failed
-        status = "FINISHED" if last >= config.steps else "FAILED"
-    elif status == "RUNNING":
-        status = "KILLED"
+    if (
+        status == "FINISHED" and last < config.steps
+    ):  # verl ends an MLflow run so where the training failed, too
+        status = "FAILED"
     folder = RunFolder.create(runs_dir, target)
     folder.write_config(to_yaml(config))
     for record in records:
         folder.append_metrics(record)
-    folder.write_summary({"status": status, "steps": last})
+    folder.write_summary({"status": "KILLED" if status == "RUNNING" else status, "steps": last})
     about = {"verl": VERL_VERSION, "uri": redact_credentials(store), "run_id": run.info.run_id}
     write_json(folder.path / VERL_FILE, {**about, "left_out": left_out})
-    return VerlImport(folder.path, status, last, config.steps, left_out)
+    return describe_line(folder.path, runs_dir), left_out
 
 
 def _find_run(client: Any, experiment: str, name: str) -> Any:
@@ -319,18 +290,12 @@ def _find_run(client: Any, experiment: str, name: str) -> Any:
     named = next((run for run in runs if run.info.run_name == name), None)
     if named is None:
         names = ", ".join(sorted({str(run.info.run_name) for run in runs})) or "none"
-        raise UserError(
-            f"experiment '{experiment}' has no run '{name}' (its runs: {names:.300}); choose a run with --run ID"
-        )
+        raise UserError(f"experiment '{experiment}' has no run '{name}' (runs: {names:.300}); give --run ID")
     return named
 
 
-def _read_metrics(client: Any, run: Any, aggregation: str) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Return the metrics of each step of a run by the names of this package, and the names that have no counterpart.
-
-    Args:
-        aggregation: `objective.aggregation` of the run.
-    """
+def _read_metrics(client: Any, run: Any, aggregation: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Return the metrics of each step of a run by the names of this package, and the names without a counterpart."""
     names = NAMES | (TOKEN_MEANS if aggregation == "token-mean" else {})
     records: dict[int, dict[str, Any]] = {}
     left_out = []
@@ -343,4 +308,4 @@ def _read_metrics(client: Any, run: Any, aggregation: str) -> tuple[list[dict[st
                     records.setdefault(value.step, {"step": value.step})[name] = value.value
         elif key.startswith(("actor/", "val-core/")):
             left_out.append(key)
-    return [records[step] for step in sorted(records)], tuple(left_out)
+    return [records[step] for step in sorted(records)], left_out

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from bandpo_cli.models.memory import MemoryEstimate
 
 GIB = 2**30
+_FREE_GPU = "end the other processes (nvidia-smi lists them) or choose another GPU with CUDA_VISIBLE_DEVICES"
 
 log = logging.getLogger("bandpo_cli")
 
@@ -49,7 +50,6 @@ def memory_report(config: RunConfig, ranks: int = 1, training: bool = True) -> M
     import torch
 
     engine = None
-    name = f"model.device = {config.model.device!r}"
     try:
         card = _card(config)
         free, total = torch.cuda.mem_get_info(card)
@@ -62,11 +62,8 @@ def memory_report(config: RunConfig, ranks: int = 1, training: bool = True) -> M
     except (RuntimeError, AssertionError, ValueError) as error:
         problem = f"not usable on this machine: {first_line(error)}"
         if find_out_of_memory(error):
-            problem = (
-                "the GPU has no memory left; end the other processes on it (nvidia-smi lists them), or choose another "
-                "GPU with CUDA_VISIBLE_DEVICES"
-            )
-        raise UserError(f"{name}: {problem}") from None
+            problem = f"the GPU has no memory left; {_FREE_GPU}"
+        raise UserError(f"model.device = {config.model.device!r}: {problem}") from None
     return estimate_memory(config, device, ranks, engine, training)
 
 
@@ -186,19 +183,13 @@ def saving_advice(
     savings = memory_savings(config, on_gpu, training, estimate.engine_device is not None, gpus)
     if config.sampling.vllm.memory_fraction is not None:
         savings.insert(0, ("sampling.vllm.memory_fraction", "null"))
-    flags = settings_that_fit(
-        [(key, value) for key, value in savings if changeable is None or key in ("--nproc", *changeable)],
-        fits,
-    )
+    if changeable is not None:
+        savings = [(key, value) for key, value in savings if key in ("--nproc", *changeable)]
+    flags = settings_that_fit(savings, fits)
     advice = "no setting tried makes it fit; use a smaller model or more GPUs"
     if flags is not None:
         advice = f"it fits with {' '.join(map(_flag_text, flags.items()))}"
-    if estimate.device.is_idle:
-        return advice
-    return (
-        "end the other processes (nvidia-smi lists them) or choose another GPU with CUDA_VISIBLE_DEVICES; "
-        f"on this one {advice}"
-    )
+    return advice if estimate.device.is_idle else f"{_FREE_GPU}; without that, {advice}"
 
 
 def settings_that_fit(
@@ -242,33 +233,31 @@ def memory_savings(
         engine_has_gpu: the engine process (`max_lag`) has a GPU to itself, so that the trainer's has more memory.
         gpus: number of GPUs that the run could use in place of one.
     """
-    sampling, vllm = config.sampling, config.sampling.vllm
-    longest = sampling.max_prompt_tokens + sampling.max_tokens
-    tokens = config.optim.micro_batch_tokens
+    model, sampling, vllm = config.model, config.sampling, config.sampling.vllm
     savings = []
-    while training and tokens > longest:
-        tokens = max(tokens // 2, longest)
-        savings.append(("optim.micro_batch_tokens", f"{tokens}"))
-    if training and not config.model.gradient_checkpointing:
-        savings.append(("model.gradient_checkpointing", "true"))
-    if dtype_on(config.model.dtype, on_gpu) == "float32":
-        savings.append(("model.dtype", "bfloat16"))
-    if training and sampling.max_lag and not engine_has_gpu:
-        savings.append(("sampling.max_lag", "0"))
-    if ENGINES[resolve_engine(sampling.engine, on_gpu)].shares_weights:
-        savings.append(("sampling.max_sequences", f"{max(1, sampling.max_sequences // 4)}"))
-    elif not on_gpu:
-        savings.append(("sampling.vllm.kv_cache_gb", f"{vllm.kv_cache_gb / 2:g}"))
-    else:
-        if training and not vllm.sleep and not engine_has_gpu:
-            savings.append(("sampling.vllm.sleep", "true"))
-        if vllm.memory_fraction is not None:
-            savings.append(("sampling.vllm.memory_fraction", f"{vllm.memory_fraction / 2:g}"))
-    savings += [("--nproc", f"{ranks}") for ranks in (2, 4, 8) if ranks <= min(gpus, sampling.prompts)]
-    savings.append(("sampling.max_tokens", f"{max(1, sampling.max_tokens // 2)}"))
-    if training and config.model.lora is None:
-        savings.append(("model.lora.rank", "16"))
-    return savings
+    if training:
+        tokens, longest = config.optim.micro_batch_tokens, sampling.max_prompt_tokens + sampling.max_tokens
+        while tokens > longest:
+            tokens = max(tokens // 2, longest)
+            savings.append((True, "optim.micro_batch_tokens", f"{tokens}"))
+    on_cache = ENGINES[resolve_engine(sampling.engine, on_gpu)].shares_weights
+    beside = training and not engine_has_gpu
+    savings += [
+        (training and not model.gradient_checkpointing, "model.gradient_checkpointing", "true"),
+        (dtype_on(model.dtype, on_gpu) == "float32", "model.dtype", "bfloat16"),
+        (beside and bool(sampling.max_lag), "sampling.max_lag", "0"),
+        (on_cache, "sampling.max_sequences", f"{max(1, sampling.max_sequences // 4)}"),
+        (not on_cache and not on_gpu, "sampling.vllm.kv_cache_gb", f"{vllm.kv_cache_gb / 2:g}"),
+        (not on_cache and on_gpu and beside and not vllm.sleep, "sampling.vllm.sleep", "true"),
+    ]
+    if not on_cache and on_gpu and vllm.memory_fraction is not None:
+        savings.append((True, "sampling.vllm.memory_fraction", f"{vllm.memory_fraction / 2:g}"))
+    savings += [(ranks <= min(gpus, sampling.prompts), "--nproc", f"{ranks}") for ranks in (2, 4, 8)]
+    savings += [
+        (True, "sampling.max_tokens", f"{max(1, sampling.max_tokens // 2)}"),
+        (training and model.lora is None, "model.lora.rank", "16"),
+    ]
+    return [(key, value) for applies, key, value in savings if applies]
 
 
 def memory_saving_settings(
@@ -276,9 +265,10 @@ def memory_saving_settings(
 ) -> str:
     """Return flags that lower the memory, as the end of an error message. Arguments as for `memory_savings`."""
     savings = memory_savings(config, on_gpu, training, engine_has_gpu)
-    first = dict(reversed(savings))
-    flags = [(key, first[key]) for key in dict(savings)]
-    return f"for less memory, in this order: {', '.join(map(_flag_text, flags))}"
+    first: dict[str, str] = {}
+    for key, value in savings:
+        first.setdefault(key, value)
+    return f"for less memory, in this order: {', '.join(map(_flag_text, first.items()))}"
 
 
 @contextmanager

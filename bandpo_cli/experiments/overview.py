@@ -103,9 +103,6 @@ class RunDescription:
     seconds: float
 
 
-_NUMBERS = {int, float, bool}
-
-
 def list_runs(
     runs_dir: Path | str = "runs",
     patterns: Sequence[str] = (),
@@ -143,13 +140,9 @@ def list_runs(
         and (status is None or (run.status or "DAMAGED") == status.upper())
     ]
 
-    def key(run: RunOverview) -> tuple[bool, float, str]:
-        if sort in ("time", "name"):
-            return (False, run.started_ms if sort == "time" else 0, run.name)
-        value = getattr(run, sort)
-        return (value is None, -(value or 0), run.name)
-
-    return sorted(runs, key=key)
+    if sort in ("time", "name"):
+        return sorted(runs, key=lambda run: (run.started_ms if sort == "time" else 0, run.name))
+    return sorted(runs, key=lambda run: (getattr(run, sort) is None, -(getattr(run, sort) or 0), run.name))
 
 
 def describe_line(path: Path, runs_dir: Path) -> RunOverview:
@@ -177,9 +170,9 @@ def summary_fields(path: Path) -> dict[str, Any]:
 
     Reading them takes a tenth of the time of reading settings and metrics.
     """
-    overview = asdict(describe_line(path, path.parent))
-    fields = {key: value for key, value in overview.items() if key not in _NOT_STORED}
-    return {"overview": fields, "overview_of": _state(path)}
+    fields = asdict(describe_line(path, path.parent)).items()
+    overview = {key: value for key, value in fields if key not in _NOT_STORED}
+    return {"overview": overview, "overview_of": _state(path)}
 
 
 def _state(path: Path) -> str | None:
@@ -202,8 +195,12 @@ def _is_listed(key: str) -> bool:
 
 
 def _overview(name: str, run: StoredRun, config: RunConfig, summary: Summary | None) -> RunOverview:
-    """Return the overview of a run."""
     lines = run.records
+
+    def last(key: str) -> float | None:
+        values = (line.get(key) for line in reversed(lines))
+        return next((float(value) for value in values if isinstance(value, int | float)), None)
+
     return RunOverview(
         name=name,
         path=run.path,
@@ -215,8 +212,8 @@ def _overview(name: str, run: StoredRun, config: RunConfig, summary: Summary | N
         step=int(lines[-1]["step"]) if lines else 0,
         steps=config.steps,
         heldout=next((score for line in reversed(lines) if (score := record_score(line)) is not None), None),
-        accuracy=_last(lines, "train/accuracy"),
-        entropy=_last(lines, "train/entropy"),
+        accuracy=last("train/accuracy"),
+        entropy=last("train/entropy"),
         started_ms=run.start_ms,
         error=None if summary is None or run.status is None else summary.error,
     )
@@ -238,7 +235,7 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:
 
     def note(line: Mapping[str, Any]) -> dict[str, Any]:
         """Note the first and the last line with a value of each metric."""
-        known = [key for key, value in line.items() if type(value) in _NUMBERS]
+        known = [key for key, value in line.items() if type(value) in (int, float, bool)]
         last.update(dict.fromkeys(known, line))
         first.update({key: line for key in known if key not in first})
         return _listed(line)
@@ -315,10 +312,8 @@ def read_completions_of(
     if not steps:
         raise UserError(f"{folder.path} has no completions: the run has completed no step")
     if step is not None and step not in steps:
-        near = min(steps, key=lambda item: abs(item - step))
-        raise UserError(
-            f"--step {step}: no completions of this step are stored; the nearest is --step {near}"
-        )
+        near = min(steps, key=lambda stored: abs(stored - step))
+        raise UserError(f"--step {step}: its completions are not stored; the nearest is --step {near}")
     path = folder.path / "samples" / f"{step_name(steps[-1] if step is None else step)}.parquet"
     return path, read_graded_completions(path)
 
@@ -334,21 +329,10 @@ def select_completions(
     rows = list(completions)
     ids = sorted({row["problem_id"] for row in rows})
     if problem is not None and problem not in ids:
-        raise UserError(
-            f"--problem {problem}: no completion is of this problem{nearest(problem, ids)}; "
-            f"there are {', '.join(ids[:5])}{' …' if len(ids) > 5 else ''}"
-        )
-    return [
-        row
-        for row in rows
-        if problem in (None, row["problem_id"]) and correct in (None, row["accuracy"] == 1)
-    ]
-
-
-def _last(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """Return the last value of a metric; None where no line has one."""
-    values = (line.get(key) for line in reversed(lines))
-    return next((float(value) for value in values if isinstance(value, int | float)), None)
+        known = f"{', '.join(ids[:5])}{' …' if len(ids) > 5 else ''}"
+        raise UserError(f"--problem {problem}: no such problem{nearest(problem, ids)}; there are {known}")
+    rows = [row for row in rows if problem in (None, row["problem_id"])]
+    return [row for row in rows if correct in (None, row["accuracy"] == 1)]
 
 
 def _sampled_steps(folder: RunFolder) -> list[int]:

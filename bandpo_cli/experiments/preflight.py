@@ -37,6 +37,8 @@ from bandpo_cli.types import Problem
 # Without an owner the hub has only ids from before it had owners: any other name is a run or a mistake.
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|gpt2(-medium|-large|-xl)?|distilgpt2")
 
+_MODELS = f"a Hugging Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
+
 _FEW_HELDOUT = 10
 """Evaluation sets with fewer problems are warned about: one problem moves their accuracy by more than a tenth, which is
 more than runs usually differ by. The smallest public sets in use, AIME and AMC, have 30 and 40."""
@@ -49,9 +51,8 @@ def choose_run_name(runs_dir: Path, asked: str | None, default: str) -> str:
         UserError: `asked` is taken or is no valid folder name, or `runs_dir` is not writable.
     """
     # `runs_dir` is created with the run, inside the innermost of its parents that exists.
-    existing = next(
-        folder for folder in (runs_dir.absolute(), *runs_dir.absolute().parents) if path_exists(folder)
-    )
+    place = runs_dir.absolute()
+    existing = next(filter(path_exists, (place, *place.parents)))
     if not existing.is_dir():
         raise UserError(f"--runs-dir {runs_dir}: {existing} is a file; name a folder")
     if not os.access(existing, os.W_OK):
@@ -60,9 +61,7 @@ def choose_run_name(runs_dir: Path, asked: str | None, default: str) -> str:
         return unused_name(default, runs_dir)
     name = check_name(asked, runs_dir)
     if path_exists(runs_dir / name):
-        raise UserError(
-            f"--name {name}: {runs_dir / name} exists already; try --name {unused_name(name, runs_dir)}"
-        )
+        raise UserError(f"--name {name}: exists already; try --name {unused_name(name, runs_dir)}")
     return name
 
 
@@ -71,9 +70,7 @@ def read_numbers(option: str, text: str, first: int, last: int) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     # Python refuses to convert thousands of digits.
     if not all(part.isdecimal() and len(part) <= 12 and first <= int(part) <= last for part in parts):
-        raise ConfigError(
-            f"{option} {text[:100]!r}: whole numbers from {first} to {last:,}, separated by commas, such as 1,8,32"
-        )
+        raise ConfigError(f"{option} {text[:100]!r}: whole numbers from {first} to {last:,}, such as 1,8,32")
     return [int(part) for part in parts]
 
 
@@ -92,10 +89,7 @@ def check_config(config: RunConfig) -> Task:
         ratio_bounds(config.bounds)(np.zeros(1))  # raises for a custom divergence that cannot be used
     path, revision = config.model.path, config.model.revision
     if revision is not None and (path == EMBEDDED_MODEL or path_exists(user_path(path))):
-        raise ConfigError(
-            f"model.revision = {revision!r}: only a model on the hub has revisions, and model.path = {path!r} is a "
-            "folder; leave it out"
-        )
+        raise ConfigError(f"model.revision = {revision!r}: model.path = {path!r} is a folder; leave it out")
     check_engine(config.sampling.engine, config.model.device, config.sampling.max_lag)
     return load_task(config)
 
@@ -110,10 +104,7 @@ def load_task(config: RunConfig) -> Task:
     path = config.model.path
     check_model_path(path)
     if path != EMBEDDED_MODEL and is_adapter_folder(user_path(path)):
-        raise ConfigError(
-            f"model.path = {path!r}: an adapter, and training starts from a complete model; write it with "
-            f"bandpo export merged {path} --out DIR"
-        )
+        raise ConfigError(f"model.path = {path!r}: an adapter; first: bandpo export merged {path} --out DIR")
     check_embedded_task(config, f"task.name = {config.task.name!r}")
     task = build_task(config.task)
     check_graders(task.train_problems())
@@ -126,10 +117,7 @@ def load_task(config: RunConfig) -> Task:
 def check_embedded_task(config: RunConfig, setting: str) -> None:
     """Raise ConfigError, with a message that begins with `setting`, for the bundled model on another task."""
     if config.model.path == EMBEDDED_MODEL and not isinstance(config.task, CountdownTask):
-        raise ConfigError(
-            f"{setting}: the bundled model was trained on countdown only; choose another model, for example --model "
-            f"Qwen/Qwen2.5-0.5B-Instruct"
-        )
+        raise ConfigError(f"{setting}: the bundled model was trained on countdown only; give a --model")
 
 
 def check_graders(problems: Iterable[Problem]) -> None:
@@ -145,11 +133,8 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
         task: the problems; None for a run that needs none any more.
     """
     warnings = []
-    method, updates, engine = (
-        METHODS[config.bounds.method],
-        config.optim.updates,
-        ENGINES.get(config.sampling.engine),
-    )
+    method, engine = METHODS[config.bounds.method], ENGINES.get(config.sampling.engine)
+    updates, last = config.optim.updates, config.steps
     # Before torch is imported it is not known whether there is a GPU, where the dtype `auto` is bfloat16.
     dtype = dtype_on(config.model.dtype, on_gpu=config.model.device != "cpu")
     is_exact = engine is not None and engine.shares_weights and dtype == "float32"
@@ -163,24 +148,19 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
             f"clipping never has an effect: with one update per batch the ratio is always 1, and {effect}; "
             f"{method.name} needs several updates: use --set optim.updates=4 or more to compare methods"
         )
-    if config.optim.warmup_steps >= config.steps * updates:
-        warnings.append(
-            f"the learning rate never reaches {config.optim.lr:g}: the warm-up is {config.optim.warmup_steps} updates, "
-            f"the run {config.steps * updates}"
-        )
+    if config.optim.warmup_steps >= last * updates:
+        counts = f"the warm-up is {config.optim.warmup_steps} updates, the run {last * updates}"
+        warnings.append(f"the learning rate never reaches {config.optim.lr:g}: {counts}")
     # The step of the best checkpoint needs an evaluation. If the only evaluations are those before the first and after
     # the last step, there is nothing to compare, and no interval of checkpoints changes that.
     saved, evaluated, metric = config.checkpoint.every, config.evaluation.every, config.checkpoint.best_metric
     keeps_best = config.checkpoint.keep_best and (metric is None or metric.startswith("eval/"))
-    last = config.steps
     if keeps_best and 0 < saved < last and 0 < evaluated < last <= math.lcm(saved, evaluated):
-        better = max(
-            interval for interval in range(1, min(saved, evaluated) + 1) if evaluated % interval == 0
+        better = max(every for every in range(1, min(saved, evaluated) + 1) if evaluated % every == 0)
+        never = (
+            f"checkpoints (every {saved}) and evaluations (every {evaluated} steps) never coincide before it"
         )
-        warnings.append(
-            f"no checkpoint but the last can be kept as the best: before the last step, checkpoints (every {saved} "
-            f"steps) and evaluations (every {evaluated}) never coincide; use --set checkpoint.every={better}"
-        )
+        warnings.append(f"only the last checkpoint can be best: {never}; use --set checkpoint.every={better}")
     sets = task.heldout_sets() if task is not None and config.evaluation.every else {}
     warnings += [
         f"the evaluation set '{label}' has only {plural(len(problems), 'problem')}: one problem moves its accuracy by "
@@ -190,10 +170,8 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
     ]
     count, wanted = 0 if task is None else len(task.train_problems()), config.sampling.prompts
     if 0 < count < wanted:
-        warnings.append(
-            f"{plural(count, 'training problem')} for {wanted:,} prompts per step: each step repeats problems, about "
-            f"{wanted / count:.1f} times each; lower sampling.prompts, or give more problems"
-        )
+        counts = f"{plural(count, 'training problem')} for {wanted:,} prompts per step"
+        warnings.append(f"{counts}: a step has each {wanted / count:.1f} times; lower sampling.prompts")
     return warnings
 
 
@@ -211,10 +189,8 @@ def check_model_path(path: str) -> None:
             advice = GGUF_ADVICE if gguf_file(folder) else "name the folder that save_pretrained wrote"
             raise ConfigError(f"model.path = {path!r}: no config.json there; {advice}")
     elif path.startswith((".", "~")) or not _HUB_ID.fullmatch(path):
-        raise ConfigError(
-            f"model.path = {path!r}: no such folder{nearest(path, [EMBEDDED_MODEL])}; give a Hugging Face folder, a "
-            f"hub id such as Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
-        )
+        near = nearest(path, [EMBEDDED_MODEL])
+        raise ConfigError(f"model.path = {path!r}: no such folder{near}; give {_MODELS}")
 
 
 @dataclass(frozen=True)
@@ -268,10 +244,7 @@ def resolve_model(text: str, runs_dir: Path, option: str = "--model") -> ModelRe
     if not text or not (path_exists(folder) or may_be_id):
         names = folders_containing(runs_dir, "config.yaml")
         hint = nearest(text.removeprefix(f"{runs_dir}/"), [*names, EMBEDDED_MODEL])
-        raise ConfigError(
-            f"{option} {text[:200]}: no such run or folder{hint}; give a run in {runs_dir} (or RUN@STEP), a Hugging "
-            f"Face folder, a hub id such as Qwen/Qwen2.5-0.5B-Instruct, or '{EMBEDDED_MODEL}'"
-        )
+        raise ConfigError(f"{option} {text[:200]}: no such run or folder{hint}; give a run or {_MODELS}")
     path = str(user_path(text)) if path_exists(folder) else text
     check_model_path(path)
     return ModelRef(path)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import CallbackBase, RunInfo, RunResult, StepReport
-from bandpo_cli.errors import UserError, plural
+from bandpo_cli.errors import UserError
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.storage.files import step_name
 
@@ -48,7 +48,7 @@ class StepProfile:
     trace: Path
     steps: list[int]
     seconds: float
-    phases: dict[str, PhaseTime] = field(default_factory=dict)
+    phases: dict[str, PhaseTime]
 
 
 def check_profile_steps(steps: int, first_step: int, last_step: int) -> None:
@@ -56,8 +56,7 @@ def check_profile_steps(steps: int, first_step: int, last_step: int) -> None:
     count = last_step - max(1, first_step) + 1
     if not 1 <= steps < count:
         raise UserError(
-            f"--profile {steps}: the first step is not traced, and the run has {plural(count, 'step')} to train; give "
-            f"a number from 1 to {count - 1}, or a larger --steps"
+            f"--profile {steps}: the first step is not traced; give 1 to {count - 1} or more --steps"
         )
 
 
@@ -106,12 +105,9 @@ class ProfileCallback(CallbackBase):
             self._folder.mkdir(exist_ok=True)
             trace = self._folder / f"{step_name(self._traced[0].step)}.json.gz"
             self._profiler.export_chrome_trace(str(trace))
-            self.result = StepProfile(
-                trace,
-                [report.step for report in self._traced],
-                sum(report.record["time/step"] for report in self._traced),
-                phase_times(self._profiler),
-            )
+            seconds = sum(report.record["time/step"] for report in self._traced)
+            steps = [report.step for report in self._traced]
+            self.result = StepProfile(trace, steps, seconds, phase_times(self._profiler))
         self._profiler = None
 
 
@@ -119,9 +115,8 @@ def _start_profiler() -> profile:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "6"
-    )  # otherwise it writes to standard error, into the live view
+    # Otherwise it writes to standard error, into the live view.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     profiler = profile(activities=activities)
     profiler.start()
@@ -132,22 +127,18 @@ def phase_times(profiler: profile) -> dict[str, PhaseTime]:
     """Return the time per phase in a stopped profiler; the phases are in the order in which they first began."""
     times: dict[str, PhaseTime] = {}
     recorded: list[Any] = profiler.events() or []  # type: ignore[no-untyped-call]
-    events = [event for event in recorded if event.name.startswith(PROFILER_PREFIX)]
-    for event in sorted(events, key=lambda event: event.time_range.start):
+    labels = [event for event in recorded if event.name.startswith(PROFILER_PREFIX)]
+    for event in sorted(labels, key=lambda event: event.time_range.start):
         if event.device_type.name != "CPU":  # the same label again, on the line of the GPU
             continue
-        phase = times.setdefault(_path(event), PhaseTime())
+        names: list[str] = []  # of the phase, after the phases that it is part of
+        part = event
+        while part is not None:
+            if part.name.startswith(PROFILER_PREFIX):
+                names.insert(0, part.name.removeprefix(PROFILER_PREFIX))
+            part = part.cpu_parent
+        phase = times.setdefault("/".join(names), PhaseTime())
         phase.seconds += event.time_range.elapsed_us() / 1e6
         phase.gpu_seconds += event.device_time_total / 1e6
         phase.calls += 1
     return times
-
-
-def _path(event: Any) -> str:
-    """Return the label of an event after those of the phases that it is part of, joined by slashes."""
-    names = []
-    while event is not None:
-        if event.name.startswith(PROFILER_PREFIX):
-            names.append(event.name.removeprefix(PROFILER_PREFIX))
-        event = event.cpu_parent
-    return "/".join(reversed(names))

@@ -27,10 +27,8 @@ def check_ranks(config: RunConfig, count: int) -> None:
     check_rank_settings(config, count)
     prompts = config.sampling.prompts
     if prompts < count:
-        raise ConfigError(
-            f"sampling.prompts = {prompts}: {count} ranks need at least one prompt per step each; start at most "
-            f"{plural(prompts, 'rank')}, or raise sampling.prompts"
-        )
+        most = plural(prompts, "rank")
+        raise ConfigError(f"sampling.prompts = {prompts}: too few for {count} ranks; start at most {most}")
 
 
 def check_rank_settings(config: RunConfig, count: int) -> None:
@@ -39,10 +37,8 @@ def check_rank_settings(config: RunConfig, count: int) -> None:
     `model.device` must not be one GPU, and an engine must not be spread over several.
     """
     if count > 1 and ":" in config.model.device:
-        raise ConfigError(
-            f"model.device = '{config.model.device}': {count} ranks use one GPU each: rank i uses GPU i; remove the "
-            f"setting, and choose GPUs with CUDA_VISIBLE_DEVICES"
-        )
+        device = config.model.device
+        raise ConfigError(f"model.device = '{device}': one GPU for {count} ranks; use CUDA_VISIBLE_DEVICES")
     check_tensor_parallel(config.sampling.vllm.tensor_parallel, count)
 
 
@@ -61,10 +57,8 @@ def check_gpu_count(model: ModelConfig, count: int, what: str) -> None:
         return
     gpus = torch.cuda.device_count()
     if count > gpus:
-        raise UserError(
-            f"{what}: every rank needs its own GPU, and this machine has {gpus}; start at most "
-            f"{plural(gpus, 'rank')}, or set model.device=cpu"
-        )
+        have = f"every rank needs its own GPU, and this machine has {gpus}"
+        raise UserError(f"{what}: {have}; start at most {plural(gpus, 'rank')}, or set model.device=cpu")
 
 
 @contextmanager
@@ -108,9 +102,7 @@ def check_same_on_all(ranks: Ranks, *values: str) -> None:
     """Raise UserError on all ranks where these texts are not the same on each of them."""
     digest = hashlib.blake2b("\0".join(values).encode(), digest_size=16).hexdigest()
     if len({*ranks.gather(digest)}) > 1:
-        raise UserError(
-            "the ranks were started with different settings; start all of them with one command line and equal files"
-        )
+        raise UserError("the ranks have different settings; start them with one command line and equal files")
 
 
 class Dispatcher(Callback[Info, Report, Result]):

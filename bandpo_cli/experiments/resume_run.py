@@ -60,7 +60,9 @@ may have to change to continue after an error.
 `steps` may change too, under conditions: see `_check_changes`.
 """
 
-_CHANGEABLE_PREFIXES = tuple(f"{name}." if "." not in name else name for name in CHANGEABLE_SETTINGS)
+_RESTORE = "restore the file from a copy, or start a new run"
+
+_CHANGEABLE_PREFIXES = ("steps", *(f"{name}." if "." not in name else name for name in CHANGEABLE_SETTINGS))
 
 
 @dataclass(frozen=True)
@@ -185,37 +187,29 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
     config_path = folder.path / "config.yaml"
     again = f"start a new run: bandpo train --config {config_path}"
     if path_exists(folder.path / VERL_FILE):
-        raise UserError(
-            f"run {folder.name} was imported from verl, which trained it: continue it with the job's run.sh, or {again}"
-        )
+        raise UserError(f"run {folder.name} was imported from verl: continue with its run.sh, or {again}")
     own_layer = read_layer(config_path, f"--resume {folder.name}:")
     try:
         own = resolve([own_layer])
     except ConfigError as error:
         raise ConfigError(f"{config_path}: {error}") from None
     config = resolve([own_layer, *layers])
-    if config.tracking.mlflow and is_redacted(tracking_store(config.tracking, runs_dir).uri):
-        raise ConfigError(
-            f"the secret in tracking.uri = {config.tracking.uri} was not stored; set MLFLOW_TRACKING_URI to the "
-            "complete address, or leave out MLflow with --no-mlflow"
-        )
+    tracking = config.tracking
+    if tracking.mlflow and is_redacted(tracking_store(tracking, runs_dir).uri):
+        raise ConfigError(f"tracking.uri = {tracking.uri} lacks its secret: set MLFLOW_TRACKING_URI")
     done = _last_step(folder, own)
     _check_changes(folder.name, own, config, done)
     if done >= config.steps and is_finished(folder.path):
-        further = (
-            f"; to train further: {resume_command('train', folder.path, runs_dir)} --steps {2 * config.steps}"
-        )
-        if schedules := _schedules_over_run(config):
-            further = f" (its {next(iter(schedules.values()))} schedule has ended)"
+        command = resume_command("train", folder.path, runs_dir)
+        further = f"; to train further: {command} --steps {2 * config.steps}"
+        for schedule in _schedules_over_run(config).values():
+            further = f" (its {schedule} schedule has ended)"
         raise UserError(f"run {folder.name} is complete: {done} of {config.steps} steps{further}")
 
     complete, damaged = complete_checkpoints(folder)
     ahead = [step for step in complete if step > done + 1]
     if ahead:
-        raise UserError(
-            f"{folder.metrics_path}: ends with step {max(done, 0)}, and there is a checkpoint of step {min(ahead)}: "
-            "lines are missing; restore the file from a copy, or start a new run"
-        )
+        raise UserError(f"{folder.metrics_path}: ends before the checkpoint of step {min(ahead)}; {_RESTORE}")
     for step in sorted((step for step in complete if step <= done), reverse=True):
         try:
             check_contents(folder.checkpoint_dir(step))
@@ -225,9 +219,7 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
     else:
         step = -1
     if step < 0 and done >= own.steps:
-        raise UserError(
-            f"run {folder.name} has no complete checkpoint to resume from; {again} --steps {config.steps}"
-        )
+        raise UserError(f"run {folder.name} has no complete checkpoint; {again} --steps {config.steps}")
     warnings = [f"skipped: {why}" for later, why in damaged.items() if step < later <= done]
     pinned, task = config, None
     if step < config.steps:
@@ -246,27 +238,22 @@ def pin(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
     Raises:
         ConfigError: the engine that `auto` resolved to is not installed.
     """
+    path = folder.path / "env.json"
     try:
-        env = read_json_object(folder.path / "env.json") if path_exists(folder.path / "env.json") else {}
+        env = read_json_object(path) if path_exists(path) else {}
     except UserError as error:
         return config, [f"{error}; engine, dtype and commits of the run are not known and are chosen anew"]
     resumes = env.get("resumes")
     entries = [env, *(resumes if isinstance(resumes, list) else [])]
-    stored = next(
-        (entry[RESOLVED] for entry in entries if isinstance(entry, dict) and RESOLVED in entry), None
-    )
-    if not isinstance(stored, dict):
+    stored = [entry[RESOLVED] for entry in entries if isinstance(entry, dict) and RESOLVED in entry][:1]
+    if not stored or not isinstance(stored[0], dict):
         return config, []
     sampling, model, task = config.sampling, config.model, config.task
-    engine, dtype, commit, data = (stored.get(key) for key in ("engine", "dtype", "model", "data"))
+    engine, dtype, commit, data = map(stored[0].get, ("engine", "dtype", "model", "data"))
     if sampling.engine == AUTO_ENGINE and isinstance(engine, str) and engine in ENGINES:
         entry = ENGINES[engine]
         if entry.package is not None and not is_installed(entry.package):
-            raise ConfigError(
-                f"run {folder.name} samples with {engine}, to which sampling.engine = {AUTO_ENGINE} resolved when it "
-                f"started, and the package {entry.package} is not installed here; a run is resumed with its own "
-                f"engine: {entry.install}"
-            )
+            raise ConfigError(f"run {folder.name} samples with {engine}, not installed here: {entry.install}")
         sampling = sampling.model_copy(update={"engine": engine})
     if str(model.dtype) == "auto" and dtype in ("float32", "bfloat16"):
         model = model.model_copy(update={"dtype": dtype})
@@ -307,36 +294,27 @@ def _last_step(folder: RunFolder, config: RunConfig) -> int:
     last = first - 1
     for last, record in enumerate(iterate_metrics(folder.metrics_path), first):
         if record["step"] != last:
-            raise UserError(
-                f"{folder.metrics_path}, line {last - first + 1}: step {record['step']} where step {last} belongs; "
-                "the record is damaged: restore the file from a copy, or start a new run"
-            )
+            where = f"{folder.metrics_path}, line {last - first + 1}"
+            raise UserError(f"{where}: step {record['step']} where step {last} belongs; {_RESTORE}")
     return last
 
 
 def _check_changes(name: str, own: RunConfig, config: RunConfig, done: int) -> None:
     """Raise ConfigError where a setting differs from the run's own, except `CHANGEABLE_SETTINGS` and more steps."""
     before, after = (flatten(settings.model_dump(mode="json")) for settings in (own, config))
-    texts = {key: (before.get(key, "nothing"), after.get(key, "nothing")) for key in {**before, **after}}
     refused = [
-        f"{key} = {new} (the run has {old})"
-        for key, (old, new) in texts.items()
-        if old != new and key != "steps" and not key.startswith(_CHANGEABLE_PREFIXES)
+        f"{key} = {after.get(key, 'nothing')} (the run has {before.get(key, 'nothing')})"
+        for key in {**before, **after}
+        if before.get(key, "nothing") != after.get(key, "nothing")
+        and not key.startswith(_CHANGEABLE_PREFIXES)
     ]
     if refused:
-        raise ConfigError(
-            f"--resume {name}: the settings of the run are used; leave out {', '.join(refused)}. "
-            f"These settings can be changed: {', '.join(CHANGEABLE_SETTINGS)}, and steps"
-        )
+        allowed = ", ".join((*CHANGEABLE_SETTINGS, "steps"))
+        raise ConfigError(f"--resume {name}: leave out {', '.join(refused)}; a resume can change {allowed}")
     if own.steps == config.steps:
         return
     for key, schedule in _schedules_over_run(own).items():
-        raise ConfigError(
-            f"--resume {name}: steps = {config.steps}: {key} = '{schedule}' runs to its end over "
-            f"the run's {own.steps} steps, so every step depends on their number; only a run with a constant "
-            f"schedule can be extended"
-        )
+        ends = f"{key} = '{schedule}' ends with step {own.steps}; only a constant schedule can be extended"
+        raise ConfigError(f"--resume {name}: steps = {config.steps}: {ends}")
     if config.steps <= done:
-        raise ConfigError(
-            f"--resume {name}: steps = {config.steps}: the run has done {done} already; give more than that"
-        )
+        raise ConfigError(f"--resume {name}: steps = {config.steps}: {done} are done; give more than that")

@@ -84,9 +84,14 @@ def plan_sweep(
         ConfigError: the file, an axis or a setting is not valid.
     """
     written = None if file is None else read_config(file, "FILE")
+    pairs = [text.partition("=") for text in axes]
+    for text, (key, equals, _) in zip(axes, pairs, strict=True):
+        if not equals or not key.strip():
+            raise ConfigError(f"--axis {text!r}: write it as section.key=value,value, such as steps=50,100")
     try:
         config = SweepConfig.model_validate(dict(written or {}))
-        replaced = {**config.axes, **parse_axes(flags), **parse_axes(dict(map(_split_axis, axes)))}
+        given = {key.strip(): values for key, _, values in pairs}
+        replaced = {**config.axes, **parse_axes(flags), **parse_axes(given)}
         changes: dict[str, Any] = {name: text for name, text in options.items() if text is not None}
         if "seeds" in changes:
             changes["seeds"] = read_numbers("--seeds", changes["seeds"], 0, 2**31 - 1)
@@ -138,12 +143,10 @@ def _tuned_layers(config: SweepConfig, sweep: str, runs_dir: Path) -> tuple[dict
     try:
         folder = SweepFolder.open(runs_dir, sweep)
         groups = _runs_by_group(folder, runs_dir)
-        used = sorted({run.seed for run in folder.runs})
-        if both := sorted({*config.seeds} & {*used}):
-            raise UserError(
-                f"seed {both[0]} chose the settings in {folder.name}; "
-                f"give seeds other than {', '.join(map(str, used))}"
-            )
+        used = {run.seed for run in folder.runs}
+        if both := sorted(used.intersection(config.seeds)):
+            others = ", ".join(map(str, sorted(used)))
+            raise UserError(f"seed {both[0]} chose the settings in {sweep}; give seeds other than {others}")
         tuning = choose(folder.name, config.tuned_by, groups)
     except UserError as error:
         raise ConfigError(f"tuned_on: {error}") from None
@@ -157,31 +160,21 @@ def _runs_by_group(folder: SweepFolder, runs_dir: Path) -> dict[str, dict[str, l
     from bandpo_cli.reports.comparison.selection import VariantRun
 
     if not all(run.group for run in folder.runs):
-        raise UserError(
-            f"{folder.path} was written by an earlier version, whose plans do not record the method of each variant"
-        )
+        raise UserError(f"{folder.path} was written by an earlier version, without the methods of variants")
     stopped = folder.stopped()
-    summaries = {
-        run.name: read_summary(folder.run_path(run.name)) for run in folder.runs if run.name not in stopped
-    }
-    ended = ("FINISHED", "FAILED")
-    unfinished = [
-        name for name, summary in summaries.items() if summary is None or summary.status not in ended
-    ]
-    if unfinished:
-        raise UserError(
-            f"{len(unfinished)} of the {len(folder.runs)} runs of {folder.name} are not finished ({unfinished[0]}"
-            f"{', ...' if len(unfinished) > 1 else ''}); finish them first: "
-            f"{resume_command('sweep', folder.path, runs_dir)}"
-        )
+    paths = {run.name: folder.run_path(run.name) for run in folder.runs if run.name not in stopped}
+    statuses = {name: getattr(read_summary(path), "status", None) for name, path in paths.items()}
+    if unfinished := [name for name, status in statuses.items() if status not in ("FINISHED", "FAILED")]:
+        counts = f"{len(unfinished)} of the {len(folder.runs)} runs of {folder.name} are not finished"
+        again = resume_command("sweep", folder.path, runs_dir)
+        raise UserError(f"{counts} ({', '.join(unfinished[:3])}); finish them first: {again}")
     groups: dict[str, dict[str, list[VariantRunData]]] = {run.group: {} for run in folder.runs}
     for arm, runs in by_variant(folder.runs).items():
-        read = [read_variant_run(VariantRun(arm, run.seed, folder.run_path(run.name))) for run in runs]
+        read = (read_variant_run(VariantRun(arm, run.seed, folder.run_path(run.name))) for run in runs)
         finished = [record for record in read if isinstance(record, VariantRunData)]
         if len(finished) == len(runs):
             groups[runs[0].group][arm] = finished
-    without = [group for group, arms in groups.items() if not arms]
-    if without:
+    if without := [group for group, arms in groups.items() if not arms]:
         raise UserError(f"{folder.name}: no variant of {', '.join(without)} has finished with every seed")
     return groups
 
@@ -200,13 +193,3 @@ def _matcher(recorded: str, runs_dir: Path, matches: dict[str, Any]) -> DeltaMat
         return matched.delta
 
     return match
-
-
-def _split_axis(text: str) -> tuple[str, str]:
-    """Return key and values of `--axis KEY=V,V`."""
-    key, equals, values = text.partition("=")
-    if not equals or not key.strip():
-        raise ConfigError(
-            f"--axis {text!r}: write it as section.key=value,value, for example optim.lr=1e-5,1e-4"
-        )
-    return key.strip(), values

@@ -57,20 +57,25 @@ def sweep_mlflow_run(
     Args:
         report: returns, at the end, the report over the sweep's runs.
 
-    Yields:
-        The parent of the sweep's runs; None without MLflow, or where MLflow did not accept it.
+    Yields the parent of the sweep's runs; None without MLflow, or where MLflow did not accept it.
     """
     mirror = None if store is None else _connect(folder, store)
     status = "FAILED"
     try:
         yield None if mirror is None else mirror.run_id
-        status = "FINISHED" if all(folder.is_finished(run.name) for run in folder.runs) else "FAILED"
+        if all(folder.is_finished(run.name) for run in folder.runs):
+            status = "FINISHED"
     except (KeyboardInterrupt, SystemExit):
         status = "KILLED"
         raise
     finally:
         if mirror is not None:
-            _close(mirror, folder, status, report())
+            try:
+                # First: a file that cannot be stored must not leave the run as RUNNING forever.
+                mirror.close(status)
+                _send_report(mirror, folder, report())
+            except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs are on the disk
+                log.warning("MLflow did not accept the sweep's end (%s)", short_error(error))
 
 
 def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
@@ -82,36 +87,30 @@ def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
         mirror = MlflowMirror.connect(store, folder.path, run_tags(describe_environment()))
         mirror.send_params(flat_params(params))
         mirror.reopen()
-        if is_server(store.uri):
-            log.info("MLflow: %s", run_url(folder.path, store))
-        return mirror
     except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs continue without it
         place = f"MLflow at {redact_credentials(store.uri)}"
-        log.warning(
-            "%s did not accept the sweep (%s); its runs are not grouped there", place, short_error(error)
-        )
+        log.warning("%s did not accept the sweep (%s); its runs have no parent", place, short_error(error))
         return None
+    if is_server(store.uri):
+        log.info("MLflow: %s", run_url(folder.path, store))
+    return mirror
 
 
-def _close(mirror: MlflowMirror, folder: SweepFolder, status: str, report: Report | None) -> None:
+def _send_report(mirror: MlflowMirror, folder: SweepFolder, report: Report | None) -> None:
     from bandpo_cli.reports.comparison.write import render
 
-    try:
-        mirror.close(status)  # first: a file that cannot be stored must not leave the run as RUNNING forever
-        if report is not None:
-            means = {
-                f"sweep/{arm.name}/{key}": estimate.mean
-                for arm in report.arms
-                for key, estimate in arm.figures.items()
-            }
-            # At step 0 MLflow shows a metric as a bar and not as a curve of one point. A resume sends values again; of
-            # several at the same step MLflow shows the latest.
-            mirror.send([{"step": 0, **means}], {}, again=True)
-            mirror.describe(f"{NOTE_HEADING}\n\n{render('leaderboard.md', report)}", NOTE_HEADING)
-        for file in [folder.path / PLAN_FILE, *sorted((folder.path / "report").glob("*"))]:
-            mirror.send_file(folder.path, file)
-    except Exception as error:  # noqa: BLE001 - as above
-        log.warning("MLflow did not accept the sweep's end (%s)", short_error(error))
+    if report is not None:
+        values = {
+            f"sweep/{arm.name}/{key}": estimate.mean
+            for arm in report.arms
+            for key, estimate in arm.figures.items()
+        }
+        # At step 0 MLflow shows a metric as a bar and not as a curve of one point. A resume sends values again; of
+        # several at the same step MLflow shows the latest.
+        mirror.send([{"step": 0, **values}], {}, again=True)
+        mirror.describe(f"{NOTE_HEADING}\n\n{render('leaderboard.md', report)}", NOTE_HEADING)
+    for file in [folder.path / PLAN_FILE, *sorted((folder.path / "report").glob("*"))]:
+        mirror.send_file(folder.path, file)
 
 
 @dataclass(frozen=True)
@@ -267,8 +266,8 @@ def estimate_time(
         None where no earlier run is similar enough.
     """
     first = info.configs[info.pending[0].name]
-    seconds = seconds_from_earlier_runs(first, Path(runs_dir), info.threads, info.ranks)
     method = "by earlier runs"
+    seconds = seconds_from_earlier_runs(first, Path(runs_dir), info.threads, info.ranks)
     if seconds is None:
         if first.model.path != EMBEDDED_MODEL:
             return None
@@ -318,7 +317,6 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
     report: Report | None = None
     report_error: str | None = None
     error: BaseException | None = None
-
     with closing(_open_pool(executor, len(pending), variables)) as pool:
         try:
             about = pool.slots, pool.threads, executor.ranks
@@ -333,35 +331,24 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
                     events.phase("run")
                     failures = run_sweep(folder, pool, steps, events.step, flags, executor.stop_margin)
                 events.phase("report")
+                from bandpo_cli.reports.comparison import read_sweep, read_tuning, write_report
+
                 try:
-                    report = _write_report(folder)
+                    chosen, tuning = read_sweep(folder.path), read_tuning(folder)
+                    place = folder.path / "report"
+                    report = write_report(chosen.runs, chosen.title, chosen.baseline, place, tuning=tuning)
                 except UserError as no_report:
                     report_error = str(no_report)
         except BaseException as raised:
             error = raised
             raise
         finally:
-            result = SweepResult(
-                folder.path,
-                len(folder.runs),
-                sum(folder.is_finished(run.name) for run in folder.runs),
-                failures,
-                folder.stopped(),
-                report,
-                report_error,
-                None if store is None else ui_text(folder.path, store),
-                error,
-            )
+            finished = sum(folder.is_finished(run.name) for run in folder.runs)
+            counts = len(folder.runs), finished, failures, folder.stopped()
+            mlflow = None if store is None else ui_text(folder.path, store)
+            result = SweepResult(folder.path, *counts, report, report_error, mlflow, error)
             events.end(result)
     return result
-
-
-def _write_report(folder: SweepFolder) -> Report:
-    """Write the report over the finished runs. Raise UserError if there is nothing to report on."""
-    from bandpo_cli.reports.comparison import read_sweep, read_tuning, write_report
-
-    chosen, tuning = read_sweep(folder.path), read_tuning(folder)
-    return write_report(chosen.runs, chosen.title, chosen.baseline, folder.path / "report", tuning=tuning)
 
 
 def _open_pool(executor: Executor, runs: int, variables: Mapping[str, str]) -> Pool:

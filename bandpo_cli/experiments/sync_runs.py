@@ -78,9 +78,7 @@ def sync(
         log.warning("%s", line)
     if failed_stores:
         lines = "; ".join(failed_stores.values())
-        raise RunError(
-            f"{lines}. Nothing is lost, the run folders have everything: sync again when it is back"
-        )
+        raise RunError(f"{lines}. Nothing is lost: sync again when it is back")
     if damaged:
         raise UserError(damaged[-1])
     return reports
@@ -93,18 +91,16 @@ def _choose_runs(names: Sequence[str], all_runs: bool, runs_dir: Path) -> dict[P
     """
     if all_runs == bool(names):
         raise UserError("name the runs to send, or give --all for every run; not both")
-    chosen = [(path, False) for path in find_runs(runs_dir)] if all_runs else []
+    unique: dict[Path, tuple[Path, bool]] = {}
     for name in names:
         sweep = find_folder(name, runs_dir, PLAN_FILE)
-        if sweep is not None:
-            chosen += [(path, False) for path in find_runs(sweep)]
-        else:
-            chosen.append((RunFolder.open(runs_dir, name).path, True))
-    if not chosen:
+        paths = [RunFolder.open(runs_dir, name).path] if sweep is None else find_runs(sweep)
+        for path in paths:
+            unique.setdefault(path.resolve(), (path, sweep is None))
+    if all_runs:
+        unique = {path.resolve(): (path, False) for path in find_runs(runs_dir)}
+    if not unique:
         raise UserError(f"no runs in {runs_dir}; give another place with --runs-dir")
-    unique: dict[Path, tuple[Path, bool]] = {}
-    for path, named in chosen:
-        unique.setdefault(path.resolve(), (path, named))
     return dict(unique.values())
 
 

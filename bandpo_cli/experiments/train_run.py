@@ -182,15 +182,13 @@ def run_environment(config: RunConfig, components: Components) -> dict[str, Any]
     weights; `model`, the commit of a model on the hub, None for a folder; `data`, the commits of the data sets on the
     hub by id, without those that are not known.
     """
-    policy, task, commits = components.policy, config.task, {}
+    policy, task, data = components.policy, config.task, {}
     if isinstance(task, DataTask):
         commits = {name: cached_commit(name, "dataset", task.revisions.get(name)) for name in hub_ids(task)}
-    resolved = {
-        "engine": resolve_engine(config.sampling.engine, on_gpu=policy.device.type == "cuda"),
-        "dtype": str(policy.dtype).removeprefix("torch."),
-        "model": policy.commit,
-        "data": {name: commit for name, commit in commits.items() if commit is not None},
-    }
+        data = {name: commit for name, commit in commits.items() if commit is not None}
+    engine = resolve_engine(config.sampling.engine, on_gpu=policy.device.type == "cuda")
+    dtype = str(policy.dtype).removeprefix("torch.")
+    resolved = {"engine": engine, "dtype": dtype, "model": policy.commit, "data": data}
     return {**describe_environment(sampler=components.sampler_description()), RESOLVED: resolved}
 
 
@@ -199,10 +197,9 @@ def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> Train
 
     On a rank other than 0 it has only the callbacks that receive the events of every rank.
     """
-    if not is_main_process():
-        return Dispatcher([callback for callback in callbacks if getattr(callback, "on_every_rank", False)])
-    trackers = [MlflowTracker(config.tracking)] if config.tracking.mlflow else []
-    return Dispatcher([*trackers, *callbacks])
+    if is_main_process():
+        return Dispatcher([*([MlflowTracker(config.tracking)] if config.tracking.mlflow else []), *callbacks])
+    return Dispatcher([callback for callback in callbacks if getattr(callback, "on_every_rank", False)])
 
 
 def resolved_settings(config: RunConfig, events: TrainEvents) -> RunConfig:
@@ -257,9 +254,8 @@ def run_steps(
     def train_steps() -> RunStatus:
         last = first_step - 1
         with out_of_memory_errors(config), _disk_errors(folder), lost_rank_errors():
-            steps = loop.train(
-                config, components, folder, events.phase, first_step, stop_requested or loop.never_stop
-            )
+            stop = stop_requested or loop.never_stop
+            steps = loop.train(config, components, folder, events.phase, first_step, stop)
             try:
                 for report in steps:
                     last = report.step
@@ -267,9 +263,8 @@ def run_steps(
             except BaseException as error:
                 steps.throw(error)  # an error of a callback; the loop may be writing a checkpoint
                 raise
-        return (
-            "KILLED" if last < config.steps else "FINISHED"
-        )  # a stop was requested, perhaps of another rank
+        # Before the last step, a stop was requested, perhaps of another rank.
+        return "KILLED" if last < config.steps else "FINISHED"
 
     result = record_run(config, folder, events, tuple(components.notes), first_step, train_steps)
     return components.ranks.gather(result)[0]
@@ -294,9 +289,8 @@ def record_run(
     error: BaseException | None = None
     records: list[dict[str, Any]] = []
     try:
-        events.start(
-            RunInfo(folder.path, dumped, env, config.steps, first_step, notes, config.tracking.parent)
-        )
+        about = config.steps, first_step, notes, config.tracking.parent
+        events.start(RunInfo(folder.path, dumped, env, *about))
         status = train_steps()
     except BaseException as raised:
         error, status = raised, status_of(raised)
@@ -356,9 +350,7 @@ def _close_record(
     except (KeyboardInterrupt, SystemExit):
         with suppress(OSError):  # it is not empty
             (folder.path / "plots").rmdir()
-        log.warning(
-            "the plots are incomplete; write them with: bandpo plot %s", shlex.quote(str(folder.path))
-        )
+        log.warning("the plots are incomplete; type bandpo plot %s", shlex.quote(str(folder.path)))
         raise
     finally:
         folder.write_summary(
