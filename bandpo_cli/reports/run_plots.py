@@ -18,6 +18,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from bandpo_cli.bounds.intervals import clip_state
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.evaluation.scores import success_axis, success_histogram
+from bandpo_cli.metric_names import SCORE
 from bandpo_cli.reports import style
 from bandpo_cli.storage.eval_folder import RECORD_FILE, read_record
 from bandpo_cli.storage.files import step_of
@@ -37,21 +38,12 @@ MAX_POINTS = 5_000
 _LABEL_CHARS, _SUBTITLE_CHARS = 24, 105  # three legend names fit side by side, a subtitle fits on one line
 
 _SETTING_SYMBOLS = {
-    "divergence": "",
-    "delta": "δ ",
-    "delta_end": "to δ ",
-    "eps_low": "ε₋ ",
-    "eps_high": "ε₊ ",
-    "eps": "ε ",
-    "tau_positive": "τ₊ ",
-    "tau_negative": "τ₋ ",
-    "max_weight": "w ≤ ",
-}
+    "divergence": "", "delta": "δ ", "delta_end": "to δ ", "eps_low": "ε₋ ", "eps_high": "ε₊ ", "eps": "ε ",
+    "tau_positive": "τ₊ ", "tau_negative": "τ₋ ", "max_weight": "w ≤ ",
+}  # fmt: skip
 
-_PASS_MARKERS = ("s", "^", "D", "v", "P")
-"""One marker per k, since the pass@k lines of a task share its colour."""
+_PASS_MARKERS = ("s", "^", "D", "v", "P")  # one per k, since the pass@k lines of a task share its colour
 
-_EVAL = re.compile(r"eval/(.+)/(mean|pass)_at_(\d+)")
 _CLIP_BIN = re.compile(r"clip/active_fraction/p_([\d.e-]+)_([\d.e-]+)")
 
 _CLIP_LINES = (
@@ -75,16 +67,16 @@ def plot_run(folder: Path, out: Path | None = None, suffix: str = ".png") -> lis
     Raises:
         UserError: `metrics.jsonl` or the record of an evaluation is damaged.
     """
-    records = RunFolder(folder).read_metrics()
-    subtitle = run_subtitle(folder)
+    records, subtitle = RunFolder(folder).read_metrics(), run_subtitle(folder)
+    figures = {
+        "accuracy": plot_accuracy(records, read_intervals(folder), subtitle),
+        "entropy": plot_entropy(records, subtitle),
+        "clip": plot_clip(records, subtitle),
+        "clip_map": plot_clip_map(folder, subtitle),
+    }
+    shown = {name: figure for name, figure in figures.items() if figure is not None}
     out = out or folder / "plots"
-    plots = [
-        plot_accuracy(records, read_intervals(folder), subtitle, out / f"accuracy{suffix}"),
-        plot_entropy(records, subtitle, out / f"entropy{suffix}"),
-        plot_clip(records, subtitle, out / f"clip{suffix}"),
-        plot_clip_map(folder, subtitle, out / f"clip_map{suffix}"),
-    ]
-    return [path for path in plots if path is not None]
+    return [style.save(figure, out / f"{name}{suffix}") for name, figure in shown.items()]
 
 
 def plot_success_histogram(folder: Path) -> Path:
@@ -127,8 +119,7 @@ def read_intervals(folder: Path) -> Intervals:
     """
     intervals: dict[str, dict[int, tuple[float, float]]] = {}
     for path in sorted((folder / "evals").glob("step-*.json")):
-        step = step_of(path)
-        if step is None:
+        if (step := step_of(path)) is None:
             continue
         sets = read_record(path)["sets"]
         try:
@@ -138,23 +129,18 @@ def read_intervals(folder: Path) -> Intervals:
                         ends = intervals.setdefault(f"eval/{label}/{name}", {})
                         ends[step] = value["low"], value["high"]
         except (AttributeError, KeyError, TypeError):
-            raise UserError(
-                f"{path}: this is not the record of an evaluation: a metric has no interval"
-            ) from None
+            raise UserError(f"{path}: not the record of an evaluation: a metric has no interval") from None
     return intervals
 
 
-def plot_accuracy(records: Sequence[Record], intervals: Intervals, subtitle: str, path: Path) -> Path | None:
+def plot_accuracy(records: Sequence[Record], intervals: Intervals, subtitle: str) -> Figure | None:
     """Plot training accuracy and, for every evaluation set, mean@n with its interval and pass@k over the steps.
 
     The intervals of pass@k are not plotted: those of several k overlap.
-
-    Returns:
-        The path of the plot; None without data.
     """
     train = series(records, "train/accuracy")
-    matches = filter(None, map(_EVAL.fullmatch, {name for record in records for name in record}))
-    names = sorted((match[1], match[2], int(match[3]), match[0]) for match in matches)
+    matches = filter(None, map(SCORE.fullmatch, {name for record in records for name in record}))
+    names = sorted((match[1], match[2], int(match[3]), match[0]) for match in matches if match[3] != "n")
     curves = [series(records, name) for *_, name in names]
     steps = [step for curve in (train, *curves) for step in curve]
     if not steps:
@@ -166,26 +152,25 @@ def plot_accuracy(records: Sequence[Record], intervals: Intervals, subtitle: str
     ks = sorted({count for _, measure, count, _ in names if measure == "pass"})
     for (task, measure, count, name), curve in zip(names, curves, strict=True):
         color = style.CYCLE[tasks.index(task) % len(style.CYCLE)]
+        line: dict[str, Any] = {"marker": "o", "linestyle": "-", "linewidth": 2.2}
         if measure == "mean":
-            line: dict[str, Any] = {"marker": "o", "linestyle": "-", "linewidth": 2.2}
             _plot_interval(axes, curve, intervals.get(name, {}), color)
         else:
             marker = _PASS_MARKERS[ks.index(count) % len(_PASS_MARKERS)]
-            dashes = (0, (4, 2))
-            line = {"marker": marker, "linestyle": dashes, "linewidth": 1.6, "markerfacecolor": "white"}
+            line = {"marker": marker, "linestyle": (0, (4, 2)), "linewidth": 1.6, "markerfacecolor": "white"}
         line |= {"color": color, "label": f"held-out {style.legend_name(task)} {measure}@{count}"}
-        axes.plot(list(curve), list(curve.values()), markersize=6, clip_on=False, zorder=3, **line)
+        axes.plot(*zip(*curve.items(), strict=True), markersize=6, clip_on=False, zorder=3, **line)
     if axes.collections:
-        text = "mean: 95% interval over problems"
-        axes.fill_between([], [], color=style.MUTED_COLOR, alpha=0.25, label=text)
+        meaning = "mean: 95% interval over problems"
+        axes.fill_between([], [], color=style.MUTED_COLOR, alpha=0.25, label=meaning)
     axes.set_ylim(0, 1)
     style.percent_axis(axes)
     style.label(axes, "step", "correct answers")
-    return _finish(figure, [axes], steps, path)
+    return _finish(figure, [axes], steps)
 
 
-def plot_entropy(records: Sequence[Record], subtitle: str, path: Path) -> Path | None:
-    """Plot the entropy of the policy, in nats per token, over the steps; None without data."""
+def plot_entropy(records: Sequence[Record], subtitle: str) -> Figure | None:
+    """Plot the entropy of the policy over the steps."""
     curve = series(records, "train/entropy")
     if not curve:
         return None
@@ -194,11 +179,11 @@ def plot_entropy(records: Sequence[Record], subtitle: str, path: Path) -> Path |
     _plot_smoothed(axes, curve, name, style.BLUE)
     axes.set_ylim(0, 1.08 * max(*curve.values(), 0.01))
     style.label(axes, "step", "entropy, nats per token")
-    return _finish(figure, [axes], list(curve), path)
+    return _finish(figure, [axes], list(curve))
 
 
-def plot_clip(records: Sequence[Record], subtitle: str, path: Path) -> Path | None:
-    """Plot the share of clipped tokens over the steps and, if recorded, per bin of probability; None without data."""
+def plot_clip(records: Sequence[Record], subtitle: str) -> Figure | None:
+    """Plot the share of clipped tokens over the steps and, if recorded, per bin of probability."""
     lines = [(series(records, name), text, color) for name, text, color in _CLIP_LINES]
     lines = [line for line in lines if line[0]]
     if not lines:
@@ -216,16 +201,14 @@ def plot_clip(records: Sequence[Record], subtitle: str, path: Path) -> Path | No
     for axes in panels:
         axes.set_ylim(bottom=0)
         style.percent_axis(axes)
-    return _finish(figure, panels, list(lines[0][0]), path)
+    return _finish(figure, panels, list(lines[0][0]))
 
 
-def plot_clip_map(folder: Path, subtitle: str, path: Path) -> Path | None:
+def plot_clip_map(folder: Path, subtitle: str) -> Figure | None:
     """Plot ratio against old probability of the tokens in the last token table of a run, clipped tokens marked.
 
-    Tables of earlier versions have no gradient weights. They are of methods with bounds, or without any clipping.
-
-    Returns:
-        The path of the plot; None if the run has no token table, or none of its tokens fits on log axes.
+    Tables of earlier versions have no gradient weights. They are of methods with bounds, or without any clipping. No
+    plot is made if none of the tokens fits on log axes.
     """
     tables = sorted((folder / "tokens").glob("step-*.parquet"))
     if not tables:
@@ -276,7 +259,7 @@ def plot_clip_map(folder: Path, subtitle: str, path: Path) -> Path | None:
     axes.yaxis.set_major_formatter(style.PLAIN_NUMBERS)
     style.label(axes, "probability of the token under the old policy", "ratio, new / old probability")
     style.legend(axes, columns=3, markerscale=2.0)
-    return style.save(figure, path)
+    return figure
 
 
 def run_subtitle(folder: Path) -> str:
@@ -284,12 +267,12 @@ def run_subtitle(folder: Path) -> str:
     name = folder.resolve().name
     try:
         bounds = dict(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["bounds"])
-        words = [str(bounds["method"])]
+        method = str(bounds["method"])
     except (OSError, yaml.YAMLError, KeyError, TypeError, ValueError):
         return name
-    settings = {key: value for key, value in bounds.items() if key in _SETTING_SYMBOLS and value is not None}
-    words += [f"{_SETTING_SYMBOLS[key]}{value}" for key, value in settings.items()]
-    return f"{name} · {', '.join(words)}"
+    words = [f"{_SETTING_SYMBOLS[key]}{value}" for key, value in bounds.items()
+             if key in _SETTING_SYMBOLS and value is not None]  # fmt: skip
+    return f"{name} · {', '.join([method, *words])}"
 
 
 def series(records: Iterable[Record], name: str) -> Curve:
@@ -343,9 +326,9 @@ def _plot_interval(
         axes.fill_between(known, low, high, color=color, alpha=0.14, linewidth=0)
 
 
-def _finish(figure: Figure, panels: Sequence[Axes], steps: Sequence[int], path: Path) -> Path:
-    """Add the step axis and a legend to every panel and save the figure."""
+def _finish(figure: Figure, panels: Sequence[Axes], steps: Sequence[int]) -> Figure:
+    """Add the step axis and a legend to every panel."""
     for axes in panels:
         style.steps_axis(axes, steps)
     style.fit_legends(figure, panels)
-    return style.save(figure, path)
+    return figure

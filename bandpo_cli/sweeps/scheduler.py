@@ -244,12 +244,7 @@ def seconds_from_earlier_runs(
 def seconds_from_trial(config: RunConfig, variables: Mapping[str, str], ranks: int = 1) -> float:
     """Return the seconds of a run, extrapolated from a trial of `TRIAL_STEPS` steps in a temporary folder.
 
-    Args:
-        variables: all environment variables of the trial.
-        ranks: processes of a run.
-
-    Raises:
-        UserError: the trial failed; the message contains its last line of output.
+    The trial gets only the environment `variables`. Raises UserError with its last line of output if it fails.
     """
     steps = min(TRIAL_STEPS, config.steps)
     tracking = config.tracking.model_copy(update={"mlflow": False})

@@ -8,7 +8,7 @@ from bandpo_cli.errors import plural
 from bandpo_cli.reports.comparison.report_metrics import MAX_LISTED, Metric, shorten_list
 from bandpo_cli.reports.comparison.runs import VariantRunData
 from bandpo_cli.reports.comparison.selection import differing_settings, is_within
-from bandpo_cli.reports.comparison.statistics import LEVEL, p_text
+from bandpo_cli.reports.comparison.statistics import p_text
 from bandpo_cli.reports.comparison.variants import Report, Variant, VariantDifference
 
 _MAX_NAMED = 3
@@ -37,23 +37,16 @@ def headline(
     Args:
         arms: highest accuracy first.
         baseline: name of the baseline; None for no comparison.
-        differences: the differences in `metric`.
-        metric: the accuracy.
+        differences: the differences in `metric`, the accuracy.
     """
-    if not differences:
-        return f"{_ranking(arms, metric)}."
     tested = [difference for difference in differences if difference.p_holm is not None]
     if not tested:
-        return f"{_ranking(arms, metric)}; with these seeds no difference from {baseline} can be tested."
+        untested = f"; with these seeds no difference from {baseline} can be tested" if differences else ""
+        return f"{_ranking(arms, metric)}{untested}."
     tested.sort(key=lambda difference: -abs(difference.change.mean))
-    groups = []
-    rest = len(differences)
-    for word, sign in (("higher", 1), ("lower", -1)):
-        group = [
-            difference
-            for difference in tested
-            if (difference.p_holm or 0) <= 1 - LEVEL and sign * difference.change.mean > 0
-        ]
+    groups, rest = [], len(differences)
+    for word in ("higher", "lower"):
+        group = [difference for difference in tested if difference.verdict == word]
         texts = [
             f"{difference.arm} ({_evidence(difference, metric, in_full=difference is group[0])})"
             for difference in group[:_MAX_NAMED]
@@ -61,8 +54,7 @@ def headline(
         if len(group) > _MAX_NAMED:
             texts.append(plural(len(group) - _MAX_NAMED, "more variant"))
         if texts:
-            listed = " and ".join(filter(None, [", ".join(texts[:-1]), texts[-1]]))
-            groups.append(f"{word} for {listed}")
+            groups.append(f"{word} for {' and '.join(filter(None, [', '.join(texts[:-1]), texts[-1]]))}")
         rest -= len(group)
     if groups:
         others = "the other variant does" if rest == 1 else f"the other {rest} variants do"
@@ -82,51 +74,38 @@ def headline(
 
 def _evidence(difference: VariantDifference, metric: Metric, in_full: bool = True) -> str:
     """Return `+0.031`, `in_full` followed by `, 95% interval +0.010 to +0.052 over 3 seeds, p = 0.02`."""
-    change, p_holm = difference.change, difference.p_holm
+    change, pair, p_holm = difference.change, difference.paired, difference.p_holm
     mean = metric.text(change.mean, sign=True)
-    if not in_full:
+    if not in_full or pair is None or p_holm is None:
         return mean
-    assert difference.paired is not None
-    assert p_holm is not None
-    adjusted = "" if p_holm == difference.paired.p else "Holm-adjusted "
-    p = p_text(p_holm)
+    p = f"p = {p_text(p_holm)}".replace("= <", "<")
     return (
-        f"{mean}, 95% interval {metric.interval(change, sign=True)} over {change.n} seeds, {adjusted}p "
-        f"{p if p.startswith('<') else f'= {p}'}"
+        f"{mean}, 95% interval {metric.interval(change, sign=True)} over {change.n} seeds, "
+        f"{'' if p_holm == pair.p else 'Holm-adjusted '}{p}"
     )
 
 
 def _ranking(arms: Sequence[Variant], metric: Metric) -> str:
     """Return a sentence on the final held-out accuracy of the first variant; it adds that a ranking is no test."""
     value = arms[0].figures[metric.key]
-    seeds = f"{value.n} seeds"
-    if value.n == 1:
-        seeds = "one seed, no interval"
-    elif value.low is not None and value.high is not None:
-        seeds = f"95% interval {metric.text(value.low)} to {metric.text(value.high)} over {seeds}"
+    seeds = f"{value.n} seeds" if value.n > 1 else "one seed, no interval"
+    if interval := metric.interval(value):
+        seeds = f"95% interval {interval.replace(' – ', ' to ')} over {seeds}"
     mean = metric.text(value.mean)
     if len(arms) == 1:
         return f"{arms[0].name} ends at a held-out accuracy of {mean} ({seeds})"
-    untested = "" if value.n == 1 else "; a ranking, not a test"
+    untested = "; a ranking, not a test" if value.n > 1 else ""
     return f"{arms[0].name} ends with the highest held-out accuracy, {mean} ({seeds}){untested}"
 
 
 def report_notes(
     report: Report, arms: Mapping[str, Sequence[VariantRunData]], baseline: str | None
 ) -> Iterator[str]:
-    """Yield what limits the comparison, one sentence per note.
-
-    Args:
-        report: the report, without its notes.
-        arms: the runs of each variant.
-        baseline: the requested baseline, of which all runs may have been excluded.
-    """
+    """Yield what limits the comparison, one sentence per note; all runs of the baseline may have been excluded."""
     runs = [run for members in arms.values() for run in members]
-    missing = sorted({run.arm for run in report.left_out if run.arm and run.arm not in arms})
-    if missing:
+    if missing := sorted({run.arm for run in report.left_out if run.arm and run.arm not in arms}):
         yield f"All runs of {shorten_list(missing)} were excluded."
-    single = [name for name, members in arms.items() if len(members) == 1]
-    if single:
+    if single := [name for name, members in arms.items() if len(members) == 1]:
         yield f"Only one seed, and therefore no interval: {shorten_list(single)}."
     if len({tuple(run.seed for run in members) for members in arms.values()}) > 1:
         yield (
@@ -143,8 +122,7 @@ def report_notes(
             f"{plural(len(report.differences), 'comparison')}: {len(arms) - 1} variants against {baseline} in "
             f"{metrics} metrics. p-values are adjusted over the variants for each metric (Holm), not over the metrics."
         )
-    unequal = [name for name, members in arms.items() if len({run.steps for run in members}) > 1]
-    if unequal:
+    if unequal := [name for name, members in arms.items() if len({run.steps for run in members}) > 1]:
         yield (
             f"Runs of unequal length in {shorten_list(unequal)}: curves cover the common steps; final metrics are "
             "taken at the last step of each run."
@@ -155,17 +133,14 @@ def report_notes(
         if keys := differing_settings(run.settings for run in members):
             yield f"The runs of {name} differ in more than their seed: {', '.join(keys[:MAX_LISTED])}."
     differing = differing_settings(run.settings for run in runs)
-    incomparable = [key for key in differing if is_within(key, _EVALUATION_KEYS)]
-    if incomparable:
+    if incomparable := [key for key in differing if is_within(key, _EVALUATION_KEYS)]:
         yield (
             f"The runs differ in {', '.join(incomparable[:MAX_LISTED])}: their held-out accuracies come from different "
             "problems or different sampling."
         )
-    others = sorted({label for run in runs for label in run.sets} - set(report.sets))
-    if others:
+    if others := sorted({label for run in runs for label in run.sets} - set(report.sets)):
         yield f"Excluded, because not every run was evaluated on these sets: {', '.join(others)}."
-    ns = sorted({run.sets[label].n for run in runs for label in report.sets})
-    if len(ns) > 1:
+    if len(ns := sorted({run.sets[label].n for run in runs for label in report.sets})) > 1:
         yield f"The number of completions per problem differs between the values of mean@n: {', '.join(ns)}."
     if not any(metric.key.startswith("pass_at_") for metric in report.figures):
         yield "No pass@k is common to all runs."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -36,25 +37,19 @@ Curves = Mapping[str, tuple[Floats, Floats]]
 MAX_VARIANTS_PLOTTED = 12
 """Lines of more variants cannot be distinguished: only the most accurate ones and the baseline are plotted."""
 
-_MAX_RATE_TICKS = 8
-"""Learning rates up to this number are the ticks of their axis."""
-
-_SPREAD_POINTS = 24.0
-"""Width, in points, over which the lines of the plot against the learning rate are spread, so that bars stay apart."""
-
-_ROW_HEIGHT, _TICK_HEIGHT = 0.7, 0.94
-"""Inches: height of a row of the table of clipped tokens where there are few, and of the texts below the table."""
-
+_MAX_RATE_TICKS = 8  # learning rates up to this number are the ticks of their axis
+_SPREAD_POINTS = 24.0  # width over which the lines of different methods at a learning rate are spread
+_ROW_HEIGHT, _TICK_HEIGHT = (
+    0.7,
+    0.94,
+)  # inches: a row of the table of clipped tokens, the texts below the table
 _MIN_SHARE = 1e-4  # a smaller share of clipped tokens has the colour of 0
 
 
 def plot_all(arms: Mapping[str, Sequence[VariantRunData]], report: Report, out: Path) -> dict[str, Path]:
-    """Plot into `out` what the runs of `arms` have data for, and the tuning of `report`.
+    """Plot into `out` what the runs have data for, and the tuning; return the files by the names of `CAPTIONS`.
 
     Line styles are assigned in the order of `arms`.
-
-    Returns:
-        The written files by the names of `CAPTIONS`.
     """
     subtitle, sets = escape_mathtext(report.title), report.sets
     order = [arm.name for arm in report.arms]
@@ -66,13 +61,12 @@ def plot_all(arms: Mapping[str, Sequence[VariantRunData]], report: Report, out: 
     n = common_n([run for runs in arms.values() for run in runs], sets)
     y_label = f"held-out accuracy, mean@{n}{over_sets}"
     rates = accuracy_by_learning_rate(arms, sets)
+    level = report.accuracy_level
     figures = {
         "accuracy": _plot_over_steps(accuracy, styles, "Held-out accuracy", subtitle, y_label),
         "accuracy_lr": plot_accuracy_lr(rates, "Held-out accuracy against learning rate", subtitle, y_label),
         "entropy": _plot_over_steps(entropy, styles, "Entropy of the policy", subtitle),
-        "accuracy_entropy": _plot_accuracy_entropy(
-            accuracy, entropy, styles, report.accuracy_level, subtitle, y_label
-        ),
+        "accuracy_entropy": _plot_accuracy_entropy(accuracy, entropy, styles, level, subtitle, y_label),
         "clip_by_probability": _plot_clip_table({name: arms[name] for name in names}, styles, subtitle),
     }
     if report.tuning is not None:
@@ -91,18 +85,15 @@ def plot_accuracy_lr(
 ) -> Figure | None:
     """Plot the final accuracy against the learning rate, a line per method; None for fewer than two learning rates.
 
+    Of more than `MAX_VARIANTS_PLOTTED` lines, those with the highest best mean are plotted.
+
     Args:
-        lines: accuracies by name of the line and learning rate, one value per seed. With more than
-            `MAX_VARIANTS_PLOTTED` lines, those with the highest best mean are plotted.
-        title: title of the plot.
-        subtitle: first part of the line under the title.
-        y_label: label of the y axis.
+        lines: accuracies by name of the line and learning rate, one value per seed.
+        title, subtitle, y_label: title, first part of the line under it, label of the y axis.
     """
     if max((len(line) for line in lines.values()), default=0) < 2:
         return None
-    means = {
-        name: {rate: float(np.mean(line[rate])) for rate in sorted(line)} for name, line in lines.items()
-    }
+    means = {name: {rate: fmean(line[rate]) for rate in sorted(line)} for name, line in lines.items()}
     best = {name: max(line.values()) for name, line in means.items()}
     names = sorted(best, key=lambda name: -best[name])[:MAX_VARIANTS_PLOTTED]
     styles = variant_styles([name for name in lines if name in names], None)
@@ -121,8 +112,7 @@ def plot_accuracy_lr(
             edges = interval_band(values_R1)
             shown.append(values_R1 if edges is None else np.clip(edges, 0, 1))
             axes.plot([rate, rate], [shown[-1].min(), shown[-1].max()], color=line["color"], **bar)
-        # Dots at an accuracy of 0 are not cut off.
-        dots: dict[str, Any] = {"clip_on": False, **place}
+        dots: dict[str, Any] = {"clip_on": False, **place}  # a dot at an accuracy of 0 is not cut off
         axes.plot(*zip(*means[name].items(), strict=True), marker="o", markersize=5, zorder=3, **line, **dots)
         best_rate = max(means[name], key=means[name].__getitem__)
         axes.plot(best_rate, best[name], color=line["color"], **style.LARGE_DOT, **dots)
@@ -157,17 +147,12 @@ def smooth_entropy(run: VariantRunData) -> Curve:
 def _plot_over_steps(
     curves: Curves, styles: LineStyles, title: str, subtitle: str, share_label: str = ""
 ) -> Figure | None:
-    """Plot one line per variant with its band; the legend says what the bands are.
-
-    Args:
-        share_label: label of the y axis of shares in [0, 1], which are shown in percent; "" for entropies.
-    """
+    """Plot one line per variant with its band. A `share_label` stands for shares in [0, 1], shown in percent."""
     if not curves:
         return None
     bands = _describe_bands({len(values_RS) for _, values_RS in curves.values()})
-    figure, (axes,) = style.new_figure(
-        title, subtitle if bands else f"{subtitle} · one seed per variant, no interval"
-    )
+    subtitle += "" if bands else " · one seed per variant, no interval"
+    figure, (axes,) = style.new_figure(title, subtitle)
     shown = [values_RS for _, values_RS in curves.values()]
     for name, (steps, values_RS) in curves.items():
         color, edges = styles[name]["color"], interval_band(values_RS)
@@ -213,16 +198,13 @@ def _plot_accuracy_entropy(
         final_values[name] = float(accuracies[-1])
     if level is not None:
         axes.axhline(level, color=style.MUTED_COLOR, linewidth=0.8, zorder=1)
-        axes.annotate(
-            f"entropies compared at {percent_text(level)}",
-            (1, level),
-            xycoords=axes.get_yaxis_transform(),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="right",
-            size=10.5,
-            color=style.MUTED_COLOR,
-        )
+        place: dict[str, Any] = {
+            "xycoords": axes.get_yaxis_transform(),
+            "textcoords": "offset points",
+            "ha": "right",
+        }
+        text = f"entropies compared at {percent_text(level)}"
+        axes.annotate(text, (1, level), xytext=(0, 3), size=10.5, color=style.MUTED_COLOR, **place)
     axes.margins(0.06)
     axes.grid(axis="x", color=style.GRID_COLOR, linewidth=1)
     style.percent_axis(axes)
@@ -271,7 +253,7 @@ def _plot_clip_table(
 def _mean_by_key(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each key over the runs that have it."""
     keys = dict.fromkeys(key for run in values for key in run)
-    return {key: float(np.mean([run[key] for run in values if key in run])) for key in keys}
+    return {key: fmean(run[key] for run in values if key in run) for key in keys}
 
 
 def _share_text(share: float) -> str:

@@ -35,7 +35,7 @@ class EqualAccuracy(NamedTuple):
 
     Attributes:
         level: the accuracy, in [0, 1]; None where fewer than two variants have a value.
-        values: entropy at the level by run, nats per token; empty without a level.
+        values: nats per token; empty without a level.
         notes: sentences on the level and on the runs without a value, or why there is no level.
     """
 
@@ -55,11 +55,7 @@ def entropy_at_equal_accuracy(
     runs, so a single run determines it: a note names this run, and gives the level without it.
 
     There are no values if fewer than two variants have one, or if a run starts at or above the level: the moment at
-    which such a run reached it is not known.
-
-    Args:
-        arms: the runs of each variant.
-        sets: the evaluation sets whose mean accuracy is used.
+    which such a run reached it is not known. The accuracy is the mean over `sets`.
     """
     runs = {(name, run.seed): run for name, members in arms.items() for run in members}
     curves = {key: run.accuracy(sets) for key, run in runs.items()}
@@ -67,32 +63,26 @@ def entropy_at_equal_accuracy(
     typical = {name: median(best[name, run.seed] for run in members) for name, members in arms.items()}
     limit = FAR_BEHIND * max(typical.values())
     behind = [name for name in arms if typical[name] < limit]
-    compared = [
-        key for key, run in runs.items() if key[0] not in behind and best[key] >= limit and run.entropy
-    ]
+    compared = [key for key in runs if key[0] not in behind and best[key] >= limit and runs[key].entropy]
+    none = "No entropy at equal held-out accuracy"
     if len({arm for arm, _ in compared}) < 2:
-        note = (
-            "No entropy at equal held-out accuracy: fewer than two variants are left without those whose best value "
-            f"(median over seeds) is under half of the best variant's, {shorten_list(behind)}."
-        )
+        why = "fewer than two variants are left without those whose best value (median over seeds) is under half of"
+        note = f"{none}: {why} the best variant's, {shorten_list(behind)}."
         return EqualAccuracy(None, {}, [note] if behind else [])
     lowest, second = sorted(compared, key=best.__getitem__)[:2]
-    level, percent = best[lowest], percent_text(best[lowest])
+    level, percent, next_percent = best[lowest], percent_text(best[lowest]), percent_text(best[second])
     start = max(curves[key][min(curves[key])] for key in compared)
     if level <= start:
-        note = (
-            "No entropy at equal held-out accuracy: the highest level that all compared runs reach, "
-            f"{percent}, is not above all first evaluations (up to {percent_text(start)})."
-        )
-        return EqualAccuracy(None, {}, [note])
+        above = f"{percent}, is not above all first evaluations (up to {percent_text(start)})"
+        return EqualAccuracy(None, {}, [f"{none}: the highest level that all compared runs reach, {above}."])
     entropies = {key: entropy_when_reached(runs[key].entropy, curves[key], level) for key in compared}
     values = {key: entropy for key, entropy in entropies.items() if entropy is not None}
     if len({arm for arm, _ in values}) < 2:
         return EqualAccuracy(None, {}, [])
-    next_percent = percent_text(best[second])
+    texts = {(arm, seed): f"{arm} (seed {seed})" for arm, seed in runs}
     notes = [
         f"Entropies are compared at {percent} held-out accuracy, the highest level that all compared runs reach. It is "
-        f"the best value of {_run_text(lowest)}; without this run it would be "
+        f"the best value of {texts[lowest]}; without this run it would be "
         f"{'the same' if next_percent == percent else next_percent}."
     ]
     if behind:
@@ -100,7 +90,7 @@ def entropy_at_equal_accuracy(
             f"No entropy at {percent} held-out accuracy, since the best value (median over seeds) is under half of the "
             f"best variant's: {shorten_list(behind)}."
         )
-    if missing := [_run_text(key) for key in runs if key[0] not in behind and key not in values]:
+    if missing := [texts[key] for key in runs if key[0] not in behind and key not in values]:
         notes.append(
             f"{plural(len(missing), 'run')} of the compared variants without entropy at {percent} held-out accuracy: "
             f"{shorten_list(missing)}."
@@ -116,24 +106,22 @@ def entropy_when_reached(entropy: Curve, accuracy: Curve, level: float) -> float
     line leaves the range of these entropies or of their steps, the value is that at the end of the range.
 
     Args:
-        entropy: entropy of a run by step; the value of a step is the entropy of the policy after the step before.
-        accuracy: held-out accuracy of the run by step.
+        entropy: nats per token by step; the value of a step is the entropy of the policy after the step before.
+        accuracy: held-out accuracy by step.
         level: the accuracy at which the entropy is taken.
 
     Returns:
         Nats per token. None also if no entropy was recorded between the two evaluations.
     """
     moment = first_crossing(accuracy, level)
-    if moment is None or not entropy:
+    if moment is None:
         return None
     before = max(step for step in accuracy if step < moment)
     after = min(step for step in accuracy if step >= moment)
-    policies, entropies = np.array(list(entropy.items()), dtype=np.float64).T
-    policies = policies - 1
-    between = (before <= policies) & (policies <= after)
-    policies, entropies = policies[between], entropies[between]
-    if not len(policies):
+    points = [(step - 1, value) for step, value in entropy.items() if before <= step - 1 <= after]
+    if not points:
         return None
+    policies, entropies = np.array(points, dtype=np.float64).T
     distances = policies - policies.mean()
     squares = float(np.sum(distances**2))
     slope = float(np.sum(distances * entropies)) / squares if squares else 0.0
@@ -165,10 +153,6 @@ def shorten_list(names: Sequence[str]) -> str:
     """Return the first `MAX_LISTED` names, and the number of the others."""
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(names[:MAX_LISTED]) + more
-
-
-def _run_text(run: RunKey) -> str:
-    return f"{run[0]} (seed {run[1]})"
 
 
 HELD_OUT_ACCURACY = "held-out accuracy"
@@ -222,11 +206,7 @@ class Metric:
 
 
 def common_sets(records: Sequence[VariantRunData]) -> list[str]:
-    """Return the evaluation sets that all runs have.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the evaluation sets that all runs have; raise UserError if there is none."""
     first, *others = records
     sets = [label for label in first.sets if all(label in record.sets for record in others)]
     if not sets:
@@ -249,12 +229,8 @@ def measure(
 ) -> list[tuple[Metric, Values]]:
     """Return the metrics that at least one run has a value of, accuracy first; with several sets their mean first.
 
-    Variants are compared by the accuracy in a single set, not by its area and pass@k.
-
-    Args:
-        arms: the runs of each variant.
-        sets: the evaluation sets.
-        equal: the entropies at equal accuracy.
+    Variants are compared by the accuracy in a single set, not by its area and pass@k. `equal` has the values of the
+    entropy at equal accuracy.
     """
     runs = [run for members in arms.values() for run in members]
     n, passes_of = common_n(runs, sets), [set(run.sets[label].passes) for run in runs for label in sets]

@@ -178,8 +178,7 @@ def _check_finished(folder: Path, last: int, steps: Any) -> None:
         raise UserError(f"not finished: {of_steps}, no summary.json")
     if summary.status != "FINISHED":
         status = str(summary.content.get("status", "no status")).lower()
-        error = first_line(summary.error or "")
-        raise UserError(f"{status} at {of_steps}{f': {error}' if error else ''}")
+        raise UserError(": ".join(filter(None, [f"{status} at {of_steps}", first_line(summary.error or "")])))
     if isinstance(steps, int) and last < steps:
         raise UserError(f"metrics.jsonl ends at {of_steps}")
 

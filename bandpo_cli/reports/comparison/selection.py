@@ -60,7 +60,7 @@ class Selection:
         baseline: the variant that the others are compared with; None for no comparison.
         runs: in the order of the plan, or as given.
         notes: sentences about how the variants were formed.
-        sweep: the sweep; None for runs selected in another way.
+        sweep: None for runs selected in another way.
     """
 
     title: str
@@ -97,11 +97,7 @@ def select_runs(
 
 
 def read_sweep(folder: Path) -> Selection:
-    """Return the runs of a sweep with the variants of its plan, including runs without a folder.
-
-    Raises:
-        UserError: `sweep.yaml` is damaged; the message names the place.
-    """
+    """Return the runs of a sweep with the variants of its plan; raise UserError if `sweep.yaml` is damaged."""
     sweep = SweepFolder.read(folder)
     runs = [VariantRun(run.arm, run.seed, sweep.run_path(run.name)) for run in sweep.runs]
     title = str(sweep.plan.get("name") or folder.resolve().name)
@@ -111,14 +107,12 @@ def read_sweep(folder: Path) -> Selection:
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return all settings of the run in `folder` by dotted key, and `engine` for a run that verl trained.
 
-    Raises:
-        UserError: `config.yaml` is missing or damaged.
+    Raises UserError if `config.yaml` is missing or damaged.
     """
     path = folder / "config.yaml"
     if not path_exists(path):
         raise UserError("no config.yaml")
-    content = read_yaml(path, path.name)
-    if not isinstance(content, dict):
+    if not isinstance(content := read_yaml(path, path.name), dict):
         raise UserError("config.yaml holds no settings")
     engine = {"engine": "verl"} if path_exists(folder / VERL_FILE) else {}
     return flatten(content, expand_lists=True) | engine
@@ -126,7 +120,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def is_within(key: str, sections: Iterable[str]) -> bool:
     """Return whether a setting is one of `sections`, or lies in one of them."""
-    return any(key == section or key.startswith(f"{section}.") for section in sections)
+    return f"{key}.".startswith(tuple(f"{section}." for section in sections))
 
 
 def differing_settings(runs: Iterable[Settings]) -> list[str]:
@@ -137,11 +131,7 @@ def differing_settings(runs: Iterable[Settings]) -> list[str]:
 
 
 def chosen_keys(by: Sequence[str], runs: Iterable[Settings]) -> list[str]:
-    """Return the settings that `--by` names; the name of a section stands for all its settings.
-
-    Raises:
-        UserError: a name is not a setting of these runs.
-    """
+    """Return the settings that `--by` names; the name of a section stands for all its settings."""
     keys = dict.fromkeys(key for run in runs for key in run)
     chosen: dict[str, None] = {}
     for name in by:
@@ -259,10 +249,8 @@ def _independent_keys(runs: Sequence[Settings], keys: Sequence[str]) -> list[str
     independent = []
     for key in keys:
         tag = _TAGS.get(key.split(".")[0], key)
-        same_tag = defaultdict[tuple[str, ...], list[Settings]](list)
-        for run in runs:
-            same_tag[setting_texts(run, [tag])].append(run)
-        if key == tag or any(_differs(key, group) for group in same_tag.values()):
+        values = {setting_texts(run, [tag, key]) for run in runs}
+        if key == tag or len(values) > len({value for value, _ in values}):
             independent.append(key)
     return independent
 

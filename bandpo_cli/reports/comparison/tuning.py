@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
@@ -98,10 +99,10 @@ class Tuning:
 
     def notes(self) -> list[str]:
         """Return a line per group: the best variant, its value, and the number of variants that it was chosen from."""
-        seeds = plural(len(self.seeds), "seed")
+        seeds, groups = plural(len(self.seeds), "seed"), self.groups
         return [
             f"{group}: {best.settings_text}; {self.metric} {best.mean:.3f} over {seeds}, "
-            f"the best of {plural(len(self.groups[group]), 'variant')}"
+            f"the best of {plural(len(groups[group]), 'variant')}"
             for group, best in self.chosen.items()
         ]
 
@@ -110,8 +111,8 @@ class Tuning:
         ends = []
         for group, best in self.chosen.items():
             for key, value in best.settings.items():
-                tried = [arm.settings[key] for arm in self.groups[group] if _is_number(arm.settings.get(key))]
-                if len(set(tried)) > 1 and value in (min(tried), max(tried)):
+                tried = set(filter(_is_number, (arm.settings.get(key) for arm in self.groups[group])))
+                if len(tried) > 1 and value in (min(tried), max(tried)):
                     ends.append(f"{key} = {format_setting(value)} of {group}")
         tried_in = f"Chosen at an end of the values tried in {self.sweep}, beyond which a better one may lie"
         return [f"{tried_in}: {', '.join(ends)}."] if ends else []
@@ -138,7 +139,7 @@ def choose(
 
     Args:
         sweep: name of the tuning sweep.
-        metric: the metric that decides, of which more is better.
+        metric: the metric that decides; more is better.
         groups: the runs of each variant of each group, with the same seeds for every variant.
 
     Raises:
@@ -162,11 +163,7 @@ def choose(
 
 
 def read_tuning(sweep: SweepFolder | None) -> Tuning | None:
-    """Return how the settings of a sweep were chosen, from its plan; None for given settings, and for no sweep.
-
-    Raises:
-        UserError: `sweep.yaml` is damaged.
-    """
+    """Return how the settings of a sweep were chosen, from its plan; None for given settings, and for no sweep."""
     if sweep is None or "tuning" not in sweep.plan:
         return None
     return validated(Tuning, sweep.plan["tuning"], sweep.path / PLAN_FILE, "tuning")
@@ -177,17 +174,13 @@ def accuracy_by_learning_rate(arms: Mapping[str, Sequence[VariantRunData]], sets
 
     A line has the runs whose settings are equal except for the learning rate and the seed. Its name is the name of its
     variants without `lr=...`, or the name of its method where these names differ; a second line of a name ends with `
-    #2`.
-
-    Args:
-        arms: the runs of each variant.
-        sets: the evaluation sets whose mean accuracy is used.
+    #2`. The accuracy is the mean over `sets`.
     """
     runs = [run for members in arms.values() for run in members if _learning_rate(run) > 0]
     keys = [key for key in differing_settings(run.settings for run in runs) if key != _LEARNING_RATE]
-    groups: dict[tuple[str, ...], list[VariantRunData]] = {}
+    groups = defaultdict[tuple[str, ...], list[VariantRunData]](list)
     for run in runs:
-        groups.setdefault(setting_texts(run.settings, keys), []).append(run)
+        groups[setting_texts(run.settings, keys)].append(run)
     lines: Lines = {}
     for group in groups.values():
         names = {_LR_PART.sub("", run.arm).strip() for run in group}

@@ -113,20 +113,15 @@ class Report:
 
 
 def group_by_variant(records: Iterable[VariantRunData]) -> dict[str, list[VariantRunData]]:
-    """Return the runs of each variant, sorted by seed.
-
-    Raises:
-        UserError: two runs of a variant have the same seed; the message names both.
-    """
+    """Return the runs of each variant, sorted by seed; raise UserError if two of a variant have the same seed."""
     arms: dict[str, dict[int, VariantRunData]] = {}
     for run in records:
         other = arms.setdefault(run.arm, {}).setdefault(run.seed, run)
         if other is not run:
-            keys = differing_settings([other.settings, run.settings])
-            differ = f"they differ in {', '.join(keys[:3])}: add it to --by"
+            keys = ", ".join(differing_settings([other.settings, run.settings])[:3])
+            advice = f"they differ in {keys}: add it to --by" if keys else "give only one of them"
             raise UserError(
-                f"{other.folder} and {run.folder} are both seed {run.seed} of the variant '{run.arm}'; "
-                f"{differ if keys else 'give only one of them'}"
+                f"{other.folder} and {run.folder} are both seed {run.seed} of the variant '{run.arm}'; {advice}"
             )
     return {name: [seeds[seed] for seed in sorted(seeds)] for name, seeds in arms.items()}
 

@@ -79,9 +79,6 @@ def write_report(
         notes: sentences to place before the report's own notes.
         tuning: the variants that the settings of `runs` were chosen from; None for settings that no sweep chose.
 
-    Returns:
-        The content of the report, with the paths of the written files.
-
     Raises:
         UserError: all runs are excluded, two runs of a variant have the same seed, the runs share no evaluation set,
             `baseline` is not a variant, or `out` cannot be written to.
@@ -91,9 +88,9 @@ def write_report(
     excluded = tuple(run for run in read if isinstance(run, ExcludedRun))
     records = [run for run in read if isinstance(run, VariantRunData)]
     if not records:
-        more = f"; {len(excluded) - 1} more" if len(excluded) > 1 else ""
-        why = f"all runs are excluded: {excluded[0].run}: {excluded[0].reason}{more}" if excluded else ""
-        raise UserError(f"{title}: {why or 'no runs to report on'}")
+        reasons = [f"all runs are excluded: {run.run}: {run.reason}" for run in excluded[:1]]
+        reasons += [f"{len(excluded) - 1} more"] if len(excluded) > 1 else []
+        raise UserError(f"{title}: {'; '.join(reasons) or 'no runs to report on'}")
     arms = group_by_variant(records)
     sets = common_sets(records)
     equal = entropy_at_equal_accuracy(arms, sets)
@@ -208,12 +205,7 @@ def leaderboard_csv(report: Report) -> str:
 
 
 def render(template: str, report: Report, plots: Mapping[str, Path] | None = None) -> str:
-    """Return the report as text of the file `template` in `reports/templates`.
-
-    Args:
-        template: report.html (one page with the plots embedded), report.md, or leaderboard.md (its first table).
-        plots: PNG files by the names of `CAPTIONS`.
-    """
+    """Return the report as text of a file in `reports/templates`; `plots` are PNG files by the names of `CAPTIONS`."""
     environment = Environment(
         loader=PackageLoader("bandpo_cli.reports"),
         autoescape=template.endswith(".html"),  # names of variants and runs are user input
