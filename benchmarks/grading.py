@@ -69,7 +69,7 @@ def real_answers(pool: GraderPool, path: Path) -> str:
 
 def hostile_answers(pool: GraderPool) -> str:
     """Return a summary of the verdicts on hostile answers, and on ordinary answers between them."""
-    texts = [text for hostile in HOSTILE.values() for text in (hostile, "Answer: 2+3")]
+    texts = [text for hostile in HOSTILE for text in (hostile, "Answer: 2+3")]
     problem = Problem("five", "", "5", "benchmark", "math")
     start = time.perf_counter()
     verdicts = [grade.verdict for grade in pool.grade([problem] * len(texts), texts)]

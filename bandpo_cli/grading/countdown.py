@@ -1,23 +1,22 @@
 """Countdown grader: an arithmetic expression that uses each given number once and reaches the target.
 
-A small parser evaluates the expression; no text of a model is ever executed as Python.
+Python's parser reads the expression. Nothing of a text is executed: the tree is evaluated here, and may contain whole
+numbers and three operators only.
 """
 
 from __future__ import annotations
 
+import ast
 import operator
 import re
-from collections.abc import Callable
 
 from bandpo_cli.types import CORRECT, MALFORMED, Grade, Problem
 
 MAX_CHARS = 256
 """Longer texts are malformed without being parsed. This bounds the time and the number of digits per answer."""
 
-_TOKEN = re.compile(r"0|[1-9][0-9]*|[-+*()]")  # "007" becomes three adjacent numbers, which is malformed
-_TOKENS = re.compile(r"[-+*() 0-9]*")
-_OPERATIONS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-_PRECEDENCE = {"(": 0, "+": 1, "-": 1, "*": 2}
+_CHARACTERS = re.compile(r"(?:0(?![0-9])|[1-9][0-9]*+|[-+*() ])*+")  # Python would accept "00"
+_OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
 def grade_countdown(problem: Problem, text: str) -> Grade:
@@ -38,45 +37,26 @@ def grade_countdown(problem: Problem, text: str) -> Grade:
 def evaluate_expression(text: str) -> tuple[int, list[int]] | None:
     """Evaluate whole numbers joined by + - * and parentheses. There is no unary minus; spaces are ignored.
 
-    The parser uses two stacks (Dijkstra's shunting yard algorithm) instead of recursion, so nesting depth is free.
-
     Returns:
         The value and the numbers of the expression, from left to right; None if `text` is anything else or longer than
         `MAX_CHARS` characters.
     """
     stripped = text.strip()
-    if len(text) > MAX_CHARS or not _TOKENS.fullmatch(stripped):
+    if len(text) > MAX_CHARS or not _CHARACTERS.fullmatch(stripped):
         return None
-    values: list[int] = []
-    operators: list[str] = []
     numbers: list[int] = []
-    expects_operand = True
-    for token in _TOKEN.findall(stripped):
-        if expects_operand and token.isdigit():
-            values.append(int(token))
-            numbers.append(values[-1])
-            expects_operand = False
-        elif expects_operand and token == "(":
-            operators.append(token)
-        elif not expects_operand and token in _OPERATIONS:
-            _reduce(values, operators, down_to=_PRECEDENCE[token])
-            operators.append(token)
-            expects_operand = True
-        elif not expects_operand and token == ")":
-            _reduce(values, operators, down_to=1)
-            if not operators:
-                return None
-            operators.pop()
-        else:
-            return None
-    if expects_operand:
+
+    def value_of(node: ast.expr) -> int:
+        match node:
+            case ast.Constant(value=int(number)):
+                numbers.append(number)
+                return number
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATIONS:
+                first = value_of(left)
+                return int(_OPERATIONS[type(op)](first, value_of(right)))
+        raise SyntaxError(f"{type(node).__name__} is not allowed")
+
+    try:
+        return value_of(ast.parse(stripped, mode="eval").body), numbers
+    except SyntaxError:
         return None
-    _reduce(values, operators, down_to=1)
-    return None if operators else (values[0], numbers)
-
-
-def _reduce(values: list[int], operators: list[str], down_to: int) -> None:
-    """Apply the pending operators whose precedence is at least `down_to`."""
-    while operators and _PRECEDENCE[operators[-1]] >= down_to:
-        right, left = values.pop(), values.pop()
-        values.append(_OPERATIONS[operators.pop()](left, right))

@@ -7,16 +7,16 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.errors import ConfigError, RunError, one_line
+from bandpo_cli.errors import RunError, one_line
 from bandpo_cli.grading.signatures import answer_of
 from bandpo_cli.grading.workers import GraderArguments, WorkerPool
 from bandpo_cli.rank_process import local_rank_count
-from bandpo_cli.registries import GRADERS, is_custom_grader, load_attribute
+from bandpo_cli.registries import GRADERS, load_attribute
 from bandpo_cli.storage.environment import usable_cores
 from bandpo_cli.types import GRADER_ERROR, Grade, Problem
 
@@ -40,7 +40,7 @@ class GraderUse:
     error: str | None = None
 
 
-class GraderPool:
+class GraderPool(AbstractContextManager["GraderPool"]):
     """Grades completions, each with the grader that its problem names (`problem.grader`).
 
     Workers are spawned for the first answer that needs one. Only one thread at a time may call the pool, except for
@@ -50,19 +50,15 @@ class GraderPool:
     def __init__(self, config: GradingConfig) -> None:
         """Create the pool without spawning any worker."""
         self._config = config
-        self._size = config.workers or default_workers()
         self._worker_pools: dict[str, WorkerPool] = {}
         self._uses: dict[str, GraderUse] = defaultdict(GraderUse)
         self._progress: tuple[int, str, str | None] = (0, "", None)
         """Number of graded answers, name of the grader, and the problem of the answer that has been in work for the
         longest time, or None while a worker imports the grader. A thread reads it for delay warnings."""
         self._cancelled = threading.Event()
-        self.close = weakref.finalize(self, _close, self._worker_pools)
+        self._closing = ExitStack()
+        self.close = weakref.finalize(self, self._closing.close)
         """Terminate the workers; the pool cannot be used afterwards."""
-
-    def __enter__(self) -> GraderPool:
-        """Return the pool."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Terminate the workers."""
@@ -156,7 +152,8 @@ class GraderPool:
 
     def _worker_pool(self, name: str) -> WorkerPool:
         if name not in self._worker_pools:
-            self._worker_pools[name] = WorkerPool(name, _function(name), self._config, self._size)
+            pool = WorkerPool(name, self._config, self._config.workers or default_workers())
+            self._worker_pools[name] = self._closing.enter_context(closing(pool))
         return self._worker_pools[name]
 
 
@@ -189,21 +186,9 @@ def check_grader(name: str) -> None:
     """Raise ConfigError if there is no such grader, or its function cannot be imported in a separate process."""
     if name in GRADERS:
         return
-    pool = WorkerPool(name, _function(name), GradingConfig(), size=1)
-    try:
-        with delay_warnings(lambda: f"waiting for the import of grader '{name}'"):
-            pool.start()
-    finally:
-        pool.close()
-
-
-def _function(name: str) -> str | None:
-    """Return the function that workers call for a grader of the table; None for a custom grader."""
-    if name in GRADERS and (worker := GRADERS[name].worker) is not None:
-        return worker
-    if not is_custom_grader(name):
-        raise ConfigError(f"grader '{name}': none of that name{GRADERS.suggestion(name)}")
-    return None
+    pool = WorkerPool(name, GradingConfig(), size=1)
+    with closing(pool), delay_warnings(lambda: f"waiting for the import of grader '{name}'"):
+        pool.start()
 
 
 def _batches(problem_ids: Sequence[str], size: int) -> list[list[int]]:
@@ -223,11 +208,6 @@ def _first_stage(problem: Problem, text: str) -> Grade | GraderArguments:
     stage: Callable[[Problem, str], Grade | GraderArguments]
     stage = load_attribute(GRADERS[name].first_stage) if name in GRADERS else answer_of
     return stage(problem, text)
-
-
-def _close(pools: dict[str, WorkerPool]) -> None:
-    for pool in pools.values():
-        pool.close()
 
 
 def failure_warnings(uses: Sequence[Mapping[str, GraderUse]]) -> list[str]:

@@ -12,15 +12,12 @@ import ast
 import builtins
 import functools
 import json
-import operator
 import sys
 import warnings
-from collections.abc import Callable, Mapping
 from typing import Any
 
 try:
-    with warnings.catch_warnings():  # the first import compiles sources for which Python warns
-        warnings.simplefilter("ignore", SyntaxWarning)
+    with warnings.catch_warnings(action="ignore", category=SyntaxWarning):  # of a dependency without bytecode
         import reasoning_gym.factory
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f'{error}; pip install "bandpo[gym]"') from error
@@ -29,17 +26,16 @@ import sympy.parsing.sympy_parser
 _ROUNDING = 1e-9
 """Scores are products and quotients of floats, and may exceed 1 by their rounding errors."""
 
-_OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
-    ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Invert: operator.invert,
-}  # fmt: skip
+_LITERAL_NODES = (
+    ast.Constant, ast.List, ast.Tuple, ast.BinOp, ast.UnaryOp, ast.Load, ast.Add, ast.Sub, ast.Mult, ast.LShift,
+    ast.RShift, ast.BitAnd, ast.BitOr, ast.BitXor, ast.UAdd, ast.USub, ast.Invert,
+)  # fmt: skip
+_EXPRESSION_NODES = (ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.keyword, ast.Load)
 _FUNCTIONS = frozenset(
     ("Abs", "Integral", "sqrt", "exp", "log", "ln", "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan",
      "acot", "asec", "acsc", "sinh", "cosh", "tanh", "asinh", "acosh", "atanh")
 )  # fmt: skip
 """The functions of sympy that an expression may call. Some references of intermediate_integration have an Integral."""
-_EXPRESSION_NODES = (ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.keyword, ast.Load)
 
 
 def score(name: str, options: str, entry: str, answer: str) -> float | dict[str, object]:
@@ -73,22 +69,11 @@ def evaluate_literal(text: str) -> Any:
 
     Raise ValueError if the text contains anything else (a name, a call, an attribute), and SyntaxError like `eval`.
     """
-
-    def value_of(node: ast.expr) -> Any:
-        match node:
-            case ast.Constant(value=value):
-                return value
-            case ast.List(elts=elements):
-                return [*map(value_of, elements)]
-            case ast.Tuple(elts=elements):
-                return tuple(map(value_of, elements))
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](value_of(left), value_of(right))
-            case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
-                return _OPERATORS[type(op)](value_of(operand))
-        raise ValueError(f"{type(node).__name__} is not allowed in a literal")
-
-    return value_of(ast.parse(text.strip(), mode="eval").body)
+    tree = ast.parse(text.strip(), mode="eval")
+    for node in ast.walk(tree.body):
+        if not isinstance(node, _LITERAL_NODES):
+            raise ValueError(f"{type(node).__name__} is not allowed in a literal")
+    return eval(compile(tree, "<answer>", "eval"), {"__builtins__": {}})
 
 
 def check_expression(text: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from numbers import Real
 from typing import Any, NamedTuple
@@ -47,6 +48,11 @@ class BatchGrader(NamedTuple):
     grade: Callable[[Sequence[Any]], list[Grade]]
     batched: bool = False
 
+    @classmethod
+    def of_calls(cls, function: Callable[..., Any], arguments: int | None = None) -> BatchGrader:
+        """Return a grader that calls `function` for each answer, with its first `arguments` fields; None for all."""
+        return cls(lambda answers: [grade_from_result(function(*answer[:arguments])) for answer in answers])
+
 
 def answer_of(problem: Problem, text: str) -> Answer:
     """Return what a worker receives for a completion."""
@@ -61,13 +67,46 @@ def load_grader(name: str) -> BatchGrader:
     Raise ValueError if the import fails, or the function cannot be called in the way that `name` states.
     """
     signature, path = split_signature(name)
-    function = load_function(path)
-    names = set(_parameters(function))
+    function = _Function(load_function(path))
     for key, entry in SIGNATURES.items():
-        if signature == key or (signature is None and any(map(names.issuperset, entry.parameters))):
+        is_recognised = any(function.parameters.keys() >= names for names in entry.parameters)
+        if signature == key or (signature is None and is_recognised):
             adapted: BatchGrader = load_attribute(entry.adapter)(function)
             return adapted
-    return BatchGrader(lambda answers: [grade_from_result(_result(function(*item[:3]))) for item in answers])
+    return BatchGrader.of_calls(function, arguments=3)
+
+
+class _Function:
+    """A custom function and its parameters by name: none for a function in C that does not report them."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self.parameters: Mapping[str, inspect.Parameter] = {}
+        with suppress(TypeError, ValueError):
+            self.parameters = inspect.signature(function).parameters
+        kinds = [parameter.kind for parameter in self.parameters.values()]
+        self._takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+
+    def __call__(self, /, *arguments: Any, **named: Any) -> Any:
+        """Return the result for these arguments and those by name that have a parameter; run an asynchronous one."""
+        takes = {name: value for name, value in named.items() if self._takes_any or name in self.parameters}
+        result = self._function(*arguments, **takes)
+        if not inspect.isawaitable(result):
+            return result
+        import asyncio  # not at module level: every worker imports this module, and few functions are asynchronous
+
+        async def wait() -> Any:
+            return await result
+
+        return asyncio.run(wait())
+
+    def check_takes(self, name: str, signature: str, arguments: Sequence[str]) -> None:
+        """Raise ValueError unless the function takes an argument of that name."""
+        if name not in self.parameters and not self._takes_any:
+            raise ValueError(
+                f"'{signature}:' calls it with {', '.join(arguments)}, and its parameters are "
+                f"{_enumerate(self.parameters)}"
+            )
 
 
 def grade_from_result(result: Any) -> Grade:
@@ -90,38 +129,36 @@ def grade_from_result(result: Any) -> Grade:
     return Grade(score, correct=correct, verdict=verdict)
 
 
-def adapt_verl(function: Callable[..., Any]) -> BatchGrader:
+def adapt_verl(function: _Function) -> BatchGrader:
     """Adapt verl's `compute_score`: one completion per call, or lists if it has the parameters of the batch form.
 
     The arguments are passed by name, as verl does, and those that the function does not have are left out, so that the
     functions of `verl.utils.reward_score`, which verl calls through another one, can be named directly. A score is any
     number, or a dictionary with `score` and, optionally, `acc`. Raise ValueError if the function has neither form.
     """
-    batched = "solution_strs" in _parameters(function)
-    names = [
-        f"{name}{'s' * batched}" for name in ("data_source", "solution_str", "ground_truth", "extra_info")
-    ]
-    _check_parameter(names[1], function, "verl", names)
+    batched = "solution_strs" in function.parameters
+    plural = "s" if batched else ""
+    names = [f"{name}{plural}" for name in ("data_source", "solution_str", "ground_truth", "extra_info")]
+    function.check_takes(names[1], "verl", names)
 
     def grade(answers: Sequence[Any]) -> list[Grade]:
         rows = [_verl_arguments(Answer(*answer)) for answer in answers]
         if batched:
             columns = map(list, zip(*rows, strict=True))
-            results = _returned_list(_call(function, zip(names, columns, strict=True)), len(rows))
+            results = _returned_list(function(**dict(zip(names, columns, strict=True))), len(rows))
         else:
-            results = [_call(function, zip(names, row, strict=True)) for row in rows]
+            results = [function(**dict(zip(names, row, strict=True))) for row in rows]
         grades = []
         for result in results:
             fields = result if isinstance(result, Mapping) else {"score": result}
             score = _finite(fields.get("score"), "a score or a dict with 'score'")
-            accuracy = _finite(fields.get("acc", score), "'acc' as a number or a bool")
-            grades.append(replace(CORRECT if accuracy >= 1 else WRONG, reward=score))
+            grades.append(_grade(score, _finite(fields.get("acc", score), "'acc' as a number or a bool")))
         return grades
 
     return BatchGrader(grade, batched)
 
 
-def adapt_trl(function: Callable[..., Any]) -> BatchGrader:
+def adapt_trl(function: _Function) -> BatchGrader:
     """Adapt a reward function of TRL's GRPOTrainer, which gets lists and returns one reward, or None, per completion.
 
     Prompts and completions are lists of messages, as for any conversational data set in TRL; a function whose parameter
@@ -129,8 +166,8 @@ def adapt_trl(function: Callable[..., Any]) -> BatchGrader:
     and, as in TRL, NaN mean that the function does not apply to the completion. Raise ValueError if the function has no
     parameter `completions`, or needs an argument that only TRL's trainer has.
     """
-    parameters = _parameters(function)
-    _check_parameter("completions", function, "trl", ("prompts", "completions", "**columns"))
+    parameters = function.parameters
+    function.check_takes("completions", "trl", ("prompts", "completions", "**columns"))
     required = {
         name
         for name, parameter in parameters.items()
@@ -144,13 +181,11 @@ def adapt_trl(function: Callable[..., Any]) -> BatchGrader:
 
     def grade(answers: Sequence[Any]) -> list[Grade]:
         batch = [Answer(*answer) for answer in answers]
-        names = dict.fromkeys(key for answer in batch for key in answer.extra)
+        names = dict.fromkeys(
+            key for answer in batch for key in answer.extra if key not in _TRL_PROMPT_COLUMNS
+        )
         columns: dict[str, Any] = {"answer": [answer.answer for answer in batch]}
-        columns |= {
-            key: [answer.extra.get(key) for answer in batch]
-            for key in names
-            if key not in _TRL_PROMPT_COLUMNS
-        }
+        columns |= {name: [answer.extra.get(name) for answer in batch] for name in names}
         if missing := required - _TRL_ARGUMENTS - set(columns):
             raise ValueError(f"no column {_enumerate(missing)} in the rows, which have {_enumerate(columns)}")
         columns["prompts"] = [answer.prompt for answer in batch]
@@ -158,15 +193,16 @@ def adapt_trl(function: Callable[..., Any]) -> BatchGrader:
         if as_text:
             for name in ("prompts", "completions"):
                 columns[name] = ["\n\n".join(turn["content"] for turn in turns) for turns in columns[name]]
-        columns |= {"log_extra": _ignore, "log_metric": _ignore}
+        # TRL's two functions that write to its own tables do nothing here.
+        columns |= dict.fromkeys(("log_extra", "log_metric"), lambda *_, **__: None)
         grades = []
-        for reward in _returned_list(_call(function, columns.items()), len(batch)):
+        for reward in _returned_list(function(**columns), len(batch)):
             value = reward.item() if hasattr(reward, "item") else reward
             if value is None or (isinstance(value, float) and math.isnan(value)):
                 grades.append(NOT_APPLICABLE)
             else:
                 value = _finite(value, "a number or None for each completion")
-                grades.append(replace(CORRECT if value >= 1 else WRONG, reward=value))
+                grades.append(_grade(value, accuracy=value))
         return grades
 
     return BatchGrader(grade, batched=True)
@@ -188,49 +224,11 @@ def _verl_arguments(answer: Answer) -> tuple[str, str, Any, dict[str, Any]]:
     )
 
 
-def _call(function: Callable[..., Any], arguments: Iterable[tuple[str, Any]]) -> Any:
-    """Call a function with the arguments that it has a parameter for."""
-    names, takes_any = _parameters(function), _takes_any(function)
-    return _result(function(**{name: value for name, value in arguments if takes_any or name in names}))
+def _grade(reward: float, accuracy: float) -> Grade:
+    return replace(CORRECT if accuracy >= 1 else WRONG, reward=reward)
 
 
-def _result(value: Any) -> Any:
-    """Return `value`; of an asynchronous function, the result after running it."""
-    if not inspect.isawaitable(value):
-        return value
-    import asyncio  # not at module level: every worker imports this module, and few functions are asynchronous
-
-    async def wait() -> Any:
-        return await value
-
-    return asyncio.run(wait())
-
-
-def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters by name; none for a function in C that does not report them."""
-    try:
-        return inspect.signature(function).parameters
-    except (TypeError, ValueError):
-        return {}
-
-
-def _takes_any(function: Callable[..., Any]) -> bool:
-    """Return whether a function takes any argument by name."""
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in _parameters(function).values())
-
-
-def _check_parameter(
-    name: str, function: Callable[..., Any], signature: str, arguments: Iterable[str]
-) -> None:
-    """Raise ValueError unless the function takes an argument of that name."""
-    names = _parameters(function)
-    if name not in names and not _takes_any(function):
-        raise ValueError(
-            f"'{signature}:' calls it with {', '.join(arguments)}, and its parameters are {_enumerate(names)}"
-        )
-
-
-def _enumerate(names: Any) -> str:
+def _enumerate(names: Iterable[str]) -> str:
     return ", ".join(sorted(names)) or "none"
 
 
@@ -250,7 +248,3 @@ def _finite(value: Any, expected: str, low: float = -math.inf, high: float = mat
     if not isinstance(number, Real) or not math.isfinite(number) or not low <= float(number) <= high:
         raise ValueError(f"it must return {expected}, not {number!r:.60}")
     return float(number)
-
-
-def _ignore(*_: Any, **__: Any) -> None:
-    """Do nothing; TRL's `log_extra` and `log_metric`, which write to its own tables."""

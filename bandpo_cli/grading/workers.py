@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import resource
 import select
@@ -28,9 +29,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
-from bandpo_cli.errors import ConfigError, RunError, escape_controls
-from bandpo_cli.grading.signatures import BatchGrader, grade_from_result, load_grader
-from bandpo_cli.registries import load_function, split_signature
+from bandpo_cli.errors import ConfigError, RunError, describe_exit, escape_controls
+from bandpo_cli.grading.signatures import BatchGrader, load_grader
+from bandpo_cli.registries import GRADERS, is_custom_grader, load_function, split_signature
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade
 
 if TYPE_CHECKING:  # a worker, which imports this module, does without pydantic
@@ -42,6 +43,9 @@ IMPORT_TIMEOUT_S = 600.0
 SPAWN_AFTER_S = 1.0
 """Seconds of grading after which a pool spawns its second and further workers. To import a grader takes about as long,
 so that one worker alone ends a shorter batch sooner."""
+
+ALARM_MARGIN_S = 10.0
+"""Seconds that a worker whose parent is gone may work beyond twice the deadline, before an alarm ends it."""
 
 MAX_WAIT_S = 0.5
 """Longest wait for the workers in seconds; `on_wait` is called between waits, and can end the work."""
@@ -72,13 +76,16 @@ None while no worker is ready."""
 
 
 class WorkerPool:
-    """A pool of processes that call one function and live until `close`."""
+    """A pool of processes that call the function of one grader and live until `close`."""
 
-    def __init__(self, grader: str, function: str | None, config: GradingConfig, size: int) -> None:
+    def __init__(self, grader: str, config: GradingConfig, size: int) -> None:
         """Create an empty pool; `run`, `start` and `spawn` spawn at most `size` workers.
 
-        `function` is the function of an entry of `GRADERS`, as `module:function`; None for a custom grader.
+        Raise ConfigError unless `grader` is a custom grader or one of `GRADERS` with a function for workers.
         """
+        function = GRADERS[grader].worker if grader in GRADERS else None
+        if function is None and not is_custom_grader(grader):
+            raise ConfigError(f"grader '{grader}': none of that name{GRADERS.suggestion(grader)}")
         self.error: str | None = None  # the first error of the function, or the first exit of a worker
         self._grader, self._function, self._config, self._size = grader, function, config, size
         self._workers: list[_Worker] = []
@@ -138,14 +145,17 @@ class WorkerPool:
 
     def _poll_once(self) -> None:
         """Assign pending answers, wait for an event, and handle all replies, exits and passed deadlines."""
+        poll = select.poll()
         for worker in self._workers:
             while worker.ready and self._pending and len(worker.jobs) < _JOBS_PER_WORKER:
                 job = self._pending.popleft()
                 worker.send(job, [self._arguments[index] for index in job])
+            worker.register(poll)
         working = [worker for worker in self._workers if worker.ready and worker.jobs]
         longest = min(working, key=lambda worker: worker.started_at, default=None)
         self._on_wait(len(self._grades), longest.jobs[0][0] if longest else None)
-        _wait(self._workers, min(map(self._deadline, self._workers)) - time.monotonic())
+        seconds = min(map(self._deadline, self._workers)) - time.monotonic()
+        poll.poll(max(0, min(seconds, MAX_WAIT_S)) * 1000 + 1)
         for worker in [*self._workers]:
             self._print(worker.read_output())
             worker.flush()
@@ -158,9 +168,7 @@ class WorkerPool:
         """Return the time, on the monotonic clock, at which the job in work or the import times out."""
         if not worker.ready:
             return worker.started_at + IMPORT_TIMEOUT_S
-        if not worker.jobs:
-            return float("inf")
-        return worker.started_at + self._config.deadline * len(worker.jobs[0])
+        return worker.started_at + self._config.deadline * len(worker.jobs[0]) if worker.jobs else math.inf
 
     def _read(self, worker: _Worker) -> bool:
         """Process the replies of a worker; return False if it will send no more."""
@@ -203,20 +211,21 @@ class WorkerPool:
 
     def _terminate(self, worker: _Worker) -> str:
         """Kill a worker and return how it ended; its remaining jobs are the next to be assigned."""
-        exit_status, output = worker.kill()
+        end, output = worker.kill()
         self._print(output)
         self._workers.remove(worker)
         self._pending.extendleft(reversed(worker.jobs))
         worker.jobs.clear()
-        return exit_status
+        return end
 
     def _print(self, output: bytes) -> None:
         """Print what a worker has printed on standard error, up to `MAX_PRINTED_BYTES` of all workers."""
         left = MAX_PRINTED_BYTES - self._printed_bytes
         self._printed_bytes += len(output)
         if output and left > 0 and sys.stderr is not None:
-            sys.stderr.write(escape_controls(output[:left].decode(errors="replace")))
-            sys.stderr.flush()
+            print(
+                escape_controls(output[:left].decode(errors="replace")), end="", file=sys.stderr, flush=True
+            )
         if 0 <= left < len(output):
             kib = MAX_PRINTED_BYTES >> 10
             log.warning("grader '%s' has printed more than %d KiB; the rest is not shown", self._grader, kib)
@@ -231,15 +240,11 @@ class _Worker:
 
     def __init__(self, grader: str, function: str | None, config: GradingConfig) -> None:
         """Start the process, whose imports run concurrently with the caller; raise RunError if the system refuses."""
-        package = str(Path(__file__).resolve().parents[2])
-        path = [str(Path(entry).absolute()) for entry in sys.path]
-        path = path if package in path else [*path, package]
-        arguments = json.dumps(
-            [function or grader, function is None, config.deadline, config.memory_gb, path]
-        )
+        path = [str(Path(entry).absolute()) for entry in (*sys.path, f"{Path(__file__).parents[2]}")]
+        arguments = [function or grader, function is None, config.deadline, config.memory_gb, path]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _WORKER_SOURCE, arguments],
+                [sys.executable, "-P", "-c", _WORKER_SOURCE, json.dumps(arguments)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -250,13 +255,13 @@ class _Worker:
         except OSError as error:
             raise RunError(f"cannot start a grading process: {error}; lower grading.workers") from error
         pipes = self._process.stdin, self._process.stdout, self._process.stderr
-        self.stdin, self.stdout, self.stderr = (cast("IO[bytes]", pipe) for pipe in pipes)
-        for pipe in (self.stdin, self.stdout, self.stderr):
+        self._stdin, self._stdout, self._stderr = (cast("IO[bytes]", pipe) for pipe in pipes)
+        for pipe in (self._stdin, self._stdout, self._stderr):
             os.set_blocking(pipe.fileno(), False)
         self.ready = False  # the process has imported the function
         self.jobs: deque[Job] = deque()  # those that were sent and have no reply yet
         self.started_at = time.monotonic()  # of the process; once it is ready, of the work on the first job
-        self.unsent = bytearray()
+        self._unsent = bytearray()
         self._received = bytearray()
 
     def send(self, job: Job, arguments: Sequence[GraderArguments]) -> None:
@@ -265,40 +270,42 @@ class _Worker:
             self.started_at = time.monotonic()
         self.jobs.append(job)
         # Values that JSON has no form for (dates in a row of a data set) are sent as text.
-        self.unsent += json.dumps(arguments, default=str).encode() + b"\n"
+        self._unsent += json.dumps(arguments, default=str).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
         """Write as much as the pipe accepts now; `receive` reports a closed pipe."""
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            while self.unsent:
-                written = os.write(self.stdin.fileno(), self.unsent[:_CHUNK_BYTES])
-                del self.unsent[:written]
+            while self._unsent:
+                del self._unsent[: os.write(self._stdin.fileno(), self._unsent[:_CHUNK_BYTES])]
+
+    def register(self, poll: select.poll) -> None:
+        """Let `poll` wait until a pipe is readable or has space for unsent data."""
+        poll.register(self._stdout.fileno(), select.POLLIN)
+        if not self._stderr.closed:
+            poll.register(self._stderr.fileno(), select.POLLIN)
+        if self._unsent:
+            poll.register(self._stdin.fileno(), select.POLLOUT)
 
     def receive(self) -> list[dict[str, Any]] | None:
         """Return the replies that have arrived; None if the process ended or sent something that is not JSON."""
         try:
-            data = os.read(self.stdout.fileno(), _CHUNK_BYTES)
+            data = os.read(self._stdout.fileno(), _CHUNK_BYTES)
         except BlockingIOError:
             return []
-        if not data:
-            return None
         *lines, self._received = (self._received + data).split(b"\n")
-        try:
-            return [json.loads(line) for line in lines]
-        except ValueError:
-            return None
+        with contextlib.suppress(ValueError):
+            return [json.loads(line) for line in lines] if data else None
+        return None
 
     def read_output(self) -> bytes:
         """Return what the function has printed since the last call, at most 64 KiB, as much as a pipe holds."""
-        if self.stderr.closed:
-            return b""
-        try:
-            output = os.read(self.stderr.fileno(), _CHUNK_BYTES)
-        except BlockingIOError:
-            return b""
-        if not output:
-            self.stderr.close()
+        output = b""
+        if not self._stderr.closed:
+            with contextlib.suppress(BlockingIOError):
+                output = os.read(self._stderr.fileno(), _CHUNK_BYTES)
+                if not output:
+                    self._stderr.close()
         return output
 
     def kill(self) -> tuple[str, bytes]:
@@ -309,19 +316,7 @@ class _Worker:
         with self._process:  # closes the pipes
             code = self._process.wait()
             output = self.read_output()  # once: a process that has left the group may still be printing
-        return f"ended by signal {-code}" if code < 0 else f"ended with exit code {code}", output
-
-
-def _wait(workers: Sequence[_Worker], seconds: float) -> None:
-    """Wait until a pipe of a worker is readable or has space for unsent data, for at most `seconds`."""
-    poll = select.poll()
-    for worker in workers:
-        poll.register(worker.stdout.fileno(), select.POLLIN)
-        if not worker.stderr.closed:
-            poll.register(worker.stderr.fileno(), select.POLLIN)
-        if worker.unsent:
-            poll.register(worker.stdin.fileno(), select.POLLOUT)
-    poll.poll(max(0, min(seconds, MAX_WAIT_S)) * 1000 + 1)
+        return describe_exit(code), output
 
 
 def serve(name: str, custom: bool, deadline: float, memory_gb: float) -> None:
@@ -342,11 +337,8 @@ def serve(name: str, custom: bool, deadline: float, memory_gb: float) -> None:
         print(json.dumps(values), file=replies, flush=True)
 
     try:
-        if custom:
-            grader = load_grader(name)
-        else:
-            function = load_function(name)
-            grader = BatchGrader(lambda answers: [grade_from_result(function(*answer)) for answer in answers])
+        function = None if custom else load_function(name)
+        grader = load_grader(name) if function is None else BatchGrader.of_calls(function)
     except ValueError as error:
         reply(error=str(error))
         return
@@ -356,16 +348,17 @@ def serve(name: str, custom: bool, deadline: float, memory_gb: float) -> None:
         # If the parent is gone, no one enforces the deadline; then this alarm ends the process, whatever code runs.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         answers = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, 2 * deadline * len(answers) + 10)
+        signal.setitimer(signal.ITIMER_REAL, 2 * deadline * len(answers) + ALARM_MARGIN_S)
         try:
             grades = grader.grade(answers)
+            outcome: dict[str, Any] = {
+                "results": [
+                    (grade.reward, grade.correct, grade.verdict, grade.has_reward) for grade in grades
+                ]
+            }
         except BaseException as error:  # noqa: BLE001  (sys.exit in a custom function is an error like any other)
             message = f"{type(error).__name__}: {error!s:.300}"
-            outcome: dict[str, Any] = {"error": message, "out_of_memory": isinstance(error, MemoryError)}
-        else:
-            outcome = {
-                "results": [(item.reward, item.correct, item.verdict, item.has_reward) for item in grades]
-            }
+            outcome = {"error": message, "out_of_memory": isinstance(error, MemoryError)}
         signal.setitimer(signal.ITIMER_REAL, 0)
         reply(**outcome)
 

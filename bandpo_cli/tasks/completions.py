@@ -7,16 +7,16 @@ question, an answer and completions.
 from __future__ import annotations
 
 import json
-import math
-import re
 import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from bandpo_cli.config.task import Source
+from pydantic import BaseModel, BeforeValidator, Field, FiniteFloat, ValidationError
+
+from bandpo_cli.config.task import Label, Source
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import GRADERS, is_custom_grader
 from bandpo_cli.tasks.fields import find_fields, read_question, replace_surrogates, to_json_value, value_at
@@ -30,8 +30,6 @@ COMPLETION_NAMES = (
 """The usual names of the field with the completions, in a file that is not a table of this package."""
 
 _OWN_TABLE_COLUMNS = frozenset({"problem_id", "reference", "text"})
-_LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,59}")
-_MAX_TOKENS = 2**31 - 1  # the table stores lengths as 32-bit integers
 
 
 @dataclass(frozen=True)
@@ -79,58 +77,74 @@ def read_completions(path: Path, grader: str | None = None) -> dict[str, list[St
     return {label: _read_question_rows(path, first_rows, all_rows, grader or "math")}
 
 
+def _or_none(value: Any) -> Any:
+    """Return None for a missing value, which pandas writes as NaN and a CSV file as an empty text."""
+    return None if value == "" or value != value else value
+
+
+def _load_object(value: Any) -> Any:
+    """Return the values of a JSON object; return what is none unchanged, so that its type is refused."""
+    try:
+        return to_json_value(json.loads(value or "{}"))
+    except (TypeError, ValueError, RecursionError):
+        return value
+
+
+_Text = Annotated[
+    str, BeforeValidator(lambda value: replace_surrogates(value) if isinstance(value, str) else value)
+]
+_Tokens = Annotated[int, Field(ge=0, lt=2**31)]  # stored as a 32-bit integer
+_Missing = BeforeValidator(_or_none)
+
+
+class _TableRow(BaseModel):
+    """A row of a table of this package: a problem with one completion."""
+
+    problem_id: _Text
+    prompt: _Text = ""
+    reference: _Text
+    task: Label  # a part of metric names
+    grader: _Text = "math"
+    extra: Annotated[dict[str, Any], BeforeValidator(_load_object)] = Field(default_factory=dict)
+    text: _Text
+    length: Annotated[_Tokens | None, _Missing] = None
+    finish_reason: Annotated[_Text | None, _Missing] = None
+    logprob_sum: Annotated[FiniteFloat | None, _Missing] = None
+
+
 def _read_own_table(
     path: Path, rows: Iterable[Mapping[str, Any]], grader: str | None
 ) -> dict[str, list[StoredProblem]]:
-    """Read a table of this package, one completion per row, into its sets by label."""
+    """Read a table of this package, one completion per row, into its sets by label.
+
+    A table never decides which code runs: a custom grader in it is refused unless the user names it.
+    """
     sets: dict[str, dict[str, StoredProblem]] = {}
-    for number, row in enumerate(rows, start=1):
+    for number, values in enumerate(rows, start=1):
         where = f"{path}, row {number}"
-        problem = _read_problem(row, grader, where)
-        stored = sets.setdefault(problem.source, {}).setdefault(problem.id, StoredProblem(problem))
+        given = {"task": values.get("task") or values.get("source")} | ({"grader": grader} if grader else {})
+        try:
+            row = _TableRow.model_validate({**values, **given})
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise ConfigError(
+                f"{where}: '{first['loc'][0]}' = {_short_repr(values.get(str(first['loc'][0])))}: {first['msg']}"
+            ) from None
+        if grader is None and is_custom_grader(row.grader):
+            raise ConfigError(
+                f"{where}: it names a function as its grader, and a file must not choose code to run; if you trust "
+                f"it, add --grader {row.grader:.100}"
+            )
+        problem = Problem(row.problem_id, row.prompt, row.reference, row.task, row.grader, row.extra)
+        stored = sets.setdefault(row.task, {}).setdefault(row.problem_id, StoredProblem(problem))
         if (stored.problem.answer, stored.problem.grader) != (problem.answer, problem.grader):
             raise ConfigError(
                 f"{where}: problem {_short_repr(problem.id)} has another reference or grader than in an earlier row; "
                 "give different problems different ids"
             )
-        length = _optional_number(row, "length", where)
-        if length is not None and not (0 <= length <= _MAX_TOKENS and length == int(length)):
-            raise ConfigError(f"{where}: 'length' must be a number of tokens, not {_short_repr(length)}")
-        completion = StoredCompletion(
-            _text(row.get("text"), "text", where),
-            None if length is None else int(length),
-            None if row.get("finish_reason") is None else _text(row["finish_reason"], "finish_reason", where),
-            _optional_number(row, "logprob_sum", where),
-        )
+        completion = StoredCompletion(row.text, row.length, row.finish_reason, row.logprob_sum)
         stored.completions_G.append(completion)
     return {label: list(problems.values()) for label, problems in sets.items()}
-
-
-def _read_problem(row: Mapping[str, Any], grader: str | None, where: str) -> Problem:
-    """Return the problem of a row of a table of this package; its source is the label of the set.
-
-    A table never decides which code runs: a custom grader in it is refused unless the user names it.
-    """
-    row = {"prompt": "", "grader": "math", **row, "task": row.get("task") or row.get("source")}
-    names = ("problem_id", "prompt", "reference", "task", *(["grader"] if grader is None else []))
-    id_, prompt, answer, label, *name = (_text(row.get(key), key, where) for key in names)
-    if not _LABEL.fullmatch(label):
-        raise ConfigError(
-            f"{where}: 'task' = {_short_repr(label)} cannot be part of a metric name; use at most 60 "
-            "letters, digits, _ . and -"
-        )
-    if grader is None and is_custom_grader(*name):
-        raise ConfigError(
-            f"{where}: it names a function as its grader, and a file must not choose code to run; if you trust it, "
-            f"add --grader {name[0]:.100}"
-        )
-    try:
-        extra = json.loads(row.get("extra") or "{}")
-    except (TypeError, ValueError, RecursionError):
-        extra = None
-    if not isinstance(extra, dict):
-        raise ConfigError(f"{where}: 'extra' must hold a JSON object, not {_short_repr(row['extra'])}")
-    return Problem(id_, prompt, answer, label, grader or name[0], to_json_value(extra))
 
 
 def _read_question_rows(
@@ -169,28 +183,10 @@ def _read_question_rows(
         problem = Problem(id_, prompt, question.answer, path.stem, grader, extra)
         stored = problems.setdefault(id_, StoredProblem(problem))
         for text in [texts] if isinstance(texts, str) else texts:
-            stored.completions_G.append(StoredCompletion(_text(text, str(completions), where)))
+            if not isinstance(text, str):
+                raise ConfigError(f"{where}: '{completions}' must hold text, not {_short_repr(text)}")
+            stored.completions_G.append(StoredCompletion(replace_surrogates(text)))
     return list(problems.values())
-
-
-def _text(value: Any, name: str, where: str) -> str:
-    if not isinstance(value, str):
-        raise ConfigError(f"{where}: '{name}' must hold text, not {_short_repr(value)}")
-    return replace_surrogates(value)
-
-
-def _optional_number(row: Mapping[str, Any], name: str, where: str) -> float | None:
-    """Read a number; return None for a missing one, which pandas writes as NaN and a CSV file as an empty text."""
-    value = row.get(name)
-    if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
-        return None
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)  # a CSV file stores numbers as text
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ConfigError(f"{where}: '{name}' must be a finite number, not {_short_repr(value)}")
-    return number
 
 
 _short = reprlib.Repr()

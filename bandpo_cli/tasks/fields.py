@@ -25,6 +25,7 @@ NO_FIELDS = Fields()
 ROLES = ("system", "user", "assistant")
 
 _INTEGER_VALUED = re.compile(r"(-?\d+)\.0+")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _FIRST_NUMBER = re.compile(r"\d+")
 
 
@@ -114,11 +115,7 @@ def is_chat(value: Any) -> bool:
 def clean_text(value: Any) -> str | None:
     """Strip a text; return None if it is empty or has unpaired surrogates (JSON can encode them, UTF-8 cannot), and for
     values of other types."""
-    if not isinstance(value, str):
-        return None
-    try:
-        value.encode()
-    except UnicodeEncodeError:
+    if not isinstance(value, str) or _SURROGATE.search(value):
         return None
     return value.strip() or None
 

@@ -12,9 +12,9 @@ from bandpo_cli.config.task import TEMPLATES, DataTask, Source
 from bandpo_cli.datasets import DATA_TASK, DATASETS
 from bandpo_cli.errors import ConfigError, nearest, plural
 from bandpo_cli.registries import GRADERS
-from bandpo_cli.tasks.prompts import build_prompt
 from bandpo_cli.tasks.questions import (
     LoadedQuestions,
+    build_prompt,
     format_counts,
     hash_order,
     load_questions,
@@ -35,16 +35,21 @@ class QuestionAnswerTask:
         self._keep_columns = any(
             reward.grader is not None and reward.grader not in GRADERS for reward in config.rewards or ()
         )
-        self._heldout_sources = _sources(config, "heldout")
         known = hub_ids(config)
         if unknown := [name for name in config.revisions if name not in known]:
             raise ConfigError(
                 f"task.revisions: '{unknown[0]}' is no data set on the hub that this task reads"
                 f"{nearest(unknown[0], known)}; it reads {', '.join(known) or 'local files only'}"
             )
-        _check_labels("heldout", self._heldout_sources)
+        self._train_sources, self._heldout_sources = _sources(config, "train"), _sources(config, "heldout")
+        for part, sources in (("train", self._train_sources), ("heldout", self._heldout_sources)):
+            for label, count in Counter(map(source_label, sources)).items():
+                if count > 1:
+                    raise ConfigError(
+                        f"task.{part}: {count} sources have the label '{label}'; give each a different label:"
+                    )
         if not self._heldout_sources:
-            self._train_sources  # noqa: B018 - raises if there are none
+            self._check_train_sources()
 
     def train_problems(self) -> Sequence[Problem]:
         """Return the training problems; raise ConfigError if a source cannot be used or no problem remains."""
@@ -61,19 +66,14 @@ class QuestionAnswerTask:
         """Return lines on what has been read so far, and how many rows were dropped and why."""
         return list(self._notes)
 
-    @cached_property
-    def _train_sources(self) -> tuple[Source, ...]:
-        sources = _sources(self._config, "train")
-        if not sources:
-            name = self.name
+    def _check_train_sources(self) -> None:
+        if not self._train_sources:
             raise ConfigError(
                 "task.train: the task 'data' needs it: --set task.train=FILE, or the name of a known data set"
-                if name == DATA_TASK
-                else f"task.name = '{name}': this data set is for evaluation only; use it in task.heldout "
-                f"(--set task.heldout={name}) of another task"
+                if self.name == DATA_TASK
+                else f"task.name = '{self.name}': this data set is for evaluation only; use it in task.heldout "
+                f"(--set task.heldout={self.name}) of another task"
             )
-        _check_labels("train", sources)
-        return sources
 
     @cached_property
     def _heldout_problems(self) -> dict[str, Sequence[Problem]]:
@@ -88,7 +88,7 @@ class QuestionAnswerTask:
 
     @cached_property
     def _train(self) -> list[Problem]:
-        self._train_sources  # noqa: B018 - raises if there are none, before any source is read
+        self._check_train_sources()
         if not self._heldout_sources:
             return self._with_prompts(self._train_heldout_split[0])
         heldout = list(chain.from_iterable(self._heldout.values()))
@@ -115,22 +115,19 @@ class QuestionAnswerTask:
     def _train_heldout_split(self) -> tuple[list[Problem], list[Problem]]:
         """The training and the held-out questions, by a hash of the question alone, so that adding rows moves none."""
         fraction = self._config.heldout_fraction
-        questions = self._all_train_questions
-        keys = [question_key(question.prompt) for question in questions]
+        keyed = [(question_key(question.prompt), question) for question in self._all_train_questions]
         # Another hash than in the countdown task: both decide which problems are held out, and must not change.
-        ranked = sorted((int(text_hash(f"heldout/{key}"), 16) / 2**64, key) for key in keys)
+        ranked = sorted((int(text_hash(f"heldout/{key}"), 16) / 2**64, key) for key, _ in keyed)
         heldout_keys = {key for rank, key in ranked if rank < fraction} or {ranked[0][1]}
-        sides: tuple[list[Problem], list[Problem]] = ([], [])
-        for key, question in zip(keys, questions, strict=True):
-            sides[key in heldout_keys].append(question)
-        train, heldout = sides
+        train = [question for key, question in keyed if key not in heldout_keys]
+        heldout = [question for key, question in keyed if key in heldout_keys]
         if not train:
             raise ConfigError(
-                f"task.train: of {plural(len(ranked), 'problem')}, heldout_fraction = {fraction:g} leaves none to "
+                f"task.train: of {plural(len(keyed), 'problem')}, heldout_fraction = {fraction:g} leaves none to "
                 "train on; give more problems, or separate evaluation problems in task.heldout"
             )
         self._notes.append(
-            f"{self._split_label}: {len(heldout):,} of {plural(len(questions), 'problem')} held out "
+            f"{self._split_label}: {len(heldout):,} of {plural(len(keyed), 'problem')} held out "
             f"for evaluation (heldout_fraction = {fraction:g})"
         )
         return train, heldout
@@ -141,20 +138,19 @@ class QuestionAnswerTask:
         revision = config.revisions.get(hub_id(source) or "")
         loaded = load_questions(source, part, config.answer_grader, self._keep_columns, revision)
         dropped = f"; dropped: {format_counts(loaded.dropped)}" if loaded.dropped else ""
-        self._notes.append(f"{loaded.label}: {plural(len(loaded.questions), f'{purpose} problem')}{dropped}")
+        notes = [f": {plural(len(loaded.questions), f'{purpose} problem')}{dropped}"]
         if loaded.note:
-            self._notes.append(f"{loaded.label}: {loaded.note}")
+            notes.append(f": {loaded.note}")
         grader = loaded.questions[0].grader
         readable = GRADERS[grader].templates if grader in GRADERS else ()
         if any(not isinstance(question.prompt, str) for question in loaded.questions):
-            self._notes.append(
-                f"{loaded.label}: has chat messages; task.template and task.system do not apply"
-            )
+            notes.append(": has chat messages; task.template and task.system do not apply")
         elif readable and config.template in TEMPLATES and config.template not in ("plain", *readable):
-            self._notes.append(
-                f"{loaded.label}, {purpose}: the grader '{grader}' does not read the answers that task.template = "
+            notes.append(
+                f", {purpose}: the grader '{grader}' does not read the answers that task.template = "
                 f"'{config.template}' asks for; use task.template = {' or '.join(readable)}"
             )
+        self._notes += [loaded.label + note for note in notes]
         return loaded
 
     @property
@@ -180,18 +176,9 @@ def hub_ids(config: DataTask) -> list[str]:
 
 def _sources(config: DataTask, part: SplitName) -> tuple[Source, ...]:
     """Return the sources of a part: the configured ones, else those of the known data set `task.name`."""
-    configured: tuple[Source, ...] = {"train": config.train, "heldout": config.heldout}[part]
+    configured: tuple[Source, ...] = getattr(config, part)
     if configured or config.name == DATA_TASK:
         return configured
     known = DATASETS[config.name]
-    split = {"train": known.train_split, "heldout": known.eval_split}[part]
-    names = () if split is None else (config.name,)
-    return tuple(Source(name=name) for name in (part == "heldout" and known.evaluation) or names)
-
-
-def _check_labels(part: str, sources: Iterable[Source]) -> None:
-    for label, count in Counter(map(source_label, sources)).items():
-        if count > 1:
-            raise ConfigError(
-                f"task.{part}: {count} sources have the label '{label}'; give each a different label:"
-            )
+    own = (config.name,) if {"train": known.train_split, "heldout": known.eval_split}[part] else ()
+    return tuple(Source(name=name) for name in (part == "heldout" and known.evaluation) or own)

@@ -1,4 +1,4 @@
-"""Questions of one source in the config, with their reference answers, as problems."""
+"""Questions of one source in the config, with their reference answers, as problems, and prompts with a question."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import json
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain, islice
 from typing import Any
 
-from bandpo_cli.config.task import Fields, Source
+from bandpo_cli.config.task import TEMPLATES, Fields, Source
 from bandpo_cli.datasets import DATASETS
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import GRADERS
@@ -26,12 +26,12 @@ from bandpo_cli.tasks.fields import (
     to_json_value,
     value_at,
 )
-from bandpo_cli.tasks.prompts import bare_question
 from bandpo_cli.tasks.rows import SplitName, read_rows, source_label
 from bandpo_cli.types import Message, Problem, Prompt
 
 _MAX_MARKS = 30  # combining characters in a row; no language uses more than four
 _GRAPHEME_JOINER = "\u034f"
+_SLOT = "{question}"
 SAMPLE_ROWS = 1000  # the fields are chosen by these rows, so that a file of millions is read only once
 
 
@@ -44,9 +44,32 @@ class LoadedQuestions:
     """
 
     label: str
-    questions: tuple[Problem, ...]
+    questions: Sequence[Problem]
     dropped: Mapping[str, int]
     note: str = ""
+
+
+def build_prompt(question: str, template: str, system: str | None = None) -> Prompt:
+    """Return the chat messages: the system message, if any, then the template filled with the question.
+
+    The template is a name in `TEMPLATES` or a text with `{question}` in it. An instruction of a known template replaces
+    one that came with the question; it is not added around it. The slot is replaced literally, because questions
+    contain many braces.
+    """
+    text = TEMPLATES.get(template, template)
+    if template in TEMPLATES and text != _SLOT:
+        question = bare_question(question)
+    user = Message("user", text.replace(_SLOT, question))
+    return (user,) if system is None else (Message("system", system), user)
+
+
+def bare_question(text: str) -> str:
+    """Remove a known instruction around a question, because some data sets include it in their questions."""
+    for template in TEMPLATES.values():
+        before, _, after = template.partition(_SLOT)
+        if (before or after) and text.startswith(before) and text.rstrip().endswith(after):
+            return text.rstrip()[len(before) :].removesuffix(after)
+    return text
 
 
 def question_key(prompt: Prompt) -> str:
@@ -153,12 +176,10 @@ def load_questions(
     if source.limit is not None and source.limit < len(problems):
         dropped["over the limit"] = len(problems) - source.limit
         selected = [selected[index * len(problems) // source.limit] for index in range(source.limit)]
-    note = ""
-    if solutions:
-        prompts = "1 prompt ends" if solutions == 1 else f"{solutions:,} prompts end"
-        use = "the reference answer" if names.answer == names.question else "left out"
-        note = f"{prompts} with an assistant message, which is {use}"
-    return LoadedQuestions(label, tuple(selected), dropped, note)
+    prompts = "1 prompt ends" if solutions == 1 else f"{solutions:,} prompts end"
+    use = "the reference answer" if names.answer == names.question else "left out"
+    note = f"{prompts} with an assistant message, which is {use}" if solutions else ""
+    return LoadedQuestions(label, selected, dropped, note)
 
 
 def format_counts(dropped: Mapping[str, int]) -> str:

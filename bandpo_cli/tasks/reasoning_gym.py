@@ -15,9 +15,10 @@ import random
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
-from importlib import metadata
+from importlib import import_module, metadata
 from itertools import chain
 from typing import Any
 
@@ -53,12 +54,13 @@ class ReasoningGym:
                 "task.names: name at least one generator: --task reasoning-gym:NAME; --task reasoning-gym:list prints "
                 "the names"
             )
-        for name in config.names:
-            _check_name("task.names", name)
-            if config.names.count(name) > 1:
+        for key, names in (("task.names", config.names), ("task.options", config.options)):
+            for name in names:
+                _check_name(key, name)
+        for name, count in Counter(config.names).items():
+            if count > 1:
                 raise ConfigError(f"task.names: {name} is named more than once; set its share with its size")
         for name, options in config.options.items():
-            _check_name("task.options", name)
             _check_options(name, options)
         self._config = config
         self._system = _system_message(config.system)
@@ -87,23 +89,23 @@ class ReasoningGym:
 
     @cached_property
     def _heldout(self) -> dict[str, list[Problem]]:
-        return self._make("heldout", dict.fromkeys(self._config.names, self._config.heldout_size), {})
+        return self._make("heldout", {})
 
     @cached_property
     def _train(self) -> list[Problem]:
-        options = self._config.options
-        sizes = {name: options.get(name, {}).get("size", self._config.size) for name in self._config.names}
-        return hash_order(chain.from_iterable(self._make("train", sizes, self._heldout).values()))
+        return hash_order(chain.from_iterable(self._make("train", self._heldout).values()))
 
-    def _make(
-        self, part: str, sizes: Mapping[str, Any], excluded: Mapping[str, Sequence[Problem]]
-    ) -> dict[str, list[Problem]]:
+    def _make(self, part: str, excluded: Mapping[str, Sequence[Problem]]) -> dict[str, list[Problem]]:
         """Return the problems of one part by generator, without those of `excluded`."""
+        config = self._config
+        sizes: dict[str, Any] = dict.fromkeys(config.names, config.heldout_size)
+        if part == "train":
+            sizes = {name: config.options.get(name, {}).get("size", config.size) for name in config.names}
         jobs = [
             {
                 "name": name,
                 "options": self._options(name),
-                "seed": derive_seed(self._config.seed, "reasoning-gym", part, name),
+                "seed": derive_seed(config.seed, "reasoning-gym", part, name),
                 "size": size,
                 "excluded": [problem.id for problem in excluded.get(name, ())],
             }
@@ -118,23 +120,23 @@ class ReasoningGym:
                 )
             if len(entries) < size:
                 self._notes.append(f"{name}: only {len(entries):,} different {part} problems of {size:,}")
-            made[name] = hash_order(self._problem(name, *entry) for entry in entries)
+            extra = {"generator": name, "options": json.dumps(self._options(name))}
+            made[name] = hash_order(
+                Problem(
+                    f"{name}/{text_hash(question)}", self._prompt(question), answer or "", source=name,
+                    grader="reasoning-gym", extra=extra | {"entry": entry},
+                )
+                for question, answer, entry in entries
+            )  # fmt: skip
         return made
-
-    def _problem(self, name: str, question: str, answer: str | None, entry: str) -> Problem:
-        user = Message("user", self._config.template.replace("{question}", question))
-        return Problem(
-            id=_problem_id(name, question),
-            prompt=(user,) if self._system is None else (Message("system", self._system), user),
-            answer=answer or "",
-            source=name,
-            grader="reasoning-gym",
-            extra={"generator": name, "options": json.dumps(self._options(name)), "entry": entry},
-        )
 
     def _options(self, name: str) -> dict[str, Any]:
         """Return the options of a generator other than its size."""
         return {key: value for key, value in self._config.options.get(name, {}).items() if key != "size"}
+
+    def _prompt(self, question: str) -> tuple[Message, ...]:
+        user = Message("user", self._config.template.replace("{question}", question))
+        return (user,) if self._system is None else (Message("system", self._system), user)
 
 
 def describe_generators() -> dict[str, str]:
@@ -153,8 +155,9 @@ def generate(
         Question, reference answer (None if the library has none) and the complete problem as a Python literal. There
         are fewer than `size` if `_MAX_ROUNDS * size` problems of the generator have fewer different questions.
     """
-    create_dataset = _factory().create_dataset
-    excluded, made = set(excluded), {}
+    create_dataset = _library("factory").create_dataset
+    excluded = set(excluded)
+    made: dict[str, tuple[str, str | None, str]] = {}
     for round_index in range(_MAX_ROUNDS):
         round_seed = derive_seed(seed, round_index)
         random.seed(round_seed)  # list_functions uses the global state
@@ -163,7 +166,7 @@ def generate(
         for index in range(size):
             entry = dataset[index]
             question = entry["question"]
-            if question not in made and _problem_id(name, question) not in excluded:
+            if question not in made and f"{name}/{text_hash(question)}" not in excluded:
                 made[question] = (question, entry["answer"], repr(_plain(entry)))
             if len(made) == size:
                 return [*made.values()]
@@ -198,10 +201,10 @@ def _run_generators(jobs: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, s
             f"task: the generators of reasoning-gym ended with exit code {done.returncode}: "
             f"{first_line(done.stderr[-200:])}"
         )
-    reply = json.loads(done.stdout)
+    reply: dict[str, Any] = json.loads(done.stdout)
     if "error" in reply:
         raise ConfigError(f"task: a generator of reasoning-gym failed with these options: {reply['error']}")
-    return [[tuple(entry) for entry in entries] for entries in reply["results"]]
+    return list(reply["results"])
 
 
 def _plain(value: Any) -> Any:
@@ -209,9 +212,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {_plain(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else [*map(_plain, value)]
-    if hasattr(value, "item"):  # a numpy scalar
-        value = value.item()
+        return (tuple if type(value) is tuple else list)(map(_plain, value))
+    value = value.item() if hasattr(value, "item") else value  # a numpy scalar
     if isinstance(value, str):
         return str(value)
     if value is None or isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
@@ -219,21 +221,16 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a problem contains {value!r:.60}, which cannot be stored")
 
 
-def _problem_id(name: str, question: str) -> str:
-    return f"{name}/{text_hash(question)}"
+def _library(module: str) -> Any:
+    """Return a module of the library. Without compiled bytecode, a dependency of it prints SyntaxWarnings."""
+    with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
+        return import_module(f"reasoning_gym.{module}")
 
 
 def _registered() -> dict[str, Any]:
     """Return the classes of data set and options of the usable generators, by name."""
-    return {name: classes for name, classes in _factory().DATASETS.items() if name not in EXCLUDED}
-
-
-def _factory() -> Any:
-    """Return the module `reasoning_gym.factory`; the first import compiles sources for which Python warns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)
-        import reasoning_gym.factory
-    return reasoning_gym.factory
+    datasets = _library("factory").DATASETS
+    return {name: classes for name, classes in datasets.items() if name not in EXCLUDED}
 
 
 def _check_name(key: str, name: str) -> None:
@@ -252,7 +249,7 @@ def _default_options(name: str) -> dict[str, Any]:
 
     Seed and size are not among them, nor options with values that a configuration cannot have (dates, objects).
     """
-    _, settings = _registered()[name]
+    settings = _registered()[name][1]
     values = {field.name: getattr(settings(), field.name) for field in dataclasses.fields(settings)}
     kinds = (type(None), bool, int, float, str, list, tuple)
     return {
@@ -302,13 +299,10 @@ def _short(value: Any) -> str:
 
 def _system_message(system: str | None) -> str | None:
     """Return the library's system message of that name, or the text itself; raise ConfigError for a wrong name."""
-    from reasoning_gym.utils import SYSTEM_PROMPTS
-
-    if system is None or system in SYSTEM_PROMPTS:
-        return system and str(SYSTEM_PROMPTS[system])
-    if " " not in system.strip():
+    known: dict[str, str] = _library("utils").SYSTEM_PROMPTS
+    if system is not None and system not in known and " " not in system.strip():
         raise ConfigError(
-            f"task.system = '{system}': reasoning-gym has no system message of that name"
-            f"{nearest(system, SYSTEM_PROMPTS)}; known: {', '.join(SYSTEM_PROMPTS)}, or a custom text"
+            f"task.system = '{system}': reasoning-gym has no system message of that name{nearest(system, known)}; "
+            f"known: {', '.join(known)}, or a custom text"
         )
-    return system
+    return None if system is None else known.get(system, system)

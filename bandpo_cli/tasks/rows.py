@@ -38,10 +38,9 @@ def read_rows(source: Source, part: SplitName, revision: str | None = None) -> I
     hub, path = hub_id(source), user_path(str(source.path))
     exists = hub is None and path_exists(path)
     if hub is not None or (exists and path.is_dir()):
-        subset, split = _subset_and_split(source, part)
         copy = "FILE" if source.name is None else f"{{name: {source.name}, path: FILE}}"
         hint = f"give a local copy: --set {shlex.quote(f'task.{part}={copy}')}"
-        return read_hub(hub or str(path), subset, split, hint, revision)
+        return read_hub(hub or str(path), *_subset_and_split(source, part), hint, revision)
     if not exists and path.suffix.lower() not in FILE_SUFFIXES:
         raise ConfigError(
             f"task.{part} = '{source.path}': no such file, and no known data set of that name"
@@ -94,7 +93,7 @@ def read_file(path: Path) -> Iterator[Row]:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or first_line(error)}") from None
     except Exception as error:  # noqa: BLE001 - pyarrow raises errors of any type for a damaged file
-        raise ConfigError(f"{path}: not readable: {first_line(error)}") from None
+        raise ConfigError(f"{path}: not readable as {path.suffix}: {first_line(error)}") from None
 
 
 def read_hub(
@@ -162,27 +161,21 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):  # bytes: only \n ends a line, no other separator
             where = f"{path}, line {number}"
-            text = _text(line, where)
-            if not text.strip():
-                continue
-            try:
-                row = json.loads(text, object_pairs_hook=_unique_keys)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{where}: not readable as JSON: {first_line(error)}") from None
-            yield _row(row, where)
+            if text := _text(line, where).strip():
+                try:
+                    yield _row(_parse_json(text), where)
+                except (ValueError, RecursionError) as error:
+                    raise ConfigError(f"{where}: not readable as JSON: {first_line(error)}") from None
 
 
 def _read_json(path: Path) -> Iterator[Row]:
-    text = _text(path.read_bytes(), str(path))
     try:
-        content = json.loads(text, object_pairs_hook=_unique_keys)
+        content = _parse_json(_text(path.read_bytes(), str(path)))
     except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # one object per line, although the extension is .json
-            yield from _read_jsonl(path)
-            return
-        raise ConfigError(f"{path}, line {error.lineno}: not readable as JSON: {error.msg}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not readable as JSON: {first_line(error)}") from None
+        if error.msg != "Extra data":
+            raise ConfigError(f"{path}, line {error.lineno}: not readable as JSON: {error.msg}") from None
+        yield from _read_jsonl(path)  # one object per line, although the extension is .json
+        return
     if isinstance(content, dict):
         lists = [value for value in content.values() if isinstance(value, list)]
         content = lists[0] if len(lists) == 1 else None
@@ -197,7 +190,7 @@ def _read_csv(path: Path) -> Iterator[Row]:
     earlier_limit = csv.field_size_limit(_MAX_CSV_FIELD)
     reader = csv.DictReader(text, strict=True, skipinitialspace=True)
     try:
-        names = [name.strip() for name in reader.fieldnames or ()]
+        names = reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
         if len(set(names)) < len(names):
             raise ConfigError(
                 f"{path}, line 1: two columns have the same name; the first line must name the columns"
@@ -206,7 +199,6 @@ def _read_csv(path: Path) -> Iterator[Row]:
             raise ConfigError(
                 f"{path}, line 1: its columns seem to be separated by {separators[0]!r}; save it with commas"
             )
-        reader.fieldnames = names
         for row in reader:
             if None in row:
                 raise ConfigError(
@@ -221,15 +213,11 @@ def _read_csv(path: Path) -> Iterator[Row]:
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
-    except (pa.ArrowException, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not readable as Parquet: {first_line(error)}") from None
+    with pq.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=1024):
+            yield from batch.to_pylist()
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
@@ -247,13 +235,17 @@ def _text(content: bytes, where: str) -> str:
         raise ConfigError(f"{where}: not UTF-8 text; save it as UTF-8") from None
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON. Raise ValueError for a key that it has twice: `json` keeps the last value only."""
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"an object has the key {twice!r:.80} twice")
-    return fields
+def _parse_json(text: str) -> Any:
+    """Parse JSON. Raise ValueError also for a key that an object has twice: `json` keeps the last value only."""
+
+    def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+            raise ValueError(f"an object has the key {twice!r:.80} twice")
+        return fields
+
+    return json.loads(text, object_pairs_hook=unique_keys)
 
 
 def _row(value: Any, where: str) -> Row:

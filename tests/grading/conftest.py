@@ -1,4 +1,4 @@
-"""A grader pool that is shared by the tests of a module and closed after them."""
+"""One grader pool for all tests of graders: the import of sympy or of reasoning-gym takes seconds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.grading.pool import GraderPool
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def pool() -> Iterator[GraderPool]:
-    with GraderPool(GradingConfig(workers=2, deadline=60)) as pool:
+    with GraderPool(GradingConfig(workers=1, deadline=60)) as pool:
         yield pool

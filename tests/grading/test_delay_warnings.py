@@ -16,7 +16,7 @@ from bandpo_cli.grading.pool import GraderPool, check_grader
 from bandpo_cli.types import CORRECT, Grade, Problem
 from tests.cli.eval_command import succeed
 
-NOTICE_S = 0.4
+NOTICE_S = 0.1
 SLOW_GRADER = "import time\ndef judge(text, answer, extra):\n    time.sleep(float(text))\n    return True\n"
 
 
@@ -41,7 +41,7 @@ def test_slow_answer_in_a_worker_is_named_at_doubling_intervals(caplog: pytest.L
         pool.grade([problem("warm")], ["0"])  # the import is not part of the measured batch
         caplog.clear()
         problems = [problem("number", "number"), problem("set/17"), problem("after")]
-        pool.grade(problems, ["Answer: 5", str(6 * NOTICE_S), "0"])
+        pool.grade(problems, ["Answer: 5", str(8 * NOTICE_S), "0"])
         lines = list(caplog.messages)
         time.sleep(2 * NOTICE_S)
     expected = [

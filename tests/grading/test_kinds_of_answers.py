@@ -131,7 +131,6 @@ def test_only_a_remark_after_a_number_is_not_part_of_the_answer(pool: GraderPool
     assert [grade.correct for grade in grades] == [True] * len(REMARKS) + [False] * len(others)
 
 
-@pytest.mark.slow
 def test_reference_with_a_remark_is_correct_for_itself(pool: GraderPool) -> None:
     for gold in ("18 because 9 * 2 = 18", "18 (nine eggs at $2 each)", "$18$ dollars"):
         for grader in ("math", "number"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import Grade, Problem
 
@@ -61,20 +62,16 @@ def test_no_answer_in_the_required_form_is_malformed(pool: GraderPool, text: str
         assert (grade.verdict, grade.reward, grade.correct) == ("malformed", 0.0, False)
 
 
-@pytest.mark.parametrize(
-    ("gold", "answer", "verdict"),
-    [
-        ("18", "18 eggs", "correct"),
-        ("18", "3 \\times 6 = 18", "correct"),
-        ("18", "19", "wrong"),
-        ("0.333333", "1/3", "wrong"),
-        ("18", "eighteen", "malformed"),
-        ("18", "9+9", "malformed"),
-        ("x+1", "18", "grader-error"),
-    ],
-)
-def test_number_grader(pool: GraderPool, gold: str, answer: str, verdict: str) -> None:
-    [grade] = pool.grade([Problem("p", "", gold, "test", "number")], [f"Answer: {answer}"])
-    assert grade.verdict == verdict
-    if verdict == "grader-error":
+NUMBERS = [
+    ("18", "18 eggs", "correct"), ("18", "3 \\times 6 = 18", "correct"), ("18", "19", "wrong"),
+    ("0.333333", "1/3", "wrong"), ("18", "eighteen", "malformed"), ("18", "9+9", "malformed"),
+    ("x+1", "18", "grader-error"),
+]  # fmt: skip
+
+
+def test_number_grader() -> None:
+    problems = [Problem("p", "", gold, "test", "number") for gold, _, _ in NUMBERS]
+    with GraderPool(GradingConfig()) as pool:
+        grades = pool.grade(problems, [f"Answer: {answer}" for _, answer, _ in NUMBERS])
         assert "problem p: its answer 'x+1' is not a plain number" in pool.errors["number"]
+    assert [grade.verdict for grade in grades] == [verdict for _, _, verdict in NUMBERS]

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pandas
 import pytest
@@ -14,12 +19,22 @@ from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import Problem
 from scripts import answer_lines
 from scripts.answer_lines import LINES, wrong_value
+from tests.cli.eval_command import bandpo
 
 TEXTS = ("Each box has 3 eggs, so 2 * 3 = 6.\nAnswer: 6", "I do not know.")
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[GraderPool]:
+    with GraderPool(GradingConfig(workers=1, deadline=60)) as pool:
+        yield pool
+
+
 @pytest.mark.slow
-def test_the_page_has_the_table_of_the_present_graders(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_has_the_table_of_the_present_graders(
+    pool: GraderPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(answer_lines, "GraderPool", lambda config: nullcontext(pool))
     assert answer_lines.main(["table", "--check"]) == 0, capsys.readouterr().err
 
 
@@ -34,20 +49,26 @@ def test_wrong_values_differ_from_the_reference() -> None:
 
 
 @pytest.mark.slow
-def test_no_line_with_a_wrong_value_is_correct() -> None:
-    texts = {
-        f"9 * 2 = 18\n{line.fill(value)}" for line in LINES for value in ("17", "-18", "180", "2", "0.18")
-    }
-    with GraderPool(GradingConfig(workers=1, deadline=30)) as pool:
-        for grader in ("math", "number"):
-            grades = pool.grade([Problem("p", "", "18", "test", grader)] * len(texts), [*texts])
-            assert not any(grade.correct for grade in grades), grader
+def test_no_line_with_a_wrong_value_is_correct(pool: GraderPool) -> None:
+    values = ("17", "-18", "180", "2", "0.18")
+    texts = [*{f"9 * 2 = 18\n{line.fill(value)}" for line in LINES for value in values}]
+    for grader in ("math", "number"):
+        grades = pool.grade([Problem("p", "", "18", "test", grader)] * len(texts), texts)
+        assert not any(grade.correct for grade in grades), grader
+
+
+def run_in_this_process(command: list[str], cwd: Path, **_: Any) -> subprocess.CompletedProcess[str]:
+    """Run `python -m bandpo_cli ...` without a new interpreter."""
+    done = bandpo(*command[3:], cwd=cwd)
+    return subprocess.CompletedProcess(command, done.code, done.out, done.err)
 
 
 @pytest.mark.slow
-def test_a_corpus_is_repeatable_and_every_completion_gets_a_verdict(tmp_path: Path) -> None:
+def test_a_corpus_is_repeatable_and_every_completion_gets_a_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A plain search for the value, instead of a grader, tells lines with the right value from the wrong ones."""
-    rows = [(f"How many eggs are in {n} boxes?", str(3 * n), text) for n in range(2, 12) for text in TEXTS]
+    rows = [(f"How many eggs are in {n} boxes?", str(3 * n), text) for n in range(2, 42) for text in TEXTS]
     pandas.DataFrame(rows, columns=["prompt", "reference", "text"]).to_parquet(tmp_path / "samples.parquet")
     contents = []
     for name, seed in (("a", "0"), ("b", "0"), ("c", "1")):
@@ -64,20 +85,21 @@ def test_a_corpus_is_repeatable_and_every_completion_gets_a_verdict(tmp_path: Pa
             if kind in ("right", "wrong"):
                 assert text.endswith(f"\n{LINES[int(index)].fill(row['answer'])}") == (kind == "right")
     assert kinds == {"sampled", "right", "wrong", "unclear"}
+    monkeypatch.setattr(answer_lines, "subprocess", SimpleNamespace(run=run_in_this_process))
     scored, rate = answer_lines.score(tmp_path / "a.jsonl", "number")
-    assert len(scored) == 40
+    assert len(scored) == 160
     assert scored["verdict"].notna().all()
     assert "completions in" in rate
     assert answer_lines.failures(scored).empty
     right = scored[scored["origins"] == "right"]
-    assert (right["verdict"] == "correct").mean() > 0.3
+    print((right['verdict'] == 'correct').mean(), len(right), right)
+    assert (right["verdict"] == "correct").mean() > 0.5, scored
 
 
 def test_false_positives_and_grader_errors_are_failures() -> None:
     """Four completions are labelled by hand; the second and the fourth are failures."""
-    origins, verdicts = (
-        ["right", "wrong", "wrong", "sampled"],
-        ["correct", "correct", "wrong", "grader-error"],
-    )
-    scored = pandas.DataFrame({"origins": origins, "verdict": verdicts})
+    scored = pandas.DataFrame({
+        "origins": ["right", "wrong", "wrong", "sampled"],
+        "verdict": ["correct", "correct", "wrong", "grader-error"],
+    })  # fmt: skip
     assert list(answer_lines.failures(scored).index) == [1, 3]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bandpo_cli.tasks.prompts import build_prompt
+from bandpo_cli.tasks.questions import build_prompt
 from bandpo_cli.types import Message
 
 PAPER = """Solve the following math problem step by step. The last line of your response should be of the form \
