@@ -92,8 +92,7 @@ def test_a_corpus_is_repeatable_and_every_completion_gets_a_verdict(
     assert "completions in" in rate
     assert answer_lines.failures(scored).empty
     right = scored[scored["origins"] == "right"]
-    print((right['verdict'] == 'correct').mean(), len(right), right)
-    assert (right["verdict"] == "correct").mean() > 0.5, scored
+    assert (right["verdict"] == "correct").mean() > 0.6  # 20 of 31; the graders refuse the other forms
 
 
 def test_false_positives_and_grader_errors_are_failures() -> None:
