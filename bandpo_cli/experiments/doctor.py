@@ -51,7 +51,6 @@ class Diagnosis:
 
     Attributes:
         system: a line each for the package, the CPU, the memory, the driver, each GPU and torch's build.
-        packages: the dependencies, in the order of the metadata.
         problems: a line each; empty if everything is in order.
         repair: the pip command that installs versions within the tested ranges; None if all are.
     """

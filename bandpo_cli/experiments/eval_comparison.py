@@ -85,7 +85,6 @@ def compare(a: str, b: str, runs_dir: Path | str = "runs") -> ComparisonResult:
     Args:
         a: an evaluation's name in `runs_dir`, its folder or its eval.json; or RUN or RUN@STEP as evaluated in training.
         b: another one.
-        runs_dir: the folder of evaluations and runs.
 
     Raises:
         UserError: there is no such evaluation, or the two share no problem.

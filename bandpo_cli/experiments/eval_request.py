@@ -48,7 +48,6 @@ class SamplesFile:
     """Stored completions.
 
     Attributes:
-        path: the file.
         digest: SHA-256 of its contents; a resume compares it.
         grader: the grader that the user named; None for the data's own.
         sets: problems with their completions, by evaluation set.
@@ -123,10 +122,6 @@ class EvalOptions(TypedDict, total=False):
         samples: a file of completions to score, in place of a model.
         n: completions per problem.
         k: the k of pass@k and maj@k, each at most n.
-        temperature: sampling temperature; 0 is greedy.
-        max_tokens: the most tokens of a completion.
-        limit: the most problems of each set.
-        seed: seed of the sampling.
         sampler: the sampling engine: auto, transformers or vllm.
         grader: the grader of all answers; None for the data's own.
         settings: other settings, as nested dictionaries; they win over the options above.

@@ -58,8 +58,6 @@ class EvalInfo:
     """An evaluation at its start, as callbacks receive it.
 
     Attributes:
-        request: what is evaluated.
-        folder: the evaluation's folder.
         completions: number of completions of the complete evaluation.
         stored: number of completions that an interrupted evaluation has left.
         rescored: all completions were stored, and are only scored again.
@@ -79,7 +77,6 @@ class EvalResult:
     """The end of an evaluation.
 
     Attributes:
-        folder: the evaluation's folder.
         record: the contents of eval.json.
         scores: metrics with intervals by evaluation set; empty where the evaluation ended early.
         mlflow: what shows the metrics in MLflow: the address of the run, for a file or a database after the command
@@ -148,7 +145,6 @@ def evaluate(
         model: a run (NAME or NAME@STEP), a Hugging Face folder, a hub id, or `embedded`; or a request of
             `plan_evaluation`, which has the tasks and all options.
         tasks: `countdown`, names of data sets, or files; none for the evaluation sets of the run.
-        runs_dir: the folder of the evaluation's folder, and of runs.
         name: name of the folder; None for model, tasks, n, seed and time.
         callbacks: receive the events of `callbacks.Callback`, on rank 0 alone.
         options: see `EvalOptions`.
@@ -176,9 +172,7 @@ def resume_evaluation(
 
     Args:
         name: the evaluation's name in `runs_dir`, or its folder.
-        runs_dir: the folder of evaluations.
         tracking: settings of the section `tracking` to change.
-        callbacks: as for `evaluate`.
         request: what `plan_evaluation_resume` returned; None to plan it here.
 
     Raises:

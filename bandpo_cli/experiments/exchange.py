@@ -70,9 +70,6 @@ class VerlExport:
         overrides: verl's settings in run.sh.
         differences: what verl computes differently, one line each.
         arithmetic: the batches, one line each.
-        notes: remarks of the task, one line each.
-        problems: number of training problems.
-        heldout: number of held-out problems.
     """
 
     overrides: Overrides
@@ -96,10 +93,7 @@ def export_verl(
     The folder is either complete or absent.
 
     Args:
-        config: the experiment.
         out: the folder; it must not exist.
-        nodes: number of machines.
-        gpus_per_node: GPUs of each machine.
         allow_differences: export settings that verl computes differently, with verl's own; README.md lists them.
 
     Raises:
@@ -172,7 +166,6 @@ def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") ->
     Args:
         model: a run (NAME or NAME@STEP), or an adapter folder in the format of peft.
         out: the folder; it must not exist.
-        runs_dir: the folder of run folders.
 
     Raises:
         UserError: there is no such run or folder, the adapter or its base model cannot be loaded, or `out` exists or
@@ -235,7 +228,6 @@ def import_verl(
         name: name of the run folder; None for the name of the job's folder.
         uri: MLflow server or store; None for the store of the job: MLFLOW_TRACKING_URI, its settings, its mlflow.db.
         run_id: the MLflow run; None for the last one with the name of the job's folder.
-        runs_dir: the folder of run folders.
 
     Raises:
         UserError: the folder is no exported job, MLflow has no such run, or the name is taken.
@@ -267,10 +259,8 @@ def import_verl(
     if not records:
         raise UserError(f"{place}: run {run.info.run_id} has no metrics of verl")
     last, status = records[-1]["step"], run.info.status
-    if (
-        status == "FINISHED" and last < config.steps
-    ):  # verl ends an MLflow run so where the training failed, too
-        status = "FAILED"
+    if status == "FINISHED" and last < config.steps:
+        status = "FAILED"  # verl ends an MLflow run as FINISHED also where the training failed
     folder = RunFolder.create(runs_dir, target)
     folder.write_config(to_yaml(config))
     for record in records:

@@ -39,14 +39,9 @@ class RunOverview:
 
     Attributes:
         name: path below the runs folder: a name, or `sweep/name`.
-        path: the run folder.
         method: the method with its divergence and radius, as in the names of runs.
         task: the task, or the names of the files of questions that it reads.
-        model: path or hub id of the model.
-        seed: seed of the run.
         status: how the run ended; None where the folder is damaged.
-        step: the last step in `metrics.jsonl`.
-        steps: number of steps of the complete run.
         heldout: mean of mean@n over the evaluation sets at the last evaluation, in [0, 1].
         accuracy: training accuracy of the last step, in [0, 1].
         entropy: entropy of the policy at the last step, nats per token.
@@ -84,12 +79,9 @@ class RunDescription:
 
     Attributes:
         overview: the line of `bandpo runs`.
-        config: all settings.
         changed: value and default of the settings that differ from the default of the run's task, model and method.
         metrics: first and last value of each metric.
         checkpoints: steps of the checkpoints that training can resume from.
-        sampled_steps: steps whose completions are stored.
-        plots: the plots.
         seconds: time of all steps, in seconds.
     """
 
@@ -115,7 +107,6 @@ def list_runs(
     """Return the runs in a folder, those of its sweeps included.
 
     Args:
-        runs_dir: the folder of run folders.
         patterns: shell patterns of names (`kl-*`, `deltas/*`); none for all runs. A sweep's name stands for its runs.
         method: only runs whose method begins with this: `band`, `band-kl`, `clip`, or its alias `grpo`.
         task: only runs of this task; a task of files has their names.
@@ -221,9 +212,6 @@ def _overview(name: str, run: StoredRun, config: RunConfig, summary: Summary | N
 
 def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:
     """Return settings, metrics and files of a run.
-
-    Args:
-        run: its name in `runs_dir`, or its folder.
 
     Raises:
         UserError: there is no such run, or its folder is damaged.

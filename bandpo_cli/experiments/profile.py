@@ -24,7 +24,6 @@ class PhaseTime:
     """The time of a phase over all traced steps.
 
     Attributes:
-        seconds: wall time.
         gpu_seconds: time of the kernels that it launched; 0 without a GPU.
         calls: number of times that it began.
     """
@@ -40,7 +39,6 @@ class StepProfile:
 
     Attributes:
         trace: the trace, in the format of Chrome's tracing.
-        steps: the traced steps.
         seconds: sum of `time/step` over these steps.
         phases: by name; `update/backward` is the part `backward` of the phase `update`.
     """

@@ -70,7 +70,6 @@ class ResumePlan:
     """A run that is to be resumed.
 
     Attributes:
-        folder: the run folder.
         config: the run's settings with the requested changes.
         pinned: the same, with the engine, the dtype and the commits that the run started with.
         task: its problems, loaded; None where all steps are done.
@@ -117,10 +116,7 @@ def resume(
 
     Args:
         run: its name in `runs_dir`, its folder, or a plan of `locked_resume`, whose lock the caller holds.
-        runs_dir: the folder of run folders.
         settings: settings to change; see `CHANGEABLE_SETTINGS`. `{"steps": n}` trains further.
-        callbacks: as for `train`.
-        stop_requested: as for `train`.
 
     Raises:
         UserError: the run is complete or imported from verl, its record is damaged, or a setting was given that cannot

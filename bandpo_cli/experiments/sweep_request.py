@@ -39,7 +39,6 @@ class SweepRequest:
     """A sweep that has been checked and not started.
 
     Attributes:
-        runs: the runs in the order of their execution.
         baseline: the variant that the report compares the others with; None without one.
         about: other entries of the plan on disk: the matched radii, and the run that they were matched on; the tuned
             settings.
@@ -77,7 +76,6 @@ def plan_sweep(
         flags: comma-separated values by dotted setting; None where the flag was not given.
         axes: further axes, each `KEY=V,V`.
         options: `seeds` (comma-separated) and the texts of other options of `SweepConfig`; None where not given.
-        layers: settings of all runs.
         runs_dir: the folder of the runs and sweeps that the options name.
 
     Raises:

@@ -118,7 +118,6 @@ class Executor:
     """The place where runs are executed.
 
     Attributes:
-        name: `local` or `ray`.
         address: address of a Ray cluster; None for a local cluster that ends with the sweep.
         jobs: runs at a time; None for as many as there are GPUs for, or cores where there is no GPU.
         stop_margin: stop a run half-way or later whose held-out accuracy is this far below another variant's; None
@@ -144,8 +143,6 @@ class SweepInfo:
     """A sweep at its start, as callbacks receive it.
 
     Attributes:
-        folder: the sweep's folder; None in a dry run.
-        runs: all runs of the plan.
         configs: their settings, by name of the run.
         pending: the runs that are to be executed.
         slots: runs at a time.
@@ -180,8 +177,6 @@ class SweepResult:
     """The end of a sweep.
 
     Attributes:
-        folder: the sweep's folder.
-        runs: number of runs of the plan.
         finished: number of finished runs, those of earlier calls included.
         failures: why a run failed, by name.
         stopped: why a run was stopped early, by name.
@@ -223,7 +218,6 @@ def sweep(
     Args:
         request: a plan of `plan_sweep`, the settings of a new sweep, or the name of a sweep to resume.
         executor: where the runs are executed; None for this machine.
-        runs_dir: the folder of the sweep's folder.
         name: name of a new sweep's folder; None for `sweep-` and the time.
         callbacks: receive the events of `callbacks.Callback`; `step` has the states of all runs about once per second.
 

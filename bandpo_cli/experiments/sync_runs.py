@@ -51,7 +51,6 @@ def sync(
         names: runs, by name in `runs_dir` or by folder; a sweep stands for all of its runs.
         all_runs: send every run of `runs_dir` in place of `names`; those with `tracking.mlflow: false` are skipped.
         uri: MLflow server or store; None for the one of each run's settings.
-        runs_dir: the folder of run folders.
         callbacks: receive the events of `callbacks.Callback`: `start` has all runs, `phase("tracking")` comes before
             each run, `step` after it.
 

@@ -69,9 +69,6 @@ class TrainPlan:
     """A training run that has been checked and not started.
 
     Attributes:
-        config: all settings.
-        task: its problems, loaded.
-        runs_dir: the folder of the run folder.
         name: name of the run folder; no folder of that name exists.
         warnings: what the user should know before the run starts, one line each.
     """
@@ -129,7 +126,6 @@ def train(
 
     Args:
         config: the settings, or a plan of `plan_training`, which has its own `runs_dir` and `name`.
-        runs_dir: the folder of the run folder.
         name: name of the run folder; None for method, task, seed and time.
         callbacks: receive the events of `callbacks.Callback`, after the MLflow tracker. With several ranks
             those of rank 0 alone do, except callbacks whose `on_every_rank` is True.
