@@ -69,14 +69,12 @@ class SweepView(ExperimentView):
             estimate = estimate_time(info, self.runs_dir, lambda: self.spin(self.spinners["trial"]))
         finally:
             self.spin(None)
-        self.console.print(
-            "no time estimate, because no finished run has these settings; the live table shows an estimate "
-            "after the first steps"
-            if estimate is None
-            else f"about {format_duration(estimate.total_s)} in total, {format_duration(estimate.run_s)} per run "
-            f"({estimate.method})",
-            highlight=False,
-        )
+        if estimate is None:
+            line = "no time estimate yet, because no finished run has these settings"
+        else:
+            total, run = map(format_duration, estimate[:2])
+            line = f"about {total} in total, {run} per run ({estimate[2]})"
+        self.console.print(line, highlight=False)
 
     def phase(self, name: str) -> None:
         """Show the live table while the runs are executed, a spinner in other phases."""

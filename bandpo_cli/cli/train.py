@@ -87,7 +87,7 @@ def train(
             if name is not None:
                 raise UserError(f"--resume {resume}: the run continues in its folder; remove --name")
             plan = lock.enter_context(locked_resume(resume, runs_dir, layers, read_only=dry_run, ranks=ranks))
-            folder, first_step, is_trained = plan.folder.path, plan.step + 1, plan.is_trained
+            folder, first_step, is_trained = plan.folder.path, plan.step + 1, plan.task is None
         profilers = []
         if profile is not None:
             from bandpo_cli.experiments.profile import ProfileCallback, check_profile_steps

@@ -147,9 +147,11 @@ def _check_imports(packages: list[Package]) -> dict[str, Any] | None:
     modules = [MODULES.get(package.name, package.name.replace("-", "_")) for package in packages]
     path = os.pathsep.join(os.path.abspath(folder) for folder in sys.path)
     command = [sys.executable, "-P", "-m", __name__, *modules]
-    environment = {**os.environ, "PYTHONPATH": path}
+    env = {**os.environ, "PYTHONPATH": path}
     try:
-        done = subprocess.run(command, env=environment, timeout=IMPORT_SECONDS, capture_output=True)
+        done = subprocess.run(
+            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=IMPORT_SECONDS
+        )
         output, end = done.stdout, f"Python ended with status {done.returncode}"
     except subprocess.TimeoutExpired as timeout:
         output, end = timeout.stdout or b"", f"not complete after {IMPORT_SECONDS} s"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -170,22 +170,18 @@ def plan_evaluation(
     given = nest({key: value for key, value in flags.items() if value is not None})
     layers = [*base, given, *options.get("settings", ())]
     samples, grader = options.get("samples"), options.get("grader")
-    config: RunConfig
-    source: tuple[ModelRef, Task] | SamplesFile
     if samples is not None:
-        config, source = _samples_source(user_path(str(samples)), grader, layers)
+        request = _samples_request(user_path(str(samples)), grader, layers)
     else:
         layers += [] if grader is None else [{"task": {"grader": grader, "rewards": None}}]
-        config, source = _model_source(model, tasks, Path(runs_dir), layers)
-    if not config.evaluation.k:
+        request = _model_request(model, tasks, Path(runs_dir), layers)
+    if not request.config.evaluation.k:
         raise UserError("evaluation.k: give at least one k")
-    return EvalRequest(config, source, options.get("legacy_best_at_k", False))
+    return replace(request, legacy=options.get("legacy_best_at_k", False))
 
 
-def _model_source(
-    model: str, tasks: Sequence[str], runs_dir: Path, layers: Sequence[Layer]
-) -> tuple[RunConfig, tuple[ModelRef, Task]]:
-    """Return the settings and the problems with which a model is evaluated: those of its run, then `layers`."""
+def _model_request(model: str, tasks: Sequence[str], runs_dir: Path, layers: Sequence[Layer]) -> EvalRequest:
+    """Return the evaluation of a model, with the settings of its run, then `layers`."""
     ref = resolve_model(model, runs_dir)
     base = [] if ref.run is None else [read_layer(ref.run.path / "config.yaml")]
     task_layer = _task_layer(tasks, resolve(base) if base else None)
@@ -195,11 +191,11 @@ def _model_source(
     check_embedded_task(config, f"--task {' '.join(tasks) or config.task.name}")
     task = build_task(config.task)
     check_graders(problem for problems in task.heldout_sets().values() for problem in problems)
-    return config, (ref, task)
+    return EvalRequest(config, (ref, task))
 
 
-def _samples_source(path: Path, grader: str | None, layers: Sequence[Layer]) -> tuple[RunConfig, SamplesFile]:
-    """Return the settings with which stored completions are scored, and the completions."""
+def _samples_request(path: Path, grader: str | None, layers: Sequence[Layer]) -> EvalRequest:
+    """Return the evaluation of stored completions."""
     sets = read_completions(path, grader)
     check_graders(stored.problem for stored_P in sets.values() for stored in stored_P)
     fewest = min(len(stored.completions_G) for stored_P in sets.values() for stored in stored_P)
@@ -212,7 +208,7 @@ def _samples_source(path: Path, grader: str | None, layers: Sequence[Layer]) -> 
     most = max(config_of(max(fewest, MAX_K)).evaluation.k, default=1)
     if most > fewest:
         raise ConfigError(f"--k {most}: {path} has a problem with only {fewest} completions; lower --k")
-    return config_of(fewest), SamplesFile(path, file_digest(path), grader, sets)
+    return EvalRequest(config_of(fewest), SamplesFile(path, file_digest(path), grader, sets))
 
 
 def _counts_layer(n: int | None, k: Sequence[int] | None) -> dict[str, Any]:

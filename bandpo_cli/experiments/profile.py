@@ -85,7 +85,14 @@ class ProfileCallback(CallbackBase):
         if report.step == 0 or self.result is not None:
             return
         if self._profiler is None:
-            self._profiler = _start_profiler()
+            import torch
+            from torch.profiler import ProfilerActivity, profile
+
+            # Otherwise it writes to standard error, into the live view.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+            gpu = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+            self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu])
+            self._profiler.start()
             return
         self._traced.append(report)
         if len(self._traced) == self._wanted:
@@ -107,18 +114,6 @@ class ProfileCallback(CallbackBase):
             steps = [report.step for report in self._traced]
             self.result = StepProfile(trace, steps, seconds, phase_times(self._profiler))
         self._profiler = None
-
-
-def _start_profiler() -> profile:
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    # Otherwise it writes to standard error, into the live view.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    profiler = profile(activities=activities)
-    profiler.start()
-    return profiler
 
 
 def phase_times(profiler: profile) -> dict[str, PhaseTime]:

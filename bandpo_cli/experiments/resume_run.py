@@ -86,14 +86,9 @@ class ResumePlan:
     step: int
     warnings: Sequence[str]
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether every step is done, so that only the summary and the plots are missing."""
-        return self.task is None
-
     def describe(self) -> str:
         """Return the step from which the run continues, in one line."""
-        if self.is_trained:
+        if self.task is None:
             return f"all {self.step} steps are done; what is left is the summary and the plots"
         if self.step < 0:
             again = f"; {self.done} of {self.config.steps} steps are done again" if self.done > 0 else ""

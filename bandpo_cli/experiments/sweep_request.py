@@ -14,8 +14,8 @@ from bandpo_cli.config.layers import Layer, read_layer, resolve, validation_mess
 from bandpo_cli.config.methods import TrustRegionSettings
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.experiments.preflight import check_config, choose_run_name, read_numbers
-from bandpo_cli.storage.run_folder import RunFolder, resume_command, timestamped
+from bandpo_cli.experiments.preflight import check_config, read_numbers
+from bandpo_cli.storage.run_folder import RunFolder, resume_command
 from bandpo_cli.storage.run_record import read_summary
 from bandpo_cli.storage.tables import read_token_tables
 from bandpo_cli.sweeps.folder import SweepFolder, by_variant
@@ -124,14 +124,6 @@ def request_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: 
             checked.add(sections)
             check_config(run.config)
     return SweepRequest(runs, config.baseline, about, tuning)
-
-
-def create_sweep(
-    request: SweepRequest, runs_dir: Path, name: str | None, gpus_per_run: int = 1
-) -> SweepFolder:
-    """Create the folder of a sweep with its plan. Raises UserError if it cannot be written or the name is taken."""
-    chosen = choose_run_name(runs_dir, name, timestamped("sweep"))
-    return SweepFolder.create(runs_dir, chosen, request.runs, request.baseline, request.about, gpus_per_run)
 
 
 def _tuned_layers(config: SweepConfig, sweep: str, runs_dir: Path) -> tuple[dict[str, Layer], Tuning]:

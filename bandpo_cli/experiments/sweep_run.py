@@ -16,9 +16,11 @@ from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError, UserError, plural, redact_credentials, unknown_choice
+from bandpo_cli.experiments.preflight import choose_run_name
 from bandpo_cli.experiments.rank_group import Dispatcher, check_ranks
-from bandpo_cli.experiments.sweep_request import SweepRequest, create_sweep, request_from_config
+from bandpo_cli.experiments.sweep_request import SweepRequest, request_from_config
 from bandpo_cli.storage.environment import describe_environment, usable_cores
+from bandpo_cli.storage.run_folder import timestamped
 from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
 from bandpo_cli.sweeps.plan import SweepRun
 from bandpo_cli.sweeps.pool import LocalPool, Pool, slot_environments, visible_gpus
@@ -159,15 +161,6 @@ class SweepInfo:
     ranks: int = 1
 
 
-@dataclass(frozen=True)
-class TimeEstimate:
-    """The time that a sweep will take: seconds in total, seconds of the first run, and the method of the estimate."""
-
-    total_s: float
-    run_s: float
-    method: str
-
-
 States = Mapping[str, RunState]
 """The state of each run, by name."""
 
@@ -236,7 +229,9 @@ def sweep(
             check_executor(executor)
     else:
         _check_run_ranks((run.config for run in request.runs), executor)
-        folder = create_sweep(request, runs_dir, name, executor.ranks)
+        name = choose_run_name(runs_dir, name, timestamped("sweep"))
+        plan = request.runs, request.baseline, request.about
+        folder = SweepFolder.create(runs_dir, name, *plan, executor.ranks)
     return _run_pending(folder, executor, runs_dir, Dispatcher(callbacks))
 
 
@@ -250,14 +245,14 @@ def dry_run_info(request: SweepRequest, executor: Executor) -> SweepInfo:
 
 def estimate_time(
     info: SweepInfo, runs_dir: Path | str = "runs", on_trial: Callable[[], None] = lambda: None
-) -> TimeEstimate | None:
+) -> tuple[float, float, str] | None:
     """Estimate the time of the pending runs from earlier runs; without any, from a trial of the bundled model.
 
     Args:
         on_trial: called before the trial, three training steps in a process.
 
     Returns:
-        None where no earlier run is similar enough.
+        Seconds in total, seconds of the first run, the method of the estimate; None if no earlier run is similar.
     """
     first = info.configs[info.pending[0].name]
     method = "by earlier runs"
@@ -270,7 +265,7 @@ def estimate_time(
         seconds = seconds_from_trial(first, variables, info.ranks)
         method = "by a trial of three steps, without other runs on the machine"
     lengths = [seconds / first.steps * info.configs[run.name].steps for run in info.pending]
-    return TimeEstimate(total_seconds(lengths, info.slots), seconds, method)
+    return total_seconds(lengths, info.slots), seconds, method
 
 
 def check_executor(executor: Executor) -> None:

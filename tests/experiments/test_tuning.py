@@ -11,7 +11,7 @@ import yaml
 from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.experiments.sweep_request import create_sweep, plan_sweep, request_from_config
+from bandpo_cli.experiments.sweep_request import plan_sweep, request_from_config
 from bandpo_cli.reports.comparison.tuning import read_tuning
 from bandpo_cli.sweeps.folder import SweepFolder
 from tests.reports.sweep_folders import write_plan, write_run
@@ -68,7 +68,7 @@ def test_each_group_has_the_settings_with_the_best_mean_and_new_seeds(tmp_path: 
 def test_the_plan_on_disk_says_how_the_settings_were_chosen(tmp_path: Path) -> None:
     write_tuning(tmp_path)
     request = request_from_config(SweepConfig(tuned_on="tuning"), [], tmp_path)
-    folder = create_sweep(request, tmp_path, "tested")
+    folder = SweepFolder.create(tmp_path, "tested", request.runs, request.baseline, request.about)
     assert [run.arm for run in SweepFolder.open(tmp_path, "tested").runs] == ["clip", "kl"]
     tuning = read_tuning(folder)
     assert tuning == request.tuning

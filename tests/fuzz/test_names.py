@@ -100,7 +100,7 @@ def _no_model_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def create_sweep_of_two_runs(place: Path) -> Path:
     request = sweep_request.plan_sweep(None, {"bounds.method": "clip,none"}, [], {}, [], place)
-    return sweep_request.create_sweep(request, place, "s").path
+    return SweepFolder.create(place, "s", request.runs, None, {}).path
 
 
 @pytest.mark.parametrize(
