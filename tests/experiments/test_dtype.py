@@ -55,9 +55,7 @@ def test_a_policy_is_loaded_in_the_dtype_of_its_device(monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_a_run_records_its_dtype_and_can_be_repeated_and_resumed_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_with_auto_is_repeated_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         use_fake_gpu(patched)
         first = train(resolve(RUN), runs_dir=tmp_path, name="first")

@@ -80,9 +80,7 @@ def test_out_of_memory_while_a_run_is_resumed(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", ["sample", "__init__"])
-def test_out_of_memory_in_an_evaluation_names_its_own_settings(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_out_of_memory_in_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(TransformersSampler, name, out_of_memory)
     with pytest.raises(RunError, match=r"^out of memory") as raised:
         evaluate("embedded", n=2, k=[2], limit=2, settings=[SMALL], runs_dir=tmp_path, name="a")

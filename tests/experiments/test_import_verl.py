@@ -98,9 +98,7 @@ def test_the_last_run_of_the_name_or_the_one_that_is_named(job: Path, tmp_path: 
     assert records(again.path) == records(run.path)
 
 
-def test_an_imported_run_is_not_resumed(
-    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_import_is_not_resumed(job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A resume without checkpoints would start again and replace the imported metrics."""
     write_settings(job, steps=50)
     run, _ = import_verl(job, runs_dir=tmp_path / "runs")

@@ -59,9 +59,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
         return SimpleNamespace(name=f"GPU {card}", total_memory=0)
 
     monkeypatch.setattr(load, "is_on_cuda", lambda config: True)
-    monkeypatch.setattr(
-        torch.cuda, "mem_get_info", lambda card: [int(size * 1e9) for size in gpus[card][::-1]]
-    )
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda card: [int(1e9 * gb) for gb in gpus[card][::-1]])
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: True)
@@ -87,9 +85,7 @@ def flags_of(message: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_the_estimate_is_one_line_before_anything_is_loaded(
-    gpus: Gpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_estimate_is_one_line(gpus: Gpus, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     gpus.add(80)
     config = four_layers(tmp_path)
     with caplog.at_level(logging.INFO, "bandpo_cli"):
@@ -136,9 +132,7 @@ def test_a_share_that_is_given_stays_and_other_engines_have_none(gpus: Gpus, tmp
 
 
 @pytest.mark.parametrize("sampling", [{"vllm": {"sleep": False}}, {"max_lag": 1}], ids=["awake", "lag"])
-def test_an_engine_that_samples_during_the_update_has_what_the_update_leaves(
-    gpus: Gpus, tmp_path: Path, sampling: dict[str, Any]
-) -> None:
+def test_an_engine_beside_the_update(gpus: Gpus, tmp_path: Path, sampling: dict[str, Any]) -> None:
     gpus.add(80)
     config = four_layers(tmp_path, sampling={**sampling, "max_sequences": 1024, "max_tokens": 4096})
     share, estimate = share_of(config), memory_report(config)
@@ -205,17 +199,13 @@ def test_a_full_gpu_is_named(gpus: Gpus, tmp_path: Path, monkeypatch: pytest.Mon
         raise torch.OutOfMemoryError("CUDA error: out of memory\nCUDA kernel errors might be asynchronous")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", full)
-    with pytest.raises(
-        UserError, match=r"^model.device = 'auto': the GPU has no memory left; end "
-    ) as raised:
+    with pytest.raises(UserError, match=r"^model.device = 'auto': the GPU has no memory left; ") as raised:
         check_memory(config, SINGLE)
     assert "\n" not in str(raised.value)
 
 
 @pytest.mark.slow
-def test_a_key_value_cache_that_may_stay_small_is_a_warning(
-    gpus: Gpus, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_large_cache_is_a_warning(gpus: Gpus, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The transformers engine allocates its cache as completions grow."""
     gpus.add(80)
     sampling = {"engine": "transformers", "max_sequences": 8192, "samples": 256}
@@ -226,9 +216,7 @@ def test_a_key_value_cache_that_may_stay_small_is_a_warning(
 
 
 @pytest.mark.slow
-def test_without_a_gpu_only_too_little_memory_is_reported(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     for gib, levels in ((4, []), (0.25, [logging.WARNING])):
         sizes = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": int(gib * GIB)}
         monkeypatch.setattr(memory, "os", SimpleNamespace(sysconf=sizes.__getitem__))
@@ -239,9 +227,7 @@ def test_without_a_gpu_only_too_little_memory_is_reported(
 
 
 @pytest.mark.slow
-def test_a_run_that_cannot_fit_ends_before_it_loads_the_model(
-    gpus: Gpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_is_not_loaded(gpus: Gpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus.add(0.5)
     monkeypatch.setattr("bandpo_cli.training.components.load_policy", None)
     with pytest.raises(UserError, match=r"GPU 0 has 0\.5 GiB"):
@@ -250,9 +236,7 @@ def test_a_run_that_cannot_fit_ends_before_it_loads_the_model(
 
 
 @pytest.mark.slow
-def test_a_run_records_the_share_of_vllm_and_keeps_it_at_a_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_keeps_the_share_of_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float | None] = []
 
     def checked(config: RunConfig, *_: object, **__: object) -> RunConfig:
@@ -283,9 +267,7 @@ def test_a_run_records_the_share_of_vllm_and_keeps_it_at_a_resume(
         ([("a", "1"), ("b", "3")], 5, None),
     ],
 )
-def test_as_few_settings_as_possible(
-    savings: list[tuple[str, str]], limit: int, expected: dict[str, str] | None
-) -> None:
+def test_fewest_settings(savings: list[tuple[str, str]], limit: int, expected: dict[str, str] | None) -> None:
     assert settings_that_fit(savings, lambda flags: sum(map(int, flags.values())) >= limit) == expected
 
 
@@ -311,29 +293,20 @@ def test_the_table_of_performance_md_is_the_estimate(tmp_path: Path, monkeypatch
         assert (f"{estimate.peak / GIB:.1f}", f"{estimate.memory_fraction:g}") == (peak, share), name
 
 
-@pytest.mark.parametrize(
-    ("environment", "lag", "expected"),
-    [
-        ({}, 0, "expandable_segments:True"),
-        ({}, 1, None),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, 0, "max_split_size_mb:128"),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:128"}, 0, None),
-    ],
-)
-def test_segments_are_expandable_unless_the_user_has_settings(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], lag: int, expected: str | None
-) -> None:
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    use_expandable_segments(resolve([{"sampling": {"max_lag": lag}}]))
-    assert os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None) == expected
+def test_segments_are_expandable_unless_the_user_has_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    for given, lag, expected in (
+        (None, 0, "expandable_segments:True"), (None, 1, None), (names[0], 0, None), (names[1], 0, "mine")
+    ):  # fmt: skip
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        if given:
+            monkeypatch.setenv(given, "mine")
+        use_expandable_segments(resolve([{"sampling": {"max_lag": lag}}]))
+        assert os.environ.pop(names[1], None) == expected
 
 
-def test_the_settings_of_the_allocator_are_set_before_torch_is_imported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_allocator_settings_are_set_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setitem(sys.modules, "bandpo_cli.models.load", None)  # an import of it raises ImportError
     with pytest.raises(ImportError):

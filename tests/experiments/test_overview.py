@@ -39,9 +39,7 @@ def test_template_and_grader_are_changed_settings_and_the_files_are_not() -> Non
     }
 
 
-def test_each_line_of_a_run_is_read_once_and_few_of_its_values_are_held(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_lines_of_a_run_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A metric without a value at the first or last step has the range of the steps that have one."""
     run = RunFolder.create(tmp_path, "a")
     run.write_config("seed: 3\n")
@@ -72,9 +70,7 @@ def test_each_line_of_a_run_is_read_once_and_few_of_its_values_are_held(
     assert (line.step, line.heldout, line.accuracy, line.entropy) == (49, 0.25, None, 0.5)
 
 
-def test_the_overview_of_an_ended_run_is_read_from_its_summary_until_settings_or_metrics_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_ended_run_is_read_from_its_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = RunFolder.create(tmp_path, "a")
     run.write_config("seed: 3\n")
     run.append_metrics({"step": 7, "train/entropy": 0.5, "time/step": 2.0})

@@ -110,9 +110,7 @@ def test_a_gguf_file_is_answered_with_what_is_needed(tmp_path: Path, name: str) 
         file.mkdir()
         file = file / "model-q4.gguf"
     file.write_bytes(b"GGUF")
-    with pytest.raises(
-        ConfigError, match=r"a Hugging Face folder is needed, with config.json, model"
-    ) as caught:
+    with pytest.raises(ConfigError, match=r"a Hugging Face folder is needed, with config.json, ") as caught:
         resolve_model(str(tmp_path / name), tmp_path)
     assert "\n" not in str(caught.value)
     (tmp_path / "model.safetensors").write_bytes(b"")
@@ -156,9 +154,7 @@ def test_one_update_per_batch_is_warned_about_with_the_methods_that_still_differ
         ("transformers", "bfloat16", False),
     ],
 )
-def test_one_update_per_batch_is_warned_about_where_ratios_are_one(
-    engine: str, dtype: str, warned: bool
-) -> None:
+def test_one_update_is_warned_about_where_ratios_are_one(engine: str, dtype: str, warned: bool) -> None:
     model, objective = {"dtype": dtype}, {"old_logprobs": "sampler"}
     warnings = warnings_of("clip", sampling={"engine": engine}, model=model, objective=objective)
     assert ["the ratio is always 1" in warning for warning in warnings] == [True] * warned

@@ -79,9 +79,8 @@ def test_the_trace_has_the_phases_of_the_steps_after_the_first(profiled: tuple[S
     profile, _ = profiled
     assert (profile.trace.name, profile.steps) == ("step-000002.json.gz", [2, 3])
     events = json.loads(gzip.decompress(profile.trace.read_bytes()))["traceEvents"]
-    labels = Counter(
-        event["name"].removeprefix("bandpo/") for event in events if "bandpo/" in event.get("name", "")
-    )
+    names = [event.get("name", "") for event in events]
+    labels = Counter(name.removeprefix("bandpo/") for name in names if "bandpo/" in name)
     phases = dict.fromkeys(("sample", "grade", "logprobs", "update", "sync", "record"), 2)
     phases |= {"eval": 1, "checkpoint": 1}
     parts = dict.fromkeys(("forward", "backward", "optimizer"), 4)
@@ -107,11 +106,8 @@ def test_the_table_has_seconds_per_step_and_the_way_to_open_the_trace() -> None:
     rows = [line.split() for line in out.getvalue().splitlines()]
     assert ["sampling", "1.000", "25.0%", "0.500", "1"] in rows
     assert ["backward", "1.500", "37.5%", "1.250", "4"] in rows
-    assert [
-        "other",
-        "0.500",
-        "12.5%",
-    ] in rows  # 8 s without sampling and updates, of which backward is a part
+    # 8 s without sampling and updates, of which backward is a part.
+    assert ["other", "0.500", "12.5%"] in rows
     assert ["complete", "step", "4.000", "100.0%"] in rows
     assert "runs/a/profile/t.json.gz" in out.getvalue()
     assert "https://ui.perfetto.dev" in out.getvalue()

@@ -113,9 +113,7 @@ def test_without_torchrun_nothing_is_connected() -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_ranks_on_gpus_do_not_wait_for_each_other_after_an_error(
-    monkeypatch: pytest.MonkeyPatch, fails: bool
-) -> None:
+def test_ranks_on_gpus_do_not_wait_after_an_error(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
     closed = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)

@@ -90,9 +90,7 @@ def test_the_records_of_weighted_rewards_also_after_a_resume() -> None:
     ("timeout_reward", "more"),
     [("none", {"steps": 2}), ("wrong", {"reward": {"wrong": -1.0, "overlong_buffer": 2}})],
 )
-def test_answers_whose_grading_failed_are_in_no_mean_also_after_a_resume(
-    timeout_reward: str, more: dict[str, Any]
-) -> None:
+def test_answers_that_were_not_graded_are_in_no_mean(timeout_reward: str, more: dict[str, Any]) -> None:
     """Which answers fail follows from the texts in the samples."""
     Path("unstable.py").write_text(UNSTABLE)
     settings = [
@@ -148,9 +146,7 @@ def test_a_failing_grader_stops_the_run_and_its_repair_resumes_it() -> None:
     assert [line["step"] for line in read_metrics(folder)] == [0, 1]
 
 
-def test_an_evaluation_with_errors_only_fails_and_its_answers_are_graded_again(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_answers_of_a_failed_evaluation_are_graded_again(caplog: pytest.LogCaptureFixture) -> None:
     Path("failing_eval.py").write_text(BROKEN)
     rows = [{"question": f"{n}?", "answer": n, "completions": ["a", "b"]} for n in range(3)]
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -36,30 +36,19 @@ def machine(monkeypatch: pytest.MonkeyPatch, gpus: str, cores: int = 8) -> None:
     monkeypatch.setattr(MODULE, "usable_cores", lambda: cores)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("gpus", "jobs", "ranks", "slots", "threads"),
-    [
+def test_runs_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = request_of(tmp_path)
+    for gpus, jobs, ranks, slots, threads in (
         ("0,1,2,3", None, 2, 2, 2),
         ("0,1,2,3", None, 3, 1, 2),
         ("0,1,2,3", 1, 2, 1, 4),
         ("", None, 4, 2, 1),
         ("", None, None, 3, 2),
         ("", None, 16, 1, 1),
-    ],
-)
-def test_as_many_runs_at_a_time_as_there_are_gpus_or_cores_for(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: str,
-    jobs: int | None,
-    ranks: int | None,
-    slots: int,
-    threads: int,
-) -> None:
-    machine(monkeypatch, gpus)
-    info = dry_run_info(request_of(tmp_path), Executor(jobs=jobs, gpus_per_run=ranks))
-    assert (info.slots, info.threads, info.ranks) == (slots, threads, ranks or 1)
+    ):
+        machine(monkeypatch, gpus)
+        info = dry_run_info(request, Executor(jobs=jobs, gpus_per_run=ranks))
+        assert (info.slots, info.threads, info.ranks) == (slots, threads, ranks or 1)
 
 
 def test_more_gpus_per_run_than_there_are_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,22 +59,17 @@ def test_more_gpus_per_run_than_there_are_is_refused(tmp_path: Path, monkeypatch
     check_executor(Executor(gpus_per_run=2))
 
 
-def test_runs_that_cannot_be_divided_are_refused_before_any_is_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_cannot_be_divided_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, "")
-    request, executor = request_of(tmp_path), Executor(gpus_per_run=65)
-    for start in (
-        lambda: run_sweep(request, executor=executor, runs_dir=tmp_path, name="s"),
-        lambda: dry_run_info(request, executor),
-    ):
-        with pytest.raises(
-            ConfigError, match=r"--gpus-per-run 65: sampling.prompts = 64: .* at most 64 ranks"
-        ):
-            start()
+    request, executor = request_of(tmp_path, "0"), Executor(gpus_per_run=65)
+    refused = pytest.raises(ConfigError, match=r"--gpus-per-run 65: sampling.prompts = 64: .* at most 64 ra")
+    with refused:
+        run_sweep(request, executor=executor, runs_dir=tmp_path, name="s")
+    with refused:
+        dry_run_info(request, executor)
     assert not (tmp_path / "s").exists()
-    commands(monkeypatch, request_of(tmp_path, "0"), 2, tmp_path)
-    with pytest.raises(ConfigError, match=r"--gpus-per-run 65: sampling.prompts = 64"):
+    commands(monkeypatch, request, 2, tmp_path)
+    with refused:
         commands(monkeypatch, "s", 65, tmp_path)
 
 
@@ -118,9 +102,7 @@ def commands(
     return RecordedPool.started, keep.info, result
 
 
-def test_runs_are_started_with_their_gpus_and_a_resume_takes_as_many(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_takes_as_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, "4,5,6,7")
     started, info, _ = commands(monkeypatch, request_of(tmp_path, "0"), 2, tmp_path)
     ((command, variables),) = started
@@ -140,19 +122,15 @@ def test_runs_are_started_with_their_gpus_and_a_resume_takes_as_many(
         commands(monkeypatch, "s", None, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "line"),
-    [(1, "1 runs, 1 at a time, 4 threads each"), (2, "1 runs, 1 at a time, 2 processes of 2 threads each")],
-)
-def test_the_plan_that_is_printed_has_the_processes_of_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int, line: str
-) -> None:
+def test_the_printed_plan_has_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, "", cores=4)
     monkeypatch.setattr("bandpo_cli.cli.sweep_view.estimate_time", lambda *_: None)
-    out = io.StringIO()
+    request, out = request_of(tmp_path, "0"), io.StringIO()
     view = SweepView(Console(file=out, width=120), tmp_path)
-    view.print_plan(dry_run_info(request_of(tmp_path, "0"), Executor(gpus_per_run=ranks)))
-    assert line in out.getvalue()
+    for ranks in (1, 2):
+        view.print_plan(dry_run_info(request, Executor(gpus_per_run=ranks)))
+    assert "1 runs, 1 at a time, 4 threads each" in out.getvalue()
+    assert "1 runs, 1 at a time, 2 processes of 2 threads each" in out.getvalue()
 
 
 def test_the_trial_has_as_many_ranks_as_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,8 +141,9 @@ def test_the_trial_has_as_many_ranks_as_a_run(tmp_path: Path, monkeypatch: pytes
         raise KeyboardInterrupt
 
     monkeypatch.setattr(scheduler.subprocess, "run", run)
+    config = request_of(tmp_path, "0").runs[0].config
     for ranks in (1, 2):
         with pytest.raises(KeyboardInterrupt):
-            scheduler.seconds_from_trial(request_of(tmp_path).runs[0].config, {}, ranks)
+            scheduler.seconds_from_trial(config, {}, ranks)
     assert "--nproc" not in commands[0]
     assert commands[1][-2:] == ["--nproc", "2"]

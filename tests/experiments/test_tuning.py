@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.sweep_request import plan_sweep, request_from_config
 from bandpo_cli.reports.comparison.tuning import read_tuning
+from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.sweeps.folder import SweepFolder
 from tests.reports.sweep_folders import write_plan, write_run
 
@@ -26,20 +28,36 @@ FINALS = {
 lower mean."""
 
 
-def write_tuning(runs_dir: Path, **status: str | None) -> None:
-    """Write the finished sweep `tuning`; `status` has that of the first run of a group in place of FINISHED."""
-    folder = runs_dir / "tuning"
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of the finished sweep `tuning`."""
+    folder = tmp_path_factory.mktemp("runs") / "tuning"
     (folder / "plans").mkdir(parents=True)
     runs = []
     for (group, arm, settings), by_seed in FINALS.items():
         for seed, final in by_seed.items():
             name = f"{arm.replace(' ', '-')}-s{seed}"
-            given = status.get(group, "FINISHED") if seed == 100 and "1e-05" in arm else "FINISHED"
-            write_run(folder / name, settings, seed, {0: 0.2, 2: 0.9 - final, 4: final}, status=given)
+            write_run(folder / name, settings, seed, {0: 0.2, 2: 0.9 - final, 4: final})
             layer = read_assignments([f"seed={seed}", "steps=4", *settings])
             (folder / "plans" / f"{name}.yaml").write_text(to_yaml(resolve([layer])), encoding="utf-8")
             runs.append({"name": name, "arm": arm, "seed": seed, "group": group})
     write_plan(folder, {"name": "tuning", "runs": runs})
+    return folder
+
+
+@pytest.fixture
+def runs_dir(finished: Path, tmp_path: Path) -> Path:
+    """Return a folder with a copy of `tuning`."""
+    shutil.copytree(finished, tmp_path / "tuning")
+    return tmp_path
+
+
+def set_status(runs_dir: Path, run: str, status: str | None) -> None:
+    """Give a run another status than FINISHED; None for a run without a summary."""
+    folder = RunFolder(runs_dir / "tuning" / run)
+    (folder.path / "summary.json").unlink()
+    if status is not None:
+        folder.write_summary({"status": status, "error": "it failed", "steps": 4})
 
 
 def settings_of(runs_dir: Path, config: SweepConfig) -> Mapping[str, tuple[float, float | None]]:
@@ -48,10 +66,9 @@ def settings_of(runs_dir: Path, config: SweepConfig) -> Mapping[str, tuple[float
     return {run.arm: (run.config.optim.lr, getattr(run.config.bounds, "delta", None)) for run in request.runs}
 
 
-def test_each_group_has_the_settings_with_the_best_mean_and_new_seeds(tmp_path: Path) -> None:
-    write_tuning(tmp_path)
+def test_each_group_has_the_settings_with_the_best_mean_and_new_seeds(runs_dir: Path) -> None:
     options = {"tuned_on": "tuning", "seeds": "0,1,2", "baseline": "clip"}
-    request = plan_sweep(None, {}, [], options, [{"steps": 7}], tmp_path)
+    request = plan_sweep(None, {}, [], options, [{"steps": 7}], runs_dir)
     assert [(run.name, run.arm, run.seed) for run in request.runs] == [
         (f"{arm}-s{seed}", arm, seed) for seed in (0, 1, 2) for arm in ("clip", "kl")
     ]
@@ -65,11 +82,10 @@ def test_each_group_has_the_settings_with_the_best_mean_and_new_seeds(tmp_path: 
     )
 
 
-def test_the_plan_on_disk_says_how_the_settings_were_chosen(tmp_path: Path) -> None:
-    write_tuning(tmp_path)
-    request = request_from_config(SweepConfig(tuned_on="tuning"), [], tmp_path)
-    folder = SweepFolder.create(tmp_path, "tested", request.runs, request.baseline, request.about)
-    assert [run.arm for run in SweepFolder.open(tmp_path, "tested").runs] == ["clip", "kl"]
+def test_the_plan_on_disk_says_how_the_settings_were_chosen(runs_dir: Path) -> None:
+    request = request_from_config(SweepConfig(tuned_on="tuning"), [], runs_dir)
+    folder = SweepFolder.create(runs_dir, "tested", request.runs, request.baseline, request.about)
+    assert [run.arm for run in SweepFolder.open(runs_dir, "tested").runs] == ["clip", "kl"]
     tuning = read_tuning(folder)
     assert tuning == request.tuning
     assert tuning is not None
@@ -79,62 +95,61 @@ def test_the_plan_on_disk_says_how_the_settings_were_chosen(tmp_path: Path) -> N
         for (_, arm, _), values in FINALS.items()
     ]
     assert [arm.settings for arm in tuning.arms[:2]] == [{"optim.lr": 1e-5}, {"optim.lr": 1e-4}]
-    assert read_tuning(SweepFolder.read(tmp_path / "tuning")) is None
+    assert read_tuning(SweepFolder.read(runs_dir / "tuning")) is None
 
 
-def test_the_area_can_decide(tmp_path: Path) -> None:
+def test_the_area_can_decide(runs_dir: Path) -> None:
     """In between, the accuracy is 0.9 minus the final one, so that the order of the areas is the opposite."""
-    write_tuning(tmp_path)
     config = SweepConfig(tuned_on="tuning", tuned_by="area")
-    assert settings_of(tmp_path, config) == {"clip": (1e-4, None), "kl": (1e-5, 0.02)}
+    assert settings_of(runs_dir, config) == {"clip": (1e-4, None), "kl": (1e-5, 0.02)}
 
 
-def test_an_arm_with_a_failed_run_is_not_chosen(tmp_path: Path) -> None:
-    write_tuning(tmp_path, clip="FAILED")
-    assert settings_of(tmp_path, SweepConfig(tuned_on="tuning"))["clip"] == (1e-4, None)
+def test_an_arm_with_a_failed_run_is_not_chosen(runs_dir: Path) -> None:
+    set_status(runs_dir, "clip-lr=1e-05-s100", "FAILED")
+    assert settings_of(runs_dir, SweepConfig(tuned_on="tuning"))["clip"] == (1e-4, None)
+    for arm in ("0.02", "0.1"):
+        set_status(runs_dir, f"kl-{arm}-lr=1e-05-s100", "FAILED")
+    with pytest.raises(ConfigError, match="no variant of kl has finished with every seed"):
+        settings_of(runs_dir, SweepConfig(tuned_on="tuning"))
 
 
-@pytest.mark.slow
-def test_a_run_that_was_stopped_early_counts_as_failed(tmp_path: Path) -> None:
-    write_tuning(tmp_path, clip="KILLED")
-    folder = SweepFolder.open(tmp_path, "tuning")
+def test_a_run_that_was_stopped_early_counts_as_failed(runs_dir: Path) -> None:
+    set_status(runs_dir, "clip-lr=1e-05-s100", "KILLED")
+    folder = SweepFolder.open(runs_dir, "tuning")
     folder.record_stopped("clip-lr=1e-05-s100", "far behind")
-    assert settings_of(tmp_path, SweepConfig(tuned_on="tuning"))["clip"] == (1e-4, None)
+    assert settings_of(runs_dir, SweepConfig(tuned_on="tuning"))["clip"] == (1e-4, None)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("status", "config", "message"),
+    ("run", "status", "config", "message"),
     [
-        ({"clip": None}, {}, r"1 of the 8 runs of tuning are not finished \(clip-lr=1e-05-s100\); finish them "
-         r"first: bandpo sweep --resume tuning"),
-        ({"clip": "KILLED"}, {}, "1 of the 8 runs of tuning are not finished"),
-        ({"kl": "FAILED"}, {}, "no variant of kl has finished with every seed"),
-        ({}, {"seeds": (0, 101)}, "seed 101 chose the settings in tuning; give seeds other than 100, 101"),
-        ({}, {"tuned_on": "tunning"}, "no sweep 'tunning'.*did you mean 'tuning'"),
-        ({}, {"baseline": "clipp"}, "baseline = 'clipp': no variant of that name.*clip, kl"),
+        ("clip-lr=1e-05-s100", None, {}, r"1 of the 8 runs of tuning are not finished \(clip-lr=1e-05-s100\); finish "
+         r"them first: bandpo sweep --resume tuning"),
+        ("clip-lr=1e-05-s100", "KILLED", {}, "1 of the 8 runs of tuning are not finished"),
+        (None, None, {"seeds": (0, 101)}, "seed 101 chose the settings in tuning; give seeds other than 100, 101"),
+        (None, None, {"tuned_on": "tunning"}, "no sweep 'tunning'.*did you mean 'tuning'"),
+        (None, None, {"baseline": "clipp"}, "baseline = 'clipp': no variant of that name.*clip, kl"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_used_is_one_line(
-    tmp_path: Path, status: dict[str, str | None], config: dict[str, object], message: str
+    runs_dir: Path, run: str | None, status: str | None, config: dict[str, object], message: str
 ) -> None:
-    write_tuning(tmp_path, **status)
+    if run is not None:
+        set_status(runs_dir, run, status)
     with pytest.raises(ConfigError, match=message):
-        request_from_config(SweepConfig(**{"tuned_on": "tuning", **config}), [], tmp_path)
+        request_from_config(SweepConfig(**{"tuned_on": "tuning", **config}), [], runs_dir)
 
 
-def test_a_plan_without_groups_cannot_be_tuned_on(tmp_path: Path) -> None:
-    write_tuning(tmp_path)
-    path = tmp_path / "tuning" / "sweep.yaml"
+def test_a_plan_without_groups_cannot_be_tuned_on(runs_dir: Path) -> None:
+    path = runs_dir / "tuning" / "sweep.yaml"
     plan = yaml.safe_load(path.read_text(encoding="utf-8"))
     for run in plan["runs"]:
         del run["group"]
     write_plan(path.parent, plan)
     with pytest.raises(ConfigError, match="written by an earlier version"):
-        request_from_config(SweepConfig(tuned_on="tuning"), [], tmp_path)
+        request_from_config(SweepConfig(tuned_on="tuning"), [], runs_dir)
 
 
-def test_axes_beside_a_tuning_sweep_are_refused(tmp_path: Path) -> None:
-    write_tuning(tmp_path)
+def test_axes_beside_a_tuning_sweep_are_refused(runs_dir: Path) -> None:
     with pytest.raises(ConfigError, match="axes: the variants are those of tuned_on = tuning; remove one"):
-        plan_sweep(None, {"optim.lr": "1e-5"}, [], {"tuned_on": "tuning"}, [], tmp_path)
+        plan_sweep(None, {"optim.lr": "1e-5"}, [], {"tuned_on": "tuning"}, [], runs_dir)
