@@ -16,7 +16,6 @@ from bandpo_cli.callbacks import CallbackBase
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.experiments import compare, evaluate, resume, sync, train
-from bandpo_cli.experiments.eval_comparison import ComparisonResult
 from bandpo_cli.storage.run_folder import RunFolder
 
 SMALL = {
@@ -47,66 +46,44 @@ class Recorder(CallbackBase):
         return [call for call in self.calls if not call.startswith("phase") or call in kept]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("api") / "runs"
-
-
-@pytest.fixture(scope="module")
-def trained(runs: Path) -> Recorder:
+@pytest.mark.slow
+def test_train_resume_evaluate_and_compare(tmp_path: Path) -> None:
     seen = Recorder()
-    result = train(resolve([SMALL, {"steps": 1}]), runs_dir=runs, name="demo", callbacks=[seen])
-    assert (result.folder, result.name) == (runs / "demo", "demo")
-    assert (result.status, result.error) == ("FINISHED", None)
+    result = train(resolve([SMALL, {"steps": 1}]), runs_dir=tmp_path, name="demo", callbacks=[seen])
+    assert (result.folder, result.name, result.status) == (tmp_path / "demo", "demo", "FINISHED")
     assert [record["step"] for record in result.records] == [0, 1]
-    assert result == seen.arguments["end"][0]
-    return seen
-
-
-@pytest.mark.slow
-def test_train_calls_back_in_order(trained: Recorder, runs: Path) -> None:
-    assert trained.outline() == ["phase load", "start", "step", "step", "phase close", "end"]
-    first = trained.calls.index("step")
-    second = trained.calls.index("step", first + 1)
+    assert [result] == seen.arguments["end"]
+    assert seen.outline() == ["phase load", "start", "step", "step", "phase close", "end"]
     names = ["sample", "grade", "logprobs", "update", "record", "sync", "eval", "checkpoint"]
-    assert trained.calls[first + 1 : second] == [f"phase {name}" for name in names]
-    assert json.loads((runs / "demo" / "env.json").read_text())["sampler"] == {"engine": "transformers"}
-    info = trained.arguments["start"][0]
-    assert (info.folder, info.steps, info.first_step, info.parent) == (runs / "demo", 1, 0, None)
+    assert seen.calls[-len(names) - 3 : -3] == [f"phase {name}" for name in names]
+    assert json.loads((result.folder / "env.json").read_text())["sampler"] == {"engine": "transformers"}
+    (info,) = seen.arguments["start"]
+    assert (info.folder, info.steps, info.first_step, info.parent) == (result.folder, 1, 0, None)
     assert info.config["sampling"]["prompts"] == 2
-    assert [report.step for report in trained.arguments["step"]] == [0, 1]
+    assert [report.step for report in seen.arguments["step"]] == [0, 1]
 
-
-@pytest.mark.slow
-def test_resume_trains_further(trained: Recorder, runs: Path) -> None:
     seen = Recorder()
-    result = resume("demo", runs_dir=runs, settings=[{"steps": 2}], callbacks=[seen])
+    result = resume("demo", runs_dir=tmp_path, settings=[{"steps": 2}], callbacks=[seen])
     assert seen.outline() == ["phase load", "start", "step", "phase close", "end"]
     assert seen.arguments["start"][0].first_step == 2
-    assert result.status == "FINISHED"
-    assert [record["step"] for record in result.records] == [0, 1, 2]
+    assert (result.status, [record["step"] for record in result.records]) == ("FINISHED", [0, 1, 2])
     with pytest.raises(UserError, match="demo"):
-        resume("demo", runs_dir=runs)
+        resume("demo", runs_dir=tmp_path)
 
-
-@pytest.mark.slow
-def test_evaluate_and_compare(trained: Recorder, runs: Path) -> None:
     seen = Recorder()
+    options: dict[str, Any] = {"n": 2, "k": [2], "limit": 2, "settings": [SMALL]}
     for name, model in (("a", "embedded"), ("b", "demo@1")):
-        result = evaluate(
-            model, n=2, k=[2], limit=2, settings=[SMALL], runs_dir=runs, name=name, callbacks=[seen]
-        )
-        assert result.folder == runs / name
-        assert json.loads((runs / name / "env.json").read_text())["sampler"] == {"engine": "transformers"}
-        assert result.record["status"] == "finished"
-        assert json.loads((result.folder / "eval.json").read_text())["name"] == name
+        scored = evaluate(model, runs_dir=tmp_path, name=name, callbacks=[seen], **options)
+        assert scored.folder == tmp_path / name
+        assert json.loads((scored.folder / "env.json").read_text())["sampler"] == {"engine": "transformers"}
+        record = json.loads((scored.folder / "eval.json").read_text())
+        assert (record["name"], record["status"], scored.record["status"]) == (name, "finished", "finished")
     assert seen.outline()[:3] == ["phase load", "start", "step"]
     assert seen.outline()[-2:] == ["phase score", "end"]
     assert [info.completions for info in seen.arguments["start"]] == [4, 4]
     assert sum(len(report.rows) for report in seen.arguments["step"]) == 8
-    compared = compare("a", "b", runs)
-    assert isinstance(compared, ComparisonResult)
-    assert (compared.path_a, [*compared.sets]) == (runs / "a" / "eval.json", ["countdown"])
+    compared = compare("a", "b", tmp_path)
+    assert (compared.path_a, [*compared.sets]) == (tmp_path / "a" / "eval.json", ["countdown"])
 
 
 def test_sync_reports_each_run(tmp_path: Path, empty_database: Path) -> None:

@@ -122,9 +122,8 @@ def test_the_time_of_a_sweep_is_estimated_from_runs_with_the_dtype_of_auto(tmp_p
     assert read_layer(tmp_path / "a" / "config.yaml")["model"]["dtype"] == "float32"
 
     def is_similar(*layers: Any) -> bool:
-        return (
-            seconds_from_earlier_runs(resolve([*RUN, *layers]), tmp_path, torch.get_num_threads()) is not None
-        )
+        config, threads = resolve([*RUN, *layers]), torch.get_num_threads()
+        return seconds_from_earlier_runs(config, tmp_path, threads) is not None
 
     assert is_similar()
     assert not is_similar({"model": {"dtype": "bfloat16"}})

@@ -108,13 +108,6 @@ def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-def run_command(command: str, folder: Path) -> None:
-    if command == "train":
-        train(resolve(ONE_STEP), runs_dir=folder, name="a")
-    else:
-        evaluate("embedded", n=2, k=[2], limit=2, settings=[SMALL], runs_dir=folder, name="a")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 def test_a_sampler_that_cannot_be_closed_does_not_hide_the_error(
@@ -144,25 +137,20 @@ def test_closing_the_components_closes_all_of_them_and_raises_the_error(closed: 
     assert closed == ["sampler", "grader"]
 
 
-class FailsAtTheEnd(CallbackBase):
-    """A callback whose `end` raises."""
-
-    def end(self, result: Any) -> None:
-        raise ValueError("the callback failed")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("failure", ["the callback failed", "no plots"])
 def test_a_failure_at_the_end_does_not_hide_the_error_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failure: str
 ) -> None:
     def fail(*_: Any) -> None:
-        raise ValueError("no plots")
+        raise ValueError(failure)
 
+    callback = CallbackBase()
     monkeypatch.setattr(loop, "update_policy", out_of_memory)
     if failure == "no plots":
         monkeypatch.setattr(run_plots, "plot_run", fail)
-    callbacks = [FailsAtTheEnd()] if failure != "no plots" else []
+    else:
+        monkeypatch.setattr(callback, "end", fail)
     with pytest.raises(RunError, match=r"^out of memory"):
-        train(resolve([SMALL, {"steps": 1}]), runs_dir=tmp_path, name="a", callbacks=callbacks)
+        train(resolve([SMALL, {"steps": 1}]), runs_dir=tmp_path, name="a", callbacks=[callback])
     assert f"ValueError: {failure}" in caplog.text

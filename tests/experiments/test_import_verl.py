@@ -179,17 +179,16 @@ def run_command(*arguments: str) -> int:
 
 @pytest.mark.slow
 def test_runs_of_both_engines_are_two_arms_of_one_report(
-    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    own = RunFolder.create(Path("runs"), "own")
+    own = RunFolder.create(tmp_path, "own")
     own.write_config(to_yaml(resolve([{"steps": 3}])))
     own.append_metrics({"step": 3, "train/entropy": 0.6, "eval/countdown/mean_at_16": 0.35})
     own.write_summary({"status": "FINISHED", "steps": 3})
-    assert run_command("import", "verl", "job", "--name", "theirs") == 0
+    assert run_command("import", "verl", str(job), "--name", "theirs", "--runs-dir", str(tmp_path)) == 0
     out = capsys.readouterr().out
     assert "FINISHED, step 3 of 3" in out
     assert "left out  actor/entropy" in out
-    assert run_command("report", "runs/own", "runs/theirs", "--format", "json") == 0
+    assert run_command("report", str(own.path), str(tmp_path / "theirs"), "--format", "json") == 0
     arms = json.loads(capsys.readouterr().out)["arms"]
     assert {arm["name"] for arm in arms} == {"kl 0.05", "kl 0.05 engine=verl"}
