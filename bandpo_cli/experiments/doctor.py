@@ -64,8 +64,7 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     """Return the state of this installation.
 
-    Raises:
-        UserError: the package has no metadata, because it was not installed.
+    Raises UserError if the package has no metadata, because it was not installed.
     """
     try:
         extras = metadata.metadata("bandpo").get_all("Provides-Extra") or []

@@ -86,8 +86,7 @@ def compare(a: str, b: str, runs_dir: Path | str = "runs") -> ComparisonResult:
         a: an evaluation's name in `runs_dir`, its folder or its eval.json; or RUN or RUN@STEP as evaluated in training.
         b: another one.
 
-    Raises:
-        UserError: there is no such evaluation, or the two share no problem.
+    Raises UserError if there is no such evaluation, or the two share no problem.
     """
     path_a, path_b = _find_record(a, Path(runs_dir)), _find_record(b, Path(runs_dir))
     return ComparisonResult(path_a, path_b, compare_records(read_record(path_a), read_record(path_b)))
@@ -120,8 +119,8 @@ def compare_records(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Com
     The intervals are bootstrap intervals over problems of the differences, so that the difficulty of a problem, which
     affects both evaluations, cancels.
 
-    Raises:
-        UserError: the records share no set, or no problem of a set, or a shared set has missing or invalid metrics.
+    Raises UserError if the records share no set, or no problem of a set, or a shared set has missing or invalid
+    metrics.
     """
     sets_a, sets_b = a["sets"], b["sets"]
     labels = [label for label in sets_a if label in sets_b]
@@ -147,20 +146,14 @@ def _compare_sets(label: str, scores_a: Any, scores_b: Any) -> Comparison:
     changes = mean_intervals([[y - x for x, y in zip(*pair, strict=True)] for pair in pairs.values()])
     changed = [(id_, x, y) for id_, x, y in zip(ids, *pairs[MEAN], strict=True) if x != y]
     wins = sum(y > x for _, x, y in changed)
-    return Comparison(
-        shared=len(ids),
-        only_a=len(a) - len(ids),
-        only_b=len(b) - len(ids),
-        metrics={
-            name: MetricDifference(sum(x) / len(ids), sum(y) / len(ids), change)
-            for (name, (x, y)), change in zip(pairs.items(), changes, strict=True)
-        },
-        wins=wins,
-        losses=len(changed) - wins,
-        ties=len(ids) - len(changed),
-        sign_test_p=sign_test(wins, len(changed) - wins),
-        changed_problems=sorted(changed, key=lambda change: -abs(change[2] - change[1])),
-    )
+    differences = {
+        name: MetricDifference(sum(x) / len(ids), sum(y) / len(ids), change)
+        for (name, (x, y)), change in zip(pairs.items(), changes, strict=True)
+    }
+    counts = len(ids), len(a) - len(ids), len(b) - len(ids)
+    losses, ties = len(changed) - wins, len(ids) - len(changed)
+    changed.sort(key=lambda change: -abs(change[2] - change[1]))
+    return Comparison(*counts, differences, wins, losses, ties, sign_test(wins, losses), changed)
 
 
 def _by_problem(scores: Any, label: str, which: str) -> dict[str, dict[str, Any]]:

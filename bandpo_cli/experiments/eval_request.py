@@ -156,8 +156,7 @@ def plan_evaluation(
         base: settings that the options override.
         options: see `EvalOptions`.
 
-    Raises:
-        UserError: there is no such model, task or file, or a setting cannot be used.
+    Raises UserError if there is no such model, task or file, or a setting cannot be used.
     """
     flags = {
         "evaluation": _counts_layer(options.get("n"), options.get("k")) or None,
@@ -225,8 +224,7 @@ def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) ->
 
     One that has all its completions needs neither its model nor its samples file.
 
-    Raises:
-        UserError: the record is damaged, or the model or the samples have changed or are missing.
+    Raises UserError if the record is damaged, or the model or the samples have changed or are missing.
     """
     record, complete = folder.read_record(), folder.samples_path.exists()
     try:

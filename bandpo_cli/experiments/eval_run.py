@@ -200,7 +200,7 @@ def _run(
             if ranks.is_main:
                 result = _rescore(request, target, events)
         else:
-            source = _open_source(request, ranks, events.phase, stack)
+            source = _open_source(request, ranks, events, stack)
             request = replace(request, config=source.config)
             parts: Parts = {}
             folder, keys = ranks.on_main(lambda: _open_folder(target, runs_dir, source, parts))
@@ -354,14 +354,12 @@ def _send_to_mlflow(request: EvalRequest, result: EvalResult, runs_dir: Path) ->
     return f"{ui_text(place, store)}  (run {place.name})"
 
 
-def _open_source(
-    request: EvalRequest, ranks: Ranks, on_phase: Callable[[str], None], stack: ExitStack
-) -> _Source:
+def _open_source(request: EvalRequest, ranks: Ranks, events: _Events, stack: ExitStack) -> _Source:
     """Load the model, or read the file of completions; `stack` closes what was opened."""
     pool = GraderPool(request.config.grading)
     stack.enter_context(closed_at_end("a grader", pool.close))
     if not isinstance(request.source, SamplesFile):
-        return _open_model(request.config, request.source[1], pool, ranks, on_phase, stack)
+        return _open_model(request.config, request.source[1], pool, ranks, events, stack)
     from bandpo_cli.evaluation.batches import regrade_batches
 
     config, sets = request.config, request.source.sets
@@ -378,14 +376,9 @@ def _open_source(
 
 
 def _open_model(
-    config: RunConfig,
-    task: Task,
-    pool: GraderPool,
-    ranks: Ranks,
-    on_phase: Callable[[str], None],
-    stack: ExitStack,
+    config: RunConfig, task: Task, pool: GraderPool, ranks: Ranks, events: _Events, stack: ExitStack
 ) -> _Source:
-    on_phase("load")
+    events.phase("load")
     use_expandable_segments(config)
     with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches

@@ -9,7 +9,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -217,7 +217,6 @@ def import_verl(
     uri: str | None = None,
     run_id: str | None = None,
     runs_dir: Path | str = "runs",
-    environ: Mapping[str, str] = os.environ,
 ) -> tuple[RunOverview, list[str]]:
     """Write a run folder with the settings of an exported job and the metrics of its MLflow run.
 
@@ -237,7 +236,7 @@ def import_verl(
     if not path_exists(job / CONFIG_FILE):
         raise UserError(f"{job}: no config.yaml; name a folder of `bandpo export verl`")
     config = resolve([read_layer(job / CONFIG_FILE, "settings of the job")])
-    store = uri or environ.get("MLFLOW_TRACKING_URI") or config.tracking.uri
+    store = uri or os.environ.get("MLFLOW_TRACKING_URI") or config.tracking.uri
     store = store or sqlite_uri((job / "mlflow.db").absolute())
     place = f"MLflow at {redact_credentials(store)}"
     database = sqlite_path(store)

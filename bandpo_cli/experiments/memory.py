@@ -36,8 +36,8 @@ def memory_report(config: RunConfig, ranks: int = 1, training: bool = True) -> M
         ranks: number of ranks, each with a GPU of its own, or all on this machine without one.
         training: False for an evaluation, which has no updates.
 
-    Raises:
-        UserError: the model's architecture cannot be read, or this machine has no such GPU or no memory left on it.
+    Raises UserError if the model's architecture cannot be read, or this machine has no such GPU or no memory left on
+    it.
     """
     from bandpo_cli.models.load import is_on_cuda
     from bandpo_cli.models.memory import Device, estimate_memory
@@ -97,8 +97,7 @@ def check_memory(
         training: False for an evaluation, which has no updates.
         changeable: settings that a message may advise to change; None for all.
 
-    Raises:
-        UserError: the run needs more memory than its GPU has, or than other processes leave of it.
+    Raises UserError if the run needs more memory than its GPU has, or than other processes leave of it.
     """
     from bandpo_cli.models.memory import NoEstimateError
 
@@ -159,9 +158,7 @@ def saving_advice(
 ) -> str:
     """Return the settings with which a run fits that does not, as the end of a message. Imports torch.
 
-    Args:
-        training: False for an evaluation, which has no updates.
-        changeable: settings that may be advised; None for all.
+    The arguments are those of `check_memory`.
     """
     from bandpo_cli.models.memory import estimate_memory
 
@@ -273,11 +270,7 @@ def memory_saving_settings(
 
 @contextmanager
 def out_of_memory_errors(config: RunConfig, training: bool = True) -> Iterator[None]:
-    """Raise RunError with the settings to change in place of an out-of-memory error of torch, vLLM or Python.
-
-    Args:
-        training: False for an evaluation, which has no updates.
-    """
+    """Raise RunError with the settings to change in place of an out-of-memory error of torch, vLLM or Python."""
     try:
         yield
     except Exception as error:

@@ -114,8 +114,7 @@ def list_runs(
         sort: `time` or `name`, ascending; or `heldout`, `accuracy`, `entropy` or `step`, the largest first. Runs
             without the value come last.
 
-    Raises:
-        UserError: there is no folder `runs_dir`.
+    Raises UserError if there is no folder `runs_dir`.
     """
     root = Path(runs_dir)
     if not root.is_dir():
@@ -213,19 +212,17 @@ def _overview(name: str, run: StoredRun, config: RunConfig, summary: Summary | N
 def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:
     """Return settings, metrics and files of a run.
 
-    Raises:
-        UserError: there is no such run, or its folder is damaged.
+    Raises UserError if there is no such run, or its folder is damaged.
     """
     root = Path(runs_dir)
     folder = RunFolder.open(root, run)
-    first: dict[str, Mapping[str, Any]] = {}
-    last: dict[str, Mapping[str, Any]] = {}
+    metrics: dict[str, MetricRange] = {}
 
     def note(line: Mapping[str, Any]) -> dict[str, Any]:
-        """Note the first and the last line with a value of each metric."""
-        known = [key for key, value in line.items() if type(value) in (int, float, bool)]
-        last.update(dict.fromkeys(known, line))
-        first.update({key: line for key in known if key not in first})
+        for key, value in line.items():
+            if type(value) in (int, float, bool) and key != "step":
+                point = line["step"], float(value)
+                metrics[key] = metrics[key][0] if key in metrics else point, point
         return _listed(line)
 
     stored = read_stored_run(folder.path, note)
@@ -234,11 +231,7 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:
         overview=_overview(_name_in(root, folder.path), stored, config, read_summary(folder.path)),
         config=config,
         changed=changed_settings(config, on_gpu=isinstance(hardware, Mapping) and bool(hardware.get("gpus"))),
-        metrics={
-            key: ((line["step"], float(line[key])), (last[key]["step"], float(last[key][key])))
-            for key, line in first.items()
-            if key != "step"
-        },
+        metrics=metrics,
         checkpoints=tuple(sorted(complete_checkpoints(folder).complete)),
         sampled_steps=tuple(_sampled_steps(folder)),
         plots=tuple(sorted((folder.path / "plots").glob("*.*"))),
@@ -283,8 +276,7 @@ def read_completions_of(
         name: a run or an evaluation: its name in `runs_dir`, or its folder.
         step: a step of the run; None for the last one whose completions are stored.
 
-    Raises:
-        UserError: there is no such run or step, or the table is damaged.
+    Raises UserError if there is no such run or step, or the table is damaged.
     """
     root = Path(runs_dir)
     evaluation = find_folder(name, root, RECORD_FILE)
@@ -311,8 +303,7 @@ def select_completions(
 ) -> list[GradedCompletion]:
     """Return the completions of one problem (None: of all), and only the correct or the other ones (None: both).
 
-    Raises:
-        UserError: no completion is of that problem.
+    Raises UserError if no completion is of that problem.
     """
     rows = list(completions)
     ids = sorted({row["problem_id"] for row in rows})

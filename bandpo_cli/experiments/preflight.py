@@ -77,9 +77,8 @@ def read_numbers(option: str, text: str, first: int, last: int) -> list[int]:
 def check_config(config: RunConfig) -> Task:
     """Check settings that validation alone cannot check, and return the task with its problems loaded.
 
-    Raises:
-        ConfigError: a custom divergence or grader cannot be used, the model path does not exist, an engine is not
-            installed or cannot use the GPU of the policy, or a task has no problems.
+    Raises ConfigError if a custom divergence or grader cannot be used, the model path does not exist, an engine is not
+    installed or cannot use the GPU of the policy, or a task has no problems.
     """
     import numpy as np
 
@@ -97,9 +96,8 @@ def check_config(config: RunConfig) -> Task:
 def load_task(config: RunConfig) -> Task:
     """Return the task of a run with its problems loaded.
 
-    Raises:
-        ConfigError: the model cannot be trained or not on this task, the task has no problems, or a grader cannot be
-            imported.
+    Raises ConfigError if the model cannot be trained or not on this task, the task has no problems, or a grader cannot
+    be imported.
     """
     path = config.model.path
     check_model_path(path)
@@ -178,8 +176,7 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
 def check_model_path(path: str) -> None:
     """Check that `path` is the folder of a model or an adapter, or can be a hub id.
 
-    Raises:
-        ConfigError: no such folder, a folder without config.json, or a malformed id.
+    Raises ConfigError if the folder does not exist or has no config.json, or the id is malformed.
     """
     if path == EMBEDDED_MODEL:
         return
@@ -217,8 +214,7 @@ def resolve_model(text: str, runs_dir: Path, option: str = "--model") -> ModelRe
     Args:
         option: the option or argument of the command line that `text` was given with, for messages.
 
-    Raises:
-        UserError: there is no such checkpoint, or nothing of that name.
+    Raises UserError if there is no such checkpoint, or nothing of that name.
     """
     if text == EMBEDDED_MODEL:
         return ModelRef(text)

@@ -6,7 +6,7 @@ engine, the dtype and the commits that the run started with. Nothing heavy is im
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,6 +23,7 @@ from bandpo_cli.experiments.preflight import check_config, run_warnings
 from bandpo_cli.experiments.rank_group import check_ranks, check_same_on_all, connected_ranks
 from bandpo_cli.experiments.train_run import (
     RESOLVED,
+    StopRequested,
     loaded_components,
     record_run,
     resolved_settings,
@@ -103,7 +104,7 @@ def resume(
     runs_dir: Path | str = "runs",
     settings: Sequence[Layer] = (),
     callbacks: Sequence[TrainCallback] = (),
-    stop_requested: Callable[[], bool] | None = None,
+    stop_requested: StopRequested = None,
 ) -> RunResult:
     """Continue a training run from its last complete checkpoint.
 
@@ -158,8 +159,7 @@ def locked_resume(
     Args:
         ranks: number of processes; None for those that torchrun has started, 1 without it.
 
-    Raises:
-        UserError: there is no such run, another process writes it, or as `plan_resume`.
+    Raises UserError if there is no such run, if another process writes it, or as `plan_resume` does.
     """
     folder = RunFolder.open(Path(runs_dir), run)
     # With several ranks, rank 0 holds the lock for all of them.
@@ -172,8 +172,7 @@ def locked_resume(
 def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Path("runs")) -> ResumePlan:
     """Return how the run in `folder` continues; `layers` are the settings that were given with --resume.
 
-    Raises:
-        UserError: the run is complete, its record is damaged, or a setting was given that cannot change.
+    Raises UserError if the run is complete, its record is damaged, or a setting was given that cannot change.
     """
     config_path = folder.path / "config.yaml"
     again = f"start a new run: bandpo train --config {config_path}"
@@ -226,8 +225,7 @@ def pin(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
     Entries of env.json that no run writes are ignored; a damaged file gives a warning. A run that an earlier version
     started has the entry in its list of resumes.
 
-    Raises:
-        ConfigError: the engine that `auto` resolved to is not installed.
+    Raises ConfigError if the engine that `auto` resolved to is not installed.
     """
     path = folder.path / "env.json"
     try:

@@ -78,8 +78,7 @@ def plan_sweep(
         options: `seeds` (comma-separated) and the texts of other options of `SweepConfig`; None where not given.
         runs_dir: the folder of the runs and sweeps that the options name.
 
-    Raises:
-        ConfigError: the file, an axis or a setting is not valid.
+    Raises ConfigError if the file, an axis or a setting is not valid.
     """
     written = None if file is None else read_config(file, "FILE")
     pairs = [text.partition("=") for text in axes]
@@ -102,8 +101,7 @@ def plan_sweep(
 def request_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: Path) -> SweepRequest:
     """Plan a sweep from its settings; `layers` are settings of all runs.
 
-    Raises:
-        ConfigError: a setting of a run cannot be used.
+    Raises ConfigError if a setting of a run cannot be used.
     """
     about: dict[str, Any] = {}
     tuning: Tuning | None = None

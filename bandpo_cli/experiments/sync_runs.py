@@ -71,15 +71,14 @@ def sync(
             events.step(reports[-1])
     finally:
         events.end(reports)
-    errors = [report.error for report in reports if report.error is not None]
-    damaged = [error for error in errors if error not in failed_stores.values()]
-    for line in damaged if failed_stores else damaged[:-1]:
+    unsent = [*failed_stores.values()]
+    errors = [report.error for report in reports if report.error is not None and report.error not in unsent]
+    if unsent:
+        errors.append(f"{'; '.join(unsent)}. Nothing is lost: sync again when it is back")
+    for line in errors[:-1]:
         log.warning("%s", line)
-    if failed_stores:
-        lines = "; ".join(failed_stores.values())
-        raise RunError(f"{lines}. Nothing is lost: sync again when it is back")
-    if damaged:
-        raise UserError(damaged[-1])
+    if errors:
+        raise (RunError if unsent else UserError)(errors[-1])
     return reports
 
 

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from bandpo_cli.training.components import Components
 
 TrainEvents = Dispatcher[RunInfo, StepReport, RunResult]
+StopRequested = Callable[[], bool] | None
 
 RESOLVED = "resolved"
 """The entry of env.json with what settings such as `auto` resolved to, which a resume uses again."""
@@ -117,7 +118,7 @@ def train(
     runs_dir: Path | str = "runs",
     name: str | None = None,
     callbacks: Sequence[TrainCallback] = (),
-    stop_requested: Callable[[], bool] | None = None,
+    stop_requested: StopRequested = None,
 ) -> RunResult:
     """Train a policy, write the run folder, and mirror it to MLflow unless `tracking.mlflow` is false.
 
@@ -240,18 +241,17 @@ def run_steps(
     folder: RunFolder,
     components: Components,
     events: TrainEvents,
-    first_step: int,
-    stop_requested: Callable[[], bool] | None,
+    first: int,
+    stop: StopRequested,
 ) -> RunResult:
-    """Train from step `first_step` to the last, and close the record; return the result of rank 0."""
+    """Train from step `first` to the last, and close the record; return the result of rank 0."""
     # Imported before MLflow's thread starts: two threads that import delay each other.
     from bandpo_cli.training import loop
 
     def train_steps() -> RunStatus:
-        last = first_step - 1
+        last = first - 1
         with out_of_memory_errors(config), _disk_errors(folder), lost_rank_errors():
-            stop = stop_requested or loop.never_stop
-            steps = loop.train(config, components, folder, events.phase, first_step, stop)
+            steps = loop.train(config, components, folder, events.phase, first, stop or loop.never_stop)
             try:
                 for report in steps:
                     last = report.step
@@ -262,7 +262,7 @@ def run_steps(
         # Before the last step, a stop was requested, perhaps of another rank.
         return "KILLED" if last < config.steps else "FINISHED"
 
-    result = record_run(config, folder, events, tuple(components.notes), first_step, train_steps)
+    result = record_run(config, folder, events, tuple(components.notes), first, train_steps)
     return components.ranks.gather(result)[0]
 
 
@@ -280,13 +280,12 @@ def record_run(
     """
     is_main = is_main_process()
     env = json.loads((folder.path / "env.json").read_text(encoding="utf-8")) if is_main else {}
-    dumped = config.model_dump(mode="json")
     status: RunStatus = "FAILED"
     error: BaseException | None = None
     records: list[dict[str, Any]] = []
     try:
         about = config.steps, first_step, notes, config.tracking.parent
-        events.start(RunInfo(folder.path, dumped, env, *about))
+        events.start(RunInfo(folder.path, config.model_dump(mode="json"), env, *about))
         status = train_steps()
     except BaseException as raised:
         error, status = raised, status_of(raised)
@@ -296,7 +295,7 @@ def record_run(
             events.phase("close")
             if is_main:
                 records = folder.read_metrics()
-                _close_record(config, folder, records, status, error)
+                _close_record(config, folder, RunResult(folder.path, status, records, error))
         except Exception as failure:  # such as a full disk; an error that ended the run is the one to report
             if error is None:
                 error, status = failure, "FAILED"
@@ -321,16 +320,11 @@ def _disk_errors(folder: RunFolder) -> Iterator[None]:
         raise RunError(f"{folder.path} cannot be written to: {os.strerror(error.errno)}") from error
 
 
-def _close_record(
-    config: RunConfig,
-    folder: RunFolder,
-    records: list[dict[str, Any]],
-    status: RunStatus,
-    error: BaseException | None,
-) -> None:
+def _close_record(config: RunConfig, folder: RunFolder, result: RunResult) -> None:
     """Write the plots, then summary.json: status FINISHED there means that the run folder is complete."""
     from bandpo_cli.reports.run_plots import plot_run
 
+    status, records, error = result.status, result.records, result.error
     evaluations = [
         {key: value for key, value in record.items() if key == "step" or key.startswith("eval/")}
         for record in records
