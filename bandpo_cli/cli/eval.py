@@ -153,9 +153,9 @@ def evaluate(
     from bandpo_cli.cli.launch import launch, ranks_to_start
 
     if (ranks := ranks_to_start(nproc)) is not None:
-        from bandpo_cli.experiments.rank_group import check_rank_settings
+        from bandpo_cli.experiments.rank_group import check_ranks
 
-        check_rank_settings(request.config, ranks)
+        check_ranks(request.config, ranks, training=False)
         return launch(ranks, request.config.model, "eval", folder.path, runs_dir)
     from bandpo_cli.cli.eval_view import EvalView, print_files, print_request
     from bandpo_cli.cli.signals import exit_on_sigterm

@@ -40,8 +40,7 @@ class Comparison:
         metrics: by name, those that both evaluations have.
         wins, losses, ties: problems with a higher, lower and equal share of correct completions in B.
         sign_test_p: two-sided p-value of the exact sign test of wins against losses; None where no share differs.
-        changed_problems: (problem id, share in A, share in B) of the problems whose share differs, largest change
-            first.
+        changed_problems: (id, share in A, share in B) of the problems whose share differs, largest change first.
     """
 
     shared: int

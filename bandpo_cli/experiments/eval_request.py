@@ -58,14 +58,6 @@ class SamplesFile:
     grader: str | None
     sets: dict[str, list[StoredProblem]]
 
-    @property
-    def stem(self) -> str:
-        """The part of an evaluation's name that names the file, or the evaluation or run that wrote it."""
-        path = self.path.absolute()
-        if path.name == SAMPLES_FILE:
-            return path.parent.name.removeprefix("eval-")
-        return f"{path.parent.parent.name}-{path.stem}" if path.parent.name == "samples" else path.stem
-
 
 @dataclass(frozen=True)
 class EvalRequest:
@@ -84,7 +76,12 @@ class EvalRequest:
     def default_name(self) -> str:
         """Return the name of an evaluation to which the user gives none: what is evaluated, and the time."""
         if isinstance(self.source, SamplesFile):
-            what, end = self.source.stem, "-rescored"
+            path, end = self.source.path.absolute(), "-rescored"
+            what = path.stem
+            if path.name == SAMPLES_FILE:
+                what = path.parent.name.removeprefix("eval-")
+            elif path.parent.name == "samples":
+                what = f"{path.parent.parent.name}-{path.stem}"
         else:
             model, task = self.source
             what = f"{model.stem}-{'+'.join(task.heldout_sets())}"

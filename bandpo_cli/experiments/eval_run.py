@@ -79,9 +79,8 @@ class EvalResult:
     Attributes:
         record: the contents of eval.json.
         scores: metrics with intervals by evaluation set; empty where the evaluation ended early.
-        mlflow: what shows the metrics in MLflow: the address of the run, for a file or a database after the command
-            that starts MLflow's pages on a line of its own; None where MLflow does not have them, and in
-            `Callback.end`, which comes before they are sent.
+        mlflow: the address of the run in MLflow, for a file or a database after the command that starts MLflow's pages;
+            None where MLflow does not have the metrics, and in `Callback.end`, which comes before they are sent.
         error: the exception that ended the evaluation early.
     """
 
@@ -101,15 +100,8 @@ _Events = Dispatcher[EvalInfo, "Batch", EvalResult]
 class _Source:
     """A source of graded completions.
 
-    Attributes:
-        config: the settings of the evaluation, with the dtype that `auto` is on this machine.
-        ids: the problems of each set, by label.
-        completions: number of completions of all sets.
-        batches: samples or reads, and grades, the completions that are not stored yet. With several ranks, all of them
-            iterate together, and each gets all completions.
-        grader: the graders of this rank.
-        notes: remarks of loading, one line each.
-        sampler: description of the sampling engine, for env.json; None where the completions are read.
+    `batches` samples or reads, and grades, the completions that are not stored yet. With several ranks, all of them
+    iterate together, and each gets all completions. `ids` are the problems of each set, by label.
     """
 
     config: RunConfig
@@ -122,9 +114,8 @@ class _Source:
 
     def planned(self) -> dict[str, Any]:
         """Return the entry of the sets in a record without metrics; a resume compares the problems with it."""
-        return {
-            label: {"problems": len(ids), "ids": text_hash("\n".join(ids))} for label, ids in self.ids.items()
-        }
+        sets = self.ids.items()
+        return {label: {"problems": len(ids), "ids": text_hash("\n".join(ids))} for label, ids in sets}
 
 
 def evaluate(
@@ -189,8 +180,7 @@ def _run(
 ) -> EvalResult:
     """Evaluate with the ranks that torchrun has started, call `end` of the callbacks, and send the metrics to MLflow.
 
-    Args:
-        target: the folder of an evaluation that is resumed, or the name of a new one.
+    `target` is the folder of an evaluation that is resumed, or the name of a new one.
     """
     result = None
     with ExitStack() as stack:
@@ -258,8 +248,7 @@ def _score(
 ) -> EvalResult:
     """Score every completion, and write eval.json and the histogram.
 
-    Args:
-        unfinished: the record of an evaluation that ends early, without its name and status; None to keep the file.
+    `unfinished` is the record of an evaluation that ends early, without its name and status; None to keep the file.
     """
     folder, request = EvalFolder(info.folder), info.request
     try:
@@ -272,10 +261,8 @@ def _score(
         rows: dict[str, list[EvalRow]] = {}
         for row in completions:
             rows.setdefault(row["task"], []).append(row)
-        scores = {
-            label: score(label, rows_N, request.config.evaluation.k, request.legacy)
-            for label, rows_N in rows.items()
-        }
+        k = request.config.evaluation.k
+        scores = {label: score(label, rows_N, k, request.legacy) for label, rows_N in rows.items()}
         record = {
             "name": folder.name,
             "status": "finished",

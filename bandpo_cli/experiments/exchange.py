@@ -21,13 +21,7 @@ from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError, redact_credentials
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.overview import RunOverview, describe_line
-from bandpo_cli.experiments.preflight import (
-    ModelRef,
-    check_graders,
-    choose_run_name,
-    load_task,
-    resolve_model,
-)
+from bandpo_cli.experiments.preflight import check_graders, choose_run_name, load_task, resolve_model
 from bandpo_cli.exports import verl_files
 from bandpo_cli.exports.verl_files import CONFIG_FILE, VERL_VERSION
 from bandpo_cli.exports.verl_rules import MODEL, InFolder, Overrides
@@ -182,7 +176,7 @@ def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") ->
         raise UserError(f"RUN {model[:200]}: neither a run (RUN@STEP) nor a folder with an adapter to merge")
     with export_folder(out) as folder:
         if is_adapter:
-            _write_merged(ref, source, folder)
+            _write_merged(ref.run, source, folder)
         else:
             for path in source.iterdir():
                 if path.is_file():
@@ -194,16 +188,16 @@ def export_merged(model: str, out: Path | str, runs_dir: Path | str = "runs") ->
     return out
 
 
-def _write_merged(ref: ModelRef, adapter: Path, folder: Path) -> None:
+def _write_merged(run: RunFolder | None, adapter: Path, folder: Path) -> None:
     """Load the base model with its adapter on the CPU and write it to `folder`, in the dtype of the run."""
-    trained = resolve([] if ref.run is None else [read_layer(ref.run.path / "config.yaml")])
+    trained = resolve([] if run is None else [read_layer(run.path / "config.yaml")])
     with out_of_memory_errors(trained, training=False):
         from bandpo_cli.models.adapter_files import base_config
         from bandpo_cli.models.load import load_policy, read_config, save_policy
 
         on_cpu = {"revision": None, "device": "cpu", "attention": "auto", "lora": None}
         settings = trained.model.model_copy(update={"path": str(adapter), **on_cpu})
-        if ref.run is None:  # the dtype in which the base model is stored
+        if run is None:  # the dtype in which the base model is stored
             stored = str(read_config(base_config(settings, adapter)).dtype)
             dtype = "bfloat16" if stored == "torch.bfloat16" else "float32"
             settings = settings.model_copy(update={"dtype": dtype})

@@ -196,10 +196,7 @@ def settings_that_fit(
 
     The first settings that are enough together are left out again where they are not needed.
 
-    Args:
-        savings: settings with values that need less memory, those that cost least first; a later value of a setting
-            needs less than an earlier one.
-        fits: whether the run fits with some of them.
+    `savings` are settings with values, those that cost least first; a later value of a setting needs less memory.
     """
     enough = next((n for n in range(1, len(savings) + 1) if fits(dict(savings[:n]))), None)
     if enough is None:

@@ -249,8 +249,7 @@ def changed_settings(config: RunConfig, on_gpu: bool = False) -> dict[str, tuple
 
     Method, divergence, radius, task and model are left out: they are the first thing that an overview shows.
 
-    Args:
-        on_gpu: the run's machine has a GPU; the default dtype is the one that `auto` is there.
+    With `on_gpu`, the run's machine has a GPU, and the default dtype is the one that `auto` is there.
     """
     values, task = config.model_dump(mode="json"), config.task.model_dump(mode="json")
     if isinstance(config.task, DataTask):  # which questions, not how they are put and graded

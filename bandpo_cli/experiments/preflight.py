@@ -127,8 +127,7 @@ def check_graders(problems: Iterable[Problem]) -> None:
 def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
     """Return warnings about settings without an effect, checkpoints that cannot be compared, and few problems.
 
-    Args:
-        task: the problems; None for a run that needs none any more.
+    `task` has the problems; it is None for a run that needs none any more.
     """
     warnings = []
     method, engine = METHODS[config.bounds.method], ENGINES.get(config.sampling.engine)
@@ -211,8 +210,7 @@ def resolve_model(text: str, runs_dir: Path, option: str = "--model") -> ModelRe
 
     RUN is a name in `runs_dir` or the path of a run folder, and means its latest checkpoint.
 
-    Args:
-        option: the option or argument of the command line that `text` was given with, for messages.
+    `option` is the option or argument of the command line that `text` was given with, for messages.
 
     Raises UserError if there is no such checkpoint, or nothing of that name.
     """

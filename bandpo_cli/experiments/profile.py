@@ -69,7 +69,6 @@ class ProfileCallback(CallbackBase):
     """
 
     def __init__(self, steps: int) -> None:
-        """Set the number of steps that are traced."""
         self.result: StepProfile | None = None
         self._wanted = steps
         self._folder = Path()
@@ -77,7 +76,6 @@ class ProfileCallback(CallbackBase):
         self._traced: list[StepReport] = []
 
     def start(self, info: RunInfo) -> None:
-        """Create the folder of the trace."""
         self._folder = info.folder / FOLDER
 
     def step(self, report: StepReport) -> None:
@@ -99,7 +97,6 @@ class ProfileCallback(CallbackBase):
             self._finish()
 
     def end(self, result: RunResult) -> None:
-        """Write the trace of a run that ended early, if it has a step."""
         if self._profiler is not None and self.result is None:
             self._finish()
 

@@ -19,26 +19,18 @@ _GLOO_ERROR = "gloo/transport"
 """Part of the message of every error of gloo's connections: the place in its source."""
 
 
-def check_ranks(config: RunConfig, count: int) -> None:
-    """Raise ConfigError where a training run with these settings cannot be divided among `count` processes."""
-    if count == 1:
-        return
-    check_rank_settings(config, count)
-    prompts = config.sampling.prompts
-    if prompts < count:
-        most = plural(prompts, "rank")
-        raise ConfigError(f"sampling.prompts = {prompts}: too few for {count} ranks; start at most {most}")
+def check_ranks(config: RunConfig, count: int, training: bool = True) -> None:
+    """Raise ConfigError where a run or an evaluation cannot be divided among `count` processes.
 
-
-def check_rank_settings(config: RunConfig, count: int) -> None:
-    """Raise ConfigError where several ranks, of a run or an evaluation, cannot have a model and an engine each.
-
-    `model.device` must not be one GPU, and an engine must not be spread over several.
+    `model.device` must not be one GPU, an engine not be spread over several, and a step must have enough prompts.
     """
-    if count > 1 and ":" in config.model.device:
-        device = config.model.device
+    device, prompts = config.model.device, config.sampling.prompts
+    if count > 1 and ":" in device:
         raise ConfigError(f"model.device = '{device}': one GPU for {count} ranks; use CUDA_VISIBLE_DEVICES")
     check_tensor_parallel(config.sampling.vllm.tensor_parallel, count)
+    if training and prompts < count:
+        most = plural(prompts, "rank")
+        raise ConfigError(f"sampling.prompts = {prompts}: too few for {count} ranks; start at most {most}")
 
 
 def check_gpu_count(model: ModelConfig, count: int, what: str) -> None:
@@ -67,7 +59,7 @@ def connected_ranks(config: RunConfig) -> Iterator[Ranks]:
     Without torchrun there is one rank, nothing is connected, and torch is not imported.
 
     Raises:
-        UserError: ranks on this machine would have to share a GPU, or as `check_rank_settings`.
+        UserError: ranks on this machine would have to share a GPU, or as `check_ranks`.
         LostRankError: in place of the backend's error where the process of another rank has ended.
     """
     ranks = ranks_from_environment()
@@ -76,7 +68,7 @@ def connected_ranks(config: RunConfig) -> Iterator[Ranks]:
         return
     from bandpo_cli.models.load import is_on_cuda
 
-    check_rank_settings(config, ranks.size)
+    check_ranks(config, ranks.size, training=False)
     check_gpu_count(config.model, local_rank_count(), f"{local_rank_count()} ranks on this machine")
     with lost_rank_errors(), connected(ranks, "cuda" if is_on_cuda(config.model) else "cpu"):
         yield ranks
@@ -110,22 +102,18 @@ class Dispatcher(Callback[Info, Report, Result]):
         self._callbacks = tuple(callbacks)
 
     def start(self, info: Info) -> None:
-        """Forward the start."""
         for callback in self._callbacks:
             callback.start(info)
 
     def phase(self, name: str) -> None:
-        """Forward the name of the work that begins."""
         for callback in self._callbacks:
             callback.phase(name)
 
     def step(self, report: Report) -> None:
-        """Forward one step."""
         for callback in self._callbacks:
             callback.step(report)
 
     def end(self, result: Result) -> None:
-        """Forward the result."""
         with ExitStack() as stack:
             for callback in reversed(self._callbacks):
                 stack.callback(callback.end, result)

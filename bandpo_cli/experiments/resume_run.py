@@ -23,7 +23,7 @@ from bandpo_cli.experiments.preflight import check_config, run_warnings
 from bandpo_cli.experiments.rank_group import check_ranks, check_same_on_all, connected_ranks
 from bandpo_cli.experiments.train_run import (
     RESOLVED,
-    StopRequested,
+    Stop,
     loaded_components,
     record_run,
     resolved_settings,
@@ -76,7 +76,6 @@ class ResumePlan:
         task: its problems, loaded; None where all steps are done.
         done: the last step in metrics.jsonl; -1 before the first line.
         step: the step after which the run continues; -1 for from the start.
-        warnings: skipped checkpoints and remarks on the settings, one line each.
     """
 
     folder: RunFolder
@@ -104,7 +103,7 @@ def resume(
     runs_dir: Path | str = "runs",
     settings: Sequence[Layer] = (),
     callbacks: Sequence[TrainCallback] = (),
-    stop_requested: StopRequested = None,
+    stop_requested: Stop = None,
 ) -> RunResult:
     """Continue a training run from its last complete checkpoint.
 
@@ -156,8 +155,7 @@ def locked_resume(
 ) -> Iterator[ResumePlan]:
     """Yield the plan of a resume, with the run's lock held; a read-only plan takes no lock.
 
-    Args:
-        ranks: number of processes; None for those that torchrun has started, 1 without it.
+    `ranks` is the number of processes; None for those that torchrun has started, 1 without it.
 
     Raises UserError if there is no such run, if another process writes it, or as `plan_resume` does.
     """

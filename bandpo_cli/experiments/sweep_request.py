@@ -40,8 +40,7 @@ class SweepRequest:
 
     Attributes:
         baseline: the variant that the report compares the others with; None without one.
-        about: other entries of the plan on disk: the matched radii, and the run that they were matched on; the tuned
-            settings.
+        about: other entries of the plan on disk: the matched radii and their run, the tuned settings.
         tuning: how the settings were chosen; None where they were given.
     """
 

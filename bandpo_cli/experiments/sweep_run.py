@@ -56,10 +56,8 @@ def sweep_mlflow_run(
 ) -> Iterator[str | None]:
     """Open the sweep's MLflow run, and close it with its status and the leaderboard of the report.
 
-    Args:
-        report: returns, at the end, the report over the sweep's runs.
-
-    Yields the parent of the sweep's runs; None without MLflow, or where MLflow did not accept it.
+    `report` returns, at the end, the report over the sweep's runs. Yields the parent of the sweep's runs; None without
+    MLflow, or where MLflow did not accept it.
     """
     mirror = None if store is None else _connect(folder, store)
     status = "FAILED"
@@ -122,10 +120,8 @@ class Executor:
     Attributes:
         address: address of a Ray cluster; None for a local cluster that ends with the sweep.
         jobs: runs at a time; None for as many as there are GPUs for, or cores where there is no GPU.
-        stop_margin: stop a run half-way or later whose held-out accuracy is this far below another variant's; None
-            stops no run.
-        gpus_per_run: GPUs, or processes where there is no GPU, of each run; None for one, or for those of the plan of
-            a sweep that is resumed.
+        stop_margin: stop a run half-way or later whose held-out accuracy is this far below another variant's.
+        gpus_per_run: GPUs, or processes without a GPU, of each run; None for one, or for the number in a resumed plan.
     """
 
     name: str = "local"
@@ -171,12 +167,9 @@ class SweepResult:
 
     Attributes:
         finished: number of finished runs, those of earlier calls included.
-        failures: why a run failed, by name.
-        stopped: why a run was stopped early, by name.
-        report: the report over all finished runs; None where there is nothing to report on.
-        report_error: why there is no report.
-        mlflow: what shows the sweep in MLflow: the address of its run, for a file or a database after the command that
-            starts MLflow's pages on a line of its own; None without MLflow.
+        failures, stopped: why a run failed or was stopped early, by name.
+        report: the report over all finished runs; None where there is nothing to report on (`report_error`).
+        mlflow: as in `EvalResult`.
         error: the exception that ended the sweep early, KeyboardInterrupt for example.
     """
 
@@ -248,11 +241,8 @@ def estimate_time(
 ) -> tuple[float, float, str] | None:
     """Estimate the time of the pending runs from earlier runs; without any, from a trial of the bundled model.
 
-    Args:
-        on_trial: called before the trial, three training steps in a process.
-
-    Returns:
-        Seconds in total, seconds of the first run, the method of the estimate; None if no earlier run is similar.
+    Returns seconds in total, seconds of the first run and the method; None if no earlier run is similar. `on_trial` is
+    called before the trial, three training steps in a process.
     """
     first = info.configs[info.pending[0].name]
     method = "by earlier runs"

@@ -51,8 +51,7 @@ def sync(
         names: runs, by name in `runs_dir` or by folder; a sweep stands for all of its runs.
         all_runs: send every run of `runs_dir` in place of `names`; those with `tracking.mlflow: false` are skipped.
         uri: MLflow server or store; None for the one of each run's settings.
-        callbacks: receive the events of `callbacks.Callback`: `start` has all runs, `phase("tracking")` comes before
-            each run, `step` after it.
+        callbacks: `start` has all runs, `phase("tracking")` comes before each run, `step` after it.
 
     Raises:
         RunError: a store could not be reached or did not accept a run.

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from bandpo_cli.training.components import Components
 
 TrainEvents = Dispatcher[RunInfo, StepReport, RunResult]
-StopRequested = Callable[[], bool] | None
+Stop = Callable[[], bool] | None
 
 RESOLVED = "resolved"
 """The entry of env.json with what settings such as `auto` resolved to, which a resume uses again."""
@@ -70,7 +70,6 @@ class TrainPlan:
     """A training run that has been checked and not started.
 
     Attributes:
-        name: name of the run folder; no folder of that name exists.
         warnings: what the user should know before the run starts, one line each.
     """
 
@@ -118,7 +117,7 @@ def train(
     runs_dir: Path | str = "runs",
     name: str | None = None,
     callbacks: Sequence[TrainCallback] = (),
-    stop_requested: StopRequested = None,
+    stop_requested: Stop = None,
 ) -> RunResult:
     """Train a policy, write the run folder, and mirror it to MLflow unless `tracking.mlflow` is false.
 
@@ -133,8 +132,7 @@ def train(
         stop_requested: called between steps; once it returns True on any rank, the state is saved as a checkpoint and
             the run ends with status KILLED.
 
-    Returns:
-        The folder, the status (FINISHED or KILLED) and the lines of metrics.jsonl, the same on every rank.
+    Returns the folder, the status (FINISHED or KILLED) and the lines of metrics.jsonl, the same on every rank.
 
     Raises:
         UserError: a setting cannot be used, the model cannot be loaded, or the run needs more memory than its GPU has;
@@ -237,12 +235,7 @@ def loaded_components(config: RunConfig, task: Task, ranks: Ranks) -> Iterator[C
 
 
 def run_steps(
-    config: RunConfig,
-    folder: RunFolder,
-    components: Components,
-    events: TrainEvents,
-    first: int,
-    stop: StopRequested,
+    config: RunConfig, folder: RunFolder, components: Components, events: TrainEvents, first: int, stop: Stop
 ) -> RunResult:
     """Train from step `first` to the last, and close the record; return the result of rank 0."""
     # Imported before MLflow's thread starts: two threads that import delay each other.
