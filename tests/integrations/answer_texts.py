@@ -49,13 +49,6 @@ def real_references() -> list[str]:
     return found
 
 
-def garbled_completions() -> list[str]:
-    """Return the completions of a half-trained model in `DATA`."""
-    path = DATA / "garbled_completions.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else ()
-    return [completion for line in lines for completion in json.loads(line)["completions"]]
-
-
 def phrased_answers(references: list[str], seed: int = 0) -> Iterator[tuple[str, str]]:
     """Yield (completion, reference): every reference in every phrasing with a right, another or a changed answer.
 

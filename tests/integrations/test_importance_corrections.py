@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from importlib import import_module
 from types import ModuleType
@@ -61,35 +62,29 @@ def ours(rule: str, spread: float, **settings: Any) -> torch.Tensor:
     return padded(weights)
 
 
-def theirs(verl: ModuleType, spread: float, level: str, threshold: str | float) -> torch.Tensor:
-    """Return verl's importance weights, [S, longest]."""
+def theirs(verl: ModuleType, function: str, rule: str, threshold: str | float, spread: float) -> torch.Tensor:
+    """Return verl's importance weights or its rejection mask, [S, longest]."""
     ratios = log_ratios(spread)
-    weights, _ = verl.compute_rollout_correction_weights(
-        padded(ratios), padded(torch.ones_like(ratios)), level, threshold
-    )
-    return torch.as_tensor(weights)
+    compute = getattr(verl, f"compute_rollout_{function}")
+    return torch.as_tensor(compute(padded(ratios), padded(torch.ones_like(ratios)), rule, threshold)[0])
 
 
-def kept(verl: ModuleType, spread: float, rule: str, threshold: str | float) -> torch.Tensor:
-    """Return verl's rejection mask, [S, longest]."""
-    ratios = log_ratios(spread)
-    mask, _ = verl.compute_rollout_rejection_mask(
-        padded(ratios), padded(torch.ones_like(ratios)), rule, threshold
-    )
-    return torch.as_tensor(mask)
+SPREADS = pytest.mark.parametrize("spread", [0.05, 0.5, 3.0])
 
 
-@pytest.mark.parametrize("spread", [0.05, 0.5, 3.0])
-def test_truncated_tokens(verl: ModuleType, spread: float) -> None:
-    torch.testing.assert_close(
-        ours("token-truncate", spread, importance_cap=1.5), theirs(verl, spread, "token", 1.5)
-    )
-
-
-@pytest.mark.parametrize("spread", [0.05, 0.5, 3.0])
-def test_masked_tokens_are_those_of_icepop(verl: ModuleType, spread: float) -> None:
-    weights = ours("token-mask", spread, importance_cap=1.5, importance_floor=0.7)
-    torch.testing.assert_close(weights, theirs(verl, spread, "token", "0.7_1.5"))
+@SPREADS
+@pytest.mark.parametrize(
+    ("rule", "settings", "threshold"),
+    [
+        ("token-truncate", {"importance_cap": 1.5}, 1.5),
+        ("token-mask", {"importance_cap": 1.5, "importance_floor": 0.7}, "0.7_1.5"),  # IcePop
+    ],
+)
+def test_weights_of_tokens(
+    verl: ModuleType, rule: str, settings: dict[str, float], threshold: str | float, spread: float
+) -> None:
+    expected = theirs(verl, "correction_weights", "token", threshold, spread)
+    torch.testing.assert_close(ours(rule, spread, **settings), expected)
 
 
 @pytest.mark.parametrize("spread", [0.05, 0.5])
@@ -98,22 +93,24 @@ def test_the_completions_weight_to_the_power_of_its_length_is_that_of_verl(
 ) -> None:
     """Its weight of a completion is the product of the ratios; the package's is their geometric mean."""
     weights = ours("sequence-truncate", spread, importance_cap=1e6) ** LENGTHS[:, None]
-    torch.testing.assert_close(weights, theirs(verl, spread, "sequence", 1e30), rtol=1e-9, atol=0)
+    expected = theirs(verl, "correction_weights", "sequence", 1e30, spread)
+    torch.testing.assert_close(weights, expected, rtol=1e-9, atol=0)
 
 
-@pytest.mark.parametrize("spread", [0.05, 0.5, 3.0])
-def test_masked_completions_are_those_of_verl(verl: ModuleType, spread: float) -> None:
-    """verl's statistic is log(π_sampler/π_old), the inverse; the interval here is symmetric in the log."""
-    mask = kept(verl, spread, "seq_mean_k1", f"{1 / 1.3}_1.3")
-    weights = ours("sequence-mask", spread, importance_cap=1.3)
-    assert torch.equal(weights > 0, mask > 0)
-    if spread > 0.05:
-        assert 0 < mask[:, 0].sum() < len(LENGTHS)
-
-
-@pytest.mark.parametrize("spread", [0.05, 0.5, 3.0])
-def test_completions_with_any_token_outside_are_those_of_verl(verl: ModuleType, spread: float) -> None:
-    """The largest (log r)²/2 of a completion is at most (log c)²/2 where every r is in [1/c, c]."""
-    limit = 2.0
-    mask = kept(verl, spread, "seq_max_k2", torch.log(torch.tensor(limit)).square().item() / 2)
-    assert torch.equal(ours("sequence-mask-any", spread, importance_cap=limit) > 0, mask > 0)
+@SPREADS
+@pytest.mark.parametrize(
+    ("rule", "cap", "statistic", "threshold"),
+    [
+        # verl's statistic is log(π_sampler/π_old), the inverse; the interval here is symmetric in the log.
+        ("sequence-mask", 1.3, "seq_mean_k1", f"{1 / 1.3}_1.3"),
+        # The largest (log r)²/2 of a completion is at most (log c)²/2 where every r is in [1/c, c].
+        ("sequence-mask-any", 2.0, "seq_max_k2", math.log(2.0) ** 2 / 2),
+    ],
+)
+def test_masked_completions(
+    verl: ModuleType, rule: str, cap: float, statistic: str, threshold: str | float, spread: float
+) -> None:
+    kept = theirs(verl, "rejection_mask", statistic, threshold, spread) > 0
+    assert torch.equal(ours(rule, spread, importance_cap=cap) > 0, kept)
+    if spread == 0.5:
+        assert 0 < kept[:, 0].sum() < len(LENGTHS)

@@ -6,6 +6,7 @@ import importlib
 import math
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -30,9 +31,8 @@ def sequence(seed: int, spread: float, tokens: int = 50, weights: bool = False) 
     """Return a sequence of a prompt, whose sampling log-probs are 0, and a completion, whose mask has gaps."""
     generator = torch.Generator().manual_seed(seed)
     inference = -8 * torch.rand(tokens, generator=generator, dtype=torch.float64) ** 3 - 1e-3
-    trainer = (inference + spread * torch.randn(tokens, generator=generator, dtype=torch.float64)).clamp(
-        max=-1e-4
-    )
+    noise = torch.randn(tokens, generator=generator, dtype=torch.float64)
+    trainer = (inference + spread * noise).clamp(max=-1e-4)
     mask = torch.rand(tokens, generator=generator) > 0.2
     mask[:7] = False
     inference[:7] = 0.0
@@ -48,25 +48,17 @@ def sequence(seed: int, spread: float, tokens: int = 50, weights: bool = False) 
 
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0])
-@pytest.mark.parametrize(("divergence", "delta", "max_ratio"), [("kl", 0.05, 10.0), ("tv", 0.1, None)])
+@pytest.mark.parametrize("bounds", stand_ins.BANDS)
 def test_loss_and_gradient_are_those_of_the_runner(
-    prime_rl: ModuleType, divergence: str, delta: float, max_ratio: float | None, spread: float, weights: bool
+    prime_rl: ModuleType, bounds: dict[str, Any], spread: float, weights: bool
 ) -> None:
     given = sequence(2, spread, weights=weights)
-    found = prime_rl.band_loss(
-        prime_rl.LossInputs(**vars(given)), divergence=divergence, delta=delta, max_ratio=max_ratio
-    )
+    found = prime_rl.band_loss(prime_rl.LossInputs(**vars(given)), **bounds)
     (gradient,) = torch.autograd.grad(found.loss, given.trainer_logprobs)
 
-    bounds = {"method": "band", "divergence": divergence, "delta": delta, "max_ratio": max_ratio}
-    batch = Batch(
-        *(
-            tensor.detach()[None]
-            for tensor in (
-                given.inference_logprobs, given.trainer_logprobs, given.advantages, given.loss_mask,
-            )
-        )
-    )  # fmt: skip
+    bounds = {"method": "band", **bounds}
+    names = ("inference_logprobs", "trainer_logprobs", "advantages", "loss_mask")
+    batch = Batch(*(getattr(given, name).detach()[None] for name in names))
     expected = ours(batch, bounds, given.loss_weights[None] if weights else torch.ones_like(batch.old))
     assert_equal(f"prime-rl {bounds}, {spread}", expected.outputs, found.loss, gradient[None], batch.mask)
     for name, tokens in (("upper", expected.clipped.at_upper), ("lower", expected.clipped.at_lower)):
@@ -81,11 +73,8 @@ def test_values_outside_the_mask_have_no_effect(prime_rl: ModuleType) -> None:
     given = sequence(3, 0.3, weights=True)
     outside = ~given.loss_mask
     clean = prime_rl.band_loss(prime_rl.LossInputs(**vars(given)))
-    for name, value in (
-        ("inference_logprobs", -math.inf),
-        ("advantages", math.nan),
-        ("loss_weights", math.inf),
-    ):
+    hostile = {"inference_logprobs": -math.inf, "advantages": math.nan, "loss_weights": math.inf}
+    for name, value in hostile.items():
         setattr(given, name, getattr(given, name).masked_fill(outside, value))
     logprobs = given.trainer_logprobs.detach().masked_fill(outside, 5.0).requires_grad_()
     given.trainer_logprobs = logprobs

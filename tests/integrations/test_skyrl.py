@@ -71,47 +71,35 @@ def registered(skyrl: ModuleType) -> Iterator[Callable[..., Callable[..., Any]]]
 
 def algorithm(importance_cap: float | None = None) -> SimpleNamespace:
     """Return SkyRL's settings; with a cap, importance ratios of the sampling engine truncated per token."""
-    correction = SimpleNamespace(
-        tis_ratio_type="token" if importance_cap else None, token_tis_ratio_clip_high=importance_cap,
-        sequence_tis_ratio_clip_high=None, sequence_mask_metric=None, geo_mask_low=None, geo_mask_high=None,
-        product_mask_low=None, product_mask_high=None, outlier_token_is_threshold_low=None,
-        outlier_token_is_threshold_high=None, token_mask_is_threshold_low=None, token_mask_is_threshold_high=None,
+    unset = (
+        "sequence_tis_ratio_clip_high", "sequence_mask_metric", "geo_mask_low", "geo_mask_high", "product_mask_low",
+        "product_mask_high", "outlier_token_is_threshold_low", "outlier_token_is_threshold_high",
+        "token_mask_is_threshold_low", "token_mask_is_threshold_high",
     )  # fmt: skip
+    ratio_type = "token" if importance_cap else None
+    correction = SimpleNamespace(
+        tis_ratio_type=ratio_type, token_tis_ratio_clip_high=importance_cap, **dict.fromkeys(unset)
+    )
     return SimpleNamespace(policy_loss_type="band", off_policy_correction=correction)
-
-
-def scaled(batch: Batch) -> Batch:
-    """Return the batch with advantages that SkyRL's `token_mean` has scaled."""
-    return Batch(batch.old, batch.new, batch.advantages / batch.mask.sum(), batch.mask)
 
 
 @pytest.mark.parametrize("cap", [None, 1.2])
 @pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize(("divergence", "delta", "max_ratio"), [("kl", 0.05, 10.0), ("tv", 0.1, None)])
+@pytest.mark.parametrize("bounds", stand_ins.BANDS)
 def test_loss_and_gradient_are_those_of_the_runner(
-    registered: Callable[..., Callable[..., Any]],
-    divergence: str,
-    delta: float,
-    max_ratio: float | None,
-    spread: str,
-    cap: float | None,
+    registered: Callable[..., Callable[..., Any]], bounds: dict[str, Any], spread: str, cap: float | None
 ) -> None:
-    loss_function = registered(divergence=divergence, delta=delta, max_ratio=max_ratio)
-    batch = scaled(random_batch(6, SPREADS[spread]))
+    loss_function, bounds = registered(**bounds), {"method": "band", **bounds}
+    batch = random_batch(6, SPREADS[spread])
+    # As SkyRL's `token_mean` scales the advantages.
+    batch = Batch(batch.old, batch.new, batch.advantages / batch.mask.sum(), batch.mask)
     generator = torch.Generator().manual_seed(1)
     engine = batch.old + 0.3 * torch.randn(batch.old.shape, generator=generator, dtype=torch.float64)
     logprobs = batch.new.clone().requires_grad_()
-    loss, metrics = loss_function(
-        logprobs,
-        batch.old,
-        batch.advantages,
-        config=algorithm(cap),
-        loss_mask=batch.mask.long(),
-        rollout_logprobs=engine,
-    )
+    positional = logprobs, batch.old, batch.advantages, algorithm(cap)
+    loss, metrics = loss_function(*positional, loss_mask=batch.mask.long(), rollout_logprobs=engine)
     (gradient,) = torch.autograd.grad(loss, logprobs)
 
-    bounds = {"method": "band", "divergence": divergence, "delta": delta, "max_ratio": max_ratio}
     ones = torch.ones_like(batch.old)
     weights = ones if cap is None else (batch.old - engine).exp().clamp(max=cap)
     expected = ours(batch, bounds, weights)

@@ -15,6 +15,7 @@ import torch
 from transformers import HfArgumentParser
 
 from bandpo_cli.bounds import band_bounds
+from bandpo_cli.config.methods import BandSettings
 from tests.integrations import stand_ins
 
 REPEATED = {"num_iterations": 2}
@@ -36,17 +37,11 @@ def config(band: ModuleType, folder: Path, **settings: Any) -> Any:
     return band.BandGRPOConfig(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", **settings)
 
 
-def test_the_defaults_are_those_of_the_runner(band: ModuleType, tmp_path: Path) -> None:
-    from bandpo_cli.config.methods import BandSettings
-
-    ours, args = BandSettings(), config(band, tmp_path, **REPEATED)
-    assert (args.band_divergence, args.band_delta, args.band_max_ratio) == (
-        ours.divergence, ours.delta, ours.max_ratio,
-    )  # fmt: skip
-
-
-def test_the_settings_are_flags_of_trls_command_line(band: ModuleType, tmp_path: Path) -> None:
+def test_defaults_are_those_of_the_runner_and_settings_are_flags(band: ModuleType, tmp_path: Path) -> None:
     """TRL's parser of flags and YAML files is a subclass of this one."""
+    runner, args = BandSettings(), config(band, tmp_path, **REPEATED)
+    expected = runner.divergence, runner.delta, runner.max_ratio
+    assert (args.band_divergence, args.band_delta, args.band_max_ratio) == expected
     flags = f"--output_dir {tmp_path} --use_cpu True --bf16 False --num_iterations 2 --band_divergence js"
     (args,) = HfArgumentParser(band.BandGRPOConfig).parse_args_into_dataclasses(
         [*flags.split(), "--band_delta", "0.1", "--band_max_ratio", "4"]
@@ -62,13 +57,10 @@ def test_the_settings_are_flags_of_trls_command_line(band: ModuleType, tmp_path:
         ({"band_max_ratio": 1.0}, r"band_max_ratio=1\.0.*max_ratio must be a number > 1 or None"),
         ({"band_divergence": "kll"}, r"band_divergence='kll'.*did you mean 'kl'"),
         ({"loss_type": "cispo"}, "loss_type='cispo'.*set loss_type to one of grpo, bnpo, dr_grpo, dapo"),
-        ({"loss_type": "sapo"}, "loss_type='sapo'.*set loss_type"),
-        ({"loss_type": "vespo"}, "loss_type='vespo'.*set loss_type"),
         ({"importance_sampling_level": "sequence"}, "set importance_sampling_level='token'"),
         ({"epsilon": 0.1}, r"epsilon=0\.1.*leave it out"),
         ({"epsilon_high": 0.28}, r"epsilon_high=0\.28.*leave it out"),
         ({"delta": 4.0}, r"delta=4\.0.*set band_max_ratio \(now 10\.0\) to less"),
-        ({"delta": 10.0}, r"delta=10\.0.*set band_max_ratio"),
         ({"delta": 4.0, "band_max_ratio": None}, r"delta=4\.0.*band_max_ratio \(now None\)"),
     ],
 )
@@ -80,20 +72,16 @@ def test_settings_that_exclude_the_band_are_refused_in_one_line(
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
-def test_clipped_losses_and_a_wide_delta_are_accepted(
-    band: ModuleType, tmp_path: Path, loss_type: str
-) -> None:
-    args = config(band, tmp_path, **REPEATED, loss_type=loss_type, delta=4.0, band_max_ratio=3.0)
-    assert args.delta == 4.0
+def test_clipped_losses_and_a_wide_delta_are_accepted(band: ModuleType, tmp_path: Path) -> None:
+    for loss_type in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo"):
+        args = config(band, tmp_path, **REPEATED, loss_type=loss_type, delta=4.0, band_max_ratio=3.0)
+        assert args.delta == 4.0
 
 
 @pytest.mark.parametrize(
     ("settings", "one_update"),
     [
         ({}, True),
-        ({"gradient_accumulation_steps": 8}, True),
-        ({"gradient_accumulation_steps": 8, "steps_per_generation": 4}, True),
         ({"gradient_accumulation_steps": 8, "steps_per_generation": 4, "num_iterations": 2}, True),
         ({"gradient_accumulation_steps": 8, "steps_per_generation": 16}, False),
         ({"gradient_accumulation_steps": 8, "num_iterations": 2}, False),
@@ -151,14 +139,10 @@ def test_the_loss_is_clamped_to_the_band_of_each_token(stand_in: ModuleType) -> 
     assert (trainer.epsilon_low, trainer.epsilon_high) == (0.2, 0.2)
 
 
-def test_without_old_logprobs_the_ratio_is_1(stand_in: ModuleType) -> None:
+def test_the_interval_is_kept_without_old_logprobs_and_after_an_error(stand_in: ModuleType) -> None:
     trainer = stand_in.BandGRPOTrainer("model", [], stand_in.BandGRPOConfig(num_iterations=2))
     loss = trainer._compute_loss(torch.tensor([[-1.0, -2.0]]), {"advantages": torch.tensor([3.0])})
-    assert loss.item() == pytest.approx(-3.0)
-
-
-def test_an_error_in_the_loss_restores_the_interval(stand_in: ModuleType) -> None:
-    trainer = stand_in.BandGRPOTrainer("model", [], stand_in.BandGRPOConfig(num_iterations=2))
+    assert loss.item() == pytest.approx(-3.0), "the ratio is 1"
     with pytest.raises(KeyError, match="advantages"):
         trainer._compute_loss(torch.zeros(1, 2), {"old_per_token_logps": torch.zeros(1, 2)})
     assert (trainer.epsilon_low, trainer.epsilon_high) == (0.2, 0.2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,26 +26,34 @@ from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion
 from tests.conftest import random_model
 
-Change = Callable[[int, Sequence[Completion]], Sequence[Completion]]
 LONG = 100
 """A limit of the engine's context that allows the longest prompt of the check."""
+FAR_OFF = [[20.0] * 8] * 4
+
+
+def shifted(completion: Completion, shifts: Sequence[float]) -> Completion:
+    """Return the completion with its first log-probs shifted."""
+    padded = [*shifts, *[0.0] * (len(completion.logprobs) - len(shifts))]
+    pairs = zip(completion.logprobs, padded, strict=True)
+    return replace(completion, logprobs=tuple(logprob + shift for logprob, shift in pairs))
 
 
 class Engine:
-    """Samples from `model`; `change` receives the number of the call, from 0, and what was sampled."""
+    """Samples from `model`, and shifts the log-probs of the first completions of its first `failing` calls."""
 
-    def __init__(
-        self, model: PreTrainedModel, change: Change = lambda call, completions: completions
-    ) -> None:
-        self.model, self._change = model, change
+    def __init__(self, model: PreTrainedModel, *shifts: Sequence[float], failing: int = 9) -> None:
+        self._model, self._shifts, self._failing = model, shifts, failing
         self.prompts: list[TokenIds] = []
+        self.lengths: list[int] = []
         self.seeds: list[int] = []
 
     def __call__(self, prompt: TokenIds, params: SamplingParams, seed: int) -> Sequence[Completion]:
         self.prompts.append(prompt)
+        self.lengths.append(params.max_tokens)
         self.seeds.append(seed)
-        completions = TransformersSampler(self.model, 0).sample([prompt], params, seed)[0]
-        return self._change(len(self.prompts) - 1, completions)
+        completions = TransformersSampler(self._model, 0).sample([prompt], params, seed)[0]
+        count = len(self._shifts) if len(self.prompts) <= self._failing else 0
+        return [*map(shifted, completions[:count], self._shifts), *completions[count:]]
 
 
 def policy_of(model: PreTrainedModel) -> Policy:
@@ -53,34 +61,25 @@ def policy_of(model: PreTrainedModel) -> Policy:
     return Policy(model, no_tokenizer, (2,), 0)
 
 
-def shifted(completion: Completion, *shifts: float) -> Completion:
-    padded = [*shifts, *[0.0] * len(completion.logprobs)]
-    pairs = zip(completion.logprobs, padded, strict=False)
-    return replace(completion, logprobs=tuple(logprob + shift for logprob, shift in pairs))
-
-
 def check(model: PreTrainedModel, engine: Engine) -> float:
     """Run the check; return the gap of the last attempt."""
-    found = SyncCheck(policy_of(model), LONG)
-    found.check(model, 5, engine)
-    return found.gap
+    sync_check = SyncCheck(policy_of(model), LONG)
+    sync_check.check(model, 5, engine)
+    return sync_check.gap
 
 
 def test_the_gap_is_the_mean_of_all_absolute_differences() -> None:
     """A float64 copy of the model gives the log-probs; the shifts add up to 4 over 32 tokens."""
-    model = random_model()
-    prompt = (3, 1, 4, 1, 5)
+    model, prompt = random_model(), (3, 1, 4, 1, 5)
     params = SamplingParams(samples=4, temperature=1.0, max_tokens=8, stop_ids=())
-    completions = Engine(model)(prompt, params, 0)
-    exact = copy.deepcopy(model).double()
-    reported = []
-    for completion in completions:
+    exact, reported = copy.deepcopy(model).double(), []
+    for completion in Engine(model)(prompt, params, 0):
         ids = torch.tensor([[*prompt, *completion.token_ids]])
         with torch.no_grad():
             logprobs = torch.log_softmax(exact(input_ids=ids).logits[0], dim=-1)
         own = [logprobs[4 + place, token].item() for place, token in enumerate(completion.token_ids)]
         reported.append(replace(completion, logprobs=tuple(own)))
-    changed = [shifted(reported[0], 1.0, -1.0), shifted(reported[1], -2.0), *reported[2:]]
+    changed = [shifted(reported[0], [1.0, -1.0]), shifted(reported[1], [-2.0]), *reported[2:]]
     assert mean_gap(model, prompt, changed) == pytest.approx(4 / 32, abs=1e-5)
 
 
@@ -88,34 +87,33 @@ def test_the_gap_is_the_mean_of_all_absolute_differences() -> None:
 def test_a_synced_engine_passes_at_the_first_attempt(dtype: torch.dtype) -> None:
     model = random_model().to(dtype)
     engine = Engine(copy.deepcopy(model))
-    gap = check(model, engine)
+    assert check(model, engine) < (1e-5 if dtype == torch.float32 else HALF_PRECISION_LIMIT / 2)
     assert len(engine.prompts) == 1
-    assert gap < (1e-5 if dtype == torch.float32 else HALF_PRECISION_LIMIT / 2)
 
 
 def test_one_token_far_off_in_16_bits_is_no_error() -> None:
     """One token off by 2 nats is 0.06 on average: rounding at a token that the policy hardly ever samples."""
     model = random_model().bfloat16()
-    engine = Engine(copy.deepcopy(model), lambda call, item: [shifted(item[0], 2.0), *item[1:]])
+    engine = Engine(model, [2.0])
     assert check(model, engine) == pytest.approx(2 / 32, abs=0.03)
     assert len(engine.prompts) == 1
 
 
 def test_a_probe_above_the_limit_is_repeated_once_with_other_tokens() -> None:
     model = random_model().bfloat16()
-    far_off = [20.0] * 8
-    once = Engine(
-        copy.deepcopy(model),
-        lambda call, item: [shifted(one, *far_off) for one in item] if call == 0 else item,
-    )
+    once, always = Engine(model, *FAR_OFF, failing=1), Engine(model, *FAR_OFF)
     assert check(model, once) < HALF_PRECISION_LIMIT
     assert len(once.seeds) == len(set(once.seeds)) == ATTEMPTS == 2
-    always = Engine(copy.deepcopy(model), lambda call, entry: [shifted(one, *far_off) for one in entry])
-    with pytest.raises(
-        StaleEngineError, match=r"version 5 of the weights: .* by 20 nats on average, .* 0\.1"
-    ):
+    message = r"version 5 of the weights: .* by 20 nats on average, .* 0\.1"
+    with pytest.raises(StaleEngineError, match=message):
         check(model, always)
     assert len(always.prompts) == ATTEMPTS
+
+
+def test_log_probs_that_are_not_numbers_raise() -> None:
+    model = random_model()
+    with pytest.raises(StaleEngineError, match="nan nats"):
+        check(model, Engine(model, [math.nan]))
 
 
 def test_the_first_sync_one_in_ten_and_those_after_a_failure_are_checked_completely() -> None:
@@ -131,39 +129,26 @@ def test_the_first_sync_one_in_ten_and_those_after_a_failure_are_checked_complet
     assert complete == [0, 10, 14, 24, 28]
 
 
-def test_log_probs_that_are_not_numbers_raise() -> None:
-    model = random_model()
-    with pytest.raises(StaleEngineError, match="nan nats"):
-        check(model, Engine(model, lambda call, item: [shifted(one, math.nan) for one in item]))
-
-
 @pytest.mark.parametrize(
-    ("dtype", "noise"),
-    [(torch.float32, 0.01), (torch.bfloat16, 0.3)],
-    ids=["float32-small-update", "bfloat16-large-update"],
+    ("dtype", "noise", "factor"), [(torch.float32, 0.01, 1.01), (torch.bfloat16, 0.3, 3.0)]
 )
-def test_a_layer_that_was_not_synced_raises(dtype: torch.dtype, noise: float) -> None:
-    model = random_model().to(dtype)
-    engine = copy.deepcopy(model)
-    generator = torch.Generator().manual_seed(0)
+def test_a_layer_that_was_not_synced_and_a_scaled_tensor_raise(
+    dtype: torch.dtype, noise: float, factor: float
+) -> None:
+    """A small update in float32, a large one in bfloat16."""
+    model, generator = random_model().to(dtype), torch.Generator().manual_seed(0)
+    old, scaled = copy.deepcopy(model), copy.deepcopy(model)
     with torch.no_grad():
+        scaled.get_submodule("model.layers.1.mlp.down_proj").weight.mul_(factor)
+        with pytest.raises(StaleEngineError):
+            check(model, Engine(scaled))
         for name, parameter in model.named_parameters():
             random = torch.randn(parameter.shape, generator=generator)
             parameter.add_((noise * parameter.float().std().nan_to_num(0.0) * random).to(dtype))
             if "layers.1." not in name:
-                engine.get_parameter(name).copy_(parameter)
+                old.get_parameter(name).copy_(parameter)
     with pytest.raises(StaleEngineError):
-        check(model, Engine(engine))
-
-
-@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.01), (torch.bfloat16, 3.0)])
-def test_one_scaled_tensor_raises(dtype: torch.dtype, factor: float) -> None:
-    model = random_model().to(dtype)
-    engine = copy.deepcopy(model)
-    with torch.no_grad():
-        engine.get_submodule("model.layers.1.mlp.down_proj").weight.mul_(factor)
-    with pytest.raises(StaleEngineError):
-        check(model, Engine(engine))
+        check(model, Engine(old))
 
 
 @pytest.mark.slow
@@ -188,12 +173,12 @@ def test_the_first_prompt_is_natural_for_the_policy() -> None:
 
 def test_the_prompt_is_the_start_of_the_latest_rollout_that_is_long_enough() -> None:
     model = random_model()
-    found, engine = SyncCheck(policy_of(model), 28), Engine(model)
-    found.check(model, 0, engine)
-    found.observe(tuple(range(15)), Completion(tuple(range(10)), (-1.0,) * 10, "length", 0))
-    found.check(model, 1, engine)
-    found.observe((1, 2, 3), Completion((4, 5), (-1.0, -1.0), "stop", 0))
-    found.check(model, 2, engine)
+    sync_check, engine = SyncCheck(policy_of(model), 28), Engine(model)
+    sync_check.check(model, 0, engine)
+    sync_check.observe(tuple(range(15)), Completion(tuple(range(10)), (-1.0,) * 10, "length", 0))
+    sync_check.check(model, 1, engine)
+    sync_check.observe((1, 2, 3), Completion((4, 5), (-1.0, -1.0), "stop", 0))
+    sync_check.check(model, 2, engine)
     first, *later = engine.prompts
     assert len(first) == 20
     assert later == [(*range(15), *range(5))] * 2
@@ -202,12 +187,6 @@ def test_the_prompt_is_the_start_of_the_latest_rollout_that_is_long_enough() -> 
 @pytest.mark.parametrize(("max_model_len", "prompt", "completion"), [(2, 1, 1), (5, 1, 4), (12, 4, 8)])
 def test_short_contexts(max_model_len: int, prompt: int, completion: int) -> None:
     model = random_model()
-    lengths = []
-
-    def note(call: int, completions: Sequence[Completion]) -> Sequence[Completion]:
-        lengths.append(len(completions[0].token_ids))
-        return completions
-
-    found, engine = SyncCheck(policy_of(model), max_model_len), Engine(model, note)
-    found.check(model, 0, engine)
-    assert (len(engine.prompts[0]), lengths) == (prompt, [completion])
+    engine = Engine(model)
+    SyncCheck(policy_of(model), max_model_len).check(model, 0, engine)
+    assert (len(engine.prompts[0]), engine.lengths) == (prompt, [completion])

@@ -70,16 +70,11 @@ def test_completions_end_at_a_stop_token_or_the_token_limit(model: PreTrainedMod
     assert {c.finish_reason for c in completions} == {"stop", "length"}
 
 
-def test_samples_depend_on_the_seed(model: PreTrainedModel) -> None:
-    sampler = TransformersSampler(model, 0)
+def test_completions_depend_on_the_seed_and_carry_the_policy_version() -> None:
+    sampler = TransformersSampler(random_model(), 0)
     assert sampler.sample(PROMPTS, PARAMS, 7) == sampler.sample(PROMPTS, PARAMS, 7)
     assert sampler.sample(PROMPTS, PARAMS, 7) != sampler.sample(PROMPTS, PARAMS, 8)
-
-
-def test_completions_carry_the_policy_version() -> None:
-    model = random_model()
-    sampler = TransformersSampler(model, 0)
-    sampler.sync(model, version=12)
+    sampler.sync(random_model(), version=12)
     assert sampler.sample([(1,)], PARAMS, 0)[0][0].policy_version == 12
 
 
@@ -123,42 +118,38 @@ def test_max_sequences_limits_the_batch_size() -> None:
 
 
 def test_completions_depend_on_the_seed_plus_the_index_of_the_prompt() -> None:
-    """In batches of any size, and in a call of their own."""
+    """In batches of any size, and in a call of their own; and they do not depend on when others end."""
     model, params = random_model(), replace(PARAMS, max_tokens=70)
 
-    def sampled(prompts: list[tuple[int, ...]], seed: int, most: int = 2048) -> list[list[tuple[int, ...]]]:
-        groups = TransformersSampler(model, 0, most).sample(prompts, params, seed)
-        return [[item.token_ids for item in group] for group in groups]
+    def sampled(
+        prompts: list[tuple[int, ...]] = PROMPTS, seed: int = 7, most: int = 2048, **changes: Any
+    ) -> list[list[list[int]]]:
+        groups = TransformersSampler(model, 0, most).sample(prompts, replace(params, **changes), seed)
+        return [[item.token_ids.tolist() for item in group] for group in groups]
 
-    expected = sampled(PROMPTS, seed=7)
-    assert sampled(PROMPTS, seed=7, most=5) == expected
+    expected = sampled()
+    assert sampled(most=5) == expected
     assert sampled(PROMPTS[1:], seed=8) == expected[1:]
+    endless = itertools.chain(*sampled(stop_ids=(-1,)))
+    for tokens, more in zip(itertools.chain(*expected), endless, strict=True):
+        assert len(more) == params.max_tokens
+        assert tokens == more[: len(tokens)]
 
 
-def test_tokens_of_a_completion_do_not_depend_on_when_others_end() -> None:
-    """Without stop tokens the same seed gives the same completions with further tokens after them."""
-    sampler = TransformersSampler(random_model(), 0)
-    endless = sampler.sample(PROMPTS, replace(PARAMS, stop_ids=(-1,)), seed=7)
-    for group, longer in zip(sampler.sample(PROMPTS, PARAMS, seed=7), endless, strict=True):
-        for completion, more in zip(group, longer, strict=True):
-            assert len(more.token_ids) == PARAMS.max_tokens
-            assert completion.token_ids == more.token_ids[: len(completion.token_ids)]
-
-
-@pytest.mark.parametrize("kept_until", [0.0, 0.5, 1.0])
 def test_ended_completions_in_the_batch_do_not_change_the_others(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, kept_until: float
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are kept to the end, until half of the batch has ended, or removed at once."""
     params = replace(PARAMS, samples=16, entropy=True)
-    expected = TransformersSampler(model, 0).sample(PROMPTS, params, seed=4)
-    assert {item.finish_reason for group in expected for item in group} == {"stop", "length"}
-    monkeypatch.setattr(transformers_sampler, "KEPT_UNTIL", kept_until)
-    found = TransformersSampler(model, 0).sample(PROMPTS, params, seed=4)
-    for one, other in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
-        assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
-        assert one.entropies == pytest.approx(other.entropies, abs=1e-5)
+    expected = [*itertools.chain(*TransformersSampler(model, 0).sample(PROMPTS, params, seed=4))]
+    assert {completion.finish_reason for completion in expected} == {"stop", "length"}
+    for kept_until in (0.0, 0.5, 1.0):
+        monkeypatch.setattr(transformers_sampler, "KEPT_UNTIL", kept_until)
+        found = itertools.chain(*TransformersSampler(model, 0).sample(PROMPTS, params, seed=4))
+        for one, other in zip(found, expected, strict=True):
+            assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+            assert one.entropies == pytest.approx(other.entropies, abs=1e-5)
 
 
 def test_a_growing_cache_holds_what_a_concatenated_one_holds(monkeypatch: pytest.MonkeyPatch) -> None:
