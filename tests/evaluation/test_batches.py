@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +50,7 @@ class Engine:
         self.seeds: list[int] = []
         self.graded: list[int] = []
         self.threads: set[int] = set()
+        self.grading_threads: set[int] = set()
         self.random = random.Random(ranks.rank)
         self.tokenizer = SimpleNamespace(
             batch_decode=lambda ids, skip_special_tokens: [str(tokens) for tokens in ids]
@@ -76,6 +78,7 @@ class Engine:
         if self.ranks.size > 1:
             time.sleep(self.random.choice([0.0, 0.02]))
         self.graded.append(len(texts_N))
+        self.grading_threads.add(threading.get_ident())
         odd = [sum(map(ord, text)) % 2 == 1 for text in texts_N]
         return [Grade(float(correct), correct, verdict="wrong") for correct in odd]
 
@@ -96,17 +99,9 @@ class Streaming(Engine):
             yield self.sample(request.prompts_P, params, request.seed)
 
 
-def batches_of(
-    engine: Any,
-    grade: Callable[..., list[Grade]] | None = None,
-    per_batch: int = 3,
-    seed: int = 7,
-    **options: Any,
-) -> Iterator[Batch]:
+def batches_of(engine: Any, per_batch: int = 3, seed: int = 7, **options: Any) -> Iterator[Batch]:
     """Return an iterator over batches of `per_batch` problems."""
-    return sample_batches(
-        engine, engine, grade or engine.grade, SETS, PARAMS, per_batch * SAMPLES, seed, 0, **options
-    )
+    return sample_batches(engine, engine, engine.grade, SETS, PARAMS, per_batch * SAMPLES, seed, 0, **options)
 
 
 def test_batches_cover_each_problem_once_with_unique_keys_and_seeds() -> None:
@@ -116,9 +111,7 @@ def test_batches_cover_each_problem_once_with_unique_keys_and_seeds() -> None:
     assert [batch.label for batch in batches] == ["a"] * 4 + ["b"] + ["c"] * 2
     assert engine.graded == [6, 6, 6, 4, 2, 6, 2]
     ids = [row["problem_id"] for batch in batches for row in batch.rows]
-    assert ids == [
-        problem.id for problems_P in SETS.values() for problem in problems_P for _ in range(SAMPLES)
-    ]
+    assert ids == [problem.id for problem in chain(*SETS.values()) for _ in range(SAMPLES)]
     assert {row["accuracy"] for batch in batches for row in batch.rows} == {0.0, 1.0}
     list(batches_of(engine, seed=8))
     assert len(engine.seeds) == len(set(engine.seeds)) == 2 * 7
@@ -133,15 +126,10 @@ def test_a_resume_samples_only_the_missing_batches_unchanged() -> None:
 def test_the_completions_of_a_problem_do_not_depend_on_the_size_of_the_batches() -> None:
     """They have a seed per problem; those of two problems and of two sets differ."""
     small, large = (
-        [
-            (row["problem_id"], row["text"])
-            for batch in batches_of(Engine(), per_batch=n)
-            for row in batch.rows
-        ]
-        for n in (2, 7)
+        [row for batch in batches_of(Engine(), per_batch=size) for row in batch.rows] for size in (2, 7)
     )
     assert small == large
-    assert len({text for _, text in small[::SAMPLES]}) == 16
+    assert len({row["text"] for row in small[::SAMPLES]}) == 16
 
 
 def test_a_streaming_engine_gives_the_same_batches_in_the_same_order() -> None:
@@ -154,12 +142,8 @@ def test_the_batch_size_limits_batches_of_stored_completions() -> None:
     """The problem with the most completions sets the size: batches of six are three problems of two."""
     engine = Engine()
     sizes = [1, 2, 1, 2, 2, 1, 2]
-    sets = {
-        "a": [
-            StoredProblem(problem, [StoredCompletion("1")] * size)
-            for problem, size in zip(problems("a", len(sizes)), sizes, strict=True)
-        ]
-    }
+    completions = [[StoredCompletion("1")] * size for size in sizes]
+    sets = {"a": [*map(StoredProblem, problems("a", len(sizes)), completions)]}
     batches = list(regrade_batches(engine.grade, sets, batch_size=6))
     assert [batch.key for batch in batches] == [(0, 0), (0, 3), (0, 6)]
     assert engine.graded == [1 + 2 + 1, 2 + 2 + 1, 2]
@@ -171,33 +155,27 @@ def test_the_batch_size_limits_batches_of_stored_completions() -> None:
 
 @pytest.mark.parametrize("engine", [Engine(), Streaming()], ids=["one by one", "streaming"])
 def test_engine_and_tokenizer_are_called_from_the_callers_thread_alone(engine: Engine) -> None:
-    graded_in: set[int] = set()
-
-    def grade(problems_N: Sequence[Problem], texts_N: Sequence[str]) -> list[Grade]:
-        graded_in.add(threading.get_ident())
-        return engine.grade(problems_N, texts_N)
-
-    list(batches_of(engine, grade))
+    list(batches_of(engine))
     assert engine.threads == {threading.get_ident()}
-    assert len(graded_in) == 1
-    assert graded_in.isdisjoint(engine.threads)
+    assert len(engine.grading_threads) == 1
+    assert engine.grading_threads.isdisjoint(engine.threads)
 
 
-def test_sampling_goes_on_while_a_batch_is_graded_and_stops_at_the_limit() -> None:
+def test_sampling_continues_while_a_batch_is_graded_and_stops_at_the_limit() -> None:
     """The first grading call waits until the engine has sampled all batches that it may sample meanwhile."""
-    engine = Engine()
     counts: list[int] = []
 
-    def grade(problems_N: Sequence[Problem], texts_N: Sequence[str]) -> list[Grade]:
-        end = time.monotonic() + LIMIT_S
-        while engine.sampled <= MAX_UNGRADED_BATCHES and time.monotonic() < end:
-            time.sleep(0.001)
-        if not counts:
-            time.sleep(0.1)  # a sampler without limit would be far ahead now
-        counts.append(engine.sampled)
-        return engine.grade(problems_N, texts_N)
+    class Waiting(Engine):
+        def grade(self, *arguments: Any) -> Any:
+            end = time.monotonic() + LIMIT_S
+            while self.sampled <= MAX_UNGRADED_BATCHES and time.monotonic() < end:
+                time.sleep(0.001)
+            if not counts:
+                time.sleep(0.1)  # a sampler without limit would be far ahead now
+            counts.append(self.sampled)
+            return super().grade(*arguments)
 
-    assert len(list(batches_of(engine, grade))) == 7
+    assert len(list(batches_of(Waiting()))) == 7
     assert counts[0] == MAX_UNGRADED_BATCHES + 1
 
 
@@ -220,15 +198,14 @@ def test_a_graded_batch_is_returned_before_the_next_one_is_sampled() -> None:
     assert engine.sampled <= 2
 
 
-@pytest.mark.parametrize(
-    "error", [RunError("the grader failed"), KeyboardInterrupt()], ids=["error", "interrupt"]
-)
+@pytest.mark.parametrize("error", [RunError("the grader failed"), KeyboardInterrupt()])
 def test_errors_of_grading_end_the_evaluation(error: BaseException) -> None:
-    def grade(*_: Any) -> list[Grade]:
-        raise error
+    class Failing(Engine):
+        def grade(self, *_: Any) -> list[Grade]:
+            raise error
 
     with pytest.raises(type(error)):
-        list(batches_of(Engine(), grade))
+        list(batches_of(Failing()))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("grading_")]
 
 
@@ -261,7 +238,7 @@ def evaluated(ranks: Ranks, kind: type[Engine]) -> tuple[list[Batch], list[int]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "size"), [(Engine, 2), (Streaming, 2), (Engine, 3)])
+@pytest.mark.parametrize(("kind", "size"), [(Streaming, 2), (Engine, 3)])
 def test_several_ranks_give_the_batches_of_one(tmp_path: Path, kind: type[Engine], size: int) -> None:
     """On every rank, whatever the times of sampling and grading."""
     expected, prompts = evaluated(SINGLE, kind)

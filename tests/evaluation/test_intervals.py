@@ -47,11 +47,9 @@ def test_symmetric_values_have_the_widened_percentile_and_the_t_interval(problem
     resampled = values[rng.integers(0, problems, (40_000, problems))].mean(axis=1)
     standard_error = values.std(ddof=1) / math.sqrt(problems)
     widened = t.ppf(0.975, problems - 1) / norm.ppf(0.975) * math.sqrt(problems / (problems - 1))
-    low, high = 10 + (np.quantile(resampled, [0.025, 0.975]) - 10) * widened
-    assert interval[1:] == pytest.approx((low, high), abs=0.1 * standard_error)
-    assert interval[1:] == pytest.approx(
-        t.interval(LEVEL, problems - 1, 10, standard_error), abs=0.1 * standard_error
-    )
+    percentiles = 10 + (np.quantile(resampled, [0.025, 0.975]) - 10) * widened
+    for expected in (tuple(percentiles), t.interval(LEVEL, problems - 1, 10, standard_error)):
+        assert interval[1:] == pytest.approx(expected, abs=0.1 * standard_error)
 
 
 @pytest.mark.parametrize(("unit", "shift"), [(0.1, 0.0), (1 / 3, 0.3), (0.7, 0.3), (512.3, 0.0)])
@@ -78,11 +76,10 @@ def test_constant_values_have_no_interval(values: list[float]) -> None:
         warnings.simplefilter("error")
         interval = mean_intervals([values])[0]
         if len(values) > 1:
-            assert math.isnan(mean_intervals([values, np.arange(len(values))])[0].low)
-            assert not math.isnan(mean_intervals([values, np.arange(len(values))])[1].low)
+            constant, varied = mean_intervals([values, np.arange(len(values))])
+            assert math.isnan(constant.low) and not math.isnan(varied.low)  # noqa: PT018
     assert interval.value == pytest.approx(values[0])
-    assert math.isnan(interval.low)
-    assert math.isnan(interval.high)
+    assert all(map(math.isnan, interval[1:]))
     assert json.dumps(replace_nonfinite(interval._asdict())).endswith('"low": null, "high": null}')
 
 
@@ -112,12 +109,10 @@ def _pass_at_4(n: int) -> tuple[Array, Callable[[float, float], float]]:
 
 def _maj_at_4(n: int) -> tuple[Array, Callable[[float, float], float]]:
     """Return maj@4 by number correct, and its mean over p ~ Beta(a, b); all wrong completions have one answer."""
-    values = np.array(
-        [
-            maj_at_k(["r"] * right + ["w"] * (n - right), [1.0] * right + [0.0] * (n - right), 4)
-            for right in range(n + 1)
-        ]
-    )
+    ballots = [
+        ("r" * right + "w" * (n - right), [1.0] * right + [0.0] * (n - right)) for right in range(n + 1)
+    ]
+    values = np.array([maj_at_k(votes, correct, 4) for votes, correct in ballots])
     return values, lambda a, b: float(betabinom.pmf([2, 3, 4], 4, a, b) @ [0.5, 1, 1])
 
 
@@ -149,15 +144,15 @@ def _simulated(
 @pytest.mark.slow
 @pytest.mark.parametrize(("a", "b", "n"), [(0.5, 0.5, 16), (0.3, 1.5, 8)])
 def test_the_coverage_is_95_percent(a: float, b: float, n: int) -> None:
-    """2,000 simulated evaluations: within 2 points, plus a standard error of the simulation (half a point)."""
-    held = _simulated(np.random.default_rng(8), a, b, 30, n, simulations=2000)
-    assert all(abs(share - LEVEL) <= 0.02 + 0.005 for share in held.values()), held
+    """1,000 simulated evaluations: within 2 points, plus a standard error of the simulation (0.7 points)."""
+    held = _simulated(np.random.default_rng(8), a, b, 30, n, simulations=1000)
+    assert all(abs(share - LEVEL) <= 0.02 + 0.007 for share in held.values()), held
 
 
 @pytest.mark.slow
 def test_the_interval_is_too_narrow_for_few_rarely_solved_problems() -> None:
     """The limitation in the docstring: 30 problems of which few are ever solved; 128 are enough."""
-    few = _simulated(np.random.default_rng(9), 0.1, 2, 30, 8, simulations=1000)
-    enough = _simulated(np.random.default_rng(9), 0.1, 2, 128, 8, simulations=500)
+    few = _simulated(np.random.default_rng(9), 0.1, 2, 30, 8, simulations=500)
+    enough = _simulated(np.random.default_rng(9), 0.1, 2, 128, 8, simulations=250)
     assert 0.75 < few["maj@4"] < few["mean"] < 0.93
     assert all(abs(share - LEVEL) <= 0.03 for share in enough.values()), enough

@@ -14,21 +14,11 @@ from bandpo_cli.storage.tables import EvalRow
 
 
 def row(problem: str, answer: str | None, verdict: str, **other: Any) -> EvalRow:
+    columns = {"length": 10, "finish_reason": "stop", **other}
     return EvalRow(
-        task="set",
-        problem_id=problem,
-        prompt="?",
-        reference="18",
-        grader="math",
-        extra="{}",
-        text="",
-        answer=answer,
-        accuracy=float(verdict == "correct"),
-        verdict=verdict,
-        length=other.get("length", 10),
-        finish_reason=other.get("finish_reason", "stop"),
-        logprob_sum=None,
-    )
+        task="set", problem_id=problem, prompt="?", reference="18", grader="math", extra="{}", text="", answer=answer,
+        accuracy=float(verdict == "correct"), verdict=verdict, logprob_sum=None, **columns,
+    )  # fmt: skip
 
 
 ROWS = [
@@ -112,18 +102,11 @@ def test_metrics_of_unknown_columns_are_left_out(unknown: dict[str, None], left_
     assert all(set(values) == set(scores.metrics) for values in scores.by_problem.values())
 
 
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([*ROWS, row("q", "18", "correct")], ("--k 5", "p of 'gsm8k' has 4", "at most 4")),
-        ([], ("'gsm8k' has no completions",)),
-    ],
-)
-def test_completions_that_cannot_be_scored_are_refused(rows: list[EvalRow], words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as error:
-        score("gsm8k", rows, (2, 5))
-    assert "\n" not in str(error.value)
-    assert all(word in str(error.value) for word in words)
+def test_completions_that_cannot_be_scored_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--k 5.*p of 'gsm8k' has 4.*at most 4"):
+        score("gsm8k", [*ROWS, row("q", "18", "correct")], (2, 5))
+    with pytest.raises(ConfigError, match="'gsm8k' has no completions"):
+        score("gsm8k", [], (2, 5))
 
 
 def test_names_in_metrics_jsonl() -> None:
@@ -137,18 +120,12 @@ def test_names_in_metrics_jsonl() -> None:
     assert next(iter(scores["b"].metrics)) == "mean_at_4"  # without any k
     plain = metric_record(scores)
     assert set(found) == set(plain) | {f"{name}_{end}" for name in plain for end in ("low", "high")}
-    assert {name for name in plain if name.startswith("eval/aime-2024/")} == {
-        f"eval/aime-2024/{name}"
-        for name in (
-            *("mean_at_4", "pass_at_2", "maj_at_2", "answer_format_rate", "truncation_rate"),
-            *("response_length", "timeout_rate", "grader_error_rate"),
-        )
-    }
+    names = {name.removeprefix("eval/aime-2024/") for name in plain if "aime" in name}
+    assert names == set(BY_HAND) - {"pass_at_1", "maj_at_1"}
 
 
 def test_the_record_holds_metrics_and_the_values_of_each_problem() -> None:
     record = score("set", ROWS, (2,)).as_json()
-    assert record["problems"] == 2
-    assert record["completions"] == 8
+    assert (record["problems"], record["completions"]) == (2, 8)
     assert record["figures"]["mean_at_4"].keys() == {"value", "low", "high"}
     assert record["by_problem"]["q"]["mean_at_4"] == 0.25

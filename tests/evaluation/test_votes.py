@@ -41,18 +41,12 @@ def by_enumeration(votes: Votes, correct: list[float], k: int) -> float:
 def elections(draw: st.DrawFn, most: int) -> tuple[Votes, list[float]]:
     """Generate completions of which some abstain; most answers are graded consistently, some both ways."""
     votes = draw(st.lists(st.sampled_from([None, "a", "b", "c", "d"]), min_size=1, max_size=most))
-    verdict = {vote: draw(st.sampled_from(["right", "wrong", "mixed"])) for vote in ("a", "b", "c", "d")} | {
-        None: "wrong"
-    }
-    correct = [
-        draw(st.sampled_from([0.0, 1.0])) if verdict[vote] == "mixed" else float(verdict[vote] == "right")
-        for vote in votes
-    ]
-    return votes, correct
+    grades = {vote: draw(st.sampled_from([[0.0], [1.0], [0.0, 1.0]])) for vote in "abcd"} | {None: [0.0]}
+    return votes, [draw(st.sampled_from(grades[vote])) for vote in votes]
 
 
 @given(elections(most=7))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_maj_at_k_is_the_mean_over_all_subsets(election: tuple[Votes, list[float]]) -> None:
     votes, correct = election
     for k in range(1, len(votes) + 1):
@@ -71,23 +65,19 @@ def test_ties_of_many_answers(votes: str, k: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape", ["many answers", "half abstain", "mixed verdicts"])
-def test_maj_at_k_equals_a_simulation(shape: str) -> None:
-    """n = 64, k = 32: too many subsets to enumerate."""
+def test_maj_at_k_equals_a_simulation() -> None:
+    """n = 64, k = 32: too many subsets to enumerate. Some completions abstain, one answer has mixed verdicts."""
     rng = np.random.default_rng(3)
-    answers = rng.integers(0, 30 if shape == "many answers" else 3, 64)
-    answers[: 30 if shape == "many answers" else 0] %= 2
-    right = answers == 1
-    if shape == "mixed verdicts":
-        right &= rng.random(64) < 0.7
-    silent = rng.random(64) < (0.5 if shape == "half abstain" else 0.05)
+    answers = rng.integers(0, 3, 64)
+    right = (answers == 1) & (rng.random(64) < 0.8)
+    silent = rng.random(64) < 0.3
     votes: Votes = [None if quiet else str(answer) for answer, quiet in zip(answers, silent, strict=True)]
     value = maj_at_k(votes, right.astype(float).tolist(), 32)
 
-    ballots = (answers[:, None] == np.arange(answers.max() + 1)) & ~silent[:, None]
-    verdicts = (ballots * right[:, None]).sum(axis=0) / np.maximum(ballots.sum(axis=0), 1)
+    ballots = (answers[:, None] == np.arange(3)) & ~silent[:, None]
+    verdicts = (ballots * right[:, None]).sum(axis=0) / ballots.sum(axis=0)
     results = []
-    for _ in range(5_000):
+    for _ in range(4_000):
         counts = ballots[rng.permutation(64)[:32]].sum(axis=0)
         results.append(verdicts[counts == counts.max()].mean() if counts.max() else 0.0)
     assert 0.05 < value < 0.95
@@ -95,10 +85,8 @@ def test_maj_at_k_equals_a_simulation(shape: str) -> None:
 
 
 @given(elections(most=40))
-@settings(max_examples=60, deadline=None)
-def test_k_1_is_the_share_correct_and_k_n_the_plain_majority(
-    election: tuple[Votes, list[float]],
-) -> None:
+@settings(max_examples=30, deadline=None)
+def test_k_1_is_the_share_correct_and_k_n_the_plain_majority(election: tuple[Votes, list[float]]) -> None:
     votes, correct = election
     voted = [right if vote is not None else 0.0 for vote, right in zip(votes, correct, strict=True)]
     assert maj_at_k(votes, correct, 1) == pytest.approx(mean(voted), abs=1e-12)
@@ -106,7 +94,7 @@ def test_k_1_is_the_share_correct_and_k_n_the_plain_majority(
 
 
 @given(elections(most=30), st.randoms(use_true_random=False), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_order_and_the_names_of_answers_do_not_matter(election, random, data) -> None:  # type: ignore[no-untyped-def]
     """Bit for bit: evaluations with the same counts must not differ by rounding."""
     votes, correct = election
@@ -119,7 +107,7 @@ def test_the_order_and_the_names_of_answers_do_not_matter(election, random, data
 
 
 @given(elections(most=24), st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_maj_at_k_is_at_most_pass_at_k_and_grows_with_correct_answers(election, data) -> None:  # type: ignore[no-untyped-def]
     votes, _ = election
     k = data.draw(st.integers(1, len(votes)))
@@ -129,16 +117,6 @@ def test_maj_at_k_is_at_most_pass_at_k_and_grows_with_correct_answers(election, 
     turned = data.draw(st.integers(0, len(votes) - 1))
     better: Votes = [*votes[:turned], "a", *votes[turned + 1 :]]
     assert maj_at_k(better, [float(vote == "a") for vote in better], k) >= value - 1e-12
-
-
-def test_a_vote_strengthens_a_majority_and_weakens_a_minority() -> None:
-    ks = (1, 3, 5, 9, 17, 33, 64)
-    votes: Votes = ["a"] * 38 + ["b"] * 26
-    of_majority = [maj_at_k(votes, [float(vote == "a") for vote in votes], k) for k in ks]
-    of_minority = [maj_at_k(votes, [float(vote == "b") for vote in votes], k) for k in ks]
-    assert of_majority == sorted(of_majority)
-    assert of_minority == sorted(of_minority, reverse=True)
-    assert (of_majority[-1], of_minority[-1]) == (1.0, 0.0)
 
 
 @pytest.mark.slow
