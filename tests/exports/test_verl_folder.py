@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
-import pandas as pd
+import pyarrow.parquet as pq
 import pytest
 
 from bandpo_cli.config.hardware import with_dtype
@@ -56,9 +56,8 @@ def test_the_environment_chooses_the_mlflow_server_before_the_settings(tmp_path:
     assert run_script(folder, MLFLOW_TRACKING_URI=server)[1]["MLFLOW_TRACKING_URI"] == server
     export_verl(small(tracking={"uri": "http://other:1/$HOME`x`"}), tmp_path / "named", gpus_per_node=1)
     assert run_script(tmp_path / "named")[1]["MLFLOW_TRACKING_URI"] == "http://other:1/$HOME`x`"
-    export_verl(
-        small(tracking={"mlflow": False}, bounds={"method": "clip"}), tmp_path / "off", gpus_per_node=1
-    )
+    without = small(tracking={"mlflow": False}, bounds={"method": "clip"})
+    export_verl(without, tmp_path / "off", gpus_per_node=1)
     words, variables = run_script(tmp_path / "off")
     assert not {"MLFLOW_TRACKING_URI", "VERL_USE_EXTERNAL_MODULES"} & set(variables)
     assert "trainer.logger=[console]" in words
@@ -72,29 +71,26 @@ def test_config_yaml_is_the_configuration_and_the_readme_has_every_setting(folde
     assert "| optim.lr | `5e-05` | `actor_rollout_ref.actor.optim.lr` |" in text
     assert "- none of the settings" in text
     assert "16 completions, 4 per GPU" in text
-    export_verl(
-        small(optim={"warmup_steps": 4}), folder.parent / "warm", gpus_per_node=1, allow_differences=True
-    )
-    assert "- optim.warmup_steps = 4: verl raises" in (folder.parent / "warm" / "README.md").read_text(
-        "utf-8"
-    )
+    warm = folder.parent / "warm"
+    export_verl(small(optim={"warmup_steps": 4}), warm, gpus_per_node=1, allow_differences=True)
+    assert "- optim.warmup_steps = 4: verl raises" in (warm / "README.md").read_text("utf-8")
 
 
 def test_the_data_files_hold_the_problems_of_a_run(folder: Path) -> None:
     task = build_task(small().task)
-    expected = {
-        "train.parquet": task.train_problems(),
-        "heldout.parquet": task.heldout_sets()["countdown"][:10],
-    }
-    for file, problems in expected.items():
-        rows = pd.read_parquet(folder / file)
-        assert [problem_from_json(info["problem"]) for info in rows["extra_info"]] == list(problems)
-        assert [info["index"] for info in rows["extra_info"]] == list(range(len(problems)))
-        assert [row[0]["content"] for row in rows["prompt"]] == [problem.prompt for problem in problems]
-        assert [model["ground_truth"] for model in rows["reward_model"]] == [
-            problem.answer for problem in problems
-        ]
-        assert set(rows["data_source"]) == {"countdown"}
+    sets = {"train": task.train_problems(), "heldout": task.heldout_sets()["countdown"][:10]}
+    for name, problems in sets.items():
+        rows = pq.read_table(folder / f"{name}.parquet").to_pylist()
+        for index, (row, problem) in enumerate(zip(rows, problems, strict=True)):
+            assert row["extra_info"].pop("split") == ("train" if name == "train" else "test")
+            assert problem_from_json(row["extra_info"].pop("problem")) == problem
+            assert row == {
+                "data_source": "countdown",
+                "prompt": [{"role": "user", "content": problem.prompt}],
+                "ability": "countdown",
+                "reward_model": {"style": "rule", "ground_truth": problem.answer},
+                "extra_info": {"index": index},
+            }
 
 
 QUESTION = Problem("q", (Message("system", "Be brief."), Message("user", "What is 1+1?")), "2", "set", "math")
@@ -123,17 +119,18 @@ def test_joined_messages_have_the_token_ids_of_a_run(tmp_path: Path, special: bo
     template = verl_files.chat_template(config, [QUESTION])
     messages = verl_files._messages(QUESTION, join=True)
     reread: Any = load_tokenizer(config.model)
-    ids = reread.apply_chat_template(
-        messages, chat_template=template, return_dict=False, add_generation_prompt=True
-    )
+    options = {"chat_template": template, "return_dict": False, "add_generation_prompt": True}
+    ids = reread.apply_chat_template(messages, **options)
     (prompt,) = PromptEncoder(reread, "auto").encode([QUESTION])
     assert tuple(ids) == prompt.token_ids
     assert (ids[0] == 0) is special
 
 
 def test_the_copied_model_has_the_tokens_that_verl_looks_up(folder: Path) -> None:
-    original = load_tokenizer(small().model)
-    copied = load_tokenizer(resolve([{"model": {"path": str(folder / "model")}}]).model)
+    original, copied = (
+        load_tokenizer(resolve([{"model": {"path": path}}]).model)
+        for path in ("embedded", str(folder / "model"))
+    )
     assert copied.encode("\n", add_special_tokens=False) == [20]
     assert copied.convert_tokens_to_ids("<|im_end|>") == 21
     for text in ("1 3 7 8=24:", "(1+2)*3"):
@@ -153,12 +150,10 @@ def test_values_in_hydras_syntax(value: object, text: str) -> None:
 
 
 def test_batches_are_counted_per_update_and_gpu() -> None:
-    lines = batch_arithmetic(small(), 8, problems=100)
-    assert lines[0].startswith(
-        "per step: 8 prompts × 4 completions = 32 completions; GPUs: 8, vLLM engines: 8"
-    )
-    assert lines[1] == "per update (2 per step): 16 completions, 2 per GPU"
-    assert lines[-1] == "per pass over the 100 training problems: 12 steps"
+    of_step, of_update, _, of_pass = batch_arithmetic(small(), 8, problems=100)
+    assert of_step == "per step: 8 prompts × 4 completions = 32 completions; GPUs: 8, vLLM engines: 8"
+    assert of_update == "per update (2 per step): 16 completions, 2 per GPU"
+    assert of_pass == "per pass over the 100 training problems: 12 steps"
 
 
 @pytest.mark.parametrize(
@@ -167,12 +162,7 @@ def test_batches_are_counted_per_update_and_gpu() -> None:
         ({}, 3, 100, r"an update has 8 / 2 × 4 = 16 completions .* multiple of the 3 GPUs"),
         ({}, 32, 100, "multiple of the 32 GPUs"),
         ({}, 1, 7, "sampling.prompts = 8: there are 7 training problems"),
-        (
-            {"sampling": {"vllm": {"tensor_parallel": 3}}},
-            4,
-            100,
-            "tensor_parallel = 3 does not divide",
-        ),
+        ({"sampling": {"vllm": {"tensor_parallel": 3}}}, 4, 100, "tensor_parallel = 3 does not divide"),
     ],
 )
 def test_batches_that_verl_cannot_split_are_refused(
@@ -183,10 +173,7 @@ def test_batches_that_verl_cannot_split_are_refused(
 
 
 def test_an_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("bandpo_cli.exports.verl_files.readme", fail)
+    monkeypatch.setattr("bandpo_cli.experiments.exchange.write_text", Mock(side_effect=KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         export_verl(small(), tmp_path / "job", gpus_per_node=1)
     assert list(tmp_path.iterdir()) == []
@@ -198,4 +185,3 @@ def test_a_local_model_is_named_by_its_absolute_path(tmp_path: Path, monkeypatch
     exported = export_verl(small(model={"path": "model"}), tmp_path / "job", gpus_per_node=1)
     assert exported.overrides["actor_rollout_ref.model.path"] == str(tmp_path / "model")
     assert not (tmp_path / "job" / "model").exists()
-    shutil.rmtree(tmp_path / "job")

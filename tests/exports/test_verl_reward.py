@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -35,17 +35,17 @@ def test_rewards_are_those_of_a_run(grader: str) -> None:
     function, problems = RewardFunction(config), [problem(grader)] * len(TEXTS)
     with GraderPool(config.grading) as pool:
         grades = training_grader(pool, None)(problems, TEXTS)
+    rewards = [shaped_reward(grade, 1, 8, config.reward) for grade in grades]
     expected = [
-        {"score": shaped_reward(grade, 1, 8, config.reward), "acc": float(grade.correct)} for grade in grades
+        {"score": reward, "acc": float(grade.correct)} for reward, grade in zip(rewards, grades, strict=True)
     ]
     assert {item["acc"] for item in expected} == {0.0, 1.0}
     assert [score(function, problem(grader), text) for text in TEXTS] == expected
 
 
 def test_weighted_rewards_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "my_length.py").write_text(
-        "def reward(text, answer, extra):\n    return min(1.0, len(text) / 20)\n"
-    )
+    source = "def reward(text, answer, extra):\n    return min(1.0, len(text) / 20)\n"
+    (tmp_path / "my_length.py").write_text(source)
     monkeypatch.chdir(tmp_path)
     rewards = [{"grader": "number"}, {"grader": "my_length:reward", "weight": -0.5, "name": "length"}]
     function = RewardFunction(resolve([{"task": {**DATA, "rewards": rewards}}]))
@@ -62,9 +62,7 @@ def test_many_threads_get_the_rewards_of_their_own_answers() -> None:
     problems = [problem("number", index, str(index)) for index in range(400)]
     texts = [f"Answer: {index if index % 3 else index + 1}" for index in range(400)]
     with ThreadPoolExecutor(16) as threads:
-        found = list(
-            threads.map(lambda pair: score(function, *pair)["acc"], zip(problems, texts, strict=True))
-        )
+        found = [*threads.map(lambda *pair: score(function, *pair)["acc"], problems, texts)]
     assert found == [float(index % 3 != 0) for index in range(400)]
 
 
@@ -77,11 +75,8 @@ def test_a_failing_grader_is_logged_once_and_its_answers_are_wrong(caplog: pytes
 
 
 def test_an_error_of_the_pool_is_raised_in_the_calling_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise OSError("no processes left")
-
     function = RewardFunction(resolve([{"task": DATA}]))
-    monkeypatch.setattr(GraderPool, "grade", fail)
+    monkeypatch.setattr(GraderPool, "grade", Mock(side_effect=OSError("no processes left")))
     with pytest.raises(OSError, match="no processes left"):
         score(function, problem("math"), "18")
 

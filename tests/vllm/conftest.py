@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import Policy
@@ -22,14 +16,12 @@ from bandpo_cli.sampling import sync_check
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
 
 SHAPE = {
-    "vocab_size": 150,
-    "hidden_size": 128,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+    "vocab_size": 150, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256,
+}  # fmt: skip
+SAMPLING: dict[str, Any] = {
+    "max_prompt_tokens": 100, "max_tokens": 24, "vllm": {"kv_cache_gb": 0.5, "eager": True},
+}  # fmt: skip
 
 
 @dataclass
@@ -70,8 +62,7 @@ def perturb(model: PreTrainedModel) -> None:
 
 
 def start(policy: Policy, **sampling: Any) -> VllmSampler:
-    settings = {"max_prompt_tokens": 100, "max_tokens": 24, "vllm": {"kv_cache_gb": 0.5, "eager": True}}
-    config = RunConfig.model_validate({"sampling": settings | sampling})
+    config = RunConfig.model_validate({"sampling": SAMPLING | sampling})
     return VllmSampler(config.sampling, policy)
 
 
@@ -82,8 +73,9 @@ def every_sync_is_checked_completely() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=["qwen2", "llama"])
+@pytest.fixture(scope="module")
 def running(request: pytest.FixtureRequest) -> Iterator[Running]:
+    """Start the engine of `qwen2` or `llama`, by an indirect parameter."""
     policy = random_policy(request.param)
     sampler = start(policy)
     yield Running(policy, sampler)

@@ -42,13 +42,12 @@ STEPS = 2
 
 
 def test_a_resumed_run_continues_its_metrics(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    train(resolve([SETTINGS, {"steps": STEPS}]), tmp_path, name="run")
+    train(resolve([SETTINGS, {"steps": 1}]), tmp_path, name="run")
     first = RunFolder(tmp_path / "run").read_metrics()
-    assert len(first) == STEPS
-    resume("run", tmp_path, settings=[{"steps": STEPS + 1}])
+    resume("run", tmp_path, settings=[{"steps": 2}])
     longer = RunFolder(tmp_path / "run").read_metrics()
-    assert longer[:STEPS] == first
-    assert [line["step"] for line in longer] == [*range(1, STEPS + 2)]
+    assert longer[:1] == first
+    assert [line["step"] for line in longer] == [1, 2]
     assert all(0 < line["sampler/logprob_gap_max"] <= 1e-4 for line in longer)
     assert all(line["time/sync"] > 0 for line in longer)
     assert capfd.readouterr().err == "", "messages of the engine would disturb the run's live view"

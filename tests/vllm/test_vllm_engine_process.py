@@ -12,22 +12,15 @@ pytest.importorskip("vllm")
 
 from bandpo_cli.sampling.engine_process import EngineProcess
 from tests.sampling.stub_engine import forked_engines
-from tests.vllm.conftest import Running, perturb
+from tests.vllm.conftest import SAMPLING, Running, perturb
 from tests.vllm.test_sampling import PARAMS, PROMPTS, gap
 
 pytestmark = pytest.mark.vllm
 
-SETTINGS = {
-    "engine": "vllm",
-    "max_lag": 1,
-    "max_prompt_tokens": 100,
-    "max_tokens": 24,
-    "vllm": {"kv_cache_gb": 0.5, "eager": True},
-}
-
 
 def test_an_engine_process_runs_the_weights_of_the_last_sync() -> None:
-    config = RunConfig.model_validate({"model": {"device": "cpu"}, "sampling": SETTINGS})
+    settings = {"model": {"device": "cpu"}, "sampling": SAMPLING | {"engine": "vllm", "max_lag": 1}}
+    config = RunConfig.model_validate(settings)
     policy = load_policy(config.model)
     with forked_engines():
         engine = EngineProcess(config, policy)
