@@ -69,7 +69,13 @@ def plot_intervals(
     handles, labels = ratios.get_legend_handles_labels()
     further_rows = (len(labels) - 1) // _LEGEND_COLUMNS
     for axes in (ratios, changes):
-        _probability_axis(axes, p, marked)
+        axes.set_xscale("log")
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xlim(p[0], 1.0)
+        axes.xaxis.set_major_locator(LogLocator(numticks=6))
+        axes.xaxis.set_major_formatter(style.PLAIN_NUMBERS)
+        for prob in marked[:12]:
+            axes.axvline(prob, color=style.MUTED_COLOR, linewidth=0.8, linestyle=":", zorder=0.5)
         box = axes.get_position()
         axes.set_position((box.x0, box.y0, box.width, box.height - 0.036 * further_rows))
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (0.022, 0.885), "ncols": _LEGEND_COLUMNS}
@@ -108,13 +114,3 @@ def _plot_changes(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
         axes.plot(p, limit, color=style.TEXT_COLOR, linewidth=0.9)
     axes.axhline(0.0, color=style.MUTED_COLOR, linewidth=0.8)
     style.label(axes, "old probability p", "change of probability Δp = (r − 1)·p")
-
-
-def _probability_axis(axes: Axes, p: np.ndarray, marked: Sequence[float]) -> None:
-    axes.set_xscale("log")
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlim(p[0], 1.0)
-    axes.xaxis.set_major_locator(LogLocator(numticks=6))
-    axes.xaxis.set_major_formatter(style.PLAIN_NUMBERS)
-    for prob in marked[:12]:
-        axes.axvline(prob, color=style.MUTED_COLOR, linewidth=0.8, linestyle=":", zorder=0.5)

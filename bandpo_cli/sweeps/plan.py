@@ -65,7 +65,45 @@ def plan_runs(
     Raises:
         ConfigError: a setting is unknown or invalid, two variants are equal, or no variant is left.
     """
-    return _with_seeds(sweep, _variants(sweep, [*layers, sweep.fixed], match))
+    base = [*layers, sweep.fixed]
+    if any("seed" in excluded for excluded in sweep.exclude):
+        raise ConfigError(
+            "exclude: seed: a combination is excluded with all seeds; leave out seeds in `seeds`"
+        )
+    varying = {key for key, values in sweep.axes.items() if len(values) > 1}
+    classes = MethodSettings.classes().values()
+    fields = {f"bounds.{name}" for method in classes for name in method.model_fields}
+    arms: dict[RunConfig, tuple[str, str]] = {}
+    unused = set(sweep.axes)
+    errors: dict[str, ConfigError | None] = {}
+    for (variant_name, own), *values in product((sweep.arms or {"": {}}).items(), *sweep.axes.values()):
+        settings = {**own, **dict(zip(sweep.axes, values, strict=True))}
+        # An axis without effect on the variant's method does not multiply it. `resolve` reports an unknown setting.
+        method = resolve([*base, nest({key: settings[key] for key in settings.keys() & {_METHOD}})]).bounds
+        missing = fields - {f"bounds.{name}" for name in type(method).model_fields}
+        kept = {key: value for key, value in settings.items() if key not in missing & sweep.axes.keys()}
+        unused -= kept.keys()
+        if _is_excluded(sweep.exclude, base, kept, errors):
+            continue
+        config = resolve([*base, nest(_resolve_match(kept, base, match))])
+        name = _describe_variant(variant_name, kept, varying, config)
+        group = _describe_variant(variant_name, kept, varying & {_METHOD, _DIVERGENCE}, config)
+        other, _ = arms.get(config, (None, None))
+        if other == name:
+            continue  # differs only in an axis that does not apply to this variant's method
+        if other is not None or name in [arm for arm, _ in arms.values()]:
+            raise ConfigError(
+                f"the variants '{other or name}' and '{name}' are the same runs; remove one of them"
+            )
+        arms[config] = name, group
+    for error in filter(None, errors.values()):
+        raise ConfigError(f"exclude: {error}")
+    if unused:
+        axis = sorted(unused)[0]
+        raise ConfigError(f"the axis '{axis}' applies to no variant: none of their methods has this setting")
+    if not arms:
+        raise ConfigError("no runs are left: every combination is excluded")
+    return _with_seeds(sweep, arms)
 
 
 def plan_tuned_runs(
@@ -89,8 +127,8 @@ def plan_tuned_runs(
 
 
 def run_name(arm: str, seed: int) -> str:
-    """Return the folder name of a variant's run with this seed."""
-    return f"{_slug(arm)}-s{seed}"
+    """Return the folder name of a variant's run with this seed: the characters of `arm` that it can have."""
+    return f"{re.sub(r'[^A-Za-z0-9_.=+-]+', '-', arm).strip('-.=+') or 'run'}-s{seed}"
 
 
 def check_names(runs: Sequence[PlannedRun]) -> None:
@@ -147,50 +185,6 @@ def _with_seeds(sweep: SweepConfig, arms: Mapping[RunConfig, tuple[str, str]]) -
         for seed in sweep.seeds
         for config, (arm, group) in arms.items()
     ]
-
-
-def _variants(
-    sweep: SweepConfig, base: Sequence[Layer], match: DeltaMatcher | None
-) -> dict[RunConfig, tuple[str, str]]:
-    """Return name and group of each variant by its settings."""
-    if any("seed" in excluded for excluded in sweep.exclude):
-        raise ConfigError(
-            "exclude: seed: a combination is excluded with all seeds; leave out seeds in `seeds`"
-        )
-    varying = {key for key, values in sweep.axes.items() if len(values) > 1}
-    classes = MethodSettings.classes().values()
-    fields = {f"bounds.{name}" for method in classes for name in method.model_fields}
-    arms: dict[RunConfig, tuple[str, str]] = {}
-    unused = set(sweep.axes)
-    errors: dict[str, ConfigError | None] = {}
-    for (variant_name, own), *values in product((sweep.arms or {"": {}}).items(), *sweep.axes.values()):
-        settings = {**own, **dict(zip(sweep.axes, values, strict=True))}
-        # An axis without effect on the variant's method does not multiply it. `resolve` reports an unknown setting.
-        method = resolve([*base, nest({key: settings[key] for key in settings.keys() & {_METHOD}})]).bounds
-        missing = fields - {f"bounds.{name}" for name in type(method).model_fields}
-        kept = {key: value for key, value in settings.items() if key not in missing & sweep.axes.keys()}
-        unused -= kept.keys()
-        if _is_excluded(sweep.exclude, base, kept, errors):
-            continue
-        config = resolve([*base, nest(_resolve_match(kept, base, match))])
-        name = _describe_variant(variant_name, kept, varying, config)
-        group = _describe_variant(variant_name, kept, varying & {_METHOD, _DIVERGENCE}, config)
-        other, _ = arms.get(config, (None, None))
-        if other == name:
-            continue  # differs only in an axis that does not apply to this variant's method
-        if other is not None or name in [arm for arm, _ in arms.values()]:
-            raise ConfigError(
-                f"the variants '{other or name}' and '{name}' are the same runs; remove one of them"
-            )
-        arms[config] = name, group
-    for error in filter(None, errors.values()):
-        raise ConfigError(f"exclude: {error}")
-    if unused:
-        axis = sorted(unused)[0]
-        raise ConfigError(f"the axis '{axis}' applies to no variant: none of their methods has this setting")
-    if not arms:
-        raise ConfigError("no runs are left: every combination is excluded")
-    return arms
 
 
 def _is_excluded(
@@ -263,8 +257,3 @@ def _describe_variant(variant_name: str, settings: Settings, varying: set[str], 
 def _short(value: Any) -> str:
     """Return a value as text for a variant's name."""
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _slug(arm: str) -> str:
-    """Return a variant's name with the characters that a folder name can have."""
-    return re.sub(r"[^A-Za-z0-9_.=+-]+", "-", arm).strip("-.=+") or "run"

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -33,9 +34,7 @@ from bandpo_cli.sweeps.pool import Pool
 
 Status = Literal["waiting", "running", "finished", "failed", "stopped"]
 
-EXIT_USER_ERROR = 2
-"""Exit code of a command that refused its input and did nothing."""
-
+EXIT_USER_ERROR = 2  # of a command that refused its input and did nothing
 _TRAIN = [sys.executable, "-m", "bandpo_cli", "train"]
 
 POLL_S = 0.5
@@ -192,16 +191,10 @@ TRIAL_STEPS = 3
 START_S = 8.0
 """Seconds of a run outside its training time: imports and loading before it, plots and MLflow after it."""
 
-_MAX_RUNS = 5
-"""Largest number of finished runs of which the median is taken."""
+_MAX_RUNS = 5  # finished runs of which the median is taken
 
 _SHAPE = ("model", "task", "sampling", "evaluation", "objective")
 """Sections of the settings that the time of a run depends on, besides `optim.updates`."""
-
-_READ_ERRORS = (
-    UserError, OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
-)  # fmt: skip
-"""Errors raised by the files of a run that is incomplete, damaged or from another version."""
 
 
 def total_seconds(seconds: Sequence[float], jobs: int) -> float:
@@ -223,7 +216,7 @@ def seconds_from_earlier_runs(
     own = config.model_dump(mode="json")
     seconds_by_time = []
     for path in find_runs(runs_dir) if path_exists(runs_dir) else ():
-        try:
+        with suppress(Exception):  # of a run that is incomplete, damaged or from another version
             summary = read_summary(path)
             if summary is None or summary.status != "FINISHED":
                 continue
@@ -235,8 +228,6 @@ def seconds_from_earlier_runs(
             if has_ranks and is_as_fast and _shape(earlier) == _shape(own, earlier):
                 trained = summary.content["time/train_s"] / summary.content["steps"] * config.steps
                 seconds_by_time.append(((path / SUMMARY_FILE).stat().st_mtime, START_S + trained))
-        except _READ_ERRORS:  # damaged runs are skipped
-            continue
     latest = [seconds for _, seconds in sorted(seconds_by_time)[-_MAX_RUNS:]]
     return median(latest) if latest else None
 

@@ -6,7 +6,6 @@ import base64
 import json
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
@@ -83,7 +82,7 @@ def test_runs_with_accuracy_only_give_a_report(tmp_path, figures):
     assert list(figures) == ["accuracy.png"]
 
 
-def test_tables_scroll_inside_the_page_and_settings_are_rows(tmp_path: Path, without_plots: None) -> None:
+def test_tables_scroll_inside_the_page_and_settings_are_rows(tmp_path, without_plots):
     """The variants differ in many settings; there are two sets and an excluded run."""
     folder = tmp_path / "runs"
     for arm in range(3):

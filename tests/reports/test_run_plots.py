@@ -57,7 +57,7 @@ def _plotted(run: RunFolder) -> list[str]:
 
 
 @pytest.mark.slow
-def test_all_plots_are_images(run: RunFolder) -> None:
+def test_all_plots_are_images(run):
     for step in range(1, 101):
         run.append_metrics({"step": step, **RECORD})
     _tokens(run, 100)
@@ -65,7 +65,7 @@ def test_all_plots_are_images(run: RunFolder) -> None:
     assert {imread(path).shape for path in (run.path / "plots").iterdir()} == {(1000, 1600, 4)}
 
 
-def test_plots_without_data_are_skipped(run: RunFolder, figures: Figures) -> None:
+def test_plots_without_data_are_skipped(run, figures):
     run.append_metrics({"step": 1})
     assert _plotted(run) == []
     run.append_metrics({"step": 2, "train/entropy": 0.4})
@@ -79,17 +79,17 @@ def _write_interval(run: RunFolder, step: int, low: float | None, high: float | 
     run.write_eval(step, {"step": step, "sets": {"countdown": scores}})
 
 
-def test_curves_show_the_values_of_the_records_and_the_intervals(run: RunFolder, figures: Figures) -> None:
+def test_curves_show_the_values_of_the_records_and_the_intervals(run, figures):
     for step in (10, 20, 30, 40):
         run.append_metrics({"step": step, **RECORD, "eval/countdown/mean_at_16": step / 100})
     for step, ends in {10: (None, None), 20: (0.1, 0.5), 30: (0.2, 0.6), 50: (0.8, 0.9)}.items():
         _write_interval(run, step, *ends)
     plot_run(run.path)
     (axes,) = figures["accuracy.png"].axes
-    lines = {str(line.get_label()): line for line in axes.get_lines()}
-    assert list(lines) == ["training accuracy", "held-out countdown mean@16", "held-out countdown pass@16"]
-    assert list(lines["held-out countdown mean@16"].get_xdata()) == [10, 20, 30, 40]
-    assert list(lines["held-out countdown mean@16"].get_ydata()) == [0.1, 0.2, 0.3, 0.4]
+    training, mean, passes = axes.get_lines()
+    assert (training.get_label(), mean.get_label()) == ("training accuracy", "held-out countdown mean@16")
+    assert passes.get_label() == "held-out countdown pass@16"
+    assert mean.get_xydata().tolist() == [[10, 0.1], [20, 0.2], [30, 0.3], [40, 0.4]]
     band, handle = axes.collections
     corners = {(float(x), float(y)) for x, y in band.get_paths()[0].vertices}
     assert corners == {(20, 0.1), (20, 0.5), (30, 0.2), (30, 0.6)}  # the run has no line of step 50
@@ -111,10 +111,9 @@ def test_interval_of_a_single_evaluation_is_a_line_and_there_may_be_none(run, fi
 
 
 @pytest.mark.parametrize(
-    "content",
-    ["{", "3", "{}", '{"sets": {"a": {}}}', '{"sets": {"a": {"figures": {"b": 1}}}}'],
+    "content", ["{", "3", "{}", '{"sets": {"a": {}}}', '{"sets": {"a": {"figures": {"b": 1}}}}']
 )
-def test_damaged_record_of_an_evaluation_is_named(run: RunFolder, content: str) -> None:
+def test_damaged_record_of_an_evaluation_is_named(run, content):
     run.append_metrics({"step": 10, **RECORD})
     (run.path / "evals").mkdir()
     (run.path / "evals" / "step-000010.json").write_text(content)
@@ -127,16 +126,14 @@ def _clip_map_labels(run: RunFolder, figures: Figures) -> list[str]:
     return figures["clip_map.png"].axes[0].get_legend_handles_labels()[1]
 
 
-def test_clip_map_is_plotted_from_the_last_token_table(run: RunFolder, figures: Figures) -> None:
+def test_clip_map_is_plotted_from_the_last_token_table(run, figures):
     _tokens(run, 5, ratio=[9.0, 9.0])
     _tokens(run, 100)
     assert "inside (100 %)" in _clip_map_labels(run, figures)
     assert "step 100" in figures["clip_map.png"].texts[1].get_text()
 
 
-def test_clipped_depends_on_the_sign_of_the_advantage_and_outside_does_not(
-    run: RunFolder, figures: Figures
-) -> None:
+def test_clipped_depends_on_the_sign_of_the_advantage_and_outside_does_not(run, figures):
     """Tables of earlier versions have no gradient weights: the clipped tokens follow from bounds and advantages."""
     bounds = {"old_logprob": [-1.0] * 8, "lower": [0.8] * 8, "upper": [1.2] * 8, "gradient_weight": [1.0] * 8}
     ratios = [1.3, 1.3, 0.7, 0.7, 0.7, 1.0, 1.0, 1.3]
@@ -147,14 +144,13 @@ def test_clipped_depends_on_the_sign_of_the_advantage_and_outside_does_not(
     assert set(expected) < set(_clip_map_labels(run, figures))
 
 
-def test_clip_map_of_a_method_without_bounds_marks_the_tokens_without_gradient(
-    run: RunFolder, figures: Figures
-) -> None:
+def test_clip_map_of_a_method_without_bounds_marks_the_tokens_without_gradient(run, figures):
     """There is no inside and outside; a token with an advantage of 0 has no gradient by any method."""
-    columns = {name: [0.0] * 4 for name in TOKEN_COLUMNS}
-    columns |= {"upper": [np.inf] * 4, "ratio": [0.5, 1.0, 1.5, 9.0]}
-    columns |= {"advantage": [1.0, -1.0, 1.0, 0.0], "gradient_weight": [0.2, 0.0, 1.0, 0.0]}
-    _tokens(run, 1, **columns)
+    columns = {name: [0.0] * 4 for name in TOKEN_COLUMNS} | {
+        "upper": [np.inf] * 4,
+        "ratio": [0.5, 1.0, 1.5, 9.0],
+    }
+    _tokens(run, 1, **columns | {"advantage": [1.0, -1.0, 1.0, 0.0], "gradient_weight": [0.2, 0.0, 1.0, 0.0]})
     labels = ["limit 1/p", "not clipped (75 %)", "clipped (zero gradient) (25 %)"]
     assert _clip_map_labels(run, figures) == labels
 
@@ -203,13 +199,13 @@ def test_series_skips_steps_without_a_value_and_bins_are_sorted_by_probability()
         *((broken, "a") for broken in ("", "bounds: 3\n", "bounds: {}\n", "a: [\n")),
     ],
 )
-def test_subtitle_of_a_run_has_its_method(run: RunFolder, config: str, subtitle: str) -> None:
+def test_subtitle_of_a_run_has_its_method(run, config, subtitle):
     run.write_config(config)
     assert run_subtitle(run.path) == subtitle
 
 
 @pytest.mark.slow
-def test_plots_import_neither_torch_nor_pyplot(run: RunFolder) -> None:
+def test_plots_import_neither_torch_nor_pyplot(run):
     run.append_metrics({"step": 1, "train/entropy": 0.4})
     code = (
         "import sys; from pathlib import Path; from bandpo_cli.reports.run_plots import plot_run\n"
@@ -230,13 +226,13 @@ def test_plots_import_neither_torch_nor_pyplot(run: RunFolder) -> None:
               "always"]),
     ],
 )  # fmt: skip
-def test_bins_of_the_success_histogram_by_hand(n: int, names: list[str]) -> None:
+def test_bins_of_the_success_histogram_by_hand(n, names):
     counts = success_histogram([c / n for c in range(n + 1)], n)
     assert [name for name, _ in counts] == names
     assert sum(count for _, count in counts) == n + 1
 
 
-def test_bins_of_shares_agree_with_fractions() -> None:
+def test_bins_of_shares_agree_with_fractions():
     """Compare all c of some n with exact arithmetic: 3 of 10 is in 0.3 – 0.4 though 0.3 is not exact in binary."""
     for n in (1, 3, 7, 10, 30, 50, 64):
         for c in range(n + 1):
@@ -282,7 +278,7 @@ def test_bars_of_the_success_histogram_are_the_counts(
     assert [bar.get_height() for bar in axes.containers[0]] == pytest.approx(heights)
 
 
-def test_of_many_sets_the_first_are_plotted(tmp_path: Path, figures: Figures) -> None:
+def test_of_many_sets_the_first_are_plotted(tmp_path, figures):
     sets = {f"a-problem-set-of-some-kind-{index}": [0.0, 0.5, 1.0] for index in range(9)}
     figure = _success_plot(tmp_path, figures, sets, [[8, 8]] * 9)
     assert len(figure.axes[0].get_legend().get_texts()) == 6

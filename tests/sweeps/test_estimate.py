@@ -24,7 +24,7 @@ def write(
     return folder.path
 
 
-def test_the_estimate_is_the_median_scaled_to_the_steps(tmp_path: Path) -> None:
+def test_the_estimate_is_the_median_scaled_to_the_steps(tmp_path):
     assert seconds_from_earlier_runs(CONFIG, tmp_path, 1) is None
     write(tmp_path, "a", 20.0, bounds={"delta": 0.2}, seed=3)  # radius and seed do not change the time
     write(tmp_path / "sweep", "b", 40.0)
@@ -33,7 +33,7 @@ def test_the_estimate_is_the_median_scaled_to_the_steps(tmp_path: Path) -> None:
     assert seconds_from_earlier_runs(CONFIG, tmp_path, 1) == START_S + 150.0
 
 
-def test_runs_of_other_shapes_and_ranks_and_damaged_runs_are_left_out(tmp_path: Path) -> None:
+def test_runs_of_other_shapes_and_ranks_and_damaged_runs_are_left_out(tmp_path):
     write(tmp_path, "threads", 1.0, threads=2)
     write(tmp_path, "larger", 1.0, sampling={"samples": 4}, evaluation={"samples": 4, "k": [4]})
     write(tmp_path, "failed", 1.0, status="FAILED")

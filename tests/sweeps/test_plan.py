@@ -21,7 +21,7 @@ def arms(layers: list[dict[str, Any]] | None = None, **settings: Any) -> list[st
     return [run.arm for run in runs if run.seed == runs[0].seed]
 
 
-def test_every_combination_with_every_seed_one_seed_after_the_other() -> None:
+def test_every_combination_with_every_seed_one_seed_after_the_other():
     axes = parse_axes({"bounds.delta": "0.01,0.05,0.1", "bounds.divergence": "kl,tv"})
     runs = plan_runs(SweepConfig(axes=axes, seeds=(0, 1, 2)))
     assert len(runs) == len({run.name for run in runs}) == 18
@@ -33,14 +33,14 @@ def test_every_combination_with_every_seed_one_seed_after_the_other() -> None:
         assert run.name == f"{divergence}-{delta}-s{run.seed}"
 
 
-def test_an_axis_does_not_multiply_methods_without_its_setting() -> None:
+def test_an_axis_does_not_multiply_methods_without_its_setting():
     axes = parse_axes({"bounds.method": "band,clip,none", "bounds.delta": "0.01,0.05"})
     assert arms(axes=axes) == ["band 0.01", "band 0.05", "clip", "none"]
     axes = parse_axes({"bounds.method": "band,clip", "bounds.divergence": "kl,tv"})
     assert arms(axes=axes) == ["kl", "tv", "clip"]
 
 
-def test_arms_of_a_trust_region_other_than_the_band_have_its_name() -> None:
+def test_arms_of_a_trust_region_other_than_the_band_have_its_name():
     """`kl 0.05` is the Band; DPPO has divergences and radii too, and other methods have neither."""
     axes = parse_axes({"bounds.method": "clip,dppo,gspo,kl-cov", "bounds.delta": "0.01,0.05"})
     assert arms(axes=axes) == ["clip", "dppo 0.01", "dppo 0.05", "gspo", "kl-cov"]
@@ -53,7 +53,7 @@ def test_arms_of_a_trust_region_other_than_the_band_have_its_name() -> None:
     assert arms(axes={"bounds.method": list(METHODS)}) == list(METHODS)
 
 
-def test_named_arms_are_crossed_with_the_axes() -> None:
+def test_named_arms_are_crossed_with_the_axes():
     named = {"PPO": {"bounds.method": "clip"}, "wide": {"bounds.method": "clip", "bounds.eps_high": 0.5}}
     found = plan_runs(SweepConfig(arms=named, axes={"optim.updates": [4, 8]}))
     assert [run.arm for run in found] == [f"{arm} updates={n}" for arm in ("PPO", "wide") for n in (4, 8)]
@@ -61,7 +61,7 @@ def test_named_arms_are_crossed_with_the_axes() -> None:
     assert found[3].config.optim.updates == 8
 
 
-def test_base_layers_and_fixed_settings_apply_to_all_runs() -> None:
+def test_base_layers_and_fixed_settings_apply_to_all_runs():
     sweep = SweepConfig(fixed={"steps": 7, "optim": {"lr": 1e-3}}, axes={"bounds.delta": [0.1, 0.2]})
     for run in plan_runs(sweep, [{"steps": 3, "sampling": {"samples": 8}}]):
         assert (run.config.steps, run.config.optim.lr, run.config.sampling.samples) == (7, 1e-3, 8)
@@ -79,7 +79,7 @@ def test_base_layers_and_fixed_settings_apply_to_all_runs() -> None:
         ({"steps": 7, "bounds.method": "clip"}, ["band lr=1e-4", "band lr=0.001"]),
     ],
 )
-def test_excluded_values_are_compared_after_validation(exclude: dict[str, Any], left: list[str]) -> None:
+def test_excluded_values_are_compared_after_validation(exclude, left):
     """They may also be settings of all variants or defaults; a setting that a method does not have excludes nothing."""
     axes = {"bounds.method": ["band", "clip"], "optim.lr": ["1e-4", 1e-3]}
     found = arms(fixed={"steps": 7}, axes=axes, exclude=[exclude])
@@ -108,7 +108,7 @@ def test_excluded_values_are_compared_after_validation(exclude: dict[str, Any], 
         ({"arms": {"a": {"optim..lr": 1}}}, ["'optim..lr'", "section.key"]),
     ],
 )
-def test_a_mistake_is_one_error_line(settings: dict[str, Any], words: list[str]) -> None:
+def test_a_mistake_is_one_error_line(settings, words):
     with pytest.raises(ConfigError) as caught:
         arms(**settings)
     assert "\n" not in str(caught.value)
@@ -127,12 +127,12 @@ def test_a_mistake_is_one_error_line(settings: dict[str, Any], words: list[str])
         ({"seeds": [-1]}, "greater than or equal to 0"),
     ],
 )
-def test_invalid_axes_and_seeds_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_invalid_axes_and_seeds_are_refused(settings, words):
     with pytest.raises(ValidationError, match=words):
         SweepConfig(**settings)
 
 
-def test_the_matched_radius_is_computed_for_the_band_of_each_arm() -> None:
+def test_the_matched_radius_is_computed_for_the_band_of_each_arm():
     """The stand-in matcher returns a radius that identifies the Band and records its arguments."""
     calls: list[tuple[str, float | None, str]] = []
 

@@ -46,9 +46,7 @@ def log_of(tmp_path: Path, name: str) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_jobs_have_the_environment_of_their_slot_and_exit_codes_are_returned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_have_the_environment_of_their_slot_and_exit_codes_are_returned(tmp_path, monkeypatch):
     """The variables of a slot replace those of the environment."""
     monkeypatch.setenv("PLACE", "everywhere")
     monkeypatch.setenv("KEPT", "yes")
@@ -62,7 +60,7 @@ def test_jobs_have_the_environment_of_their_slot_and_exit_codes_are_returned(
     assert [log_of(tmp_path, name) for name in ("one", "two")] == ["a yes\n", "b yes\n"]
 
 
-def test_a_job_gets_the_slot_that_is_free(tmp_path: Path) -> None:
+def test_a_job_gets_the_slot_that_is_free(tmp_path):
     """Never the slot of a job that still runs: both would use one GPU."""
     pool = LocalPool([{"PLACE": "a"}, {"PLACE": "b"}])
     code = "import os; print(os.environ['PLACE'], flush=True)"
@@ -76,7 +74,7 @@ def test_a_job_gets_the_slot_that_is_free(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stop_interrupts_and_then_kills_the_process_group(tmp_path: Path) -> None:
+def test_stop_interrupts_and_then_kills_the_process_group(tmp_path):
     pool = LocalPool([{}, {}], grace_s=1.0)
     handling = "import time\nprint('open', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('closed')"
     ignoring = (
@@ -96,7 +94,7 @@ def test_stop_interrupts_and_then_kills_the_process_group(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
-def test_a_run_exits_when_its_sweep_is_killed(tmp_path: Path) -> None:
+def test_a_run_exits_when_its_sweep_is_killed(tmp_path):
     """A killed sweep cannot stop its children; they detect it themselves."""
     child = (
         "from bandpo_cli.sweeps.pool import exit_with_parent; import os, time; exit_with_parent(); "
@@ -117,7 +115,7 @@ def test_a_run_exits_when_its_sweep_is_killed(tmp_path: Path) -> None:
     wait_for(lambda: has_ended(pid))
 
 
-def test_slots_share_cores_and_gpus() -> None:
+def test_slots_share_cores_and_gpus():
     assert slot_environments(2, 8, [], {}) == [{"OMP_NUM_THREADS": "4"}] * 2
     assert slot_environments(3, 2, [], {}) == [{"OMP_NUM_THREADS": "1"}] * 3
     assert slot_environments(1, 8, [], {"OMP_NUM_THREADS": "2"}) == [{"OMP_NUM_THREADS": "2"}]
@@ -127,7 +125,7 @@ def test_slots_share_cores_and_gpus() -> None:
         assert visible_gpus({"CUDA_VISIBLE_DEVICES": text}) == visible
 
 
-def test_slots_of_several_ranks_have_disjoint_sets_of_gpus() -> None:
+def test_slots_of_several_ranks_have_disjoint_sets_of_gpus():
     gpus = ["0", "1", "2", "3", "4"]
     slots = slot_environments(3, 16, gpus, {}, ranks=2)
     # A fifth GPU is left over; the third slot shares the GPUs of the first.
@@ -138,7 +136,7 @@ def test_slots_of_several_ranks_have_disjoint_sets_of_gpus() -> None:
     assert slot_environments(1, 8, ["7"], {}, ranks=1)[0]["CUDA_VISIBLE_DEVICES"] == "7"
 
 
-def test_total_time_of_runs_in_slots() -> None:
+def test_total_time_of_runs_in_slots():
     assert total_seconds([10, 10, 10], 1) == 30
     assert total_seconds([10, 10, 10], 2) == 20
     assert total_seconds([30, 10, 10, 10], 2) == 30

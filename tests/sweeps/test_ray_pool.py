@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ from tests.sweeps.test_pool import log_of, wait, wait_for
 
 
 @pytest.mark.slow
-def test_jobs_run_and_can_be_stopped(tmp_path: Path) -> None:
+def test_jobs_run_and_can_be_stopped(tmp_path):
     pool = RayPool(None, 2, {"PLACE": "ray"})
 
     def start(name: str, code: str) -> None:
@@ -39,7 +38,7 @@ def test_jobs_run_and_can_be_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["", "ray://"])
-def test_an_address_without_a_cluster_is_refused(prefix: str) -> None:
+def test_an_address_without_a_cluster_is_refused(prefix):
     with socket.socket() as closed:  # holds the port, and does not listen
         closed.bind(("127.0.0.1", 0))
         address = f"{prefix}127.0.0.1:{closed.getsockname()[1]}"
@@ -50,12 +49,12 @@ def test_an_address_without_a_cluster_is_refused(prefix: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["nowhere.invalid:6379", "127.0.0.1:99999", "127.0.0.1:x"])
-def test_an_address_that_cannot_be_one_is_refused(address: str) -> None:
+def test_an_address_that_cannot_be_one_is_refused(address):
     with pytest.raises(UserError, match=f"--executor ray: no cluster at {address}: "):
         RayPool(address, 1, {})
 
 
-def test_auto_without_a_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_without_a_cluster_is_refused(monkeypatch):
     # Raised by hand: Ray searches all processes of the machine, and another test may have started a cluster.
     def no_cluster(**_: object) -> None:
         raise ConnectionError("Could not find any running Ray instance.\nRun ray start.")
@@ -67,9 +66,7 @@ def test_auto_without_a_cluster_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
         RayPool("auto", 1, {})
 
 
-def test_runs_of_several_ranks_share_the_cores_and_a_machine_needs_their_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_of_several_ranks_share_the_cores_and_a_machine_needs_their_gpus(tmp_path, monkeypatch):
     resources = {"CPU": 8.0, "GPU": 4.0}
     nodes = [{"Alive": True, "Resources": {"GPU": 2.0}}, {"Alive": True, "Resources": {"GPU": 2.0}}]
     monkeypatch.setattr("ray.init", lambda **_: None)

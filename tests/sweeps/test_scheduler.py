@@ -65,9 +65,7 @@ def execute(
 ALL = ["0.1-s0", "0.2-s0", "0.1-s1", "0.2-s1"]
 
 
-def test_all_runs_are_executed_once_and_failed_ones_again(
-    folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_runs_are_executed_once_and_failed_ones_again(folder, monkeypatch):
     failures, started, states = execute(folder, monkeypatch, {**dict.fromkeys(ALL, 0.5), "0.2-s0": -1.0})
     assert started == ALL
     assert set(failures) == {"0.2-s0"}
@@ -82,9 +80,7 @@ def test_all_runs_are_executed_once_and_failed_ones_again(
     assert execute(reopened, monkeypatch, {}) == ({}, [], {})
 
 
-def test_additional_flags_are_passed_to_each_run(
-    folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_additional_flags_are_passed_to_each_run(folder, monkeypatch):
     code = "import sys; print(sys.argv[1:])"
     monkeypatch.setattr(scheduler, "train_command", lambda *_: [sys.executable, "-S", "-c", code])
     monkeypatch.setattr(scheduler, "POLL_S", 0.02)
@@ -93,9 +89,7 @@ def test_additional_flags_are_passed_to_each_run(
     assert {folder.log_path(name).read_text() for name in ALL} == {f"{flags}\n"}
 
 
-def test_a_run_far_behind_is_stopped_and_not_started_again(
-    folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_far_behind_is_stopped_and_not_started_again(folder, monkeypatch):
     accuracy = {"0.1-s0": 0.9, "0.1-s1": 0.9, "0.2-s0": 0.2, "0.2-s1": 0.85}
     failures, started, states = execute(folder, monkeypatch, accuracy, wait=0.3, margin=0.3)
     assert failures == {}
@@ -116,9 +110,7 @@ def checkpoint(run: Path, step: int, status: str | None) -> None:
 
 
 @pytest.mark.parametrize(("status", "resumed"), [("KILLED", True), (None, True), ("FAILED", False)])
-def test_a_killed_run_is_resumed_and_a_failed_one_starts_again(
-    folder: SweepFolder, status: str | None, resumed: bool
-) -> None:
+def test_a_killed_run_is_resumed_and_a_failed_one_starts_again(folder, status, resumed):
     run = folder.run_path("0.1-s0")
     checkpoint(run, 2, status)
     command = train_command(folder, "0.1-s0")
@@ -127,9 +119,7 @@ def test_a_killed_run_is_resumed_and_a_failed_one_starts_again(
     assert (folder.path / "attempts").exists() != resumed
 
 
-def test_a_run_that_cannot_be_resumed_is_archived_and_one_slot_runs_one_at_a_time(
-    folder: SweepFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_cannot_be_resumed_is_archived_and_one_slot_runs_one_at_a_time(folder, monkeypatch):
     """After a refused resume the next attempt starts again."""
     together: list[int] = []
     free_slots = LocalPool.free_slots.fget
@@ -156,7 +146,7 @@ def state(status: Status, evaluations: dict[int, float]) -> RunState:
 NOTHING = state("waiting", {})
 
 
-def test_a_run_far_behind_another_arm_is_stopped_with_its_reason() -> None:
+def test_a_run_far_behind_another_arm_is_stopped_with_its_reason():
     behind, ahead = state("running", {0: 0.2, 60: 0.3}), state("finished", {0: 0.2, 60: 0.45, 100: 0.5})
     reasons = runs_to_stop(RUNS, {"a-s0": behind, "a-s1": NOTHING, "b-s0": ahead}, 0.1)
     assert reasons == {"a-s0": "held-out accuracy 0.300 at step 60, b had 0.450"}
@@ -180,7 +170,5 @@ AHEAD = state("finished", {40: 0.9, 60: 0.32, 99: 0.9, 100: 0.9})
         ((A0, A1, state("failed", {60: 0.1})), set()),
     ],
 )
-def test_runs_are_compared_late_and_with_the_mean_of_another_arm(
-    runs: tuple[RunState, RunState, RunState], expected: set[str]
-) -> None:
+def test_runs_are_compared_late_and_with_the_mean_of_another_arm(runs, expected):
     assert set(runs_to_stop(RUNS, dict(zip([run.name for run in RUNS], runs, strict=True)), 0.1)) == expected

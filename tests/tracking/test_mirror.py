@@ -46,17 +46,15 @@ def tags(client: Any) -> dict[str, str]:
     ],
 )
 def test_an_experiment_is_one_of_model_training_unless_a_user_has_chosen_its_kind(
-    store: Store, client: Any, run: RunFolder, existing: dict[str, str] | None, kind: str
-) -> None:
+    store, client, run, existing, kind
+):
     if existing is not None:
         client.create_experiment("bandpo", tags=existing)
     connect(store, run)
     assert {**(existing or {}), KIND: kind}.items() <= tags(client).items()
 
 
-def test_a_server_that_refuses_the_kind_gets_the_run(
-    store: Store, client: Any, run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_refuses_the_kind_gets_the_run(store, client, run, monkeypatch):
     from mlflow.exceptions import MlflowException
     from mlflow.tracking import MlflowClient
 
@@ -87,14 +85,11 @@ class Client:
         self.batches.append([(metric.key, metric.value, metric.timestamp, metric.step) for metric in metrics])
 
 
-def test_a_metric_is_sent_with_its_step_and_its_time_in_milliseconds() -> None:
+def test_a_metric_is_sent_with_its_step_and_its_time_in_milliseconds():
     from mlflow.utils.time import get_current_time_millis
 
     client = Client()
-    records = [
-        {"step": 3, "eval/a/mean@16": 0.5, "ratio/max": None},
-        {"step": 4, "eval/a/mean@16": 0.75},
-    ]
+    records = [{"step": 3, "eval/a/mean@16": 0.5, "ratio/max": None}, {"step": 4, "eval/a/mean@16": 0.75}]
     before = get_current_time_millis()
     sent = MlflowMirror(client, RUN).send(records, {3: 1_700_000_000_123})
     assert sent == Sent(new=2, there=0, differing=0)
@@ -103,7 +98,7 @@ def test_a_metric_is_sent_with_its_step_and_its_time_in_milliseconds() -> None:
     assert before <= second[2] <= get_current_time_millis()
 
 
-def test_no_call_has_more_metrics_than_mlflow_allows() -> None:
+def test_no_call_has_more_metrics_than_mlflow_allows():
     """MLflow refuses a batch of more than 1000 metrics."""
     client = Client()
     names = [f"m{index}" for index in range(30)]

@@ -54,9 +54,7 @@ def runs_of(run: RunFolder) -> tuple[Any, dict[str, Any]]:
     return client_of(store_of(run).uri), runs_at(store_of(run).uri)
 
 
-def test_an_evaluation_is_added_to_the_run_that_made_the_model(
-    run: RunFolder, evaluation: EvalFolder
-) -> None:
+def test_an_evaluation_is_added_to_the_run_that_made_the_model(run, evaluation):
     mirror(run, "FAILED")
     client, before = runs_of(run)
     assert send(run, evaluation, run_folder=run.path) == run.path
@@ -80,9 +78,7 @@ def test_an_evaluation_is_added_to_the_run_that_made_the_model(
 
 
 @pytest.mark.parametrize("of_run", [True, False])
-def test_links_are_written_under_the_lock_of_the_sender(
-    run: RunFolder, evaluation: EvalFolder, monkeypatch: pytest.MonkeyPatch, of_run: bool
-) -> None:
+def test_links_are_written_under_the_lock_of_the_sender(run, evaluation, monkeypatch, of_run):
     """A tracker or `bandpo sync` that writes the link at the same time would lose one of the two."""
     if of_run:  # the run was sent, and its link has lost the id: it is found by its key and written again
         mirror(run, "FINISHED")
@@ -102,7 +98,7 @@ def test_links_are_written_under_the_lock_of_the_sender(
     assert locked == [True]
 
 
-def test_an_evaluation_of_another_model_gets_its_own_run(run: RunFolder, evaluation: EvalFolder) -> None:
+def test_an_evaluation_of_another_model_gets_its_own_run(run, evaluation):
     assert send(run, evaluation, step=None) == evaluation.path
     client, runs = runs_of(run)
     found = runs["an-evaluation"]
@@ -113,9 +109,7 @@ def test_an_evaluation_of_another_model_gets_its_own_run(run: RunFolder, evaluat
     assert [file.path for file in client.list_artifacts(found.info.run_id)] == ["eval.json"]
 
 
-def test_an_evaluation_gets_its_own_run_if_mlflow_lacks_the_run_of_the_model(
-    run: RunFolder, evaluation: EvalFolder
-) -> None:
+def test_an_evaluation_gets_its_own_run_if_mlflow_lacks_the_run_of_the_model(run, evaluation):
     """The run was trained without MLflow, or deleted there."""
     assert send(run, evaluation, run_folder=run.path) == evaluation.path
     mirror(run, "FINISHED")
@@ -125,7 +119,7 @@ def test_an_evaluation_gets_its_own_run_if_mlflow_lacks_the_run_of_the_model(
     assert set(runs_of(run)[1]) == {"an-evaluation"}
 
 
-def test_an_evaluation_that_is_sent_again_uses_the_same_run(run: RunFolder, evaluation: EvalFolder) -> None:
+def test_an_evaluation_that_is_sent_again_uses_the_same_run(run, evaluation):
     send(run, evaluation, step=None)
     later_metrics = {**METRICS, "eval/a/mean_at_4": 0.75}
     send_evaluation(store_of(run), evaluation.path, None, None, later_metrics, {"seed": 7}, {}, [])
@@ -136,7 +130,7 @@ def test_an_evaluation_that_is_sent_again_uses_the_same_run(run: RunFolder, eval
     assert len(client.get_metric_history(runs["an-evaluation"].info.run_id, "eval/a/mean_at_4")) == 2
 
 
-def test_a_store_that_cannot_be_reached_raises(run: RunFolder, evaluation: EvalFolder) -> None:
+def test_a_store_that_cannot_be_reached_raises(run, evaluation):
     from mlflow.exceptions import MlflowException
 
     with pytest.raises(MlflowException):

@@ -172,9 +172,7 @@ def sync(server: MlflowServer, folder: RunFolder, monkeypatch: pytest.MonkeyPatc
     assert (server.values(folder.name), server.status(folder.name)) == (expected(folder), "FINISHED")
 
 
-def test_a_server_gets_the_complete_record_and_the_run_prints_its_address(
-    server: MlflowServer, run: RunFolder, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_gets_the_complete_record_and_the_run_prints_its_address(server, run, caplog):
     caplog.set_level(logging.INFO, "bandpo_cli")
     write_settings(run)
     track(tracking_store(TrackingConfig(uri=server.uri), run.path.parent, {}), run)
@@ -183,9 +181,7 @@ def test_a_server_gets_the_complete_record_and_the_run_prints_its_address(
     assert caplog.messages == [f"MLflow: {address}?workflowType=machine_learning"]
 
 
-def test_a_server_that_is_killed_and_restarted_during_the_run(
-    server: MlflowServer, folder: RunFolder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_is_killed_and_restarted_during_the_run(server, folder, caplog, monkeypatch):
     monkeypatch.setattr(trackers, "UNREACHABLE_GRACE_S", 60.0)  # the restarted server may be slow
     before: list[Values] = []
 
@@ -202,9 +198,7 @@ def test_a_server_that_is_killed_and_restarted_during_the_run(
     assert "cannot be reached" in message
 
 
-def test_a_server_that_is_stopped_for_longer_than_the_request_timeout(
-    server: MlflowServer, folder: RunFolder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_is_stopped_for_longer_than_the_request_timeout(server, folder, caplog, monkeypatch):
     """The server handles the request in its socket after it continues, long after the tracker's timeout."""
 
     def proceed() -> None:
@@ -218,8 +212,8 @@ def test_a_server_that_is_stopped_for_longer_than_the_request_timeout(
 
 
 def test_a_server_that_is_stopped_at_the_end_of_the_run_gets_the_rest_by_sync(
-    server: MlflowServer, folder: RunFolder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    server, folder, caplog, monkeypatch
+):
     stop = interrupt(server, folder, lambda: server.send(signal.SIGSTOP))
     track_steps(folder, server, {4: stop, STEPS: lambda: wait_for(lambda: caplog.messages)})
     assert len(caplog.messages) == 2

@@ -30,7 +30,7 @@ def run(cwd: Path, *arguments: str, uri: str | None = None) -> Done:
 
 
 @pytest.mark.slow
-def test_a_secret_of_the_environment_or_a_flag_is_stored_and_printed_nowhere(tmp_path: Path) -> None:
+def test_a_secret_of_the_environment_or_a_flag_is_stored_and_printed_nowhere(tmp_path):
     done = run(tmp_path, *TRAIN, "--name", "a", uri=ADDRESS)
     assert " ".join(done.out.split()).count("bandpo sync a") == 1, done.out
     for arguments in (
@@ -53,7 +53,7 @@ def test_a_secret_of_the_environment_or_a_flag_is_stored_and_printed_nowhere(tmp
 
 
 @pytest.mark.slow
-def test_a_secret_that_an_earlier_version_has_stored_is_not_shown(tmp_path: Path) -> None:
+def test_a_secret_that_an_earlier_version_has_stored_is_not_shown(tmp_path):
     run(tmp_path, *TRAIN, "--name", "a", "--no-mlflow")
     folder = tmp_path / "runs" / "a"
     config = yaml.safe_load((folder / "config.yaml").read_text())

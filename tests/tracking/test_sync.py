@@ -17,9 +17,10 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.storage.files import LOCK, is_locked, run_lock
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import read_stored_run
+from bandpo_cli.tracking import sync
 from bandpo_cli.tracking.mirror import MlflowMirror, Sent, flat_params, run_tags
 from bandpo_cli.tracking.store import Store, find_link, read_links, tracking_store, write_link
-from bandpo_cli.tracking.sync import RECORDS_PER_CALL, RunSender, SyncResult, store_for_run
+from bandpo_cli.tracking.sync import RunSender, SyncResult, store_for_run
 from tests.tracking.tracked import client_of, track
 
 
@@ -74,7 +75,7 @@ def sent_nothing(result: SyncResult) -> bool:
     return not (result.metrics.new or result.params or result.tags or result.files or result.ended)
 
 
-def test_a_run_that_was_never_tracked_is_sent_completely_and_once(store: Store, folder: RunFolder) -> None:
+def test_a_run_that_was_never_tracked_is_sent_completely_and_once(store, folder):
     folder.write_summary({"status": "FAILED", "steps": 2})
     sent = sync_run(store, folder.path)
     assert (sent.metrics.new, sent.metrics.there, sent.files, sent.status) == (9, 0, 5, "FAILED")
@@ -91,9 +92,7 @@ def test_a_run_that_was_never_tracked_is_sent_completely_and_once(store: Store, 
     assert history(store, folder) == metrics_of(folder)
 
 
-def test_the_params_and_tags_of_a_run_are_its_settings_and_its_environment(
-    store: Store, folder: RunFolder
-) -> None:
+def test_the_params_and_tags_of_a_run_are_its_settings_and_its_environment(store, folder):
     config = RunConfig.model_validate({"seed": 3, "tracking": {"parent": "a-sweep"}})
     folder.write_config(to_yaml(config))
     sync_run(store, folder.path)
@@ -105,18 +104,7 @@ def test_the_params_and_tags_of_a_run_are_its_settings_and_its_environment(
     assert synced.info.user_id == tags["mlflow.user"]
 
 
-def test_only_missing_steps_are_sent(store: Store, folder: RunFolder) -> None:
-    track(store, folder)
-    for step in (3, 4):
-        folder.append_metrics({"step": step, "train/reward": 1.0, "time/step": 2.0})
-    sent = sync_run(store, folder.path)
-    assert (sent.metrics.new, sent.metrics.there, sent.params) == (6, 9, 0)
-    assert history(store, folder) == metrics_of(folder)
-
-
-def test_a_run_that_an_earlier_version_sent_gets_the_present_names_beside_the_earlier_ones(
-    store: Store, folder: RunFolder
-) -> None:
+def test_a_run_that_an_earlier_version_sent_gets_the_present_names_beside_the_earlier_ones(store, folder):
     """Earlier versions sent the names of metrics.jsonl only."""
     earlier, present = "clip/token_share/p_0_0.001", "vs_probability/token_share_p_0.000_0.001"
     folder.append_metrics({"step": 3, "train/reward": 1.0, "time/step": 2.0, earlier: 0.25})
@@ -138,7 +126,7 @@ def test_a_run_that_an_earlier_version_sent_gets_the_present_names_beside_the_ea
     }  # fmt: skip
 
 
-def test_a_repeated_step_is_not_sent_again(store: Store, folder: RunFolder) -> None:
+def test_a_repeated_step_is_not_sent_again(store, folder):
     """Its time differs; MLflow keeps the first value, and the sync counts it."""
     sync_run(store, folder.path)
     before = history(store, folder)
@@ -149,7 +137,7 @@ def test_a_repeated_step_is_not_sent_again(store: Store, folder: RunFolder) -> N
     assert history(store, folder) == before
 
 
-def test_a_changed_file_and_a_file_that_mlflow_lost_are_sent_again(store: Store, folder: RunFolder) -> None:
+def test_a_changed_file_and_a_file_that_mlflow_lost_are_sent_again(store, folder):
     sync_run(store, folder.path)
     folder.write_env({"versions": {"python": "3.12"}, "git": {"commit": "abc", "dirty": False}})  # same size
     assert sync_run(store, folder.path).files == 1
@@ -159,7 +147,7 @@ def test_a_changed_file_and_a_file_that_mlflow_lost_are_sent_again(store: Store,
     assert sent_nothing(sync_run(store, folder.path))
 
 
-def test_a_run_that_is_being_written_stays_running(store: Store, folder: RunFolder) -> None:
+def test_a_run_that_is_being_written_stays_running(store, folder):
     with run_lock(folder.path):
         sent = sync_run(store, folder.path)
         assert (sent.writing, sent.files, sent.metrics.new) == (True, 0, 9)
@@ -177,7 +165,7 @@ def set_modified(path: Path, second: float) -> None:
     os.utime(path, (second, second))
 
 
-def test_times_come_from_the_step_durations_and_the_modification_times(folder: RunFolder) -> None:
+def test_times_come_from_the_step_durations_and_the_modification_times(folder):
     """By hand: the last line at 1000 s, so the one before at 998; then its completions were written at 900 s."""
     set_modified(folder.path / "metrics.jsonl", 1000)
     set_modified(folder.path / "evals" / "step-000000.json", 5000)  # a later modification time has no effect
@@ -195,16 +183,14 @@ def test_times_come_from_the_step_durations_and_the_modification_times(folder: R
     [("config.yaml", "seed: ["), ("config.yaml", ""), ("env.json", "{"), ("summary.json", "[]"),
      ("metrics.jsonl", "half a line\n"), ("metrics.jsonl", '{"step": "x"}\n')],
 )  # fmt: skip
-def test_a_damaged_folder_raises_with_the_name_of_the_file(folder: RunFolder, name: str, text: str) -> None:
+def test_a_damaged_folder_raises_with_the_name_of_the_file(folder, name, text):
     (folder.path / name).write_text(text)
     with pytest.raises(UserError, match=name) as error:
         read_stored_run(folder.path)
     assert "\n" not in str(error.value)
 
 
-def test_a_run_whose_creation_was_not_answered_is_found_and_not_created_twice(
-    store: Store, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_creation_was_not_answered_is_found_and_not_created_twice(store, folder, monkeypatch):
     from mlflow.tracking import MlflowClient
 
     create = MlflowClient.create_run
@@ -225,9 +211,7 @@ def test_a_run_whose_creation_was_not_answered_is_found_and_not_created_twice(
     assert [item.info.run_id for item in found] == [link.run_id]
 
 
-def test_a_run_is_tracked_and_synced_at_the_same_time_without_duplicates(
-    store: Store, folder: RunFolder
-) -> None:
+def test_a_run_is_tracked_and_synced_at_the_same_time_without_duplicates(store, folder):
     """Each sends lines that the other has sent; the run goes on, so that no file or status is sent."""
     tracker = RunSender(store, folder.path)
     with run_lock(folder.path):
@@ -241,7 +225,7 @@ def test_a_run_is_tracked_and_synced_at_the_same_time_without_duplicates(
     assert history(store, folder) == metrics_of(folder)
 
 
-def test_a_tracked_step_has_the_time_at_which_it_was_done(store: Store, folder: RunFolder) -> None:
+def test_a_tracked_step_has_the_time_at_which_it_was_done(store, folder):
     sender = RunSender(store, folder.path)
     sender.clocks[1] = 1_700_000_000_123
     sender.send("RUNNING")
@@ -249,27 +233,13 @@ def test_a_tracked_step_has_the_time_at_which_it_was_done(store: Store, folder: 
     assert {metric.step: metric.timestamp for metric in found}[1] == 1_700_000_000_123
 
 
-def test_a_run_with_more_steps_than_a_call_has_is_sent_in_order_and_counted(
-    store: Store, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[list[int]] = []
-
-    def send(self: MlflowMirror, records: list[dict[str, Any]], clocks: dict[int, int]) -> Sent:
-        steps = [record["step"] for record in records]
-        calls.append(steps)
-        there = [step for step in steps if step % 3 == 0]
-        return Sent(len(steps) - len(there), len(there), sum(step % 5 == 0 for step in there))
-
-    monkeypatch.setattr(MlflowMirror, "send", send)
-    for step in range(3, 2 * RECORDS_PER_CALL + 20):
-        folder.append_metrics({"step": step, "train/reward": 0.5, "time/step": 1.0})
-    synced = sync_run(store, folder.path)
-    assert [step for call in calls for step in call] == list(range(120))
-    assert max(map(len, calls)) == RECORDS_PER_CALL
-    assert synced.metrics == Sent(80, 40, 8)  # of 0 … 119, 40 are multiples of 3 and 8 of 15
+def test_a_run_with_more_steps_than_a_call_has_is_sent_and_counted(store, folder, monkeypatch):
+    monkeypatch.setattr(sync, "RECORDS_PER_CALL", 2)
+    assert [sync_run(store, folder.path).metrics for _ in range(2)] == [Sent(9, 0, 0), Sent(0, 9, 0)]
+    assert history(store, folder) == metrics_of(folder)
 
 
-def test_a_sync_to_another_store_keeps_the_runs_own_link_first(store: Store, folder: RunFolder) -> None:
+def test_a_sync_to_another_store_keeps_the_runs_own_link_first(store, folder):
     track(store, folder)
     elsewhere = Store(store.uri, "another experiment", store.artifact_location)
     sync_run(elsewhere, folder.path)
@@ -277,7 +247,7 @@ def test_a_sync_to_another_store_keeps_the_runs_own_link_first(store: Store, fol
     assert history(elsewhere, folder) == history(store, folder) == metrics_of(folder)
 
 
-def test_a_run_whose_store_has_moved_keeps_its_mlflow_run(folder: RunFolder, store: Store) -> None:
+def test_a_run_whose_store_has_moved_keeps_its_mlflow_run(folder, store):
     """The file of the address in the link does not exist; the run is found in the store by its key."""
     sync_run(store, folder.path)
     (link,) = read_links(folder.path)
@@ -290,7 +260,7 @@ def test_a_run_whose_store_has_moved_keeps_its_mlflow_run(folder: RunFolder, sto
     assert run_at(store, folder).info.run_id == link.run_id
 
 
-def test_the_store_of_a_run(folder: RunFolder, store: Store) -> None:
+def test_the_store_of_a_run(folder, store):
     """In this order: the option, the settings, the first store, the environment, the runs folder."""
     runs = folder.path.parent
 

@@ -56,7 +56,11 @@ def plot_all(arms: Mapping[str, Sequence[VariantRunData]], report: Report, out: 
     names = [name for name in order if name in order[:MAX_VARIANTS_PLOTTED] or name == report.baseline]
     styles = variant_styles([name for name in arms if name in names], report.baseline)
     accuracy = common_curves({name: [run.accuracy(sets) for run in arms[name]] for name in names})
-    entropy = common_curves({name: [smooth_entropy(run) for run in arms[name]] for name in names})
+    entropies = {name: [run.entropy for run in arms[name]] for name in names}
+    entropy = common_curves(
+        {name: [dict(zip(curve, smooth([*curve.values()])[0], strict=True)) for curve in curves]
+         for name, curves in entropies.items()}
+    )  # fmt: skip
     over_sets = f", mean of {len(sets)} sets" if len(sets) > 1 else ""
     n = common_n([run for runs in arms.values() for run in runs], sets)
     y_label = f"held-out accuracy, mean@{n}{over_sets}"
@@ -137,11 +141,6 @@ def common_curves(by_variant: Mapping[str, Sequence[Curve]]) -> Curves:
             values = [[curve[step] for step in steps] for curve in curves]
             common[name] = np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64)
     return common
-
-
-def smooth_entropy(run: VariantRunData) -> Curve:
-    """Return the entropy by step, smoothed as in the plot of a single run."""
-    return dict(zip(run.entropy, smooth(list(run.entropy.values()))[0], strict=True)) if run.entropy else {}
 
 
 def _plot_over_steps(

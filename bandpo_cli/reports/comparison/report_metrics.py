@@ -155,9 +155,6 @@ def shorten_list(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_LISTED]) + more
 
 
-HELD_OUT_ACCURACY = "held-out accuracy"
-"""Heading of the accuracy, which the evaluations measure; the accuracy of training is not in a report."""
-
 SECONDS_PER_STEP = "seconds_per_step"
 """Key of the metric for which a report also shows the spread over the steps."""
 
@@ -247,7 +244,7 @@ def measure(
     )
     passes = f"pass_at_{k}"
     scores = {
-        "accuracy": (HELD_OUT_ACCURACY, f"mean@{n} of the last evaluation"),
+        "accuracy": ("held-out accuracy", f"mean@{n} of the last evaluation"),
         "area": ("area", f"area under mean@{n} over the steps, divided by the steps"),
         passes: (f"pass@{k}", f"pass@{k} of the last evaluation"),
     }

@@ -126,8 +126,8 @@ def is_within(key: str, sections: Iterable[str]) -> bool:
 def differing_settings(runs: Iterable[Settings]) -> list[str]:
     """Return the keys outside `_SAME_VARIANT` whose values differ between the runs, in the order of the configs."""
     listed = list(runs)
-    keys = dict.fromkeys(key for run in listed for key in run)
-    return [key for key in keys if not is_within(key, _SAME_VARIANT) and _differs(key, listed)]
+    keys = dict.fromkeys(key for run in listed for key in run if not is_within(key, _SAME_VARIANT))
+    return [key for key in keys if len({setting_texts(run, [key]) for run in listed}) > 1]
 
 
 def chosen_keys(by: Sequence[str], runs: Iterable[Settings]) -> list[str]:
@@ -238,10 +238,6 @@ def _group_by_settings(selection: Selection, by: Sequence[str]) -> Selection:
 def setting_texts(run: Settings, keys: Iterable[str]) -> tuple[str, ...]:
     """Return these settings as text, `ABSENT` for one that the run does not have."""
     return tuple(format_setting(run.get(key, ABSENT)) for key in keys)
-
-
-def _differs(key: str, runs: Iterable[Settings]) -> bool:
-    return len({setting_texts(run, [key]) for run in runs}) > 1
 
 
 def _independent_keys(runs: Sequence[Settings], keys: Sequence[str]) -> list[str]:
