@@ -39,9 +39,7 @@ class SweepFolder:
     """
 
     def __init__(self, path: Path, runs: Sequence[SweepRun], plan: Mapping[str, Any]) -> None:
-        self.path = path
-        self.runs = list(runs)
-        self.plan = plan
+        self.path, self.runs, self.plan = path, list(runs), plan
         self.baseline = None if plan.get("baseline") is None else str(plan["baseline"])
         self.gpus_per_run: int = plan.get("gpus_per_run", 1)
 
@@ -82,10 +80,8 @@ class SweepFolder:
             raise not_found("sweep", text, runs_dir, PLAN_FILE)
         folder = cls.read(path)
         for run in folder.runs:
-            if not path_exists(folder.plan_path(run.name)):
-                raise UserError(
-                    f"{path}: the settings of run '{run.name}' are missing (plans/{run.name}.yaml)"
-                )
+            if not path_exists(file := folder.plan_path(run.name)):
+                raise UserError(f"{file}: the settings of run '{run.name}' are missing")
         return folder
 
     @classmethod
@@ -101,9 +97,7 @@ class SweepFolder:
         names = [run.name for run in plan.runs]
         for name in names:
             if not is_valid_name(name) or name in _RESERVED_NAMES or names.count(name) > 1:
-                raise UserError(
-                    f"{file}: runs: name = {name!r} is not a valid folder name, or is given twice"
-                )
+                raise UserError(f"{file}: runs: name = {name!r} is not a valid folder name or given twice")
         check_baseline(plan.baseline, [run.arm for run in plan.runs], f"{file}: ")
         return cls(path, plan.runs, content)
 

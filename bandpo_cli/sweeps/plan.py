@@ -67,9 +67,7 @@ def plan_runs(
     """
     base = [*layers, sweep.fixed]
     if any("seed" in excluded for excluded in sweep.exclude):
-        raise ConfigError(
-            "exclude: seed: a combination is excluded with all seeds; leave out seeds in `seeds`"
-        )
+        raise ConfigError("exclude: seed: combinations are excluded with all seeds; edit `seeds` instead")
     varying = {key for key, values in sweep.axes.items() if len(values) > 1}
     classes = MethodSettings.classes().values()
     fields = {f"bounds.{name}" for method in classes for name in method.model_fields}
@@ -92,9 +90,7 @@ def plan_runs(
         if other == name:
             continue  # differs only in an axis that does not apply to this variant's method
         if other is not None or name in [arm for arm, _ in arms.values()]:
-            raise ConfigError(
-                f"the variants '{other or name}' and '{name}' are the same runs; remove one of them"
-            )
+            raise ConfigError(f"the variants '{other or name}' and '{name}' are the same runs; remove one")
         arms[config] = name, group
     for error in filter(None, errors.values()):
         raise ConfigError(f"exclude: {error}")
@@ -142,19 +138,15 @@ def check_names(runs: Sequence[PlannedRun]) -> None:
             )
         other = seen.setdefault(run.name, run.arm)
         if other != run.arm:
-            raise ConfigError(
-                f"the variants '{other}' and '{run.arm}' have the same folder name; rename one of them"
-            )
+            raise ConfigError(f"the variants '{other}' and '{run.arm}' have the same folder name; rename one")
 
 
 def check_baseline(baseline: str | None, arms: Iterable[str], where: str = "") -> None:
     """Raise ConfigError, which begins with `where`, if `baseline` is neither None nor one of the variants `arms`."""
     names = list(dict.fromkeys(arms))
     if baseline is not None and baseline not in names:
-        near = nearest(baseline, names)
-        raise ConfigError(
-            f"{where}baseline = {baseline!r}: no variant of that name{near}; variants: {', '.join(names)}"
-        )
+        none = f"no variant of that name{nearest(baseline, names)}"
+        raise ConfigError(f"{where}baseline = {baseline!r}: {none}; variants: {', '.join(names)}")
 
 
 def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
@@ -247,10 +239,8 @@ def _describe_variant(variant_name: str, settings: Settings, varying: set[str], 
         words.append(str(settings[_DIVERGENCE]))
     if _DELTA in shown:
         words.append(_short(shown[_DELTA]))
-    others = {
-        key.rpartition(".")[2]: shown[key] for key in shown if key not in (_METHOD, _DIVERGENCE, _DELTA)
-    }
-    words += [f"{key}={_short(value)}" for key, value in others.items()]
+    others = [key for key in shown if key not in (_METHOD, _DIVERGENCE, _DELTA)]
+    words += [f"{key.rpartition('.')[2]}={_short(shown[key])}" for key in others]
     return " ".join(words) or config.bounds.method
 
 

@@ -82,7 +82,7 @@ class RayPool(Pool):
         if gpus and ranks > most:
             ray.shutdown()
             raise UserError(
-                f"--gpus-per-run {ranks}: no machine of the Ray cluster has so many GPUs, the most are {most}"
+                f"--gpus-per-run {ranks}: the machines of the Ray cluster have at most {most} GPUs"
             )
         slots = max(1, jobs or (gpus or cores) // ranks)
         super().__init__(slots, threads=max(1, cores // (slots * ranks)))

@@ -37,11 +37,10 @@ Status = Literal["waiting", "running", "finished", "failed", "stopped"]
 EXIT_USER_ERROR = 2  # of a command that refused its input and did nothing
 _TRAIN = [sys.executable, "-m", "bandpo_cli", "train"]
 
-POLL_S = 0.5
-"""Seconds between two polls of the running jobs; the longest time that a free slot waits."""
-
-MIN_PROGRESS = 0.5
-"""Share of its steps that a run must have done before it can be stopped early: early learning curves cross."""
+POLL_S = 0.5  # between two polls of the running jobs; the longest time that a free slot waits
+MIN_PROGRESS = (
+    0.5  # share of its steps that a run does before it can be stopped early: early learning curves cross
+)
 
 
 @dataclass(frozen=True)

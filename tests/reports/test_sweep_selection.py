@@ -113,7 +113,7 @@ RUN = "{name: a, arm: clip, seed: 1}"
         ),
         ("runs: [{name: ../a, arm: x, seed: 1}]", "name = '../a' is not a valid folder name"),
         ("runs: [{name: plans, arm: x, seed: 1}]", "name = 'plans' is not a valid folder name"),
-        (f"runs: [{RUN}, {RUN}]", "name = 'a' is not a valid folder name, or"),
+        (f"runs: [{RUN}, {RUN}]", "name = 'a' is not a valid folder name or"),
         (f"{{runs: [{RUN}], baseline: klip}}", "no variant of that name (did you mean 'clip'?)"),
         (f"{{runs: [{RUN}], gpus_per_run: true}}", "gpus_per_run = 'True': Input should be a valid"),
     ],

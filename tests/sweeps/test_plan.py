@@ -38,6 +38,8 @@ def test_an_axis_does_not_multiply_methods_without_its_setting():
     assert arms(axes=axes) == ["band 0.01", "band 0.05", "clip", "none"]
     axes = parse_axes({"bounds.method": "band,clip", "bounds.divergence": "kl,tv"})
     assert arms(axes=axes) == ["kl", "tv", "clip"]
+    axes = {"sampling.temperature": [1.0, 0.7], "evaluation.temperature": [1.0, 0.5]}
+    assert arms(axes=axes)[-1] == "temperature=0.7 temperature=0.5"
 
 
 def test_arms_of_a_trust_region_other_than_the_band_have_its_name():

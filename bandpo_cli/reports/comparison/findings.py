@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from bandpo_cli.errors import plural
 from bandpo_cli.reports.comparison.report_metrics import MAX_LISTED, Metric, shorten_list
-from bandpo_cli.reports.comparison.runs import VariantRunData
+from bandpo_cli.reports.comparison.runs import Arms
 from bandpo_cli.reports.comparison.selection import differing_settings, is_within
 from bandpo_cli.reports.comparison.statistics import p_text
 from bandpo_cli.reports.comparison.variants import Report, Variant, VariantDifference
 
-_MAX_NAMED = 3
-"""Variants that the headline names in each direction."""
+_MAX_NAMED = 3  # variants that the headline names in each direction
 
 _EVALUATION_KEYS = ("task", "evaluation.problems", "evaluation.temperature", "model.prompts")
 """Settings and sections whose values make the accuracies of two runs incomparable."""
@@ -98,9 +97,7 @@ def _ranking(arms: Sequence[Variant], metric: Metric) -> str:
     return f"{arms[0].name} ends with the highest held-out accuracy, {mean} ({seeds}){untested}"
 
 
-def report_notes(
-    report: Report, arms: Mapping[str, Sequence[VariantRunData]], baseline: str | None
-) -> Iterator[str]:
+def report_notes(report: Report, arms: Arms, baseline: str | None) -> Iterator[str]:
     """Yield what limits the comparison, one sentence per note; all runs of the baseline may have been excluded."""
     runs = [run for members in arms.values() for run in members]
     if missing := sorted({run.arm for run in report.left_out if run.arm and run.arm not in arms}):

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from bandpo_cli.reports import style
 from bandpo_cli.reports.comparison.report_metrics import common_n, percent_text
-from bandpo_cli.reports.comparison.runs import VariantRunData
+from bandpo_cli.reports.comparison.runs import Arms
 from bandpo_cli.reports.comparison.selection import format_setting
 from bandpo_cli.reports.comparison.statistics import interval_band
 from bandpo_cli.reports.comparison.tuning import accuracy_by_learning_rate
@@ -46,7 +46,7 @@ _ROW_HEIGHT, _TICK_HEIGHT = (
 _MIN_SHARE = 1e-4  # a smaller share of clipped tokens has the colour of 0
 
 
-def plot_all(arms: Mapping[str, Sequence[VariantRunData]], report: Report, out: Path) -> dict[str, Path]:
+def plot_all(arms: Arms, report: Report, out: Path) -> dict[str, Path]:
     """Plot into `out` what the runs have data for, and the tuning; return the files by the names of `CAPTIONS`.
 
     Line styles are assigned in the order of `arms`.
@@ -212,9 +212,7 @@ def _plot_accuracy_entropy(
     return figure
 
 
-def _plot_clip_table(
-    arms: Mapping[str, Sequence[VariantRunData]], styles: LineStyles, subtitle: str
-) -> Figure | None:
+def _plot_clip_table(arms: Arms, styles: LineStyles, subtitle: str) -> Figure | None:
     """Plot the clipped share of the tokens as a table of variants and bins of π_old; None without data."""
     clipped = {name: _mean_by_key([run.clipped_by_bin for run in runs]) for name, runs in arms.items()}
     names = [name for name in arms if clipped[name]]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.reports.comparison.runs import VariantRunData
+from bandpo_cli.reports.comparison.runs import Arms, VariantRunData
 from bandpo_cli.reports.comparison.statistics import Estimate, Limits
 from bandpo_cli.reports.run_plots import Curve
 
@@ -44,9 +44,7 @@ class EqualAccuracy(NamedTuple):
     notes: Sequence[str]
 
 
-def entropy_at_equal_accuracy(
-    arms: Mapping[str, Sequence[VariantRunData]], sets: Sequence[str]
-) -> EqualAccuracy:
+def entropy_at_equal_accuracy(arms: Arms, sets: Sequence[str]) -> EqualAccuracy:
     """Return the entropy of each run at the moment at which its held-out accuracy first reaches a common level.
 
     The level is the highest accuracy that all compared runs reach at some evaluation. Not compared are variants that
@@ -221,9 +219,7 @@ def common_n(records: Sequence[VariantRunData], sets: Sequence[str]) -> str:
     return ns.pop() if len(ns) == 1 else "n"
 
 
-def measure(
-    arms: Mapping[str, Sequence[VariantRunData]], sets: Sequence[str], equal: EqualAccuracy
-) -> list[tuple[Metric, Values]]:
+def measure(arms: Arms, sets: Sequence[str], equal: EqualAccuracy) -> list[tuple[Metric, Values]]:
     """Return the metrics that at least one run has a value of, accuracy first; with several sets their mean first.
 
     Variants are compared by the accuracy in a single set, not by its area and pass@k. `equal` has the values of the
@@ -256,9 +252,8 @@ def measure(
             return in_set, lambda run: run.score(key, [label])
         return Metric(key, name, over + about), lambda run: run.score(key, sets)
 
-    entropy = Metric(
-        "entropy", "entropy", "mean over the last tenth of the steps, nats per token", largest=None
-    )
+    last_tenth = "mean over the last tenth of the steps, nats per token"
+    entropy = Metric("entropy", "entropy", last_tenth, largest=None)
     at_equal = Metric("entropy_at_accuracy", f"entropy at {reached} accuracy", at_accuracy, largest=None)
     clipped = Metric("clipped", "clipped", "share of tokens with zero gradient, mean over the run",
                      compared=False, pattern=".2f", percent=True)  # fmt: skip

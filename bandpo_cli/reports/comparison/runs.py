@@ -88,6 +88,10 @@ class VariantRunData(VariantRun):
         return {step: fmean(curve[step] for curve in curves) for step in steps}
 
 
+Arms = Mapping[str, Sequence[VariantRunData]]
+"""The runs of each variant, by name."""
+
+
 @dataclass(frozen=True)
 class ExcludedRun:
     """A run that is excluded from all metrics, and the reason. The fields are keys of `bandpo report --format json`."""

@@ -218,10 +218,9 @@ def _group_by_settings(selection: Selection, by: Sequence[str]) -> Selection:
             settings[run.folder] = read_settings(run.folder)
     keys = chosen_keys(by, settings.values()) if by else None
     names = dict(zip(settings, variant_names(list(settings.values()), keys), strict=True))
+    seeds = {folder: values["seed"] for folder, values in settings.items() if "seed" in values}
     runs = [
-        VariantRun(
-            names.get(run.folder, run.arm), settings.get(run.folder, {}).get("seed", run.seed), run.folder
-        )
+        VariantRun(names.get(run.folder, run.arm), seeds.get(run.folder, run.seed), run.folder)
         for run in selection.runs
     ]
     values = {

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeGuard
 
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.reports.comparison.report_metrics import common_sets
-from bandpo_cli.reports.comparison.runs import VariantRunData
+from bandpo_cli.reports.comparison.runs import Arms, VariantRunData
 from bandpo_cli.reports.comparison.selection import (
     differing_settings,
     format_setting,
@@ -121,20 +121,15 @@ class Tuning:
         """Return the values of the variants, a line per group and other tuned settings: `kl delta=0.02`."""
         lines: Lines = {}
         for arm in self.arms:
-            others = {
-                key.rpartition(".")[2]: value for key, value in arm.settings.items() if key != _LEARNING_RATE
-            }
-            name = " ".join([arm.group, *(f"{key}={format_setting(value)}" for key, value in others.items())])
+            others = {key: value for key, value in arm.settings.items() if key != _LEARNING_RATE}
+            texts = [f"{key.rpartition('.')[2]}={format_setting(value)}" for key, value in others.items()]
+            name = " ".join([arm.group, *texts])
             if _is_number(rate := arm.settings.get(_LEARNING_RATE)):
                 lines.setdefault(name, {})[float(rate)] = list(arm.values)
         return lines
 
 
-def choose(
-    sweep: str,
-    metric: Literal["accuracy", "area"],
-    groups: Mapping[str, Mapping[str, Sequence[VariantRunData]]],
-) -> Tuning:
+def choose(sweep: str, metric: Literal["accuracy", "area"], groups: Mapping[str, Arms]) -> Tuning:
     """Return the variants with their values, the best of each group chosen; of equal variants the first.
 
     Args:
@@ -169,7 +164,7 @@ def read_tuning(sweep: SweepFolder | None) -> Tuning | None:
     return validated(Tuning, sweep.plan["tuning"], sweep.path / PLAN_FILE, "tuning")
 
 
-def accuracy_by_learning_rate(arms: Mapping[str, Sequence[VariantRunData]], sets: Sequence[str]) -> Lines:
+def accuracy_by_learning_rate(arms: Arms, sets: Sequence[str]) -> Lines:
     """Return the last accuracies of the runs, the learning rates ascending.
 
     A line has the runs whose settings are equal except for the learning rate and the seed. Its name is the name of its

@@ -14,7 +14,7 @@ import numpy as np
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.reports.comparison.report_metrics import SECONDS_PER_STEP, Metric, Values
-from bandpo_cli.reports.comparison.runs import ExcludedRun, VariantRunData
+from bandpo_cli.reports.comparison.runs import Arms, ExcludedRun, VariantRunData
 from bandpo_cli.reports.comparison.selection import ABSENT, differing_settings, format_setting
 from bandpo_cli.reports.comparison.statistics import LEVEL, Estimate, PairedTest, estimate, holm, paired_test
 from bandpo_cli.reports.comparison.tuning import Tuning
@@ -120,15 +120,12 @@ def group_by_variant(records: Iterable[VariantRunData]) -> dict[str, list[Varian
         if other is not run:
             keys = ", ".join(differing_settings([other.settings, run.settings])[:3])
             advice = f"they differ in {keys}: add it to --by" if keys else "give only one of them"
-            raise UserError(
-                f"{other.folder} and {run.folder} are both seed {run.seed} of the variant '{run.arm}'; {advice}"
-            )
+            which = f"seed {run.seed} of the variant '{run.arm}'"
+            raise UserError(f"{other.folder} and {run.folder} are both {which}; {advice}")
     return {name: [seeds[seed] for seed in sorted(seeds)] for name, seeds in arms.items()}
 
 
-def evaluate_variants(
-    arms: Mapping[str, Sequence[VariantRunData]], measured: Sequence[tuple[Metric, Values]]
-) -> list[Variant]:
+def evaluate_variants(arms: Arms, measured: Sequence[tuple[Metric, Values]]) -> list[Variant]:
     """Return the variants with the estimates of their metrics, highest accuracy first."""
     keys = differing_settings(run.settings for runs in arms.values() for run in runs)
     evaluated = []
@@ -176,9 +173,8 @@ def verdict(change: Estimate, p_holm: float | None) -> str:
     if change.n == 1:
         return "one seed: no test"
     if change.low is None or change.high is None:
-        return (
-            "the same difference in every seed: no interval" if change.mean else "no difference in any seed"
-        )
+        equal = "the same difference in every seed: no interval"
+        return equal if change.mean else "no difference in any seed"
     if change.low <= 0 <= change.high:
         return "not significant"
     direction = "higher" if change.mean > 0 else "lower"

@@ -119,9 +119,7 @@ def write_report(
     all_notes = [*notes, *report_notes(report, arms, baseline), *equal.notes]
     all_notes += [] if tuning is None else tuning.notes_on_range()
     if len(arms) > MAX_VARIANTS_PLOTTED:
-        all_notes.append(
-            f"The plots show the {MAX_VARIANTS_PLOTTED} most accurate variants and the baseline."
-        )
+        all_notes += [f"The plots show the {MAX_VARIANTS_PLOTTED} most accurate variants and the baseline."]
     report = replace(report, notes=tuple(all_notes))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
