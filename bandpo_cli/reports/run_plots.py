@@ -89,8 +89,11 @@ def plot_success_histogram(folder: Path) -> Path:
     ((first, scores), *others) = sets.items()
     about = f"{plural(scores['problems'], 'problem')} of {first}"
     if others:
-        plotted = "" if len(sets) == len(all_sets) else f"the first {len(sets)} of "
-        about = f"{plotted}{len(all_sets)} sets"
+        about = (
+            f"{len(all_sets)} sets"
+            if len(sets) == len(all_sets)
+            else f"the first {len(sets)} of {len(all_sets)} sets"
+        )
     subtitle = _shorten(f"{about} · {folder.resolve().name}", _SUBTITLE_CHARS)
     figure, (axes,) = style.new_figure("Problems by correct completions", subtitle)
     sizes = {size for scores in sets.values() for size in scores["completions_per_problem"]}
@@ -104,8 +107,7 @@ def plot_success_histogram(folder: Path) -> Path:
         axes.bar(places, np.array(counts) / len(problems), width, color=style.CYCLE[index], label=text)
         axes.set_xticks(range(len(names)), [name.replace(" ", "") for name in names])
         axes.set_xlim(-0.6, len(names) - 0.4)
-    style.percent_axis(axes)
-    style.label(axes, success_axis(n), "share of the problems")
+    style.label(axes, success_axis(n), "share of the problems", percent=True)
     if others:
         style.legend(axes, columns=3)
     return style.save(figure, folder / "plots" / "success.png")
@@ -159,24 +161,22 @@ def plot_accuracy(records: Sequence[Record], intervals: Intervals, subtitle: str
             marker = _PASS_MARKERS[ks.index(count) % len(_PASS_MARKERS)]
             line = {"marker": marker, "linestyle": (0, (4, 2)), "linewidth": 1.6, "markerfacecolor": "white"}
         line |= {"color": color, "label": f"held-out {style.legend_name(task)} {measure}@{count}"}
-        axes.plot(*zip(*curve.items(), strict=True), markersize=6, clip_on=False, zorder=3, **line)
+        axes.plot(list(curve), list(curve.values()), markersize=6, clip_on=False, zorder=3, **line)
     if axes.collections:
         meaning = "mean: 95% interval over problems"
         axes.fill_between([], [], color=style.MUTED_COLOR, alpha=0.25, label=meaning)
     axes.set_ylim(0, 1)
-    style.percent_axis(axes)
-    style.label(axes, "step", "correct answers")
+    style.label(axes, "step", "correct answers", percent=True)
     return _finish(figure, [axes], steps)
 
 
 def plot_entropy(records: Sequence[Record], subtitle: str) -> Figure | None:
     """Plot the entropy of the policy over the steps."""
-    curve = series(records, "train/entropy")
-    if not curve:
+    if not (curve := series(records, "train/entropy")):
         return None
     figure, (axes,) = style.new_figure("Entropy of the policy", subtitle)
-    name = "mean over the sampled tokens, under the policy that sampled them"
-    _plot_smoothed(axes, curve, name, style.BLUE)
+    meaning = "mean over the sampled tokens, under the policy that sampled them"
+    _plot_smoothed(axes, curve, meaning, style.BLUE)
     axes.set_ylim(0, 1.08 * max(*curve.values(), 0.01))
     style.label(axes, "step", "entropy, nats per token")
     return _finish(figure, [axes], list(curve))
@@ -192,15 +192,14 @@ def plot_clip(records: Sequence[Record], subtitle: str) -> Figure | None:
     figure, panels = style.new_figure("Clipped tokens", subtitle, panels=2 if bins else 1)
     for curve, text, color in lines:
         _plot_smoothed(panels[0], curve, text, color, show_values=False)
-    style.label(panels[0], "step", "share of all tokens")
+    style.label(panels[0], "step", "share of all tokens", percent=True)
     for index, (name, text) in enumerate(bins):
         bin_color = colormaps["viridis"](0.92 * (1 - index / max(len(bins) - 1, 1)))
         _plot_smoothed(panels[1], series(records, name), f"p {text}", bin_color, show_values=False)
     if bins:
-        style.label(panels[1], "step", "clipped share of the tokens in that range of p")
+        style.label(panels[1], "step", "clipped share of the tokens in that range of p", percent=True)
     for axes in panels:
         axes.set_ylim(bottom=0)
-        style.percent_axis(axes)
     return _finish(figure, panels, list(lines[0][0]))
 
 
@@ -210,8 +209,7 @@ def plot_clip_map(folder: Path, subtitle: str) -> Figure | None:
     Tables of earlier versions have no gradient weights. They are of methods with bounds, or without any clipping. No
     plot is made if none of the tokens fits on log axes.
     """
-    tables = sorted((folder / "tokens").glob("step-*.parquet"))
-    if not tables:
+    if not (tables := sorted((folder / "tokens").glob("step-*.parquet"))):
         return None
     columns = read_token_table(tables[-1])
     columns["prob"] = np.exp(columns["old_logprob"])
@@ -231,10 +229,8 @@ def plot_clip_map(folder: Path, subtitle: str) -> Figure | None:
     if (lower > 0).any() or np.isfinite(upper).any():  # other methods have no interval: no inside and outside
         clipped = clip_state(ratio, lower, upper, advantage).active
         outside = (ratio > upper) | (ratio < lower)
-        kinds = [
-            (~outside, "inside", style.MUTED_COLOR, 5, 0.40),
-            (outside & ~clipped, "outside, not clipped", style.ORANGE, 9, 0.7),
-        ]
+        kinds = [(~outside, "inside", style.MUTED_COLOR, 5, 0.40)]
+        kinds.append((outside & ~clipped, "outside, not clipped", style.ORANGE, 9, 0.7))
         order = np.argsort(prob)
         inside = np.maximum(lower, low)[order], np.minimum(upper, high)[order]
         area: dict[str, Any] = {"color": style.SKY, "alpha": 0.20, "linewidth": 0}

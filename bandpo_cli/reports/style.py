@@ -29,11 +29,8 @@ LINE_COLORS = (*CYCLE, "#7f4f24", TEXT_COLOR)
 
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 
-HEIGHT = 6.25
-"""Height of a figure in inches; its width is 10."""
-
-HEADER = 0.875
-"""Height of title and subtitle in inches: the axes begin below, in plots without a legend above the axes."""
+HEIGHT, HEADER = 6.25, 0.875
+"""Inches: height of a figure, whose width is 10, and of its title and subtitle."""
 
 LARGE_DOT: dict[str, Any] = {"marker": "o", "markersize": 11, "markeredgecolor": "white", "zorder": 4}
 """Arguments of `Axes.plot` for a dot that stands out from the dots of a line."""
@@ -72,10 +69,12 @@ def clean_axes(axes: Axes) -> Axes:
     return axes
 
 
-def label(axes: Axes, x: str, y: str) -> None:
-    """Set the labels of both axes. Labels include the unit."""
+def label(axes: Axes, x: str, y: str, percent: bool = False) -> None:
+    """Set the labels of both axes, which include the unit; `percent` formats shares on the y axis as percentages."""
     axes.set_xlabel(x, size=11.5, color=TEXT_COLOR, labelpad=8)
     axes.set_ylabel(y, size=11.5, color=TEXT_COLOR, labelpad=8)
+    if percent:
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
 
 
 def legend(axes: Axes, columns: int, **options: Any) -> Legend:
@@ -111,11 +110,6 @@ def steps_axis(axes: Axes, steps: Sequence[float]) -> None:
         axes.set_xticks([low])
     else:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, steps=[1, 2, 5, 10]))
-
-
-def percent_axis(axes: Axes) -> None:
-    """Format the shares on the y axis as percentages, without trailing zeros."""
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:.4g} %"))
 
 
 def save(figure: Figure, path: Path) -> Path:

@@ -39,10 +39,7 @@ MAX_VARIANTS_PLOTTED = 12
 
 _MAX_RATE_TICKS = 8  # learning rates up to this number are the ticks of their axis
 _SPREAD_POINTS = 24.0  # width over which the lines of different methods at a learning rate are spread
-_ROW_HEIGHT, _TICK_HEIGHT = (
-    0.7,
-    0.94,
-)  # inches: a row of the table of clipped tokens, the texts below the table
+_ROW_HEIGHT, _TICK_HEIGHT = 0.7, 0.94  # inches: a row of the table of clipped tokens, the texts below it
 _MIN_SHARE = 1e-4  # a smaller share of clipped tokens has the colour of 0
 
 
@@ -126,8 +123,7 @@ def plot_accuracy_lr(
     if len(all_rates) <= _MAX_RATE_TICKS:
         axes.set_xticks(all_rates, [format_setting(rate) for rate in all_rates])
         axes.xaxis.set_minor_locator(NullLocator())
-    style.percent_axis(axes)
-    style.label(axes, "learning rate", y_label)
+    style.label(axes, "learning rate", y_label, percent=True)
     seeds = {len(accuracies) for name in names for accuracies in lines[name].values()}
     side_legend(figure, axes, {name: best[name] for name in names}, styles, _describe_bands(seeds))
     return figure
@@ -166,9 +162,7 @@ def _plot_over_steps(
         axes.plot(steps, values_RS.mean(axis=0), marker=marker, markersize=5, zorder=3, **styles[name])
     _fit_y_axis(axes, shown)
     style.steps_axis(axes, [step for steps, _ in curves.values() for step in steps])
-    if share_label:
-        style.percent_axis(axes)
-    style.label(axes, "step", share_label or "entropy, nats per token")
+    style.label(axes, "step", share_label or "entropy, nats per token", percent=bool(share_label))
     final_values = {name: float(values_RS[:, -1].mean()) for name, (_, values_RS) in curves.items()}
     side_legend(figure, axes, final_values, styles, bands)
     return figure
@@ -206,8 +200,7 @@ def _plot_accuracy_entropy(
         axes.annotate(text, (1, level), xytext=(0, 3), size=10.5, color=style.MUTED_COLOR, **place)
     axes.margins(0.06)
     axes.grid(axis="x", color=style.GRID_COLOR, linewidth=1)
-    style.percent_axis(axes)
-    style.label(axes, "entropy, nats per token", y_label)
+    style.label(axes, "entropy, nats per token", y_label, percent=True)
     side_legend(figure, axes, final_values, styles)
     return figure
 

@@ -69,8 +69,7 @@ def estimate(values: ArrayLike, limits: Limits = NO_LIMITS) -> Estimate | None:
     array = np.asarray(values, dtype=np.float64)
     if not array.size:
         return None
-    mean = float(array.mean())
-    error = _standard_error(array)
+    mean, error = float(array.mean()), _standard_error(array)
     if error is None:
         return Estimate(array.size, mean, None, None)
     half = float(stdtrit(array.size - 1, (1 + LEVEL) / 2)) * error
