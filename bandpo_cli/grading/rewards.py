@@ -34,20 +34,19 @@ def training_grader(
     """
 
     def grade(problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
-        grades_by_component = []
+        by_component: list[list[Grade]] = []
         parts: Sequence[RewardComponent | None] = components or [None]
         for component in parts:
             renamed = graded_by(component, problems)
-            grades = pool.grade(renamed, texts)
+            by_component.append(pool.grade(renamed, texts))
             check_not_all_failed(
-                ranks.gather_all([grade.verdict for grade in grades]),
+                ranks.gather_all([grade.verdict for grade in by_component[-1]]),
                 ranks.gather_all([problem.grader for problem in renamed]),
                 lambda: first_errors(pool, ranks),
             )
-            grades_by_component.append(grades)
         if not components:
-            return grades_by_component[0]
-        return [weighted_grade(components, grades) for grades in zip(*grades_by_component, strict=True)]
+            return by_component[0]
+        return [weighted_grade(components, grades) for grades in zip(*by_component, strict=True)]
 
     return grade
 
@@ -72,15 +71,15 @@ def weighted_grade(components: Sequence[RewardComponent], grades: Sequence[Grade
     and whether the completion is correct. If a component failed, the completion has no reward: the sum of the other
     rewards cannot be compared with the rewards of the group.
     """
-    values = [grade.reward if grade.has_reward else None for grade in grades]
     failed = [grade for grade in grades if is_ungraded(grade)]
     first = failed[0] if failed and grades[0].verdict == NOT_APPLICABLE.verdict else grades[0]
-    pairs = list(zip(components, values, strict=True))
+    pairs = list(zip(components, grades, strict=True))
+    rewards = [component.weight * grade.reward for component, grade in pairs if grade.has_reward]
     return replace(
         first,
-        reward=sum(component.weight * value for component, value in pairs if value is not None),
-        has_reward=not failed and any(grade.has_reward for grade in grades),
-        components={component.label: value for component, value in pairs},
+        reward=sum(rewards),
+        has_reward=bool(rewards) and not failed,
+        components={item.label: grade.reward if grade.has_reward else None for item, grade in pairs},
     )
 
 

@@ -27,19 +27,18 @@ _BRACE = re.compile(r"[{}]")
 
 # The normalisation of Minerva (arXiv 2206.14858, appendix D) as verl has it. The order counts: every replacement acts
 # on the result of those before it, also within words ("than 5" becomes "th5").
-_REPLACED = (
-    ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
-    (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
-)  # fmt: skip
 _REMOVED_WORDS = (
     "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm "
     "pounds meters meals edges students childrentickets multiples"
 )
-_REMOVED = (
-    *_REMOVED_WORDS.split(),
-    *(r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}", r"\text{}"),
-    *(r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
-)
+_REPLACED = (
+    ("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"),
+    (r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}"),
+    *((removed, "") for removed in (
+        *_REMOVED_WORDS.split(), r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3", "\\text{\n}",
+        r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots",
+    )),
+)  # fmt: skip
 _FORMULA = re.compile(r"^[^$\n]*\$([^$\n]*)\$.*", re.MULTILINE)  # the first $...$ stands for its line
 # Without a closing brace the rest of the line is matched too, without a group: nothing in it can match either.
 _WRAPPERS = (
@@ -117,14 +116,12 @@ def normalize(answer: str) -> str:
     removed, `\frac12` becomes `\frac{1}{2}`, and a text of digits and commas loses its commas.
     """
     text = answer.rpartition("=")[2]
-    for old, new in (*_REPLACED, *((removed, "") for removed in _REMOVED)):
+    for old, new in _REPLACED:
         text = text.replace(old, new)
     text = _FORMULA.sub(r"$\1$", text)
     for wrapper in _WRAPPERS:
         text = wrapper.sub(lambda match: match[0] if match[1] is None else match[1], text)
-    text = _SHORT_FRACTION.sub(r"frac{\1}{\2}", text)
-    text = _SHORT_ROOT.sub(r"sqrt{\1}", text)
-    text = text.replace("$", "")
+    text = _SHORT_ROOT.sub(r"sqrt{\1}", _SHORT_FRACTION.sub(r"frac{\1}{\2}", text)).replace("$", "")
     digits = text.replace(",", "")
     return (digits if digits.isdigit() else text).strip()
 
@@ -144,8 +141,7 @@ def _answer_line(text: str) -> str | None:
 
 def _last_box(text: str) -> str | None:
     r"""Return the content of the last `\boxed{...}`; None if there is none or it is not closed."""
-    tail = text[-BOX_TAIL_CHARS:]
-    _, box, content = tail.rpartition(_BOX)
+    _, box, content = text[-BOX_TAIL_CHARS:].rpartition(_BOX)
     depth = 1
     for brace in _BRACE.finditer(content if box else ""):
         depth += 1 if brace[0] == "{" else -1

@@ -17,8 +17,6 @@ from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.types import Problem
 
-Numbers = tuple[int, ...]
-
 
 class Countdown:
     """All problems that the settings allow, with a fixed split into training and held-out problems."""
@@ -29,15 +27,17 @@ class Countdown:
         """Enumerate the problems; raise ConfigError if the settings leave no training or no held-out problem."""
         ranked = sorted((_hash_fraction(key), key) for key in _solvable_problems(config))
         split = sum(rank < config.heldout_fraction for rank, _ in ranked)
-        problems = [_problem(key) for _, key in ranked]
+        problems = []
+        for _, key in ranked:
+            numbers, _, target = key.partition("=")
+            extra = {"numbers": numbers}
+            problems.append(Problem(f"countdown/{key}", f"{key}:", target, "countdown", "countdown", extra))
         self._heldout, self._train = problems[:split], problems[split:]
         if not self._heldout or not self._train:
             raise ConfigError(
-                f"task: numbers={config.numbers}, max_number={config.max_number}, "
-                f"min_target={config.min_target}, max_target={config.max_target} "
-                f"allow {len(problems)} problems, of which "
-                f"heldout_fraction={config.heldout_fraction} holds out {split}; "
-                "training and evaluation need at least one each"
+                f"task: numbers={config.numbers}, max_number={config.max_number}, min_target={config.min_target}, "
+                f"max_target={config.max_target} allow {len(problems)} problems, of which heldout_fraction="
+                f"{config.heldout_fraction} holds out {split}; training and evaluation need at least one each"
             )
 
     def train_problems(self) -> list[Problem]:
@@ -51,11 +51,6 @@ class Countdown:
     def notes(self) -> list[str]:
         """Return no lines: no file is read, and no problem is dropped."""
         return []
-
-
-def _problem(key: str) -> Problem:
-    numbers, _, target = key.partition("=")
-    return Problem(f"countdown/{key}", f"{key}:", target, "countdown", "countdown", {"numbers": numbers})
 
 
 def _hash_fraction(key: str) -> float:
@@ -72,7 +67,7 @@ def _solvable_problems(config: CountdownTask) -> Iterator[str]:
 
 
 @cache
-def _signed_sums(numbers: Numbers) -> frozenset[tuple[int, bool]]:
+def _signed_sums(numbers: tuple[int, ...]) -> frozenset[tuple[int, bool]]:
     """Return all values of ±product ±product ..., each number in one product, and whether a product has a plus.
 
     An expression without parentheses is such a sum. Its first product has no sign, so at least one plus is needed;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -16,20 +15,16 @@ from bandpo_cli.config.files import read_config
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable
 from examples import custom_grader, grpo_loop, python_api
+from tests.cli.eval_command import succeed
+from tests.tasks.stored_completions import jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_plain_loop_is_short() -> None:
+def test_the_plain_loop_is_short_and_rewards_sums_of_all_numbers() -> None:
     assert len((ROOT / "examples" / "grpo_loop.py").read_text().splitlines()) <= 80
-
-
-@pytest.mark.parametrize(
-    ("answer", "expected"),
-    [("2+3+4", 1.0), ("4+3+2", 1.0), ("9", 0.0), ("2+3+3", 0.0), ("2+7", 0.0), ("", 0.0)],
-)
-def test_the_plain_loop_rewards_sums_of_all_numbers(answer: str, expected: float) -> None:
-    assert grpo_loop.reward("2 3 4=9:", answer) == expected
+    expected = {"2+3+4": 1.0, "4+3+2": 1.0, "9": 0.0, "2+3+3": 0.0, "2+7": 0.0, "": 0.0}
+    assert {answer: grpo_loop.reward("2 3 4=9:", answer) for answer in expected} == expected
 
 
 @pytest.mark.slow
@@ -54,34 +49,25 @@ def test_the_custom_divergence_is_twice_hellinger() -> None:
 def test_the_custom_grader_and_its_data_work_in_the_command(tmp_path: Path) -> None:
     problems = custom_grader.write_problems(tmp_path / "words.jsonl")
     rows = [json.loads(line) for line in problems.read_text().splitlines()]
-    right, half, wrong = rows[0], rows[1], rows[2]
-    completions = [[right["answer"]], [half["answer"][:2] + "zzz"], ["?"]]
+    texts = [rows[0]["answer"], rows[1]["answer"][:2] + "zzz", "?"]
     stored = tmp_path / "answers.jsonl"
-    stored.write_text(
-        "".join(
-            json.dumps({**row, "completions": texts}) + "\n"
-            for row, texts in zip((right, half, wrong), completions, strict=True)
-        )
-    )
-    command = ["eval", "--samples", str(stored), "--grader", "examples.custom_grader:reversed_word"]
-    done = subprocess.run(
-        [sys.executable, "-m", "bandpo_cli", *command, "--no-mlflow", "--runs-dir", str(tmp_path / "runs"),
-         "--format", "json"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "failed" not in done.stderr
-    (scores,) = json.loads(done.stdout)["sets"].values()
+    jsonl(stored, *({**row, "completions": [text]} for row, text in zip(rows[:3], texts, strict=True)))
+    command = [
+        "eval",
+        "--samples",
+        stored,
+        "--grader",
+        "examples.custom_grader:reversed_word",
+        "--format",
+        "json",
+    ]
+    done = succeed(*command, "--no-mlflow", "--runs-dir", tmp_path / "runs", cwd=ROOT)
+    assert "failed" not in done.err
+    (scores,) = json.loads(done.out)["sets"].values()
     assert scores["figures"]["mean_at_1"]["value"] == pytest.approx(1 / 3)
-
-
-def test_the_custom_grader_gives_partial_credit() -> None:
+    half = {"score": 0.5, "correct": False, "verdict": "wrong"}
     assert custom_grader.reversed_word("dnab", "dnab", {"letters": 4})["score"] == 1.0
-    assert custom_grader.reversed_word("dnxx", "dnab", {"letters": 4}) == {
-        "score": 0.5,
-        "correct": False,
-        "verdict": "wrong",
-    }
+    assert custom_grader.reversed_word("dnxx", "dnab", {"letters": 4}) == half
 
 
 @pytest.mark.slow

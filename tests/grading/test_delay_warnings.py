@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import threading
 import time
 from pathlib import Path
@@ -14,7 +12,6 @@ from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.grading import pool as pool_module
 from bandpo_cli.grading.pool import GraderPool, check_grader
 from bandpo_cli.types import CORRECT, Grade, Problem
-from tests.cli.eval_command import succeed
 
 NOTICE_S = 0.1
 SLOW_GRADER = "import time\ndef judge(text, answer, extra):\n    time.sleep(float(text))\n    return True\n"
@@ -26,9 +23,6 @@ def _short_interval(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_grader.py").write_text(SLOW_GRADER)
     (tmp_path / "slow_import.py").write_text(f"import time\ntime.sleep({4 * NOTICE_S})\n{SLOW_GRADER}")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(
-        logging.getLogger("bandpo_cli"), "propagate", True
-    )  # a command of another test sets it
 
 
 def problem(id_: str, grader: str = "slow_grader:judge") -> Problem:
@@ -85,29 +79,13 @@ def test_slow_python_code_in_this_process_is_named_in_one_printable_line(
     assert len(caplog.messages[0]) < 300
 
 
-@pytest.mark.slow
 def test_quick_batches_give_no_warning_and_leave_no_thread(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(pool_module, "DELAY_NOTICE_S", 10)
     threads = threading.active_count()
     with GraderPool(GradingConfig()) as pool:
-        for _ in range(100):
+        for _ in range(20):
             pool.grade([problem("p", "number")] * 50, ["Answer: 5"] * 50)
     assert not caplog.messages
     assert threading.active_count() == threads
-
-
-@pytest.mark.slow
-def test_eval_prints_the_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    delays = iter([4 * NOTICE_S])
-
-    def slow_once(problem: Problem, text: str) -> Grade:
-        time.sleep(next(delays, 0))
-        return CORRECT
-
-    monkeypatch.setattr(pool_module, "_first_stage", slow_once)
-    row = {"question": "q", "answer": "5", "completions": ["a", "b"]}
-    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    done = succeed("eval", "--samples", "rows.jsonl", "--no-mlflow", "--name", "a", cwd=tmp_path)
-    assert "warning: grading: 0 of 2 answers are graded, waiting for grader 'math' on problem" in done.out

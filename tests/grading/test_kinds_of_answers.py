@@ -10,10 +10,40 @@ import re
 
 import pytest
 
+from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import Problem
 
 KINDS = r"""
+5 == 5.0 | x = 5 | 5 \text{ apples} | 2+3 | \sqrt{25} != 6 | 5.0001 | 5 or 6 | 5 \text{ or } 6 | not 5 | \neq 5 | 5, 6
+    | x | \frac{0}{0}
+\frac{1}{2} == 0.5
+\frac{1}{3} == 0.333333 != 0.33
+120 == 5!
+10 == 10.0 != 5 5
+5,6 == 5, 6 != 5
+2\sqrt{2} == \sqrt{8} | 2.828427 != 2.8
+x^2+2x+1 == (x+1)^2 != x^2+2x+1.01
+x+1 == \frac{x^2-1}{x-1} != x
+x == x != |x|+1
+1 == \sin^2(x)+\cos^2(x)
+\pi == \pi != 3.14
+C_{1} e^{-2t}+C_2 == C_2+\frac{C_1}{e^{2t}} != C_{1} e^{2t}+C_2
+1+\sqrt{3} i == 1+i\sqrt{3}
+\sqrt{2}\text{ cm} == \sqrt{2}
+\begin{pmatrix}1\\2\end{pmatrix} == \begin{bmatrix}1\\2\end{bmatrix}
+\frac{1}{3} E_{1}+\frac{2}{3} E_{2} == \frac{E_1+2E_2}{3} != \frac{E_2+2E_1}{3}
+2 L_{\odot} == L_\odot + L_\odot
+6.02 \times 10^{23} == 60.2 \times 10^{22}
+0.000002 == 2 \cdot 10^{-6} != \sqrt{10^{-12}}
+\frac{10^{-24}}{3} == \frac{10^{-24}}{3} != \frac{10^{-24}}{7}
+\sqrt{2} \cdot 10^{-20} == \sqrt{2} \cdot 10^{-20} != \sqrt{3} \cdot 10^{-20}
+[1,2] == x \in [1,2] != (1,2)
+(-\infty, 2] == x \le 2 != x < 2
+\frac{37}{4} m == \frac{37}{4} m != \frac{37}{4}
+\frac{1}{m} t == \frac{1}{m} t != \frac{1}{m}
+E_{1} == E_1 != E_{2}
+\infty == \infty != -\infty
 \text{Tuesday} == Tuesday | tuesday | **Tuesday** | \mathrm{Tuesday}. != Thursday | Tues | Tuesday and Friday
 Yes == yes | \text{Yes} | Yes. != No | not yes
 \text{no solution} == No solution | \text{No solution.} != solution | 0 | one solution
@@ -68,15 +98,10 @@ y = 2x + 3 == y=2x+3 | 2x+3 | 2x - y + 3 = 0 != y = 3x+2 | y=2x-3 | x=2y+3 | 2x
 """References, each with equal variants and with near misses."""
 
 MISSED = [
-    ("18.50", "18 dollars and 50 cents"),
-    ("July 4, 2020", "4 July 2020"),
-    ("3:2", r"3 \text{ to } 2"),
-    (r"-2 \le x < 5", r"5 > x \ge -2"),
-    (r"(-\infty, -1) \cup (1, \infty)", r"x < -1 \text{ or } x > 1"),
-    (r"\text{no solution}", "no solutions"),
-    (r"5i", "5 i"),
-    ("B", "(B) 18"),
-]
+    ("18.50", "18 dollars and 50 cents"), ("July 4, 2020", "4 July 2020"), ("3:2", r"3 \text{ to } 2"),
+    (r"-2 \le x < 5", r"5 > x \ge -2"), (r"(-\infty, -1) \cup (1, \infty)", r"x < -1 \text{ or } x > 1"),
+    (r"\text{no solution}", "no solutions"), (r"5i", "5 i"), ("B", "(B) 18"),
+]  # fmt: skip
 """Equal in the eyes of a reader, and wrong for the grader."""
 ACCEPTED = [
     ("1001_2", "1001"),
@@ -95,20 +120,50 @@ def verdicts(pool: GraderPool, gold: str, answers: list[str]) -> dict[str, str]:
     return {answer: grade.verdict for answer, grade in zip(answers, grades, strict=True)}
 
 
-@pytest.mark.slow
-def test_equal_variants_are_correct_and_near_misses_are_wrong(pool: GraderPool) -> None:
-    for line in KINDS.strip().replace("\n    ", " ").splitlines():
-        gold, equal, different = re.split(" == | != ", line)
-        expected = dict.fromkeys([gold, *equal.split(" | ")], "correct")
-        expected |= dict.fromkeys(different.split(" | "), "wrong")
-        assert verdicts(pool, gold, list(expected)) == expected, gold
+@pytest.mark.slow_after(12)
+@pytest.mark.parametrize("line", KINDS.strip().replace("\n    ", " ").splitlines())
+def test_equal_variants_are_correct_and_near_misses_are_wrong(pool: GraderPool, line: str) -> None:
+    gold, equal, *different = re.split(" == | != ", line)
+    expected = dict.fromkeys([gold, *equal.split(" | ")], "correct")
+    expected |= dict.fromkeys(" | ".join(different).split(" | ") if different else (), "wrong")
+    assert verdicts(pool, gold, list(expected)) == expected
+
+
+def test_forms_of_the_final_answer(pool: GraderPool) -> None:
+    problem, forms = Problem("p", "", r"\sqrt{8}", "test", "math"), ("Answer: $%s$.", "so $\\boxed{%s}$.")
+    texts = [form % answer for form in forms for answer in (r"2\sqrt{2}", r"2\sqrt{3}")]
+    grades = pool.grade([problem] * 4, texts)
+    assert [(grade.reward, grade.correct, grade.verdict) for grade in grades] == [
+        (1.0, True, "correct"), (0.0, False, "wrong"),
+    ] * 2  # fmt: skip
+
+
+@pytest.mark.parametrize("grader", ["math", "number"])
+def test_no_answer_in_the_required_form_is_malformed(pool: GraderPool, grader: str) -> None:
+    texts = ["", "5", "the answer is 5", "\\boxed{5", "Answer:", f"Answer: {'5+' * 600}5"]
+    grades = pool.grade([Problem("p", "", "5", "test", grader)] * len(texts), texts)
+    assert {(grade.verdict, grade.reward, grade.correct) for grade in grades} == {("malformed", 0.0, False)}
+
+
+NUMBERS = [
+    ("18", "18 eggs", "correct"), ("18", "3 \\times 6 = 18", "correct"), ("18", "19", "wrong"),
+    ("0.333333", "1/3", "wrong"), ("18", "eighteen", "malformed"), ("18", "9+9", "malformed"),
+    ("x+1", "18", "grader-error"),
+]  # fmt: skip
+
+
+def test_number_grader() -> None:
+    problems = [Problem("p", "", gold, "test", "number") for gold, _, _ in NUMBERS]
+    with GraderPool(GradingConfig()) as pool:
+        grades = pool.grade(problems, [f"Answer: {answer}" for _, answer, _ in NUMBERS])
+        assert "problem p: its answer 'x+1' is not a plain number" in pool.errors["number"]
+    assert [grade.verdict for grade in grades] == [verdict for _, _, verdict in NUMBERS]
 
 
 def test_limits_are_as_documented(pool: GraderPool) -> None:
     assert [verdicts(pool, gold, [answer])[answer] for gold, answer in MISSED] == ["wrong"] * len(MISSED)
-    assert [verdicts(pool, gold, [answer])[answer] for gold, answer in ACCEPTED] == ["correct"] * len(
-        ACCEPTED
-    )
+    accepted = [verdicts(pool, gold, [answer])[answer] for gold, answer in ACCEPTED]
+    assert accepted == ["correct"] * len(ACCEPTED)
 
 
 REMARKS = [

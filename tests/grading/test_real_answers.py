@@ -1,52 +1,60 @@
-"""Reference answers of real data sets: correct for their own problem, and wrong for another."""
+"""Public data sets, if a copy is present: all problems are read, and each reference is correct for its own alone."""
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
 import pytest
 
-from bandpo_cli.extract import final_answer
+from bandpo_cli.config.task import Source
 from bandpo_cli.grading.pool import GraderPool
+from bandpo_cli.tasks.questions import load_questions
 from bandpo_cli.types import Problem
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
-SIZES = {"gsm8k_train": 7473, "gsm8k_test": 1319, "aime24": 30, "amc23": 40, "minerva_math": 272}
-FORMS = ("%s\nAnswer: %s", "%s\nSo it is $\\boxed{%s}$.")
+SETS = [
+    ("gsm8k_train", "gsm8k", 7473, ["72", "10", "5"]),
+    ("gsm8k_test", "gsm8k", 1319, ["18", "3", "70000"]),
+    ("aime24", "aime24", 30, ["204", "113", "371"]),
+    ("amc23", "amc23", 40, ["27", "36", "45", "3159"]),
+    ("minerva_math", "minerva", 272, ["1.6", "4.5e33"]),
+]
+"""File, name of the data set, number of problems, and first answers, which were read by hand."""
 
 
-def worked_answers(name: str) -> list[tuple[str, str]]:
-    """Return (solution, reference answer) of each row; skip the test if the file is missing."""
-    path = DATA / f"{name}.jsonl"
-    if not path.exists():
-        pytest.skip(f"needs {name}.jsonl")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert len(rows) == SIZES[name]
-    solutions = [row.get("solution", str(row.get("answer", ""))) for row in rows]
-    if name in ("aime24", "amc23"):
-        return [(solution, str(row["answer"])) for solution, row in zip(solutions, rows, strict=True)]
-    return [(solution, final_answer(solution) or "") for solution in solutions]
+def load(file: str, name: str | None = None) -> list[Problem]:
+    if not (DATA / f"{file}.jsonl").is_file():
+        pytest.skip(f"no {file}.jsonl here")
+    loaded = load_questions(
+        Source.model_validate({"path": str(DATA / f"{file}.jsonl"), "name": name}), "heldout"
+    )
+    assert not loaded.dropped
+    return list(loaded.questions)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(("file", "name", "count", "first_answers"), SETS)
 def test_each_reference_is_correct_for_its_own_problem_and_wrong_for_another(
-    pool: GraderPool, name: str
+    pool: GraderPool, file: str, name: str, count: int, first_answers: list[str]
 ) -> None:
-    rows = random.Random(0).sample(
-        worked_answers(name), min(SIZES[name], 30 if name == "minerva_math" else 300)
+    problems = load(file)
+    golds = [problem.answer for problem in problems]
+    assert golds == [problem.answer for problem in load(file, name)], (
+        "the usual fields are those of the data set"
     )
-    pairs = [(gold, other) for (_, gold), (_, other) in zip(rows, rows[1:] + rows[:1], strict=True)]
-    different = [(gold, f"Answer: {other}", "wrong") for gold, other in pairs if differ(gold, other)]
-    assert len(different) > 0.8 * len(rows)
-    own = [(row[1], form % row, "correct") for row in rows for form in FORMS]
-    golds, texts, expected = zip(*own, *different, strict=True)
-    problems = [Problem(str(index), "", gold, name, "math") for index, gold in enumerate(golds)]
-    grades = pool.grade(problems, texts)
-    results = zip(golds, texts, expected, grades, strict=True)
-    assert [(gold, text) for gold, text, verdict, grade in results if grade.verdict != verdict] == []
+    assert (len(golds), golds[: len(first_answers)]) == (count, first_answers)
+    assert not any("\n" in gold or "boxed" in gold for gold in golds)
+    sample = random.Random(0).sample(golds, min(count, 30 if file == "minerva_math" else 300))
+    pairs = [pair for pair in zip(sample, sample[1:] + sample[:1], strict=True) if differ(*pair)]
+    assert len(pairs) > 0.8 * len(sample)
+    expected = [(gold, f"Answer: {other}", "wrong") for gold, other in pairs]
+    expected += [(gold, f"18.\nAnswer: {gold}", "correct") for gold in sample]
+    expected += [(gold, f"18.\nSo it is $\\boxed{{{gold}}}$.", "correct") for gold in sample]
+    problems = [Problem(str(index), "", gold, name, "math") for index, (gold, _, _) in enumerate(expected)]
+    grades = pool.grade(problems, [text for _, text, _ in expected])
+    found = [(*case[:2], grade.verdict) for case, grade in zip(expected, grades, strict=True)]
+    assert [case for case in found if case not in expected] == []
 
 
 def differ(first: str, second: str) -> bool:
@@ -60,8 +68,8 @@ def differ(first: str, second: str) -> bool:
 @pytest.mark.slow
 def test_expression_in_another_form_is_correct(pool: GraderPool) -> None:
     """The added zero requires symbolic comparison; the texts differ."""
-    golds = [gold for _, gold in worked_answers("minerva_math") if "\\frac" in gold and "=" not in gold][::10]
+    golds = [p.answer for p in load("minerva_math") if "\\frac" in p.answer and "=" not in p.answer][::10]
     problems = [Problem(str(index), "", gold, "minerva", "math") for index, gold in enumerate(golds)]
     grades = pool.grade(problems, [f"\\boxed{{0+{gold}}}" for gold in golds])
-    assert len(golds) > 5
+    assert len(golds) > 3
     assert [gold for gold, grade in zip(golds, grades, strict=True) if not grade.correct] == []

@@ -9,6 +9,7 @@ import random
 import string
 import sys
 from ast import literal_eval
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +39,19 @@ def tagged(answer: object) -> str:
     return f"<think>Hm, <b>well</b>.</think>\n<answer> {answer}\n</answer> Done."
 
 
-@pytest.mark.parametrize("name", FIVE)
-def test_the_grade_is_the_library_s_score(pool: GraderPool, name: str) -> None:
-    entry = entry_of(name)
-    right = entry["answer"] or json.dumps(entry["metadata"]["possible_answer"])
-    texts = [right, f"{right}1", "1", "x", "{}"]
-    *grades, untagged = pool.grade([problem(name, entry)] * 6, [*map(tagged, texts), right])
-    assert (grades[0], untagged) == (CORRECT, MALFORMED)
-    data = reasoning_gym.create_dataset(name)
-    for text, grade in zip(texts, grades, strict=True):
-        try:
-            score = data.score_answer(text, literal_eval(repr(entry)))
-        except ValueError:  # prime_factorization, for a text that is not a number
-            assert grade == MALFORMED
-        else:
-            assert grade == Grade(score, correct=score == 1, verdict="correct" if score == 1 else "wrong")
+def test_the_grade_is_the_library_s_score(pool: GraderPool) -> None:
+    for name in FIVE:
+        entry, data = entry_of(name), reasoning_gym.create_dataset(name)
+        right = entry["answer"] or json.dumps(entry["metadata"]["possible_answer"])
+        texts = [right, f"{right}1", "1", "x", "{}"]
+        *grades, untagged = pool.grade([problem(name, entry)] * 6, [*map(tagged, texts), right])
+        assert (grades[0], untagged) == (CORRECT, MALFORMED)
+        for text, grade in zip(texts, grades, strict=True):
+            expected = MALFORMED
+            with suppress(ValueError):  # prime_factorization, for a text that is not a number
+                score = data.score_answer(text, literal_eval(repr(entry)))
+                expected = Grade(score, correct=score == 1, verdict="correct" if score == 1 else "wrong")
+            assert grade == expected, (name, text)
 
 
 def test_a_score_above_1_by_rounding_is_correct(pool: GraderPool) -> None:
@@ -109,23 +108,20 @@ def test_extraction_agrees_with_the_library_on_random_texts() -> None:
     assert len(set(answers.values())) > 50
 
 
-def test_extraction_takes_linear_time() -> None:
+def test_extraction_takes_linear_time_and_long_answers_are_malformed_without_a_worker() -> None:
     """The regular expression of the library takes minutes for a million opening tags; a test times out there."""
     assert tagged_answer("<answer>" * 1_000_000) is None
-
-
-def test_long_answers_are_malformed_without_a_worker() -> None:
-    entry = entry_of("gcd")
     with GraderPool(GradingConfig()) as pool:
-        assert pool.grade([problem("gcd", entry)], [tagged("1" * (MAX_TAGGED_CHARS + 1))]) == [MALFORMED]
+        assert pool.grade([problem("gcd", entry_of("gcd"))], [tagged("1" * (MAX_TAGGED_CHARS + 1))]) == [
+            MALFORMED
+        ]
         assert not pool._worker_pools
 
 
 def test_votes_are_the_answers_with_single_spaces() -> None:
     assert voted_answer("<answer>1  0\n1 1</answer>", "reasoning-gym") == "1 0 1 1"
-    assert voted_answer("Answer: 4", "reasoning-gym") is None
-    assert voted_answer("<answer> </answer>", "reasoning-gym") is None
-    assert voted_answer(f"<answer>{'1' * 30_000}</answer>", "reasoning-gym") is None
+    for text in ("Answer: 4", "<answer> </answer>", f"<answer>{'1' * 30_000}</answer>"):
+        assert voted_answer(text, "reasoning-gym") is None
 
 
 PAYLOADS = [

@@ -71,30 +71,23 @@ def calls() -> list[object]:
     return [json.loads(line) for line in Path("calls.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    ("functions", "batched"),
-    [
-        ("plain plain_async compute_score result_of", False),
-        ("compute_scores reward without_kwargs reward_async", True),
-    ],
-)
-def test_the_signature_is_recognised_by_the_names_of_the_parameters(functions: str, batched: bool) -> None:
-    assert {load(function).batched for function in functions.split()} == {batched}
-
-
-def test_asynchronous_functions_are_run() -> None:
+def test_the_signature_is_recognised_by_the_names_of_the_parameters_and_asynchronous_functions_are_run() -> (
+    None
+):
+    for function in ["plain", "plain_async", "compute_score", "result_of"]:
+        assert not load(function).batched
+    for function in ["compute_scores", "reward", "without_kwargs", "reward_async"]:
+        assert load(function).batched
     for function in ("plain_async", "reward_async"):
         assert load(function).grade([answer_of(problem(), "2")]) == [Grade(1.0, True, "correct")]
 
 
-@pytest.mark.parametrize("signature", ["", "verl:"])
-def test_verl_gets_the_label_and_the_columns_of_the_row(signature: str) -> None:
-    grader = load("compute_score", signature)
-    right = grader.grade([answer_of(problem(level=3), "2")])
-    wrong = grader.grade([answer_of(problem(), "3")])
-    assert calls() == [["sums", "2", "2", {"level": 3}], ["sums", "3", "2", {}]]
-    assert right == [Grade(1.0, True, "correct")]
-    assert wrong == [Grade(-1.0, False, "wrong")]
+def test_verl_gets_the_label_and_the_columns_of_the_row() -> None:
+    for signature in ("", "verl:"):
+        grader = load("compute_score", signature)
+        assert grader.grade([answer_of(problem(level=3), "2")]) == [Grade(1.0, True, "correct")]
+        assert grader.grade([answer_of(problem(), "3")]) == [Grade(-1.0, False, "wrong")]
+    assert calls() == 2 * [["sums", "2", "2", {"level": 3}], ["sums", "3", "2", {}]]
 
 
 def test_verl_gets_the_values_of_a_row_in_its_own_layout() -> None:
@@ -162,23 +155,20 @@ def test_the_column_answer_of_the_row_comes_before_the_reference_and_annotated_f
     assert calls()[1] == [["be brief\n\n1 + 1?"], ["two"]]
 
 
-def test_the_column_that_a_function_needs_is_named() -> None:
+OTHER_SIGNATURES = {
+    "verl:foreign_rewards:plain": "its parameters are answer, extra, text",
+    "trl:foreign_rewards:plain": "calls it with prompts, completions",
+    "trl:foreign_rewards:needs_ids": "it needs completion_ids, which only TRL's trainer has",
+}
+
+
+def test_a_function_of_another_signature_is_refused_before_the_run_and_a_missing_column_is_named() -> None:
+    for name, message in OTHER_SIGNATURES.items():
+        with pytest.raises(ConfigError, match=message) as error:
+            check_grader(name)
+        assert str(error.value).startswith(f"grader '{name}': ")
     with pytest.raises(ValueError, match="no column gold in the rows, which have answer, level"):
         load("needs_gold").grade([answer_of(problem(level=3), "2")])
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("verl:foreign_rewards:plain", "its parameters are answer, extra, text"),
-        ("trl:foreign_rewards:plain", "calls it with prompts, completions"),
-        ("trl:foreign_rewards:needs_ids", "it needs completion_ids, which only TRL's trainer has"),
-    ],
-)
-def test_a_function_of_another_signature_is_refused_before_the_run(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
-        check_grader(name)
-    assert str(error.value).startswith(f"grader '{name}': ")
 
 
 @pytest.mark.parametrize("size", [4, 5])

@@ -31,46 +31,31 @@ def verdict(grader: str, text: str, reference: str = "18") -> str:
     return GRADE[grader](Problem("p", "?", reference, "s", grader), text).verdict
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("Answer: 18", "correct"),
-        ("answer :  18", "correct"),
-        ("ANSWER:\n\n18", "correct"),  # the answer may be on a later line
-        ("Answer: 17\nAnswer: 18", "correct"),
-        ("Answer: 18\nAnswer: 17", "wrong"),
-        ("Answer: 18\n\nExplanation: 9 * 2", "correct"),
-        ("Answer: 9 * 2 = 18", "correct"),  # the right-hand side of an equation
-        ("Answer: 18 dollars", "correct"),
-        ("Answer: 18 dollars per day.", "wrong"),  # "18perday."
-        ("Answer: 18.", "wrong"),
-        ("Answer: $18.$", "correct"),
-        ("Answer: $18 because 9 * 2 = 18", "correct"),
-        ("Answer: 18 (nine eggs at $2 each)", "wrong"),
-        ("Answer: the price is $18$ in all", "correct"),  # the formula stands for its line
-        ("Answer: $18$ or $17$", "correct"),  # and the first one counts
-        ("Answer: \\$18", "correct"),
-        ("Answer: \\boxed{18}", "correct"),
-        ("**Answer:** $\\boxed{18}$ eggs", "correct"),
-        ("**Answer:** 18", "wrong"),  # "**18"
-        ("Answer: eighteen", "wrong"),
-        ("Answer: 18 Answer: 18", "wrong"),  # one line is one answer
-        ("答案:18", "malformed"),
-        ("Answer：18", "malformed"),  # a full-width colon
-        ("The answer is 18.", "malformed"),
-        ("#### 18", "malformed"),
-        ("\\boxed{18}", "malformed"),
-        ("Answer:", "malformed"),
-        ("Answer: $$", "malformed"),
-        ("", "malformed"),
-        ("Answer: 18" + " " * 290, "correct"),  # 300 characters
-        ("Answer: 18" + " " * 291, "malformed"),
+ANSWER_LINES = {
+    "correct": [
+        "Answer: 18", "answer :  18", "ANSWER:\n\n18", "Answer: 17\nAnswer: 18", "Answer: 18\n\nExplanation: 9 * 2",
+        "Answer: 9 * 2 = 18", "Answer: 18 dollars", "Answer: $18.$", "Answer: $18 because 9 * 2 = 18",
+        "Answer: the price is $18$ in all", "Answer: $18$ or $17$", "Answer: \\$18", "Answer: \\boxed{18}",
+        "**Answer:** $\\boxed{18}$ eggs", "Answer: 18" + " " * 290,
     ],
-)
-def test_math_dapo_reads_the_last_answer_line(text: str, expected: str) -> None:
-    assert verdict("math-dapo", text) == expected
-    without_fallback = expected if text != "\\boxed{18}" else "correct"
-    assert verdict("math-dapo-boxed", text) == without_fallback
+    "wrong": [
+        "Answer: 18\nAnswer: 17", "Answer: 18 dollars per day.", "Answer: 18.", "Answer: 18 (nine eggs at $2 each)",
+        "**Answer:** 18", "Answer: eighteen", "Answer: 18 Answer: 18",
+    ],
+    "malformed": [
+        "答案:18", "Answer：18", "The answer is 18.", "#### 18", "\\boxed{18}", "Answer:", "Answer: $$", "",
+        "Answer: 18" + " " * 291,
+    ],
+}  # fmt: skip
+"""The answer may be on a later line, the right-hand side of an equation counts, and a formula stands for its line."""
+
+
+def test_math_dapo_reads_the_last_answer_line() -> None:
+    for expected, texts in ANSWER_LINES.items():
+        for text in texts:
+            assert verdict("math-dapo", text) == expected, text
+            boxed = "correct" if text == "\\boxed{18}" else expected
+            assert verdict("math-dapo-boxed", text) == boxed, text
 
 
 SAME_FORM = r"""
@@ -93,114 +78,102 @@ def test_math_dapo_compares_normal_forms_and_not_values(pairs: str, expected: st
 
 
 def test_replacements_act_one_after_the_other() -> None:
-    assert normalize("than 5 degrees") == "th5"
-    assert normalize("a \\text{ m}") == ""
-    assert normalize("$1$, $2$") == "1"
-    assert normalize("\\boxed{\\frac{1}{2}}") == "\\frac{1}{2}"
-    assert normalize("fraction") == "frac{t}{i}on"
+    forms = {"than 5 degrees": "th5", "a \\text{ m}": "", "$1$, $2$": "1", "fraction": "frac{t}{i}on"}
+    forms["\\boxed{\\frac{1}{2}}"] = "\\frac{1}{2}"
+    assert {text: normalize(text) for text in forms} == forms
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("So it is \\boxed{18}.", "correct"),
-        ("\\boxed{17} no, \\boxed{18}", "correct"),
-        ("\\boxed{\\frac{1}{2}}", "wrong"),
-        ("\\boxed{18 }", "wrong"),  # the content is compared unchanged
-        ("\\boxed{18", "malformed"),
-        ("\\boxed{}", "malformed"),
-        ("\\boxed 18", "malformed"),
-        ("\\boxed{18}" + "." * 90, "correct"),  # 100 characters
-        ("\\boxed{18}" + "." * 91, "malformed"),
-        ("\\boxed{18}\nAnswer: 17", "wrong"),  # an answer line has priority
-        ("Answer: 17\n\\boxed{18}", "wrong"),
-    ],
-)
-def test_math_dapo_boxed_reads_a_box_if_there_is_no_answer_line(text: str, expected: str) -> None:
-    assert verdict("math-dapo-boxed", text) == expected
+BOXES = {
+    "correct": [
+        "So it is \\boxed{18}.",
+        "\\boxed{17} no, \\boxed{18}",
+        "\\boxed{18}" + "." * 90,
+    ],  # 100 characters
+    "wrong": ["\\boxed{\\frac{1}{2}}", "\\boxed{18 }", "\\boxed{18}\nAnswer: 17", "Answer: 17\n\\boxed{18}"],
+    "malformed": ["\\boxed{18", "\\boxed{}", "\\boxed 18", "\\boxed{18}" + "." * 91],
+}
+
+
+def test_math_dapo_boxed_reads_a_box_if_there_is_no_answer_line() -> None:
+    """Content and reference are compared unchanged."""
+    for expected, texts in BOXES.items():
+        assert {text: verdict("math-dapo-boxed", text) for text in texts} == dict.fromkeys(texts, expected)
     for box, reference in (("\\frac{1}{2}", "\\frac{1}{2}"), ("1,234", "1,234"), ("1234", "1,234")):
-        grade = "correct" if box == reference else "wrong"  # the reference is compared unchanged
-        assert verdict("math-dapo-boxed", f"\\boxed{{{box}}}", reference) == grade
+        expected = "correct" if box == reference else "wrong"
+        assert verdict("math-dapo-boxed", f"\\boxed{{{box}}}", reference) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "strict", "flexible"),
-    [
-        ("#### 18", "correct", "correct"),
-        ("#### 18 dollars at the farmers' market", "correct", "correct"),
-        ("#### 17\n#### 18", "correct", "correct"),
-        ("#### 18\nThat is 2 per egg", "correct", "wrong"),
-        ("#### 18.", "wrong", "wrong"),  # "18."
-        ("#### 18.0", "wrong", "wrong"),
-        ("#### -18", "wrong", "wrong"),
-        ("#### $18", "malformed", "correct"),
-        ("####18", "malformed", "correct"),
-        ("#### eighteen", "malformed", "malformed"),
-        ("#### ...", "malformed", "malformed"),
-        ("It costs 18 dollars.", "malformed", "correct"),  # the full stop alone is no number
-        ("It costs 18.", "malformed", "wrong"),
-        ("18, I think", "malformed", "wrong"),  # "18,"
-        ("18 or so, I think", "malformed", "malformed"),  # the last match is the comma
-        ("I do not know.", "malformed", "malformed"),
-        ("", "malformed", "malformed"),
-        ("#### 18" + " " * 293, "correct", "correct"),  # 300 characters
-        ("#### 18" + " " * 294, "malformed", "correct"),
-        ("18" + " " * 300, "malformed", "malformed"),
-    ],
-)
-def test_gsm8k_reads_the_last_hashes_or_the_last_number(text: str, strict: str, flexible: str) -> None:
-    assert (verdict("gsm8k", text), verdict("gsm8k-flexible", text)) == (strict, flexible)
+GSM8K = [
+    ("#### 18", "correct", "correct"),
+    ("#### 18 dollars at the farmers' market", "correct", "correct"),
+    ("#### 17\n#### 18", "correct", "correct"),
+    ("#### 18\nThat is 2 per egg", "correct", "wrong"),
+    ("#### 18.", "wrong", "wrong"),  # "18."
+    ("#### 18.0", "wrong", "wrong"),
+    ("#### -18", "wrong", "wrong"),
+    ("#### $18", "malformed", "correct"),
+    ("####18", "malformed", "correct"),
+    ("#### eighteen", "malformed", "malformed"),
+    ("#### ...", "malformed", "malformed"),
+    ("It costs 18 dollars.", "malformed", "correct"),  # the full stop alone is no number
+    ("It costs 18.", "malformed", "wrong"),
+    ("18, I think", "malformed", "wrong"),  # "18,"
+    ("18 or so, I think", "malformed", "malformed"),  # the last match is the comma
+    ("I do not know.", "malformed", "malformed"),
+    ("", "malformed", "malformed"),
+    ("#### 18" + " " * 293, "correct", "correct"),  # 300 characters
+    ("#### 18" + " " * 294, "malformed", "correct"),
+    ("18" + " " * 300, "malformed", "malformed"),
+]
+
+
+def test_gsm8k_reads_the_last_hashes_or_the_last_number() -> None:
+    assert [(text, verdict("gsm8k", text), verdict("gsm8k-flexible", text)) for text, _, _ in GSM8K] == GSM8K
 
 
 def test_commas_are_removed_from_references_and_after_hashes_only() -> None:
-    assert verdict("gsm8k", "#### 1,234", "1234") == "correct"
-    assert verdict("gsm8k", "#### 1,234", "1,234") == "correct"
-    assert verdict("gsm8k", "#### 1234", "1,234") == "correct"
+    for text, reference in (("#### 1,234", "1234"), ("#### 1,234", "1,234"), ("#### 1234", "1,234")):
+        assert verdict("gsm8k", text, reference) == "correct"
     assert verdict("gsm8k-flexible", "1234", "1,234") == "correct"
     assert verdict("gsm8k-flexible", "1,234", "1234") == "wrong"
 
 
-@pytest.mark.parametrize("grader", ["gsm8k", "gsm8k-flexible"])
-@pytest.mark.parametrize("reference", ["\\frac{1}{2}", "eighteen", "...", "$18", ""])
-def test_a_reference_that_no_answer_can_equal_is_a_grader_error(grader: str, reference: str) -> None:
-    problem = Problem("p", "?", reference, "s", grader)
-    with GraderPool(GradingConfig()) as pool:
-        (grade,) = pool.grade([problem], [f"#### {reference}"])
-        assert grade.verdict == "grader-error"
-        assert "use the grader 'math'" in pool.errors[grader]
+def test_a_reference_that_no_answer_can_equal_is_a_grader_error() -> None:
+    references = ("\\frac{1}{2}", "eighteen", "...", "$18", "")
+    for grader in ("gsm8k", "gsm8k-flexible"):
+        with GraderPool(GradingConfig()) as pool:
+            problems = [Problem("p", "?", reference, "s", grader) for reference in references]
+            grades = pool.grade(problems, [f"#### {reference}" for reference in references])
+            assert {grade.verdict for grade in grades} == {"grader-error"}
+            assert "use the grader 'math'" in pool.errors[grader]
     assert verdict("math-dapo", "Answer: 18", "1" * 1000) == "wrong"
     with pytest.raises(ValueError, match="more than 1,000 characters"):
         verdict("math-dapo", "Answer: 18", "1" * 1001)
 
 
-@pytest.mark.parametrize(
-    ("grader", "text", "vote"),
-    [
-        ("math-dapo", "Answer: $x = 1,234$ dollars", "1234"),
-        ("math-dapo", "\\boxed{5}", None),
-        ("math-dapo", "Answer: $$", None),
-        ("math-dapo-boxed", "\\boxed{5}", "5"),
-        ("math-dapo-boxed", "\\boxed{5}\nAnswer: 6", "6"),
-        ("gsm8k", "9 eggs\n#### 1,234 dollars", "1234"),
-        ("gsm8k", "1,234", None),
-        ("gsm8k-flexible", "9 eggs, 1,234 dollars.", "1,234"),
-        ("gsm8k-flexible", "nothing, really.", None),
-    ],
-)
-def test_vote_is_the_text_that_is_compared(grader: str, text: str, vote: str | None) -> None:
-    assert (voted_answer(text, grader) or None) == vote
+VOTES = [
+    ("math-dapo", "Answer: $x = 1,234$ dollars", "1234"), ("math-dapo", "\\boxed{5}", None),
+    ("math-dapo", "Answer: $$", None), ("math-dapo-boxed", "\\boxed{5}", "5"),
+    ("math-dapo-boxed", "\\boxed{5}\nAnswer: 6", "6"), ("gsm8k", "9 eggs\n#### 1,234 dollars", "1234"),
+    ("gsm8k", "1,234", None), ("gsm8k-flexible", "9 eggs, 1,234 dollars.", "1,234"),
+    ("gsm8k-flexible", "nothing, really.", None),
+]  # fmt: skip
+
+
+def test_vote_is_the_text_that_is_compared() -> None:
+    assert [(grader, text, voted_answer(text, grader) or None) for grader, text, _ in VOTES] == VOTES
+
+
+UNITS = ["Answer:", "Answer: $", "\\boxed{", "\\text{", "#### ", "1,", "frac", "{", "\n", "-", "．", "\ud800"]
 
 
 @pytest.mark.parametrize("grader", GRADE)
-@pytest.mark.parametrize(
-    "unit",
-    ["Answer:", "Answer: $", "\\boxed{", "\\text{", "#### ", "1,", "frac", "{", "\n", "-", "．", "\ud800"],
-)
-def test_only_the_last_300_characters_are_graded(grader: str, unit: str) -> None:
-    """Repeated to 10 million characters, so that a pattern that reads more of them does not end."""
-    tail = (unit * 300)[-290:] + "\nAnswer: 7"
-    assert len(tail) == 300
-    text = unit * (10**7 // len(unit)) + tail
-    for reference in ("7", "18"):
-        assert verdict(grader, text, reference) == verdict(grader, tail, reference)
-    assert voted_answer(text, grader) == voted_answer(tail, grader)
+def test_only_the_last_300_characters_are_graded(grader: str) -> None:
+    """Each unit fills 10 million characters, so that a pattern that reads more of them does not end."""
+    for unit in UNITS:
+        tail = (unit * 300)[-290:] + "\nAnswer: 7"
+        assert len(tail) == 300
+        text = unit * (10**7 // len(unit)) + tail
+        for reference in ("7", "18"):
+            assert verdict(grader, text, reference) == verdict(grader, tail, reference)
+        assert voted_answer(text, grader) == voted_answer(tail, grader)

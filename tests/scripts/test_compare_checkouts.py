@@ -6,6 +6,7 @@ import json
 import math
 import sqlite3
 import struct
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,41 +20,36 @@ from scripts.compare_checkouts.judge import judge_all
 from scripts.compare_checkouts.run import Outcome, Side, stamps
 
 WEIGHTS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-
-
-def write_json(path: Path, value: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value), encoding="utf-8")
+CHECKPOINT = "checkpoints/step-000002"
 
 
 def write_tensor(path: Path, values: tuple[float, ...]) -> None:
     """Write one float32 tensor of shape (2, 3) as a safetensors file, by hand."""
     entry = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
     header = json.dumps({"__metadata__": {"format": "pt"}, "embed.weight": entry}).encode()
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(struct.pack("<Q", len(header)) + header + struct.pack("<6f", *values))
 
 
-def write_run(folder: Path, seconds: float = 1.5) -> None:
-    """Write a run folder whose durations and paths depend on the arguments."""
-    (folder / "samples").mkdir(parents=True)
-    records = [{"step": step, "optim/loss": 0.1 + step, "time/step": seconds + step} for step in range(3)]
-    text = "".join(json.dumps(record) + "\n" for record in records)
-    (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
-    (folder / "config.yaml").write_text(f"seed: 1\nmodel:\n  path: {folder.parents[1]}/model\n")
-    write_json(folder / "summary.json", {"status": "FINISHED", "last_step": records[-1]})
-    write_tensor(folder / "checkpoints" / "step-000002" / "model.safetensors", WEIGHTS)
-    table = pa.table({"text": ["1+1", "2*3"], "reward": [0.0, math.nan]})
+def write_samples(folder: Path, texts: list[str], kind: Any = None) -> None:
+    table = pa.table({"text": texts, "reward": pa.array([0.0, math.nan], kind)})
     pq.write_table(table, folder / "samples" / "step-000001.parquet")
-    (folder / "plot.png").write_bytes(str(seconds).encode())
 
 
 @pytest.fixture
 def sides(tmp_path: Path) -> tuple[Side, Side]:
-    """Return two sides with the same run, at different times."""
+    """Return two sides with the same run, whose durations and paths differ."""
     both = tuple(Side(name, tmp_path / f"{name}-checkout", tmp_path / name) for name in ("old", "new"))
     for side, seconds in zip(both, (1.5, 2.5), strict=True):
-        write_run(side.work / "runs" / "a", seconds)
+        folder = side.work / "runs" / "a"
+        for name in ("samples", CHECKPOINT):
+            (folder / name).mkdir(parents=True)
+        records = [{"step": step, "optim/loss": 0.1 + step, "time/step": seconds + step} for step in range(3)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (folder / "config.yaml").write_text(f"seed: 1\nmodel:\n  path: {side.work}/model\n")
+        (folder / "summary.json").write_text(json.dumps({"status": "FINISHED", "last_step": records[-1]}))
+        write_tensor(folder / CHECKPOINT / "model.safetensors", WEIGHTS)
+        write_samples(folder, ["1+1", "2*3"])
+        (folder / "plot.png").write_bytes(str(seconds).encode())
     return both[0], both[1]
 
 
@@ -75,15 +71,14 @@ def test_runs_that_differ_in_durations_and_paths_are_equal(sides: tuple[Side, Si
     assert differences(sides) == []
 
 
-def test_a_value_that_differs_is_reported_with_its_place(sides: tuple[Side, Side]) -> None:
-    """A float in its last bit, an added key, one element of a tensor, and a cell of a table."""
+def test_values_and_lines_that_differ_are_reported_with_their_place(sides: tuple[Side, Side]) -> None:
+    """A float in its last bit, an added key, one element of a tensor, a cell of a table, a removed line, and a type."""
     folder = sides[1].work / "runs" / "a"
     metrics, summary = folder / "metrics.jsonl", folder / "summary.json"
     metrics.write_text(metrics.read_text().replace("2.1", repr(math.nextafter(2.1, 3))))
-    write_json(summary, {**json.loads(summary.read_text()), "steps": 3})
-    write_tensor(folder / "checkpoints" / "step-000002" / "model.safetensors", (*WEIGHTS[:4], 0.75, 0.6))
-    table = pa.table({"text": ["1+1", "2*4"], "reward": [0.0, math.nan]})
-    pq.write_table(table, folder / "samples" / "step-000001.parquet")
+    summary.write_text(json.dumps({**json.loads(summary.read_text()), "steps": 3}))
+    write_tensor(folder / CHECKPOINT / "model.safetensors", (*WEIGHTS[:4], 0.75, 0.6))
+    write_samples(folder, ["1+1", "2*4"])
     tensor, *others = differences(sides)
     assert "safetensors: embed.weight[4] (1 of 6 elements differ, bytes): '0000003f' != '0000403f'" in tensor
     assert others == [
@@ -91,15 +86,9 @@ def test_a_value_that_differs_is_reported_with_its_place(sides: tuple[Side, Side
         "runs/a/samples/step-000001.parquet: columns: text[1]: '2*3' != '2*4'",
         "runs/a/summary.json: steps: missing != 3",
     ]
-
-
-def test_a_removed_line_and_the_type_of_a_column_are_reported(sides: tuple[Side, Side]) -> None:
-    folder = sides[1].work / "runs" / "a"
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text("".join(lines[:2]))
-    table = pa.table({"text": ["1+1", "2*3"], "reward": pa.array([0.0, math.nan], pa.float32())})
-    pq.write_table(table, folder / "samples" / "step-000001.parquet")
-    line, column = differences(sides)
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:2]))
+    write_samples(folder, ["1+1", "2*3"], pa.float32())
+    _, line, column, _ = differences(sides)
     assert line.startswith("runs/a/metrics.jsonl: [2]: {'step': 2")
     assert line.endswith("!= missing")
     assert column == "runs/a/samples/step-000001.parquet: types: reward: 'double' != 'float'"
@@ -134,43 +123,35 @@ def test_output_is_compared_as_the_command_asks(sides: tuple[Side, Side]) -> Non
     assert found(Stdout.NONE, "a", "b") == []
 
 
-def test_settings_of_a_dry_run_are_read_between_sentences() -> None:
+def test_settings_of_a_dry_run_are_read_between_sentences_and_equal_values_are_the_same_number() -> None:
     text = "model  the model\nseed: 1\nsteps: 3\noptim:\n  lr: 0.1\n\nmemory 1.5 GiB\n"
     expected = {"settings": {"seed": 1, "steps": 3, "optim": {"lr": 0.1}}, "numbers": ["1.5"]}
     assert settings_in(text) == expected
     assert numbers_in("mean@4 0.375 to -1e-05") == ["4", "0.375", "-1e-05"]
-
-
-def test_values_are_equal_only_if_they_are_the_same_number() -> None:
     assert first_difference({"a": [math.nan, None, "x"]}, {"a": [math.nan, None, "x"]}) is None
     for old, new in ((0.0, -0.0), (1, 1.0), (1, True), (0.1, 0.1 + 2**-56), (None, "None"), ([], {})):
         assert first_difference([old], [new]) is not None, (old, new)
 
 
 def test_metrics_of_the_mlflow_store_are_compared(tmp_path: Path) -> None:
-    paths = []
-    for name, loss in (("old", 0.5), ("new", 0.25)):
-        path = tmp_path / name / "mlflow.db"
+    paths = {name: tmp_path / name / "mlflow.db" for name in ("old", "new")}
+    for (name, path), loss in zip(paths.items(), (0.5, 0.25), strict=True):
         path.parent.mkdir()
-        with sqlite3.connect(path) as store:
-            store.execute("CREATE TABLE runs (run_uuid, name, status)")
-            store.execute("CREATE TABLE params (key, value, run_uuid)")
-            store.execute("CREATE TABLE tags (key, value, run_uuid)")
-            store.execute("CREATE TABLE metrics (key, value, step, is_nan, run_uuid)")
-            store.execute("INSERT INTO runs VALUES (?, 'a', 'FINISHED')", (f"id-{name}",))
-            store.execute("INSERT INTO tags VALUES ('bandpo.run', ?, ?)", (name, f"id-{name}"))
-            rows = [("optim/loss", loss, 1, 0, f"id-{name}"), ("time/step", 2 * loss, 1, 0, f"id-{name}")]
+        with closing(sqlite3.connect(path)) as store, store:
+            for table in ("runs (run_uuid, name, status)", "params (key, value, run_uuid)",
+                          "tags (key, value, run_uuid)", "metrics (key, value, step, is_nan, run_uuid)"):  # fmt: skip
+                store.execute(f"CREATE TABLE {table}")
+            store.execute("INSERT INTO runs VALUES (?, 'a', 'FINISHED')", (name,))
+            store.execute("INSERT INTO tags VALUES ('bandpo.run', ?, ?)", (name, name))
+            rows = [("optim/loss", loss, 1, 0, name), ("time/step", 2 * loss, 1, 0, name)]
             store.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?, ?)", rows)
-        store.close()
-        paths.append(path)
-    assert compare_files(paths[0], paths[0], (str, str)) is None
-    found = compare_files(paths[0], paths[1], (str, str))
+    assert compare_files(paths["old"], paths["old"], (str, str)) is None
+    found = compare_files(paths["old"], paths["new"], (str, str))
     assert str(found) == "a: metrics: optim/loss[0][1]: 0.5 != 0.25"
 
 
 def test_only_takes_the_commands_that_others_need() -> None:
-    names = [command.name for command in choose(["eval-again"])]
-    assert names == ["eval-file", "eval-again"]
+    assert [command.name for command in choose(["eval-again"])] == ["eval-file", "eval-again"]
     with pytest.raises(ValueError, match="no such command"):
         choose(["no-such"])
     assert len({command.name for command in COMMANDS}) == len(COMMANDS)

@@ -1,11 +1,14 @@
-"""Stored completions: both layouts are read as they were written, from every file format."""
+"""Stored completions: both layouts are read as they were written; for other content, one line names the row."""
 
 from __future__ import annotations
 
 import json
+import math
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
+import pandas
 import pytest
 
 from bandpo_cli.storage.tables import write_eval_table
@@ -69,10 +72,7 @@ def test_names_of_the_completions_field_and_the_verl_layout(tmp_path: Path) -> N
 
 def test_own_table_as_csv_and_from_pandas(tmp_path: Path) -> None:
     """pandas writes a missing number as NaN, and in a CSV file as an empty text."""
-    import pandas as pd
-
-    rows = [ROW, {**ROW, "length": None, "logprob_sum": None}]
-    frame = pd.DataFrame(rows)
+    frame = pandas.DataFrame([ROW, {**ROW, "length": None, "logprob_sum": None}])
     frame.to_parquet(tmp_path / "a.parquet")
     frame.to_csv(tmp_path / "a.csv", index=False)
     for name in ("a.parquet", "a.csv"):
@@ -102,8 +102,6 @@ def test_unpaired_surrogates_become_question_marks(tmp_path: Path) -> None:
 
 def test_depth_of_extra_is_limited(tmp_path: Path) -> None:
     """Serialisation of a few hundred levels would exhaust the stack; pickle stands for any recursive serialiser."""
-    import pickle
-
     deep = '{"x": ' + nested(900) + "}"
     (problems,) = read_completions(jsonl(tmp_path / "a.jsonl", {**ROW, "extra": deep})).values()
     assert pickle.loads(pickle.dumps(problems[0].problem.extra)) == problems[0].problem.extra
@@ -137,3 +135,67 @@ def test_one_question_with_two_reference_answers_is_two_problems(tmp_path: Path)
     assert (first.problem.answer, second.problem.answer) == ("2", "-2")
     assert [completion.text for completion in first.completions_G] == ["Answer: 2", "Answer: 3", "Answer: 5"]
     assert [completion.text for completion in second.completions_G] == ["Answer: -2"]
+
+
+QUESTION = b'{"question": "q", "answer": "1", "completions": '
+FILES = [
+    (b"", ["holds no completions"]),
+    (b"[]", ["line 1", "expected an object"]),
+    (b'{"question": "q", "answer": "1"}', ["no field found for the completions", "'question', 'answer'"]),
+    (b'{"answer": "1", "completions": ["x"]}', ["no field found for the question"]),
+    (b'{"question": "q", "completions": ["x"]}', ["no field found for the answer"]),
+    (QUESTION + b"[]}", ["row 1", "'completions'", "list of texts, not []"]),
+    (QUESTION + b'{"a": 1}}', ["row 1", "{'a': 1}"]),
+    (QUESTION + b'[["x"]]}', ["row 1", "must hold text, not ['x']"]),
+    (QUESTION + b'["x", 5]}', ["row 1", "not 5"]),
+    (b'{"a\\nb": 1, "c": 2}', ["no field found"]),
+    (QUESTION + nested(900).encode() + b"}", ["row 1"]),
+    (b'{"question": "q", "answer": ' + nested(900).encode() + b', "completions": ["x"]}', ["answer"]),
+    (b'{"' + b"a" * 5_000_000 + b'": 1}', ["no field found"]),
+    (QUESTION + b"[" + b"1," * 100_000 + b"1]}", ["must hold text"]),
+]
+
+
+def test_invalid_jsonl_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for content, parts in FILES:
+        path.write_bytes(content)
+        line = error_of(path)
+        assert all(part in line for part in parts), line
+
+
+LATER_ROWS = [
+    ({"question": "q", "answer": "1"}, "'completions' must be a list of texts, not None"),
+    ({"answer": "1", "completions": ["x"]}, "'question' holds no question: None"),
+    ({"question": "q", "answer": math.inf, "completions": ["x"]}, "'answer' holds no answer: inf"),
+]
+
+
+def test_error_in_a_later_row_names_the_row(tmp_path: Path) -> None:
+    first = {"question": "p", "answer": "1", "completions": ["x"]}
+    for second, part in LATER_ROWS:
+        assert f"row 2: {part}" in error_of(jsonl(tmp_path / "a.jsonl", first, second))
+
+
+CHANGES = [
+    *(({name: value}, f"'{name}' = {value!r}: Input should be a valid string") for name, value in (
+        ("text", None), ("text", 5), ("reference", 2), ("grader", None), ("prompt", ["x"]), ("task", None),
+        ("problem_id", None), ("finish_reason", 3),
+    )),
+    *(({name: value}, f"'{name}' = ") for name, value in (
+        ("length", "x"), ("length", [1]), ("length", -1), ("length", 1.5), ("length", 2**31), ("logprob_sum", math.inf),
+        ("logprob_sum", 10**400),
+    )),
+    *(({"extra": value}, "'extra' = ") for value in ("{", "[1]", nested(100_000), 5)),
+    ({"task": "a/b"}, "'task' = 'a/b': String should match pattern"),
+    ({"task": "x" * 61}, "at most 60 characters"),
+    ({"reference": "3"}, "'p1' has another reference or grader"),
+    ({"grader": "math"}, "'p1' has another reference or grader"),
+]  # fmt: skip
+
+
+def test_invalid_values_in_an_own_table(tmp_path: Path) -> None:
+    for change, part in CHANGES:
+        line = error_of(jsonl(tmp_path / "a.jsonl", ROW, {**ROW, **change}))
+        assert "row 2: " in line
+        assert part in line

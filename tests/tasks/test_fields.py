@@ -7,8 +7,7 @@ import json
 from decimal import Decimal
 from typing import Any
 
-import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bandpo_cli.config.task import Fields
@@ -34,34 +33,20 @@ VALUES = st.recursive(
 )
 
 
-@pytest.mark.parametrize(
-    ("value", "answer"),
-    [
-        (27.0, "27"),
-        (-0.5, "-0.5"),
-        (1e-7, "0.0000001"),
-        (1e22, "10000000000000000000000"),
-        (2**80 + 1, "1208925819614629174706177"),
-        (Decimal("12.50"), "12.50"),
-        (Decimal("3.00"), "3"),
-        ("27.0", "27"),
-        ("025", "025"),
-        (" $\\frac{1}{2}$ ", "\\frac{1}{2}"),
-        ("$5", "$5"),
-        ("$1$ and $2$", "$1$ and $2$"),
-        ("So it is 6 * 3.\n#### 18", "18"),
-        ("First \\boxed{1}, then \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
-        (["$2$", "$-1,5$"], "2, -1,5"),
-        (["4"], "4"),
-        ({"target": 28, "numbers": [1, 3]}, '{"numbers": [1, 3], "target": 28}'),
-        (True, "True"),
-        *((nothing, None) for nothing in (None, "", "  ", [], [None], {}, float("nan"), float("inf"), b"18")),
-        ("\ud800", None),
-        ([[["1"]]], None),
-    ],
-)
-def test_answers(value: Any, answer: str | None) -> None:
-    assert as_answer(value) == answer
+ANSWERS: list[tuple[Any, str | None]] = [
+    (27.0, "27"), (-0.5, "-0.5"), (1e-7, "0.0000001"), (1e22, "10000000000000000000000"), ("27.0", "27"),
+    (2**80 + 1, "1208925819614629174706177"), (Decimal("12.50"), "12.50"), (Decimal("3.00"), "3"), ("025", "025"),
+    (" $\\frac{1}{2}$ ", "\\frac{1}{2}"), ("$5", "$5"), ("$1$ and $2$", "$1$ and $2$"),
+    ("So it is 6 * 3.\n#### 18", "18"), ("First \\boxed{1}, then \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}"),
+    (["$2$", "$-1,5$"], "2, -1,5"), (["4"], "4"), (True, "True"), ("\ud800", None), ([[["1"]]], None),
+    ({"target": 28, "numbers": [1, 3]}, '{"numbers": [1, 3], "target": 28}'),
+    *((nothing, None) for nothing in (None, "", "  ", [], [None], {}, float("nan"), float("inf"), b"18")),
+]  # fmt: skip
+
+
+def test_answers() -> None:
+    for value, answer in ANSWERS:
+        assert as_answer(value) == answer, value
 
 
 def test_levels() -> None:
@@ -74,7 +59,7 @@ def read(value: Any) -> Question | None:
     return read_question({"q": value}, Fields(question="q"), "row 1")
 
 
-@pytest.mark.slow
+@settings(max_examples=15)
 @given(VALUES)
 def test_any_value_is_converted_or_none(value: Any) -> None:
     """Only chat messages raise an error; every result can be encoded as UTF-8 and JSON."""
@@ -104,27 +89,27 @@ def test_dotted_paths() -> None:
     assert value_at(row, "x.y") is None
 
 
-@pytest.mark.parametrize(
-    ("row", "names"),
-    [
-        ({"question": "q", "answer": "a", "prompt": "p"}, ("question", "answer")),
-        ({"problem": "q", "solution": "\\boxed{1}", "answer": "1"}, ("problem", "answer")),
-        ({"query": "q", "target": 0}, ("query", "target")),
-        ({"input": "q", "solution": "1"}, ("input", "solution")),
-        ({"question": None, "problem": "q", "ground_truth": 1}, ("problem", "ground_truth")),
-        ({"question": "q", "text": "a"}, ("question", None)),
-        ({"text": "q", "answer": "a"}, (None, "answer")),
-        (
-            {"messages": [{"role": "user", "content": "m"}], "problem": "q", "solution": "1"},
-            ("problem", "solution"),
-        ),
-        ({}, (None, None)),
-    ],
-)
-def test_usual_names(row: dict[str, Any], names: tuple[str | None, str | None]) -> None:
-    for rows in ([row], [dict.fromkeys(row), row]):  # a row without values does not decide
-        fields = find_fields(rows)
-        assert (fields.question, fields.answer) == names
+USUAL_NAMES: list[tuple[dict[str, Any], tuple[str | None, str | None]]] = [
+    ({"question": "q", "answer": "a", "prompt": "p"}, ("question", "answer")),
+    ({"problem": "q", "solution": "\\boxed{1}", "answer": "1"}, ("problem", "answer")),
+    ({"query": "q", "target": 0}, ("query", "target")),
+    ({"input": "q", "solution": "1"}, ("input", "solution")),
+    ({"question": None, "problem": "q", "ground_truth": 1}, ("problem", "ground_truth")),
+    ({"question": "q", "text": "a"}, ("question", None)),
+    ({"text": "q", "answer": "a"}, (None, "answer")),
+    (
+        {"messages": [{"role": "user", "content": "m"}], "problem": "q", "solution": "1"},
+        ("problem", "solution"),
+    ),
+    ({}, (None, None)),
+]
+
+
+def test_usual_names() -> None:
+    for row, names in USUAL_NAMES:
+        for rows in ([row], [dict.fromkeys(row), row]):  # a row without values does not decide
+            fields = find_fields(rows)
+            assert (fields.question, fields.answer) == names, row
 
 
 def test_configured_fields_and_the_verl_layout_have_priority() -> None:

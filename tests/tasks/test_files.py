@@ -7,14 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pandas
 import pytest
 
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.tasks.rows import read_file
 
-ROWS = [
+ROWS: list[dict[str, Any]] = [
     {"question": 'He said "1, 2"\nand then?', "answer": "3"},
     {"question": "a line\u2028separator, é, 𝕏, {braces}", "answer": ""},
 ]
@@ -34,73 +33,47 @@ def error_of(path: Path) -> str:
     return message
 
 
-def write_jsonl(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows), encoding="utf-8")
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write rows in the format of the extension, CSV as a spreadsheet saves it, with a BOM."""
+    frame = pandas.DataFrame(rows)
+    match path.suffix.lower():
+        case ".jsonl":
+            frame.to_json(path, orient="records", lines=True, force_ascii=False)
+        case ".json":
+            path.write_text(json.dumps({"version": 1, "data": rows}, indent=1), encoding="utf-8")
+        case ".csv":
+            frame.to_csv(path, index=False, encoding="utf-8-sig", quoting=csv.QUOTE_ALL)
+        case _:
+            frame.to_parquet(path)
+    return path
 
 
-def write_json(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text(json.dumps({"version": 1, "data": rows}, indent=1), encoding="utf-8")
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv", "a.parquet", "a.JSONL"])
+def test_all_formats_give_the_same_rows(tmp_path: Path, name: str) -> None:
+    assert list(read_file(write_rows(tmp_path / name, ROWS))) == ROWS
 
 
-def write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8-sig", newline="") as file:  # as a spreadsheet saves it, BOM included
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
-    pq.write_table(pa.Table.from_pylist(rows), path)
-
-
-WRITERS = {
-    ".jsonl": write_jsonl,
-    ".json": write_json,
-    ".csv": write_csv,
-    ".parquet": write_parquet,
-    ".JSONL": write_jsonl,
-}
-
-
-@pytest.mark.parametrize("ending", WRITERS)
-def test_all_formats_give_the_same_rows(tmp_path: Path, ending: str) -> None:
-    path = tmp_path / f"rows{ending}"
-    WRITERS[ending](path, ROWS)
-    assert list(read_file(path)) == ROWS
-
-
-def test_json_extension_with_a_list_or_one_object_per_line(tmp_path: Path) -> None:
+def test_json_and_csv_in_other_forms(tmp_path: Path) -> None:
+    """A list, an object per line under the extension .json, and spaces after the commas of CSV."""
     assert list(read_file(write_file(tmp_path / "list.json", json.dumps(ROWS)))) == ROWS
-    lines = tmp_path / "lines.json"
-    write_jsonl(lines, ROWS)
+    lines = write_file(tmp_path / "lines.json", "\n\n".join(map(json.dumps, ROWS)))
     assert list(read_file(lines)) == ROWS
-
-
-def test_spaces_after_commas_in_csv(tmp_path: Path) -> None:
     path = write_file(tmp_path / "x.csv", 'question, answer\n"1, 2 or 3?", "3"\nq, 4\n')
-    assert list(read_file(path)) == [
-        {"question": "1, 2 or 3?", "answer": "3"},
-        {"question": "q", "answer": "4"},
-    ]
+    assert [[*row.values()] for row in read_file(path)] == [["1, 2 or 3?", "3"], ["q", "4"]]
 
 
 def test_parquet_gives_plain_python_values(tmp_path: Path) -> None:
     row = {"prompt": [{"role": "user", "content": "q"}], "reward_model": {"truth": "1"}, "n": 3, "x": None}
-    path = tmp_path / "verl.parquet"
-    write_parquet(path, [row])
-    (read,) = read_file(path)
+    (read,) = read_file(write_rows(tmp_path / "verl.parquet", [row]))
     assert read == row
     assert [type(read[name]) for name in ("prompt", "reward_model", "n")] == [list, dict, int]
 
 
-@pytest.mark.slow
-def test_row_of_ten_megabytes(tmp_path: Path) -> None:
-    long = "x" * 10_000_000
-    for ending in (".jsonl", ".csv"):
-        path = tmp_path / f"long{ending}"
-        WRITERS[ending](path, [{"question": long, "answer": "1"}])
-        assert list(read_file(path)) == [{"question": long, "answer": "1"}]
-    assert csv.field_size_limit() < 10_000_000, "the global limit of the csv module is restored"
+def test_row_of_megabytes(tmp_path: Path) -> None:
+    rows = [{"question": "x" * 2_000_000, "answer": "1"}]
+    for name in ("long.jsonl", "long.csv"):
+        assert list(read_file(write_rows(tmp_path / name, rows))) == rows
+    assert csv.field_size_limit() < 2_000_000, "the global limit of the csv module is restored"
 
 
 @pytest.mark.parametrize(
@@ -138,14 +111,10 @@ def test_damaged_file_is_reported_in_one_line(
         assert part in message, message
 
 
-def test_missing_file_and_folder(tmp_path: Path) -> None:
-    for ending in (".jsonl", ".json", ".csv", ".parquet"):
-        assert "No such file" in error_of(tmp_path / f"none{ending}")
+def test_missing_files_and_files_without_rows(tmp_path: Path) -> None:
     (tmp_path / "folder.json").mkdir()
     assert "directory" in error_of(tmp_path / "folder.json")
-
-
-def test_files_without_rows(tmp_path: Path) -> None:
+    assert "No such file" in error_of(tmp_path / "none.csv")
     for name, content in (
         ("e.jsonl", "\n \n"),
         ("e.csv", ""),

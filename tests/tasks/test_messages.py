@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from bandpo_cli.sampling.rollouts import PromptEncoder
 from bandpo_cli.tasks.completions import read_completions
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.types import Message, Problem
+from tests.tasks.stored_completions import jsonl
 from tests.text_model import TEMPLATE as CHATML
 
 STRICT = (  # as Gemma's: no system message, and turns alternate
@@ -41,7 +41,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
     if path.suffix == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        jsonl(path, *rows)
     return str(path)
 
 
@@ -65,8 +65,7 @@ def encoder(template: str | None) -> PromptEncoder:
     return PromptEncoder(tokenizer)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-@pytest.mark.parametrize("field", ["messages", "prompt"])
+@pytest.mark.parametrize(("suffix", "field"), [(".jsonl", "messages"), (".parquet", "prompt")])
 def test_all_turns_reach_the_chat_template_unchanged(suffix: str, field: str, tmp_path: Path) -> None:
     """System message, few-shot turns and blanks included; the text is the one that samples store."""
     rows = [{field: FEW_SHOT, "answer": "12"}, {field: [QUESTION], "answer": "13"}]
@@ -148,12 +147,10 @@ MALFORMED: list[tuple[Any, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("messages", "message"), MALFORMED)
-def test_a_malformed_list_is_one_line_with_file_row_and_field(
-    messages: Any, message: str, tmp_path: Path
-) -> None:
-    path = write(tmp_path / "bad.jsonl", [other("1"), {"messages": messages, "answer": "2"}])
-    with pytest.raises(ConfigError) as caught:
-        read(path)
-    assert str(caught.value).startswith(f"{path}, row 2: the chat messages of 'messages': {message}")
-    assert "\n" not in str(caught.value)
+def test_a_malformed_list_is_one_line_with_file_row_and_field(tmp_path: Path) -> None:
+    for messages, message in MALFORMED:
+        path = write(tmp_path / "bad.jsonl", [other("1"), {"messages": messages, "answer": "2"}])
+        with pytest.raises(ConfigError) as caught:
+            read(path)
+        assert str(caught.value).startswith(f"{path}, row 2: the chat messages of 'messages': {message}")
+        assert "\n" not in str(caught.value)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.tasks.task import Task, build_task
 from bandpo_cli.types import Message, Problem
+from tests.tasks.stored_completions import jsonl as write_jsonl
 
 
 def rows(start: int, stop: int) -> list[dict[str, Any]]:
@@ -26,8 +26,7 @@ def rows(start: int, stop: int) -> list[dict[str, Any]]:
 
 
 def jsonl(path: Path, content: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in content), encoding="utf-8")
-    return str(path)
+    return str(write_jsonl(path, *content))
 
 
 def data_task(train: Any, heldout: Any = (), **settings: Any) -> Task:
@@ -64,22 +63,22 @@ def test_sources_are_mixed_so_that_a_prefix_is_a_fair_sample(tmp_path: Path) -> 
     shuffled = rows(0, 300)
     random.Random(0).shuffle(shuffled)
     jsonl(tmp_path / "0.jsonl", shuffled)
-    assert data_task(paths[::-1], heldout).train_problems() == problems, (
-        "the order of rows and sources is irrelevant"
-    )
+    again = data_task(paths[::-1], heldout).train_problems()
+    assert again == problems, "the order of rows and sources is irrelevant"
 
 
 def test_split_by_hash_is_stable_when_rows_are_added(tmp_path: Path) -> None:
-    small = data_task(jsonl(tmp_path / "x.jsonl", rows(0, 1000)), heldout_fraction=0.1)
-    heldout = small.heldout_sets()["x"]
+    def split(count: int, fraction: float) -> tuple[set[int], set[int]]:
+        task = data_task(jsonl(tmp_path / "x.jsonl", rows(0, count)), heldout_fraction=fraction)
+        return answers(task.train_problems()), answers(task.heldout_sets()["x"])
+
+    train, heldout = split(1000, 0.1)
     assert 70 < len(heldout) < 130  # 3 standard deviations around 100
-    assert len(small.train_problems()) == 1000 - len(heldout)
-    assert not answers(heldout) & answers(small.train_problems())
-    larger = data_task(jsonl(tmp_path / "x.jsonl", rows(0, 2000)), heldout_fraction=0.1)
-    assert answers(heldout) <= answers(larger.heldout_sets()["x"])
-    assert answers(small.train_problems()) <= answers(larger.train_problems())
-    fewer = data_task(jsonl(tmp_path / "x.jsonl", rows(0, 1000)), heldout_fraction=0.05)
-    assert answers(fewer.heldout_sets()["x"]) < answers(heldout)
+    assert (len(train) + len(heldout), train & heldout) == (1000, set())
+    more_train, more_heldout = split(2000, 0.1)
+    assert train <= more_train
+    assert heldout <= more_heldout
+    assert split(1000, 0.05)[1] < heldout
 
 
 def test_split_is_fixed(tmp_path: Path) -> None:
@@ -141,7 +140,7 @@ def test_verl_parquet_file(tmp_path: Path) -> None:
             "reward_model": {"ground_truth": row["answer"], "style": "rule-lighteval/MATH_v2"},
             "extra_info": {"index": f"{copy}-{row['answer']}"},
         }
-        for copy in range(100)
+        for copy in range(10)
         for row in rows(0, 20)
     ]
     path = tmp_path / "dapo-math-17k.parquet"
@@ -149,16 +148,14 @@ def test_verl_parquet_file(tmp_path: Path) -> None:
     test = jsonl(tmp_path / "test.jsonl", rows(3, 4))
     task = data_task({"name": "dapo-math-17k", "path": str(path)}, test, system="unused")
     problems = task.train_problems()
-    assert answers(problems) == {2 * n for n in range(20) if n != 3}, (
-        "without repeats and the evaluation problem"
-    )
+    assert answers(problems) == {2 * n for n in range(20) if n != 3}, "no repeats, no evaluation problem"
     problem = min(problems, key=lambda problem: int(problem.answer))
     assert problem.prompt == (Message("user", content[0]["prompt"][0]["content"]),)
     assert problem.extra == {"data_source": "math_dapo", "extra_info": {"index": "0-0"}}
     assert (problem.source, problem.grader) == ("dapo-math-17k", "math")
     assert task.notes() == [
         "test: 1 evaluation problem",
-        "dapo-math-17k: 20 training problems; dropped: 1,980 repeated",
+        "dapo-math-17k: 20 training problems; dropped: 180 repeated",
         "dapo-math-17k: has chat messages; task.template and task.system do not apply",
         "train: 1 problem dropped, also in an evaluation set",
     ]
@@ -178,23 +175,24 @@ def test_notes_list_what_was_read_and_dropped(tmp_path: Path) -> None:
     assert len(task.notes()) == 2, "each source is read once"
 
 
-@pytest.mark.parametrize(
-    ("settings", "parts"),
-    [
-        ({"name": "data"}, ["task.train", "--set task.train=FILE"]),
-        ({"name": "aime24"}, ["'aime24'", "evaluation only", "--set task.heldout=aime24"]),
-        ({"name": "data", "train": ["a/x.jsonl", "b/x.csv"]}, ["task.train", "'x'", "label:"]),
-        ({"name": "gsm8k", "heldout": ["math500", "math500"]}, ["task.heldout", "'math500'", "label:"]),
-    ],
-)
-def test_invalid_settings_are_reported_before_a_file_is_read(
-    settings: dict[str, Any], parts: list[str]
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        build_task(DataTask.model_validate(settings)).train_problems()
-    assert "\n" not in str(caught.value)
-    for part in parts:
-        assert part in str(caught.value)
+INVALID: list[tuple[dict[str, Any], list[str]]] = [
+    ({"name": "data"}, ["task.train", "--set task.train=FILE"]),
+    ({"name": "aime24"}, ["'aime24'", "evaluation only", "--set task.heldout=aime24"]),
+    ({"name": "data", "train": ["a/x.jsonl", "b/x.csv"]}, ["task.train", "'x'", "label:"]),
+    ({"name": "gsm8k", "heldout": ["math500", "math500"]}, ["task.heldout", "'math500'", "label:"]),
+    (
+        {"name": "gsm8k", "revisions": {"openai/gsm9k": "main"}},
+        ["task.revisions", "did you mean 'openai/gsm8k'"],
+    ),
+]
+
+
+def test_invalid_settings_are_reported_before_a_file_is_read() -> None:
+    for settings, parts in INVALID:
+        with pytest.raises(ConfigError) as caught:
+            build_task(DataTask.model_validate(settings)).train_problems()
+        assert "\n" not in str(caught.value)
+        assert all(part in str(caught.value) for part in parts), caught.value
 
 
 @pytest.mark.parametrize("name", [name for name, dataset in DATASETS.items() if dataset.train_split])
@@ -215,32 +213,25 @@ def test_one_grader_for_a_known_data_set_and_its_evaluation_sets(tmp_path: Path,
     assert {grade.verdict for grade in grades} == {"correct"}
 
 
-@pytest.mark.parametrize(
-    ("grader", "template", "use"),
-    [
-        ("gsm8k", "answer-line", "hashes"),
-        ("math-dapo", "boxed", "answer-line"),
-        ("math-dapo-boxed", "hashes", "answer-line or boxed"),
-        ("math-dapo", "answer-line", None),
-        ("gsm8k", "plain", None),
-        ("gsm8k", "{question} ####", None),
-        ("gsm8k-flexible", "boxed", None),
-        ("math", "hashes", None),
-        ("my.module:judge", "boxed", None),
-    ],
-)
-def test_a_grader_that_cannot_read_the_form_of_the_template_is_noted(
-    tmp_path: Path, grader: str, template: str, use: str | None
-) -> None:
+TEMPLATES_OF_GRADERS = [
+    ("gsm8k", "answer-line", "hashes"), ("math-dapo", "boxed", "answer-line"),
+    ("math-dapo-boxed", "hashes", "answer-line or boxed"), ("math-dapo", "answer-line", None),
+    ("gsm8k", "plain", None), ("gsm8k", "{question} ####", None), ("gsm8k-flexible", "boxed", None),
+    ("math", "hashes", None), ("my.module:judge", "boxed", None),
+]  # fmt: skip
+
+
+def test_a_grader_that_cannot_read_the_form_of_the_template_is_noted(tmp_path: Path) -> None:
     train, heldout = jsonl(tmp_path / "x.jsonl", rows(1, 2)), jsonl(tmp_path / "y.jsonl", rows(2, 3))
-    task = data_task(train, heldout, grader=grader, template=template)
-    assert task.train_problems()
-    expected = [
-        f"{source}: the grader '{grader}' does not read the answers that task.template = '{template}' asks for; "
-        f"use task.template = {use}"
-        for source in ("y, evaluation", "x, training")
-    ]
-    assert [note for note in task.notes() if "does not read" in note] == ([] if use is None else expected)
+    for grader, template, use in TEMPLATES_OF_GRADERS:
+        task = data_task(train, heldout, grader=grader, template=template)
+        assert task.train_problems()
+        expected = [
+            f"{source}: the grader '{grader}' does not read the answers that task.template = '{template}' asks for; "
+            f"use task.template = {use}"
+            for source in ("y, evaluation", "x, training")
+        ]
+        assert [note for note in task.notes() if "does not read" in note] == (expected if use else [])
 
 
 def test_custom_graders_and_rewards_get_all_columns_of_a_row(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,14 @@ import pytest
 
 from bandpo_cli.config.task import TEMPLATES, Fields, Source
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.questions import load_questions, question_key
+from bandpo_cli.tasks.questions import build_prompt, load_questions, question_key
 from bandpo_cli.tasks.rows import source_label
+from bandpo_cli.types import Message
+from tests.tasks.stored_completions import jsonl as write_jsonl
 
 
 def jsonl(path: Path, rows: list[Any]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
+    return str(write_jsonl(path, *rows))
 
 
 def error_of(source: Source, part: Any = "train") -> str:
@@ -103,19 +103,15 @@ def test_ids_are_configured_or_a_hash_of_label_question_and_answer(tmp_path: Pat
     assert ids == ["x/1f446c5bed8256bd", "x/55f7e9b7445d3d34"]
 
 
-@pytest.mark.parametrize(
-    ("source", "label"),
-    [
-        (Source(name="math500"), "math500"),
-        (Source(name="math500", path="a/b.jsonl"), "math500"),
-        (Source(path="a/my set (1).jsonl"), "my-set-1"),
-        (Source(path="org/Some.Set-v2"), "Some.Set-v2"),
-        (Source(path="a/b.jsonl", label="mine"), "mine"),
-        (Source(path="a/" + "x" * 99 + ".csv"), "x" * 60),
-    ],
-)
-def test_labels(source: Source, label: str) -> None:
-    assert source_label(source) == label
+LABELS = [
+    (Source(name="math500"), "math500"), (Source(name="math500", path="a/b.jsonl"), "math500"),
+    (Source(path="a/my set (1).jsonl"), "my-set-1"), (Source(path="org/Some.Set-v2"), "Some.Set-v2"),
+    (Source(path="a/b.jsonl", label="mine"), "mine"), (Source(path="a/" + "x" * 99 + ".csv"), "x" * 60),
+]  # fmt: skip
+
+
+def test_labels() -> None:
+    assert [(source, source_label(source)) for source, _ in LABELS] == LABELS
     with pytest.raises(ConfigError, match="give it a label:"):
         source_label(Source(path="数学.jsonl"))
 
@@ -133,3 +129,30 @@ def test_key_ignores_differences_that_do_not_change_the_question(tmp_path: Path)
     assert key("What is x-1?") != key("What is x+1?")
     follow_up = [*chat, {"role": "assistant", "content": "2"}, {"role": "user", "content": "Sure?"}]
     assert key(follow_up) != key(chat)
+
+
+PAPER = """Solve the following math problem step by step. The last line of your response should be of the form \
+Answer: $Answer (without quotes) where $Answer is the answer to the problem.
+
+What is $1+1$?
+
+Remember to put your answer on its own line after "Answer:"."""
+HASHES = 'q Let\'s think step by step and output the final answer after "####".'
+
+
+def test_templates_are_those_of_the_paper_and_of_verl_and_a_custom_one_is_filled_literally() -> None:
+    boxed = "q\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+    for question, template, text in (
+        ("What is $1+1$?", "answer-line", PAPER), ("q", "boxed", boxed), ("q", "plain", "q"), ("q", "hashes", HASHES),
+        ("{x} \\1 {question} %s", "<{a}> {question} {0} %d", "<{a}> {x} \\1 {question} %s {0} %d"),
+    ):  # fmt: skip
+        assert build_prompt(question, template) == (Message("user", text),)
+    assert build_prompt("q", "plain", "Be brief.") == (Message("system", "Be brief."), Message("user", "q"))
+
+
+def test_an_instruction_around_the_question_is_replaced() -> None:
+    for end in ("", "\n", "  ", "\n\n \t"):
+        assert build_prompt(PAPER + end, "boxed") == build_prompt("What is $1+1$?", "boxed")
+    assert build_prompt(HASHES, "boxed") == build_prompt("q", "boxed")
+    for template, text in (("answer-line", PAPER), ("plain", PAPER), ("Q: {question}", f"Q: {PAPER}")):
+        assert build_prompt(PAPER, template) == (Message("user", text),)
