@@ -17,8 +17,8 @@ from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload(
     ["torch", "transformers.models.qwen2.modeling_qwen2", "transformers.models.auto.tokenization_auto",
      "transformers.tokenization_utils_fast", "pandas", "pyarrow.parquet", "scipy.stats", "matplotlib.figure",
      "matplotlib.backends.backend_agg", "jinja2", "rich.console", "typer", "bandpo_cli.config.run"]
@@ -48,9 +48,9 @@ class Forked:
         **environment: str,
     ) -> None:
         variables = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
-        pipes = [_CONTEXT.Pipe(duplex=False) for _ in range(2)]
+        pipes = [FORKSERVER.Pipe(duplex=False) for _ in range(2)]
         outputs = [writer for _, writer in pipes] if terminal is None else terminal
-        self._process = _CONTEXT.Process(
+        self._process = FORKSERVER.Process(
             target=_run, args=(words, cwd, imports, module, before, outputs, variables | environment)
         )
         self._process.start()

@@ -1,8 +1,7 @@
-"""Several ranks, connected by gloo: forked processes, which need no second import of torch, and those of torchrun."""
+"""Several ranks, connected by gloo: forked from a process that has imported torch, and those of torchrun."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import socket
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 
 from bandpo_cli.ranks import connected, ranks_from_environment
+from tests.commands import FORKSERVER
 
 LIMIT_S = 240
 
@@ -25,12 +25,14 @@ def run_ranks(size: int, folder: Path, function: Callable[..., Any], *args: Any)
 
     Args:
         folder: an empty folder for the results.
+        function: a function of a module, which the processes import; they do not inherit patches.
     """
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
-    context = multiprocessing.get_context("fork")
+    environment = dict(os.environ)
     processes = [
-        context.Process(target=_run, args=(rank, size, port, folder, function, args)) for rank in range(size)
+        FORKSERVER.Process(target=_run, args=(rank, size, port, environment, folder, function, args))
+        for rank in range(size)
     ]
     for process in processes:
         process.start()
@@ -73,9 +75,15 @@ def run_module(size: int, *arguments: str) -> None:
 
 
 def _run(
-    rank: int, size: int, port: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]
+    rank: int,
+    size: int,
+    port: int,
+    environment: dict[str, str],
+    folder: Path,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
-    os.environ |= {
+    os.environ |= environment | {
         "RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_RANK": str(rank),

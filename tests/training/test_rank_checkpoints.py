@@ -85,6 +85,14 @@ def files_of(folder: Path) -> dict[str, int]:
     }
 
 
+def describe(kind: str, dtype: torch.dtype, different: list[str], folder: Path) -> str:
+    """Return what is different, and whether one process, which gathers nothing, loads the checkpoint as expected."""
+    alone = trained(kind, dtype, seed=6)
+    load_checkpoint(*alone, folder / "step-000010")
+    wrong = differences(complete_state(alone), load_file(folder / "state.safetensors"))
+    return f"{kind}: {different}; loaded by one process: {wrong}"
+
+
 def continue_on_ranks(ranks: Ranks, root: Path, source: str, result: str) -> None:
     """Resume every case from the checkpoint of `source`, update, save as `result`; runs in each of the ranks."""
     for kind, dtype in CASES:
@@ -94,7 +102,8 @@ def continue_on_ranks(ranks: Ranks, root: Path, source: str, result: str) -> Non
         assert progress == STEP
         assert (one.optimizer.update, one.optimizer.skipped_in_a_row) == (3, 1)
         expected = load_file(root / source / name / "state.safetensors")
-        assert not differences(complete_state(one), expected), name
+        different = differences(complete_state(one), expected)
+        assert not different, describe(kind, dtype, different, root / source / name)
         update(one, ranks.size)
         save_checkpoint(*one, replace(STEP, updates=3), root / result / name / "step-000010")
         state = complete_state(one)
