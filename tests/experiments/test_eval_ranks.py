@@ -65,10 +65,9 @@ def compare(one: Path, other: Path) -> None:
     assert len(expected) == 28
     assert expected["text"].nunique() > 5
     # The order of float32 additions depends on the batch, and with it the last digits of the log-probs.
-    pd.testing.assert_frame_equal(
-        samples.drop(columns="logprob_sum"), expected.drop(columns="logprob_sum"), check_exact=True
-    )
-    pd.testing.assert_series_equal(samples["logprob_sum"], expected["logprob_sum"], atol=1e-5, rtol=0)
+    sums = samples.pop("logprob_sum"), expected.pop("logprob_sum")
+    pd.testing.assert_frame_equal(samples, expected, check_exact=True)
+    pd.testing.assert_series_equal(*sums, atol=1e-5, rtol=0)
     first, second = (json.loads((path / "eval.json").read_text()) for path in (one, other))
     assert first.pop("name") != second.pop("name")
     assert first == second
@@ -76,58 +75,45 @@ def compare(one: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-def test_several_ranks_write_the_evaluation_of_one(tmp_path: Path) -> None:
+def test_several_ranks_write_and_resume_the_evaluation_of_one(tmp_path: Path) -> None:
     """With three ranks a batch of two problems leaves one of them without a problem."""
     run(SINGLE, tmp_path, "one")
     results = run_ranks(3, tmp_path / "results", run, tmp_path, "three")
     compare(tmp_path / "one", tmp_path / "three")
-    assert json.loads((tmp_path / "three" / "env.json").read_text())["ranks"] == 3
-    assert json.loads((tmp_path / "one" / "env.json").read_text())["ranks"] == 1
-    (record, scores, events), *others = results
-    assert events.steps == [8, 8, 8, 4]
-    assert events.ends == 1
-    for other_record, other_scores, other_events in others:
-        # As texts, since some values are not numbers.
-        assert repr((other_record, other_scores)) == repr((record, scores))
-        assert other_events.steps == []
-        assert other_events.ends == 0
+    for name, ranks in (("one", 1), ("three", 3)):
+        assert json.loads((tmp_path / name / "env.json").read_text())["ranks"] == ranks
+    assert [(events.steps, events.ends) for *_, events in results] == [([8, 8, 8, 4], 1), ([], 0), ([], 0)]
+    # As texts, since some values are not numbers.
+    assert len({repr((record, scores)) for record, scores, _ in results}) == 1
 
-
-@pytest.mark.slow
-def test_an_evaluation_of_one_rank_resumes_with_two(tmp_path: Path) -> None:
-    run(SINGLE, tmp_path, "one")
     request = plan_evaluation(base=[SETTINGS], runs_dir=tmp_path)
     with pytest.raises(KeyboardInterrupt):
         evaluate(request, runs_dir=tmp_path, name="resumed", callbacks=[Recorder(last=2)])
     assert len([*(tmp_path / "resumed" / "parts").iterdir()]) == 2
-    (_, _, events), (_, _, other) = run_ranks(2, tmp_path / "results", run, tmp_path, "resumed", True)
+    resumed = run_ranks(2, tmp_path / "results of two", run, tmp_path, "resumed", True)
     compare(tmp_path / "one", tmp_path / "resumed")
-    assert events.steps == [8, 4]
-    assert other.steps == []
+    assert [events.steps for *_, events in resumed] == [[8, 4], []]
     # A complete one is scored again by rank 0.
     path = tmp_path / "resumed" / "eval.json"
     before = json.loads(path.read_text())
-    (record, _, _), (other_record, _, _) = run_ranks(2, tmp_path / "again", run, tmp_path, "resumed", True)
-    assert repr(record) == repr(other_record)
+    (record, _, _), (other, _, _) = run_ranks(2, tmp_path / "again", run, tmp_path, "resumed", True)
+    assert repr(record) == repr(other)
     assert json.loads(path.read_text()) == before
-
-
-def refused(ranks: Ranks, folder: Path) -> str:
-    with pytest.raises(UserError) as raised:
-        run(ranks, folder, "taken" if ranks.is_main else "other")
-    return str(raised.value)
 
 
 def refused_then_warned(ranks: Ranks, folder: Path) -> tuple[str, list[str]]:
     """Return the error for a name that is taken, and the warnings of this rank if a grader failed on rank 1."""
-    with mock.patch("bandpo_cli.experiments.eval_run.choose_run_name", lambda folder, name, default: name):
-        error = refused(ranks, folder)
+    with (
+        mock.patch("bandpo_cli.experiments.eval_run.choose_run_name", lambda folder, name, default: name),
+        pytest.raises(UserError) as raised,
+    ):
+        run(ranks, folder, "taken" if ranks.is_main else "other")
     handler = logging.handlers.BufferingHandler(100)
     logging.getLogger("bandpo_cli").addHandler(handler)
     uses = {"countdown": GraderUse(14, ranks.rank, "ValueError: x" if ranks.rank else None)}
     with mock.patch.object(GraderPool, "uses", return_value=uses):
         run(ranks, folder, "warned")
-    return error, [record.getMessage() for record in handler.buffer]
+    return str(raised.value), [record.getMessage() for record in handler.buffer]
 
 
 @pytest.mark.slow

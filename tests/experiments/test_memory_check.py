@@ -66,14 +66,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     return gpus
 
 
-def model(tmp_path: Path, size: str, **settings: Any) -> RunConfig:
-    """Return `--task gsm8k` with a model of Qwen2.5."""
-    return config_on_disk(tmp_path, f"Qwen/Qwen2.5-{size}-Instruct", GSM8K, settings)
-
-
 def four_layers(tmp_path: Path, **settings: Any) -> RunConfig:
     """Return `--task gsm8k` with a model of 2.02 billion parameters, whose estimate takes little time."""
-    config = model(tmp_path, "7B", **settings)
+    config = config_on_disk(tmp_path, "Qwen/Qwen2.5-7B-Instruct", GSM8K, settings)
     shape = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**shape, "num_hidden_layers": 4}))
     return config
@@ -84,27 +79,29 @@ def flags_of(message: str) -> list[str]:
     return re.findall(r"--set (\S+)", message.partition("it fits with ")[2])
 
 
-@pytest.mark.slow
 def test_the_estimate_is_one_line(gpus: Gpus, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A share that is given stays, and other engines have none."""
     gpus.add(80)
     config = four_layers(tmp_path)
     with caplog.at_level(logging.INFO, "bandpo_cli"):
-        checked = check_memory(config, SINGLE)
-    estimate = memory_report(config)
+        share = share_of(config)
     (record,) = caplog.records
+    estimate = memory_report(config)
     assert record.levelno == logging.INFO
-    share = checked.sampling.vllm.memory_fraction
     assert record.message == (
         f"memory: {estimate.peak / GIB:.1f} GiB at the peak by the estimate, GPU 0 has 74.5 GiB; "
         f"vLLM's share is {share:g} ({estimate.vllm / GIB:.1f} GiB)"
     )
+    assert share_of(with_memory_fraction(config, 0.3)) == 0.3
+    other = four_layers(tmp_path, sampling={"engine": "transformers"})
+    assert check_memory(other, SINGLE).sampling.vllm.memory_fraction is None
 
 
 @pytest.mark.slow
 def test_the_share_of_vllm_follows_from_the_estimate(gpus: Gpus, tmp_path: Path) -> None:
     """It is what a full batch needs, computed by hand, and at most what the trainer and other processes leave."""
     gpus.add(80)
-    config = model(tmp_path, "1.5B")
+    config = config_on_disk(tmp_path, "Qwen/Qwen2.5-1.5B-Instruct", GSM8K)
     # 2 bytes per weight; 512 sequences of 2,048 tokens, keys and values of 2 heads of 128 in 28 layers
     needed = 2 * 1.5437e9 + 512 * 2048 * 2 * 28 * 2 * 128 * 2 + 512 * 151936 * 20 + SLEEPING_ENGINE_BYTES
     assert share_of(config) == pytest.approx(needed / 80e9, abs=0.01)
@@ -121,14 +118,6 @@ def share_of(config: RunConfig) -> float:
     share = check_memory(config, SINGLE).sampling.vllm.memory_fraction
     assert share is not None
     return share
-
-
-def test_a_share_that_is_given_stays_and_other_engines_have_none(gpus: Gpus, tmp_path: Path) -> None:
-    gpus.add(80)
-    config = four_layers(tmp_path)
-    assert share_of(with_memory_fraction(config, 0.3)) == 0.3
-    other = four_layers(tmp_path, sampling={"engine": "transformers"})
-    assert check_memory(other, SINGLE).sampling.vllm.memory_fraction is None
 
 
 @pytest.mark.parametrize("sampling", [{"vllm": {"sleep": False}}, {"max_lag": 1}], ids=["awake", "lag"])

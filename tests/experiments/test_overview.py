@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -33,10 +33,8 @@ def test_template_and_grader_are_changed_settings_and_the_files_are_not() -> Non
     files = {"name": "data", "train": "sums.jsonl", "heldout": "exam.jsonl"}
     assert changed_settings(resolve([model, {"task": files}])) == {}
     task = {**files, "template": "{question} Number only.", "grader": "gsm8k-flexible"}
-    assert changed_settings(resolve([model, {"task": task}])) == {
-        "task.template": ("{question} Number only.", "answer-line"),
-        "task.grader": ("gsm8k-flexible", None),
-    }
+    changed = {"task.template": (task["template"], "answer-line"), "task.grader": ("gsm8k-flexible", None)}
+    assert changed_settings(resolve([model, {"task": task}])) == changed
 
 
 def test_the_lines_of_a_run_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,27 +45,19 @@ def test_the_lines_of_a_run_are_read_once(tmp_path: Path, monkeypatch: pytest.Mo
         values: dict[str, object] = {f"x/{number}": float(step) for number in range(20)}
         values |= {"x/0": None if step in (0, 49) else step, "train/entropy": 0.5, "eval/a/mean_at_4": 0.25}
         run.append_metrics({"step": step, **values, "time/step": 2.0})
-    parsed: Counter[str] = Counter()
-    held: list[int] = []
-    parse, step_times = run_folder._parsed, run_record._step_times
-    monkeypatch.setattr(run_folder, "_parsed", lambda *line: parsed.update(["line"]) or parse(*line))
-
-    def note(path: Path, lines: list[dict[str, object]]) -> dict[int, int]:
-        held.extend(map(len, lines))
-        return step_times(path, lines)
-
-    monkeypatch.setattr(run_record, "_step_times", note)
+    parse, step_times = mock.Mock(wraps=run_folder._parsed), mock.Mock(wraps=run_record._step_times)
+    monkeypatch.setattr(run_folder, "_parsed", parse)
+    monkeypatch.setattr(run_record, "_step_times", step_times)
     shown = describe_run("a", tmp_path)
-    assert (parsed["line"], max(held)) == (50, 4)
     assert shown.metrics["x/0"] == ((1, 1.0), (48, 48.0))
     assert shown.metrics["x/7"] == ((0, 0.0), (49, 49.0))
     assert len(shown.metrics) == 23
     assert shown.seconds == 100
-    parsed.clear()
     line = describe_line(run.path, tmp_path)
-    assert (parsed["line"], max(held)) == (50, 4)
     assert line == shown.overview
     assert (line.step, line.heldout, line.accuracy, line.entropy) == (49, 0.25, None, 0.5)
+    assert parse.call_count == 2 * 50
+    assert [max(map(len, call.args[1])) for call in step_times.call_args_list] == [4, 4]
 
 
 def test_an_ended_run_is_read_from_its_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,13 +68,10 @@ def test_an_ended_run_is_read_from_its_summary(tmp_path: Path, monkeypatch: pyte
     run.write_summary(summary)
     slow = describe_line(run.path, tmp_path)
     run.write_summary(summary | summary_fields(run.path))
-    read: list[Path] = []
-    read_stored = overview.read_stored_run
-    monkeypatch.setattr(
-        overview, "read_stored_run", lambda path, keep: read.append(path) or read_stored(path, keep)
-    )
+    read = mock.Mock(wraps=overview.read_stored_run)
+    monkeypatch.setattr(overview, "read_stored_run", read)
     assert describe_line(run.path, tmp_path) == slow
-    assert not read
+    assert not read.called
     run.write_config("seed: 4\n")
     assert describe_line(run.path, tmp_path) == replace(slow, seed=4)
     run.write_summary(summary | summary_fields(run.path))
@@ -95,4 +82,4 @@ def test_an_ended_run_is_read_from_its_summary(tmp_path: Path, monkeypatch: pyte
     assert describe_line(run.path, tmp_path).status == "KILLED", "the status is not one of a run"
     run.write_summary({**summary, "steps": 8, **summary_fields(run.path), "overview": {"seed": "x"}})
     assert describe_line(run.path, tmp_path).seed == 4
-    assert len(read) == 7
+    assert read.call_count == 7
