@@ -23,17 +23,10 @@ from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking.store import sqlite_uri
 
 STEP = {
-    "critic/score/mean": 0.25,
-    "actor/entropy": 0.5,
-    "actor/pg_clipfrac": 0.01,
-    "actor/band_upper_fraction": 0.008,
-    "actor/grad_norm": 1.5,
-    "actor/lr": 5e-5,
-    "actor/ppo_kl": 0.001,
-    "response_length/mean": 7.0,
-    "timing_s/step": 12.0,
-    "training/global_step": 1.0,
-}
+    "critic/score/mean": 0.25, "actor/entropy": 0.5, "actor/pg_clipfrac": 0.01, "actor/band_upper_fraction": 0.008,
+    "actor/grad_norm": 1.5, "actor/lr": 5e-5, "actor/ppo_kl": 0.001, "response_length/mean": 7.0,
+    "timing_s/step": 12.0, "training/global_step": 1.0,
+}  # fmt: skip
 """Metrics of a step under the names that verl's logger gives MLflow."""
 
 

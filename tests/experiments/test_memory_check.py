@@ -120,7 +120,7 @@ def share_of(config: RunConfig) -> float:
     return share
 
 
-@pytest.mark.parametrize("sampling", [{"vllm": {"sleep": False}}, {"max_lag": 1}], ids=["awake", "lag"])
+@pytest.mark.parametrize("sampling", [{"vllm": {"sleep": False}}, {"max_lag": 1}])
 def test_an_engine_beside_the_update(gpus: Gpus, tmp_path: Path, sampling: dict[str, Any]) -> None:
     gpus.add(80)
     config = four_layers(tmp_path, sampling={**sampling, "max_sequences": 1024, "max_tokens": 4096})

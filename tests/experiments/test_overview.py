@@ -15,17 +15,15 @@ from bandpo_cli.storage import run_folder, run_record
 from bandpo_cli.storage.run_folder import RunFolder
 
 
-@pytest.mark.parametrize(
-    ("task", "title"),
-    [
+def test_a_task_of_files_has_their_names() -> None:
+    files = ["gsm8k", {"path": "a.jsonl", "label": "mine"}]
+    for task, title in (
         ({"name": "countdown"}, "countdown"),
         ({"name": "gsm8k"}, "gsm8k"),
         ({"name": "data", "train": "my/sums.jsonl"}, "sums"),
-        ({"name": "data", "train": ["gsm8k", {"path": "a.jsonl", "label": "mine"}]}, "gsm8k+mine"),
-    ],
-)
-def test_a_task_of_files_has_their_names(task: dict[str, object], title: str) -> None:
-    assert resolve([{"task": task}]).task.title == title
+        ({"name": "data", "train": files}, "gsm8k+mine"),
+    ):
+        assert resolve([{"task": task}]).task.title == title
 
 
 def test_template_and_grader_are_changed_settings_and_the_files_are_not() -> None:

@@ -21,23 +21,20 @@ from bandpo_cli.experiments.profile import PhaseTime, ProfileCallback, StepProfi
 from bandpo_cli.experiments.train_run import train
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.training.metrics import StepTimer
+from tests.experiments.test_api import SMALL
 
-SMALL = {
-    "steps": 3,
-    "task": {"max_number": 5},
-    "sampling": {"prompts": 2, "samples": 2, "max_tokens": 8},
-    "optim": {"updates": 2},
-    "evaluation": {"every": 50, "problems": 2, "samples": 1, "k": [1]},
-    "checkpoint": {"every": 0},
-    "tracking": {"mlflow": False},
-}
+RUN: list[Any] = [
+    SMALL,
+    {"steps": 3, "sampling": {"max_tokens": 8}, "optim": {"updates": 2}},
+    {"evaluation": {"every": 50, "samples": 1, "k": [1]}, "checkpoint": {"every": 0}},
+]
 
 
 @pytest.fixture(scope="module")
 def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[StepProfile, Path]:
     """Return the profile of steps 2 and 3 of a run, and the folder of the run without a profiler."""
     runs = tmp_path_factory.mktemp("runs")
-    config = resolve([SMALL])
+    config = resolve(RUN)
     callback = ProfileCallback(5)  # the run ends early, and has the trace of the steps until then
     train(config, runs, "traced", [callback])
     train(config, runs, "plain")

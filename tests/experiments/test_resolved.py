@@ -11,6 +11,7 @@ import shutil
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import datasets
 import pytest
@@ -29,20 +30,13 @@ from bandpo_cli.models.load import embedded_model_path, load_policy
 from bandpo_cli.paths import cached_commit
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
+from tests.experiments.test_api import SMALL
 from tests.text_model import save_text_model
 
 FIRST, SECOND = "1" * 40, "2" * 40
 MODEL = "someone/countdown"
 GSM8K = "openai/gsm8k"
-SMALL: dict[str, Any] = {
-    "steps": 2,
-    "task": {"max_number": 5},
-    "sampling": {"prompts": 2, "samples": 2},
-    "optim": {"updates": 1},
-    "evaluation": {"every": 0},
-    "checkpoint": {"every": 1},
-    "tracking": {"mlflow": False},
-}
+TWO_STEPS = {"steps": 2, "evaluation": {"every": 0}, "checkpoint": {"every": 1}}
 
 
 @pytest.fixture
@@ -99,7 +93,7 @@ def test_a_model_is_loaded_at_its_revision(hub: Path) -> None:
 def test_a_resumed_run_has_the_commit_that_it_started_with(hub: Path, tmp_path: Path) -> None:
     """The model on the hub changes after the first step; the reference model is loaded from it again."""
     add_model(hub, FIRST)
-    config = resolve([SMALL, {"model": {"path": MODEL}, "objective": {"reference_kl": 0.1}}])
+    config = resolve([SMALL, TWO_STEPS, {"model": {"path": MODEL}, "objective": {"reference_kl": 0.1}}])
     complete = train(config, tmp_path / "runs", "complete")
     train(config, tmp_path / "runs", "stopped", stop_requested=chain([False], repeat(True)).__next__)
     folder = RunFolder(tmp_path / "runs" / "stopped")
@@ -141,17 +135,11 @@ def test_commits_take_the_place_of_branches(tmp_path: Path) -> None:
     assert pinned == expected
 
 
-@pytest.mark.parametrize(
-    "resolved",
-    [
-        {},
-        {"engine": "steam", "model": "main", "data": {GSM8K: "main"}},
-        {"engine": 3, "dtype": "int4", "model": ["x"], "data": [1]},
-    ],
-)
-def test_entries_that_no_run_writes_are_ignored(tmp_path: Path, resolved: dict[str, Any]) -> None:
+def test_entries_that_no_run_writes_are_ignored(tmp_path: Path) -> None:
     config = resolve([{"task": {"name": "gsm8k"}, "model": {"path": MODEL}}])
-    assert pin(config, run_folder(tmp_path, **resolved)) == (config, [])
+    unknown = {"engine": "steam", "model": "main", "data": {GSM8K: "main"}}
+    for resolved in ({}, unknown, {"engine": 3, "dtype": "int4", "model": ["x"], "data": [1]}):
+        assert pin(config, run_folder(tmp_path, **resolved)) == (config, [])
     (tmp_path / "run" / "env.json").write_text("{")
     unchanged, (warning,) = pin(config, RunFolder(tmp_path / "run"))
     assert unchanged == config
@@ -167,37 +155,31 @@ def test_runs_of_earlier_versions_are_pinned(tmp_path: Path, monkeypatch: pytest
     assert pin(RunConfig(), folder)[0].sampling.engine == "vllm"
 
 
-@pytest.fixture
-def requests(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
-    """Replace requests for data sets; return the list of their ids and revisions."""
-    made: list[tuple[str, str | None]] = []
-
-    def load_dataset(path: str, subset: str, *, split: str, revision: str | None = None) -> datasets.Dataset:
-        made.append((path, revision))
-        return datasets.Dataset.from_list([{"question": f"{split}?", "answer": "#### 1"}] * 3)
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return made
-
-
 @pytest.mark.slow
-def test_data_sets_are_pinned(hub: Path, tmp_path: Path, requests: list[tuple[str, str | None]]) -> None:
+def test_data_sets_are_pinned(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = datasets.Dataset.from_list([{"question": "1 + 1?", "answer": "#### 1"}] * 3)
+    load = mock.Mock(return_value=rows)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+
+    def requests() -> list[tuple[str, str | None]]:
+        made = [(call.args[0], call.kwargs.get("revision")) for call in load.call_args_list]
+        load.reset_mock()
+        return made
+
     model = save_text_model(tmp_path / "model", ["What is 1 + 1?"], hidden=64)
     set_main(hub, GSM8K, "dataset", FIRST)
-    layer = {"model": {"path": str(model)}, "task": {"name": "gsm8k"}, "evaluation": {"samples": 4, "k": [4]}}
-    config = resolve([{**SMALL, "task": {}}, {"sampling": {"max_tokens": 4}}, layer])
+    layer = {"model": {"path": str(model)}, "task": {"name": "gsm8k"}, "sampling": {"max_tokens": 4}}
+    config = resolve([{**SMALL, "task": {}}, TWO_STEPS, layer])
     train(config, tmp_path / "runs", "a", stop_requested=chain([False], repeat(True)).__next__)
     folder = RunFolder(tmp_path / "runs" / "a")
     assert json.loads((folder.path / "env.json").read_text())["resolved"]["data"] == {GSM8K: FIRST}
-    assert set(requests) == {(GSM8K, None)}
-    requests.clear()
+    assert {*requests()} == {(GSM8K, None)}
     set_main(hub, GSM8K, "dataset", SECOND)
     resume("a", tmp_path / "runs")
-    assert set(requests) == {(GSM8K, FIRST)}
-    requests.clear()
+    assert {*requests()} == {(GSM8K, FIRST)}
     named = build_task(resolve([{"task": {"name": "gsm8k", "revisions": {GSM8K: "v1"}}}]).task)
     named.train_problems(), named.heldout_sets()
-    assert requests == [(GSM8K, "v1")] * 2
+    assert requests() == [(GSM8K, "v1")] * 2
 
 
 @pytest.mark.parametrize(

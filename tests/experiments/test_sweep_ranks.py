@@ -7,17 +7,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
+from unittest import mock
 
 import pytest
 import yaml
 from rich.console import Console
 
-from bandpo_cli.callbacks import CallbackBase
 from bandpo_cli.cli.sweep_view import SweepView
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import sweep as run_sweep
 from bandpo_cli.experiments.sweep_request import SweepRequest, plan_sweep
-from bandpo_cli.experiments.sweep_run import Executor, SweepInfo, SweepResult, check_executor, dry_run_info
+from bandpo_cli.experiments.sweep_run import Executor, SweepInfo, check_executor, dry_run_info
 from bandpo_cli.sweeps import scheduler
 from bandpo_cli.sweeps.pool import LocalPool
 
@@ -85,36 +85,29 @@ class RecordedPool(LocalPool):
         return {command[command.index("--name") + 1]: 1 for command, _ in self.started}
 
 
-class KeepInfo(CallbackBase):
-    def start(self, info: SweepInfo) -> None:
-        self.info = info
-
-
 def commands(
     monkeypatch: pytest.MonkeyPatch, request: SweepRequest | str, ranks: int | None, place: Path
-) -> tuple[Sequence[tuple[list[str], Mapping[str, str]]], SweepInfo, SweepResult]:
+) -> tuple[Sequence[tuple[list[str], Mapping[str, str]]], SweepInfo]:
     monkeypatch.setattr(MODULE, "LocalPool", RecordedPool)
     monkeypatch.setattr(RecordedPool, "started", [])
     monkeypatch.setattr("bandpo_cli.sweeps.scheduler.POLL_S", 0.0)
-    keep = KeepInfo()
-    executor = Executor(gpus_per_run=ranks)
-    result = run_sweep(request, executor=executor, runs_dir=place, name="s", callbacks=[keep])
-    return RecordedPool.started, keep.info, result
+    callback = mock.Mock()
+    run_sweep(request, executor=Executor(gpus_per_run=ranks), runs_dir=place, name="s", callbacks=[callback])
+    return RecordedPool.started, callback.start.call_args.args[0]
 
 
 def test_a_resume_takes_as_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, "4,5,6,7")
-    started, info, _ = commands(monkeypatch, request_of(tmp_path, "0"), 2, tmp_path)
-    ((command, variables),) = started
+    ((command, variables),), _ = commands(monkeypatch, request_of(tmp_path, "0"), 2, tmp_path)
     assert command[command.index("--nproc") + 1] == "2"
     assert variables == {"CUDA_VISIBLE_DEVICES": "4,5", "OMP_NUM_THREADS": "4"}
     assert yaml.safe_load((tmp_path / "s" / "sweep.yaml").read_text())["gpus_per_run"] == 2
-    started, info, _ = commands(monkeypatch, "s", None, tmp_path)
+    started, info = commands(monkeypatch, "s", None, tmp_path)
     assert started[0][0][-1] == "2"
     assert info.ranks == 2
-    started, info, _ = commands(monkeypatch, "s", 1, tmp_path)
+    started, _ = commands(monkeypatch, "s", 1, tmp_path)
     assert "--nproc" not in started[0][0]
-    started, _, _ = commands(monkeypatch, request_of(tmp_path, "0"), None, tmp_path / "one")
+    started, _ = commands(monkeypatch, request_of(tmp_path, "0"), None, tmp_path / "one")
     assert "--nproc" not in started[0][0]
     assert "gpus_per_run" not in yaml.safe_load((tmp_path / "one" / "s" / "sweep.yaml").read_text())
     machine(monkeypatch, "4")
@@ -134,16 +127,12 @@ def test_the_printed_plan_has_the_processes(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_the_trial_has_as_many_ranks_as_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], **_: object) -> object:
-        commands.append(command)
-        raise KeyboardInterrupt
-
+    run = mock.Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(scheduler.subprocess, "run", run)
     config = request_of(tmp_path, "0").runs[0].config
     for ranks in (1, 2):
         with pytest.raises(KeyboardInterrupt):
             scheduler.seconds_from_trial(config, {}, ranks)
+    commands = [call.args[0] for call in run.call_args_list]
     assert "--nproc" not in commands[0]
     assert commands[1][-2:] == ["--nproc", "2"]
