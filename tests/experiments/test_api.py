@@ -6,9 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -27,50 +27,43 @@ SMALL = {
 }
 
 
-class Recorder(CallbackBase):
-    """Record the names of all calls and their arguments."""
+def arguments(method: mock.Mock) -> list[Any]:
+    """Return the arguments of all calls of a callback's method."""
+    return [call.args[0] for call in method.call_args_list]
 
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-        self.arguments: dict[str, list[Any]] = {"start": [], "phase": [], "step": [], "end": []}
-        for name in self.arguments:
-            setattr(self, name, partial(self._add, name))
 
-    def _add(self, call: str, argument: Any) -> None:
-        self.calls.append(f"{call} {argument}" if call == "phase" else call)
-        self.arguments[call].append(argument)
-
-    def outline(self) -> list[str]:
-        """Return the calls without the phases inside steps."""
-        kept = ("phase load", "phase close", "phase tracking", "phase run", "phase report", "phase score")
-        return [call for call in self.calls if not call.startswith("phase") or call in kept]
+def outline(seen: mock.Mock, complete: bool = False) -> list[str]:
+    """Return the calls of a callback, without the phases inside steps unless they are wanted, too."""
+    calls = [f"phase {call.args[0]}" if call[0] == "phase" else call[0] for call in seen.method_calls]
+    kept = ("phase load", "phase close", "phase tracking", "phase run", "phase report", "phase score")
+    return [call for call in calls if complete or not call.startswith("phase") or call in kept]
 
 
 @pytest.mark.slow
 def test_train_resume_evaluate_and_compare(tmp_path: Path) -> None:
-    seen = Recorder()
+    seen = mock.Mock()
     result = train(resolve([SMALL, {"steps": 1}]), runs_dir=tmp_path, name="demo", callbacks=[seen])
     assert (result.folder, result.name, result.status) == (tmp_path / "demo", "demo", "FINISHED")
     assert [record["step"] for record in result.records] == [0, 1]
-    assert [result] == seen.arguments["end"]
-    assert seen.outline() == ["phase load", "start", "step", "step", "phase close", "end"]
+    assert [result] == arguments(seen.end)
+    assert outline(seen) == ["phase load", "start", "step", "step", "phase close", "end"]
     names = ["sample", "grade", "logprobs", "update", "record", "sync", "eval", "checkpoint"]
-    assert seen.calls[-len(names) - 3 : -3] == [f"phase {name}" for name in names]
+    assert outline(seen, complete=True)[-len(names) - 3 : -3] == [f"phase {name}" for name in names]
     assert json.loads((result.folder / "env.json").read_text())["sampler"] == {"engine": "transformers"}
-    (info,) = seen.arguments["start"]
+    (info,) = arguments(seen.start)
     assert (info.folder, info.steps, info.first_step, info.parent) == (result.folder, 1, 0, None)
     assert info.config["sampling"]["prompts"] == 2
-    assert [report.step for report in seen.arguments["step"]] == [0, 1]
+    assert [report.step for report in arguments(seen.step)] == [0, 1]
 
-    seen = Recorder()
+    seen = mock.Mock()
     result = resume("demo", runs_dir=tmp_path, settings=[{"steps": 2}], callbacks=[seen])
-    assert seen.outline() == ["phase load", "start", "step", "phase close", "end"]
-    assert seen.arguments["start"][0].first_step == 2
+    assert outline(seen) == ["phase load", "start", "step", "phase close", "end"]
+    assert arguments(seen.start)[0].first_step == 2
     assert (result.status, [record["step"] for record in result.records]) == ("FINISHED", [0, 1, 2])
     with pytest.raises(UserError, match="demo"):
         resume("demo", runs_dir=tmp_path)
 
-    seen = Recorder()
+    seen = mock.Mock()
     options: dict[str, Any] = {"n": 2, "k": [2], "limit": 2, "settings": [SMALL]}
     for name, model in (("a", "embedded"), ("b", "demo@1")):
         scored = evaluate(model, runs_dir=tmp_path, name=name, callbacks=[seen], **options)
@@ -78,10 +71,10 @@ def test_train_resume_evaluate_and_compare(tmp_path: Path) -> None:
         assert json.loads((scored.folder / "env.json").read_text())["sampler"] == {"engine": "transformers"}
         record = json.loads((scored.folder / "eval.json").read_text())
         assert (record["name"], record["status"], scored.record["status"]) == (name, "finished", "finished")
-    assert seen.outline()[:3] == ["phase load", "start", "step"]
-    assert seen.outline()[-2:] == ["phase score", "end"]
-    assert [info.completions for info in seen.arguments["start"]] == [4, 4]
-    assert sum(len(report.rows) for report in seen.arguments["step"]) == 8
+    assert outline(seen)[:3] == ["phase load", "start", "step"]
+    assert outline(seen)[-2:] == ["phase score", "end"]
+    assert [info.completions for info in arguments(seen.start)] == [4, 4]
+    assert sum(len(report.rows) for report in arguments(seen.step)) == 8
     compared = compare("a", "b", tmp_path)
     assert (compared.path_a, [*compared.sets]) == (tmp_path / "a" / "eval.json", ["countdown"])
 
@@ -91,26 +84,26 @@ def test_sync_reports_each_run(tmp_path: Path, empty_database: Path) -> None:
     run.write_config("tracking:\n  mlflow: false\n")
     run.append_metrics({"step": 1, "train/reward": 0.5})
     run.write_summary({"status": "FINISHED", "steps": 1})
-    seen = Recorder()
+    seen = mock.Mock()
     (report,) = sync(all_runs=True, runs_dir=tmp_path, callbacks=[seen])
     assert (report.name, report.result) == ("demo", None)
     assert "tracking.mlflow is false" in str(report.skipped)
-    assert seen.outline() == ["start", "phase tracking", "step", "end"]
+    assert outline(seen) == ["start", "phase tracking", "step", "end"]
     uri = f"sqlite:///{shutil.copy(empty_database, tmp_path / 'other.db')}"
     (sent,) = sync(["demo"], uri=uri, runs_dir=tmp_path, callbacks=[seen])
     assert sent.result is not None
     assert sent.result.ended
-    assert seen.outline()[4:] == ["start", "phase tracking", "step", "end"]
+    assert outline(seen)[4:] == ["start", "phase tracking", "step", "end"]
 
 
 @pytest.mark.slow
 def test_a_requested_stop_before_the_first_step(tmp_path: Path) -> None:
     """Without an evaluation at step 0 there is no line in metrics.jsonl yet."""
     config = resolve([SMALL, {"steps": 2, "evaluation": {"every": 0}}])
-    seen = Recorder()
+    seen = mock.Mock()
     result = train(config, tmp_path, "r", [seen], stop_requested=lambda: True)
     assert (result.status, result.records, result.error) == ("KILLED", [], None)
-    assert seen.outline() == ["phase load", "start", "phase close", "end"]
+    assert outline(seen) == ["phase load", "start", "phase close", "end"]
     summary = json.loads((tmp_path / "r" / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["error"]) == ("KILLED", 0, "stopped by request")
     assert resume("r", tmp_path).status == "FINISHED"
@@ -121,11 +114,11 @@ def test_an_exception_in_a_callback_ends_the_run_as_failed(tmp_path: Path) -> No
         def step(self, report: Any) -> None:
             raise RunError("enough")
 
-    failing, seen = Failing(), Recorder()
+    failing, seen = Failing(), mock.Mock()
     with pytest.raises(RunError, match="enough"):
         train(resolve([SMALL, {"steps": 1}]), tmp_path, "r", [failing, seen])
-    assert seen.outline() == ["phase load", "start", "phase close", "end"]
-    result = seen.arguments["end"][0]
+    assert outline(seen) == ["phase load", "start", "phase close", "end"]
+    result = arguments(seen.end)[0]
     assert (result.status, str(result.error)) == ("FAILED", "enough")
     assert json.loads((tmp_path / "r" / "summary.json").read_text())["status"] == "FAILED"
 

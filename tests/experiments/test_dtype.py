@@ -60,6 +60,8 @@ def test_a_run_with_auto_is_repeated_elsewhere(tmp_path: Path, monkeypatch: pyte
         use_fake_gpu(patched)
         first = train(resolve(RUN), runs_dir=tmp_path, name="first")
         named = train(resolve([*RUN, {"model": {"dtype": "bfloat16"}}]), runs_dir=tmp_path, name="named")
+        scored = evaluate(n=2, k=[2], limit=2, settings=[SMALL], runs_dir=tmp_path, name="scored")
+    assert scored.record["config"]["model"]["dtype"] == "bfloat16"
     stored = read_layer(tmp_path / "first" / "config.yaml")
     assert stored["model"]["dtype"] == "bfloat16"
     again = train(resolve([stored]), runs_dir=tmp_path, name="again")
@@ -69,12 +71,6 @@ def test_a_run_with_auto_is_repeated_elsewhere(tmp_path: Path, monkeypatch: pyte
     assert read_layer(tmp_path / "first" / "config.yaml")["model"]["dtype"] == "bfloat16"
     checkpoint = json.loads((tmp_path / "first/checkpoints/step-000002/config.json").read_text())
     assert checkpoint["dtype"] == "bfloat16"
-
-
-def test_an_evaluation_records_its_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_fake_gpu(monkeypatch)
-    result = evaluate("embedded", n=2, k=[2], limit=2, settings=[SMALL], runs_dir=tmp_path, name="a")
-    assert json.loads((result.folder / "eval.json").read_text())["config"]["model"]["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize(
