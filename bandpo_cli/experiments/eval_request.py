@@ -203,7 +203,7 @@ def _samples_request(path: Path, grader: str | None, layers: Sequence[Layer]) ->
     # Settings of sampling are not used here, and must not forbid a k.
     most = max(config_of(max(fewest, MAX_K)).evaluation.k, default=1)
     if most > fewest:
-        raise ConfigError(f"--k {most}: {path} has a problem with only {fewest} completions; lower --k")
+        raise ConfigError(f"--k {most}: at most {fewest}, the completions of a problem in {path}")
     return EvalRequest(config_of(fewest), SamplesFile(path, file_digest(path), grader, sets))
 
 

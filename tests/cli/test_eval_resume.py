@@ -209,9 +209,7 @@ def test_a_changed_or_deleted_samples_file_is_refused_at_resume(tmp_path: Path) 
     (folder / "samples.parquet").unlink()
     for change in (lambda: path.write_text(path.read_text() + "\n"), path.unlink):
         change()
-        assert "was changed or deleted since" in usage_error(
-            "eval", "--resume", "a", "--no-mlflow", cwd=tmp_path
-        )
+        assert "was changed or deleted" in usage_error("eval", "--resume", "a", "--no-mlflow", cwd=tmp_path)
 
 
 @pytest.mark.slow

@@ -101,11 +101,11 @@ def test_pairing_removes_the_difficulty_of_problems() -> None:
     rng = np.random.default_rng(1)
     p = rng.beta(0.5, 0.5, 200)
     before, after = rng.binomial(64, p) / 64, rng.binomial(64, np.clip(p + 0.03, 0, 1)) / 64
-    found = compare_records(
-        record(s={str(i): {"mean_at_64": float(value)} for i, value in enumerate(before)}),
-        record(s={str(i): {"mean_at_64": float(value)} for i, value in reversed([*enumerate(after)])}),
-    )["s"]
-    change = found.metrics["mean"].change
+    sets = [
+        record(s={str(i): {"mean_at_64": float(value)} for i, value in values})
+        for values in (enumerate(before), reversed([*enumerate(after)]))
+    ]
+    change = compare_records(*sets)["s"].metrics["mean"].change
     assert change.value == pytest.approx((after - before).mean())
     a, b = mean_intervals([before, after])
     unpaired = math.hypot(a.high - a.low, b.high - b.low)
@@ -117,9 +117,8 @@ def test_pairing_removes_the_difficulty_of_problems() -> None:
 
 def test_only_shared_sets_problems_and_metrics_are_read() -> None:
     assert list(compare_records({"sets": {**A["sets"], "other": None}}, B)) == ["math"]
-    a = record(
-        s={"p": {"mean_at_2": 0.5, "legacy_best_at_2": None, "maj_at_2": None}, "only a": {"mean_at_2": None}}
-    )
+    row = {"mean_at_2": 0.5, "legacy_best_at_2": None, "maj_at_2": None}
+    a = record(s={"p": row, "only a": {"mean_at_2": None}})
     b = record(s={"p": {"mean_at_2": 1, "legacy_best_at_2": None}})
     comparison = compare_records(a, b)["s"]
     assert (list(comparison.metrics), comparison.metrics["mean"].b, comparison.shared) == (["mean"], 1.0, 1)

@@ -22,13 +22,7 @@ from bandpo_cli.config.layers import read_assignments, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import memory, resume, train
-from bandpo_cli.experiments.memory import (
-    GIB,
-    check_memory,
-    memory_report,
-    settings_that_fit,
-    with_memory_fraction,
-)
+from bandpo_cli.experiments.memory import GIB, check_memory, memory_report, with_memory_fraction
 from bandpo_cli.experiments.rank_group import Dispatcher
 from bandpo_cli.experiments.resume_run import CHANGEABLE_SETTINGS
 from bandpo_cli.experiments.train_run import resolved_settings
@@ -257,7 +251,7 @@ def test_a_resume_keeps_the_share_of_vllm(tmp_path: Path, monkeypatch: pytest.Mo
     ],
 )
 def test_fewest_settings(savings: list[tuple[str, str]], limit: int, expected: dict[str, str] | None) -> None:
-    assert settings_that_fit(savings, lambda flags: sum(map(int, flags.values())) >= limit) == expected
+    assert memory.settings_that_fit(savings, lambda flags: sum(map(int, flags.values())) >= limit) == expected
 
 
 ROW = re.compile(r"\| (\S+)(, LoRA of rank 16)? \| (\d) × (\d+) GB \| (\S+) GiB \| (\S+) \|")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,12 +10,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
+from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.sweep_request import plan_sweep, request_from_config
 from bandpo_cli.reports.comparison.tuning import read_tuning
-from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.sweeps.folder import SweepFolder
 from tests.reports.sweep_folders import write_plan, write_run
 
@@ -38,8 +38,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for seed, final in by_seed.items():
             name = f"{arm.replace(' ', '-')}-s{seed}"
             write_run(folder / name, settings, seed, {0: 0.2, 2: 0.9 - final, 4: final})
-            layer = read_assignments([f"seed={seed}", "steps=4", *settings])
-            (folder / "plans" / f"{name}.yaml").write_text(to_yaml(resolve([layer])), encoding="utf-8")
+            shutil.copy(folder / name / "config.yaml", folder / "plans" / f"{name}.yaml")
             runs.append({"name": name, "arm": arm, "seed": seed, "group": group})
     write_plan(folder, {"name": "tuning", "runs": runs})
     return folder
@@ -54,10 +53,10 @@ def runs_dir(finished: Path, tmp_path: Path) -> Path:
 
 def set_status(runs_dir: Path, run: str, status: str | None) -> None:
     """Give a run another status than FINISHED; None for a run without a summary."""
-    folder = RunFolder(runs_dir / "tuning" / run)
-    (folder.path / "summary.json").unlink()
+    path = runs_dir / "tuning" / run / "summary.json"
+    path.unlink()
     if status is not None:
-        folder.write_summary({"status": status, "error": "it failed", "steps": 4})
+        path.write_text(json.dumps({"status": status, "error": "it failed", "steps": 4}))
 
 
 def settings_of(runs_dir: Path, config: SweepConfig) -> Mapping[str, tuple[float, float | None]]:
