@@ -168,13 +168,13 @@ def test_answers_of_a_failed_evaluation_are_graded_again(caplog: pytest.LogCaptu
         ({}, ["the evaluation set 'a' has only 1 problem: one problem moves its accuracy by 100%"]),
         ({"evaluation": {"every": 0}}, []),
         ({"sampling": {"prompts": 16}}, ["has only 1 problem", "8 training problems for 16 prompts per step"]),
-        ({"task": {"heldout_fraction": 0.5}, "sampling": {"prompts": 3}}, ["evaluation set 'a' has only 6 problems"]),
+        ({"task": {"heldout_fraction": 0.5}, "sampling": {"prompts": 2}}, ["evaluation set 'a' has only 6 problems"]),
     ],
 )  # fmt: skip
 def test_few_problems_are_pointed_out(settings: dict[str, Any], expected: list[str]) -> None:
     rows = [{"question": f"{n} + {n}?", "answer": 2 * n} for n in range(9)]
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = {"task": {"name": "data", "train": "a.jsonl"}, "model": {"path": "a/b"}, "optim": {"updates": 3}}
+    task = {"task": {"name": "data", "train": "a.jsonl"}, "model": {"path": "a/b"}, "optim": {"updates": 2}}
     plan = plan_training(resolve([task, {"sampling": {"prompts": 4}}, settings]))
     assert len(plan.warnings) == len(expected)
     for warning, part in zip(plan.warnings, expected, strict=True):
