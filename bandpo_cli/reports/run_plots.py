@@ -32,9 +32,7 @@ Curve = dict[int, float]
 Intervals = Mapping[str, Mapping[int, tuple[float, float]]]
 """Ends of the 95% interval over problems, by metric and step; only where there is one."""
 
-MAX_POINTS = 5_000
-"""Maximum number of points per kind of token; with more tokens only every second, third, ... is plotted."""
-
+MAX_POINTS = 5_000  # per kind of token; with more tokens only every second, third, ... is plotted
 _LABEL_CHARS, _SUBTITLE_CHARS = 24, 105  # three legend names fit side by side, a subtitle fits on one line
 
 _SETTING_SYMBOLS = {
@@ -55,9 +53,7 @@ _CLIP_LINES = (
 
 
 def plot_run(folder: Path, out: Path | None = None, suffix: str = ".png") -> list[Path]:
-    """Plot the metrics of the run in `folder` and return the files that were written.
-
-    A plot without data is skipped.
+    """Plot the metrics of the run in `folder` and return the files that were written; a plot without data is skipped.
 
     Args:
         folder: the run folder.
@@ -114,11 +110,7 @@ def plot_success_histogram(folder: Path) -> Path:
 
 
 def read_intervals(folder: Path) -> Intervals:
-    """Return the 95% intervals of the evaluations of the run in `folder`, from `evals/step-*.json`.
-
-    Raises:
-        UserError: one of these files is damaged.
-    """
+    """Return the 95% intervals of a run's evaluations from `evals/step-*.json`; raise UserError if one is damaged."""
     intervals: dict[str, dict[int, tuple[float, float]]] = {}
     for path in sorted((folder / "evals").glob("step-*.json")):
         if (step := step_of(path)) is None:
@@ -274,6 +266,11 @@ def run_subtitle(folder: Path) -> str:
 def series(records: Iterable[Record], name: str) -> Curve:
     """Return the values of the metric `name` by step, without the steps that have no value."""
     return {record["step"]: float(record[name]) for record in records if record.get(name) is not None}
+
+
+def smooth_curve(curve: Curve) -> Curve:
+    """Return the curve smoothed by `smooth`."""
+    return dict(zip(curve, smooth(list(curve.values()))[0], strict=True))
 
 
 def smooth(values: Sequence[float]) -> tuple[list[float], int]:

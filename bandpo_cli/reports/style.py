@@ -38,8 +38,7 @@ LARGE_DOT: dict[str, Any] = {"marker": "o", "markersize": 11, "markeredgecolor":
 LEGEND: dict[str, Any] = {"frameon": False, "fontsize": 10.5, "labelcolor": TEXT_COLOR}
 """Arguments of every legend."""
 
-PLAIN_NUMBERS = FuncFormatter(lambda value, _: f"{value:g}")
-"""Labels of logarithmic axes: 0.01 in place of a power of ten."""
+PLAIN_NUMBERS = FuncFormatter(lambda value, _: f"{value:g}")  # on logarithmic axes: 0.01, no power of ten
 
 _MAX_NAME_CHARS = 30
 
@@ -121,12 +120,9 @@ def variant_styles(names: Sequence[str], baseline: str | None) -> LineStyles:
     """Return the line of each variant: each colour once, then the colours with other dashes; the baseline is grey."""
     styles = {}
     for index, name in enumerate(name for name in names if name != baseline):
-        styles[name] = {
-            "color": LINE_COLORS[index % len(LINE_COLORS)],
-            "linestyle": DASHES[(index + index // len(LINE_COLORS)) % len(DASHES)],
-            "linewidth": 2.2,
-            "label": legend_name(name),
-        }
+        dash = DASHES[(index + index // len(LINE_COLORS)) % len(DASHES)]
+        line = {"color": LINE_COLORS[index % len(LINE_COLORS)], "linestyle": dash, "linewidth": 2.2}
+        styles[name] = {**line, "label": legend_name(name)}
     if baseline is not None:
         grey = {"color": MUTED_COLOR, "linestyle": "-", "linewidth": 2.8}
         styles[baseline] = {**grey, "label": f"{legend_name(baseline)} (baseline)"}
@@ -139,7 +135,7 @@ def side_legend(
     """Put a legend right of the axes and shrink the axes to fit.
 
     Args:
-        final_values: last value of each variant; the legend has the variants in the order of these, the largest first.
+        final_values: last value of each variant, by which the legend is sorted, the largest first.
         styles: the line of each variant.
         shading: meaning of the shaded areas, the last entry of the legend; "" where there are none.
     """

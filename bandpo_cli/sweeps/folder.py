@@ -86,10 +86,9 @@ class SweepFolder:
 
     @classmethod
     def read(cls, path: Path) -> SweepFolder:
-        """Return the sweep in the folder `path`, for which `sweep.yaml` suffices.
+        """Return the sweep in the folder `path`, for which `sweep.yaml` suffices; raise UserError if it is damaged.
 
-        Raises UserError, which names the place, when the plan is damaged. It may come from anyone, and the names of its
-        runs become folders.
+        The file may come from anyone, and the names of its runs become folders.
         """
         file = path / PLAN_FILE
         content = read_yaml(file, str(file))
@@ -128,10 +127,7 @@ class SweepFolder:
         return [run for run in self.runs if not self.is_finished(run.name) and run.name not in stopped]
 
     def stopped(self) -> dict[str, str]:
-        """Return the runs that the sweep stopped early because they were far behind, each with the reason.
-
-        Raises UserError when `stopped.json` is damaged.
-        """
+        """Return the runs that the sweep stopped early because they were far behind, each with the reason."""
         path = self.path / STOPPED_FILE
         if not path_exists(path):
             return {}
@@ -179,10 +175,7 @@ class _Plan:
 
 
 def validated(class_: type[Value], content: object, file: Path, key: str = "") -> Value:
-    """Return content of `sweep.yaml`, the entry `key` or the complete file, as an instance of a dataclass.
-
-    Raises UserError, which names the file, the key and the value, for content that no sweep wrote.
-    """
+    """Return the entry `key` of `sweep.yaml`, or the complete file, as a dataclass; raise UserError if it is wrong."""
     try:
         return TypeAdapter(class_).validate_python(content)
     except ValidationError as error:

@@ -110,9 +110,6 @@ def plan_tuned_runs(
     Args:
         tuned: all settings of each variant; those of `layers` and of `sweep.fixed` override them.
         layers: settings of all runs.
-
-    Raises:
-        ConfigError: a setting is not valid, or two variants are equal.
     """
     arms: dict[RunConfig, tuple[str, str]] = {}
     for arm, settings in tuned.items():
@@ -152,11 +149,7 @@ def check_baseline(baseline: str | None, arms: Iterable[str], where: str = "") -
 def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
     """Return the values of comma-separated lists by dotted setting; each value is parsed as YAML, as for `--set`.
 
-    Args:
-        flags: text of each flag by dotted setting; None where the flag was not given.
-
-    Raises:
-        ConfigError: a list is empty or has an empty item.
+    A flag that was not given is None. Raises ConfigError for an empty item.
     """
     axes = {}
     for key, text in flags.items():
@@ -187,8 +180,7 @@ def _is_excluded(
 ) -> bool:
     """Return whether a variant has all values of an excluded combination: whether giving them changes nothing.
 
-    Args:
-        errors: receives why the variant cannot have a value, by setting, or None once a variant can have it.
+    `errors` receives why the variant cannot have a value, by setting, or None once a variant can have it.
     """
     # A radius that is not matched yet equals the same text only.
     unmatched = {key: value for key, value in settings.items() if _is_match(key, value)}

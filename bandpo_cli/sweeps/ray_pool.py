@@ -19,11 +19,8 @@ import ray
 from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.sweeps.pool import LocalPool, Pool
 
-GRACE_S = 20.0
-"""Seconds that a run has to end after each signal."""
-
-CONNECT_S = 10.0
-"""Seconds that a cluster has to accept the first connection."""
+GRACE_S = 20.0  # that a run has to end after each signal
+CONNECT_S = 10.0  # that a cluster has to accept the first connection
 
 
 def _execute(command: Sequence[str], folder: str, variables: Mapping[str, str], log: str) -> int:

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from heapq import heapreplace
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
@@ -200,7 +201,7 @@ def total_seconds(seconds: Sequence[float], jobs: int) -> float:
     """Return the total time of runs of these lengths in `jobs` slots, where each free slot starts the next run."""
     slots = [0.0] * max(1, jobs)
     for length in seconds:
-        slots[slots.index(min(slots))] += length
+        heapreplace(slots, slots[0] + length)
     return max(slots)
 
 
@@ -224,7 +225,7 @@ def seconds_from_earlier_runs(
             hardware = environment["hardware"]
             is_as_fast = hardware["gpus"] or hardware["torch_threads"] == threads
             has_ranks = environment.get("ranks", 1) == ranks
-            if has_ranks and is_as_fast and _shape(earlier) == _shape(own, earlier):
+            if has_ranks and is_as_fast and _shape(earlier, earlier) == _shape(own, earlier):
                 trained = summary.content["time/train_s"] / summary.content["steps"] * config.steps
                 seconds_by_time.append(((path / SUMMARY_FILE).stat().st_mtime, START_S + trained))
     latest = [seconds for _, seconds in sorted(seconds_by_time)[-_MAX_RUNS:]]
@@ -265,17 +266,15 @@ def rank_flags(ranks: int) -> list[str]:
     return ["--nproc", str(ranks)] if ranks > 1 else []
 
 
-def _shape(config: Mapping[str, Any], chosen: Mapping[str, Any] | None = None) -> list[Any]:
+def _shape(config: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[Any]:
     """Return the settings that the time of a run depends on.
 
-    Args:
-        chosen: settings of an earlier run, which replace the dtype `auto` and a null share of memory for vLLM: the file
-            of a run has the values that the run chose.
+    The values that an earlier run has `chosen` replace the dtype `auto` and a null share of memory for vLLM.
     """
     shape = copy.deepcopy([*(config[section] for section in _SHAPE), config["optim"]["updates"]])
     model, _, sampling, *_ = shape
-    if chosen is not None and model["dtype"] == "auto":
+    if model["dtype"] == "auto":
         model["dtype"] = chosen["model"]["dtype"]
-    if chosen is not None and sampling["vllm"]["memory_fraction"] is None:
+    if sampling["vllm"]["memory_fraction"] is None:
         sampling["vllm"]["memory_fraction"] = chosen["sampling"]["vllm"]["memory_fraction"]
     return shape

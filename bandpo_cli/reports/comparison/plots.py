@@ -26,7 +26,7 @@ from bandpo_cli.reports.comparison.selection import format_setting
 from bandpo_cli.reports.comparison.statistics import interval_band
 from bandpo_cli.reports.comparison.tuning import accuracy_by_learning_rate
 from bandpo_cli.reports.comparison.variants import Report
-from bandpo_cli.reports.run_plots import Curve, smooth
+from bandpo_cli.reports.run_plots import Curve, smooth_curve
 from bandpo_cli.reports.style import HEADER, HEIGHT, LineStyles, escape_mathtext, side_legend, variant_styles
 
 Floats = NDArray[np.float64]
@@ -53,11 +53,7 @@ def plot_all(arms: Arms, report: Report, out: Path) -> dict[str, Path]:
     names = [name for name in order if name in order[:MAX_VARIANTS_PLOTTED] or name == report.baseline]
     styles = variant_styles([name for name in arms if name in names], report.baseline)
     accuracy = common_curves({name: [run.accuracy(sets) for run in arms[name]] for name in names})
-    entropies = {name: [run.entropy for run in arms[name]] for name in names}
-    entropy = common_curves(
-        {name: [dict(zip(curve, smooth([*curve.values()])[0], strict=True)) for curve in curves]
-         for name, curves in entropies.items()}
-    )  # fmt: skip
+    entropy = common_curves({name: [smooth_curve(run.entropy) for run in arms[name]] for name in names})
     over_sets = f", mean of {len(sets)} sets" if len(sets) > 1 else ""
     n = common_n([run for runs in arms.values() for run in runs], sets)
     y_label = f"held-out accuracy, mean@{n}{over_sets}"
@@ -70,13 +66,10 @@ def plot_all(arms: Arms, report: Report, out: Path) -> dict[str, Path]:
         "accuracy_entropy": _plot_accuracy_entropy(accuracy, entropy, styles, level, subtitle, y_label),
         "clip_by_probability": _plot_clip_table({name: arms[name] for name in names}, styles, subtitle),
     }
-    if report.tuning is not None:
-        figures["tuning_lr"] = plot_accuracy_lr(
-            report.tuning.by_learning_rate(),
-            "Tuning: held-out accuracy against learning rate",
-            escape_mathtext(report.tuning.sweep),
-            "held-out accuracy" if report.tuning.metric == "accuracy" else "area under held-out accuracy",
-        )
+    if (tuning := report.tuning) is not None:
+        title, sweep = "Tuning: held-out accuracy against learning rate", escape_mathtext(tuning.sweep)
+        label = f"{'area under ' if tuning.metric == 'area' else ''}held-out accuracy"
+        figures["tuning_lr"] = plot_accuracy_lr(tuning.by_learning_rate(), title, sweep, label)
     shown = {name: figure for name, figure in figures.items() if figure is not None}
     return {name: style.save(figure, out / f"{name}.png") for name, figure in shown.items()}
 
@@ -175,10 +168,8 @@ def _plot_accuracy_entropy(
     names = [name for name in accuracy if name in entropy]
     if not names:
         return None
-    figure, (axes,) = style.new_figure(
-        "Held-out accuracy against entropy",
-        f"{subtitle} · one dot per evaluation, a large dot for the last evaluation; means over seeds",
-    )
+    subtitle += " · one dot per evaluation, a large dot for the last evaluation; means over seeds"
+    figure, (axes,) = style.new_figure("Held-out accuracy against entropy", subtitle)
     final_values = {}
     for name in names:
         (steps, accuracies_RS), (entropy_steps, entropies_RS) = accuracy[name], entropy[name]
@@ -191,13 +182,9 @@ def _plot_accuracy_entropy(
         final_values[name] = float(accuracies[-1])
     if level is not None:
         axes.axhline(level, color=style.MUTED_COLOR, linewidth=0.8, zorder=1)
-        place: dict[str, Any] = {
-            "xycoords": axes.get_yaxis_transform(),
-            "textcoords": "offset points",
-            "ha": "right",
-        }
-        text = f"entropies compared at {percent_text(level)}"
-        axes.annotate(text, (1, level), xytext=(0, 3), size=10.5, color=style.MUTED_COLOR, **place)
+        text, across = f"entropies compared at {percent_text(level)}", axes.get_yaxis_transform()
+        place: dict[str, Any] = {"xytext": (0, 3), "textcoords": "offset points", "ha": "right", "size": 10.5}
+        axes.annotate(text, (1, level), xycoords=across, color=style.MUTED_COLOR, **place)
     axes.margins(0.06)
     axes.grid(axis="x", color=style.GRID_COLOR, linewidth=1)
     style.label(axes, "entropy, nats per token", y_label, percent=True)
@@ -214,11 +201,9 @@ def _plot_clip_table(arms: Arms, styles: LineStyles, subtitle: str) -> Figure | 
     token_shares = _mean_by_key([run.token_share for name in names for run in arms[name]])
     bins = sorted(token_shares, key=lambda text: float(text.split()[0]))
     values = np.array([[clipped[name].get(key, np.nan) for key in bins] for name in names])
-    figure, (axes,) = style.new_figure(
-        "Clipped tokens by probability",
-        f"{subtitle} · clipped share of the tokens of each bin, mean over steps and seeds",
-        height=min(HEIGHT, HEADER + _ROW_HEIGHT * len(names) + _TICK_HEIGHT),
-    )
+    subtitle += " · clipped share of the tokens of each bin, mean over steps and seeds"
+    height = min(HEIGHT, HEADER + _ROW_HEIGHT * len(names) + _TICK_HEIGHT)
+    figure, (axes,) = style.new_figure("Clipped tokens by probability", subtitle, height=height)
     shares = np.where(values < _MIN_SHARE, _MIN_SHARE, values)
     colormap, norm = colormaps["Blues"], LogNorm(_MIN_SHARE, 3.0)
     axes.imshow(shares, cmap=colormap, norm=norm, aspect="auto")
@@ -235,7 +220,7 @@ def _plot_clip_table(arms: Arms, styles: LineStyles, subtitle: str) -> Figure | 
     # The left edge of the axes fits the row names; above are the titles, below the names of the bins.
     figure.canvas.draw()
     widest = max(tick.get_window_extent().width for tick in axes.get_yticklabels()) / figure.bbox.width
-    left, height = 0.03 + widest + 0.012, figure.get_figheight()
+    left = 0.03 + widest + 0.012
     axes.set_position((left, _TICK_HEIGHT / height, 0.975 - left, (height - HEADER - _TICK_HEIGHT) / height))
     return figure
 
@@ -252,12 +237,11 @@ def _share_text(share: float) -> str:
 
 def _describe_bands(runs: Collection[int]) -> str:
     """Return what the bands of curves over these numbers of runs show, a line for each kind; '' for no band."""
-    texts = [
-        "95% interval over seeds" if max(runs) > 2 else "",
-        "range of two seeds" if 2 in runs else "",
-        "none for one seed" if 1 in runs and max(runs) > 1 else "",
-    ]
-    return "\n".join(filter(None, texts))
+    if max(runs) == 1:
+        return ""
+    texts = {3: "95% interval over seeds", 2: "range of two seeds", 1: "none for one seed"}
+    kinds = {min(number, 3) for number in runs}
+    return "\n".join(text for kind, text in texts.items() if kind in kinds)
 
 
 def _fit_y_axis(axes: Axes, shown: Sequence[Floats]) -> None:

@@ -23,8 +23,7 @@ FAR_BEHIND = 0.5
 """Runs and variants whose best accuracy is under this share of the best variant's have no value and do not lower the
 level."""
 
-MAX_LISTED = 6
-"""Variants or settings that a note lists."""
+MAX_LISTED = 6  # variants or settings that a note lists
 
 RunKey = tuple[str, int]
 """Variant and seed of a run."""
@@ -153,8 +152,7 @@ def shorten_list(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_LISTED]) + more
 
 
-SECONDS_PER_STEP = "seconds_per_step"
-"""Key of the metric for which a report also shows the spread over the steps."""
+SECONDS_PER_STEP = "seconds_per_step"  # the metric for which a report also shows the spread over the steps
 
 
 Values = Mapping[str, Mapping[int, float]]

@@ -151,10 +151,9 @@ def _read_finished_run(run: VariantRun) -> VariantRunData:
 
 
 def _read_records(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of metrics.jsonl by ascending step, without values that are not usable numbers.
+    """Return the records of metrics.jsonl by ascending step, of two of the same step the last one.
 
-    Of two records of the same step the last one counts. NaN, infinities and numbers whose square overflows a float64
-    are not usable.
+    NaN, infinities, numbers whose square overflows a float64 and texts are left out.
     """
     records: dict[int, dict[str, Any]] = {}
     try:

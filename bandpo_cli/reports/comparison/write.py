@@ -185,20 +185,20 @@ def leaderboard_csv(report: Report) -> str:
 
     The last columns are the quantiles of metrics with a spread: `seconds_per_step_p10`, `seconds_per_step_p90`.
     """
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
     keys = [metric.key for metric in report.figures]
-    spread_keys = [key for key in keys if any(key in arm.spreads for arm in report.arms)]
-    columns = [f"{key}{end}" for key in keys for end in ("", "_low", "_high")]
-    columns += [f"{key}_p{100 * share:.0f}" for key in spread_keys for share in SPREAD]
-    writer.writerow(["arm", "seeds", "steps", *columns])
+    spreads = [key for key in keys if any(key in arm.spreads for arm in report.arms)]
+    columns = ["arm", "seeds", "steps", *(f"{key}{end}" for key in keys for end in ("", "_low", "_high"))]
+    columns += [f"{key}_p{100 * share:.0f}" for key in spreads for share in SPREAD]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
+    writer.writeheader()
     for arm in report.arms:
-        cells: list[object] = [arm.name, len(arm.seeds), arm.steps[1]]
-        for value in map(arm.figures.get, keys):
-            cells += ["", "", ""] if value is None else [value.mean, value.low, value.high]
-        for key in spread_keys:
-            cells += arm.spreads.get(key, ["", ""])
-        writer.writerow(cells)
+        row: dict[str, object] = {"arm": arm.name, "seeds": len(arm.seeds), "steps": arm.steps[1]}
+        for key, value in arm.figures.items():
+            row |= {key: value.mean, f"{key}_low": value.low, f"{key}_high": value.high}
+        for key, ends in arm.spreads.items():
+            row |= {f"{key}_p{100 * share:.0f}": end for share, end in zip(SPREAD, ends, strict=True)}
+        writer.writerow(row)
     return out.getvalue()
 
 
