@@ -93,13 +93,11 @@ def read_number(text: str) -> Number | None:
     unit = read_unit(text[match.end() :]) if match else None
     if match is None or unit is None:
         return None
-    parts = {
-        name.rstrip("12"): re.sub("[ ,]", "", part) for name, part in match.groupdict("").items() if part
-    }
+    groups = match.groupdict("").items()
+    parts = {name.rstrip("12"): re.sub("[ ,]", "", part) for name, part in groups if part}
     places = None
     if is_fraction := "numerator" in parts:
-        denominator = Fraction(parts["denominator"])
-        if denominator == 0:
+        if (denominator := Fraction(parts["denominator"])) == 0:
             return None
         value = Fraction(parts.get("integer", 0)) + Fraction(parts["numerator"]) / denominator
     else:
@@ -192,18 +190,14 @@ def grade_number(problem: Problem, text: str) -> Grade:
 
 
 def grade_math(problem: Problem, text: str) -> Grade | tuple[str, str]:
-    """Grade a completion if plain numbers or equal texts decide.
-
-    Returns:
-        A grade, or else the pair (reference, final answer), the arguments of `symbolic.is_equal`.
-    """
+    """Return the grade of a completion if plain numbers or equal texts decide, else the arguments of `is_equal`."""
     reference, answer = without_remark(unwrap(problem.answer)), _final_answer(text)
     if not answer:
         return MALFORMED
     left, *right = _EQUALS.split(answer)  # the value is on the right of "x = 1,234" and "9 * 2 = 18"
     stated = right[0] if len(right) == 1 and _NAME_OR_ARITHMETIC.fullmatch(unwrap(left)) else answer
     gold, number = read_plain_number(reference), read_plain_number(stated)
-    if gold is not None and number is not None and not gold.has_letter:  # "3 m" may be three masses
+    if gold and number and not gold.has_letter:  # "3 m" may be three masses
         is_right = equal(gold, number) or rounds_to(gold, number) or rounds_to(number, gold)
         return CORRECT if is_right else WRONG
     return CORRECT if same_text(reference, answer) else (reference, answer)
@@ -231,8 +225,10 @@ def without_remark(answer: str) -> str:
     before the remark counts, so that an equation in a remark is not taken for the answer.
     """
     remark = _REMARK.search(answer)
-    text = remark and remark["text"]
-    if remark is None or (text is not None and (not _PROSE.search(text) or _NOT_A_REMARK.search(text))):
+    if remark is None:
+        return answer
+    text = remark["text"]
+    if text is not None and (not _PROSE.search(text) or _NOT_A_REMARK.search(text)):
         return answer
     stated = unwrap(answer[: remark.start()])
     return stated if read_plain_number(right_hand_side(stated)) else answer
@@ -301,8 +297,7 @@ def vote_expression(text: str) -> str | None:
     """Return the vote of a completion for the grader `math` and for custom graders."""
     answer = _final_answer(text)
     number = read_plain_number(answer)
-    is_number = number is not None and not number.has_letter  # "3 m" may be three masses
-    return str(number) if is_number else canonical_text(answer) or None
+    return str(number) if number and not number.has_letter else canonical_text(answer) or None
 
 
 def vote_number(text: str) -> str | None:

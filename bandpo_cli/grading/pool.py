@@ -145,9 +145,8 @@ class GraderPool(AbstractContextManager["GraderPool"]):
 
     def _describe_progress(self, answers: int) -> str:
         graded, grader, problem_id = self._progress
-        waiting = f"the import of grader '{grader}'"
-        if problem_id is not None:
-            waiting = f"grader '{grader}' on problem {problem_id:.80}"
+        name = f"grader '{grader}'"
+        waiting = f"the import of {name}" if problem_id is None else f"{name} on problem {problem_id:.80}"
         return f"grading: {graded:,} of {answers:,} answers are graded, waiting for {waiting}"
 
     def _worker_pool(self, name: str) -> WorkerPool:

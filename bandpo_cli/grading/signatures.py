@@ -123,9 +123,8 @@ def grade_from_result(result: Any) -> Grade:
     verdict = fields.get("verdict", CORRECT.verdict if correct else WRONG.verdict)
     is_short = isinstance(verdict, str) and 0 < len(verdict) <= MAX_VERDICT_CHARS
     if not is_short or verdict in UNGRADED_VERDICTS:
-        raise ValueError(
-            f"'verdict' must be a short word other than {sorted(UNGRADED_VERDICTS)}, not {verdict!r:.60}"
-        )
+        others = sorted(UNGRADED_VERDICTS)
+        raise ValueError(f"'verdict' must be a short word other than {others}, not {verdict!r:.60}")
     return Grade(score, correct=correct, verdict=verdict)
 
 
@@ -168,11 +167,9 @@ def adapt_trl(function: _Function) -> BatchGrader:
     """
     parameters = function.parameters
     function.check_takes("completions", "trl", ("prompts", "completions", "**columns"))
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = {
-        name
-        for name, parameter in parameters.items()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        and parameter.default is parameter.empty
+        name for name, item in parameters.items() if item.default is item.empty and item.kind not in variadic
     }
     if missing := required & _NOT_AVAILABLE:
         raise ValueError(f"it needs {_enumerate(missing)}, which only TRL's trainer has")
@@ -198,11 +195,9 @@ def adapt_trl(function: _Function) -> BatchGrader:
         grades = []
         for reward in _returned_list(function(**columns), len(batch)):
             value = reward.item() if hasattr(reward, "item") else reward
-            if value is None or (isinstance(value, float) and math.isnan(value)):
-                grades.append(NOT_APPLICABLE)
-            else:
-                value = _finite(value, "a number or None for each completion")
-                grades.append(_grade(value, accuracy=value))
+            applies = value is not None and not (isinstance(value, float) and math.isnan(value))
+            value = _finite(value, "a number or None for each completion") if applies else 0.0
+            grades.append(_grade(value, accuracy=value) if applies else NOT_APPLICABLE)
         return grades
 
     return BatchGrader(grade, batched=True)

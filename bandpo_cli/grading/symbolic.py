@@ -64,9 +64,8 @@ def is_equal(gold: str, answer: str) -> bool:
     golds, answers = _parse(gold), _parse(answer)
     if not golds or not answers or _differ_at_test_points(golds[0], answers[0]):
         return False
-    if not verify(golds, answers, allow_set_relation_comp=True, timeout_seconds=None):
-        return False
-    return not _numbers_differ(golds[0], answers[0])
+    verified = bool(verify(golds, answers, allow_set_relation_comp=True, timeout_seconds=None))
+    return verified and not _numbers_differ(golds[0], answers[0])
 
 
 @lru_cache(maxsize=256)

@@ -94,7 +94,7 @@ class WorkerPool:
         self._pending: deque[Job] = deque()
         self._grades: dict[int, Grade] = {}
         self._on_wait: OnWait = lambda graded, index: None
-        self._printed_bytes = 0
+        self._output_left = MAX_PRINTED_BYTES
 
     def run(
         self, arguments: Sequence[GraderArguments], on_wait: OnWait, batches: Sequence[Job]
@@ -204,8 +204,8 @@ class WorkerPool:
             path = self._function or split_signature(self._grader)[1]
             raise ConfigError(f"grader '{self._grader}': its process {end} while importing '{path}'")
         if timed_out:
-            grade = replace(TIMEOUT, has_reward=self._config.timeout_reward == "wrong")
-            self._grades |= dict.fromkeys(job, grade)
+            has_reward = self._config.timeout_reward == "wrong"
+            self._grades |= dict.fromkeys(job, replace(TIMEOUT, has_reward=has_reward))
         elif job:
             self._store_error(job, f"the worker process {end}")
 
@@ -220,15 +220,13 @@ class WorkerPool:
 
     def _print(self, output: bytes) -> None:
         """Print what a worker has printed on standard error, up to `MAX_PRINTED_BYTES` of all workers."""
-        left = MAX_PRINTED_BYTES - self._printed_bytes
-        self._printed_bytes += len(output)
-        if output and left > 0 and sys.stderr is not None:
-            print(
-                escape_controls(output[:left].decode(errors="replace")), end="", file=sys.stderr, flush=True
-            )
-        if 0 <= left < len(output):
+        shown = output[: max(0, self._output_left)].decode(errors="replace")
+        if shown and sys.stderr is not None:
+            print(escape_controls(shown), end="", file=sys.stderr, flush=True)
+        if 0 <= self._output_left < len(output):
             kib = MAX_PRINTED_BYTES >> 10
             log.warning("grader '%s' has printed more than %d KiB; the rest is not shown", self._grader, kib)
+        self._output_left -= len(output)
 
 
 class _Worker:
@@ -367,8 +365,8 @@ def _limit_memory(memory_gb: float) -> None:
     """Limit the address space to the present size plus `memory_gb` GiB, and disable core files."""
     pages = Path("/proc/self/statm")
     used = int(pages.read_text().split()[0]) * resource.getpagesize() if pages.exists() else 0
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    requested = used + int(memory_gb * 2**30)
-    limit = requested if hard == resource.RLIM_INFINITY else min(requested, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    limit, (_, hard) = used + int(memory_gb * 2**30), resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(
+        resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
+    )
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

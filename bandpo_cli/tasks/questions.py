@@ -13,7 +13,6 @@ from itertools import chain, islice
 from typing import Any
 
 from bandpo_cli.config.task import TEMPLATES, Fields, Source
-from bandpo_cli.datasets import DATASETS
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import GRADERS
 from bandpo_cli.tasks.fields import (
@@ -26,7 +25,7 @@ from bandpo_cli.tasks.fields import (
     to_json_value,
     value_at,
 )
-from bandpo_cli.tasks.rows import SplitName, read_rows, source_label
+from bandpo_cli.tasks.rows import SplitName, known_dataset, read_rows, source_label
 from bandpo_cli.types import Message, Problem, Prompt
 
 _MAX_MARKS = 30  # combining characters in a row; no language uses more than four
@@ -130,15 +129,14 @@ def load_questions(
         ConfigError: If the source cannot be read, has no field for the question or the answer, has chat messages that
             are malformed, or has no usable row.
     """
-    label, place = source_label(source), source.path or source.name
-    known = DATASETS[source.name] if source.name else None
-    grader = grader or source.grader or (known.grader if known else "math")
+    label, place, known = source_label(source), source.path or source.name, known_dataset(source)
+    grader = grader or source.grader or known.grader
     rows = read_rows(source, part, revision)
     first_rows = list(islice(rows, SAMPLE_ROWS))
     if not first_rows:
         raise ConfigError(f"task.{part}: '{place}' holds no rows")
     columns = ", ".join(dict.fromkeys(str(name) for row in first_rows for name in row))
-    names = find_fields(first_rows, source.fields, known or Fields())
+    names = find_fields(first_rows, source.fields, known)
     required = ["question", "answer", *(["level"] if source.levels is not None else [])]
     if missing := [name for name in required if getattr(names, name) is None]:
         mapping = ", ".join(f"{name}: ..." for name in missing)

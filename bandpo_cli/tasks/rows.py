@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bandpo_cli.config.task import FILE_SUFFIXES, Source
-from bandpo_cli.datasets import DATASETS
+from bandpo_cli.datasets import DATASETS, Dataset
 from bandpo_cli.errors import ConfigError, first_line, nearest
 from bandpo_cli.paths import check_regular_file, path_exists, user_path
 
@@ -27,6 +27,7 @@ SplitName = Literal["train", "heldout"]
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _LABEL_CHARS = re.compile(r"[^A-Za-z0-9_.-]+")
+_OTHER = Dataset("", "", hub_id="", question="", answer="", train_split="train", eval_split="test")
 _MAX_CSV_FIELD = 2**31 - 1  # the default limit of 128 KiB is shorter than a long worked solution
 
 
@@ -40,7 +41,15 @@ def read_rows(source: Source, part: SplitName, revision: str | None = None) -> I
     if hub is not None or (exists and path.is_dir()):
         copy = "FILE" if source.name is None else f"{{name: {source.name}, path: FILE}}"
         hint = f"give a local copy: --set {shlex.quote(f'task.{part}={copy}')}"
-        return read_hub(hub or str(path), *_subset_and_split(source, part), hint, revision)
+        known = known_dataset(source)
+        split = source.split or {"train": known.train_split, "heldout": known.eval_split}[part]
+        if split is None:
+            problem = {
+                "train": "is for evaluation only; use it in task.heldout",
+                "heldout": "has no evaluation split; name a split with split:, or use another data set",
+            }[part]
+            raise ConfigError(f"task.{part}: '{source.name}' {problem}")
+        return read_hub(hub or str(path), source.subset or known.subset, split, hint, revision)
     if not exists and path.suffix.lower() not in FILE_SUFFIXES:
         raise ConfigError(
             f"task.{part} = '{source.path}': no such file, and no known data set of that name"
@@ -52,25 +61,15 @@ def read_rows(source: Source, part: SplitName, revision: str | None = None) -> I
     return read_file(path)
 
 
-def _subset_and_split(source: Source, part: SplitName) -> tuple[str | None, str]:
-    """Return the subset and the split to read; a copy of a known data set keeps those of the data set."""
-    if source.name is None:
-        return source.subset, source.split or {"train": "train", "heldout": "test"}[part]
-    known = DATASETS[source.name]
-    split = source.split or {"train": known.train_split, "heldout": known.eval_split}[part]
-    if split is None:
-        problem = {
-            "train": "is for evaluation only; use it in task.heldout",
-            "heldout": "has no evaluation split; name a split with split:, or use another data set",
-        }[part]
-        raise ConfigError(f"task.{part}: '{source.name}' {problem}")
-    return source.subset or known.subset, split
+def known_dataset(source: Source) -> Dataset:
+    """Return the known data set that a source is from; for any other source, an entry with the general defaults."""
+    return _OTHER if source.name is None else DATASETS[source.name]
 
 
 def hub_id(source: Source) -> str | None:
     """Return the id of the data set on the hub that `read_rows` reads; None for a file or folder."""
     if source.path is None:
-        return DATASETS[source.name].hub_id if source.name is not None else None
+        return known_dataset(source).hub_id or None
     path = user_path(source.path)
     is_local = path_exists(path) or path.suffix.lower() in FILE_SUFFIXES
     return None if is_local or not _HUB_ID.fullmatch(source.path) else source.path

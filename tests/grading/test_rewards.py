@@ -44,42 +44,29 @@ def partial(reward: float) -> Grade:
     return Grade(reward, False, "wrong")
 
 
-@pytest.mark.parametrize(
-    ("grades", "reward", "values"),
-    [
-        ((CORRECT, partial(0.5), partial(3.0)), 1 + 0.125 - 1.5, (1.0, 0.5, 3.0)),
-        ((WRONG, CORRECT, partial(-2.0)), 0 + 0.25 + 1.0, (0.0, 1.0, -2.0)),
-        ((WRONG_TIMEOUT, CORRECT, partial(0.0)), 0.25, (0.0, 1.0, 0.0)),
-        ((NOT_APPLICABLE, CORRECT, NOT_APPLICABLE), 0.25, (None, 1.0, None)),
-    ],
-)
-def test_the_reward_is_the_weighted_sum_and_the_verdict_that_of_the_first(
-    grades: tuple[Grade, ...], reward: float, values: tuple[float | None, ...]
-) -> None:
-    found = weighted_grade([MATH, FORMAT, LENGTH], grades)
-    assert found.reward == reward
-    assert (found.correct, found.verdict) == (grades[0].correct, grades[0].verdict)
-    assert found.components == dict(zip(("math", "in_tags", "long"), values, strict=True))
-    assert found.has_reward
+SUMS = [
+    ((CORRECT, partial(0.5), partial(3.0)), 1 + 0.125 - 1.5, (1.0, 0.5, 3.0)),
+    ((WRONG, CORRECT, partial(-2.0)), 0 + 0.25 + 1.0, (0.0, 1.0, -2.0)),
+    ((WRONG_TIMEOUT, CORRECT, partial(0.0)), 0.25, (0.0, 1.0, 0.0)),
+    ((NOT_APPLICABLE, CORRECT, NOT_APPLICABLE), 0.25, (None, 1.0, None)),
+]
 
 
-@pytest.mark.parametrize(
-    ("grades", "ungraded"),
-    [
-        ((NOT_APPLICABLE, NOT_APPLICABLE), False),
-        ((CORRECT, TIMEOUT), True),
-        ((GRADER_ERROR, CORRECT), True),
-        ((NOT_APPLICABLE, GRADER_ERROR), True),
-    ],
-)
-def test_a_completion_has_no_reward_where_nothing_applies_or_a_component_failed(
-    grades: tuple[Grade, ...], ungraded: bool
-) -> None:
+def test_the_reward_is_the_weighted_sum_and_the_verdict_that_of_the_first() -> None:
+    for grades, reward, values in SUMS:
+        grade = weighted_grade([MATH, FORMAT, LENGTH], grades)
+        assert (grade.reward, grade.has_reward) == (reward, True)
+        assert (grade.correct, grade.verdict) == (grades[0].correct, grades[0].verdict)
+        assert grade.components == dict(zip(("math", "in_tags", "long"), values, strict=True))
+
+
+def test_a_completion_has_no_reward_where_nothing_applies_or_a_component_failed() -> None:
     """Without the failed component the sum is not comparable with the rewards of the group."""
-    found = weighted_grade([FORMAT, LENGTH], grades)
-    assert not found.has_reward
-    assert is_ungraded(found) == ungraded
-    assert found.correct == grades[0].correct
+    failed = [(CORRECT, TIMEOUT), (GRADER_ERROR, CORRECT), (NOT_APPLICABLE, GRADER_ERROR)]
+    for grades in [(NOT_APPLICABLE, NOT_APPLICABLE), *failed]:
+        grade = weighted_grade([FORMAT, LENGTH], grades)
+        assert (grade.has_reward, is_ungraded(grade)) == (False, grades in failed)
+        assert grade.correct == grades[0].correct
 
 
 def test_each_component_grades_every_completion_and_the_first_may_be_the_problems_own() -> None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,13 +84,8 @@ def completion_logprobs(
     model: PreTrainedModel, prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Completion]]
 ) -> torch.Tensor:
     """Return `plain_logprobs` of all completions, float64 [N]."""
-    return torch.cat(
-        [
-            plain_logprobs(model, p, c.token_ids)
-            for p, group in zip(prompts, groups, strict=True)
-            for c in group
-        ]
-    )
+    pairs = [(prompt, item) for prompt, group in zip(prompts, groups, strict=True) for item in group]
+    return torch.cat([plain_logprobs(model, prompt, item.token_ids) for prompt, item in pairs])
 
 
 def reported_logprobs(groups: Sequence[Sequence[Completion]]) -> torch.Tensor:
@@ -121,20 +115,5 @@ def short_answers(policy: Policy) -> SamplingParams:
     A small model at temperature 1 seldom ends its turn within a few tokens, so a full stop ends a completion too.
     """
     full_stops = policy.tokenizer([".", " 7."], add_special_tokens=False)["input_ids"]
-    return SamplingParams(
-        3, 1.0, max_tokens=12, stop_ids=(*policy.stop_ids, *{ids[-1] for ids in full_stops})
-    )
-
-
-def write_problems(path: Path) -> Path:
-    """Write one-step additions in words as a .jsonl file."""
-    rows = [
-        {
-            "question": f"Anna has {a} apples and gets {b} more. How many apples does Anna have?",
-            "answer": str(a + b),
-        }
-        for a in range(2, 10)
-        for b in range(2, 10)
-    ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    stop_ids = (*policy.stop_ids, *{ids[-1] for ids in full_stops})
+    return SamplingParams(3, 1.0, max_tokens=12, stop_ids=stop_ids)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pandas as pd
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.sampling.sampler import SamplingParams
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.components import build_components
@@ -24,7 +26,8 @@ from bandpo_cli.types import Completion
 from tests.cli.eval_command import bandpo, start, succeed
 from tests.cli.test_train_stopped import count_lines, wait_until
 from tests.cli.train_runs import record
-from tests.real_models.conftest import encoded_prompts, plain_logprobs, plain_model, write_problems
+from tests.real_models.conftest import encoded_prompts, plain_logprobs, plain_model
+from tests.tasks.stored_completions import jsonl
 
 pytestmark = [pytest.mark.real_models, pytest.mark.usefixtures("one_thread")]
 
@@ -38,14 +41,13 @@ def settings(folder: Path, place: Path) -> dict[str, Any]:
     The commands run in that folder.
     """
     (place / "even_length.py").write_text("def judge(text, answer, extra):\n    return len(text) % 2 == 0\n")
+    question = "Anna has {} apples and gets {} more. How many apples does Anna have?"
+    rows = [{"question": question.format(a, b), "answer": a + b} for a in range(2, 10) for b in range(2, 10)]
+    template = "Write a funny line about this: {question}"
+    train = [{"path": str(jsonl(place / "sums.jsonl", *rows))}]
     return {
         "model": {"path": str(folder), "device": "cpu", "dtype": "float32"},
-        "task": {
-            "name": "data",
-            "train": [{"path": str(write_problems(place / "sums.jsonl"))}],
-            "template": "Write a funny line about this: {question}",
-            "grader": "even_length:judge",
-        },
+        "task": {"name": "data", "train": train, "template": template, "grader": "even_length:judge"},
         "sampling": {"prompts": 4, "samples": 4, "max_tokens": 8, "max_prompt_tokens": 100},
         "optim": {"updates": 2, "lr": 2e-5, "warmup_steps": 0},
         "evaluation": {"every": 0},
@@ -53,30 +55,31 @@ def settings(folder: Path, place: Path) -> dict[str, Any]:
     }
 
 
-class Recorded:
-    """The run's sampler, with the completions that it returned."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self.prompts: list[Sequence[int]] = []
-        self.groups: list[list[Completion]] = []
-
-    def sample(
-        self, prompts_P: Sequence[Sequence[int]], params: SamplingParams, seed: int
-    ) -> list[list[Completion]]:
-        groups: list[list[Completion]] = self._sampler.sample(prompts_P, params, seed)
-        self.prompts += prompts_P
-        self.groups += groups
-        return groups
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sampler, name)
-
-
 def advantages_of(rewards: Sequence[float], samples: int) -> list[float]:
     values = torch.tensor(rewards).double().view(-1, samples)
     scaled = (values - values.mean(dim=1, keepdim=True)) / (values.std(dim=1, keepdim=True) + 1e-6)
     return scaled.flatten().tolist()
+
+
+def train_one_step(
+    config: RunConfig, run: RunFolder
+) -> tuple[StepReport, list[Sequence[int]], list[list[Completion]], dict[str, torch.Tensor]]:
+    """Return the report, the prompts and completions of the sampler, and the trained weights."""
+    components = build_components(config, build_task(config.task))
+    sample, prompts, groups = components.sampler.sample, [], []
+
+    def recording(prompts_P: Sequence[Sequence[int]], params: Any, seed: int) -> Any:
+        sampled = sample(prompts_P, params, seed)
+        prompts.extend(prompts_P)
+        groups.extend(sampled)
+        return sampled
+
+    with closing(components), mock.patch.object(components.sampler, "sample", recording):
+        (report,) = train(config, components, run)
+    policy = components.policy.model
+    # Tied weights are trained as one matrix and stored once.
+    assert policy.get_output_embeddings().weight is policy.get_input_embeddings().weight
+    return report, prompts, groups, {name: value.detach() for name, value in policy.named_parameters()}
 
 
 def test_a_step_is_that_of_the_models_own_logits(
@@ -86,34 +89,17 @@ def test_a_step_is_that_of_the_models_own_logits(
 
     AdamW has a large eps: it divides the gradient by its own size, which would magnify rounding errors.
     """
-    layer = {
-        "steps": 1,
-        "bounds": {"method": "band", "divergence": "tv", "delta": DELTA},
-        "optim": {"lr": LR, "eps": EPS},
-        "checkpoint": {"every": 0},
-    }
+    bounds = {"method": "band", "divergence": "tv", "delta": DELTA}
+    layer = {"steps": 1, "bounds": bounds, "optim": {"lr": LR, "eps": EPS}, "checkpoint": {"every": 0}}
     config = resolve([settings(folder, tmp_path), layer])
     monkeypatch.chdir(tmp_path)
-    components = build_components(config, build_task(config.task))
-    sampler = Recorded(components.sampler)
-    components = replace(components, sampler=sampler)  # type: ignore[arg-type]
     run = RunFolder.create(tmp_path, "run")
-    (report,) = train(config, components, run)
-    policy, prompts, groups = components.policy.model, sampler.prompts, sampler.groups
-    trained = {name: value.detach() for name, value in policy.named_parameters()}
-    # Tied weights are trained as one matrix and stored once.
-    assert policy.get_output_embeddings().weight is policy.get_input_embeddings().weight
-    components.close()
-    del components, policy, sampler  # a second model and its optimizer follow
-
+    report, prompts, groups, trained = train_one_step(config, run)
     model = plain_model(folder)
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
-    rows = [
-        (prompt, completion.token_ids)
-        for prompt, group in zip(prompts, groups, strict=True)
-        for completion in group
-    ]
+    pairs = zip(prompts, groups, strict=True)
+    rows = [(prompt, completion.token_ids) for prompt, group in pairs for completion in group]
     rewards = pd.read_parquet(run.path / "samples" / "step-000001.parquet")["reward"]
     advantages = advantages_of(rewards.tolist(), config.sampling.samples)
     assert sum(advantage != 0 for advantage in advantages[: len(rows) // 2]) >= 4
@@ -186,8 +172,6 @@ def test_a_killed_run_resumes_with_equal_records(folder: Path, tmp_path: Path) -
     assert done.code == 0, done.out + done.err
     assert "after step 2" in " ".join(done.out.split())
     assert record(killed) == record(tmp_path / "runs" / "complete")
-    weights = [
-        (tmp_path / "runs" / name / "checkpoints" / "step-000004" / "model.safetensors").read_bytes()
-        for name in ("killed", "complete")
-    ]
-    assert weights[0] == weights[1]
+    weights = [*(tmp_path / "runs").glob("*/checkpoints/step-000004/model.safetensors")]
+    assert len(weights) == 2
+    assert weights[0].read_bytes() == weights[1].read_bytes()

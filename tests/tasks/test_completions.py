@@ -18,12 +18,9 @@ from tests.tasks.stored_completions import ROW, error_of, jsonl, nested
 
 
 def test_table_of_an_evaluation_is_read_as_it_was_written(tmp_path: Path) -> None:
-    rows = [
-        ROW,
-        {**ROW, "text": "no", "length": None, "finish_reason": None, "logprob_sum": None},
-        {**ROW, "task": "other", "grader": "math"},
-        {**ROW, "problem_id": "p2", "extra": "{}"},
-    ]
+    without = {"text": "no", "length": None, "finish_reason": None, "logprob_sum": None}
+    others = ({"task": "other", "grader": "math"}, {"problem_id": "p2", "extra": "{}"})
+    rows = [ROW, *({**ROW, **changes} for changes in (without, *others))]
     sets = read_completions(write_eval_table(tmp_path / "samples.parquet", rows))
     problems = [Problem("p1", "1+1?", "2", "aime24", "number", {"level": 3})]
     problems += [replace(problems[0], id="p2", extra={}), replace(problems[0], source="other", grader="math")]
@@ -54,11 +51,8 @@ def test_rows_with_question_answer_and_completions(tmp_path: Path) -> None:
 
 def test_names_of_the_completions_field_and_the_verl_layout(tmp_path: Path) -> None:
     """Any file name gives a label that metric names can have."""
-    row = {
-        "prompt": [{"role": "system", "content": "be short"}, {"role": "user", "content": "1+1?"}],
-        "reward_model": {"ground_truth": "2"},
-        "extra_info": {"index": 7},
-    }
+    prompt = [{"role": "system", "content": "be short"}, {"role": "user", "content": "1+1?"}]
+    row = {"prompt": prompt, "reward_model": {"ground_truth": "2"}, "extra_info": {"index": 7}}
     names = ("completion", "response", "responses", "output", "generations", "predictions")
     files = ("日本.jsonl", "==.jsonl", "a b=c.jsonl", "x" * 200 + ".jsonl", "[bold].jsonl", "a.jsonl")
     for name, file in zip(names, files, strict=True):

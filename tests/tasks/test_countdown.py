@@ -18,35 +18,25 @@ HELDOUT = TASK.heldout_sets()["countdown"]
 ALL = [*TASK.train_problems(), *HELDOUT]
 
 
-def signed_product(term: str) -> int:
-    """Return the value of "3*4" or "-3*4"."""
-    return math.prod(int(factor) for factor in term.split("*"))
-
-
 def solve_by_brute_force(config: CountdownTask) -> dict[str, str]:
     """Return an answer to each prompt, from all orders and operators."""
     answers = {}
     for order in itertools.product(range(1, config.max_number + 1), repeat=config.numbers):
         for signs in itertools.product("+-*", repeat=config.numbers - 1):
-            text = str(order[0]) + "".join(
-                f"{sign}{number}" for sign, number in zip(signs, order[1:], strict=True)
-            )
-            value = sum(signed_product(term) for term in text.replace("-", "+-").split("+"))
+            text = "".join(f"{sign}{number}" for sign, number in zip(("", *signs), order, strict=True))
+            terms = text.replace("-", "+-").split("+")
+            value = sum(math.prod(map(int, term.split("*"))) for term in terms)
             if config.min_target <= value <= config.max_target:
                 answers[f"{' '.join(map(str, sorted(order)))}={value}:"] = text
     return answers
 
 
-@pytest.mark.parametrize(
-    ("numbers", "max_number", "min_target", "max_target"),
-    [(2, 10, 0, 50), (3, 5, 0, 30), (4, 4, 17, 99), (5, 2, 0, 20)],
-)
-def test_problems_are_exactly_the_solvable_ones(
-    numbers: int, max_number: int, min_target: int, max_target: int
+@pytest.mark.parametrize("sizes", [(2, 10, 0, 50), (3, 5, 0, 30), (4, 4, 17, 99), (5, 2, 0, 20)])
+def test_problems_are_exactly_the_solvable_ones_and_have_answers_that_the_grader_accepts(
+    sizes: tuple[int, ...],
 ) -> None:
-    config = CountdownTask(
-        numbers=numbers, max_number=max_number, min_target=min_target, max_target=max_target
-    )
+    names = ("numbers", "max_number", "min_target", "max_target")
+    config = CountdownTask.model_validate(dict(zip(names, sizes, strict=True)))
     task = Countdown(config)
     problems = [*task.train_problems(), *task.heldout_sets()["countdown"]]
     answers = solve_by_brute_force(config)
@@ -73,11 +63,8 @@ def test_split_does_not_depend_on_other_settings() -> None:
 
 def test_order_is_fixed() -> None:
     # Literal ids: another hash would hold out problems that the bundled model was trained on.
-    assert [problem.id for problem in HELDOUT[:3]] == [
-        "countdown/1 1 4 4=16",
-        "countdown/1 2 2 5=2",
-        "countdown/3 3 3 4=21",
-    ]
+    first = ["countdown/1 1 4 4=16", "countdown/1 2 2 5=2", "countdown/3 3 3 4=21"]
+    assert [problem.id for problem in HELDOUT[:3]] == first
     assert (len(TASK.train_problems()), len(HELDOUT)) == (9548, 1077)
 
 

@@ -28,15 +28,10 @@ def error_of(source: Source, part: Any = "train") -> str:
 
 def test_unusable_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     rows = [
-        {"question": "good", "answer": 1},
-        {"question": "good", "answer": 1.0},
-        {"question": None, "answer": 1},
-        {"answer": 1},
-        {"question": {"no": "text"}, "answer": 1},
-        {"question": "no answer", "answer": None},
-        {"question": "a proof", "answer": "First this.\nThen that."},
-        {},
-    ]
+        {"question": "good", "answer": 1}, {"question": "good", "answer": 1.0}, {"question": None, "answer": 1},
+        {"answer": 1}, {"question": {"no": "text"}, "answer": 1}, {"question": "no answer", "answer": None},
+        {"question": "a proof", "answer": "First this.\nThen that."}, {},
+    ]  # fmt: skip
     loaded = load_questions(Source(path=jsonl(tmp_path / "x.jsonl", rows)), "train")
     assert [(question.prompt, question.answer) for question in loaded.questions] == [("good", "1")]
     assert loaded.dropped == {"repeated": 1, "without a question": 4, "without an answer": 2}
@@ -53,13 +48,10 @@ def test_missing_fields_are_named_with_the_mapping(tmp_path: Path) -> None:
     message = error_of(Source(path=path))
     assert "no field found for the question; its fields: text, answer, gold" in message
     assert "fields: {question: ...}" in message
-    message = error_of(Source(path=jsonl(tmp_path / "y.jsonl", [{"a": 1}])))
-    assert "the question and the answer" in message
+    assert "the question and the answer" in error_of(Source(path=jsonl(tmp_path / "y.jsonl", [{"a": 1}])))
     path = jsonl(tmp_path / "z.jsonl", [{"question": "q", "answer": "1"}])
-    message = error_of(Source(path=path, fields=Fields(answer="gold.value")))
-    assert (
-        "1 without an answer; the question was read from 'question', the answer from 'gold.value'" in message
-    )
+    read_from = "1 without an answer; the question was read from 'question', the answer from 'gold.value'"
+    assert read_from in error_of(Source(path=path, fields=Fields(answer="gold.value")))
 
 
 def test_empty_missing_and_misplaced_sources(tmp_path: Path) -> None:

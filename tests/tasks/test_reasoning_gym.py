@@ -9,6 +9,7 @@ import sys
 from ast import literal_eval
 from importlib.metadata import version
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -51,7 +52,9 @@ def five() -> ReasoningGym:
 
 
 @pytest.mark.slow
-def test_sizes_are_the_shares_of_the_generators(five: ReasoningGym) -> None:
+def test_sizes_are_the_shares_of_the_generators_and_the_problems_are_complete(five: ReasoningGym) -> None:
+    from reasoning_gym.utils import SYSTEM_PROMPTS
+
     train = five.train_problems()
     counts = {name: sum(problem.source == name for problem in train) for name in FIVE}
     assert counts == dict.fromkeys(FIVE, 12) | {"maze": 3}
@@ -61,20 +64,12 @@ def test_sizes_are_the_shares_of_the_generators(five: ReasoningGym) -> None:
         in_order = sorted(problems, key=lambda problem: text_hash(problem.id))
         assert list(problems) == in_order, "any prefix is fair"
     assert five.notes() == [f"reasoning-gym {version('reasoning-gym')}"]
-
-
-@pytest.mark.slow
-def test_a_problem_is_the_library_s(five: ReasoningGym) -> None:
-    """The stored problem is complete, and has the prompt and the reference of the problem that the model sees."""
-    from reasoning_gym.utils import SYSTEM_PROMPTS
-
-    for problem in five.train_problems():
+    for problem in train:
         entry = literal_eval(str(problem.extra["entry"]))
         assert entry["metadata"]["source_dataset"] == problem.source == problem.extra["generator"]
         assert (question(problem), problem.answer) == (entry["question"], entry["answer"])
         assert problem.prompt[0] == Message("system", SYSTEM_PROMPTS["default"])
-        data = reasoning_gym.create_dataset(problem.source)
-        assert data.score_answer(problem.answer, entry) == 1
+        assert reasoning_gym.create_dataset(problem.source).score_answer(problem.answer, entry) == 1
 
 
 @pytest.mark.slow
@@ -104,15 +99,13 @@ def test_neighbouring_seeds_share_no_problems() -> None:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the generators in this process, which saves two seconds per set of problems."""
 
-    def run(jobs: list[dict[str, Any]]) -> Any:
+    def run(*_: Any, input: str, **__: Any) -> Any:
         replies = io.StringIO()
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "stdin", io.StringIO(json.dumps(jobs)))
-            patch.setattr(sys, "stdout", replies)
+        with mock.patch.object(sys, "stdin", io.StringIO(input)), mock.patch.object(sys, "stdout", replies):
             module.main()
         return subprocess.CompletedProcess([], 0, replies.getvalue(), "")
 
-    monkeypatch.setattr(module.subprocess, "run", lambda *_, input, **__: run(json.loads(input)))
+    monkeypatch.setattr(module.subprocess, "run", run)
 
 
 @pytest.mark.usefixtures("in_process")
