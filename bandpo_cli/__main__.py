@@ -53,7 +53,9 @@ def main() -> None:
     """Run the command line and exit with code 0 (success), 1 (a run failed), 2 (user error) or 130 (Ctrl-C)."""
     protect_streams()
     if COMPLETION_VARIABLE in os.environ:
-        _complete()
+        with suppress(Exception):  # its text would appear within the line that the user types
+            app(prog_name=PROGRAM)  # always raises SystemExit
+        sys.exit(RUN_ERROR)
     atexit.register(_skip_last_collection)  # the callback registered first runs last
     exit_with_parent()
     silence_other_ranks()
@@ -70,9 +72,14 @@ def main() -> None:
     except typer.TyperException as error:
         if len(sys.argv) == 1:  # no command was given, and the help has been printed
             sys.exit(USER_ERROR)
+        from bandpo_cli.config.section import setting_for
+
         message = error.format_message() if hasattr(error, "format_message") else str(error)
+        # Other trainers have this option.
+        if key := setting_for(getattr(error, "option_name", None) or ""):
+            message += f"; use --set {key}=VALUE"
         command = getattr(getattr(error, "ctx", None), "command_path", PROGRAM)
-        _fail(UserError(f"{message}{_setting_hint(error)} (see {command} --help)"), USER_ERROR)
+        _fail(UserError(f"{message} (see {command} --help)"), USER_ERROR)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(INTERRUPTED)
     except Exception as error:
@@ -93,24 +100,6 @@ def _skip_last_collection() -> None:
     """
     if "torch" not in sys.modules:
         gc.freeze()
-
-
-def _complete() -> NoReturn:
-    """Print the completions of the command line that a shell has put into the environment, and exit.
-
-    An error prints nothing, because its text would appear within the line that the user types.
-    """
-    with suppress(Exception):
-        app(prog_name=PROGRAM)  # always raises SystemExit
-    sys.exit(RUN_ERROR)
-
-
-def _setting_hint(error: typer.TyperException) -> str:
-    """Return what to type in place of an option that no command has and that other trainers call so."""
-    from bandpo_cli.config.section import setting_for
-
-    key = setting_for(getattr(error, "option_name", None) or "")
-    return f"; use --set {key}=VALUE" if key else ""
 
 
 def _check_utf8(words: list[str]) -> None:

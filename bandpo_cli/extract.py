@@ -7,6 +7,7 @@ GSM8K's line `#### 18`. The running time is linear in the last `MAX_CHARS` chara
 from __future__ import annotations
 
 import re
+from collections import deque
 
 MAX_CHARS = 20_000
 """Number of characters at the end of a text that are searched."""
@@ -14,7 +15,6 @@ MAX_CHARS = 20_000
 _BOX = r"\\(?:boxed|fbox|framebox)(?![A-Za-z])"
 _LABEL = r"(?<![A-Za-z])answer[ \t*_]*[:：]"
 _HASHES = r"^[ \t]*####(?!#)"
-_LAST_BOX = re.compile(_BOX)
 _MARKER = re.compile(f"(?P<box>{_BOX})|(?i:{_LABEL})|{_HASHES}", re.MULTILINE)
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is part of the content
 _BARE = re.compile(r"[ \t]+([^\s\\{}$]+)")  # "\boxed 5", as in some solutions of MATH
@@ -29,7 +29,7 @@ def final_answer(text: str) -> str | None:
     Return None if there is none of them, or if the last one is empty or a box without a closing brace.
     """
     tail = text[-MAX_CHARS:]
-    marker = _last_match(_MARKER, tail)
+    marker = next(iter(deque(_MARKER.finditer(tail), maxlen=1)), None)
     if marker is None:
         return None
     if marker["box"]:
@@ -40,35 +40,17 @@ def final_answer(text: str) -> str | None:
     return unwrap(line) or None
 
 
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last `\boxed{...}` (`\fbox`, `\framebox`), unwrapped; None if there is none."""
-    tail = text[-MAX_CHARS:]
-    marker = _last_match(_LAST_BOX, tail)
-    return None if marker is None else _box_content(tail, marker.end())
-
-
 def unwrap(answer: str) -> str:
     r"""Return the answer without its formatting: spaces, `$...$`, `\(...\)`, `**...**`, full stops (. or 。)."""
-    inner: str | None = answer
-    while inner is not None:  # at most five rounds: a wrapper is removed only if none of its kind is inside
-        answer = inner.rstrip(_TRAILING).lstrip(_LEADING)
-        inner = _inside_wrapper(answer)
-    return answer
-
-
-def _inside_wrapper(answer: str) -> str | None:
-    for left, right in _WRAPPERS:
-        inner = answer[len(left) : -len(right)]
-        if answer.startswith(left) and answer.endswith(right) and inner and left not in inner:
-            return inner
-    return None
-
-
-def _last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    last = None
-    for last in pattern.finditer(text):  # noqa: B007  (only the last one is used)
-        pass
-    return last
+    while True:  # at most five rounds: a wrapper is removed only if none of its kind is inside
+        answer = answer.rstrip(_TRAILING).lstrip(_LEADING)
+        for left, right in _WRAPPERS:
+            inner = answer[len(left) : -len(right)]
+            if answer.startswith(left) and answer.endswith(right) and inner and left not in inner:
+                answer = inner
+                break
+        else:
+            return answer
 
 
 def _box_content(text: str, start: int) -> str | None:

@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from bandpo_cli.errors import RunError, UserError, first_line, mark_received
+from bandpo_cli.rank_process import rank_count
 
 if TYPE_CHECKING:
     import torch
@@ -124,24 +125,27 @@ class Ranks:
         """
         if self.size == 1:
             return [action()]
-        result: T | None = None
+        result: Any = None
         failure: Exception | None = None
         try:
             result = action()
         except Exception as error:  # noqa: BLE001 - raised below, on all ranks
             failure = error
         outcomes = self.gather((result, failure and _sendable(failure)))
-        for rank, (_, received) in enumerate(outcomes):
-            if received is None:
+        for rank, (_, error) in enumerate(outcomes):
+            if error is None:
                 continue
-            if failure is not None and (rank == self.rank or str(failure) == str(received)):
+            if failure is not None and (rank == self.rank or str(failure) == str(error)):
                 raise failure
-            raise _from_rank(rank, received)
-        return [cast(T, outcome) for outcome, _ in outcomes]
+            if not isinstance(error, OSError):  # whose text follows from its number
+                error = type(error)(f"rank {rank}: {error}")
+            mark_received(error)
+            raise error
+        return [result for result, _ in outcomes]
 
     def on_main(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0 and return its result on every rank; raise its error on every rank."""
-        return cast(T, self.agree(lambda: action() if self.is_main else None)[0])
+        return cast("T", self.agree(lambda: action() if self.is_main else None)[0])
 
     def wait(self) -> None:
         """Wait until every rank has called this."""
@@ -209,17 +213,9 @@ def _sendable(error: Exception) -> Exception:
     return RuntimeError(f"{type(error).__name__}: {first_line(error)}")
 
 
-def _from_rank(rank: int, error: Exception) -> Exception:
-    """Return an error that this rank has received, with the rank on which it was raised."""
-    if not isinstance(error, OSError):  # whose text follows from its number
-        error = type(error)(f"rank {rank}: {error}")
-    mark_received(error)
-    return error
-
-
 def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
     """Return the rank that torchrun has set in the environment; `SINGLE` without torchrun."""
-    size = int(environ.get("WORLD_SIZE", "1")) if "RANK" in environ else 1
+    size = rank_count(environ)
     if size == 1:
         return SINGLE
     rank = int(environ["RANK"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -122,14 +121,5 @@ ENGINES.register(EngineEntry("dummy", "a dummy", f"{__name__}:DummySampler", sha
 GRADERS.register(GraderEntry("dummy", "a dummy", f"{__name__}:first_stage", worker=f"{__name__}:judge"))
 TASKS.register(TaskEntry("dummy", "a dummy", f"{__name__}:DummyTaskSettings", f"{__name__}:DummyTask"))
 DATASETS.register(
-    Dataset(
-        "dummy-set",
-        "a dummy",
-        os.environ.get("DUMMY_DATASET", ""),
-        "q",
-        "a",
-        train_split="train",
-        eval_split="test",
-        grader="dummy",
-    )
+    Dataset("dummy-set", "a dummy", "", "q", "a", train_split="train", eval_split="test", grader="dummy")
 )

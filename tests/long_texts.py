@@ -19,7 +19,7 @@ from typing import Any
 
 from bandpo_cli.config.task import Fields
 from bandpo_cli.errors import UserError, nearest, one_line
-from bandpo_cli.extract import final_answer, last_boxed, unwrap
+from bandpo_cli.extract import final_answer, unwrap
 from bandpo_cli.grading.answers import (
     canonical_text,
     grade_math,
@@ -71,28 +71,16 @@ def calls(folder: Path) -> dict[str, Callable[[str], Any]]:
         path.write_text(f"{json.dumps(row)}\n{text}\n", "utf-8", "surrogatepass")
         return read_completions(path)
 
-    return {
-        "final_answer": final_answer,
-        "last_boxed": last_boxed,
-        "unwrap": unwrap,
-        "read_number": read_number,
-        "read_unit": read_unit,
-        "canonical_text": canonical_text,
-        "right_hand_side": right_hand_side,
+    plain = [final_answer, unwrap, read_number, read_unit, canonical_text, right_hand_side,
+             vote_expression, vote_number, vote_countdown, as_answer, as_level, question_key, bare_question,
+             one_line]  # fmt: skip
+    return {function.__name__: function for function in plain} | {
         "grade_number": lambda text: grade_number(problem("5"), text),
         "grade_math": lambda text: grade_math(problem("5"), text),
         "grade_math, reference": lambda text: grade_math(problem(text), "Answer: 5"),
         "grade_countdown": lambda text: grade_countdown(problem("5", numbers="2 3"), text),
         "grade_countdown, numbers": lambda text: grade_countdown(problem(text, numbers=text), "2+3"),
-        "vote_expression": vote_expression,
-        "vote_number": vote_number,
-        "vote_countdown": vote_countdown,
         "read_question": lambda text: read_question({"q": text}, Fields(question="q"), "row 1"),
-        "as_answer": as_answer,
-        "as_level": as_level,
-        "question_key": question_key,
-        "bare_question": bare_question,
-        "one_line": one_line,
         "nearest": lambda text: nearest(text, ["math", "number"]),
         "read_completions": stored,
     }
@@ -120,8 +108,7 @@ def main(step: int) -> None:
                     times = LENGTH // len(piece)
                     text, eighth = (before + piece * n + after for n in (times, times // SHORTER))
                     seconds = cpu_time(call, text)
-                    if seconds > SUSPICIOUS_S:
-                        # On a busy machine single measurements differ by a factor of three.
+                    if seconds > SUSPICIOUS_S:  # on a busy machine measurements differ by a factor of three
                         seconds = min(seconds, *(cpu_time(call, text) for _ in range(2)))
                         shorter = statistics.median(cpu_time(call, eighth) for _ in range(3))
                         if seconds > MAX_RATIO * shorter:

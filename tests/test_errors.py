@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,26 +17,12 @@ class EngineError(Exception):
     """An error of an engine that stands for the error of its worker."""
 
 
-def wrapped(inner: Exception) -> Exception:
-    try:
-        try:
-            raise inner
-        except Exception as error:
-            raise EngineError("the engine failed") from error
-    except EngineError as outer:
-        return outer
-
-
-def while_handling(inner: Exception) -> Exception:
-    error = EngineError("the clean-up failed")
-    error.__context__ = inner
+def wrapped(inner: BaseException, raised_from: bool = True, hidden: bool = False) -> Exception:
+    """Return an error that was raised from `inner`, or while handling it."""
+    error = EngineError("the engine failed")
+    error.__cause__ = inner if raised_from else None
+    error.__context__, error.__suppress_context__ = inner, hidden
     return error
-
-
-def with_cycle() -> Exception:
-    first, second = EngineError("first"), EngineError("second")
-    first.__cause__, second.__cause__ = second, first
-    return first
 
 
 @pytest.mark.parametrize(
@@ -48,39 +33,23 @@ def with_cycle() -> Exception:
         RuntimeError("CUDA error: out of memory"),
         RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:145"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)"),
-        RuntimeError(
-            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
-        ),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"),
         RuntimeError(f"Worker failed with error '{CUDA}', please check the stack trace above"),
     ],
     ids=lambda error: str(error)[:40],
-)
+)  # fmt: skip
 def test_failed_allocations_are_recognised_also_when_wrapped(error: Exception) -> None:
-    assert find_out_of_memory(error) is error
-    assert find_out_of_memory(wrapped(error)) is error
-    assert find_out_of_memory(wrapped(wrapped(error))) is error
-    assert find_out_of_memory(while_handling(error)) is error
+    for outer in (error, wrapped(error), wrapped(wrapped(error)), wrapped(error, raised_from=False)):
+        assert find_out_of_memory(outer) is error
+    assert not is_out_of_memory(wrapped(error, raised_from=False, hidden=True)), "raised `from None`"
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        RuntimeError("shapes differ"),
-        ValueError("a text about running out of memory"),
-        wrapped(ValueError("no")),
-        with_cycle(),
-    ],
-    ids=str,
-)
-def test_other_errors_are_not(error: Exception) -> None:
-    assert not is_out_of_memory(error)
-
-
-def test_an_error_raised_from_none_hides_the_allocation() -> None:
-    """The code that raised it has dealt with the failed allocation."""
-    error = while_handling(MemoryError())
-    error.__suppress_context__ = True
-    assert not is_out_of_memory(error)
+def test_other_errors_are_not() -> None:
+    first = wrapped(ValueError("no"))
+    cycle = wrapped(first)
+    first.__cause__ = cycle
+    others = [RuntimeError("shapes differ"), ValueError("a text about running out of memory")]
+    assert not any(map(is_out_of_memory, [*others, wrapped(others[1]), cycle]))
 
 
 def test_a_failure_after_the_end_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
@@ -97,27 +66,15 @@ def test_a_failure_after_the_end_is_a_warning(caplog: pytest.LogCaptureFixture) 
         raise KeyboardInterrupt
 
 
-def failing(error: BaseException) -> Callable[[], None]:
-    def close() -> None:
-        raise error
-
-    return close
+def close() -> None:
+    raise RuntimeError("no")
 
 
 def test_closing_never_replaces_the_error_of_the_body(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "bandpo_cli")
-    with (
-        pytest.raises(ValueError, match="the error"),
-        closed_at_end("an engine", failing(RuntimeError("no"))),
-    ):
-        raise ValueError("the error")
-    assert [record.getMessage() for record in caplog.records] == [
-        "an engine could not be closed: RuntimeError: no"
-    ]
-
-
-def test_a_failure_to_close_after_success_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "bandpo_cli")
-    with closed_at_end("an engine", failing(RuntimeError("no"))):
+    with closed_at_end("an engine", close):
         pass
-    assert "an engine could not be closed: RuntimeError: no" in caplog.text
+    with pytest.raises(ValueError, match="the error"), closed_at_end("an engine", close):
+        raise ValueError("the error")
+    warnings = [record.getMessage() for record in caplog.records]
+    assert warnings == 2 * ["an engine could not be closed: RuntimeError: no"]

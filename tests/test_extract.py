@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bandpo_cli.extract import MAX_CHARS, final_answer, last_boxed, unwrap
+from bandpo_cli.extract import MAX_CHARS, final_answer, unwrap
 
 DATA = Path(__file__).parents[1].parent / "shared" / "data"
 
@@ -64,11 +64,6 @@ def test_texts_without_a_final_answer(text: str) -> None:
     assert final_answer(text) is None
 
 
-def test_last_boxed_ignores_other_forms() -> None:
-    assert last_boxed("\\boxed{1} \\fbox{2}\nAnswer: 3\n#### 4") == "2"
-    assert last_boxed("Answer: 3") is None
-
-
 def test_only_the_end_of_a_text_is_searched() -> None:
     assert final_answer("Answer: 5\n" + "x" * (MAX_CHARS - 10)) == "5"
     assert final_answer("Answer: 5\n" + "x" * MAX_CHARS) is None
@@ -89,7 +84,7 @@ def test_braces_are_balanced_as_by_a_simple_counter(inside: str) -> None:
         return None
 
     end = closes_at(inside + "}")
-    assert last_boxed("\\boxed{" + inside + "}") == (None if not end else inside[:end])
+    assert final_answer("\\boxed{" + inside + "}") == (None if not end else inside[:end])
 
 
 @given(st.text(), st.sampled_from(["", "Answer: ", "\\boxed{", "#### "]), st.text())

@@ -40,27 +40,18 @@ LONG_TEXTS = st.builds(
     st.integers(1, 40_000),
     st.sampled_from(["", "Answer: 5", "\\boxed{5}", "}", "\n#### 5"]),
 )
-long_text_settings = settings(deadline=None, max_examples=40)
+VERDICTS = {"correct", "wrong", "malformed", "wrong-numbers", "wrong-value"}
+long_text_settings = settings(deadline=None, max_examples=25)
 
 
-def slow_calls(step: int) -> list[str]:
-    """Return the calls of `tests.long_texts` that take more than linear time."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.long_texts", str(step)], cwd=ROOT, capture_output=True, text=True
-    )
+@pytest.mark.slow
+def test_texts_of_many_shapes_take_linear_time() -> None:
+    """Every twelfth shape; `python -m tests.long_texts` calls the functions with all of them."""
+    command = [sys.executable, "-m", "tests.long_texts", "12"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert lines[-1:] == ["END"], f"used up its CPU time or failed after: {lines[-1:]} {done.stderr[-500:]}"
-    return [line for line in lines if line.startswith("SLOW")]
-
-
-@pytest.mark.slow
-def test_texts_of_known_shapes_take_linear_time() -> None:
-    assert slow_calls(step=12) == []
-
-
-@pytest.mark.slow
-def test_texts_of_all_shapes_take_linear_time() -> None:
-    assert slow_calls(step=1) == []
+    assert [line for line in lines if line.startswith("SLOW")] == []
 
 
 @long_text_settings
@@ -73,13 +64,7 @@ def test_every_long_completion_gets_a_verdict_and_a_short_vote(text: str) -> Non
     with GraderPool(GradingConfig()) as pool:
         grades = pool.grade(problems, [text, text])
         assert not pool.errors
-    assert {grade.verdict for grade in grades} <= {
-        "correct",
-        "wrong",
-        "malformed",
-        "wrong-numbers",
-        "wrong-value",
-    }
+    assert {grade.verdict for grade in grades} <= VERDICTS
     for vote in (vote_expression, vote_number, vote_countdown):
         assert len(vote(text) or "") <= 6 * MAX_ANSWER_CHARS
 
@@ -145,20 +130,15 @@ def test_long_numbers_of_a_problem_give_one_short_error_line() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "[" * 200_000,
-        '{"a":' * 200_000,
-        '{"question": ' + "9" * 200_000 + "}",
-        '"' + "\\u0000" * 50_000,
-        "{" + '"' * 200_001,
-    ],
+    ["[" * 200_000, '{"question": ' + "9" * 200_000 + "}", '"' + "\\u0000" * 50_000, "{" + '"' * 200_001],
 )
 def test_completions_file_with_nested_or_huge_values_is_refused_in_one_line(
     tmp_path: Path, line: str
 ) -> None:
     path = tmp_path / "rows.jsonl"
-    good = json.dumps({"question": "q", "answer": "5", "completions": ["Answer: 5"]})
-    path.write_text(f"{good}\n{line}\n")
+    path.write_text(
+        json.dumps({"question": "q", "answer": "5", "completions": ["Answer: 5"]}) + f"\n{line}\n"
+    )
     with pytest.raises(ConfigError, match="line 2: not readable as JSON"):
         read_completions(path)
 
@@ -178,25 +158,12 @@ def test_canonical_text_of_a_long_text_is_not_longer() -> None:
 
 
 @pytest.mark.slow
-def test_garbled_completions_are_graded_within_seconds_of_cpu_time() -> None:
+@pytest.mark.skipif(not GARBLED.is_file(), reason="no garbled_completions.jsonl here")
+def test_garbled_completions_are_graded_before_the_deadline() -> None:
     """32 bad completions of a half-trained model, which took minutes when one pattern was exponential."""
-    if not GARBLED.is_file():
-        pytest.skip("no garbled_completions.jsonl here")
-    code = (
-        "import resource, sys\n"
-        "resource.setrlimit(resource.RLIMIT_CPU, (20, 20))\n"
-        "from pathlib import Path\n"
-        "from bandpo_cli.config.run import GradingConfig\n"
-        "from bandpo_cli.grading.pool import GraderPool\n"
-        "from bandpo_cli.tasks.completions import read_completions\n"
-        "[stored] = read_completions(Path(sys.argv[1])).values()\n"
-        "pairs = [(each.problem, one.text) for each in stored for one in each.completions_G]\n"
-        "with GraderPool(GradingConfig(deadline=60)) as pool:\n"
-        "    print(*(grade.verdict for grade in pool.grade(*zip(*pairs))))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, GARBLED], capture_output=True, text=True, timeout=120, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.split()) == 32
-    assert set(done.stdout.split()) == {"wrong", "malformed"}
+    [stored] = read_completions(GARBLED).values()
+    pairs = [(row.problem, completion.text) for row in stored for completion in row.completions_G]
+    with GraderPool(GradingConfig(deadline=60)) as pool:
+        grades = pool.grade(*zip(*pairs, strict=True))
+    assert len(grades) == 32
+    assert {grade.verdict for grade in grades} == {"wrong", "malformed"}

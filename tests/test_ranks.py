@@ -1,15 +1,20 @@
-"""What ranks exchange, and how work is split among them."""
+"""What ranks exchange, how work is split among them, and how they agree on a result or an error."""
 
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bandpo_cli.errors import RunError, UserError, is_received
 from bandpo_cli.ranks import SINGLE, Ranks, balanced_owners, ranks_from_environment
 from tests.training.several_ranks import run_ranks
 
@@ -112,8 +117,7 @@ def exchanged(ranks: Ranks) -> dict[str, object]:
 
 
 def test_every_rank_receives_the_values_of_all(tmp_path: Path) -> None:
-    results = run_ranks(3, tmp_path, exchanged)
-    for result in results:
+    for result in run_ranks(3, tmp_path, exchanged):
         assert result["gather"] == [0, 1, 2]
         assert result["gather_all"] == ["a", "a", "a"]
         assert result["any"] == [True, False]
@@ -123,9 +127,95 @@ def test_every_rank_receives_the_values_of_all(tmp_path: Path) -> None:
 
 
 def failing(ranks: Ranks) -> None:
+    ranks.wait()  # until all are connected
     raise ValueError(f"on rank {ranks.rank}")
 
 
 def test_an_error_of_a_rank_reaches_the_test(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="on rank 1"):
         run_ranks(2, tmp_path, failing)
+
+
+class Exchange:
+    """Connects ranks that are threads of this process, in place of torch.distributed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+        self._values: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size)
+        monkeypatch.setattr(Ranks, "gather", lambda ranks, value: self._gather(ranks, value))
+
+    def _gather(self, ranks: Ranks, value: Any) -> list[Any]:
+        self._values[ranks.rank] = value
+        self._barrier.wait(10)
+        values = [*self._values]
+        self._barrier.wait(10)
+        return values
+
+    def outcomes(self, call: Callable[[Ranks], Any]) -> list[Any]:
+        """Return what `call` returned or raised on each rank."""
+        size = len(self._values)
+        with ThreadPoolExecutor(size) as pool:
+            futures = [pool.submit(call, Ranks(rank, size)) for rank in range(size)]
+        return [future.exception() or future.result() for future in futures]
+
+
+class OtherPackageError(Exception):
+    """An error that cannot be read back from its pickle."""
+
+    def __init__(self, one: str, two: str) -> None:
+        super().__init__(f"{one} {two}")
+
+
+def fail(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def test_without_further_ranks_nothing_is_exchanged() -> None:
+    assert SINGLE.agree(lambda: 5) == [5]
+    assert SINGLE.on_main(lambda: 5) == 5
+    error = OtherPackageError("a", "b")
+    with pytest.raises(OtherPackageError) as raised:
+        SINGLE.agree(lambda: fail(error))
+    assert raised.value is error
+
+
+def test_all_ranks_have_all_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    acted: list[int] = []
+
+    def act(ranks: Ranks) -> list[int]:
+        results = ranks.agree(lambda: 10 * ranks.rank)
+        assert ranks.on_main(lambda: acted.append(ranks.rank) or "done") == "done"
+        return results
+
+    assert Exchange(monkeypatch, 3).outcomes(act) == 3 * [[0, 10, 20]]
+    assert acted == [0]
+
+
+@pytest.mark.parametrize(
+    ("error", "received"),
+    [
+        (UserError("a mistake"), "UserError: rank 1: a mistake"),
+        (RunError("a failure"), "RunError: rank 1: a failure"),
+        (PermissionError(13, "denied", "/x"), "PermissionError: [Errno 13] denied: '/x'"),
+        (OtherPackageError("a", "b"), "RuntimeError: rank 1: OtherPackageError: a b"),
+    ],
+)
+def test_the_error_of_the_first_rank_that_failed_is_raised_on_all(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, received: str
+) -> None:
+    errors = [None, error, ValueError("later")]
+    exchange = Exchange(monkeypatch, 3)
+    first, second, third = exchange.outcomes(lambda ranks: ranks.agree(lambda: fail(errors[ranks.rank])))
+    assert second is error
+    for outcome in (first, third):
+        assert f"{type(outcome).__name__}: {outcome}" == received
+        assert is_received(outcome)
+    assert not is_received(second)
+
+
+def test_a_rank_that_fails_as_the_first_one_did_raises_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a mistake which all ranks find does not look like one of rank 0."""
+    errors = [RunError("the disk is full") for _ in range(3)]
+    exchange = Exchange(monkeypatch, 3)
+    assert exchange.outcomes(lambda ranks: ranks.agree(lambda: fail(errors[ranks.rank]))) == errors

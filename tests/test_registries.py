@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.config.methods import MethodSettings
 from bandpo_cli.config.task import TaskSettings
 from bandpo_cli.datasets import DATASETS, TASKS, task_kind
+from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import (
     DIVERGENCES,
     ENGINES,
@@ -24,16 +30,10 @@ from bandpo_cli.registries import (
     load_attribute,
     load_function,
 )
-from tests.commands import run_bandpo
+from tests.cli.eval_command import succeed
 
 ROOT = Path(__file__).parents[1]
 REGISTRIES: list[Registry[Entry]] = [METHODS, DIVERGENCES, ENGINES, DATASETS, GRADERS, SIGNATURES, TASKS]  # type: ignore[list-item]
-
-
-def bandpo(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a command line in a process in which the dummy entries are registered."""
-    variables = {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb", **environment}
-    return run_bandpo(*arguments, cwd=cwd, imports=["tests.dummy_extension"], **variables)
 
 
 @pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.kind)
@@ -115,124 +115,129 @@ def test_the_registries_need_the_standard_library_only() -> None:
     assert not {"pydantic", "numpy", "torch", "typer", "yaml"} & set(done.stdout.split())
 
 
-@pytest.mark.slow
-def test_a_section_of_a_method_that_is_registered_later_is_validated() -> None:
-    """The validators of the tagged unions are built again after a registration."""
-    code = (
-        "from bandpo_cli.config.layers import resolve; resolve([{'bounds': {'method': 'clip'}}]);"
-        "import tests.dummy_extension;"
-        "bounds = resolve([{'bounds': {'method': 'dummy', 'width': 0.3}}]).bounds;"
-        "assert bounds.width == 0.3 and bounds.slug() == 'dummy' and bounds.describe() == 'dummy: a dummy';"
-        "assert resolve([{'task': {'name': 'dummy'}}]).task.problems == 2"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
-
-
-@pytest.mark.parametrize(
-    ("command", "option"),
-    [
-        *(("train", option) for option in ("--method", "--divergence", "--sampler", "--task")),
-        *(("eval", option) for option in ("--task", "--sampler", "--grader")),
-        *(("sweep", option) for option in ("--method", "--divergence", "--sampler")),
-        *(("bounds", option) for option in ("--divergence", "--compare", "--match")),
-    ],
-)
-def test_help_texts_name_the_registered_entries(command: str, option: str, helps: dict[str, str]) -> None:
-    _, _, text = helps[command].partition(f"\n│ {option} ")
-    assert "dummy" in text.partition("\n│ --")[0], text
+HELPS = ["train --help", "eval --help", "sweep --help", "bounds --help"]
+BOUNDS = [
+    "bounds 0.1 -d dummy,chi2 --compare dummy --format json",
+    "bounds --match dummy --at 0.1 -d dummy --format json",
+]
 
 
 @pytest.fixture(scope="module")
-def helps(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The help text of each command, with the dummy entries."""
-    folder = tmp_path_factory.mktemp("helps")
-    return {
-        command: bandpo(command, "--help", cwd=folder).stdout
-        for command in ("train", "eval", "sweep", "bounds")
-    }
+def outputs() -> dict[str, str]:
+    """The output of each command in a process that registers the dummy entries before it imports the commands."""
+    code = (
+        "import sys, tests.dummy_extension\n"
+        "from bandpo_cli.cli import app\n"
+        "for command in sys.argv[1:]:\n"
+        "    print(end='\\f', flush=True)\n"
+        "    app(command.split(), standalone_mode=False)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "200", "TERM": "dumb"}
+    words = [sys.executable, "-c", code, *HELPS, *BOUNDS]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
+    return dict(zip([*HELPS, *BOUNDS], done.stdout.split("\f")[1:], strict=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "options"),
     [
-        (["--method", "dumy"], "= 'dumy': unknown (did you mean 'dummy'?); allowed: band, clip"),
-        (["--divergence", "dumy"], "no divergence of that name (did you mean 'dummy'?)"),
-        (["--sampler", "dumy"], "= 'dumy': unknown (did you mean 'dummy'?); allowed: auto, transformers"),
-        (["--task", "dumy-set"], "= 'dumy-set': unknown (did you mean 'dummy-set'?); allowed: countdown"),
-        (["--set", "task={name: gsm8k, grader: dumy}"], "no grader of that name (did you mean 'dummy'?)"),
-        (
-            ["--method", "dummy", "--set", "bounds.wdth=1"],
-            "of 'dummy' (did you mean 'width'?); known: method",
-        ),
+        ("train --help", ["--method", "--divergence", "--sampler", "--task"]),
+        ("eval --help", ["--task", "--sampler", "--grader"]),
+        ("sweep --help", ["--method", "--divergence", "--sampler"]),
+        ("bounds --help", ["--divergence", "--compare", "--match"]),
     ],
 )
-def test_error_messages_name_the_registered_entries(
-    tmp_path: Path, arguments: list[str], message: str
+def test_help_texts_name_the_registered_entries(
+    command: str, options: list[str], outputs: dict[str, str]
 ) -> None:
-    done = bandpo("train", *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
+    for option in options:
+        _, _, text = outputs[command].partition(f"\n│ {option} ")
+        assert "dummy" in text.partition("\n│ --")[0], text
 
 
 @pytest.mark.slow
-def test_a_registered_divergence_and_method_have_bounds(tmp_path: Path) -> None:
-    done = bandpo("bounds", "0.1", "-d", "dummy,chi2", "--compare", "dummy", "--format", "json", cwd=tmp_path)
-    dummy, chi2, method = json.loads(done.stdout)
+def test_a_registered_divergence_and_method_have_bounds(outputs: dict[str, str]) -> None:
+    dummy, chi2, method = json.loads(outputs[BOUNDS[0]])
     assert dummy["upper"] == pytest.approx(chi2["upper"], rel=1e-9)
     assert (method["divergence"], method["lower"], method["upper"]) == ("dummy", 0.9, 1.1)
-    matched = bandpo(
-        "bounds", "--match", "dummy", "--at", "0.1", "-d", "dummy", "--format", "json", cwd=tmp_path
-    )
-    assert json.loads(matched.stdout)[0]["delta"] == pytest.approx(0.01 * 0.1 / 0.9)
+    (matched,) = json.loads(outputs[BOUNDS[1]])
+    assert matched["delta"] == pytest.approx(0.01 * 0.1 / 0.9)
+
+
+@pytest.fixture(scope="module")
+def _dummies() -> Iterator[None]:
+    """Register the dummy entries in this process; remove them after the tests of this module."""
+    before = [dict(registry) for registry in REGISTRIES]
+    import_module("tests.dummy_extension")
+    yield
+    for registry, entries in zip(REGISTRIES, before, strict=True):
+        registry.clear()
+        registry.update(entries)
+
+
+@pytest.mark.usefixtures("_dummies")
+def test_sections_of_entries_that_are_registered_later_are_validated() -> None:
+    config = resolve([{"bounds": {"method": "dummy", "width": 0.3}, "task": {"name": "dummy"}}])
+    assert config.bounds.model_dump() == {"method": "dummy", "width": 0.3}
+    assert (config.bounds.slug(), config.bounds.describe()) == ("dummy", "dummy: a dummy")
+    assert config.task.model_dump()["problems"] == 2
+
+
+@pytest.mark.usefixtures("_dummies")
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("bounds.method=dumy", r"= 'dumy': unknown \(did you mean 'dummy'\?\); allowed: band, clip"),
+        ("bounds.divergence=dumy", r"no divergence of that name \(did you mean 'dummy'\?\)"),
+        (
+            "sampling.engine=dumy",
+            r"= 'dumy': unknown \(did you mean 'dummy'\?\); allowed: auto, transformers",
+        ),
+        ("task.name=dumy-set", r"= 'dumy-set': unknown \(did you mean 'dummy-set'\?\); allowed: countdown"),
+        ("task={name: gsm8k, grader: dumy}", r"no grader of that name \(did you mean 'dummy'\?\)"),
+        ("bounds={method: dummy, wdth: 1}", r"of 'dummy' \(did you mean 'width'\?\); known: method"),
+    ],
+)
+def test_error_messages_name_the_registered_entries(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve([read_assignments([setting])])
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("_dummies")
 def test_a_registered_grader_grades_stored_completions(tmp_path: Path) -> None:
     rows = [{"question": "2 + 2?", "answer": "4", "completions": ["4", "Answer: 4"]}]
     (tmp_path / "rows.json").write_text(json.dumps(rows))
-    done = bandpo(
-        "eval", "--samples", "rows.json", "--grader", "dummy", "--no-mlflow", "--format", "json", cwd=tmp_path
-    )
-    assert done.returncode == 0, done.stderr
-    assert "0.5" in done.stdout
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small language model: the embedded one reads countdown problems only."""
-    from tests.text_model import save_text_model
-
-    corpus = ["1 + 3 = 4", "2 + 2 = 4"]
-    return str(save_text_model(tmp_path_factory.mktemp("model") / "m", corpus, 300, layers=1, hidden=64))
+    flags = ("--grader", "dummy", "--no-mlflow", "--format", "json")
+    assert "0.5" in succeed("eval", "--samples", "rows.json", *flags, cwd=tmp_path).out
 
 
 @pytest.mark.slow
-def test_a_run_with_a_registered_method_engine_task_and_grader(tmp_path: Path, model: str) -> None:
+@pytest.mark.usefixtures("_dummies")
+def test_a_run_has_registered_entries_of_every_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedded model reads countdown problems only, so this needs a small language model."""
+    from tests.text_model import save_text_model
+
+    corpus = ["1 + 3 = 4", "2 + 2 = 4"]
+    model = str(save_text_model(tmp_path / "model", corpus, 300, layers=1, hidden=64))
     small = ["sampling.prompts=2", "sampling.samples=4", "optim.updates=1"]
     small += ["evaluation.samples=4", "evaluation.k=[4]"]
     options = [part for setting in small for part in ("--set", setting)]
-    done = bandpo(
+    succeed(
         *("train", "--method", "dummy", "--sampler", "dummy", "--task", "dummy", "--model", model),
         *("--steps", "1", "--name", "run", "--no-mlflow", *options),
         cwd=tmp_path,
     )
-    assert done.returncode == 0, done.stderr
     (step,) = map(json.loads, (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()[-1:])
     assert (step["step"], step["train/accuracy"], step["eval/dummy/mean_at_4"]) == (1, 0.5, 0.5)
     assert "method: dummy\n  width: 0.1" in (tmp_path / "runs" / "run" / "config.yaml").read_text()
 
-
-@pytest.mark.slow
-def test_a_registered_data_set_is_a_task(tmp_path: Path, model: str) -> None:
     (tmp_path / "set").mkdir()
     rows = [{"q": f"{n} + {n}?", "a": str(2 * n)} for n in range(7)]
     for split, part in (("train", rows[2:]), ("test", rows[:2])):
         (tmp_path / "set" / f"{split}.jsonl").write_text("\n".join(map(json.dumps, part)))
-    done = bandpo(
-        *("train", "--task", "dummy-set", "--model", model, "--dry-run"),
-        cwd=tmp_path,
-        DUMMY_DATASET=str(tmp_path / "set"),
-    )
-    assert done.returncode == 0, done.stderr
-    assert "dummy-set, 5 problems" in done.stdout
+    entry = replace(DATASETS["dummy-set"], hub_id=str(tmp_path / "set"))
+    monkeypatch.setitem(DATASETS, "dummy-set", entry)
+    done = succeed("train", "--task", "dummy-set", "--model", model, "--dry-run", cwd=tmp_path)
+    assert "dummy-set, 5 problems" in done.out

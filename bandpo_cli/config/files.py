@@ -62,22 +62,14 @@ class _Strict(yaml.constructor.SafeConstructor):
             _expanded_size(node, {})
         return node
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        if not isinstance(node, yaml.MappingNode):  # `!!map 5`
-            raise _yaml_error("expected `key: value` lines", node)
-        return super().construct_mapping(node, deep)
-
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Put the entries of merge keys (`<<: *defaults`) before those of the mapping itself, which win.
 
         Duplicate keys are searched for in the mapping as it is written, therefore before the first merge.
         """
-        if id(node) not in self._flattened:
-            self._flattened.add(id(node))
-            self._check_keys(node)
-            super().flatten_mapping(node)
-
-    def _check_keys(self, node: yaml.MappingNode) -> None:
+        if id(node) in self._flattened:
+            return
+        self._flattened.add(id(node))
         seen = set()
         for key_node, _ in node.value:
             key = "<<" if key_node.tag == MERGE_TAG else self.construct_object(key_node, deep=True)
@@ -86,6 +78,7 @@ class _Strict(yaml.constructor.SafeConstructor):
             if key in seen:
                 raise _yaml_error(f"'{key}' is given twice", key_node)
             seen.add(key)
+        super().flatten_mapping(node)
 
     def construct_number(self, node: yaml.ScalarNode) -> Any:
         """Construct a number. YAML has base-60 numbers, and long ones take hours to convert."""

@@ -205,14 +205,12 @@ def validation_message(error: ValidationError, layers: Sequence[Layer] = ()) -> 
         value = value if len(value) <= 80 else f"{value[:77]}..."
         message = f"{path} = {value}: {message[0].lower()}{message[1:]}"
     keys = [part for part in parts if isinstance(part, str)]
-    layer = next((layer for layer in reversed(layers) if keys and _has(layer, keys)), None)
+    dotted = ".".join([*keys, ""])
+    having = (
+        layer
+        for layer in reversed(layers)
+        if any(f"{key}.".startswith(dotted) for key in flatten(layer, keep_empty=True))
+    )
+    layer = next(having, None) if keys else None
     where = layer.locate(keys) if isinstance(layer, FileLayer) else None
     return (f"{where}: " if where else "") + message + (f" (and {len(others)} more)" if others else "")
-
-
-def _has(layer: Any, keys: Sequence[str]) -> bool:
-    for key in keys:
-        if not isinstance(layer, Mapping) or key not in layer:
-            return False
-        layer = layer[key]
-    return True

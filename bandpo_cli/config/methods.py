@@ -72,10 +72,8 @@ class MethodSettings(TaggedSection):
         if not self.entry.paper:
             return ""
         published = vars(self.published())
-        changed = [name for name, value in vars(self).items() if value != published[name]]
-        return f"{self.entry.paper}, " + (
-            f"{', '.join(changed)} changed" if changed else "published defaults"
-        )
+        changed = ", ".join(name for name, value in vars(self).items() if value != published[name])
+        return f"{self.entry.paper}, " + (f"{changed} changed" if changed else "published defaults")
 
     def scheduled(self, step: int, steps: int) -> dict[str, float]:
         """Return the settings that change over training, with their values at step `step` of `steps` (from 1)."""
@@ -150,9 +148,10 @@ class TrustRegionSettings(MethodSettings):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
-        given = [f"{name} = {getattr(self, name)}" for name in _SCHEDULE_FIELDS if getattr(self, name)]
         schedule, needs = self.delta_schedule, f"set delta_schedule to one of {', '.join(DELTA_SCHEDULES)}"
-        require(schedule != "constant" or not given, f"{''.join(given[:1])} needs a schedule; {needs}")
+        for name in _SCHEDULE_FIELDS:
+            value = getattr(self, name)
+            require(schedule != "constant" or not value, f"{name} = {value} needs a schedule; {needs}")
         require(
             schedule == "constant" or self.delta_end,
             f"delta_schedule = {schedule!r} needs delta_end, the radius at its end",

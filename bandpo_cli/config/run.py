@@ -42,10 +42,10 @@ class TrackingConfig(Section):
     @classmethod
     def _check_no_password(cls, uri: str | None) -> str | None:
         """Refuse a password and a token: the config.yaml of a run is copied, shared and uploaded."""
-        problem = (
-            "it may contain a password, which the run folder would store; set MLFLOW_TRACKING_URI instead"
+        require(
+            uri is None or not has_secret(uri),
+            "it may contain a password, which the run folder would store; set MLFLOW_TRACKING_URI instead",
         )
-        require(uri is None or not has_secret(uri), problem)
         return uri
 
 
@@ -175,16 +175,17 @@ class ObjectiveConfig(Section):
                 f"importance_floor = {floor} has no effect with {chosen}; set importance to token-mask, sequence-mask "
                 "or sequence-mask-any, or leave it out",
             )
-            return self
-        needs = f"{chosen} needs importance_cap, the largest weight; importance_cap = null is no correction"
-        require(cap is not None, needs)
-        assert cap is not None
-        lowest = 1 / cap if floor is None else floor
-        require(
-            lowest <= 1 <= cap and lowest < cap,
-            f"{chosen} keeps the weights in [{lowest:g}, {cap:g}]; take importance_floor ≤ 1 ≤ importance_cap, so that "
-            "a token on which sampler and trainer agree is kept",
-        )
+        elif cap is None:
+            raise ValueError(
+                f"{chosen} needs importance_cap, the largest weight; importance_cap = null is no correction"
+            )
+        else:
+            lowest = floor or 1 / cap
+            require(
+                lowest <= 1 <= cap and lowest < cap,
+                f"{chosen} keeps the weights in [{lowest:g}, {cap:g}]; take importance_floor ≤ 1 ≤ importance_cap, so "
+                "that a token on which sampler and trainer agree is kept",
+            )
         return self
 
 
@@ -316,14 +317,9 @@ class RunConfig(Section):
         )
         lag, objective = self.sampling.max_lag, self.objective
         require(
-            not lag or objective.old_logprobs == "trainer",
-            f"sampling.max_lag = {lag}: the ratio of each token starts from the weights of its step, so "
-            "objective.old_logprobs must be 'trainer'",
-        )
-        require(
-            not lag or objective.importance_cap is not None,
+            not lag or (objective.old_logprobs == "trainer" and objective.importance_cap is not None),
             f"sampling.max_lag = {lag}: completions are samples of older weights, which the importance correction "
-            "accounts for; set objective.importance_cap, such as 2.0",
+            "accounts for; set objective.old_logprobs to 'trainer', and objective.importance_cap, such as 2.0",
         )
         buffer, most = self.reward.overlong_buffer, self.sampling.max_tokens
         require(

@@ -79,11 +79,8 @@ class SamplingConfig(Section):
             f"max_lag = {self.max_lag}: the engine process of a rank has one GPU, so vllm.tensor_parallel = "
             f"{self.vllm.tensor_parallel} must be 1",
         )
-        for name, value, untruncated in (
-            ("top_p", self.top_p, 1),
-            ("top_k", self.top_k, 0),
-            ("min_p", self.min_p, 0),
-        ):
+        for name, untruncated in (("top_p", 1), ("top_k", 0), ("min_p", 0)):
+            value = getattr(self, name)
             require(
                 value == untruncated,
                 f"{name} = {value}: truncated sampling is refused for training: the ratio π/π_old needs π_old to be "
@@ -123,7 +120,7 @@ def check_engine(engine: str, device: str, max_lag: int = 0) -> None:
     if package is not None and not is_installed(package):
         raise ConfigError(
             f"sampling.engine = '{engine}': the package {package} is not installed; {ENGINES[engine].install}, "
-            f"or use --sampler {_default_engine()}"
+            f"or use --sampler {resolve_engine(AUTO_ENGINE, on_gpu=False)}"
         )
 
 
@@ -145,12 +142,8 @@ def resolve_engine(engine: str, on_gpu: bool) -> str:
     """Return `engine`, and for `auto` vllm where it is installed and the policy is on a GPU, else transformers."""
     if engine != AUTO_ENGINE:
         return engine
-    for name, entry in ENGINES.items():
-        if on_gpu and entry.preferred_on_gpu and (entry.package is None or is_installed(entry.package)):
-            return name
-    return _default_engine()
-
-
-def _default_engine() -> str:
-    """Return the first engine that needs no optional package."""
-    return next(name for name, entry in ENGINES.items() if entry.package is None)
+    preferred = [name for name, entry in ENGINES.items() if on_gpu and entry.preferred_on_gpu]
+    without_package = [name for name, entry in ENGINES.items() if entry.package is None]
+    return next(
+        name for name in preferred + without_package if is_installed(ENGINES[name].package or "bandpo_cli")
+    )

@@ -59,9 +59,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, values: Any) -> Any:
-        if isinstance(values, Section):
-            return values
-        return _check_keys(cls, values)
+        return values if isinstance(values, Section) else _check_keys(cls, values)
 
 
 class TaggedSection(Section):

@@ -117,19 +117,13 @@ TEMPLATES = {
 """The known user messages by name; any other value of `task.template` is the template itself."""
 
 
-def check_template(template: str) -> str:
+def _check_template(template: str) -> str:
     """Return a known name, or a text with {question} in it; raise ValueError with the nearest name otherwise."""
     require(
         template in TEMPLATES or "{question}" in template,
         f"no template of that name{nearest(template, TEMPLATES)}; known: {', '.join(TEMPLATES)}, "
         "or a custom text that contains {question}",
     )
-    return template
-
-
-def check_slot(template: str) -> str:
-    """Return a template with {question} in it; raise ValueError for any other text."""
-    require("{question}" in template, "the template needs {question} in the place of the question")
     return template
 
 
@@ -181,9 +175,7 @@ class TaskSettings(TaggedSection):
 
     @field_validator("rewards")
     @classmethod
-    def _check_rewards(
-        cls, rewards: tuple[RewardComponent, ...] | None
-    ) -> tuple[RewardComponent, ...] | None:
+    def _check_rewards(cls, rewards: Any) -> Any:
         if rewards is None:
             return None
         require(
@@ -242,7 +234,7 @@ class DataTask(TaskSettings):
     revisions: dict[str, NotEmpty] = Field(default_factory=dict)
     """The revision (branch, tag or commit) of data sets on the hub, by their id; the latest of those not named."""
 
-    template: Annotated[str, AfterValidator(check_template)] = "answer-line"
+    template: Annotated[str, AfterValidator(_check_template)] = "answer-line"
     """The user message: `answer-line` (the paper's), `boxed`, `hashes` (verl's for GSM8K), `plain`, or a custom text
     that contains {question}. Sources with chat messages keep their messages unchanged."""
 
@@ -281,8 +273,8 @@ def _number(value: Any) -> Any:
     """Return the number that a text such as `1e-3` is in YAML 1.2 and JSON; YAML 1.1 reads it as text."""
     if isinstance(value, list):
         return [_number(item) for item in value]
-    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?[0-9]+[eE][-+]?[0-9]{1,2}", value)
-    return float(value) if is_number else value
+    pattern = r"[-+]?[0-9]+[eE][-+]?[0-9]{1,2}"
+    return float(value) if isinstance(value, str) and re.fullmatch(pattern, value) else value
 
 
 class ReasoningGymTask(TaskSettings):
@@ -315,7 +307,7 @@ class ReasoningGymTask(TaskSettings):
     """The system message: the name of one of the library's (default, simple, direct, DeepSeekZero, chain_of_draft), or
     a custom text. It must ask for <answer>...</answer>, which is what is scored. null: no system message."""
 
-    template: Annotated[str, AfterValidator(check_slot)] = "{question}"
+    template: Annotated[str, Field(pattern=r"\{question\}")] = "{question}"
     """The user message, with {question} in the place of the question."""
 
 

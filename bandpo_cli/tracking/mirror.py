@@ -17,11 +17,10 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from bandpo_cli.config.layers import flatten
 from bandpo_cli.errors import redact_credentials
@@ -29,11 +28,8 @@ from bandpo_cli.tracking.store import KEY_TAG, Store, create_sqlite_store, new_l
 
 log = logging.getLogger("bandpo_cli")
 
-MAX_NAME_CHARS = 250
-MAX_PARAM_CHARS = 6000
-MAX_TAG_CHARS = 5000
-MAX_PARAMS_PER_BATCH = 100
-MAX_METRICS_PER_BATCH = 1000
+MAX_NAME_CHARS, MAX_PARAM_CHARS, MAX_TAG_CHARS = 250, 6000, 5000
+MAX_PARAMS_PER_BATCH, MAX_METRICS_PER_BATCH = 100, 1000
 """MLflow's limits (mlflow/utils/validation.py); for tags the smaller limit of servers before 2.9."""
 
 FIRST_SECTION = "Main"
@@ -58,7 +54,6 @@ _MLFLOW_VARIABLES = {
 }
 
 DESCRIPTION_TAG = "mlflow.note.content"
-
 EXPERIMENT_KIND_TAG = "mlflow.experimentKind"
 MODEL_TRAINING = "custom_model_development"
 """The kind of experiment that MLflow's pages call "Machine learning"; they infer one for experiments without it."""
@@ -161,9 +156,12 @@ class MlflowMirror:
                     differing += known[step] != value
                 else:
                     metrics.setdefault((name, step), Metric(name, value, clocks.get(step, now), step))
-        for batch in _batches(metrics.values(), MAX_METRICS_PER_BATCH):
-            self._client.log_batch(self.run_id, metrics=batch, synchronous=True)
+        self._log_batches("metrics", [*metrics.values()], MAX_METRICS_PER_BATCH)
         return Sent(len(metrics), there, differing)
+
+    def _log_batches(self, kind: str, items: list[Any], size: int = MAX_PARAMS_PER_BATCH) -> None:
+        for start in range(0, len(items), size):
+            self._client.log_batch(self.run_id, synchronous=True, **{kind: items[start : start + size]})
 
     def _history(self, name: str) -> dict[int, float]:
         """Return the values of a metric by step that the run had when it was found; requested once."""
@@ -183,8 +181,7 @@ class MlflowMirror:
         from mlflow.entities import Param
 
         missing = {key: value for key, value in params.items() if key not in self.params}
-        for batch in _batches(missing.items(), MAX_PARAMS_PER_BATCH):
-            self._client.log_batch(self.run_id, params=[Param(*item) for item in batch], synchronous=True)
+        self._log_batches("params", [Param(*item) for item in missing.items()])
         self.params |= missing
         return len(missing)
 
@@ -193,9 +190,7 @@ class MlflowMirror:
         from mlflow.entities import RunTag
 
         missing = {key: value for key, value in tags.items() if key not in self.tags}
-        if missing:
-            items = [RunTag(*item) for item in missing.items()]
-            self._client.log_batch(self.run_id, tags=items, synchronous=True)
+        self._log_batches("tags", [RunTag(*item) for item in missing.items()])
         self.tags |= missing
         return len(missing)
 
@@ -216,8 +211,8 @@ class MlflowMirror:
     def reopen(self) -> None:
         """Set the status of a run that had ended to RUNNING."""
         if self.status != "RUNNING":
-            self._client.update_run(self.run_id, status="RUNNING")
             self.status = "RUNNING"
+            self._client.update_run(self.run_id, status=self.status)
 
     def close(self, status: str, end_ms: int | None = None) -> None:
         """End the run as FINISHED, FAILED or KILLED at `end_ms`, milliseconds since 1970; now by default."""
@@ -285,16 +280,6 @@ def _experiment_id(client: Any, store: Store) -> str:
     return str(existing.experiment_id)
 
 
-_Item = TypeVar("_Item")
-
-
-def _batches(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
-    """Yield `items` in lists of at most `size`."""
-    remaining = iter(items)
-    while batch := list(islice(remaining, size)):
-        yield batch
-
-
 def mlflow_name(name: str) -> str:
     """Return `name` as a legal MLflow name: ASCII letters, digits, `_ - . /` and blanks, at most 250 characters.
 
@@ -312,18 +297,14 @@ def finite_metrics(record: Mapping[str, object]) -> dict[str, float]:
 
     Copies of `FIRST_METRICS` are added under `FIRST_SECTION`.
     """
-    finite = {
-        key: float(value)
-        for key, value in record.items()
-        if key != "step"
-        and isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-    }
-    copies = {
-        f"{FIRST_SECTION}/{key.rpartition('/')[2]}": finite[key] for key in FIRST_METRICS if key in finite
-    }
-    return {mlflow_name(_sortable_name(key)): value for key, value in finite.items()} | copies
+    metrics = {}
+    for key, value in record.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key != "step" and is_number and math.isfinite(value):
+            metrics[mlflow_name(_sortable_name(key))] = float(value)
+            if key in FIRST_METRICS:
+                metrics[f"{FIRST_SECTION}/{key.rpartition('/')[2]}"] = float(value)
+    return metrics
 
 
 def _sortable_name(key: str) -> str:
@@ -346,12 +327,11 @@ def flat_params(config: Mapping[str, object]) -> dict[str, str]:
 
     Passwords in addresses are redacted.
     """
-    return {
-        mlflow_name(key): redact_credentials(
-            value if isinstance(value, str) else json.dumps(value, default=str)
-        )[:MAX_PARAM_CHARS]
-        for key, value in flatten(config, keep_empty=True).items()
-    }
+    params = {}
+    for key, value in flatten(config, keep_empty=True).items():
+        text = value if isinstance(value, str) else json.dumps(value, default=str)
+        params[mlflow_name(key)] = redact_credentials(text)[:MAX_PARAM_CHARS]
+    return params
 
 
 def run_tags(env: Mapping[str, Any], parent: str | None = None) -> dict[str, str]:
@@ -361,22 +341,18 @@ def run_tags(env: Mapping[str, Any], parent: str | None = None) -> dict[str, str
         env: content of `env.json`.
         parent: id of the MLflow run that MLflow shows the run under.
     """
+    try:
+        user = getpass.getuser()
+    except (ImportError, KeyError, OSError):  # a container may have no entry for the user
+        user = "unknown"
     tags = {
         "mlflow.source.name": str(env.get("command", "bandpo")),
         "mlflow.source.type": "LOCAL",
-        "mlflow.user": _user(),
+        "mlflow.user": user,
     }
     if parent is not None:
         tags["mlflow.parentRunId"] = parent
-    git = env.get("git")
-    if git:
+    if git := env.get("git"):
         tags |= {"mlflow.source.git.commit": git["commit"], "git.dirty": json.dumps(git["dirty"])}
     tags |= {f"version.{package}": version for package, version in env.get("versions", {}).items()}
     return {key: value[:MAX_TAG_CHARS] for key, value in tags.items()}
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (ImportError, KeyError, OSError):  # a container may have no entry for the user
-        return "unknown"

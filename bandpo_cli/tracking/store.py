@@ -110,20 +110,16 @@ def check_reachable(uri: str) -> None:
         # The request has no content, so checking the certificate is left to MLflow and its settings.
         context = ssl.create_default_context()
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-        opener = urllib.request.build_opener(urllib.request.HTTPSHandler(context=context))
-        netloc = parts.netloc.rpartition("@")[2]
+        address = f"{scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}/health"
         try:
-            opener.open(
-                f"{scheme}://{netloc}{parts.path.rstrip('/')}/health", timeout=CONNECT_TIMEOUT_S
-            ).close()
+            urllib.request.urlopen(address, timeout=CONNECT_TIMEOUT_S, context=context).close()
         except urllib.error.HTTPError as error:
             error.close()
             if error.code >= 500:
                 raise ConnectionError(f"it answers {error.code} {error.reason}") from None
-        except urllib.error.URLError as error:
-            raise ConnectionError(str(error.reason)) from None
-        except HTTPException as error:
-            raise ConnectionError(f"it does not answer in HTTP ({type(error).__name__})") from None
+        except (urllib.error.URLError, HTTPException) as error:
+            reason = getattr(error, "reason", None) or f"it does not answer in HTTP ({type(error).__name__})"
+            raise ConnectionError(str(reason)) from None
 
 
 def sqlite_uri(path: Path) -> str:

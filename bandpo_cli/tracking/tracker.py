@@ -78,40 +78,42 @@ class MlflowTracker(CallbackBase):
         self._wake.set()
         if self._thread.ident is None:  # never started: MLflow knows nothing of this run
             return
-        self._wait()
-        if not self._closed:
-            log.warning("%s", self._missing_message())
-
-    def _wait(self) -> None:
-        """Wait for the end of the thread, but only `UNREACHABLE_GRACE_S` for a store that does not answer."""
-        begin = answered = time.monotonic()
-        while self._thread.is_alive():
+        begin = answered = now = time.monotonic()
+        while (
+            self._thread.is_alive()
+            and now - begin < FINISH_TIMEOUT_S
+            and now - answered < UNREACHABLE_GRACE_S
+        ):
+            self._thread.join(0.05)
             now = time.monotonic()
             if self._reached:
                 answered = now
-            if now - begin >= FINISH_TIMEOUT_S or now - answered >= UNREACHABLE_GRACE_S:
-                return
-            self._thread.join(0.05)
+        if not self._closed:
+            log.warning("%s", self._missing_message())
 
     def _send_until_closed(self) -> None:
         """Send what is new until the run is closed, or until the last retry after its end; the thread's target."""
-        self._note_store()
-        while not self._closed and self._tries_left:
+        # `bandpo sync` sends the run to this store later; the training reports a full disk.
+        with suppress(OSError):
+            if not read_links(self._folder):
+                new_link(self._folder, self._store)
+        while True:
             ending = self._ending.is_set()
             try:
                 self._send()
                 self._failures = 0
             except Exception as error:  # noqa: BLE001 - no error of MLflow may reach the training
                 self._fail(error)
-                if ending:
-                    self._tries_left -= 1
-            self._pause()
-
-    def _note_store(self) -> None:
-        """Write the store into the run folder, so that `bandpo sync` can send the run there later."""
-        with suppress(OSError):  # the training reports a full disk
-            if not read_links(self._folder):
-                new_link(self._folder, self._store)
+                self._tries_left -= ending
+            if self._closed or not self._tries_left:
+                return
+            if not self._failures:
+                self._wake.wait()
+            elif self._ending.is_set():
+                time.sleep(MIN_RETRY_DELAY_S)
+            else:
+                delay = MIN_RETRY_DELAY_S * 2 ** min(self._failures - 1, 10)
+                self._ending.wait(min(delay, MAX_RETRY_DELAY_S))
 
     def _send(self) -> None:
         """Send the lines that MLflow has not accepted, and after the end of the run its status and files."""
@@ -140,17 +142,6 @@ class MlflowTracker(CallbackBase):
                 short_error(error),
                 self._folder,
             )
-
-    def _pause(self) -> None:
-        """Wait until there is something to send, or until the next retry."""
-        if self._closed or not self._tries_left:
-            return
-        if not self._failures:
-            self._wake.wait()
-        elif self._ending.is_set():
-            time.sleep(MIN_RETRY_DELAY_S)
-        else:
-            self._ending.wait(min(MIN_RETRY_DELAY_S * 2 ** min(self._failures - 1, 10), MAX_RETRY_DELAY_S))
 
     def _missing_message(self) -> str:
         """Return a line with what MLflow lacks and the command that sends it."""

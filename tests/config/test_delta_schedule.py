@@ -11,12 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
-from bandpo_cli.config.methods import (
-    DELTA_SCHEDULES,
-    BandSettings,
-    MethodSettings,
-    TrustRegionSettings,
-)
+from bandpo_cli.config.methods import DELTA_SCHEDULES, BandSettings, MethodSettings, TrustRegionSettings
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import METHODS
 
@@ -24,8 +19,8 @@ from bandpo_cli.registries import METHODS
 def radii(steps: int, **bounds: Any) -> list[float]:
     """Return the radius of each step of a run, as the training loop asks for it."""
     settings = resolve([{"bounds": bounds, "steps": steps}]).bounds
-    found = [settings.at_step(step, steps) for step in range(1, steps + 1)]
-    return [item.delta for item in found if isinstance(item, TrustRegionSettings)]
+    assert isinstance(settings, TrustRegionSettings)
+    return [settings.at_step(step, steps).delta for step in range(1, steps + 1)]
 
 
 @pytest.mark.parametrize(
@@ -43,16 +38,12 @@ def radii(steps: int, **bounds: Any) -> list[float]:
         ({"delta_schedule": "linear", "delta_steps": 2}, [0.12, 0.04, 0.04, 0.04]),
         # half of the way
         ({"delta_schedule": "linear", "delta_steps": 8}, [0.18, 0.16, 0.14, 0.12]),
+        # a radius that grows
+        ({"delta_schedule": "linear", "delta": 0.01, "delta_end": 0.05}, [0.02, 0.03, 0.04, 0.05]),
     ],
 )  # fmt: skip
 def test_radius_per_step_in_closed_form(bounds: dict[str, Any], expected: list[float]) -> None:
-    assert radii(4, delta=0.2, delta_end=0.04, **bounds) == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_radius_can_grow() -> None:
-    assert radii(4, delta=0.01, delta_end=0.05, delta_schedule="linear") == pytest.approx(
-        [0.02, 0.03, 0.04, 0.05]
-    )
+    assert radii(4, **{"delta": 0.2, "delta_end": 0.04, **bounds}) == pytest.approx(expected, rel=1e-12)
 
 
 @given(
@@ -64,10 +55,10 @@ def test_a_radius_can_grow() -> None:
 def test_radius_is_monotonic_and_ends_at_delta_end(
     schedule: str, start: float, end: float, steps: int
 ) -> None:
-    found = [start, *radii(steps, delta=start, delta_end=end, delta_schedule=schedule)]
-    assert found[-1] == end
+    values = [start, *radii(steps, delta=start, delta_end=end, delta_schedule=schedule)]
+    assert values[-1] == end
     towards_end = math.copysign(1, end - start)
-    assert all((b - a) * towards_end >= -1e-12 for a, b in pairwise(found))
+    assert all((b - a) * towards_end >= -1e-12 for a, b in pairwise(values))
 
 
 @pytest.mark.parametrize(
@@ -100,9 +91,8 @@ def test_every_method_with_a_trust_region_can_schedule_its_radius() -> None:
     for name, cls in classes.items():
         assert issubclass(cls, TrustRegionSettings) == ("delta" in cls.model_fields) == (name in regions)
     for name in regions:
-        assert radii(2, method=name, delta=0.2, delta_end=0.1, delta_schedule="linear") == pytest.approx(
-            [0.15, 0.1]
-        )
+        settings = {"method": name, "delta": 0.2, "delta_end": 0.1, "delta_schedule": "linear"}
+        assert radii(2, **settings) == pytest.approx([0.15, 0.1])
 
 
 @pytest.mark.parametrize("settings", [cls() for cls in MethodSettings.classes().values()])  # type: ignore[call-arg]

@@ -83,11 +83,12 @@ def fits(config: RunConfig, report: MemoryEstimate, available: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
 def test_the_header_of_a_model_names_the_smallest_gpu_that_fits(tmp_path: Path, file: Path) -> None:
+    """Also with the files on top of it whose headers say that they need the same hardware."""
     header = _MODEL_HEADER.match(file.read_text("utf-8"))
     assert header is not None
     size, peak, held = map(int, header.groups())
-    model = read_layer(file)["model"]["path"]
-    config = config_on_disk(tmp_path, model, read_layer(PAPER / "base.yaml"), read_layer(file))
+    model, layers = read_layer(file)["model"]["path"], [read_layer(PAPER / "base.yaml"), read_layer(file)]
+    config = config_on_disk(tmp_path, model, *layers)
     report = report_on_gpu(config, size)
     assert report.parameters == pytest.approx(PARAMETERS[model], rel=0.005)
     assert report.fits
@@ -96,6 +97,9 @@ def test_the_header_of_a_model_names_the_smallest_gpu_that_fits(tmp_path: Path, 
     assert report.vllm > 1.5 * report.always["weights"]  # the engine's weights, and room for its cache
     assert not fits(config, report, GPU_SIZES[GPU_SIZES.index(size) - 1] * 10**9)
     assert fits(config, report, size * 10**9)
+    for overlay in (PAPER / "dapo.yaml", PAPER / "dynamic-sampling.yaml"):
+        assert "the same hardware" in overlay.read_text("utf-8")
+        assert report_on_gpu(config_on_disk(tmp_path, model, *layers, read_layer(overlay)), size).fits
 
 
 @pytest.mark.slow
@@ -115,14 +119,12 @@ def test_the_header_of_lora_names_the_smallest_gpus_that_fit(tmp_path: Path) -> 
     assert round(report.peak / GIB) == peak
     assert sum(report.always.values()) / GIB == pytest.approx(held, abs=0.5)
     assert sum(report.always.values()) == pytest.approx(2 * PARAMETERS[model] + 14 * adapters, rel=0.005)
-    less = resolve(
-        [
-            config.model_dump(mode="json"),
-            {"sampling": {"vllm": {"memory_fraction": float(header[4])}}},
-        ]
-    )
-    for value, gigabytes in ((config, size), (less, smaller)):
-        on_gpu = report_on_gpu(value, gigabytes)
+    less = {"sampling": {"vllm": {"memory_fraction": float(header[4])}}}
+    reduced = resolve([config.model_dump(mode="json"), less])
+    for value, gigabytes, on_gpu in (
+        (config, size, report),
+        (reduced, smaller, report_on_gpu(reduced, smaller)),
+    ):
         assert on_gpu.fits
         assert on_gpu.vllm > 1.5 * 2 * PARAMETERS[model]  # the engine's weights, and room for its cache
         before = GPU_SIZES[GPU_SIZES.index(gigabytes) - 1]
@@ -144,22 +146,6 @@ def test_the_header_of_a_model_names_the_memory_of_each_of_8_gpus(tmp_path: Path
     # Masters and two moments of float32, and the reference in bfloat16, an eighth of each.
     assert round((4 + 8 + 2) * PARAMETERS[model] / 8 / GIB) == held
     assert report.vllm > 1.5 * 2 * PARAMETERS[model]  # the engine has all weights, and room for its cache
-    assert not report_on_gpu(config, size).fits, "one such GPU is enough"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("file", "overlay"),
-    [*((file, "dapo") for file in MODELS), (MODELS[0], "dynamic-sampling")],
-    ids=lambda item: item.stem if isinstance(item, Path) else item,
-)
-def test_an_overlay_of_the_paper_needs_the_same_hardware(tmp_path: Path, file: Path, overlay: str) -> None:
-    assert "the same hardware" in (PAPER / f"{overlay}.yaml").read_text("utf-8")
-    header = _MODEL_HEADER.match(file.read_text("utf-8"))
-    assert header is not None
-    files = (PAPER / "base.yaml", file, PAPER / f"{overlay}.yaml")
-    config = config_on_disk(tmp_path, read_layer(file)["model"]["path"], *map(read_layer, files))
-    assert report_on_gpu(config, int(header[1])).fits
 
 
 @pytest.mark.slow

@@ -28,23 +28,19 @@ def test_later_layers_win_key_by_key() -> None:
 
 
 def test_another_tag_drops_the_fields_of_earlier_layers() -> None:
-    band = {"bounds": {"method": "band", "delta": 0.2, "max_ratio": 5.0}}
-    assert (
-        resolve([band, {"bounds": {"method": "clip"}}]).bounds
-        == resolve([{"bounds": {"method": "clip"}}]).bounds
+    band, clip = (
+        {"bounds": {"method": "band", "delta": 0.2, "max_ratio": 5.0}},
+        {"bounds": {"method": "clip"}},
     )
+    assert resolve([band, clip]).bounds == resolve([clip]).bounds
     dcpo = resolve([band, {"bounds": {"method": "dcpo", "eps_low": 0.1}}]).bounds
     assert dcpo.model_dump() == {"method": "dcpo", "eps_low": 0.1, "eps_high": 0.2, "max_ratio": 10.0}
 
 
 def test_the_same_tag_keeps_the_fields_of_earlier_layers() -> None:
     config = resolve([{"bounds": {"delta": 0.2}}, {"bounds": {"method": "band", "divergence": "tv"}}])
-    assert config.bounds.model_dump(exclude={"relax"}) == {
-        "method": "band",
-        "divergence": "tv",
-        "delta": 0.2,
-        "max_ratio": 10.0,
-    }
+    expected = {"method": "band", "divergence": "tv", "delta": 0.2, "max_ratio": 10.0}
+    assert config.bounds.model_dump(exclude={"relax"}) == expected
 
 
 def test_a_data_set_task_is_merged_key_by_key() -> None:
@@ -70,14 +66,17 @@ def test_a_single_source_is_merged_key_by_key() -> None:
     assert task.train == (Source(name="math", levels=(3, 4, 5), limit=100),)
 
 
-def test_a_data_set_task_round_trips_through_yaml(tmp_path: Path) -> None:
-    sources = ["gsm8k", {"path": "x.jsonl", "fields": {"answer": "a.b"}, "levels": [1, 2], "label": "x"}]
-    config = resolve(
-        [{"task": {"name": "gsm8k", "train": sources, "heldout": "aime24", "template": "{question}"}}]
-    )
-    path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(config), encoding="utf-8")
-    assert resolve([read_layer(path)]) == config
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"bounds": {"method": "band", "divergence": "js", "relax": {"eps_low": 0.1}}, "steps": 7},
+        {"task": {"name": "gsm8k", "heldout": "aime24", "template": "{question}", "train": [
+            "gsm8k", {"path": "x.jsonl", "fields": {"answer": "a.b"}, "levels": [1, 2], "label": "x"}]}},
+    ],
+)  # fmt: skip
+def test_a_config_round_trips_through_yaml(tmp_path: Path, layer: dict[str, Any]) -> None:
+    (tmp_path / "config.yaml").write_text(to_yaml(resolve([layer])), encoding="utf-8")
+    assert resolve([read_layer(tmp_path / "config.yaml")]) == resolve([layer])
 
 
 def test_a_password_is_in_neither_the_config_nor_the_error_message() -> None:
@@ -91,15 +90,6 @@ def test_the_order_of_assignments_does_not_matter() -> None:
     first = read_assignments(["bounds.method=clip", "bounds.eps_high=0.3"])
     second = read_assignments(["bounds.eps_high=0.3", "bounds.method=clip"])
     assert resolve([first]) == resolve([second])
-
-
-def test_a_config_round_trips_through_yaml(tmp_path: Path) -> None:
-    config = resolve(
-        [{"bounds": {"method": "band", "divergence": "js", "relax": {"eps_low": 0.1}}, "steps": 7}]
-    )
-    path = tmp_path / "config.yaml"
-    path.write_text(to_yaml(config), encoding="utf-8")
-    assert resolve([read_layer(path)]) == config
 
 
 @pytest.mark.parametrize(
@@ -163,7 +153,7 @@ def test_an_invalid_setting_gives_a_one_line_message(setting: str, parts: list[s
         (b"optim: &a {<<: *a}\n", "nested more than 50 deep"),
         (b"? [a, b]\n: 1\n", "plain name"),
         (b"a: !!python/object/apply:os.system [ls]\n", "not readable as YAML"),
-        (b"[" * 5000, "not readable as YAML"),
+        (b"[" * 1100, "not readable as YAML"),
     ],
 )
 def test_an_unreadable_file_gives_a_one_line_message(tmp_path: Path, content: bytes, part: str) -> None:
@@ -238,15 +228,10 @@ def test_a_text_that_begins_with_a_brace_has_to_be_quoted() -> None:
     [
         ({"a..b": 1}, r"'a\.\.b': a setting is written as section\.key"),
         ({"": 1}, r"'': a setting is written as section\.key"),
-        (
-            {"a": 1, "a.b": 2},
-            r"'a\.b': 'a' has a plain value already; give it a value or keys below it, not both",
-        ),
+        ({"a": 1, "a.b": 2}, r"'a\.b': 'a' has a plain value already; give it a value or keys below it, not both"),
     ],
-)
-def test_malformed_and_contradictory_dotted_settings_are_refused(
-    settings: dict[str, Any], message: str
-) -> None:
+)  # fmt: skip
+def test_malformed_and_contradictory_dotted_settings_are_refused(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         nest(settings)
 
@@ -257,23 +242,14 @@ def test_the_shipped_countdown_file_equals_the_defaults() -> None:
 
 def test_config_imports_neither_torch_nor_numpy() -> None:
     code = "import sys, bandpo_cli.config.layers; print(*sorted(sys.modules))"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert not {"torch", "transformers", "numpy", "pandas", "mlflow", "matplotlib"} & set(loaded)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not {"torch", "transformers", "numpy", "pandas", "mlflow", "matplotlib"} & {*done.stdout.split()}
 
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [
-        ("1e-3", 1e-3),
-        ("-2E+4", -2e4),
-        ("[1e-1, 2]", [0.1, 2]),
-        ("1.5e-3", 1.5e-3),
-        ("e3", "e3"),
-        ("1e-3x", "1e-3x"),
-    ],
-)
+    [("1e-3", 1e-3), ("-2E+4", -2e4), ("[1e-1, 2]", [0.1, 2]), ("1.5e-3", 1.5e-3), ("e3", "e3"), ("1e-3x", "1e-3x")],
+)  # fmt: skip
 def test_options_of_a_generator_are_numbers_also_without_a_decimal_point(text: str, value: object) -> None:
     """YAML 1.1 reads 1e-3 as text, and these settings have no type that would make it a number."""
     layer = read_assignments(["task.name=reasoning-gym", "task.names=x", f"task.options.x.p={text}"])

@@ -16,15 +16,14 @@ import yaml
 from tests.tasks.stored_completions import mutations
 
 DEEP = 10_000
+"""Depth of nesting that exceeds the stack of a recursive parser."""
+_NAMES = [*zip("abcdefgh", "bcdefghi", strict=True)]
 ALIAS_BOMB = "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(
-    f"{name}: &{name} [{','.join(['*' + before] * 9)}]\n"
-    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{name}: &{name} [{','.join(['*' + before] * 9)}]\n" for before, name in _NAMES
 )
 """Nine aliases that expand to 9⁹ values."""
-
 MERGE_BOMB = "a: &a {x: 1}\n" + "".join(
-    f"{name}: &{name} {{<<: [{','.join(['*' + before] * 9)}]}}\n"
-    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+    f"{name}: &{name} {{<<: [{','.join(['*' + before] * 9)}]}}\n" for before, name in _NAMES
 )
 
 YAML_TEXTS = (
@@ -38,11 +37,11 @@ YAML_TEXTS = (
     "seed: 2001-01-01T00:00:00+99:99", "seed: 1\nseed: 2", "optim: {lr: 1, lr: 2}", "seed: 0x" + "f" * 100_000,
     "seed: " + "9" * 100_000, "seed: " + "1:" * 50_000 + "1", "optim: {lr: " + "1:" * 500 + "1.5}", "seed: .nan",
     "optim: {lr: .inf}", "optim: {lr: -.inf}", "optim: {lr: 1e400}", "optim: {lr: 1e-400}", "seed: 0b" + "1" * 5000,
-    "seed: 0o17", "[" * DEEP, "[" * DEEP + "]" * DEEP, "{a: " * DEEP + "1" + "}" * DEEP, "- " * DEEP, "? " * DEEP,
-    "'" * DEEP, "a: " + "x" * 2_000_000, "x" * 2_000_000 + ": 1", "a: 1\n" * 300_000, "- 1\n" * 120_000, "&a " * 1000,
-    "*a", "%YAML 9.9\n---\na: 1", "--- 1\n--- 2", "a: |\n  x\n\ty", "\x00", "seed: \x00", "\x1b[31mred",
-    "\ufeffseed: 1", "seed: \U0001f600", 'model: {path: "a\\nb"}', 'model: {path: "\\0"}', "\t", "a:\t1",
-    'model: {path: "\\e[2J"}', 'bounds: {method: "x\\ny"}', '"a\\nb": 1', 'optim: {"l\\r": 1}',
+    "seed: 0o17", "[" * 2000, "[" * 2000 + "]" * 2000, "{a: " * DEEP + "1" + "}" * DEEP, "- " * DEEP, "? " * DEEP,
+    "'" * DEEP, "a: " + "x" * 2_000_000, "&a " * 1000, "*a", "%YAML 9.9\n---\na: 1", "--- 1\n--- 2",
+    "a: |\n  x\n\ty", "\x00", "seed: \x00", "\x1b[31mred", "\ufeffseed: 1", "seed: \U0001f600",
+    'model: {path: "a\\nb"}', 'model: {path: "\\0"}', "\t", "a:\t1", 'model: {path: "\\e[2J"}',
+    'bounds: {method: "x\\ny"}', '"a\\nb": 1', 'optim: {"l\\r": 1}',
 )  # fmt: skip
 """YAML features beside plain values, and texts that are expensive to parse."""
 
@@ -62,10 +61,18 @@ ODD: tuple[Any, ...] = (
 )  # fmt: skip
 """Values of unexpected types and sizes."""
 
+NAMES = (
+    "", " ", ".", "..", "/", "//", "../x", "../../x", "a/../../x", "/etc/passwd", "/tmp/x", "~", "~nobody/x",
+    "a/b", "a\\b", "a\x00b", "\x00", "a\nb", "a\rb", "\x1b[2J", "a" * 255, "a" * 256, "a" * 5000, "é",
+    "é" * 200, "\u202e", "\ud800", "con", "NUL.txt", "com1", "a.", "a ", " a", "-a", "--help", "-", "mlruns",
+    "mlflow.db", "@", "a@", "a@x", "a@" + "9" * 5000, "a@1", "@1", "[bold]", "%s", "{0}", "$HOME", "`id`",
+    "a;b", "*", "?", "[", "**", "a*b", "**/x", "nul", "runs", ".hidden",
+)  # fmt: skip
+"""Unusual names from users and other programs."""
+
 
 def file_variants(content: bytes, texts: tuple[str, ...]) -> Iterator[bytes]:
     """Yield `content` in other encodings and truncated, then each of `texts` instead."""
-    text = content.decode("utf-8", "replace")
     yield from (
         b"",
         b"\x00" * 100,
@@ -74,7 +81,8 @@ def file_variants(content: bytes, texts: tuple[str, ...]) -> Iterator[bytes]:
         content + b"\xff",
         b"\xef\xbb\xbf" + content,
     )
-    yield from (text.encode("utf-16"), text.encode("utf-16-le"), text.encode("utf-32"), text.encode("utf-7"))
+    text = content.decode("utf-8", "replace")
+    yield from (text.encode(encoding) for encoding in ("utf-16", "utf-16-le", "utf-32", "utf-7"))
     yield from (content.replace(b"\n", b"\r\n"), content.replace(b"\n", b"\r"), content * 2)
     yield from (content[: len(content) * part // 7] for part in range(1, 7))
     yield from (item.encode("utf-8", "surrogatepass") for item in texts)
@@ -97,18 +105,16 @@ def changed_values(value: Any, seed: int, count: int) -> Iterator[Any]:
                 break
             inside, key = rng.choice(places)
             kind = rng.randrange(8)
+            odd = copy.deepcopy(rng.choice(ODD))
             if kind == 0:
                 del inside[key]
             elif kind == 1 and isinstance(inside, dict):
-                inside[rng.choice((str(key) + "x", str(key)[:-1], "a\nb", "x" * 300, "", "__class__"))] = (
-                    inside.pop(key)
-                )
+                new = rng.choice((str(key) + "x", str(key)[:-1], "a\nb", "x" * 300, "", "__class__"))
+                inside[new] = inside.pop(key)
             elif kind == 2 and isinstance(inside, dict):
-                inside[rng.choice(("name", "path", "extra", "method", "a.b"))] = copy.deepcopy(
-                    rng.choice(ODD)
-                )
+                inside[rng.choice(("name", "path", "extra", "method", "a.b"))] = odd
             else:
-                inside[key] = copy.deepcopy(rng.choice(ODD))
+                inside[key] = odd
         yield changed
 
 
@@ -130,46 +136,33 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def as_yaml(value: Any) -> bytes:
-    """Return a value as YAML."""
     return yaml.dump(value, allow_unicode=True).encode("utf-8", "surrogatepass")
 
 
 def as_json(value: Any) -> bytes:
-    """Return a value as JSON."""
     try:
         return json.dumps(value).encode()
     except ValueError:  # an int that exceeds Python's limit of digits
         return b"{"
 
 
+KINDS = ("folder", "pipe", "loop", "endless", "device", "dangling", "gone", "memory")
+
+
 @contextlib.contextmanager
 def not_a_file(path: Path, kind: str) -> Iterator[None]:
-    """Replace a file temporarily by something of the given kind that is not a regular file."""
+    """Replace a file temporarily by one of `KINDS`, none of which is a regular file."""
     original = path.read_bytes() if path.is_file() else b""
     path.unlink(missing_ok=True)
-    {
-        "folder": lambda: path.mkdir(),
-        "pipe": lambda: os.mkfifo(path),
-        "loop": lambda: path.symlink_to(path),
-        "endless": lambda: path.symlink_to("/dev/zero"),
-        "device": lambda: path.symlink_to("/dev/null"),
-        "dangling": lambda: path.symlink_to(path.with_name("gone")),
-        "gone": lambda: None,
-        "memory": lambda: path.symlink_to("/proc/self/mem"),
-    }[kind]()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind != "gone":
+        targets = {"endless": "/dev/zero", "device": "/dev/null", "memory": "/proc/self/mem", "loop": path}
+        path.symlink_to(targets.get(kind, path.with_name("gone")))
     try:
         yield
     finally:
         path.rmdir() if kind == "folder" else path.unlink(missing_ok=True)
         path.write_bytes(original)
-
-
-KINDS = ("folder", "pipe", "loop", "endless", "device", "dangling", "gone", "memory")
-NAMES = (
-    "", " ", ".", "..", "/", "//", "../x", "../../x", "a/../../x", "/etc/passwd", "/tmp/x", "~", "~nobody/x",
-    "a/b", "a\\b", "a\x00b", "\x00", "a\nb", "a\rb", "\x1b[2J", "a" * 255, "a" * 256, "a" * 5000, "é",
-    "é" * 200, "\u202e", "\ud800", "con", "NUL.txt", "com1", "a.", "a ", " a", "-a", "--help", "-", "mlruns",
-    "mlflow.db", "@", "a@", "a@x", "a@" + "9" * 5000, "a@1", "@1", "[bold]", "%s", "{0}", "$HOME", "`id`",
-    "a;b", "*", "?", "[", "**", "a*b", "**/x", "nul", "runs", ".hidden",
-)  # fmt: skip
-"""Unusual names from users and other programs."""

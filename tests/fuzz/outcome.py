@@ -18,14 +18,14 @@ class DeadlineExceeded(BaseException):
     """Derived from BaseException, so that no `except Exception` of the tested code can catch it."""
 
 
-def _raise_deadline(number: int, frame: FrameType | None) -> None:
-    raise DeadlineExceeded
-
-
 @contextlib.contextmanager
 def deadline(seconds: int = DEADLINE_S) -> Iterator[None]:
     """Raise DeadlineExceeded in the body after `seconds`, so that the test reports which input hangs."""
-    before = signal.signal(signal.SIGALRM, _raise_deadline)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise DeadlineExceeded
+
+    before = signal.signal(signal.SIGALRM, stop)
     signal.alarm(seconds)
     try:
         yield

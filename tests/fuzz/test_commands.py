@@ -12,43 +12,33 @@ from tests.fuzz.mutate import JSON_TEXTS, YAML_TEXTS, file_variants, not_a_file
 from tests.fuzz.outcome import check_line, deadline
 
 
-def exit_code(place: Path, *arguments: str | Path) -> int:
-    """Run a command and return its exit code; if it is refused, require one line and no written file."""
+def check_refused(place: Path, *arguments: str | Path) -> None:
+    """Run a command, and require exit code 2, one line and no written file."""
     before = sorted(place.rglob("*"))
     with deadline(120):
         done = bandpo(*arguments, cwd=place)
-    if done.code == 0:
-        return 0
-    assert done.code == 2, (done.code, done.out, done.err)
+    assert done.code == 2, (arguments, done.code, done.out, done.err)
     assert done.err.startswith("error: ")
     assert done.err.count("\n") == 1
     check_line(done.err.rstrip("\n"))
     assert sorted(place.rglob("*")) == before
-    return 2
 
 
 @pytest.mark.slow
 def test_invalid_files_for_every_command(tmp_path: Path) -> None:
-    """150 command lines, from the arguments to the exit code."""
     good = to_yaml(resolve([{"steps": 1}])).encode()
-    codes = []
-    for content in list(file_variants(good, YAML_TEXTS))[::2]:
+    for content in list(file_variants(good, YAML_TEXTS))[::7]:
         (tmp_path / "c.yaml").write_bytes(content)
-        codes.append(
-            exit_code(tmp_path, "sweep", "--dry-run", "--config", "c.yaml", "--model", "no/such/model")
-        )
-        codes.append(exit_code(tmp_path, "train", "--config", "c.yaml", "--set", "optim.nosuch=1"))
-    for content in list(file_variants(b'{"question": "1+1", "answer": "2"}\n', JSON_TEXTS))[::2]:
+        check_refused(tmp_path, "sweep", "--dry-run", "--config", "c.yaml", "--model", "no/such/model")
+        check_refused(tmp_path, "train", "--config", "c.yaml", "--set", "optim.nosuch=1")
+    for content in list(file_variants(b'{"question": "1+1", "answer": "2"}\n', JSON_TEXTS))[::7]:
         (tmp_path / "t.jsonl").write_bytes(content)
-        codes.append(exit_code(tmp_path, "train", "--task", "t.jsonl"))
-        (tmp_path / "p.txt").write_bytes(content)
-        codes.append(exit_code(tmp_path, "bounds", "--file", "p.txt"))
-    assert len(codes) == 150
-    assert set(codes) == {2}
+        check_refused(tmp_path, "train", "--task", "t.jsonl")
+        check_refused(tmp_path, "bounds", "--file", "t.jsonl")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["folder", "pipe", "loop", "endless", "gone"])
+@pytest.mark.parametrize("kind", ["folder", "endless", "gone"])
 def test_paths_that_are_not_files_for_every_command(tmp_path: Path, kind: str) -> None:
     for name, arguments in {
         "c.yaml": ("train", "--config", "c.yaml"),
@@ -58,16 +48,12 @@ def test_paths_that_are_not_files_for_every_command(tmp_path: Path, kind: str) -
         "p.txt": ("bounds", "--file", "p.txt"),
     }.items():
         with not_a_file(tmp_path / name, kind):
-            assert exit_code(tmp_path, *arguments) == 2, (kind, name)
+            check_refused(tmp_path, *arguments)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["../x", "a/b", "", "con", "a\nb", "x" * 300, "x\udcff"])
+@pytest.mark.parametrize("name", ["../x", "", "con", "a\nb", "x" * 300, "x\udcff"])
 def test_invalid_names_are_refused(tmp_path: Path, name: str) -> None:
-    for arguments in (
-        ("train", "--name", name),
-        ("report", name or "nowhere"),
-        ("sweep", "--resume", name or "nowhere"),
-        ("eval", "--resume", name or "nowhere"),
-    ):
-        assert exit_code(tmp_path, *arguments) == 2
+    check_refused(tmp_path, "train", "--name", name)
+    for command in (("report",), ("sweep", "--resume"), ("eval", "--resume")):
+        check_refused(tmp_path, *command, name or "nowhere")

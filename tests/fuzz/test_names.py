@@ -29,20 +29,20 @@ TEXTS = st.one_of(
 )
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_unusual_folder_names(tmp_path: Path, name: str) -> None:
-    _check_refused_or_created_in_runs(tmp_path, name)
-
-
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TEXTS)
 @example("a" * 200)
 @example("a" * 201)
 def test_any_name_is_refused_or_creates_a_folder_in_the_runs_folder(tmp_path: Path, name: str) -> None:
-    _check_refused_or_created_in_runs(tmp_path, name)
+    check_refused_or_created_in_runs(tmp_path, name)
 
 
-def _check_refused_or_created_in_runs(place: Path, name: str) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_unusual_folder_names(tmp_path: Path, name: str) -> None:
+    check_refused_or_created_in_runs(tmp_path, name)
+
+
+def check_refused_or_created_in_runs(place: Path, name: str) -> None:
     runs = place / "deep" / "runs"
     before = set(place.rglob("*"))
     made: list[Path] = []
@@ -50,8 +50,8 @@ def _check_refused_or_created_in_runs(place: Path, name: str) -> None:
         assert set(place.rglob("*")) == before
         return
     (path,) = made
-    assert path.parent == runs
     assert path.is_dir()
+    assert path.parent == runs
     assert path.resolve().parent == runs.resolve()
     assert set(place.rglob("*")) - before <= {place / "deep", runs, path}
     path.rmdir()
