@@ -83,7 +83,7 @@ def main() -> None:
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(INTERRUPTED)
     except Exception as error:
-        if isinstance(error, OSError) and (known := system_error_message(error)) is not None:
+        if known := system_error_message(error):
             _fail(RunError(known), RUN_ERROR)
         record_error(RunError(f"{type(error).__name__}: {error}"), RUN_ERROR, traceback.format_exc())
         if not prints_errors():

@@ -107,6 +107,6 @@ def split_member(text: str) -> tuple[str, str] | None:
 
 def tasks_text() -> str:
     """Return what `--task` accepts beside files, for a help text."""
-    members = "{0}:NAME (repeatable; {0}:list prints the names)"
-    generated = ", ".join(members.format(name) if TASKS[name].members else name for name in generated_tasks())
-    return f"{generated}, a known data set ({', '.join(DATASETS)})"
+    members = ":NAME (repeatable; {}:list prints the names)"
+    generated = [name + (members.format(name) if TASKS[name].members else "") for name in generated_tasks()]
+    return f"{', '.join(generated)}, a known data set ({', '.join(DATASETS)})"

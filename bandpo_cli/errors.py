@@ -127,11 +127,7 @@ def mark_received(error: BaseException) -> None:
 
 def is_received(error: BaseException | None) -> bool:
     """Return whether an error, or one that it was raised from, was raised on another rank."""
-    while error is not None:
-        if error.__dict__.get("received", False):
-            return True
-        error = error.__cause__
-    return False
+    return error is not None and ("received" in error.__dict__ or is_received(error.__cause__))
 
 
 def signal_name(number: int) -> str:
@@ -147,9 +143,9 @@ def describe_exit(code: int) -> str:
     """
     if code >= 0:
         return f"ended with exit code {code}"
-    name = {int(member): member.name for member in signal.Signals}.get(-code, f"signal {-code}")
-    why = " (as the system does when memory runs out)" if name == "SIGKILL" else ""
-    return f"was killed by {name}{why}"
+    why = " (as the system does when memory runs out)" if code == -signal.SIGKILL else ""
+    known = -code in {*signal.Signals}
+    return f"was killed by {signal.Signals(-code).name if known else f'signal {-code}'}{why}"
 
 
 class ConfigError(UserError):
@@ -195,14 +191,14 @@ def find_out_of_memory(error: BaseException) -> BaseException | None:
     It is `error` itself or an exception that `error` was raised from, or raised while handling: engines wrap the errors
     of their workers in types of their own.
     """
-    seen: set[int] = set()
+    seen: list[BaseException] = []
     cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
+    while cause is not None and cause not in seen:
         known = isinstance(cause, RuntimeError) and any(text in str(cause) for text in _OUT_OF_MEMORY_TEXTS)
         # By name, since torch is not imported here.
         if known or isinstance(cause, MemoryError) or type(cause).__name__ == "OutOfMemoryError":
             return cause
+        seen.append(cause)
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return None
 
@@ -227,12 +223,12 @@ _MESSAGES_BY_ERRNO = {
 }
 
 
-def system_error_message(error: OSError) -> str | None:
+def system_error_message(error: BaseException) -> str | None:
     """Return one line for an error of the operating system (disk full, ...), with the file; None for other errors."""
-    message = _MESSAGES_BY_ERRNO.get(error.errno) if error.errno is not None else None
-    if message is None:
+    if not isinstance(error, OSError) or error.errno not in _MESSAGES_BY_ERRNO:
         return None
-    return message if error.filename is None else f"{error.filename}: {message}"
+    message = _MESSAGES_BY_ERRNO[error.errno]
+    return f"{error.filename}: {message}" if error.filename else message
 
 
 @contextmanager
@@ -244,8 +240,8 @@ def warn_on_failure(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as failure:  # noqa: BLE001 - it is reported, and must not replace another error
-        known = system_error_message(failure) if isinstance(failure, OSError) else None
-        log.warning("%s: %s", what, one_line(known or f"{type(failure).__name__}: {first_line(failure)}"))
+        text = system_error_message(failure) or f"{type(failure).__name__}: {first_line(failure)}"
+        log.warning("%s: %s", what, one_line(text))
 
 
 @contextmanager

@@ -100,9 +100,8 @@ def record_error(error: BaseException, code: int, traceback: str = "") -> None:
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path:
         return
-    record = RankError(
-        str(error), code, traceback, isinstance(error, LostRankError), time.time_ns(), is_received(error)
-    )
+    is_lost = isinstance(error, LostRankError)
+    record = RankError(str(error), code, traceback, is_lost, time.time_ns(), is_received(error))
     # The form that torchrun reads: it prints `py_callstack`.
     extra = {"py_callstack": traceback or record.message, "timestamp": str(record.time_ns // 10**9)}
     message = {"message": record.message, "errorCode": code, "extraInfo": extra}

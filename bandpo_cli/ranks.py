@@ -16,7 +16,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from bandpo_cli.errors import RunError, UserError, first_line, mark_received
-from bandpo_cli.rank_process import rank_count
 
 if TYPE_CHECKING:
     import torch
@@ -132,15 +131,15 @@ class Ranks:
         except Exception as error:  # noqa: BLE001 - raised below, on all ranks
             failure = error
         outcomes = self.gather((result, failure and _sendable(failure)))
-        for rank, (_, error) in enumerate(outcomes):
-            if error is None:
+        for rank, (_, received) in enumerate(outcomes):
+            if received is None:
                 continue
-            if failure is not None and (rank == self.rank or str(failure) == str(error)):
+            if failure is not None and (rank == self.rank or str(failure) == str(received)):
                 raise failure
-            if not isinstance(error, OSError):  # whose text follows from its number
-                error = type(error)(f"rank {rank}: {error}")
-            mark_received(error)
-            raise error
+            if not isinstance(received, OSError):  # whose text follows from its number
+                received = type(received)(f"rank {rank}: {received}")
+            mark_received(received)
+            raise received
         return [result for result, _ in outcomes]
 
     def on_main(self, action: Callable[[], T]) -> T:
@@ -215,7 +214,7 @@ def _sendable(error: Exception) -> Exception:
 
 def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
     """Return the rank that torchrun has set in the environment; `SINGLE` without torchrun."""
-    size = rank_count(environ)
+    size = int(environ.get("WORLD_SIZE", "1")) if "RANK" in environ else 1
     if size == 1:
         return SINGLE
     rank = int(environ["RANK"])

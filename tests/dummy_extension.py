@@ -49,28 +49,22 @@ class DummySampler:
     shares_weights = True
 
     def __init__(self, config: SamplingConfig, policy: Any) -> None:
-        self._answers = [
-            (*policy.tokenizer.encode(text, add_special_tokens=False), policy.tokenizer.eos_token_id)
-            for text in ("4", "5")
-        ]
+        tokenizer = policy.tokenizer
+        self._answers = [(*tokenizer.encode(text), tokenizer.eos_token_id) for text in ("4", "5")]
         self._version = 0
 
     def sample(self, prompts_P: Sequence[Any], params: Any, seed: int) -> list[list[Completion]]:
-        """Return [P][n] completions."""
         group = [self._answers[index % 2] for index in range(params.samples)]
         return [
             [Completion(ids, (-1.0,) * len(ids), "stop", self._version) for ids in group] for _ in prompts_P
         ]
 
     def sync(self, model: Any, version: int) -> None:
-        """Record the version."""
         self._version = version
 
-    def sleep(self) -> None:
-        """Do nothing."""
+    def sleep(self) -> None: ...
 
-    def close(self) -> None:
-        """Do nothing."""
+    def close(self) -> None: ...
 
 
 class DummyTaskSettings(TaskSettings):
@@ -89,15 +83,12 @@ class DummyTask:
         self._config = config
 
     def train_problems(self) -> list[Problem]:
-        """Return the training problems."""
         return [_problem(index) for index in range(self._config.problems)]
 
     def heldout_sets(self) -> Mapping[str, list[Problem]]:
-        """Return the evaluation set."""
         return {self.name: [_problem(self._config.problems)]}
 
     def notes(self) -> list[str]:
-        """Return no notes."""
         return []
 
 

@@ -94,19 +94,15 @@ def test_any_text_is_accepted(before: str, marker: str, after: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gsm8k_train", "gsm8k_test"])
-def test_all_answers_of_gsm8k_are_found(name: str) -> None:
-    path = DATA / f"{name}.jsonl"
+@pytest.mark.parametrize(
+    ("file", "key"), [("gsm8k_train", "answer"), ("gsm8k_test", "answer"), ("minerva_math", "solution")]
+)
+def test_all_solutions_of_a_data_set_have_an_answer(file: str, key: str) -> None:
+    path = DATA / f"{file}.jsonl"
     if not path.exists():
-        pytest.skip("needs the GSM8K files")
-    for line in path.read_text(encoding="utf-8").splitlines():
-        solution = json.loads(line)["answer"]
-        assert final_answer(solution) == re.split(r"\n#### ", solution)[-1].strip()
-
-
-def test_all_solutions_of_minerva_have_an_answer() -> None:
-    path = DATA / "minerva_math.jsonl"
-    if not path.exists():
-        pytest.skip("needs the Minerva file")
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    assert [row["idx"] for row in rows if not final_answer(row["solution"])] == []
+        pytest.skip(f"needs {path}")
+    solutions = [json.loads(line)[key] for line in path.read_text(encoding="utf-8").splitlines()]
+    answers = [final_answer(solution) for solution in solutions]
+    assert all(answers)
+    if key == "answer":
+        assert answers == [re.split(r"\n#### ", solution)[-1].strip() for solution in solutions]

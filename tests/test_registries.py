@@ -62,25 +62,17 @@ def test_the_entries_of_data_sets_refer_to_registered_names() -> None:
         assert task_kind(entry.name) == "data"
 
 
-def test_an_entry_is_registered_once_and_can_be_removed() -> None:
-    registry = Registry("pet", [Entry("cat", "a cat"), Entry("dog", "a dog")])
-    with pytest.raises(ValueError, match="pet 'dog' already"):
-        registry.register(Entry("dog", "another dog"))
-    del registry["cat"]
-    assert [*registry] == ["dog"]
-
-
-def test_texts_name_the_entries_in_their_order() -> None:
+def test_names_of_entries_in_messages_and_help_texts() -> None:
     registry = Registry("pet", [Entry("cat", ""), Entry("dog", ""), Entry("ant", "")])
     assert registry.names_text() == "cat, dog or ant"
     assert registry.names_text(lambda entry: entry.name != "dog") == "cat or ant"
     assert registry.names_text(lambda entry: entry.name == "dog") == "dog"
-    with pytest.raises(
-        ValueError, match=r"no pet of that name \(did you mean 'dog'\?\); known: cat, dog, ant$"
-    ):
+    with pytest.raises(ValueError, match=r"no pet .* \(did you mean 'dog'\?\); known: cat, dog, ant$"):
         registry.check_name("dg")
     with pytest.raises(ValueError, match="no pet of that name"):
         registry.check_name("module:function")
+    with pytest.raises(ValueError, match="pet 'dog' already"):
+        registry.register(Entry("dog", "another dog"))
 
 
 def test_a_function_path_is_accepted_where_the_registry_says_so() -> None:

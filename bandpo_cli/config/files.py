@@ -202,10 +202,8 @@ def find_config(path: Path, where: str) -> Path:
     known = shipped_configs()
     name = path.as_posix().removeprefix("configs/").removesuffix(".yaml")
     if name not in known:
-        raise ConfigError(
-            f"{where} {path}: no such file, and no configuration of that name{nearest(name, known)}; "
-            "`bandpo configs` lists them"
-        )
+        problem = f"no such file, and no configuration of that name{nearest(name, known)}"
+        raise ConfigError(f"{where} {path}: {problem}; `bandpo configs` lists them")
     return known[name]
 
 

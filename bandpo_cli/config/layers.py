@@ -57,13 +57,10 @@ def merge(base: Layer, over: Layer) -> dict[str, Any]:
 
 def _merge_mappings(base: Layer, over: Layer) -> dict[str, Any]:
     """Return `base` with `over` on top, key by key at every level."""
-    merged = dict(base)
-    for key, value in over.items():
-        earlier = merged.get(key)
-        if isinstance(earlier, dict) and isinstance(value, dict):
-            merged[key] = _merge_mappings(earlier, value)
-        else:
-            merged[key] = value
+    merged = {**base, **over}
+    for key in base.keys() & over.keys():
+        if isinstance(base[key], dict) and isinstance(over[key], dict):
+            merged[key] = _merge_mappings(base[key], over[key])
     return merged
 
 
@@ -204,13 +201,12 @@ def validation_message(error: ValidationError, layers: Sequence[Layer] = ()) -> 
         value = redact_credentials(repr(first["input"]))
         value = value if len(value) <= 80 else f"{value[:77]}..."
         message = f"{path} = {value}: {message[0].lower()}{message[1:]}"
+    if others:
+        message += f" (and {len(others)} more)"
     keys = [part for part in parts if isinstance(part, str)]
     dotted = ".".join([*keys, ""])
-    having = (
-        layer
-        for layer in reversed(layers)
-        if any(f"{key}.".startswith(dotted) for key in flatten(layer, keep_empty=True))
-    )
-    layer = next(having, None) if keys else None
-    where = layer.locate(keys) if isinstance(layer, FileLayer) else None
-    return (f"{where}: " if where else "") + message + (f" (and {len(others)} more)" if others else "")
+    for layer in reversed(layers) if keys else ():
+        if any(f"{key}.".startswith(dotted) for key in flatten(layer, keep_empty=True)):
+            where = layer.locate(keys) if isinstance(layer, FileLayer) else None
+            return f"{where}: {message}" if where else message
+    return message

@@ -27,14 +27,11 @@ class TrackingConfig(Section):
 
     mlflow: bool = True
     """Send metrics, params and files to MLflow as well."""
-
     uri: NotEmpty | None = None
     """The MLflow server (an http address) or database. null: the environment variable MLFLOW_TRACKING_URI, and
     without it the SQLite file mlflow.db in the runs folder."""
-
     experiment: str = Field("bandpo", min_length=1, max_length=500)
     """The MLflow experiment of the run."""
-
     parent: NotEmpty | None = None
     """The MLflow parent run; a sweep sets it to its own run."""
 
@@ -134,8 +131,8 @@ class RewardConfig(Section):
 
     @model_validator(mode="after")
     def _check_correct_above_wrong(self) -> Self:
-        correct, wrong = self.correct, self.wrong
-        require(correct > wrong, f"correct = {correct:g} must be more than wrong = {wrong:g}")
+        problem = f"correct = {self.correct:g} must be more than wrong = {self.wrong:g}"
+        require(self.correct > self.wrong, problem)
         return self
 
 

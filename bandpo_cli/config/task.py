@@ -66,27 +66,20 @@ class Source(Section):
     name: DatasetName | None = None
     """A known data set: its hub id, its fields and the form of its answers are known. With `path` as well, that
     file is read instead (a local copy)."""
-
     path: NotEmpty | None = None
     """A local .jsonl, .json, .csv or .parquet file, or a data set's id on the Hugging Face hub."""
-
     subset: str | None = None
     """The subset (configuration) of a data set on the hub."""
-
     split: str | None = None
     """The split of a data set on the hub; by default `train` for training and `test` for evaluation."""
-
     fields: Fields = Fields()
 
     levels: tuple[int, ...] | None = None
     """Keep problems of these levels only (MATH: 1 to 5)."""
-
     limit: PositiveInt | None = None
     """Keep at most this many problems, evenly spread over the file."""
-
     grader: GraderName | None = None
     """Grader of this source's answers; null: the data set's own, `math` for any other source."""
-
     label: Label | None = None
     """Its name in metrics; by default the name of the data set, or of the file without its suffix."""
 
@@ -132,10 +125,8 @@ class RewardComponent(Section):
 
     grader: GraderName | None = None
     """null: the grader of the task's answers; only the first of the rewards can leave it out."""
-
     weight: float = Field(1.0, allow_inf_nan=False)
     """Factor of its reward in the sum: negative for a penalty, 0 to record its values without training on them."""
-
     name: Label | None = None
     """Its name in metrics; by default the grader or its function, and `answer` for the task's own grader."""
 
@@ -220,27 +211,20 @@ class DataTask(TaskSettings):
 
     name: str
     """A known data set, with its own train and evaluation parts; or `data`, which takes all from `train`."""
-
     train: Annotated[tuple[Source, ...], AsList] = ()
     """The sources of the training problems, all mixed. Empty: the train part of the data set `name`."""
-
     heldout: Annotated[tuple[Source, ...], AsList] = ()
     """Evaluation sets, each scored separately as eval/<its label>/... Empty: the evaluation part of the data set
     `name`; where it has none, `heldout_fraction` of the training problems."""
-
     heldout_fraction: float = Field(0.05, gt=0, lt=1)
     """Share of the training problems held out for evaluation where no evaluation set is named (chosen by a hash)."""
-
     revisions: dict[str, NotEmpty] = Field(default_factory=dict)
     """The revision (branch, tag or commit) of data sets on the hub, by their id; the latest of those not named."""
-
     template: Annotated[str, AfterValidator(_check_template)] = "answer-line"
     """The user message: `answer-line` (the paper's), `boxed`, `hashes` (verl's for GSM8K), `plain`, or a custom text
     that contains {question}. Sources with chat messages keep their messages unchanged."""
-
     system: str | None = None
     """A system message before the user message."""
-
     grader: GraderName | None = None
     """Grader of all answers, those of the evaluation sets too: `math`, `number`, `math-dapo` (the paper's), `gsm8k`,
     ..., or a custom function as module:function. null: the grader of each source."""
@@ -288,25 +272,19 @@ class ReasoningGymTask(TaskSettings):
 
     names: Annotated[tuple[str, ...], AsList] = ()
     """The generators, all mixed for training; each is a separate evaluation set, eval/<its name>/..."""
-
     size: PositiveInt = 500
     """Training problems of each generator. `size` in its `options` sets another number, and so its share."""
-
     heldout_size: PositiveInt = 100
     """Held-out problems of each generator."""
-
     seed: NonNegativeInt = 0
     """Seed of the problems. It is not the seed of the run, so that runs with several seeds have the same problems."""
-
     options: dict[str, dict[str, Annotated[JsonValue, BeforeValidator(_number)]]] = Field(
         default_factory=dict
     )
     """Options of the generators by name: {chain_sum: {max_terms: 3, size: 2000}}."""
-
     system: str | None = "default"
     """The system message: the name of one of the library's (default, simple, direct, DeepSeekZero, chain_of_draft), or
     a custom text. It must ask for <answer>...</answer>, which is what is scored. null: no system message."""
-
     template: Annotated[str, Field(pattern=r"\{question\}")] = "{question}"
     """The user message, with {question} in the place of the question."""
 

@@ -299,8 +299,9 @@ def finite_metrics(record: Mapping[str, object]) -> dict[str, float]:
     """
     metrics = {}
     for key, value in record.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if key != "step" and is_number and math.isfinite(value):
+        if key == "step" or isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if math.isfinite(value):
             metrics[mlflow_name(_sortable_name(key))] = float(value)
             if key in FIRST_METRICS:
                 metrics[f"{FIRST_SECTION}/{key.rpartition('/')[2]}"] = float(value)

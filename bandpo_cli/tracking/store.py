@@ -56,8 +56,8 @@ def tracking_store(config: TrackingConfig, runs_dir: Path, environ: Mapping[str,
     MLFLOW_TRACKING_URI comes first where a secret in `config.uri` was redacted.
     """
     runs_dir = runs_dir.absolute()
-    own = None if is_redacted(config.uri) else config.uri
-    uri = own or environ.get("MLFLOW_TRACKING_URI") or config.uri or sqlite_uri(runs_dir / "mlflow.db")
+    usable = None if is_redacted(config.uri) else config.uri
+    uri = usable or environ.get("MLFLOW_TRACKING_URI") or config.uri or sqlite_uri(runs_dir / "mlflow.db")
     scheme = uri.partition(":")[0].partition("+")[0] if ":" in uri else "file"
     if scheme in ("http", "https", "databricks", "uc", "file"):  # which choose the place of files themselves
         return Store(uri, config.experiment, None)
@@ -197,11 +197,10 @@ def read_links(folder: Path) -> list[Link]:
     """Return the links of the run in `folder`, the link of the run's own store first; [] where the file is damaged."""
     try:
         content = json.loads((folder / LINK).read_text(encoding="utf-8"))
-        entries = [content, *content.get("others", [])]
         return [
             Link(redact_credentials(str(entry["uri"])), str(entry["experiment"]), str(entry.get("key", "")),
                  entry.get("run_id"), dict(entry.get("files", {})), entry.get("experiment_id"))
-            for entry in entries
+            for entry in (content, *content.get("others", []))
         ]  # fmt: skip
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return []

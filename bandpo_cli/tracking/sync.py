@@ -96,13 +96,11 @@ class RunSender:
                 if status is None and metrics.new:
                     (self._folder / LINK).touch()  # the tracker of a process that trains notices it
                 final = run.status if status is None else None if status == "RUNNING" else status
-                ended, files, files_there = False, 0, 0
-                if final is not None:
-                    ended = mirror.status != final
-                    # The status first: a file that cannot be stored must not leave a run as RUNNING forever.
-                    if ended:
-                        mirror.close(final, run.end_ms if status is None else None)
-                    files, files_there = self._send_files(mirror)
+                ended = final not in (None, mirror.status)
+                # The status first: a file that cannot be stored must not leave a run as RUNNING forever.
+                if ended:
+                    mirror.close(str(final), run.end_ms if status is None else None)
+                files, files_there = (0, 0) if final is None else self._send_files(mirror)
             except BaseException:
                 self._connection = None  # a batch may have arrived: MLflow is asked for what it has
                 raise

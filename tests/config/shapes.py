@@ -9,36 +9,20 @@ from typing import Any
 from bandpo_cli.config.layers import Layer, resolve
 from bandpo_cli.config.run import RunConfig
 
+_KEYS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "vocab_size", "tie_word_embeddings")  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
-    "Qwen/Qwen2.5-0.5B-Instruct": {
-        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
-        "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-    },
-    "Qwen/Qwen2.5-1.5B-Instruct": {
-        "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-    },
-    "Qwen/Qwen2.5-3B-Instruct": {
-        "model_type": "qwen2", "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
-        "num_attention_heads": 16, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
-    },
-    "Qwen/Qwen2.5-7B-Instruct": {
-        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
-    },
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": {
-        "model_type": "qwen2", "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28,
-        "num_attention_heads": 12, "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": False,
-    },
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": {
-        "model_type": "qwen2", "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-        "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False,
-    },
-    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": {
-        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False,
-    },
-}  # fmt: skip
+    model: {"model_type": "llama" if "Llama" in model else "qwen2", **dict(zip(_KEYS, shape, strict=True))}
+    for model, shape in {
+        "Qwen/Qwen2.5-0.5B-Instruct": (896, 4864, 24, 14, 2, 151936, True),
+        "Qwen/Qwen2.5-1.5B-Instruct": (1536, 8960, 28, 12, 2, 151936, True),
+        "Qwen/Qwen2.5-3B-Instruct": (2048, 11008, 36, 16, 2, 151936, True),
+        "Qwen/Qwen2.5-7B-Instruct": (3584, 18944, 28, 28, 4, 152064, False),
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": (1536, 8960, 28, 12, 2, 151936, False),
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": (3584, 18944, 28, 28, 4, 152064, False),
+        "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": (4096, 14336, 32, 32, 8, 128256, False),
+    }.items()
+}
 """The shapes in the config.json of each model on the hub."""
 
 

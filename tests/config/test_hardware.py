@@ -18,25 +18,20 @@ PAPER = CONFIGS / "paper"
 MODELS = sorted((PAPER / "models").glob("*.yaml"))
 
 PARAMETERS = {
-    "Qwen/Qwen2.5-0.5B-Instruct": 0.494e9,
-    "Qwen/Qwen2.5-1.5B-Instruct": 1.54e9,
-    "Qwen/Qwen2.5-3B-Instruct": 3.09e9,
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1.78e9,
-    "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": 7.62e9,
+    "Qwen/Qwen2.5-0.5B-Instruct": 0.494e9, "Qwen/Qwen2.5-1.5B-Instruct": 1.54e9, "Qwen/Qwen2.5-3B-Instruct": 3.09e9,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1.78e9, "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": 7.62e9,
     "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": 8.03e9,
-}
+}  # fmt: skip
 """The numbers of parameters on the models' cards."""
 
 GPU_SIZES = [16, 24, 32, 40, 48, 64, 80, 96, 128, 141, 192, 288]
 CPU_GIB = 8
 """The memory of a small machine without a GPU."""
 
-_MODEL_HEADER = re.compile(
-    r"# Needs one GPU of (\d+) GB: (\d+) GiB at the peak, of which .* take (\d+) GiB\.\n"
-)
+_HEADER = r"# Needs one GPU of (\d+) GB: (\d+) GiB at the peak, of which .* take (\d+) GiB\."
+_MODEL_HEADER = re.compile(_HEADER + "\n")
 _LORA_HEADER = re.compile(
-    r"# Needs one GPU of (\d+) GB: (\d+) GiB at the peak, of which .* take (\d+) GiB\. With\n"
-    r"# sampling\.vllm\.memory_fraction (0\.\d+) it is one of (\d+) GB\.\n"
+    _HEADER + r" With\n# sampling\.vllm\.memory_fraction (0\.\d+) it is one of (\d+) GB\.\n"
 )
 _EIGHT_GPUS = re.compile(
     r"\n# On 8 GPUs of (\d+) GB, with eight-gpus\.yaml and --nproc 8: (\d+) GiB at the peak of each, (\d+) GiB of them "
@@ -49,18 +44,11 @@ _OTHER_MODEL = re.compile(r"--model (\S+) \(one GPU of (\d+) GB\)")
 @pytest.mark.parametrize(
     ("card", "ranks", "cards", "expected"),
     [
-        (0, 1, 1, [0]),
-        (0, 1, 2, [1]),
-        (0, 1, 8, [1]),
-        (1, 1, 2, [0]),  # model.device: cuda:1
-        (2, 1, 4, [0]),
-        (0, 2, 2, [0, 1]),
-        (1, 2, 3, [0, 1]),  # one free GPU for two engines: each shares the GPU of its rank
-        (1, 2, 4, [2, 3]),
-        (0, 4, 8, [4, 5, 6, 7]),
-        (0, 4, 7, [0, 1, 2, 3]),
+        (0, 1, 1, [0]), (0, 1, 2, [1]), (0, 1, 8, [1]), (0, 2, 2, [0, 1]), (1, 2, 4, [2, 3]), (0, 4, 8, [4, 5, 6, 7]),
+        (1, 1, 2, [0]), (2, 1, 4, [0]),  # model.device: cuda:1, cuda:2
+        (1, 2, 3, [0, 1]), (0, 4, 7, [0, 1, 2, 3]),  # too few free GPUs: each engine shares the GPU of its rank
     ],
-)
+)  # fmt: skip
 def test_engines_have_gpus_of_their_own_if_there_is_one_for_each(
     card: int, ranks: int, cards: int, expected: list[int]
 ) -> None:
@@ -169,9 +157,8 @@ def test_a_config_for_a_cpu_fits_a_small_machine(name: str) -> None:
     text = (CONFIGS / f"{name}.yaml").read_text("utf-8")
     assert "Needs a CPU" in text or "minute of a CPU" in text
     layer = {key: value for key, value in read_layer(CONFIGS / f"{name}.yaml").items() if key != "model"}
-    assert estimate_memory(
-        resolve([layer]), Device("this machine", CPU_GIB * GIB, CPU_GIB * GIB, on_gpu=False)
-    ).fits
+    device = Device("this machine", CPU_GIB * GIB, CPU_GIB * GIB, on_gpu=False)
+    assert estimate_memory(resolve([layer]), device).fits
 
 
 def test_no_other_header_names_a_gpu() -> None:

@@ -1,8 +1,9 @@
-"""Shipped config files: each resolves, and those of the paper have its settings."""
+"""Shipped config files: each resolves, and those of the paper have its settings and inherit none that matters."""
 
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache, reduce
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from bandpo_cli import registries
-from bandpo_cli.config.layers import read_layer, resolve
+from bandpo_cli.config.layers import Layer, flatten, merge, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.registries import MethodEntry
@@ -24,17 +25,22 @@ MODELS = sorted((PAPER / "models").glob("*.yaml"))
 METHODS = sorted((CONFIGS / "methods").glob("*.yaml"))
 
 
+@cache
+def layer(file: Path) -> Layer:
+    """Return the settings of a file; read once, because YAML is slow."""
+    return read_layer(file)
+
+
 def config_of(*files: Path) -> RunConfig:
     """Return the config of these files, merged in this order."""
-    return resolve(map(read_layer, files))
+    return resolve(map(layer, files))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(CONFIGS)))
 def test_each_file_resolves_and_names_its_requirements(file: Path) -> None:
     config_of(file)
     assert file.read_text(encoding="utf-8").startswith("# ")
-    if file.parent.name != "methods":
-        assert "Needs " in file.read_text(encoding="utf-8")
+    assert file.parent.name == "methods" or "Needs " in file.read_text(encoding="utf-8")
 
 
 def runs_of(sweep: Path, radius: float = 0.02) -> list[PlannedRun]:
@@ -43,7 +49,7 @@ def runs_of(sweep: Path, radius: float = 0.02) -> list[PlannedRun]:
     What is not shipped is replaced: `match:` gives `radius`, and the settings of each tuned variant are those of the
     first variant of its group.
     """
-    config = SweepConfig.model_validate(read_layer(sweep))
+    config = SweepConfig.model_validate(layer(sweep))
     if config.tuned_on is None:
         return plan_runs(config, match=lambda band, method: radius)
     tuning = runs_of(CONFIGS / "sweeps" / f"{config.tuned_on}.yaml")
@@ -91,16 +97,13 @@ def test_the_recorded_run_of_rare_tokens_equals_its_clip_arm_but_for_the_seed() 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "method"),
-    list(product(MODELS, METHODS)),
-    ids=lambda file: file.stem if isinstance(file, Path) else "",
-)
-def test_each_model_of_the_paper_combines_with_each_method(model: Path, method: Path) -> None:
-    config = config_of(PAPER / "base.yaml", model, method, PAPER / "dynamic-sampling.yaml")
-    assert config.model_dump()["bounds"] == config_of(method).model_dump()["bounds"]
-    assert config.model.path == read_layer(model)["model"]["path"]
-    assert config.sampling.dynamic
+@pytest.mark.parametrize("method", METHODS, ids=lambda file: file.stem)
+def test_each_model_of_the_paper_combines_with_each_method(method: Path) -> None:
+    for model in MODELS:
+        config = config_of(PAPER / "base.yaml", model, method, PAPER / "dynamic-sampling.yaml")
+        assert config.bounds == config_of(method).bounds
+        assert config.model.path == layer(model)["model"]["path"]
+        assert config.sampling.dynamic
 
 
 def test_all_models_and_methods_of_the_paper_are_shipped() -> None:
@@ -123,55 +126,98 @@ def test_every_method_has_a_file_with_its_published_settings_and_its_source() ->
         entry = registries.METHODS[settings.method]
         if not entry.named_by_region:
             assert settings == settings.published(), file
-            assert set(read_layer(file)["bounds"]) == settings.model_dump().keys(), file
+            assert set(layer(file)["bounds"]) == settings.model_dump().keys(), file
         if entry.loss != MethodEntry.loss:
             assert entry.paper in file.read_text("utf-8").partition("\n")[0]
 
 
-PAPER_SETTINGS: dict[str, Any] = {
-    "steps": 1020,
-    "task.train": [("dapo-math-17k", None), ("nlile/hendrycks-MATH-benchmark", (3, 4, 5))],
-    "task.heldout": ["aime24", "aime25", "amc23"],
-    "task.template": "answer-line",
-    "sampling.prompts": 256,
-    "sampling.samples": 16,
-    "sampling.temperature": 1.0,
-    "sampling.top_p": 1.0,
-    "sampling.max_prompt_tokens": 1024,
-    "sampling.max_tokens": 4096,
-    "reward.correct": 1.0,
-    "reward.wrong": -1.0,
-    "bounds.method": "band",
-    "bounds.divergence": "kl",
-    "bounds.delta": 0.05,
-    "bounds.max_ratio": 10.0,
-    "objective.advantage_std": True,
-    "objective.aggregation": "seq-mean-token-mean",
-    "objective.dual_clip": 10.0,
-    "objective.reference_kl": 1e-3,
-    "optim.lr": 1e-6,
-    "optim.updates": 4,
-    "optim.weight_decay": 0.01,
-    "optim.warmup_steps": 0,
-    "evaluation.every": 5,
-    "evaluation.problems": None,
-    "evaluation.samples": 32,
-    "evaluation.k": (32,),
-    "evaluation.temperature": 1.0,
+OVERLAYS = ((), (PAPER / "dynamic-sampling.yaml",), (PAPER / "dapo.yaml",))
+"""Files on top of base.yaml and a model's file."""
+
+NOT_COMPUTED = {
+    "tracking": "what is sent where",
+    "checkpoint": "when the state is written",
+    "model.device": "the hardware",
+    "model.trust_remote_code": "a permission",
+    "model.revision": "null; the paper does not name the commits",
+    "grading.workers": "the hardware",
+    "grading.memory_gb": "the hardware",
+    "grading.batch": "used only by functions that take lists",
+    "grading.while_sampling": "when the same grades are computed",
+    "task.rewards": "used only with several graders, and task.grader is stated",
+    "objective.importance": "used only with an importance_cap",
+    "objective.importance_floor": "used only with an importance_cap",
+    "objective.all_token_metrics": "metrics alone",
+    "sampling.vllm.memory_fraction": "the hardware",
+    "sampling.vllm.kv_cache_gb": "the hardware; only on a CPU",
+    "sampling.vllm.sleep": "the hardware",
+    "sampling.weight_transfer": "the hardware; only with sampling.max_lag",
+    "task.heldout_fraction": "used only where task.heldout is empty",
 }
+"""Settings, or complete sections, that do not decide what a run with task.heldout computes, with the reason."""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("key", PAPER_SETTINGS)
-def test_settings_of_the_paper(key: str) -> None:
-    value: Any = config_of(PAPER / "base.yaml")
-    for part in key.split("."):
-        value = getattr(value, part)
-    if key == "task.train":
-        value = [(source.name or source.path, source.levels) for source in value]
-    elif key == "task.heldout":
-        value = [source.name for source in value]
-    assert value == PAPER_SETTINGS[key]
+def stated(*files: Path) -> dict[str, Any]:
+    """Return the settings that the files state, merged in this order and by dotted key."""
+    return flatten(reduce(merge, map(layer, files), {}))
+
+
+def resolved(*files: Path) -> dict[str, Any]:
+    """Return all settings of the files and the defaults, as in the config.yaml of a run."""
+    return flatten(resolve(map(layer, files)).model_dump(mode="json"))
+
+
+def without_effect(key: str) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in NOT_COMPUTED)
+
+
+COMBINATIONS = [
+    *((PAPER / "base.yaml", model, *overlay) for model, overlay in product(MODELS, OVERLAYS)),
+    *((PAPER / "base.yaml", MODELS[0], method) for method in METHODS),
+    (PAPER / "base.yaml", PAPER / "models" / "r1-distill-qwen-7b.yaml", PAPER / "lora-7b.yaml"),
+]
+
+
+@pytest.mark.parametrize("files", COMBINATIONS, ids=lambda files: "+".join(file.stem for file in files))
+def test_no_setting_that_decides_what_is_computed_is_a_default(files: tuple[Path, ...]) -> None:
+    present = stated(*files)
+    assert [key for key in resolved(*files) if key not in present and not without_effect(key)] == []
+
+
+def test_the_settings_without_effect_exist() -> None:
+    keys = resolved(PAPER / "base.yaml", MODELS[0])
+    assert [name for name in NOT_COMPUTED if not any(f"{key}.".startswith(f"{name}.") for key in keys)] == []
+
+
+def test_an_overlay_states_only_what_differs_from_the_base() -> None:
+    base = stated(PAPER / "base.yaml")
+    same = {"sampling.dynamic_batches"}  # stated again, because it has an effect there
+    for files in OVERLAYS:
+        repeated = {
+            key for file in files for key, value in stated(file).items() if base.get(key, "none") == value
+        }
+        assert repeated <= same
+
+
+PAPER_SETTINGS: dict[str, Any] = {
+    "steps": 1020, "task.template": "answer-line", "reward.correct": 1.0, "reward.wrong": -1.0,
+    "sampling.prompts": 256, "sampling.samples": 16, "sampling.temperature": 1.0, "sampling.top_p": 1.0,
+    "sampling.max_prompt_tokens": 1024, "sampling.max_tokens": 4096,
+    "bounds.method": "band", "bounds.divergence": "kl", "bounds.delta": 0.05, "bounds.max_ratio": 10.0,
+    "objective.advantage_std": True, "objective.aggregation": "seq-mean-token-mean",
+    "objective.dual_clip": 10.0, "objective.reference_kl": 1e-3,
+    "optim.lr": 1e-6, "optim.updates": 4, "optim.weight_decay": 0.01, "optim.warmup_steps": 0,
+    "evaluation.every": 5, "evaluation.problems": None, "evaluation.samples": 32, "evaluation.k": [32],
+    "evaluation.temperature": 1.0,
+}  # fmt: skip
+
+
+def test_settings_of_the_paper() -> None:
+    settings = resolved(PAPER / "base.yaml")
+    assert {key: settings[key] for key in PAPER_SETTINGS} == PAPER_SETTINGS
+    sources = [(source["name"] or source["path"], source["levels"]) for source in settings["task.train"]]
+    assert sources == [("dapo-math-17k", None), ("nlile/hendrycks-MATH-benchmark", [3, 4, 5])]
+    assert [source["name"] for source in settings["task.heldout"]] == ["aime24", "aime25", "amc23"]
 
 
 def test_data_set_tasks_have_the_defaults_of_language_models() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,9 @@ def test_any_name_is_refused_or_creates_a_folder_in_the_runs_folder(tmp_path: Pa
     check_refused_or_created_in_runs(tmp_path, name)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_unusual_folder_names(tmp_path: Path, name: str) -> None:
-    check_refused_or_created_in_runs(tmp_path, name)
+def test_unusual_folder_names(tmp_path: Path) -> None:
+    for name in NAMES:
+        check_refused_or_created_in_runs(tmp_path, name)
 
 
 def check_refused_or_created_in_runs(place: Path, name: str) -> None:
@@ -57,12 +58,12 @@ def check_refused_or_created_in_runs(place: Path, name: str) -> None:
     path.rmdir()
 
 
-@pytest.mark.parametrize("device", ["con", "NUL", "aux.txt", "COM1", "lpt9.log", "a.", "v1."])
-def test_names_reserved_on_windows_are_refused(tmp_path: Path, device: str) -> None:
-    with pytest.raises(UserError, match="Windows") as error:
-        create_folder(tmp_path, device)
-    other = str(error.value).rpartition("--name ")[2]
-    assert create_folder(tmp_path, other).is_dir(), "the suggested name is valid"
+def test_names_reserved_on_windows_are_refused(tmp_path: Path) -> None:
+    for device in ("con", "NUL", "aux.txt", "COM1", "lpt9.log", "a.", "v1."):
+        with pytest.raises(UserError, match="Windows") as error:
+            create_folder(tmp_path, device)
+        suggested = str(error.value).rpartition("--name ")[2]
+        assert create_folder(tmp_path, suggested).is_dir()
 
 
 def test_references_are_resolved_or_refused_in_one_line(
@@ -72,20 +73,19 @@ def test_references_are_resolved_or_refused_in_one_line(
     monkeypatch.chdir(tmp_path)
     runs = tmp_path / "runs"
     create_folder(runs, "real")
+    openers: list[Callable[[Path, str], Any]] = [
+        RunFolder.open,
+        SweepFolder.open,
+        EvalFolder.open,
+        lambda folder, name: resolve_model(name, folder),
+        lambda folder, name: select_runs([Path(name)], folder),
+    ]
     calls: list[Callable[[str], Any]] = [
-        lambda name: RunFolder.open(runs, name),
-        lambda name: SweepFolder.open(runs, name),
-        lambda name: EvalFolder.open(runs, name),
-        lambda name: resolve_model(name, runs),
-        lambda name: check_model_path(name),
-        lambda name: select_runs([Path(name)], runs),
+        *(functools.partial(opener, runs) for opener in openers),
+        *((lambda name, opener=opener: opener(Path(name), "real")) for opener in openers),
+        check_model_path,
         lambda name: task_from_arguments([name]),
         lambda name: choose_run_name(Path(name), None, "default"),
-        lambda name: RunFolder.open(Path(name), "real"),
-        lambda name: SweepFolder.open(Path(name), "real"),
-        lambda name: EvalFolder.open(Path(name), "real"),
-        lambda name: resolve_model("real", Path(name)),
-        lambda name: select_runs([Path("real")], Path(name)),
     ]
     for name in NAMES:
         for call in calls:
@@ -121,11 +121,13 @@ def test_an_untrusted_plan_cannot_name_a_path_outside_the_sweep(tmp_path: Path, 
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "a/b", "..", "a\nb"])
-def test_a_report_reads_no_run_outside_the_sweep(tmp_path: Path, name: str) -> None:
-    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump({"runs": [{"name": name, "arm": "a", "seed": 0}]}))
-    with pytest.raises(UserError, match="not a valid folder name"):
-        read_sweep(tmp_path)
+def test_a_report_reads_no_run_outside_the_sweep(tmp_path: Path) -> None:
+    for name in ("../../x", "/tmp/x", "a/b", "..", "a\nb"):
+        (tmp_path / "sweep.yaml").write_text(
+            yaml.safe_dump({"runs": [{"name": name, "arm": "a", "seed": 0}]})
+        )
+        with pytest.raises(UserError, match="not a valid folder name"):
+            read_sweep(tmp_path)
 
 
 def test_a_duplicate_run_or_an_invalid_seed_is_refused(tmp_path: Path) -> None:
