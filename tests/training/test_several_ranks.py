@@ -34,6 +34,7 @@ from bandpo_cli.training.loop import train
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.types import GRADER_ERROR, Grade, Problem
 from tests.conftest import random_model
+from tests.sampling.stub_engine import forked_engines
 from tests.training.recording import SETTINGS
 from tests.training.several_ranks import run_ranks
 
@@ -77,22 +78,28 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "bounds": {"method": "kl-cov", "share": 0.1},
         "sampling": {"dynamic": True, "dynamic_batches": 3},
     },
-    "ratios of completions": {"bounds": {"method": "gspo"}, "model": {"gradient_checkpointing": True}},
-    "more ranks than groups of an update": {"optim": {"updates": 4}},
+    "ratios of completions to the sampler": {
+        "bounds": {"method": "gspo"},
+        "model": {"gradient_checkpointing": True},
+        "objective": {"old_logprobs": "sampler", "aggregation": "token-mean"},
+    },
     "LoRA with a reference": {"model": {"lora": {"rank": 4}}, "objective": {"reference_kl": 0.05}},
-    "log-probs of the sampler": {"objective": {"old_logprobs": "sampler", "aggregation": "token-mean"}},
     "log-probs of a pass without gradient": {"sampling": {"max_lag": 1}},
-    "metrics of all tokens": {"sampling": {"max_lag": 1}, "objective": {"all_token_metrics": True}},
+    "metrics of all tokens, more ranks than groups of an update": {
+        "sampling": {"max_lag": 1},
+        "objective": {"all_token_metrics": True},
+        "optim": {"updates": 4},
+    },
 }
 
 
 @pytest.mark.slow_after(1)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_several_ranks_train_as_one(tmp_path: Path, small_model: Path, name: str) -> None:
-    size = 4 if name == "more ranks than groups of an update" else 2
     arguments = (tmp_path, small_model, VARIANTS[name])
-    lines, completions, weights = trained(SINGLE, *arguments)
-    others, same_completions, other_weights = run_ranks(size, tmp_path / "results", trained, *arguments)[0]
+    with forked_engines():
+        lines, completions, weights = trained(SINGLE, *arguments)
+        others, same_completions, other_weights = run_ranks(2, tmp_path / "ranks", trained, *arguments)[0]
     assert max(line.get("optim/grad_norm", 0.0) for line in lines) > 0.01
     assert lines[-1]["ratio/max"] > 1.0001
     measured = [line.get("train/entropy_token_share", 1.0) for line in lines[1:]]
@@ -167,9 +174,8 @@ ADAPTERS = OptimConfig(warmup_steps=0, max_grad_norm=None, eps=1e-2)
 """With a large eps: AdamW divides the gradient by its own size, and so a rounding error of a gradient near 0, too."""
 
 
-def sharded_adapters(ranks: Ranks, dtype: str, saved: Path) -> dict[str, Any]:
+def sharded_adapters(ranks: Ranks, settings: ModelConfig, saved: Path) -> dict[str, Any]:
     """Return what a sharded policy with adapters computes, its reference first; rank 1 has one of three rows."""
-    settings = ModelConfig.model_validate({"device": "cpu", "dtype": dtype, "lora": {"rank": 4}})
     policy = load_policy(settings, ranks=ranks, seed=3)
     start = dict(adapter_weights(policy.model))
     reference = load_reference(policy, settings)
@@ -182,11 +188,7 @@ def sharded_adapters(ranks: Ranks, dtype: str, saved: Path) -> dict[str, Any]:
         policy.model, collate(ROWS[:2] if ranks.is_main else ROWS[2:], policy.device)
     ).logprobs
     logprobs.backward(torch.ones_like(logprobs))
-    trained = {
-        name: adapter_parameter
-        for name, adapter_parameter in adapter_parameters(policy.model)
-        if adapter_parameter.grad is not None
-    }
+    trained = {name: value for name, value in adapter_parameters(policy.model) if value.grad is not None}
     return {
         "start": start,
         "reference": of_reference,
@@ -201,13 +203,13 @@ def sharded_adapters(ranks: Ranks, dtype: str, saved: Path) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_sharded_adapters_train_and_merge_as_those_of_one_rank(tmp_path: Path, dtype: str) -> None:
-    settings = ModelConfig.model_validate({"device": "cpu", "dtype": dtype, "lora": {"rank": 4}})
-    policy = load_policy(settings, seed=3)
-    model, start = (
-        policy.model,
-        {name: adapter_weight.clone() for name, adapter_weight in adapter_weights(policy.model)},
-    )
+def test_sharded_adapters_train_and_merge_as_those_of_one_rank(
+    tmp_path: Path, small_model: Path, dtype: str
+) -> None:
+    layer = {"path": str(small_model), "device": "cpu", "dtype": dtype, "lora": {"rank": 4}}
+    settings = ModelConfig.model_validate(layer)
+    model = load_policy(settings, seed=3).model
+    start = {name: weight.clone() for name, weight in adapter_weights(model)}
     with torch.no_grad():
         base = token_logprobs(model, collate(ROWS, model.device)).logprobs  # B is 0
         for _, parameter in adapter_parameters(model):
@@ -226,7 +228,7 @@ def test_sharded_adapters_train_and_merge_as_those_of_one_rank(tmp_path: Path, d
     # Two ranks add in another order; in float32 that makes up to 1.1e-5 here, depending on the processor.
     tolerance = 1e-4 if dtype == "float32" else 0.02
     narrow = getattr(torch, dtype)
-    for rank, run_rank in enumerate(run_ranks(2, tmp_path / "results", sharded_adapters, dtype, tmp_path)):
+    for rank, run_rank in enumerate(run_ranks(2, tmp_path / "results", sharded_adapters, settings, tmp_path)):
         assert torch.equal(run_rank["reference"], base)
         assert run_rank["norm"] == pytest.approx(norm, rel=tolerance)
         assert set(run_rank["gradient"]) == set(masters)
