@@ -10,6 +10,7 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError, RunError
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.components import build_components
+from tests.sampling.stub_engine import forked_engines
 
 
 def test_completions_longer_than_the_context_are_refused() -> None:
@@ -43,8 +44,9 @@ def test_a_prompt_limit_that_drops_every_problem_is_refused() -> None:
 @pytest.mark.slow
 def test_an_engine_that_samples_ahead_has_a_process_of_its_own() -> None:
     """It reports no entropies, which are those of older weights, and ends with the components."""
-    config = resolve([{"sampling": {"max_lag": 1}, "evaluation": {"problems": 2}}])
-    components = build_components(config, build_task(config.task))
+    config = resolve([{"sampling": {"max_lag": 1}, "task": {"max_number": 5}, "evaluation": {"problems": 2}}])
+    with forked_engines():
+        components = build_components(config, build_task(config.task))
     try:
         assert not components.sampler.shares_weights
         assert not components.params.entropy

@@ -110,13 +110,14 @@ def test_held_out_and_training_problems_are_disjoint(small_run: Run) -> None:
 
 @pytest.mark.slow
 def test_the_embedded_model_improves_with_default_settings(tmp_path: Path) -> None:
-    """20 of the 100 steps of `bandpo train`; with seed 0 they raised mean@16 from 0.276 to 0.379."""
-    config = resolve([{"steps": 20, "evaluation": {"every": 20}, "checkpoint": {"every": 0}}])
+    """20 of the 100 steps of `bandpo train`; with seed 0 they raise mean@16 from 0.276 to 0.379."""
+    evaluation = {"every": 20, "samples": 4, "k": [1]}
+    config = resolve([{"steps": 20, "evaluation": evaluation, "checkpoint": {"every": 0}}])
     folder = RunFolder.create(tmp_path, "a")
     for _ in train(config, build_components(config, build_task(config.task)), folder):
         pass
     records = folder.read_metrics()
-    first, last = (records[step]["eval/countdown/mean_at_16"] for step in (0, 20))
+    first, last = (records[step]["eval/countdown/mean_at_4"] for step in (0, 20))
     assert first <= 0.30
     assert last >= first + 0.05
     assert records[20]["train/entropy"] < records[1]["train/entropy"]

@@ -93,7 +93,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.slow_after(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_several_ranks_train_as_one(tmp_path: Path, small_model: Path, name: str) -> None:
     arguments = (tmp_path, small_model, VARIANTS[name])
