@@ -6,16 +6,22 @@ start an interpreter of their own.
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
@@ -34,6 +40,7 @@ class Forked:
         module: the module in place of `bandpo_cli`.
         before: called in the process before the command.
         terminal: the path of a terminal for its input and output; None for pipes.
+        fork_children: fork the ranks, runs and engine processes that the command starts, too; see `ForkedChild`.
         environment: variables that are added to those of this process; MLFLOW_TRACKING_URI is not passed on.
     """
 
@@ -45,13 +52,15 @@ class Forked:
         module: str = "bandpo_cli",
         before: Callable[[], None] | None = None,
         terminal: str | None = None,
+        fork_children: bool = False,
         **environment: str,
     ) -> None:
         variables = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
         pipes = [FORKSERVER.Pipe(duplex=False) for _ in range(2)]
         outputs = [writer for _, writer in pipes] if terminal is None else terminal
+        options = (imports, module, before, fork_children)
         self._process = FORKSERVER.Process(
-            target=_run, args=(words, cwd, imports, module, before, outputs, variables | environment)
+            target=_start, args=(words, cwd, outputs, variables | environment, *options)
         )
         self._process.start()
         for _, writer in pipes:
@@ -98,32 +107,96 @@ def run_bandpo(
     return subprocess.CompletedProcess(["bandpo", *words], process.returncode or 0, out, err)
 
 
-def _run(
+class ForkedChild(subprocess.Popen[Any]):
+    """`subprocess.Popen` that forks this process in place of starting `python -m bandpo_cli` or an engine process.
+
+    The parent must hold nothing that a fork cannot share: no connection to MLflow's database, no pool of threads.
+    """
+
+    def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
+        is_command = [*args[:3]] == [sys.executable, "-m", "bandpo_cli"]
+        if not is_command and not any("bandpo_cli.sampling.engine_child" in word for word in args[3:4]):
+            super()._execute_child(args, *rest)  # type: ignore[misc]
+            return
+        start = inspect.signature(super()._execute_child).bind(args, *rest).arguments  # type: ignore[misc]
+        self.pid = os.fork()
+        if self.pid:
+            self._child_created = True
+            self._close_pipe_fds(*(start[name] for name in _PIPES))  # type: ignore[attr-defined]
+            return
+        code: object = 1
+        try:
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.set_wakeup_fd(-1)
+            for number, descriptor in ((1, start["c2pwrite"]), (2, start["errwrite"])):
+                os.dup2(descriptor if descriptor >= 0 else number, number)
+            for descriptor in set(range(3, 256)) - {*start["pass_fds"]}:  # no lock of the parent stays held
+                with suppress(OSError):
+                    os.close(descriptor)
+            _enter(Path.cwd(), [1, 2], dict(start["env"] or os.environ))
+            if is_command:
+                _run(args[3:])
+            else:
+                sys.argv = ["-c", *args[4:]]
+                exec(args[3], {})
+            code = 0
+        except SystemExit as end:
+            code = end.code
+        except BaseException:  # noqa: BLE001 - the process ends here
+            traceback.print_exc()
+        finally:
+            threading._shutdown()  # type: ignore[attr-defined]
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code if isinstance(code, int) else 1 if code else 0)
+
+
+_PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+
+
+def _start(
     words: Sequence[str],
     cwd: Path,
+    outputs: Sequence[Connection] | str,
+    variables: dict[str, str],
     imports: Sequence[str],
     module: str,
     before: Callable[[], None] | None,
-    outputs: Sequence[Connection] | str,
-    variables: dict[str, str],
+    fork_children: bool,
 ) -> None:
     """Run the command in this forked process; `multiprocessing` turns its SystemExit into the exit code."""
+    if fork_children:
+        subprocess.Popen = ForkedChild  # type: ignore[misc]
+    if isinstance(outputs, str):
+        descriptors = [os.open(outputs, os.O_RDWR) for _ in range(2)]
+    else:
+        descriptors = [output.fileno() for output in outputs]
+    _enter(cwd, descriptors, variables)
+    sys.path[0] = str(cwd)  # as for `python -m`
+    if before is not None:
+        before()
+    for import_ in imports:
+        import_module(import_)
+    _run(words, module)
+
+
+def _enter(cwd: Path, outputs: Sequence[int], variables: dict[str, str]) -> None:
+    """Give this process its environment, its folder, a session of its own and two file descriptors for its output."""
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(cwd)
     os.setsid()
-    sys.path[0] = str(cwd)  # as for `python -m`
-    for number, name in enumerate(("stdout", "stderr"), start=1):
-        output = os.open(outputs, os.O_RDWR) if isinstance(outputs, str) else outputs[number - 1].fileno()
+    for number, (name, output) in enumerate(zip(("stdout", "stderr"), outputs, strict=True), start=1):
         os.dup2(output, number)
         setattr(sys, name, os.fdopen(number, "w", encoding="utf-8", closefd=False))
     if variables.get("OMP_NUM_THREADS") == "1":  # torch has read it already
         import torch
 
         torch.set_num_threads(1)
-    if before is not None:
-        before()
-    for import_ in imports:
-        import_module(import_)
+
+
+def _run(words: Sequence[str], module: str = "bandpo_cli") -> None:
     sys.argv = ["bandpo", *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

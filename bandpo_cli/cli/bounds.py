@@ -21,43 +21,33 @@ def _is_matchable(method: MethodEntry) -> bool:
     return _is_comparable(method) and method.bounded and not method.trust_region
 
 
-PEERS = tuple(name for name, method in METHODS.items() if _is_comparable(method))
-MATCHABLE = tuple(name for name, method in METHODS.items() if _is_matchable(method))
+PEERS = [name for name, method in METHODS.items() if _is_comparable(method)]
+MATCHABLE = [name for name in PEERS if _is_matchable(METHODS[name])]
+
+_DIVERGENCE = option(
+    "NAME",
+    "kl",
+    ["--divergence", "-d"],
+    several_of(DIVERGENCES),
+    help=f"{DIVERGENCES.names_text()}; repeatable.",
+)
+_COMPARE_HELP = f"Add {METHODS.names_text(_is_comparable)}, separated by commas."
+_COMPARE = option("METHODS", complete=several_of(PEERS), help=_COMPARE_HELP)
+_MATCHABLE = METHODS.names_text(_is_matchable)
+_MATCH = option("METHOD", help=f"Find the delta whose upper bound equals this method's: {_MATCHABLE}.")
 
 
 @documented
 def bounds(
     probs: Annotated[list[str] | None, argument("PROB")] = None,
     file: Annotated[Path | None, option("FILE", flags=["--file", "-f"])] = None,
-    divergence: Annotated[
-        list[str] | None,
-        option(
-            "NAME",
-            "kl",
-            flags=["--divergence", "-d"],
-            complete=several_of(DIVERGENCES),
-            help=f"{DIVERGENCES.names_text()}; repeatable.",
-        ),
-    ] = None,
+    divergence: Annotated[list[str] | None, _DIVERGENCE] = None,
     delta: Annotated[list[str] | None, option("RADIUS", "0.05")] = None,
-    compare: Annotated[
-        list[str] | None,
-        option(
-            "METHODS",
-            complete=several_of(PEERS),
-            help=f"Add {METHODS.names_text(_is_comparable)}, separated by commas.",
-        ),
-    ] = None,
+    compare: Annotated[list[str] | None, _COMPARE] = None,
     max_ratio: Annotated[float | None, option(default="no cap; training uses 10")] = None,
     format_: Annotated[str, choice("--format", "table", "json", "csv")] = "table",
     plot: Annotated[Path | None, option("FILE")] = None,
-    match: Annotated[
-        str | None,
-        option(
-            "METHOD",
-            help=f"Find the delta whose upper bound equals this method's: {METHODS.names_text(_is_matchable)}.",
-        ),
-    ] = None,
+    match: Annotated[str | None, _MATCH] = None,
     at: Annotated[str | None, option("PROB")] = None,
 ) -> None:
     """Show the interval of probability ratios that each method allows a token.
@@ -102,10 +92,11 @@ def bounds(
     if max_ratio is not None and not max_ratio > 1.0:
         raise UserError(f"--max-ratio: {max_ratio:g} is no cap on an upper bound; allowed: a number > 1")
     if match is not None or at is not None:
-        if probs or file or plot or compare or delta:
-            raise UserError("--match computes a delta and accepts only --at PROB, --divergence and --format")
-        if match is None or at is None:
-            raise UserError("--match METHOD and --at PROB go together, as in: --match clip-higher --at 0.1")
+        if match is None or at is None or probs or file or plot or compare or delta:
+            raise UserError(
+                "--match computes a delta: give it with --at, and with no other options than --divergence and "
+                "--format, as in: --match clip-higher --at 0.1"
+            )
         view.print_matches(check_choice("--match", method_name(match), MATCHABLE), at, regions, format_)
         return
     if plot is not None:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console, JustifyMethod
-from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.bounds import ratio_bounds
@@ -54,11 +53,10 @@ def probabilities(words: Sequence[str], file: Path | None) -> list[float]:
 
 def _from_text(text: str, source: str) -> list[float]:
     """Return numbers separated by white space or commas; `#` begins a comment."""
-    lines = [line.partition("#")[0].replace(",", " ").split() for line in text.splitlines()]
     values = [
         _probability(word, f"{source}, line {number}")
-        for number, words in enumerate(lines, 1)
-        for word in words
+        for number, line in enumerate(text.splitlines(), 1)
+        for word in line.partition("#")[0].replace(",", " ").split()
     ]
     if not values:
         raise UserError(
@@ -68,26 +66,23 @@ def _from_text(text: str, source: str) -> list[float]:
 
 
 def _probability(word: str, source: str) -> float:
-    value = _number(word, source, "a probability in (0, 1]")
-    if not 0.0 < value <= 1.0:
-        raise UserError(f"{source}: '{word}' is not a probability; allowed: 0 < p ≤ 1")
-    return value
+    return _positive(word, source, 1.0, "a probability; allowed: 0 < p ≤ 1")
 
 
 def radii(words: Iterable[str]) -> list[float]:
     """Return numbers > 0 from `--delta`, which may be repeated or hold several separated by commas."""
-    values = [_number(word, "--delta", "a number > 0") for text in words for word in text.split(",")]
-    for value in values:
-        if not (value > 0.0 and math.isfinite(value)):
-            raise UserError(f"--delta: {value:g} is no radius; allowed: a finite number > 0, such as 0.05")
-    return values
+    expected = "a radius; allowed: a finite number > 0, such as 0.05"
+    return [
+        _positive(word, "--delta", sys.float_info.max, expected) for text in words for word in text.split(",")
+    ]
 
 
-def _number(word: str, source: str, wanted: str) -> float:
-    try:
-        return float(word)
-    except ValueError:
-        raise UserError(f"{source}: '{word}' is not a number; expected {wanted}") from None
+def _positive(word: str, source: str, most: float, expected: str) -> float:
+    """Return a number above 0 and not above `most`."""
+    with suppress(ValueError):
+        if 0.0 < (value := float(word)) <= most:
+            return value
+    raise UserError(f"{source}: '{word}' is not {expected}")
 
 
 def check_plot_file(file: Path) -> None:
@@ -97,12 +92,8 @@ def check_plot_file(file: Path) -> None:
             f"--plot {file}: not an image format{nearest(file.suffix, PLOT_SUFFIXES)}; "
             f"allowed endings: {', '.join(PLOT_SUFFIXES)}"
         )
-    if not file.parent.is_dir():
-        raise UserError(f"--plot {file}: there is no folder '{file.parent}'")
-    if file.is_dir():
-        raise UserError(f"--plot {file}: cannot be written: it is a folder")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise UserError(f"--plot {file}: cannot be written: no permission")
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UserError(f"--plot {file}: cannot be written; name a file in a folder that exists")
 
 
 def print_intervals(rows: Sequence[IntervalRow], max_ratio: float | None) -> None:
@@ -110,9 +101,8 @@ def print_intervals(rows: Sequence[IntervalRow], max_ratio: float | None) -> Non
     console = Console(highlight=False)
     blocks = groupby(rows, key=lambda row: (row.divergence, row.delta))
     for number, ((name, delta), block) in enumerate(blocks):
-        table = Table(
-            box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim", show_header=number == 0
-        )
+        table = make_table()
+        table.header_style, table.show_header = "dim", number == 0
         for heading, width, side in _COLUMNS:
             table.add_column(heading, justify=side, min_width=width, no_wrap=True)
         for row in block:
@@ -137,7 +127,7 @@ def print_intervals(rows: Sequence[IntervalRow], max_ratio: float | None) -> Non
 
 
 def print_matches(method: str, at: str, regions: Sequence[str], style: str) -> None:
-    """Print the radius for each divergence, null or a reason where no Band is that wide."""
+    """Print the radius for each divergence; null or a reason if no Band has that upper bound."""
     prob = _probability(at, "--at")
     if prob == 1.0:
         raise UserError("--at 1: a certain token cannot gain, whatever the radius; allowed: 0 < p < 1")
@@ -153,16 +143,13 @@ def print_matches(method: str, at: str, regions: Sequence[str], style: str) -> N
     else:
         console = Console(highlight=False)
         console.print(f"{method} at p = {prob:g} has the upper bound {upper:.6g} (p → {prob * upper:.4g})\n")
+        limit = f"1/p = {1.0 / prob:.6g}"
+        reason = (
+            f"none: a Band never passes the simplex, r ≤ {limit}"
+            if upper > 1.0 / prob
+            else f"no such delta: only an infinite radius allows the token to become certain, r = {limit}"
+        )
         table = make_table("Band", "delta")
         for row in rows:
-            delta = row["delta"]
-            table.add_row(row["divergence"], _no_match(prob, upper) if delta is None else f"{delta:.9g}")
+            table.add_row(row["divergence"], reason if row["delta"] is None else f"{row['delta']:.9g}")
         console.print(table)
-
-
-def _no_match(prob: float, upper: float) -> str:
-    """Return why no Band has that upper bound."""
-    limit = 1.0 / prob
-    if upper > limit:
-        return f"none: a Band never passes the simplex, r ≤ 1/p = {limit:.6g}"
-    return f"no such delta: only an infinite radius allows the token to become certain, r = 1/p = {limit:.6g}"

@@ -76,9 +76,7 @@ def configs(context: typer.Context) -> None:
 
 @configs_app.command()
 @documented
-def show(
-    name: Annotated[str, argument("NAME", complete=complete_shipped_config)],
-) -> None:
+def show(name: Annotated[str, argument("NAME", complete=complete_shipped_config)]) -> None:
     """Print a configuration file.
 
     Args:

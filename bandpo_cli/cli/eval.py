@@ -24,7 +24,6 @@ from bandpo_cli.cli.options import (
     argument,
     command_group,
     documented,
-    given_options,
     option,
     refuse_with,
     takes_settings,
@@ -47,21 +46,17 @@ _OF_SAMPLING = {
 _OF_RESUME = {"--resume", "--format", "--runs-dir", "--tracking-uri", "--mlflow", "--nproc"}
 
 
+_TASK_HELP = f"{tasks_text()}, or a .jsonl, .json, .csv or .parquet file; repeatable."
+_TASK = option("NAME|FILE", "the evaluation sets of the run", **TASK_VALUES, help=_TASK_HELP)
+
+
 @eval_app.callback()
 @takes_settings("eval")
 def evaluate(
     context: typer.Context,
     *,
     model: Annotated[str | None, option("MODEL", "the bundled model", complete=folder_of("run"))] = None,
-    task: Annotated[
-        list[str] | None,
-        option(
-            "NAME|FILE",
-            "the evaluation sets of the run",
-            **TASK_VALUES,
-            help=f"{tasks_text()}, or a .jsonl, .json, .csv or .parquet file; repeatable.",
-        ),
-    ] = None,
+    task: Annotated[list[str] | None, _TASK] = None,
     samples: Annotated[Path | None, option("FILE")] = None,
     n: Annotated[int | None, option("N", "the run's, else 16 or 4", flags=["--n"], min=1)] = None,
     k: Annotated[str | None, option("K,K", "4, 16, ... up to n", flags=["--k"])] = None,
@@ -119,20 +114,17 @@ def evaluate(
     from bandpo_cli.storage.eval_folder import EvalFolder
 
     console = open_console(stderr=format_ == "json", long_running=True)
-    given = given_options(context)
     start: partial[EvalResult]
     if resume is not None:
-        extra = [option for option in given if option not in _OF_RESUME]
-        refuse_with("--resume", "the settings of the evaluation are used", extra)
+        why = "the settings of the evaluation are used"
+        refuse_with(context, "--resume", why, lambda name: name not in _OF_RESUME)
         folder = EvalFolder.open(runs_dir, resume)
         layer = nest(tracking).get("tracking", {})
         request = plan_evaluation_resume(folder, layer)
         start = partial(resume_evaluation, resume, runs_dir, layer, request=request)
     else:
         if samples is not None:
-            refuse_with(
-                "--samples", "nothing is sampled", [option for option in given if option in _OF_SAMPLING]
-            )
+            refuse_with(context, "--samples", "nothing is sampled", _OF_SAMPLING.__contains__)
         grader = settings.pop("task.grader", None)
         request = plan_evaluation(
             "embedded" if model is None else model,

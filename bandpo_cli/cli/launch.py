@@ -96,15 +96,15 @@ class RankProcess:
     def end(self) -> RankExit:
         """Kill the rank if it is running, and the processes that it has left unless it succeeded."""
         if self.process.poll() != 0:
-            self.kill()
+            self.send(signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_KILLED_S)
         return RankExit(self.rank, self.process.returncode or 0, read_error(self._error_file), self.killed)
 
-    def kill(self) -> None:
-        """Kill the processes of the group, also those that the rank has started and left."""
+    def send(self, number: int) -> None:
+        """Send a signal to the process; SIGKILL to all processes of the group, also those that the rank has left."""
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            (os.killpg if number == signal.SIGKILL else os.kill)(self.process.pid, number)
 
 
 def ranks_to_start(nproc: int | None) -> int | None:
@@ -115,11 +115,9 @@ def ranks_to_start(nproc: int | None) -> int | None:
     """
     if launched_ranks() is not None or nproc is None:
         return None
-    if rank_count() > 1:
-        if nproc != rank_count():
-            raise UserError(f"--nproc {nproc}: torchrun has started {rank_count()} ranks; leave out --nproc")
-        return None
-    return nproc if nproc > 1 else None
+    if rank_count() not in (1, nproc):
+        raise UserError(f"--nproc {nproc}: torchrun has started {rank_count()} ranks; leave out --nproc")
+    return nproc if nproc > rank_count() else None
 
 
 def launch(
@@ -164,14 +162,13 @@ def launch(
             number = signal.SIGTERM
         repeated = number in received
         received.append(number)
-        for rank in ranks:
-            if rank.process.returncode is None and rank.rank == 0:
-                forwarded = next(own for own, asked in FORWARDED.items() if asked == number)
-                with suppress(ProcessLookupError):
-                    os.kill(rank.process.pid, forwarded)
-            elif rank.process.returncode is None and repeated:
+        main, *others = ranks
+        if main.process.returncode is None:
+            main.send(next(own for own, asked in FORWARDED.items() if asked == number))
+        for rank in others if repeated else ():
+            if rank.process.returncode is None:
                 rank.killed = True
-                rank.kill()
+                rank.send(signal.SIGKILL)
 
     with (
         TemporaryDirectory(prefix="bandpo-ranks-", ignore_cleanup_errors=True) as errors,
@@ -185,14 +182,11 @@ def launch(
             _watch(ranks)
         finally:
             exits = [rank.end() for rank in ranks]
-    return _exit_code(exits, received, _advice(command, folder, runs_dir, count))
-
-
-def _advice(command: Literal["train", "eval"], folder: Path, runs_dir: Path, count: int) -> str:
-    """Return the clause of a message about the command that continues the run or evaluation."""
-    if not path_exists(folder / {"train": "config.yaml", "eval": "eval.json"}[command]):
-        return "nothing has been written yet: repeat the command"
-    return f"continue with: {resume_command(command, folder, runs_dir)} --nproc {count}"
+    if path_exists(folder / {"train": "config.yaml", "eval": "eval.json"}[command]):
+        advice = f"continue with: {resume_command(command, folder, runs_dir)} --nproc {count}"
+    else:
+        advice = "nothing has been written yet: repeat the command"
+    return _exit_code(exits, received, advice)
 
 
 def rank_variables(rank: int, count: int, port: int, name: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -204,14 +198,10 @@ def rank_variables(rank: int, count: int, port: int, name: str, environ: Mapping
         environ: the environment of this process; its OMP_NUM_THREADS is kept.
     """
     return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        **{f"{scope}RANK": str(rank) for scope in ("", "LOCAL_", "ROLE_")},
+        **{f"{scope}WORLD_SIZE": str(count) for scope in ("", "LOCAL_", "ROLE_")},
         "GROUP_RANK": "0",
-        "ROLE_RANK": str(rank),
-        "WORLD_SIZE": str(count),
-        "LOCAL_WORLD_SIZE": str(count),
         "GROUP_WORLD_SIZE": "1",
-        "ROLE_WORLD_SIZE": str(count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RUN_ID": "bandpo",
@@ -227,14 +217,14 @@ def rank_variables(rank: int, count: int, port: int, name: str, environ: Mapping
 
 def _watch(ranks: Sequence[RankProcess]) -> None:
     """Wait until all ranks have ended. After an error of one, or the end of rank 0, the others have some seconds."""
-    failed_at = main_ended_at = math.inf
+    deadline = math.inf
     while running := [rank for rank in ranks if rank.process.poll() is None]:
         now = time.monotonic()
         if any(rank.has_failed for rank in ranks):
-            failed_at = min(failed_at, now)
+            deadline = min(deadline, now + ENDING_S)
         if running[0].rank != 0:
-            main_ended_at = min(main_ended_at, now)
-        if now > min(failed_at + ENDING_S, main_ended_at + OTHERS_S):
+            deadline = min(deadline, now + OTHERS_S)
+        if now > deadline:
             for rank in running:
                 rank.killed = True
             return

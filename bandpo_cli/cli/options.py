@@ -41,14 +41,15 @@ def option(
         complete: completes the values in a shell.
         more: further arguments of `typer.Option`.
     """
-    shown = True if default is None else default
-    return typer.Option(*flags, metavar=metavar, show_default=shown, autocompletion=complete, **more)
+    more |= {"metavar": metavar, "show_default": default or True, "autocompletion": complete}
+    return typer.Option(*flags, **more)
 
 
-def argument(metavar: str, default: str | None = None, **more: Any) -> Any:
+def argument(
+    metavar: str, default: str | None = None, complete: Callable[..., Any] | None = None, **more: Any
+) -> Any:
     """Return a positional argument of a command; see `option`."""
-    more["autocompletion"] = more.pop("complete", None)
-    return typer.Argument(metavar=metavar, show_default=default or True, **more)
+    return typer.Argument(metavar=metavar, show_default=default or True, autocompletion=complete, **more)
 
 
 def documented(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,39 +98,40 @@ class Flag:
 
     def option(self, command: str) -> inspect.Parameter:
         """Return the parameter of a command's function from which Typer makes the option."""
-        kind: Any = self.kind
-        metavar, default, complete = self.metavar, self.default, one_of
-        more = dict(self.more)
+        kind, metavar, default, complete, more = (
+            self.kind,
+            self.metavar,
+            self.default,
+            one_of,
+            dict(self.more),
+        )
         if self.sweep == "several values" and command != "eval":
             kind = str  # which the parser below, or the sweep, reads
             if command == "train":
-                more["parser"] = _one_value(self.name, self.kind)
+                more["parser"] = self._parse_one
             else:
                 initial = (metavar or "VALUE")[0]
                 metavar, default, complete = f"{initial},{initial}", None, several_of
         if self.names:
             more["complete"] = complete(self.names)
         made = option(metavar, default, [self.name], help=self.help, **more)
-        annotation = Annotated[kind | None, made]
-        return inspect.Parameter(self.parameter, _KEYWORD_ONLY, default=None, annotation=annotation)
+        return inspect.Parameter(
+            self.parameter, _KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, made]
+        )
 
-
-def _one_value(flag: str, kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return the parser of one value for an option of `train`; a sweep compares several values."""
-
-    def parse(text: str) -> Any:
+    def _parse_one(self, text: str) -> Any:
+        """Return the value of an option of `train`; a sweep compares several values."""
         from bandpo_cli.config.layers import split_values
 
         if len(split_values(text)) > 1:
             raise UserError(
-                f"{flag} {text}: train takes one value; bandpo sweep {flag} {text} compares several"
+                f"{self.name} {text}: train takes one value; bandpo sweep {self.name} {text} compares several"
             )
         try:
-            return kind(text)
+            return self.kind(text)
         except ValueError:
-            raise UserError(f"{flag} {text}: {_EXPECTED.get(kind, 'a value in JSON')} is expected") from None  # type: ignore[call-overload]
-
-    return parse
+            expected = _EXPECTED.get(self.kind, "a value in JSON")
+            raise UserError(f"{self.name} {text}: {expected} is expected") from None
 
 
 def print_members(context: typer.Context, tasks: list[str] | None) -> list[str] | None:
@@ -231,11 +233,10 @@ def takes_settings(command: str) -> Callable[[Callable[..., Any]], Callable[...,
         @functools.wraps(function)
         def run(**values: Any) -> Any:
             for name, flags in groups.items():
-                texts = [(flag, values.pop(flag.parameter)) for flag in flags]
                 values[name] = {
                     flag.setting: load_attribute(flag.read)(value) if flag.read else value
-                    for flag, value in texts
-                    if value is not None
+                    for flag in flags
+                    if (value := values.pop(flag.parameter)) is not None
                 }
             return function(**values)
 
@@ -246,19 +247,15 @@ def takes_settings(command: str) -> Callable[[Callable[..., Any]], Callable[...,
     return decorate
 
 
-def given_options(context: typer.Context) -> list[str]:
-    """Return the options that were given on the command line, and the arguments by their name in the help."""
-    return [
+def refuse_with(context: typer.Context, flag: str, why: str, is_refused: Callable[[str], bool]) -> None:
+    """Raise UserError if options, or arguments by their name in the help, were given that `flag` makes meaningless."""
+    given = [
         next((name for name in parameter.opts if name.startswith("--")), parameter.metavar or "").strip("[]")
         for parameter in context.command.params
         if getattr(context.get_parameter_source(parameter.name or ""), "name", None) == "COMMANDLINE"
     ]
-
-
-def refuse_with(flag: str, why: str, extra: Sequence[str]) -> None:
-    """Raise UserError if there are options, `extra`, that `flag` makes meaningless."""
-    if extra:
-        raise UserError(f"{flag}: {why}; leave out {', '.join(extra)}")
+    if refused := [*filter(is_refused, given)]:
+        raise UserError(f"{flag}: {why}; leave out {', '.join(refused)}")
 
 
 def check_choice(flag: str, value: str, allowed: Collection[str]) -> str:

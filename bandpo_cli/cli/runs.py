@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,9 @@ RunName = Annotated[
 _STYLES = {"running": "cyan", "finished": "green", "failed": "red", "killed": "yellow", "damaged": "red"}
 """The status of a run, and its color."""
 
+_STATUS = choice("--status", *_STYLES, metavar="STATUS", help=f"Only runs that are {', '.join(_STYLES)}.")
+_SORT = choice("--sort", "time", "name", "heldout", "accuracy", "entropy", "step", metavar="KEY")
+
 _SHOWN_STEPS = 6
 _FIRST_METRICS = (
     "train/accuracy", "train/reward", "train/entropy", "train/response_length", "clip/active_fraction",
@@ -42,13 +46,8 @@ def runs(
     ] = None,
     method: Annotated[str | None, option("METHOD", complete=one_of(METHODS))] = None,
     task: Annotated[str | None, option("TASK", complete=one_of([*generated_tasks(), *DATASETS]))] = None,
-    status: Annotated[
-        str | None,
-        choice("--status", *_STYLES, metavar="STATUS", help=f"Only runs that are {', '.join(_STYLES)}."),
-    ] = None,
-    sort: Annotated[
-        str, choice("--sort", "time", "name", "heldout", "accuracy", "entropy", "step", metavar="KEY")
-    ] = "time",
+    status: Annotated[str | None, _STATUS] = None,
+    sort: Annotated[str, _SORT] = "time",
     format_: TableOrJson = "table",
     runs_dir: RunsDir = RUNS,
 ) -> None:
@@ -123,19 +122,18 @@ def show(
     if format_ == "table":
         _print_description(open_console(), described, runs_dir, all_)
         return
-    changed = {
-        key: dict(zip(("value", "default"), pair, strict=True)) for key, pair in described.changed.items()
-    }
-    metrics = {
-        key: dict(zip(("first", "last"), pair, strict=True)) for key, pair in described.metrics.items()
-    }
     print_json(
         asdict(described.overview)
         | {
             "path": str(described.overview.path),
             "config": described.config.model_dump(mode="json"),
-            "changed": changed,
-            "metrics": metrics,
+            "changed": {
+                key: {"value": value, "default": default}
+                for key, (value, default) in described.changed.items()
+            },
+            "metrics": {
+                key: {"first": first, "last": last} for key, (first, last) in described.metrics.items()
+            },
             "checkpoints": described.checkpoints,
             "sampled_steps": described.sampled_steps,
             "plots": [str(path) for path in described.plots],
@@ -177,14 +175,8 @@ def _print_description(
         print_rows(console, [("MLflow", ui_text(run.path, store))], len("completions"))
     table = make_table("metric", ">first", ">step", ">last", ">step")
     order = {key: index for index, key in enumerate(_FIRST_METRICS)}
-    scores = ("mean_at_", "pass_at_", "maj_at_")
-    chosen = [
-        key
-        for key in described.metrics
-        if every_metric
-        or key in order
-        or (key.startswith("eval/") and key.rpartition("/")[2].startswith(scores))
-    ]
+    scores = re.compile(r"eval/.*/(mean|pass|maj)_at_[^/]*")
+    chosen = [key for key in described.metrics if every_metric or key in order or scores.fullmatch(key)]
     for key in sorted(chosen, key=lambda key: order.get(key, len(order) * key.startswith("eval/"))):
         (first_step, first), (last_step, last) = described.metrics[key]
         table.add_row(Text(key), f"{first:.4g}", f"{first_step}", f"{last:.4g}", f"{last_step}")

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -52,7 +52,7 @@ class StopSignals(CallbackBase):
     Outside the main thread, where Python allows no handlers, nothing is installed.
 
     A rank of `--nproc` listens to its parent process alone, see `FORWARDED`; both signals of a kind may arrive while it
-    waits in native code for another rank, see `_Arrivals`. torchrun sends SIGTERM to the other ranks when one has
+    waits in native code for another rank, see `_count_arrivals`. torchrun sends SIGTERM to the other ranks when one has
     ended; from `phase("close")` on it is ignored there, so that the summary of the run is written.
 
     Attributes:
@@ -65,11 +65,10 @@ class StopSignals(CallbackBase):
 
     def __init__(self) -> None:
         self.silent = False
-        self._closing = False
         self._received: list[int] = []
-        self._deferring = False
+        self._deferring = self._closing = False
         self._stack = ExitStack()
-        self._arrivals: _Arrivals | None = None
+        self._arrivals: Callable[[int], int] = lambda number: 1
 
     @property
     def requested(self) -> bool:
@@ -91,13 +90,12 @@ class StopSignals(CallbackBase):
             handlers: dict[int, Any] = dict.fromkeys(stop_signals(), self._handle)
             if launched_ranks() is not None:
                 handlers = dict.fromkeys(handlers, _ignore) | dict.fromkeys(FORWARDED, self._handle)
-                self._arrivals = self._stack.enter_context(_Arrivals())
+                self._arrivals = self._stack.enter_context(_count_arrivals())
             self._stack.enter_context(signal_handlers(handlers))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
-        self._arrivals = None
 
     def start(self, info: Any) -> None:
         """Let the first signal only set `requested`."""
@@ -111,21 +109,17 @@ class StopSignals(CallbackBase):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._closing and rank_count() > 1 and launched_ranks() is None:
             return
-        count = 1 if self._arrivals is None else self._arrivals.take(number)
+        count = self._arrivals(number)
         number = FORWARDED.get(number, number)
         repeated = number in self._received or count > 1
         if count == 0 or (number == signal.SIGHUP and repeated):  # an earlier call has handled this one too
             return
         self._received.append(number)
-        if self._deferring and not repeated:
-            self._write(STOPPING)
-            return
-        self._write(STOPPED)
-        raise SignalExit(number)
-
-    def _write(self, line: str) -> None:
+        deferred = self._deferring and not repeated
         if not self.silent and is_main_process():
-            write_line(line)
+            write_line(STOPPING if deferred else STOPPED)
+        if not deferred:
+            raise SignalExit(number)
 
 
 def write_line(line: str) -> None:
@@ -134,31 +128,30 @@ def write_line(line: str) -> None:
         os.write(2, f"{line}\n".encode())
 
 
-class _Arrivals:
-    """Number of times that each signal has arrived.
+@contextmanager
+def _count_arrivals() -> Iterator[Callable[[int], int]]:
+    """Yield a function that returns how many signals of a number have arrived since its last call.
 
     Python calls a handler once for all signals of a number that arrive while native code runs. It writes each of them
     to the file descriptor of `signal.set_wakeup_fd`.
     """
+    pipe = reading, writing = os.pipe()
+    counts: Counter[int] = Counter()
 
-    def __enter__(self) -> _Arrivals:
-        self._read, self._write = os.pipe()
-        for descriptor in (self._read, self._write):
-            os.set_blocking(descriptor, False)
-        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-        self._counts: Counter[int] = Counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._before)
-        os.close(self._read)
-        os.close(self._write)
-
-    def take(self, number: int) -> int:
-        """Return how many signals `number` have arrived since the last call."""
+    def take(number: int) -> int:
         with suppress(BlockingIOError):
-            self._counts.update(os.read(self._read, 1 << 16))
-        return self._counts.pop(number, 0)
+            counts.update(os.read(reading, 1 << 16))
+        return counts.pop(number, 0)
+
+    for descriptor in pipe:
+        os.set_blocking(descriptor, False)
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    try:
+        yield take
+    finally:
+        signal.set_wakeup_fd(before)
+        for descriptor in pipe:
+            os.close(descriptor)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
@@ -166,13 +159,12 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def handle_forwarded_signals() -> None:
-    """Let the signals of `FORWARDED` end this rank as SIGINT and SIGTERM end a program without handlers."""
-    for number, asked in FORWARDED.items():
-        signal.signal(number, signal.default_int_handler if asked == signal.SIGINT else _terminate)
+    """Let the signals of `FORWARDED` end this rank as SIGINT and SIGTERM end a program without handlers.
 
-
-def _terminate(number: int, frame: FrameType | None) -> None:
-    os.kill(os.getpid(), signal.SIGTERM)  # for the handler of `exit_on_sigterm`, if it is installed
+    SIGTERM is sent on to the handler of `exit_on_sigterm`, if it is installed.
+    """
+    signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    signal.signal(signal.SIGUSR2, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
 
 
 @contextmanager
@@ -186,12 +178,11 @@ def exit_on_sigterm(announce: bool = False) -> Iterator[None]:
     Args:
         announce: write the line `stopped` at the first signal. Without it, the block reports what it has ended.
     """
-    announced = not announce
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal announced
-        if not announced:
-            announced = True
+        nonlocal announce
+        if announce:
+            announce = False
             write_line(STOPPED)
         if number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -202,7 +193,7 @@ def exit_on_sigterm(announce: bool = False) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not is_main_process():
         yield
         return
-    ending = [number for number in stop_signals() if number != signal.SIGINT]
-    ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    with signal_handlers(dict.fromkeys([*ending, *([] if ignored else [signal.SIGINT])], handle)):
+    ending = stop_signals()[1:]
+    interrupt = [] if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else [signal.SIGINT]
+    with signal_handlers(dict.fromkeys([*ending, *interrupt], handle)):
         yield

@@ -69,10 +69,9 @@ def run_statement(config: RunConfig, task: Task, ranks: int = 1) -> list[tuple[s
     if evaluation.every:
         heldout = task.heldout_sets().items()
         counts = {label: len(problems[: evaluation.problems]) for label, problems in heldout}
+        sets = ", ".join(f"{count:,} of {label}" for label, count in counts.items())
         if list(counts) == [config.task.name]:
             sets = f"{counts[config.task.name]:,} held-out problems"
-        else:
-            sets = ", ".join(f"{count:,} of {label}" for label, count in counts.items())
         rows.append(("evaluation", f"{sets} × {evaluation.samples}, every {evaluation.every} steps"))
     return rows
 
@@ -153,30 +152,18 @@ def print_profile(console: Console, profile: StepProfile) -> None:
     """
     count, first, last = len(profile.steps), profile.steps[0], profile.steps[-1]
     on_gpu = any(phase.gpu_seconds for phase in profile.phases.values())
-    inside = sum(phase.seconds for key, phase in profile.phases.items() if "/" not in key)
-    rows = [
-        (
-            "  " * key.count("/") + label,
-            phase.seconds,
-            f"{phase.gpu_seconds / count:.3f}",
-            f"{phase.calls / count:g}",
-        )
-        for key, label in PROFILE_LABELS.items()
-        if (phase := profile.phases.get(key)) is not None
-    ]
-    rows += [
-        ("other", max(0.0, profile.seconds - inside), "", ""),
-        ("complete step", profile.seconds, "", ""),
-    ]
     span = f"step {first}" if count == 1 else f"steps {first} to {last}"
     table = make_table(span, ">s/step", ">share", *([">GPU s/step"] if on_gpu else []), ">calls/step")
-    for label, seconds, gpu, calls in rows:
-        cells = [
-            f"{seconds / count:.3f}",
-            f"{seconds / profile.seconds:.1%}",
-            *([gpu] if on_gpu else []),
-            calls,
-        ]
-        table.add_row(label, *cells)
+
+    def add(label: str, seconds: float, *more: str) -> None:
+        table.add_row(label, f"{seconds / count:.3f}", f"{seconds / profile.seconds:.1%}", *more)
+
+    for key, label in PROFILE_LABELS.items():
+        if (phase := profile.phases.get(key)) is not None:
+            on_device = [f"{phase.gpu_seconds / count:.3f}"] if on_gpu else []
+            add("  " * key.count("/") + label, phase.seconds, *on_device, f"{phase.calls / count:g}")
+    inside = sum(phase.seconds for key, phase in profile.phases.items() if "/" not in key)
+    add("other", max(0.0, profile.seconds - inside))
+    add("complete step", profile.seconds)
     console.print(table, highlight=False)
     print_line(console, f"{profile.trace}; open it at https://ui.perfetto.dev (Open trace file)", "trace")

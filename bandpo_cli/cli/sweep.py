@@ -18,7 +18,6 @@ from bandpo_cli.cli.options import (
     Settings,
     Tracking,
     argument,
-    given_options,
     option,
     refuse_with,
     takes_settings,
@@ -108,15 +107,13 @@ def sweep(
     check_executor(chosen)
     request: SweepRequest | str
     if resume is not None:
-        extra = [option for option in given_options(context) if option not in _EXECUTION]
-        refuse_with("--resume", "the plan of the sweep is used", extra)
+        refuse_with(context, "--resume", "the plan of the sweep is used", lambda name: name not in _EXECUTION)
         request = resume
     else:
-        compared = {flag.setting for flag in SETTINGS if flag.sweep == "several values"}
-        axes = {key: text for key, text in settings.items() if key in compared}
-        shared = {key: value for key, value in settings.items() if key not in compared}
-        layers = [*map(read_config, config or []), nest(shared | tracking), read_assignments(set_ or [])]
-        if not (axes or axis or file is not None or seeds is not None or tuned_on is not None):
+        compared = {flag.setting for flag in SETTINGS if flag.sweep == "several values"} & settings.keys()
+        axes = {key: settings.pop(key) for key in settings.copy() if key in compared}
+        layers = [*map(read_config, config or []), nest(settings | tracking), read_assignments(set_ or [])]
+        if not (axes or axis or seeds is not None or file is not None or tuned_on is not None):
             raise UserError(
                 "nothing is swept: give values to compare, for example --delta 0.01,0.05,0.1 --seeds 0,1,2, or a "
                 "sweep file"

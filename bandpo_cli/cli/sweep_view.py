@@ -58,10 +58,10 @@ class SweepView(ExperimentView):
         steps = {name: config.steps for name, config in info.configs.items()}
         self.console.print(plan_table(info.runs, steps), highlight=False)
         finished = len(info.runs) - len(info.pending)
-        self.console.print(
+        processes = "" if info.ranks == 1 else f"{info.ranks} processes of "
+        self._print(
             f"{len(info.runs)} runs{f', {finished} of them finished' if finished else ''}, {info.slots} at a time, "
-            f"{'' if info.ranks == 1 else f'{info.ranks} processes of '}{plural(info.threads, 'thread')} each",
-            highlight=False,
+            f"{processes}{plural(info.threads, 'thread')} each"
         )
         if not info.pending:
             return
@@ -70,11 +70,13 @@ class SweepView(ExperimentView):
         finally:
             self.spin(None)
         if estimate is None:
-            line = "no time estimate yet, because no finished run has these settings"
+            self._print("no time estimate yet, because no finished run has these settings")
         else:
             total, run = map(format_duration, estimate[:2])
-            line = f"about {total} in total, {run} per run ({estimate[2]})"
-        self.console.print(line, highlight=False)
+            self._print(f"about {total} in total, {run} per run ({estimate[2]})")
+
+    def _print(self, text: str = "") -> None:
+        self.console.print(text, highlight=False)
 
     def phase(self, name: str) -> None:
         """Show the live table while the runs are executed, a spinner in other phases."""
@@ -82,7 +84,7 @@ class SweepView(ExperimentView):
             self.show_progress()
         if name == "report":
             self.stop_progress()
-            self.console.print()
+            self._print()
         super().phase(name)
 
     def step(self, report: States) -> None:
@@ -98,7 +100,7 @@ class SweepView(ExperimentView):
         finished = f"{result.finished} of {len(self._info.runs)} runs"
         if result.error is not None:
             if isinstance(result.error, KeyboardInterrupt | SignalExit):
-                how = str(result.error) if isinstance(result.error, SignalExit) else "stopped by Ctrl-C"
+                how = str(result.error) or "stopped by Ctrl-C"
                 again = resume_command("sweep", result.folder, self.runs_dir)
                 print_line(self.console, f"{how}, {finished} are finished; resume with: {again}")
             return
@@ -106,17 +108,14 @@ class SweepView(ExperimentView):
             print_line(self.console, str(result.report_error), "no report:", "yellow")
         else:
             print_report(self.console, result.report)
-            self.console.print()
+            self._print()
         duration = format_duration(time.perf_counter() - self._start)
-        took = f" in {duration}" if self._info.pending else ""
-        self.console.print(f"{finished} finished{took}", highlight=False)
+        self._print(f"{finished} finished{f' in {duration}' if self._info.pending else ''}")
         print_rows(self.console, [("MLflow", result.mlflow or "")], 6)
-        for runs, heading, style in (
-            (result.stopped, "stopped early", "yellow"),
-            (result.failures, "failed", "red"),
-        ):
-            for name, why in runs.items():
-                print_line(self.console, f"{name}: {why}", heading, style)
+        for name, why in result.stopped.items():
+            print_line(self.console, f"{name}: {why}", "stopped early", "yellow")
+        for name, why in result.failures.items():
+            print_line(self.console, f"{name}: {why}", "failed", "red")
 
     def render(self) -> RenderableType:
         """Return the table of the variants; nothing before the first states."""
@@ -132,24 +131,22 @@ class SweepView(ExperimentView):
         if ended == self._ended and time.monotonic() < self._next_line:
             return None
         self._ended, self._next_line = ended, time.monotonic() + LINES_EVERY_S
-        running = ", ".join(
+        running = [
             f"{name} {state.step}/{state.steps}"
             for name, state in self._states.items()
             if state.status == "running"
-        )
-        return self._counts_text() + (f"  running: {running}" if running else "")
+        ]
+        return self._counts_text() + (f"  running: {', '.join(running)}" if running else "")
 
     def _counts_text(self) -> str:
         """Return `2/6 runs finished · 1 failed · 0:01:05 left`."""
-        counts = Counter(state.status for state in self._states.values())
-        left = None if self._info is None else seconds_left(self._states, self._info.slots)
-        parts = [
-            f"{counts['finished']}/{len(self._states)} runs finished",
-            f"{counts['failed']} failed" if counts["failed"] else "",
-            f"{counts['stopped']} stopped early" if counts["stopped"] else "",
-            f"{format_duration(left)} left" if left is not None else "",
-        ]
-        return " · ".join(filter(None, parts))
+        counts: Counter[str] = Counter(state.status for state in self._states.values())
+        parts = [f"{counts['finished']}/{len(self._states)} runs finished"]
+        for status, text in (("failed", "failed"), ("stopped", "stopped early")):
+            parts += [f"{counts[status]} {text}"] if counts[status] else []
+        if self._info is not None and (left := seconds_left(self._states, self._info.slots)) is not None:
+            parts.append(f"{format_duration(left)} left")
+        return " · ".join(parts)
 
 
 def plan_table(runs: Sequence[SweepRun], steps: Mapping[str, int]) -> Table:

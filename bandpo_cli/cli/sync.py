@@ -1,12 +1,24 @@
-"""`bandpo sync`: send MLflow what it lacks of runs, from their folders."""
+"""`bandpo sync`: send MLflow what it lacks of runs, from their folders; one line per run."""
 
 from __future__ import annotations
 
+import logging
+from collections import deque
+from collections.abc import Sequence
 from contextlib import closing
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 from bandpo_cli.cli.completion import folder_of
+from bandpo_cli.cli.console import ExperimentView, open_console, print_line
 from bandpo_cli.cli.options import RUNS, RunsDir, argument, documented, option
+from bandpo_cli.errors import plural
+
+if TYPE_CHECKING:
+    from bandpo_cli.experiments.sync_runs import SyncReport
+    from bandpo_cli.tracking.sync import SyncResult
+
+log = logging.getLogger("bandpo_cli")
 
 
 @documented
@@ -33,9 +45,44 @@ def sync(
         all_: Send every run in --runs-dir, including the runs of sweeps.
         tracking_uri: MLflow server or store.
     """
-    from bandpo_cli.cli.console import open_console
-    from bandpo_cli.cli.sync_view import SyncView
     from bandpo_cli.experiments import sync as sync_runs
 
     with closing(SyncView(open_console())) as view:
         sync_runs(runs or [], all_runs=all_, uri=tracking_uri, runs_dir=runs_dir, callbacks=[view])
+
+
+class SyncView(ExperimentView):
+    """Console view of a sync: one line per run."""
+
+    def start(self, info: Sequence[Path]) -> None:
+        """Note the names of the runs."""
+        self._names = deque(path.name for path in info)
+
+    def phase(self, name: str) -> None:
+        """Show a spinner with the run that is sent."""
+        self.spin(f"sending {self._names[0]} …")
+
+    def step(self, report: SyncReport) -> None:
+        """Print what was sent of a run, or why it was skipped; errors are printed at the end."""
+        self.spin(None)
+        self._names.popleft()
+        if report.skipped is not None:
+            print_line(self.console, f"left out: {report.skipped}", report.name)
+        if report.result is not None:
+            print_line(self.console, _sync_text(report.result), report.name)
+            if number := report.result.metrics.differing:
+                log.warning(
+                    f"{plural(number, 'value')} at MLflow {'differs' if number == 1 else 'differ'} from the run "
+                    "folder's: steps that a resume did again were sent before, and MLflow changes no value"
+                )
+
+
+def _sync_text(synced: SyncResult) -> str:
+    """Return a line with what was sent and what MLflow had already."""
+    metrics, status = synced.metrics, f"status {synced.status}"
+    sent = {"metric value": metrics.new, "param": synced.params, "tag": synced.tags, "file": synced.files}
+    there = {"metric value": metrics.there, "file": synced.files_there}
+    new, old = ([plural(number, noun) for noun, number in part.items() if number] for part in (sent, there))
+    (new if synced.ended else old).append(status)
+    line = f"sent {', '.join(new) or 'nothing'}{'; there already: ' if old else ''}{', '.join(old)}"
+    return line + ("; still being written: its files and its status come later" if synced.writing else "")

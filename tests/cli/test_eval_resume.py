@@ -6,7 +6,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 from unittest import mock
@@ -16,47 +15,35 @@ import pytest
 
 from bandpo_cli.storage import eval_folder
 from tests.cli.eval_command import bandpo, record_of, samples_of, start, succeed, usage_error
+from tests.cli.processes import wait_until
 from tests.tasks.stored_completions import FOREIGN
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 SETTINGS = [
     "--n", "4", "--limit", "6", "--set", "evaluation.batch=4", "--seed", "3", "--set", "task.numbers=3", "--no-mlflow",
 ]  # fmt: skip
 """6 batches of one problem."""
 
-LONG = [
-    "--n", "16", "--limit", "40", "--set", "evaluation.batch=16", "--seed", "3", "--set", "task.numbers=3",
-    "--no-mlflow",
-]  # fmt: skip
-"""40 batches of one problem, long enough for signals between batches."""
+LONG = ["--n", "16", "--limit", "24", "--set", "evaluation.batch=16", *SETTINGS[6:]]
+"""24 batches of one problem, long enough for signals between batches."""
+
+
+def uninterrupted_evaluation(place: Path, settings: list[str]) -> Path:
+    succeed("eval", *settings, "--name", "complete", cwd=place)
+    return place / "runs" / "complete"
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of an uninterrupted evaluation."""
-    place = tmp_path_factory.mktemp("uninterrupted")
-    succeed("eval", *SETTINGS, "--name", "complete", cwd=place)
-    return place / "runs" / "complete"
+    return uninterrupted_evaluation(tmp_path_factory.mktemp("uninterrupted"), SETTINGS)
 
 
 @pytest.fixture(scope="module")
 def long_evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of a longer uninterrupted evaluation."""
-    place = tmp_path_factory.mktemp("long")
-    succeed("eval", *LONG, "--name", "complete", cwd=place)
-    return place / "runs" / "complete"
+    return uninterrupted_evaluation(tmp_path_factory.mktemp("long"), LONG)
 
 
 def count_parts(folder: Path) -> int:
     return len(list((folder / "parts").glob("[0-9]*.parquet")))
-
-
-def wait_for_parts(process: subprocess.Popen[str], folder: Path, parts: int) -> None:
-    """Wait until `parts` batches are stored."""
-    deadline = time.monotonic() + 120
-    while count_parts(folder) < parts and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
 
 
 def check_equal(folder: Path, uninterrupted: Path) -> None:
@@ -78,16 +65,15 @@ def test_a_signal_keeps_stored_completions_and_prints_the_resume_command(
     """The signal goes to the process group, as from a terminal; then the printed command is run."""
     process = start(tmp_path, "eval", *LONG, "--name", "stopped", "--runs-dir", "my runs")
     folder = tmp_path / "my runs" / "stopped"
-    wait_for_parts(process, folder, 3)
+    wait_until(process, lambda: count_parts(folder) >= 3)
     os.killpg(process.pid, number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number, err
     assert "Traceback" not in err
     stored = count_parts(folder)
-    assert 3 <= stored < 40
-    line = out.splitlines()[-1]
-    assert line == (
-        f"interrupted: {16 * stored:,} of 640 completions are stored; resume with: bandpo eval --resume stopped "
+    assert 3 <= stored < 24
+    assert out.splitlines()[-1] == (
+        f"interrupted: {16 * stored:,} of 384 completions are stored; resume with: bandpo eval --resume stopped "
         "--runs-dir 'my runs'"
     )
     assert record_of(folder)["status"] == "interrupted"
@@ -100,13 +86,13 @@ def test_a_signal_keeps_stored_completions_and_prints_the_resume_command(
 
 @pytest.mark.slow
 def test_a_kill_loses_at_most_one_batch(tmp_path: Path, long_evaluation: Path) -> None:
-    """The evaluation is killed three times at random moments, resumed each time, and finally left to finish."""
+    """The evaluation is killed twice at random moments, resumed each time, and finally left to finish."""
     rng = random.Random(7)
     folder = tmp_path / "runs" / "killed"
     process = start(tmp_path, "eval", *LONG, "--name", "killed")
     stored = [0]
-    for _ in range(3):
-        wait_for_parts(process, folder, stored[-1] + 1)
+    for _ in range(2):
+        wait_until(process, lambda: count_parts(folder) > stored[-1])
         time.sleep(rng.uniform(0, 0.08))
         process.kill()
         process.communicate()
@@ -115,8 +101,7 @@ def test_a_kill_loses_at_most_one_batch(tmp_path: Path, long_evaluation: Path) -
         process = start(tmp_path, "eval", "--resume", "killed", "--no-mlflow")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
-    assert stored == sorted(stored)
-    assert len(set(stored)) > 2, "the kills came too late to test resuming"
+    assert 0 < stored[1] < stored[2] <= 24
     check_equal(folder, long_evaluation)
 
 
@@ -139,9 +124,9 @@ def interrupted_evaluation(place: Path, keep: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep", [0, 1, 6])
+@pytest.mark.parametrize("keep", [0, 6])
 def test_resume_after_any_number_of_batches(tmp_path: Path, uninterrupted: Path, keep: int) -> None:
-    """Before the first batch, after the first, and between the last part and the complete table."""
+    """Before the first batch, and between the last part and the complete table; other tests stop in between."""
     folder = interrupted_evaluation(tmp_path, keep)
     succeed("eval", "--resume", "part", "--no-mlflow", cwd=tmp_path)
     check_equal(folder, uninterrupted)
@@ -155,9 +140,7 @@ def test_a_damaged_part_is_named_and_other_files_are_ignored(tmp_path: Path, uni
     part.write_bytes(part.read_bytes()[:100])
     (folder / "parts" / ".000-00000002.parquet.123.tmp").write_bytes(b"PAR1 half")
     (folder / "parts" / "notes.parquet").write_bytes(b"a user's own")
-    line = usage_error("eval", "--resume", "part", "--no-mlflow", cwd=tmp_path)
-    assert part.name in line
-    assert "remove that file" in line
+    usage_error("eval", "--resume", "part", cwd=tmp_path, parts=[part.name, "remove that file"])
     part.unlink()
     succeed("eval", "--resume", "part", "--no-mlflow", cwd=tmp_path)
     check_equal(folder, uninterrupted)
@@ -219,8 +202,7 @@ def test_changed_problems_with_the_same_ids_are_refused_at_resume(tmp_path: Path
     record = record_of(folder)
     record["config"]["task"]["max_number"] = 5
     (folder / "eval.json").write_text(json.dumps(record))
-    line = usage_error("eval", "--resume", "part", "--no-mlflow", cwd=tmp_path)
-    assert "its tasks have other problems now" in line
+    usage_error("eval", "--resume", "part", cwd=tmp_path, parts=["its tasks have other problems now"])
     assert count_parts(folder) == 2
 
 
@@ -237,8 +219,7 @@ def test_resume_refuses_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"config": []}, {"config": {"seed": -1}}, {"model": {}}, {"samples": {"path": 7}}],
+    "change", [{"config": []}, {"config": {"seed": -1}}, {"model": {}}, {"samples": {"path": 7}}]
 )
 def test_a_damaged_record_is_one_line(tmp_path: Path, change: dict) -> None:
     folder = tmp_path / "runs" / "a"

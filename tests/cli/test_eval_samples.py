@@ -23,6 +23,12 @@ def write_jsonl(path: Path, *rows: dict) -> Path:
     return path
 
 
+def rescore(place: Path, samples: str | Path, *flags: str, name: str = "a") -> Path:
+    """Score stored completions without MLflow and return the folder of the evaluation."""
+    succeed("eval", "--samples", samples, "--name", name, "--no-mlflow", *flags, cwd=place)
+    return place / "runs" / name
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a run of two steps and an evaluation of its checkpoint."""
@@ -36,9 +42,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_completions_of_an_evaluation_give_equal_metrics(place: Path) -> None:
-    arguments = ["--samples", "runs/first/samples.parquet", "--k", "1,4", "--name", "again", "--no-mlflow"]
-    succeed("eval", *arguments, cwd=place)
-    first, again = place / "runs" / "first", place / "runs" / "again"
+    first = place / "runs" / "first"
+    again = rescore(place, "runs/first/samples.parquet", "--k", "1,4", name="again")
     pd.testing.assert_frame_equal(samples_of(again), samples_of(first), check_exact=True)
     assert record_of(again)["sets"] == record_of(first)["sets"]
     assert record_of(again)["model"] is None
@@ -77,25 +82,13 @@ main()
     assert done.stdout.splitlines()[-1] == "[] True"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("grader", "correct", "votes"),
-    [
-        ("math", 4, ["2", "2", "2", "2"]),
-        ("math-dapo-boxed", 2, ["2", "2.", "2", None]),
-        ("gsm8k-flexible", 3, ["2", "2.", "2", "2"]),
-    ],
-)
-def test_each_grader_grades_stored_completions(
-    tmp_path: Path, grader: str, correct: int, votes: list[str | None]
-) -> None:
+def test_the_chosen_grader_grades_stored_completions(tmp_path: Path) -> None:
     completions = ["Answer: 2", "Answer: 2.", "\\boxed{2}", "it is\n#### 2"]
     path = write_jsonl(tmp_path / "a.jsonl", {"question": "1+1?", "answer": "2", "completions": completions})
-    succeed("eval", "--samples", path, "--grader", grader, "--name", "a", "--no-mlflow", cwd=tmp_path)
-    samples = samples_of(tmp_path / "runs" / "a")
-    assert samples["accuracy"].sum() == correct
-    assert set(samples["grader"]) == {grader}
-    assert [None if pd.isna(answer) else answer for answer in samples["answer"]] == votes
+    samples = samples_of(rescore(tmp_path, path, "--grader", "math-dapo-boxed"))
+    assert samples["accuracy"].sum() == 2
+    assert set(samples["grader"]) == {"math-dapo-boxed"}
+    assert [None if pd.isna(answer) else answer for answer in samples["answer"]] == ["2", "2.", "2", None]
 
 
 def test_different_numbers_of_completions_per_problem(tmp_path: Path) -> None:
@@ -110,21 +103,12 @@ def test_different_numbers_of_completions_per_problem(tmp_path: Path) -> None:
     assert "3 problems × 1 to 3 = 5 completions" in done.out
     scores = record_of(tmp_path / "runs" / "a")["sets"]["mine"]
     values = {name: figure["value"] for name, figure in scores["figures"].items()}
-    assert values == pytest.approx(
-        {
-            "mean_at_n": (2 / 3 + 0 + 1) / 3,
-            "pass_at_1": (2 / 3 + 0 + 1) / 3,
-            "maj_at_1": (2 / 3 + 0 + 1) / 3,
-            "answer_format_rate": 2 / 3,
-            "timeout_rate": 0,
-            "grader_error_rate": 0,
-        }
-    )
+    expected = dict.fromkeys(("mean_at_n", "pass_at_1", "maj_at_1"), (2 / 3 + 0 + 1) / 3)
+    expected |= {"answer_format_rate": 2 / 3, "timeout_rate": 0, "grader_error_rate": 0}
+    assert values == pytest.approx(expected)
     assert scores["completions_per_problem"] == [1, 3]
     assert scores["verdicts"] == {"correct": 3, "wrong": 1, "malformed": 1}
-    line = usage_error("eval", "--samples", path, "--k", "1,3", cwd=tmp_path)
-    assert "--k 3" in line
-    assert "at most 1" in line
+    usage_error("eval", "--samples", path, "--k", "1,3", cwd=tmp_path, parts=["--k 3", "at most 1"])
 
 
 def test_one_completion_per_row_equals_a_list(tmp_path: Path) -> None:
@@ -133,10 +117,9 @@ def test_one_completion_per_row_equals_a_list(tmp_path: Path) -> None:
     write_jsonl(
         tmp_path / "rows.jsonl", *({"question": "1+1?", "answer": "2", "response": text} for text in texts)
     )
-    found = []
-    for name in ("list", "rows"):
-        succeed("eval", "--samples", f"{name}.jsonl", "--name", name, "--no-mlflow", cwd=tmp_path)
-        found.append(record_of(tmp_path / "runs" / name)["sets"][name])
+    found = [
+        record_of(rescore(tmp_path, f"{name}.jsonl", name=name))["sets"][name] for name in ("list", "rows")
+    ]
     assert found[0] == found[1]
     assert found[0]["figures"]["mean_at_4"]["value"] == 0.5
     assert found[0]["figures"]["maj_at_4"]["value"] == 1.0
@@ -196,9 +179,7 @@ def test_flags_that_conflict_with_samples_are_refused(
     tmp_path: Path, arguments: list[str], parts: list[str]
 ) -> None:
     write_jsonl(tmp_path / "a.jsonl", *FOREIGN)
-    line = usage_error("eval", "--samples", "a.jsonl", *arguments, cwd=tmp_path)
-    for part in parts:
-        assert part in line
+    usage_error("eval", "--samples", "a.jsonl", *arguments, cwd=tmp_path, parts=parts)
     assert not (tmp_path / "runs").exists()
 
 
@@ -219,9 +200,7 @@ def test_sampling_settings_of_a_config_file_are_ignored(tmp_path: Path) -> None:
     write_jsonl(
         tmp_path / "a.jsonl", {"question": "q", "answer": "1", "completions": ["Answer: 1", "Answer: 2"]}
     )
-    arguments = ["--samples", "a.jsonl", "--config", "my.yaml", "--k", "2", "--name", "a", "--no-mlflow"]
-    succeed("eval", *arguments, cwd=tmp_path)
-    record = record_of(tmp_path / "runs" / "a")
+    record = record_of(rescore(tmp_path, "a.jsonl", "--config", "my.yaml", "--k", "2"))
     assert record["config"]["evaluation"]["samples"] == 2
     assert record["sets"]["a"]["figures"]["pass_at_2"]["value"] == 1.0
     succeed("eval", "--resume", "a", "--no-mlflow", cwd=tmp_path)
@@ -234,53 +213,35 @@ def test_extra_fields_of_any_type_round_trip(tmp_path: Path) -> None:
     extra = {"index": 1, "when": datetime.datetime(2025, 1, 2), "raw": b"\xff", "deep": [{"a": [None, 1.5]}]}
     rows = [{"question": "q", "answer": "1", "completions": ["Answer: 1"], "extra_info": extra}]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    succeed("eval", "--samples", "a.parquet", "--name", "a", "--no-mlflow", cwd=tmp_path)
-    succeed("eval", "--samples", "runs/a/samples.parquet", "--name", "b", "--no-mlflow", cwd=tmp_path)
-    a, b = (samples_of(tmp_path / "runs" / name) for name in "ab")
+    a = samples_of(rescore(tmp_path, "a.parquet"))
+    b = samples_of(rescore(tmp_path, "runs/a/samples.parquet", name="b"))
     assert list(a["extra"]) == list(b["extra"])
     assert json.loads(a["extra"][0])["extra_info"]["deep"] == [{"a": [None, 1.5]}]
 
 
 @pytest.mark.slow
-def test_garbled_completions_are_graded_in_seconds(tmp_path: Path) -> None:
-    path = Path(__file__).parents[2].parent / "shared" / "data" / "garbled_completions.jsonl"
-    if not path.is_file():
-        pytest.skip("no garbled_completions.jsonl here")
-    run_bandpo("eval", "--samples", str(path), "--name", "a", "--no-mlflow", cwd=tmp_path).check_returncode()
-    samples = samples_of(tmp_path / "runs" / "a")
-    assert len(samples) == 32
-    # No text is correct; those without the marker of GSM8K have no answer (none has a box or "Answer:").
-    expected = ["wrong" if "####" in text else "malformed" for text in samples["text"]]
-    assert list(samples["verdict"]) == expected
-
-
-@pytest.mark.slow
 def test_mutated_files_give_metrics_or_one_line(tmp_path: Path) -> None:
-    """40 files from fixed seeds: exit code 0 with metrics, or exit code 2 with one line and no folder."""
+    """12 files from fixed seeds: exit code 0 with metrics, or exit code 2 with one line and no folder."""
     table = write_eval_table(tmp_path / "good.parquet", [ROW, {**ROW, "length": None}] * 3).read_bytes()
     text = "".join(json.dumps(row) + "\n" for row in FOREIGN).encode()
-    files = [(".parquet", mutation) for mutation in mutations(table, 21, 10)]
-    files += [(".jsonl", mutation) for mutation in mutations(text, 22, 10)]
+    files = [(".parquet", mutation) for mutation in mutations(table, 21, 3)]
+    files += [(".jsonl", mutation) for mutation in mutations(text, 22, 3)]
     for seed, rows in ((23, [dict(ROW), dict(ROW)]), (24, FOREIGN)):
         files += [
             (".jsonl", "".join(json.dumps(row) + "\n" for row in changed).encode())
-            for changed in swaps(rows, seed, 10)
+            for changed in swaps(rows, seed, 3)
         ]
     codes = []
     for number, (ending, content) in enumerate(files):
         path = tmp_path / f"m{ending}"
         path.write_bytes(content)
-        done = bandpo(
-            "eval", "--samples", path, "--name", f"e{number}", "--no-mlflow", "--set", "grading.workers=1",
-            "--runs-dir", tmp_path / "runs", cwd=tmp_path,
-        )  # fmt: skip
+        flags = ["--name", f"e{number}", "--no-mlflow", "--set", "grading.workers=1"]
+        done = bandpo("eval", "--samples", path, *flags, cwd=tmp_path)
         codes.append(done.code)
         folder = tmp_path / "runs" / f"e{number}"
         if done.code == 0:
             assert record_of(folder)["status"] == "finished"
         else:
-            assert (done.code, len(done.err.splitlines())) == (2, 1), done.err
-            assert done.err.startswith("error: ")
+            assert (done.code, done.err[:7], done.err.count("\n")) == (2, "error: ", 1), done.err
             assert not folder.exists()
-    assert len(codes) == 40
     assert set(codes) == {0, 2}, "both outcomes must occur"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,11 @@ from tests.text_model import save_text_model
 SHORT = ["--n", "4", "--max-tokens", "12", "--set", "evaluation.batch=8", "--no-mlflow"]
 
 
-def write_questions(path: Path, count: int, first: int = 0) -> Path:
+def write_questions(path: Path, count: int, first: int = 0, more: Sequence[str] = ()) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [
-        {"question": f"How many are {i} and {i}?", "answer": str(2 * i)} for i in range(first, first + count)
-    ]
+    questions = [*(f"How many are {i} and {i}?" for i in range(first, first + count)), *more]
+    rows = [{"question": question, "answer": str(i)} for i, question in enumerate(questions)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +57,12 @@ def test_several_files_are_several_sets(place: Path) -> None:
 
 @pytest.mark.slow
 def test_samples_of_a_set_do_not_depend_on_other_sets(place: Path) -> None:
+    tables = {}
     for name, tasks in (("alone", ["a/test.jsonl"]), ("second", ["sums.jsonl", "a/test.jsonl"])):
         flags = [f"--task={task}" for task in tasks]
         succeed("eval", "--model", "model", *flags, *SHORT, "--name", name, cwd=place)
-    alone, second = (
-        read_eval_table(place / "runs" / name / "samples.parquet") for name in ("alone", "second")
-    )
-    assert alone == [row for row in second if row["task"] == "test"]
+        tables[name] = read_eval_table(place / "runs" / name / "samples.parquet")
+    assert tables["alone"] == [row for row in tables["second"] if row["task"] == "test"]
 
 
 def test_an_unusual_file_name_gets_a_plain_label_and_markup_is_printed_literally(place: Path) -> None:
@@ -80,10 +78,7 @@ def test_an_unusual_file_name_gets_a_plain_label_and_markup_is_printed_literally
 
 @pytest.mark.slow
 def test_too_long_prompts_are_excluded_and_counted(place: Path) -> None:
-    rows = [json.loads(line) for line in (place / "sums.jsonl").read_text().splitlines()]
-    rows.append({"question": "so many words " * 60, "answer": "1"})
-    path = place / "long.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_questions(place / "long.jsonl", 5, more=["so many words " * 60])
     done = succeed(
         "eval", "--model", "model", "--task", "long.jsonl", *SHORT, "--name", "long",
         "--set", "task.template=plain", "--set", "sampling.max_prompt_tokens=100", cwd=place,
@@ -91,21 +86,18 @@ def test_too_long_prompts_are_excluded_and_counted(place: Path) -> None:
     assert "note: long: 1 of 6 problems left out" in done.out
     assert record_of(place / "runs" / "long")["sets"]["long"]["problems"] == 5
     arguments = ["--model", "model", "--task", "long.jsonl", "--set", "sampling.max_prompt_tokens=1"]
-    line = usage_error("eval", *arguments, *SHORT, cwd=place)
-    assert "all 6 prompts" in line
-    training = ["train", "--model", "model", "--task", "long.jsonl", "--set", "sampling.max_prompt_tokens=1"]
-    line = usage_error(*training, "--dry-run", cwd=place)
-    assert "prompts of 'training' are longer" in line
-    assert "of which the template takes" in line
+    usage_error("eval", *arguments, *SHORT, cwd=place, parts=["all 6 prompts"])
+    parts = ["prompts of 'training' are longer", "of which the template takes"]
+    usage_error("train", *arguments, "--dry-run", cwd=place, parts=parts)
 
 
 def test_more_tokens_than_the_context_are_refused_and_nothing_is_written(place: Path) -> None:
-    before = list((place / "runs").iterdir()) if (place / "runs").exists() else []
-    line = usage_error("eval", "--model", "model", "--task", "sums.jsonl", "--max-tokens", "5000", cwd=place)
-    assert "the model reads at most 4,096" in line
+    before = [*place.glob("runs/*")]
+    words = ["eval", "--model", "model", "--task", "sums.jsonl", "--max-tokens", "5000"]
+    usage_error(*words, cwd=place, parts=["the model reads at most 4,096"])
     (place / "folder.jsonl").mkdir(exist_ok=True)
     usage_error("eval", "--model", "model", "--task", "folder.jsonl", cwd=place)
-    assert (list((place / "runs").iterdir()) if (place / "runs").exists() else []) == before
+    assert [*place.glob("runs/*")] == before
 
 
 @pytest.mark.slow

@@ -66,25 +66,23 @@ def test_answers_without_a_verdict_are_counted_with_the_accuracy_they_could_add(
     assert lines("r") == ""
 
 
-def _lines(n: int, most: int, shares: list[float]) -> list[str]:
-    by_problem = {str(i): {f"mean_at_{n}": share} for i, share in enumerate(shares)}
-    return [line.plain for line in histogram(Scores(n, most, {}, by_problem, {}))]
-
-
-def test_the_histogram_has_a_line_per_number_of_correct_completions() -> None:
-    title, *lines = _lines(4, 4, [0.0, 0.25, 0.25, 1.0])
-    assert title == "problems by number of correct completions, of 4"
-    assert [line.split()[0] for line in lines] == ["never", "1", "2", "3", "always"]
-    assert [line.split()[-1] for line in lines] == ["1", "2", "·", "·", "1"]
-
-
-def test_the_histogram_of_one_completion_is_wrong_or_correct() -> None:
-    title, *lines = _lines(1, 1, [0.0, 1.0, 1.0])
-    assert title == "problems by result of the only completion"
-    assert [(line.split()[0], line.split()[-1]) for line in lines] == [("wrong", "1"), ("correct", "2")]
-
-
-def test_the_histogram_of_unequal_numbers_is_by_share() -> None:
-    title, *lines = _lines(2, 5, [0.2, 0.5])
-    assert title == "problems by share of correct completions"
-    assert len(lines) == 12
+@pytest.mark.parametrize(
+    ("fewest", "most", "shares", "title", "lines"),
+    [
+        (4, 4, [0.0, 0.25, 0.25, 1.0], "number of correct completions, of 4",
+         {"never": "1", "1": "2", "2": "·", "3": "·", "always": "1"}),
+        (1, 1, [0.0, 1.0, 1.0], "result of the only completion", {"wrong": "1", "correct": "2"}),
+        (2, 5, [0.2, 0.5], "share of correct completions", None),
+    ],
+)  # fmt: skip
+def test_the_histogram_of_problems(
+    fewest: int, most: int, shares: list[float], title: str, lines: dict[str, str] | None
+) -> None:
+    by_problem = {str(i): {f"mean_at_{fewest}": share} for i, share in enumerate(shares)}
+    first, *others = (line.plain for line in histogram(Scores(fewest, most, {}, by_problem, {})))
+    assert first == f"problems by {title}"
+    assert (
+        len(others) == 12
+        if lines is None
+        else {line.split()[0]: line.split()[-1] for line in others} == lines
+    )

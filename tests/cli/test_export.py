@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.eval_command import Done, bandpo
+from tests.cli.eval_command import Done, bandpo, usage_error
 from tests.text_model import save_text_model
 
 SMALL = ["--set", "task.max_number=5", "--set", "task.numbers=3", "--set", "optim.warmup_steps=0"]
@@ -37,11 +37,8 @@ def test_a_folder_is_written_and_described(place: Path) -> None:
 def test_differences_are_refused_or_allowed(place: Path) -> None:
     settings = ["--set", "optim.warmup_steps=8", "--set", "sampling.engine=transformers"]
     different = [*SMALL, *settings, "--gpus-per-node", "1"]
-    code, _, err = export("verl", *different, "--out", "job")
-    assert code == 2
-    assert err.count("\n") == 1
-    for part in ("optim.warmup_steps = 8", "sampling.engine = transformers", "--allow-differences"):
-        assert part in err
+    parts = ("optim.warmup_steps = 8", "sampling.engine = transformers", "--allow-differences")
+    usage_error("export", "verl", *different, "--out", "job", cwd=place, parts=parts)
     assert list(place.iterdir()) == []
     code, out, _ = export("verl", *different, "--out", "job", "--allow-differences")
     assert code == 0
@@ -67,21 +64,16 @@ MISTAKES = {
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_one_line_and_writes_nothing(arguments: list[str], message: str, place: Path) -> None:
-    code, out, err = export("verl", *SMALL, *arguments, "--out", "job")
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
+    usage_error("export", "verl", *SMALL, *arguments, "--out", "job", cwd=place, parts=[message])
     assert list(place.iterdir()) == []
 
 
 def test_an_existing_folder_is_named(place: Path) -> None:
     (place / "job").mkdir()
-    code, _, err = export("verl", *SMALL, "--out", "job")
-    assert code == 2
-    assert "--out job: exists already" in err
     (place / "file").touch()
-    code, _, err = export("verl", *SMALL, "--out", "file/job", "--gpus-per-node", "1")
-    assert (code, "--out file/job: cannot be written" in err) == (2, True)
+    for out, message in (("job", "exists already"), ("file/job", "cannot be written")):
+        words = ["export", "verl", *SMALL, "--out", out, "--gpus-per-node", "1"]
+        usage_error(*words, cwd=place, parts=[f"--out {out}: {message}"])
 
 
 @pytest.mark.parametrize(
@@ -93,15 +85,13 @@ def test_a_custom_grader_that_cannot_be_imported_is_refused(setting: str, place:
     (place / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     task = f"task={{name: data, train: rows.jsonl, {setting}}}"
     arguments = ["--set", task, "--set", "model.path=model", "--set", "optim.warmup_steps=0"]
-    code, _, err = export("verl", *arguments, "--out", "job", "--gpus-per-node", "1")
-    assert (code, "missing_module" in err) == (2, True)
+    words = ["export", "verl", *arguments, "--out", "job", "--gpus-per-node", "1"]
+    usage_error(*words, cwd=place, parts=["missing_module"])
     assert not (place / "job").exists()
 
 
 def test_help_and_a_missing_folder() -> None:
-    code, out, _ = export("verl", "--help")
-    assert code == 0
+    out = export("verl", "--help").out
     for part in ("bandpo export verl -c paper/base", "--allow-differences", "--gpus-per-node"):
         assert part in out
-    code, _, err = export("verl")
-    assert (code, "--out" in err) == (2, True)
+    usage_error("export", "verl", cwd=Path.cwd(), parts=["--out"])

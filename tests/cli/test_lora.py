@@ -15,10 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.experiments import export_merged
 from bandpo_cli.models.load import embedded_model_path, load_policy
-from tests.cli.eval_command import bandpo, record_of, samples_of, succeed, usage_error
+from tests.cli.eval_command import record_of, samples_of, succeed, usage_error
 from tests.cli.train_runs import SMALL, check_equal, drop_checkpoints, truncate_metrics
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 LORA = ["--set", "model.lora.rank=4", "--set", "model.lora.alpha=12", "--lr", "1e-2"]
 EVAL = "--task countdown --set task.max_number=5 --n 4 --k 1 --limit 4 --no-mlflow".split()  # noqa: SIM905
@@ -38,8 +36,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 def test_the_run_is_described_with_its_adapters(tmp_path: Path) -> None:
-    done = succeed("train", "--steps", "2", *SMALL, *LORA, "--dry-run", cwd=tmp_path)
-    printed = " ".join(done.out.split())
+    printed = " ".join(succeed("train", *SMALL, *LORA, "--dry-run", cwd=tmp_path).out.split())
     assert "LoRA of rank 4, alpha 12, on all linear layers but the output layer" in printed
     assert "LoRA trains 0.1M of 1.1M parameters; training all weights takes" in printed
     assert list(tmp_path.iterdir()) == []
@@ -82,10 +79,8 @@ def test_evaluations_of_run_adapter_and_merged_model_are_equal(place: Path, tmp_
     adapter = place / "runs" / "lora" / "checkpoints" / "step-000002"
     found: list[Any] = []
     for number, model in enumerate(("lora", str(adapter), str(tmp_path / "merged"), "embedded")):
-        succeed(
-            "eval", "--model", model, *EVAL, "--seed", "0", "--name", f"{tmp_path.name}-{number}", cwd=place
-        )
-        folder = place / "runs" / f"{tmp_path.name}-{number}"
+        folder = place / "runs" / f"evaluation-{number}"
+        succeed("eval", "--model", model, *EVAL, "--seed", "0", "--name", folder.name, cwd=place)
         assert record_of(folder)["config"]["model"]["lora"] is None
         found.append(samples_of(folder)["text"].tolist())
     assert found[0] == found[1] == found[2]
@@ -103,12 +98,7 @@ MISTAKES: dict[str, tuple[list[str], list[str]]] = {
 def test_a_mistake_is_one_line_and_writes_nothing(tmp_path: Path, name: str) -> None:
     settings, parts = MISTAKES[name]
     flags = [flag for setting in settings for flag in ("--set", f"model.lora.{setting}")]
-    done = bandpo("train", "--steps", "1", *SMALL, *flags, cwd=tmp_path)
-    assert done.code == 2
-    (line,) = [item for item in done.err.splitlines() if item.startswith("error: ")]
-    assert done.err.splitlines() == [line]
-    for part in parts:
-        assert part in line
+    usage_error("train", "--steps", "1", *SMALL, *flags, cwd=tmp_path, parts=parts)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -136,21 +126,19 @@ def test_what_cannot_be_exported_is_refused(place: Path, tmp_path: Path) -> None
 
 
 def test_a_resume_with_other_adapters_is_refused(place: Path) -> None:
-    for setting in ("rank=8", "alpha=3", "target_modules=[q_proj]"):
+    for setting in ("rank=8", "target_modules=[q_proj]"):
         flags = ["--set", f"model.lora.{setting}", "--steps", "4"]
-        line = usage_error("train", "--resume", "lora", *flags, cwd=place)
-        assert "a resume can change" in line
-        assert f"model.lora.{setting.partition('=')[0]}" in line
+        parts = ["a resume can change", f"model.lora.{setting.partition('=')[0]}"]
+        usage_error("train", "--resume", "lora", *flags, cwd=place, parts=parts)
 
 
 @pytest.mark.slow
 def test_a_run_resumes_after_a_crash(tmp_path: Path) -> None:
-    succeed("train", "--steps", "6", *SMALL, *LORA, "--name", "a", cwd=tmp_path)
-    uninterrupted = tmp_path / "uninterrupted"
-    shutil.copytree(tmp_path / "runs" / "a", uninterrupted)
-    crashed = tmp_path / "runs" / "a"
-    truncate_metrics(crashed, 5)
-    drop_checkpoints(crashed, 6)
+    succeed("train", "--steps", "4", *SMALL, *LORA, "--name", "a", cwd=tmp_path)
+    crashed, uninterrupted = tmp_path / "runs" / "a", tmp_path / "uninterrupted"
+    shutil.copytree(crashed, uninterrupted)
+    truncate_metrics(crashed, 3)
+    drop_checkpoints(crashed, 4)
     succeed("train", "--resume", "a", cwd=tmp_path)
     check_equal(crashed, uninterrupted)
     assert yaml.safe_load((crashed / "config.yaml").read_text())["model"]["lora"]["rank"] == 4

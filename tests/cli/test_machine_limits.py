@@ -8,26 +8,21 @@ import os
 import resource
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from bandpo_cli.errors import system_error_message
+from tests.cli import train_runs
 from tests.commands import run_bandpo
 
-SMALL = [
-    "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
-    "--set", "evaluation.problems=4", "--set", "evaluation.samples=4", "--set", "evaluation.k=[4]",
-    "--set", "checkpoint.every=2", "--no-mlflow", "--name", "a",
-]  # fmt: skip
+SMALL = [*train_runs.SMALL, "--name", "a"]
 
 
-def train(
-    *arguments: str, cwd: Path, before: Callable[[], None] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return run_bandpo("train", *arguments, cwd=cwd, before=before, OMP_NUM_THREADS="1")
+def train(*arguments: str, cwd: Path, **options: object) -> subprocess.CompletedProcess[str]:
+    return run_bandpo("train", *arguments, cwd=cwd, **options, OMP_NUM_THREADS="1")
 
 
 @contextmanager
@@ -60,9 +55,8 @@ def test_a_run_stopped_by_a_full_disk_can_be_resumed(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         filler = fill(disk, 1 << 20)
         full = train("--resume", "a", "--steps", "4", *runs, cwd=tmp_path)
-        assert full.returncode == 1
+        assert (full.returncode, full.stderr.count("\n")) == (1, 1)
         assert full.stderr.startswith("error: not enough disk space for the checkpoint step-000004")
-        assert full.stderr.count("\n") == 1
         assert "resume with: bandpo train --resume a" in full.stdout
         filler.unlink()
         again = train("--resume", "a", "--steps", "4", *runs, cwd=tmp_path)
@@ -73,10 +67,9 @@ def test_a_run_stopped_by_a_full_disk_can_be_resumed(tmp_path: Path) -> None:
         # The disk is full before the run starts.
         fill(disk, 0)
         none = train("--steps", "2", *SMALL[:-1], "b", *runs, cwd=tmp_path)
-        assert none.returncode == 1
+        assert (none.returncode, none.stderr.count("\n")) == (1, 1)
         assert none.stderr.startswith("error: ")
         assert "no space is left on the disk" in none.stderr
-        assert none.stderr.count("\n") == 1
 
 
 @pytest.mark.slow
@@ -97,9 +90,8 @@ def limit_file_size() -> None:
 def test_a_limit_that_a_thread_meets_ends_the_run_at_its_next_step(tmp_path: Path) -> None:
     """The line of the checkpoint's step is written, the checkpoint is not."""
     done = train("--steps", "40", *SMALL, cwd=tmp_path, before=limit_file_size)
-    assert done.returncode == 1
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert done.stderr.startswith("error: runs/a/checkpoints/step-000002: the checkpoint cannot be written: ")
-    assert done.stderr.count("\n") == 1
     content = json.loads((tmp_path / "runs/a/summary.json").read_text())
     assert content["status"] == "FAILED"
     assert 2 <= content["steps"] <= 4, "the checkpoint of step 4 waits for that of step 2"
@@ -114,12 +106,9 @@ def limit_memory() -> None:
 
 @pytest.mark.slow
 def test_out_of_memory_names_settings_to_change(tmp_path: Path) -> None:
-    many = [
-        "--set", "sampling.prompts=2048", "--set", "sampling.samples=64", "--set", "sampling.max_sequences=200000",
-    ]  # fmt: skip
-    done = train(
-        "--steps", "1", *SMALL, *many, "--set", "evaluation.every=0", cwd=tmp_path, before=limit_memory
-    )
+    many = "sampling.prompts=2048 sampling.samples=64 sampling.max_sequences=200000 evaluation.every=0"
+    flags = [word for setting in many.split() for word in ("--set", setting)]
+    done = train("--steps", "1", *SMALL, *flags, cwd=tmp_path, before=limit_memory)
     assert done.returncode == 1
     assert "out of memory" in done.stderr
     assert "--set sampling.max_sequences=50000" in done.stderr

@@ -16,12 +16,7 @@ from bandpo_cli.cli.statement import print_memory
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.config.run import LoraSettings, RunConfig
 from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.experiments.memory import (
-    GIB,
-    memory_report,
-    memory_saving_settings,
-    out_of_memory_errors,
-)
+from bandpo_cli.experiments.memory import GIB, memory_report, memory_saving_settings, out_of_memory_errors
 from bandpo_cli.models.memory import SLEEPING_ENGINE_BYTES, Device, MemoryEstimate, estimate_memory
 from bandpo_cli.sampling.engine_server import portable_error
 
@@ -33,9 +28,7 @@ def allocate_too_much() -> None:
 
 
 def raise_cuda_error() -> None:
-    raise torch.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
-    )
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has 79 GiB")
 
 
 def printed(config: RunConfig, ranks: int = 1) -> str:
@@ -59,15 +52,10 @@ def test_out_of_memory_is_one_line_with_valid_settings(fail: object) -> None:
     assert less.model.dtype == "bfloat16"
 
 
-def test_the_estimate_is_printed_by_part_with_the_available_memory() -> None:
-    text = printed(resolve([]))
-    for part in ("1.1M parameters", "weights", "gradients", "AdamW", "activations of 16,384 tokens", "fits"):
-        assert part in text
-
-
 def test_the_estimate_of_several_ranks_is_that_of_each() -> None:
     text = printed(resolve([]), ranks=2)
-    for part in ("1.1M parameters, a rank of 2", "weights (float32)", "complete parameters", "gradients"):
+    parts = ("weights (float32)", "complete parameters", "gradients", "activations of 9,216 tokens", "fits")
+    for part in ("1.1M parameters, a rank of 2", *parts):
         assert part in text
     assert "at the peak of each rank by the estimate, this machine / 2 ranks (no GPU) has" in text
     one, two = memory_report(resolve([])), memory_report(resolve([]), ranks=2)
@@ -104,30 +92,15 @@ def test_an_engine_that_sleeps_shares_memory_with_the_update() -> None:
     assert "vLLM: weights and cache" in on_cpu.always, "an engine on a CPU does not sleep"
 
 
-@pytest.mark.slow
-def test_too_large_an_estimate_names_settings_to_change() -> None:
-    many = {"sampling": {"prompts": 10_000_000, "max_sequences": 1}}
-    enormous = resolve([many, {"optim": {"micro_batch_tokens": 500_000_000}}])
-    text = printed(enormous)
-    assert "too much" in text
-    (fewer,) = re.findall(r"it fits with --set optim.micro_batch_tokens=(\d+)\n", text)
-    less, more = (resolve([many, {"optim": {"micro_batch_tokens": count * int(fewer)}}]) for count in (1, 2))
-    assert memory_report(less).fits
-    assert not memory_report(more).fits
-
-
-@pytest.mark.parametrize(
-    ("name", "gib"), [("auto", 80), ("cuda", 80), ("cuda:0", 80), ("cuda:1", 40), ("cpu", None)]
-)
+@pytest.mark.parametrize(("name", "gib"), [("auto", 80), ("cuda:1", 40), ("cpu", None)])
 def test_the_estimate_is_compared_with_the_gpu_that_the_run_uses(
     gpus: list[int], monkeypatch: pytest.MonkeyPatch, name: str, gib: int | None
 ) -> None:
     gpus += [80, 40]
     if gib is None:
         monkeypatch.setattr(torch.cuda, "mem_get_info", None)
-    device = memory_report(
-        resolve([{"model": {"device": name}, "sampling": {"engine": "transformers"}}])
-    ).device
+    config = resolve([{"model": {"device": name}, "sampling": {"engine": "transformers"}}])
+    device = memory_report(config).device
     assert device.name.startswith("GPU") == device.on_gpu == (gib is not None)
     assert gib is None or device.total == gib * GIB
 
@@ -140,16 +113,6 @@ def test_a_gpu_that_does_not_exist_has_no_estimate(gpus: list[int]) -> None:
 def test_a_model_without_a_readable_config_has_no_estimate(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert "no estimate of memory" in printed(resolve([{"model": {"path": str(tmp_path)}}]))
-
-
-def test_the_copy_for_a_checkpoint_counts_where_it_fits() -> None:
-    """Without memory for it a run takes no copy, so that the estimate has none."""
-    ample = estimate_on(resolve([]), on_gpu=False)
-    scarce = estimate_on(resolve([]), ample.peak / GIB, on_gpu=False)
-    copied = ample.always["copy for a checkpoint"]
-    assert "copy for a checkpoint" not in scarce.always
-    assert scarce.peak == ample.peak - copied
-    assert copied == 12 * ample.parameters
 
 
 def lag_of_1(**sampling: Any) -> RunConfig:
@@ -193,15 +156,6 @@ def test_an_engine_process_on_the_trainers_gpu_does_not_sleep() -> None:
     held = sum(before.always.values()) + 20 * GIB
     assert estimate.peak == held + sum(estimate.update.values())
     assert "vLLM while it sleeps" not in estimate.update
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_engine_process_with_a_gpu_of_its_own_leaves_that_of_the_trainer_alone(ranks: int) -> None:
-    config = lag_of_1(engine="vllm", vllm={"memory_fraction": 0.5})
-    estimate = estimate_on(config, 80, ranks=ranks, engine_gib=24)
-    assert estimate.engine_gpu == {"vLLM: weights and cache": 12 * GIB}
-    shared = estimate_on(config, 80, ranks=ranks)
-    assert shared.peak == estimate.peak + 40 * GIB
 
 
 def test_each_gpu_must_have_enough_memory() -> None:
@@ -305,9 +259,8 @@ def test_less_memory_without_a_lag(engine: str, on_gpu: bool, of_the_engine: lis
     """Not where the engine has a GPU to itself: without a lag it would be on that of the trainer."""
     config = lag_of_1(engine=engine, vllm={"sleep": False, "memory_fraction": 0.6})
     found = settings_of(memory_saving_settings(config, on_gpu))
-    assert [
-        item for item in found if item.startswith(("sampling.max_lag", "sampling.vllm", "sampling.max_seq"))
-    ] == (of_the_engine)
+    names = ("sampling.max_lag", "sampling.vllm", "sampling.max_seq")
+    assert [item for item in found if item.startswith(names)] == of_the_engine
     resolve([config.model_dump(mode="json"), read_assignments(found)])
     apart = settings_of(memory_saving_settings(config, on_gpu, engine_has_gpu=True))
     assert apart == [item for item in found if item not in ("sampling.max_lag=0", "sampling.vllm.sleep=true")]
@@ -326,7 +279,7 @@ def test_out_of_memory_of_an_engine_process_with_a_gpu_to_itself(
     assert ("--set sampling.max_lag=0" in str(raised.value)) == helps
     with pytest.raises(RunError) as raised, out_of_memory_errors(lag_of_1()):
         raise portable_error(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB."))
-    assert "out of memory (engine process: " in str(raised.value)
+    assert str(raised.value).startswith("out of memory (engine process: ")
     settings = settings_of(str(raised.value))
     assert ("optim.micro_batch_tokens" in settings[0]) == helps
     assert any(setting.startswith("sampling.") for setting in settings)

@@ -14,17 +14,7 @@ from bandpo_cli.registries import METHODS
 from bandpo_cli.tasks.task import Task, build_task
 from bandpo_cli.tracking.mirror import FIRST_METRICS, finite_metrics
 from tests.cli.eval_command import succeed
-
-TINY = [
-    "--steps", "2", "--set", "task.max_number=5",
-    "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
-    "--set", "optim.lr=1e-3", "--set", "evaluation.problems=4", "--set", "evaluation.samples=4",
-    "--set", "evaluation.k=[1]", "--set", "checkpoint.every=0", "--no-mlflow",
-]  # fmt: skip
-
-
-def statement(*arguments: str, cwd: Path) -> str:
-    return " ".join(succeed("train", *arguments, "--dry-run", cwd=cwd).out.split())
+from tests.cli.train_runs import SMALL
 
 
 @pytest.fixture(scope="module")
@@ -41,24 +31,21 @@ def test_the_statement_has_the_methods_settings_and_source(task: Task, method: s
     assert source == ([f"{paper}, published defaults"] if paper else [])
 
 
-@pytest.mark.slow
-def test_the_statement_names_settings_that_differ_from_the_published_ones(tmp_path: Path) -> None:
+def test_the_source_names_settings_that_differ_from_the_published_ones() -> None:
     """DPPO's published radius depends on its divergence."""
-    changed = ["--set", "bounds.max_weight=5", "--delta", "0.1"]
-    printed = statement("--method", "dppo", "--divergence", "tv", *changed, cwd=tmp_path)
-    assert (
-        "mask outside the binary tv trust region, δ = 0.1 arXiv 2602.04879, delta, max_weight changed"
-        in printed
-    )
-    printed = statement("--method", "dppo", "--divergence", "tv", cwd=tmp_path)
-    assert "δ = 0.15 arXiv 2602.04879, published defaults" in printed
+    dppo = {"method": "dppo", "divergence": "tv"}
+    assert resolve([{"bounds": dppo}]).bounds.source() == "arXiv 2602.04879, published defaults"
+    changed = resolve([{"bounds": {**dppo, "max_weight": 5, "delta": 0.1}}]).bounds
+    assert changed.source() == "arXiv 2602.04879, delta, max_weight changed"
 
 
 @pytest.mark.slow
 def test_a_run_of_a_method_without_bounds_in_every_view(tmp_path: Path) -> None:
     """SAPO clips nothing: no metric of an interval, a share of 0 clipped tokens, and nothing that reads them fails."""
     for name, method in (("soft", "sapo"), ("hard", "clip")):
-        succeed("train", "--method", method, *TINY, "--seed", "2", "--name", name, cwd=tmp_path)
+        succeed(
+            "train", "--method", method, *SMALL, "--steps", "2", "--lr", "1e-3", "--name", name, cwd=tmp_path
+        )
     records = [json.loads(line) for line in (tmp_path / "runs/soft/metrics.jsonl").read_text().splitlines()]
     for record in records[1:]:
         assert "clip/outside_fraction" not in record

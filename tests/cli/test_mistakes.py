@@ -28,7 +28,6 @@ GONE = {
 FILES = {
     "bad-key.yaml": "steps: 3\noptim:\n  lr: 1.0e-4\n  learning_rate: 3\n",
     "bad-value.yaml": "optim:\n  updates: 4\n  lr: -1\n",
-    "bad-method.yaml": "bounds:\n  method: grop\n",
     "list.yaml": "- a\n",
     "tabs.yaml": "optim:\n\tlr: 1\n",
     "bad-sweep.yaml": "axes:\n  bounds.delta: [0.1, 0.2]\nseds: [1]\n",
@@ -38,7 +37,6 @@ FILES = {
     "runs/first/config.yaml": "steps: 3\n",
     "runs/first/checkpoints/step-000002/config.json": "{}",
     "axes.yaml": "axis: {bounds.delta: [0.1]}\n",
-    "empty-folder/note": "",
     "empty.jsonl": "",
     "one.jsonl": '{"question": "q", "answer": "1"}\n',
     "runs/my-run/config.yaml": "seed: 1\n",
@@ -50,29 +48,21 @@ FILES = {
 MISTAKES: dict[str, list[str]] = {
     # words of other trainers
     "train --learning-rate 1e-5": ["No such option: --learning-rate; use --set optim.lr=VALUE"],
-    "train --num-generations 8": ["use --set sampling.samples=VALUE"],
-    "train --temperature 0.7": ["use --set sampling.temperature=VALUE"],
     "train --set lr=1e-5": ["lr: no such setting (did you mean 'optim.lr'?)"],
     "train --set actor.clip_ratio_high=0.28": ["actor: no such setting"],
-    "train --set bounds.clip_ratio_high=0.28": ["(did you mean 'bounds.eps_high'?)"],
     "train --set optim.weight_deca=0": ["(did you mean 'weight_decay'?)"],
     # several values where one is expected
     "train --delta 0.01,0.05": [
         "--delta 0.01,0.05: train takes one value; bandpo sweep --delta 0.01,0.05 compares several",
     ],
-    "train --lr 1e-5,1e-6": ["bandpo sweep --lr 1e-5,1e-6 compares several"],
     "train --delta big": ["--delta big: a number is expected"],
     "train --max-tokens 1.5": ["--max-tokens 1.5: an integer is expected"],
     # values out of range
     "train --delta 0": ["bounds.delta = 0"],
-    "train --set sampling.temperature=0": ["sampling.temperature = 0"],
-    "train --set optim.betas=[0.9]": ["optim.betas"],
     # names
     "train --method gpso": ["bounds.method = 'gpso': unknown (did you mean 'gspo'?)"],
     "train --method dppo --divergence chi2": ["bounds.divergence = 'chi2': unknown; allowed: kl, tv"],
-    "train --method dppo --set bounds.divergence=[kl]": ["bounds.divergence = ['kl']"],
     "train --method sapo --delta 0.1": ["bounds.delta: no such setting of 'sapo'; known: method, tau_positive"],
-    "train --method sapo --set bounds.tau_postive=2": ["(did you mean 'tau_positive'?)"],
     "train --set objective.importance_floor=0.5": ["importance_floor = 0.5 has no effect"],
     "sweep --method clip,sapo --delta 0.1,0.2": ["the axis 'bounds.delta' applies to no variant"],
     "bounds 0.1 --compare sapo": [
@@ -89,7 +79,6 @@ MISTAKES: dict[str, list[str]] = {
     "train --model some/model --task roles.json": [
         "roles.json, row 1: the chat messages of 'prompt': message 1 has the role 'usr'",
     ],
-    "train --name a/b": ["--name 'a/b' cannot be used"],
     "train --name first": ["--name first: exists already; try --name first-2"],
     "train --set optim": ["write it as section.key=value"],
     "train --runs-dir problems.csv": ["is a file; name a folder"],
@@ -100,7 +89,6 @@ MISTAKES: dict[str, list[str]] = {
         "--config bad-key.yaml, line 4: optim.learning_rate: no such setting (did you mean 'optim.lr'?)",
     ],
     "train -c bad-value.yaml": ["--config bad-value.yaml, line 3: optim.lr = -1: "],
-    "train -c bad-method.yaml": ["--config bad-method.yaml, line 2: bounds.method = 'grop': unknown"],
     "train -c list.yaml": ["--config list.yaml: expected `section:` with `key: value` lines, found a list"],
     "train -c tabs.yaml": ["--config tabs.yaml, line 2: not readable as YAML"],
     "configs show paper/bas": ["(did you mean 'paper/base'?)"],
@@ -114,7 +102,6 @@ MISTAKES: dict[str, list[str]] = {
     "sweep --delta 0.1,x": ["bounds.delta = 'x'"],
     "sweep --axis bounds.delt=1,2": ["did you mean 'delta'"],
     "sweep --delta 0.1,0.2 --executor slurm": ["--executor slurm: unknown"],
-    "sweep --resume nosuch": ["no sweep 'nosuch'"],
     "sweep bad-sweep.yaml": ["bad-sweep.yaml, line 3: seds: no such setting (did you mean 'seeds'?)"],
     "trian": ["No such command 'trian'"],
     # further settings and names of a run
@@ -123,12 +110,9 @@ MISTAKES: dict[str, list[str]] = {
     "train --model ./nowhere": ["./nowhere", "no such folder"],
     "train --divergence nomodule:f": ["nomodule"],
     "train --task gsm8k": ["bundled model was trained on countdown only", "--model"],
-    "train --set task.grader=mth --set task.name=gsm8k": ["mth", "did you mean 'math'"],
     # axes and seeds of a sweep
     "sweep --axis delta": ["--axis 'delta'", "section.key=value,value"],
     "sweep --delta ''": ["--delta", "empty item"],
-    "sweep --delta 0.1,0.1": ["bounds.delta", "twice"],
-    "sweep --seeds 0,x": ["--seeds '0,x'", "whole numbers"],
     "sweep --delta 0.1,0.2 --baseline 0.3": ["baseline = '0.3'", "variants: 0.1, 0.2"],
     "sweep --resume none --steps 3": ["--resume", "leave out --steps"],
     "sweep axes.yaml": ["axes.yaml", "axis", "did you mean 'axes'"],
@@ -137,27 +121,19 @@ MISTAKES: dict[str, list[str]] = {
     "eval --model my-rum@3": ["no such run", "did you mean 'my-run'"],
     f"eval --model {LONG}": ["no such run or folder"],
     "eval --model '~nobody-of-this-name/x'": ["no such run or folder"],
-    "eval --model empty-folder": ["no config.json there"],
     "eval --model runs/my-run": ["my-run", "no checkpoint yet"],
-    "eval --model my-run@7": ["no checkpoint yet"],
-    "eval --task gsm8k": ["bundled model was trained on countdown only", "--model"],
     "eval --task countdown --task gsm8k": ["--task countdown", "evaluate it without other tasks"],
     "eval --model a/b --task nowhere.jsonl": ["--task nowhere.jsonl: no such task or file"],
     "eval --model a/b --task empty.jsonl": ["empty.jsonl", "holds no rows"],
     "eval --model a/b --task one.jsonl --task one.jsonl": ["2 sources have the label"],
     "eval --model a/b --task one.jsonl --grader nowhere:f": ["nowhere"],
     "eval --grader math": ["task.grader", "of 'countdown'"],
-    "eval --n 0": ["--n"],
     "eval --n 4 --k 8": ["--k 8", "--n 8"],
     "eval --k 64": ["k = 64", "samples is 16"],
     f"eval --k {'9' * 9000}": ["--k", "whole numbers from 1"],
-    "eval --k 10000000": ["--k", "whole numbers from 1"],
-    "eval --set 'evaluation.k=[]'": ["evaluation.k", "at least one"],
     "eval --temperature 0": ["temperature = 0", "samples = 1"],
-    "eval --temperature warm": ["--temperature"],
     "eval --seed 2147483648": ["seed ="],
     f"eval --name {LONG}": ["at most 200"],
-    "eval --name my-run": ["exists already", "--name my-run-2"],
     "eval --name mlflow.db": ["--name 'mlflow.db' cannot be used", "--name mlflow.db-2"],
     "eval --runs-dir one.jsonl": ["--runs-dir", "is a file"],
     "eval --tracking-uri http://me:secret@host/": ["password"],
@@ -166,7 +142,6 @@ MISTAKES: dict[str, list[str]] = {
     "eval --resume my-run --samples one.jsonl": ["--resume", "leave out --samples"],
     "eval --resume gone": ["nowhere.jsonl was changed or deleted"],
     "eval --samples nowhere.jsonl": ["nowhere.jsonl", "No such file"],
-    "eval --samples one.jsonl": ["no field found for the completions"],
     "eval --smaples one.jsonl": ["--smaples", "--samples"],
     "eval cmpare a b": ["cmpare", "compare"],
     "eval compare half half": ["no metrics by problem", "finish the evaluation first"],
@@ -205,12 +180,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
 @pytest.mark.parametrize("command", MISTAKES, ids=lambda command: command[:60])
 def test_a_mistake_is_one_line_that_helps(command: str, results: dict[str, Done]) -> None:
     code, out, err = results[command]
-    assert (code, out) == (2, ""), out
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
+    assert (code, out, err[:7], err.count("\n")) == (2, "", "error: ", 1)
     assert len(err) < 1020
-    for part in MISTAKES[command]:
-        assert part in err
+    assert [part for part in MISTAKES[command] if part not in err] == [], err
     assert "secret" not in err
 
 

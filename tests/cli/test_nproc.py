@@ -14,12 +14,12 @@ import mlflow
 import pytest
 
 from bandpo_cli.tracking.store import sqlite_uri
-from tests.cli.eval_command import start
-from tests.cli.test_train_stopped import count_lines, wait_until
+from tests.cli.processes import check_ended, count_lines, ranks_of, wait_until
 from tests.cli.train_runs import SMALL, file_contents, record, summary
+from tests.commands import Forked
 
-STEPS = 16
-SETTINGS = ["--steps", str(STEPS), *SMALL, "--set", "evaluation.every=8", "--set", "checkpoint.every=4"]
+STEPS = 12
+SETTINGS = ["--steps", str(STEPS), *SMALL, "--set", "evaluation.every=6", "--set", "checkpoint.every=3"]
 
 RESUME_SCRIPT = """
 import json, os, sys
@@ -51,35 +51,20 @@ def start_torchrun(place: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def children(process: subprocess.Popen[str]) -> dict[int, int]:
-    """Return the process ids of the ranks that `process` has started, by rank."""
-    found = {}
-    for folder in Path("/proc").iterdir():
-        try:
-            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
-            if int(parent) == process.pid:
-                variables = (folder / "environ").read_bytes().split(b"\0")
-                ranks = [variable for variable in variables if variable.startswith(b"RANK=")]
-                found |= {int(rank.removeprefix(b"RANK=")): int(folder.name) for rank in ranks}
-        except (OSError, ValueError, IndexError):
-            continue
-    return found
+def start_ranks(place: Path, *arguments: str) -> Forked:
+    """Start a command whose two ranks are forked from its process."""
+    words = ["train", *arguments, "--nproc", "2"]
+    return Forked(*words, cwd=place, fork_children=True, OMP_NUM_THREADS="1")
 
 
-def check_ended(processes: dict[int, int]) -> None:
-    for process in processes.values():
-        with pytest.raises(ProcessLookupError):
-            os.kill(process, 0)
-
-
-def kill_rank(process: subprocess.Popen[str], rank: int, folder: Path, lines: int) -> tuple[str, str]:
+def kill_rank(process: Forked, rank: int, folder: Path, lines: int) -> tuple[str, str]:
     """Kill a rank once metrics.jsonl has more than `lines` lines; return the output after the end of all."""
     wait_until(process, lambda: count_lines(folder) > lines)
-    ranks = children(process)
+    ranks = ranks_of(process.pid, folder)
     os.kill(ranks[rank], signal.SIGKILL)
-    output = process.communicate(timeout=30)
+    output = process.communicate(timeout=60)
     assert process.returncode == 1, output
-    check_ended(ranks)
+    check_ended(ranks, 0.0)
     return output
 
 
@@ -87,13 +72,14 @@ def kill_rank(process: subprocess.Popen[str], rank: int, folder: Path, lines: in
 def test_two_ranks_are_killed_stopped_and_resumed_and_the_run_is_the_same(
     tmp_path: Path, empty_database: Path
 ) -> None:
-    """Compared with a run of torchrun that nothing interrupts."""
+    """Compared with a run that nothing interrupts. torchrun resumes it at last, through the Python function."""
     runs = tmp_path / "runs"
     runs.mkdir()
     (runs / "mlflow.db").write_bytes(empty_database.read_bytes())
-    complete = start_torchrun(
-        tmp_path, "-m", "bandpo_cli", "train", *SETTINGS, "--mlflow", "--name", "complete"
-    )
+    complete = Forked(
+        "train", *SETTINGS, "--mlflow", "--name", "complete", "--nproc", "2", cwd=tmp_path, fork_children=True,
+        OMP_NUM_THREADS="1",
+    )  # fmt: skip
     out, err = complete.communicate(timeout=240)
     assert complete.returncode == 0, out + err
     assert "Traceback" not in err
@@ -105,8 +91,8 @@ def test_two_ranks_are_killed_stopped_and_resumed_and_the_run_is_the_same(
     assert [run.info.run_name for run in client.search_runs(experiments)] == ["complete"]
 
     folder = runs / "a"
-    process = start(tmp_path, "train", *SETTINGS, "--name", "a", "--nproc", "2")
-    out, err = kill_rank(process, 1, folder, 5)
+    process = start_ranks(tmp_path, *SETTINGS, "--name", "a")
+    out, err = kill_rank(process, 1, folder, 4)
     assert err == (
         "error: rank 1 was killed by SIGKILL (as the system does when memory runs out); "
         "continue with: bandpo train --resume a --nproc 2\n"
@@ -117,21 +103,22 @@ def test_two_ranks_are_killed_stopped_and_resumed_and_the_run_is_the_same(
     )
     assert "resume with: bandpo train --resume a --nproc 2" in out
 
-    process = start(tmp_path, "train", "--resume", "a", "--nproc", "2")
-    wait_until(process, lambda: count_lines(folder) > 7)
-    ranks = children(process)
+    before = count_lines(folder)
+    process = start_ranks(tmp_path, "--resume", "a")
+    wait_until(process, lambda: count_lines(folder) > before)
+    ranks = ranks_of(process.pid, folder)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, out + err
-    check_ended(ranks)
+    check_ended(ranks, 0.0)
     assert err == "stopping after this step and its checkpoint; press Ctrl-C again to abort the step\n"
     stopped = summary(folder)["steps"]
     assert f"stopped by Ctrl-C after step {stopped}" in out
     assert summary(folder)["status"] == "KILLED"
     assert (folder / "checkpoints" / f"step-{stopped:06d}").is_dir()
 
-    process = start(tmp_path, "train", "--resume", "a", "--nproc", "2")
-    out, err = kill_rank(process, 0, folder, stopped + 2)
+    process = start_ranks(tmp_path, "--resume", "a")
+    out, err = kill_rank(process, 0, folder, stopped + 1)
     assert err.startswith("error: rank 0 was killed by SIGKILL")
     assert err.count("\n") == 1
     assert not (folder / "summary.json").exists()
@@ -162,72 +149,33 @@ def test_sigterm_to_torchrun_writes_a_checkpoint(tmp_path: Path) -> None:
     process = start_torchrun(tmp_path, "-m", "bandpo_cli", "train", *settings, "--name", "a")
     folder = tmp_path / "runs" / "a"
     wait_until(process, lambda: count_lines(folder) > 1)
-    ranks = children(process)
+    ranks = ranks_of(process.pid, folder)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
-    check_ended(ranks)
+    check_ended(ranks, 0.0)
     done = summary(folder)
     assert done["status"] == "KILLED", out + err
     assert (folder / "checkpoints" / f"step-{done['steps']:06d}").is_dir()
     assert f"stopped by SIGTERM after step {done['steps']}" in out
 
 
-RANK_SCRIPT = """
-import os, time
-from pathlib import Path
-from bandpo_cli.sweeps.pool import exit_with_parent
-exit_with_parent()
-Path("pid-" + os.environ["RANK"]).write_text(str(os.getpid()))
-time.sleep(600)
-"""
-
-LAUNCH_SCRIPT = """
-import sys
-from pathlib import Path
-from bandpo_cli.cli.launch import launch
-from bandpo_cli.config.run import ModelConfig
-
-launch(2, ModelConfig(), "train", Path("runs/a"), Path("runs"), ["-c", sys.argv[1]])
-"""
-
-
 @pytest.mark.slow
 def test_two_ctrl_c_end_a_run_whose_rank_0_waits_for_another_rank(tmp_path: Path) -> None:
     """Both arrive while rank 0 runs native code, where Python calls no handler."""
     folder = tmp_path / "runs" / "a"
-    process = start(tmp_path, "train", *SETTINGS, "--name", "a", "--nproc", "2")
+    process = start_ranks(tmp_path, *SETTINGS, "--name", "a")
     wait_until(process, lambda: count_lines(folder) > 2)
-    ranks = children(process)
+    ranks = ranks_of(process.pid, folder)
     os.kill(ranks[1], signal.SIGSTOP)
     lines = -1
     while lines != (lines := count_lines(folder)):  # until rank 0 waits
-        time.sleep(2)
+        time.sleep(1)
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(0.1)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, out + err
     assert err == "stopped\n"
-    check_ended(ranks)
+    check_ended(ranks, 0.0)
     assert (summary(folder)["status"], summary(folder)["error"]) == ("KILLED", "stopped by Ctrl-C")
     assert "resume with: bandpo train --resume a --nproc 2" in out
-
-
-@pytest.mark.slow
-def test_the_ranks_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", LAUNCH_SCRIPT, RANK_SCRIPT],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-    )
-    files = [tmp_path / f"pid-{rank}" for rank in range(2)]
-    wait_until(process, lambda: all(path.exists() and path.read_text() for path in files))
-    process.kill()
-    process.communicate(timeout=60)
-    deadline = time.monotonic() + 60
-    while any(Path(f"/proc/{path.read_text()}").exists() for path in files):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.storage.tables import read_eval_table
+from tests.cli import train_runs
 from tests.cli.eval_command import WITHOUT_TORCH, bandpo, record_of, succeed, usage_error
 from tests.cli.train_runs import check_equal, drop_checkpoints, record, truncate_metrics
 from tests.text_model import save_text_model
@@ -83,47 +85,42 @@ def test_the_missing_extra_is_named(place: Path) -> None:
 def test_a_mistake_is_one_line_and_writes_nothing(
     place: Path, arguments: list[str], parts: list[str]
 ) -> None:
-    line = usage_error("train", "--model", "model", *arguments, cwd=place)
-    assert all(part in line for part in parts), line
+    usage_error("train", "--model", "model", *arguments, cwd=place, parts=parts)
     assert not (place / "runs").exists()
 
 
 SMALL = [
     "--model", "model", "--task", "reasoning-gym:leg_counting", "--task", "reasoning-gym:spell_backward",
-    "--no-mlflow", "--seed", "3", "--steps", "3", "--set", "task.size=20", "--set", "task.heldout_size=4",
-    "--set", "task.system=null", "--set", "task.template='{question} <answer>'",
-    "--set", "task.options.spell_backward={max_word_len: 3, size: 10}",
-    "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "sampling.max_tokens=8",
-    "--set", "optim.updates=2", "--set", "optim.lr=1e-3", "--set", "evaluation.every=1", "--set", "checkpoint.every=1",
-    "--set", "evaluation.samples=2", "--set", "evaluation.k=[1,2]", "--set", "checkpoint.keep_last=null",
+    *train_runs.SMALL[2:], "--steps", "2", "--lr", "1e-3", "--max-tokens", "8", "--set", "task.size=20",
+    "--set", "task.heldout_size=4", "--set", "task.system=null", "--set", "task.template='{question} <answer>'",
+    "--set", "task.options.spell_backward={max_word_len: 3, size: 10}", "--set", "evaluation.every=1",
+    "--set", "checkpoint.every=1",
 ]  # fmt: skip
 
 
 @pytest.mark.slow
 def test_a_run_its_resume_and_its_evaluation(place: Path) -> None:
-    """Three steps on two generators; a resume after the first continues with the same problems and metrics."""
+    """Two steps on two generators; a resume after the first continues with the same problems and metrics."""
     done = succeed("train", *SMALL, "--name", "a", cwd=place)
     assert "reasoning-gym, 30 problems" in done.out
-    succeed("train", *SMALL, "--name", "b", cwd=place)
     a, b = place / "runs" / "a", place / "runs" / "b"
-    check_equal(b, a)
     steps = record(a)
-    assert [step["step"] for step in steps] == [0, 1, 2, 3]
+    assert [step["step"] for step in steps] == [0, 1, 2]
     for label in ("leg_counting", "spell_backward"):
-        assert all(
-            0 <= step[f"eval/{label}/mean_at_2"] <= step[f"eval/{label}/pass_at_2"] <= 1 for step in steps
-        )
+        means, bests = ([step[f"eval/{label}/{name}_at_4"] for step in steps] for name in ("mean", "pass"))
+        assert all(0 <= mean <= best <= 1 for mean, best in zip(means, bests, strict=True))
     assert all(step["grade/error_fraction"] == step["grade/timeout_fraction"] == 0 for step in steps[1:])
     sources = {row.source for path in (a / "samples").glob("*.parquet") for row in table(path)}
     assert sources == {"leg_counting", "spell_backward"}
 
-    drop_checkpoints(b, 2, 3)
+    shutil.copytree(a, b)
+    drop_checkpoints(b, 2)
     truncate_metrics(b, 1)
     succeed("train", "--resume", "b", "--no-mlflow", cwd=place)
     check_equal(b, a)
 
     succeed("eval", "--model", "a", "--name", "own", "--no-mlflow", cwd=place)
-    trained = json.loads((a / "evals" / "step-000003.json").read_text())
+    trained = json.loads((a / "evals" / "step-000002.json").read_text())
     assert record_of(place / "runs" / "own")["sets"] == trained["sets"]
     succeed(
         "eval", "--model", "a", "--task", "reasoning-gym:maze", "--name", "other", "--no-mlflow", cwd=place

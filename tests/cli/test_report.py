@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from itertools import product
 
 import pytest
 
-from tests.cli.eval_command import bandpo, succeed
+from tests.cli.eval_command import bandpo, succeed, usage_error
 from tests.reports.sweep_folders import CLIP, KL, write_run, write_sweep
 
 FINALS = {"clip": {0: 0.40, 1: 0.42, 2: 0.41}, "kl 0.02": {0: 0.50, 1: 0.53, 2: 0.52}}
@@ -31,10 +32,8 @@ def test_the_report_of_a_sweep_is_written_to_its_folder(report, tmp_path):
     assert (code, err) == (0, "")
     assert "Against clip, final held-out accuracy is higher for kl 0.02" in out
     rows = [line.split() for line in out.splitlines()]
-    kl, clip = (
-        rows.index(["±0.038", "±0.019", "±0.015", "±0.038", "1.25–1.25"]),
-        rows.index(["baseline", "±0.025", "±0.012", "±0.025", "1.25–1.25"]),
-    )
+    kl = rows.index(["±0.038", "±0.019", "±0.015", "±0.038", "1.25–1.25"])
+    clip = rows.index(["baseline", "±0.025", "±0.012", "±0.025", "1.25–1.25"])
     assert rows[kl - 1] == ["kl", "0.02", "3", "0.517", "0.358", "0.300", "0.323", "0.817", "2.00%", "1.25"]
     assert rows[clip - 1][:4] == ["clip", "3", "0.410", "0.305"]
     assert kl < clip
@@ -95,10 +94,7 @@ def test_excluded_runs_are_listed(report, tmp_path):
 def test_a_user_error_is_one_line_and_exit_code_2(report, tmp_path, arguments, message):
     write_sweep(tmp_path / "runs" / "deltas", FINALS)
     (tmp_path / "file").touch()
-    code, out, err = report(*arguments)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert len(err.splitlines()) == 1
+    usage_error("report", *arguments, cwd=tmp_path, parts=[message])
 
 
 def test_nothing_is_truncated_in_80_columns(report, tmp_path):
@@ -127,20 +123,17 @@ def test_reading_files_imports_no_large_package(tmp_path):
 def test_runs_of_the_trainer_are_reported(report, tmp_path):
     small = ["sampling.prompts=4", "sampling.samples=4", "evaluation.problems=4", "evaluation.samples=4"]
     small += ["evaluation.k=[2,4]", "optim.updates=2", "optim.lr=1e-3"]
-    for method in ("clip", "band"):
-        for seed in ("0", "1"):
-            arguments = ["train", "--method", method, "--seed", seed, "--steps", "2", "--no-mlflow"]
-            arguments += ["--name", f"{method}-{seed}", *(word for item in small for word in ("--set", item))]
-            succeed(*arguments, cwd=tmp_path)
-    code, out, _ = report("runs", "--baseline", "clip", "--format", "json")
-    found = json.loads(out)
-    assert code == 0
+    flags = [word for item in small for word in ("--set", item)]
+    for method, seed in product(("clip", "band"), ("0", "1")):
+        arguments = ["--method", method, "--seed", seed, "--steps", "1", "--name", f"{method}-{seed}"]
+        succeed("train", *arguments, *flags, "--no-mlflow", cwd=tmp_path)
+    found = json.loads(report("runs", "--baseline", "clip", "--format", "json").out)
     assert sorted(arm["name"] for arm in found["arms"]) == ["clip", "kl 0.05"]
     for arm in found["arms"]:
-        evaluated = []
-        for seed in (0, 1):
-            name = {"clip": "clip", "kl 0.05": "band"}[arm["name"]]
-            summary = json.loads((tmp_path / "runs" / f"{name}-{seed}" / "summary.json").read_text())
-            evaluated.append(summary["last_eval"]["eval/countdown/mean_at_4"])
+        name = {"clip": "clip", "kl 0.05": "band"}[arm["name"]]
+        summaries = [
+            json.loads((tmp_path / f"runs/{name}-{seed}/summary.json").read_text()) for seed in (0, 1)
+        ]
+        evaluated = [content["last_eval"]["eval/countdown/mean_at_4"] for content in summaries]
         assert arm["figures"]["accuracy"]["mean"] == pytest.approx(sum(evaluated) / 2)
     assert len(found["differences"]) == 4

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from types import FrameType
 
 import pytest
 
@@ -101,12 +100,6 @@ def test_a_rank_of_nproc_listens_to_its_parent_process_alone(capfd: pytest.Captu
 @pytest.mark.parametrize("times", [1, 2])
 def test_signals_that_arrive_in_native_code_are_counted(times: int) -> None:
     """Python calls the handler once for both of them."""
-    calls = []
-
-    class Counted(StopSignals):
-        def _handle(self, number: int, frame: FrameType | None) -> None:
-            calls.append(number)
-            super()._handle(number, frame)
 
     def send() -> None:
         for _ in range(times):
@@ -116,18 +109,17 @@ def test_signals_that_arrive_in_native_code_are_counted(times: int) -> None:
     def wait_in_native_code() -> None:
         thread = threading.Thread(target=send)
         thread.start()
-        # It runs for a second or more, and releases the interpreter's lock for the other thread.
-        hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)
+        # It runs for half a second or more, and releases the interpreter's lock for the other thread.
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_500_000)
         thread.join()
 
     before = signal.set_wakeup_fd(-1)
-    with Counted() as signals:
+    with StopSignals() as signals:
         signals.start(None)
         with contextlib.nullcontext() if times == 1 else pytest.raises(SystemExit) as end:
             wait_in_native_code()
         assert signals.exit_code == 130
         assert end is None or end.value.code == 130
-    assert set(calls) == {signal.SIGUSR1}
     assert signal.set_wakeup_fd(before) == -1
 
 
@@ -195,13 +187,7 @@ main()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("module", "number"),
-    [
-        ("typer", signal.SIGINT),
-        ("yaml", signal.SIGTERM),
-    ],
-)
+@pytest.mark.parametrize(("module", "number"), [("typer", signal.SIGINT), ("yaml", signal.SIGTERM)])
 def test_a_signal_during_the_imports_gives_one_line(module: str, number: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED_IMPORT, module, str(int(number))], capture_output=True, check=False

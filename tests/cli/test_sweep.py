@@ -5,11 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
-import shutil
 import signal
-import subprocess
-import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,10 +14,12 @@ import yaml
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.experiments import train
 from bandpo_cli.metric_names import without_clock
-from tests.cli.eval_command import start
-from tests.cli.test_train_stopped import count_lines, wait_until
-from tests.cli.train_runs import record as records
-from tests.commands import run_bandpo
+from tests.cli.eval_command import usage_error
+from tests.cli.processes import check_ended, count_lines, descendants, wait_until
+from tests.cli.train_runs import record, summary
+from tests.commands import Forked, run_bandpo
+
+pytestmark = pytest.mark.slow
 
 SMALL = [
     "--steps", "3", "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
@@ -29,112 +27,105 @@ SMALL = [
 ]  # fmt: skip
 
 
-def bandpo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return run_bandpo("sweep", *arguments, cwd=cwd, timeout=300, COLUMNS="120", OMP_NUM_THREADS="1")
+def begin(place: Path, *arguments: str) -> Forked:
+    """Start a sweep without MLflow whose runs are forked from its process."""
+    words = ["sweep", *arguments, "--no-mlflow"]
+    return Forked(*words, cwd=place, fork_children=True, COLUMNS="120", OMP_NUM_THREADS="1")
 
 
-@pytest.mark.slow
+def resume(place: Path, name: str) -> str:
+    """Resume a sweep to its end and return its output."""
+    words = ["sweep", "--resume", name]
+    done = run_bandpo(*words, cwd=place, fork_children=True, COLUMNS="120", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_alone(plan: Path, place: Path) -> list[dict]:
+    """Run the plan of a run in this process and return its metrics."""
+    return [without_clock(line) for line in train(resolve([read_layer(plan)]), place, "alone").records]
+
+
 def test_a_killed_sweep_resumes_without_repeating_finished_runs(tmp_path: Path) -> None:
-    arguments = ["--delta", "0.01,0.1", "--seeds", "0,1", *SMALL, "--jobs", "2", "--name", "a", "--no-mlflow"]
-    first = start(tmp_path, "sweep", *arguments)
     sweep = tmp_path / "runs" / "a"
-    # Kill it when the runs of the first seed are finished and one of the second has started.
-    wait_until(first, (sweep / "0.1-s1" / "metrics.jsonl").exists)
+    first = begin(tmp_path, "--delta", "0.01,0.1", "--seeds", "0", *SMALL, "--jobs", "1", "--name", "a")
+    wait_until(first, (sweep / "0.1-s0" / "metrics.jsonl").exists)  # the second run has started
+    left = descendants(first.pid)
     first.kill()
     first.communicate()
-    finished = {path.parent.name: path.stat().st_mtime_ns for path in sweep.glob("*/summary.json")}
-    assert "0.1-s1" not in finished
-    assert len(finished) >= 1
-    interrupted_config = (sweep / "0.1-s1" / "config.yaml").read_text()
+    check_ended(left)
+    finished = (sweep / "0.01-s0" / "summary.json").stat().st_mtime_ns
+    interrupted_config = (sweep / "0.1-s0" / "config.yaml").read_text()
+    assert not (sweep / "0.1-s0" / "summary.json").exists()
 
-    done = bandpo("--resume", "a", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4 of 4 runs finished" in done.stdout
-    names = [run["name"] for run in yaml.safe_load((sweep / "sweep.yaml").read_text())["runs"]]
-    assert names == ["0.01-s0", "0.1-s0", "0.01-s1", "0.1-s1"]
-    for name in names:
-        assert json.loads((sweep / name / "summary.json").read_text())["status"] == "FINISHED"
-        assert [line["step"] for line in records(sweep / name)] == [0, 1, 2, 3]
+    assert "2 of 2 runs finished" in resume(tmp_path, "a")
+    assert [run["name"] for run in yaml.safe_load((sweep / "sweep.yaml").read_text())["runs"]] == [
+        "0.01-s0", "0.1-s0",
+    ]  # fmt: skip
+    for name in ("0.01-s0", "0.1-s0"):
+        assert summary(sweep / name)["status"] == "FINISHED"
+        assert [line["step"] for line in record(sweep / name)] == [0, 1, 2, 3]
     board = (sweep / "report" / "leaderboard.csv").read_text().splitlines()
     assert sorted(line.partition(",")[0] for line in board[1:]) == ["0.01", "0.1"]
-    for name, stamp in finished.items():
-        assert (sweep / name / "summary.json").stat().st_mtime_ns == stamp
-    assert (sweep / "attempts" / "0.1-s1-1" / "config.yaml").read_text() == interrupted_config
+    assert (sweep / "0.01-s0" / "summary.json").stat().st_mtime_ns == finished
+    assert (sweep / "attempts" / "0.1-s0-1" / "config.yaml").read_text() == interrupted_config
+    assert run_alone(sweep / "plans" / "0.1-s0.yaml", tmp_path) == record(sweep / "0.1-s0")
 
-    # The run equals one of `bandpo train` with the same settings.
-    alone = start(tmp_path, "train", "-c", str(sweep / "plans" / "0.1-s1.yaml"), "--name", "one")
-    alone.communicate(timeout=120)
-    assert records(tmp_path / "runs" / "one") == records(sweep / "0.1-s1")
-
-    # A run whose folder was deleted is repeated; the others are not.
-    shutil.rmtree(sweep / "0.01-s0")
-    again = bandpo("--resume", "a", cwd=tmp_path)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert "4 of 4 runs finished" in again.stdout
     (sweep / "plans" / "0.01-s0.yaml").unlink()
-    gone = bandpo("--resume", "a", cwd=tmp_path)
-    assert gone.returncode == 2
-    assert "settings of run '0.01-s0' are missing" in gone.stderr
+    line = usage_error("sweep", "--resume", "a", cwd=tmp_path)
+    assert "settings of run '0.01-s0' are missing" in line
 
 
-def processes_with(text: str) -> list[int]:
-    """Return the processes whose command line has this text."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            if text.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
-
-
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
 def test_runs_of_two_ranks_end_with_a_killed_sweep_and_resume_as_two(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a GPU the ranks of a run are processes on the CPU; the run is that of one rank."""
-    arguments = ["--seeds", "0", *SMALL, "--steps", "8", "--gpus-per-run", "2", "--name", "two"]
-    arguments += ["--set", "checkpoint.every=1", "--no-mlflow"]
+    arguments = [
+        "--seeds",
+        "0",
+        *SMALL,
+        "--gpus-per-run",
+        "2",
+        "--name",
+        "two",
+        "--set",
+        "checkpoint.every=1",
+    ]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    first = start(tmp_path, "sweep", *arguments)
-    sweep = tmp_path / "runs" / "two"
-    wait_until(first, lambda: any(sweep.glob("*/checkpoints/step-*/trainer/state.json")))
-    plan = str(sweep / "plans")
-    assert len(processes_with(plan)) >= 3, "the launcher and two ranks"
+    run = tmp_path / "runs" / "two" / "band-s0"
+    first = begin(tmp_path, *arguments)
+    wait_until(first, lambda: any(run.glob("checkpoints/step-*/trainer/state.json")))
+    left = descendants(first.pid)
+    assert len(left) >= 3, "the launcher and two ranks"
     first.kill()
     first.communicate()
-    end = time.monotonic() + 60
-    while processes_with(plan) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not processes_with(plan)
-    (run,) = (path.parent for path in sweep.glob("*/config.yaml"))
+    check_ended(left)
     assert not (run / "summary.json").exists()
 
-    done = bandpo("--resume", "two", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 at a time, 2 processes of 1 thread each" in done.stdout
-    assert "1 of 1 runs finished" in done.stdout
+    printed = resume(tmp_path, "two")
+    assert "1 at a time, 2 processes of 1 thread each" in printed
+    assert "1 of 1 runs finished" in printed
     assert json.loads((run / "env.json").read_text())["ranks"] == 2
-    alone = train(resolve([read_layer(sweep / "plans" / f"{run.name}.yaml")]), tmp_path, "one")
-    lines = [without_clock(line) for line in alone.records]
-    assert len(lines) == 9
-    for line, expected in zip(records(run), lines, strict=True):
+    alone = run_alone(tmp_path / "runs/two/plans/band-s0.yaml", tmp_path)
+    assert len(alone) == 4
+    for line, expected in zip(record(run), alone, strict=True):
         assert line == pytest.approx(expected, abs=1e-4, rel=1e-4)
 
 
-@pytest.mark.slow
-def test_a_failed_run_does_not_stop_others_and_ctrl_c_stops_all(tmp_path: Path) -> None:
+def test_a_failed_run_does_not_stop_others(tmp_path: Path) -> None:
     file = tmp_path / "two.yaml"
     # With this learning rate the weights are not finite after the first update.
     file.write_text(
         "arms: {good: {}, bad: {optim.lr: 1.0e+30, optim.warmup_steps: 0, optim.max_grad_norm: null}}\n"
     )
-    done = bandpo(str(file), *SMALL, "--jobs", "2", "--name", "b", cwd=tmp_path)
+    words = ["sweep", str(file), *SMALL, "--steps", "1", "--jobs", "2", "--name", "b"]
+    done = run_bandpo(*words, cwd=tmp_path, COLUMNS="120", OMP_NUM_THREADS="1")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 of 2 runs finished" in done.stdout
     assert "failed  bad-s0: exit code 1: error: " in done.stdout
     assert "bandpo sweep --resume b" in done.stderr
-    assert json.loads((tmp_path / "runs/b/good-s0/summary.json").read_text())["status"] == "FINISHED"
+    assert summary(tmp_path / "runs/b/good-s0")["status"] == "FINISHED"
 
     from mlflow.tracking import MlflowClient
 
@@ -157,43 +148,43 @@ def test_a_failed_run_does_not_stop_others_and_ctrl_c_stops_all(tmp_path: Path) 
     for name in ("good-s0", "bad-s0"):
         assert runs[name].data.tags["mlflow.parentRunId"] == runs["b"].info.run_id
 
-    long = ["--seeds", "0,1", *SMALL, "--steps", "500", "--name", "c", "--no-mlflow", "--jobs", "2"]
-    sweep = start(tmp_path, "sweep", *long)
-    wait_until(sweep, lambda: len(list((tmp_path / "runs/c").glob("*/metrics.jsonl"))) == 2)
-    sweep.send_signal(signal.SIGINT)
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_lets_all_runs_save_their_state(tmp_path: Path, number: int) -> None:
+    """The time limit of a cluster sends SIGTERM to all processes of the job: the sweep and its runs."""
+    sweep = begin(tmp_path, "--seeds", "0,1", *SMALL, "--steps", "500", "--name", "c", "--jobs", "2")
+    runs = [tmp_path / "runs/c" / name for name in ("band-s0", "band-s1")]
+    wait_until(sweep, lambda: all(count_lines(run) > 2 for run in runs))
+    if number == signal.SIGTERM:
+        for run in runs:
+            os.kill(json.loads((run / ".lock").read_text())["pid"], number)
+    sweep.send_signal(number)
     out, err = sweep.communicate(timeout=60)
-    assert sweep.returncode == 130, err
-    assert "stopped by Ctrl-C, 0 of 2 runs are finished; resume with: bandpo sweep --resume c" in out
-    for name in ("band-s0", "band-s1"):
-        assert json.loads((tmp_path / "runs/c" / name / "summary.json").read_text())["status"] == "KILLED"
+    assert sweep.returncode == 128 + number, err
+    sender = "SIGTERM" if number == signal.SIGTERM else "Ctrl-C"
+    assert f"stopped by {sender}, 0 of 2 runs are finished; resume with: bandpo sweep --resume c" in out
+    for run in runs:
+        ended = summary(run)
+        assert (ended["status"], ended["error"]) == ("KILLED", "stopped by request")
+        assert (run / "checkpoints" / f"step-{ended['steps']:06d}" / "trainer" / "state.json").is_file()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("to_all", [False, True], ids=["sweep", "group"])
-def test_sigterm_lets_the_runs_save_their_state(tmp_path: Path, to_all: bool) -> None:
-    """The time limit of a cluster sends SIGTERM to the sweep, or to all processes of the job."""
-    arguments = ["--seeds", "0", *SMALL, "--steps", "500", "--name", "c", "--no-mlflow"]
-    sweep = start(tmp_path, "sweep", *arguments)
-    run = tmp_path / "runs/c/band-s0"
-    wait_until(sweep, lambda: count_lines(run) > 2)
-    if to_all:
-        os.kill(json.loads((run / ".lock").read_text())["pid"], signal.SIGTERM)
-    sweep.terminate()
-    out, err = sweep.communicate(timeout=60)
-    assert sweep.returncode == 143, err
-    assert "stopped by SIGTERM, 0 of 1 runs are finished; resume with: bandpo sweep --resume c" in out
-    summary = json.loads((run / "summary.json").read_text())
-    assert (summary["status"], summary["error"]) == ("KILLED", "stopped by request")
-    assert (run / "checkpoints" / f"step-{summary['steps']:06d}" / "trainer" / "state.json").is_file()
-
-
-@pytest.mark.slow
-def test_runs_on_a_local_ray_cluster_equal_those_of_train(tmp_path: Path, one_thread: None) -> None:
+def test_a_run_on_a_local_ray_cluster_equals_that_of_train(tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    arguments = ["--delta", "0.01,0.1", *SMALL, "--no-mlflow", "--jobs", "2", "--name", "there"]
-    done = bandpo(*arguments, "--executor", "ray", cwd=tmp_path)
+    arguments = [
+        "--delta",
+        "0.01",
+        *SMALL,
+        "--steps",
+        "1",
+        "--no-mlflow",
+        "--name",
+        "there",
+        "--executor",
+        "ray",
+    ]
+    done = run_bandpo("sweep", *arguments, cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
-    assert "2 of 2 runs finished" in done.stdout
-    for name in ("0.01-s0", "0.1-s0"):
-        here = train(resolve([read_layer(tmp_path / f"runs/there/plans/{name}.yaml")]), tmp_path, name)
-        assert records(tmp_path / "runs/there" / name) == [without_clock(line) for line in here.records]
+    assert "1 of 1 runs finished" in done.stdout
+    there = tmp_path / "runs/there"
+    assert record(there / "0.01-s0") == run_alone(there / "plans/0.01-s0.yaml", tmp_path)

@@ -135,13 +135,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for arguments in (["train", *SMALL, "--steps", "2", "--name", "a"], [*evaluation, "--no-mlflow"]):
         run_bandpo(*arguments, cwd=folder).check_returncode()
     runs = folder / "runs"
-    shutil.copytree(runs / "a", runs / NAME)
-    shutil.copytree(runs / "a", runs / f"{NAME}2")
-    shutil.copytree(runs / "a", runs / "damaged")
+    for name in (NAME, f"{NAME}2", "damaged"):
+        shutil.copytree(runs / "a", runs / name)
+        poison_run(runs / name, valid=name != "damaged")
     shutil.copytree(runs / "e", runs / f"e{NAME}")
-    poison_run(runs / "damaged", valid=False)
-    for name in (NAME, f"{NAME}2"):
-        poison_run(runs / name, valid=True)
     poison_json(runs / f"e{NAME}" / "eval.json", ("name", "status"))
     for path in (runs / f"e{NAME}").rglob("*.parquet"):
         poison_table(path)
@@ -150,12 +147,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / f"{NAME}.jsonl").write_text(json.dumps({HOSTILE: HOSTILE}) + "\n")
-    (folder / "samples.jsonl").write_text(
-        "".join(
-            json.dumps({"question": "q", "answer": "1", "completion": HOSTILE, "id": HOSTILE}) + "\n"
-            for _ in "ab"
-        )
-    )
+    row = {"question": "q", "answer": "1", "completion": HOSTILE, "id": HOSTILE}
+    (folder / "samples.jsonl").write_text(2 * (json.dumps(row) + "\n"))
     (folder / "hostile_grader.py").write_text(
         f"import sys\n\ndef fail(*arguments):\n    print({HOSTILE!r}, flush=True)\n"
         f"    print({HOSTILE!r}, file=sys.stderr)\n    raise ValueError({HOSTILE!r})\n"
@@ -199,11 +192,10 @@ COMMANDS: Mapping[str, list[str]] = {
     "sweep": ["sweep", "sweep.yaml", "--dry-run"],
     "bounds": ["bounds", "--file", "p.txt"],
     "command": [NAME],
-    "doctor": ["doctor"],
 }  # fmt: skip
 
 
-WITHOUT_FOREIGN_TEXT = {"compare evaluations", "train dry", "doctor"}
+WITHOUT_FOREIGN_TEXT = {"compare evaluations", "train dry"}
 
 
 @pytest.mark.slow

@@ -8,17 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.cli.eval_command import bandpo, succeed, usage_error
-from tests.cli.train_runs import record
-
-SMALL = [
-    "--steps", "2", "--set", "task.max_number=5",
-    "--set", "sampling.prompts=4", "--set", "sampling.samples=4", "--set", "optim.updates=2",
-    "--set", "evaluation.problems=4", "--set", "evaluation.samples=4", "--set", "evaluation.k=[1,4]",
-]  # fmt: skip
+from tests.cli.train_runs import SMALL, record
 
 
 def test_a_run_in_an_empty_folder(tmp_path: Path) -> None:
-    done = succeed("train", *SMALL, "--name", "first", "--no-mlflow", cwd=tmp_path)
+    done = succeed("train", *SMALL, "--steps", "2", "--name", "first", cwd=tmp_path)
     statement = ("Band of the kl trust region", "4 prompts × 4 = 16 completions")
     for part in (*statement, "step 2/2", "held-out", "runs/first"):
         assert part in done.out
@@ -37,7 +31,7 @@ def test_a_run_in_an_empty_folder(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_resolved_config_gives_the_same_run(tmp_path: Path) -> None:
-    succeed("train", *SMALL, "--seed", "3", "--delta", "0.2", "--name", "a", "--no-mlflow", cwd=tmp_path)
+    succeed("train", *SMALL, "--steps", "2", "--delta", "0.2", "--name", "a", cwd=tmp_path)
     succeed("train", "--config", "runs/a/config.yaml", "--name", "b", cwd=tmp_path)
     assert record(tmp_path / "runs" / "a") == record(tmp_path / "runs" / "b")
 
@@ -76,7 +70,7 @@ def test_dry_run_prints_every_setting_and_writes_nothing(tmp_path: Path) -> None
 def test_mlflow_has_the_run(tmp_path: Path) -> None:
     from mlflow import MlflowClient
 
-    done = succeed("train", *SMALL, "--name", "mirrored", cwd=tmp_path)
+    done = succeed("train", *SMALL, "--steps", "2", "--mlflow", "--name", "mirrored", cwd=tmp_path)
     assert "mlflow ui --backend-store-uri sqlite:///runs/mlflow.db" in done.out
     client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("bandpo").experiment_id])
@@ -93,7 +87,7 @@ def test_mlflow_has_the_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_failed_run_is_reported_in_one_line(tmp_path: Path) -> None:
     """The learning rate makes the weights diverge: exit code 1, and the metrics of the earlier steps are recorded."""
-    done = bandpo("train", *SMALL, "--set", "optim.lr=1e30", "--name", "a", "--no-mlflow", cwd=tmp_path)
+    done = bandpo("train", *SMALL, "--set", "optim.lr=1e30", "--name", "a", cwd=tmp_path)
     assert done.code == 1, done.out + done.err
     assert "Traceback" not in done.err
     assert "error: " in done.err

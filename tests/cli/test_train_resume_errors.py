@@ -14,8 +14,6 @@ from bandpo_cli.storage.run_folder import RunFolder
 from tests.cli.eval_command import succeed, usage_error, without_torch
 from tests.cli.train_runs import SMALL, file_contents, metrics_lines, truncate_metrics
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture
 def placeholder_run(tmp_path: Path) -> Path:
@@ -49,12 +47,9 @@ def test_the_hint_for_a_complete_run_of_a_sweep_names_its_folder(
     shutil.move(placeholder_run, tmp_path / "runs" / "first" / "band-s0")
     line = usage_error("train", "--resume", "first/band-s0", cwd=tmp_path)
     assert "to train further: bandpo train --resume runs/first/band-s0 --steps 12" in line
-    planned = succeed(
-        "train", "--resume", "runs/first/band-s0", "--steps", "12", "--dry-run", cwd=tmp_path
-    ).out
-    assert "after step 6 (runs/first/band-s0/checkpoints/step-000006): 6 steps to go" in " ".join(
-        planned.split()
-    )
+    flags = ["--steps", "12", "--dry-run"]
+    planned = succeed("train", "--resume", "runs/first/band-s0", *flags, cwd=tmp_path).out.split()
+    assert "after step 6 (runs/first/band-s0/checkpoints/step-000006): 6 steps to go" in " ".join(planned)
 
 
 @pytest.mark.slow
@@ -78,9 +73,7 @@ def test_changed_settings_are_refused(
 ) -> None:
     truncate_metrics(placeholder_run, 5)
     before = file_contents(placeholder_run)
-    line = usage_error("train", "--resume", "a", *arguments, cwd=tmp_path)
-    for part in parts:
-        assert part in line
+    usage_error("train", "--resume", "a", *arguments, cwd=tmp_path, parts=parts)
     assert file_contents(placeholder_run) == before
 
 
@@ -123,10 +116,6 @@ def _change_metrics(change: Callable[[list[str]], list[str]]) -> Callable[[Path]
     return lambda folder: (folder / "metrics.jsonl").write_text("".join(change(metrics_lines(folder))))
 
 
-def _no_checkpoint_of_a_finished_run(folder: Path) -> None:
-    shutil.rmtree(folder / "checkpoints")
-
-
 def _evaluation(folder: Path) -> None:
     (folder / "config.yaml").unlink()
     (folder / "eval.json").write_text("{}")
@@ -139,23 +128,11 @@ def _evaluation(folder: Path) -> None:
         (_replace("config.yaml", None), [], ["it has no config.yaml", "start a new run"]),
         (_replace("config.yaml", "seed: ["), [], ["config.yaml", "not readable as YAML"]),
         (_replace("metrics.jsonl", None), [], ["metrics.jsonl: ends before the checkpoint of step 2"]),
+        (_change_metrics(lambda lines: lines[:3]), [], ["ends before the checkpoint of step 4"]),
+        (_change_metrics(lambda lines: [*lines[:3], lines[2]]), [], ["line 4: step 2 where step 3 belongs"]),
+        (_change_metrics(lambda lines: [*lines[:3], "rubbish\n"]), [], ["line 4", "is not a JSON object"]),
         (
-            _change_metrics(lambda lines: lines[:3]),
-            [],
-            ["ends before the checkpoint of step 4"],
-        ),
-        (
-            _change_metrics(lambda lines: [*lines[:3], lines[2]]),
-            [],
-            ["line 4: step 2 where step 3 belongs"],
-        ),
-        (
-            _change_metrics(lambda lines: [*lines[:3], "rubbish\n", *lines[3:]]),
-            [],
-            ["line 4", "is not a JSON object"],
-        ),
-        (
-            _no_checkpoint_of_a_finished_run,
+            lambda folder: shutil.rmtree(folder / "checkpoints"),
             ["--steps", "8"],
             ["no complete checkpoint", "start a new run", "--steps 8"],
         ),
@@ -171,9 +148,7 @@ def test_a_damaged_run_is_one_line(
 ) -> None:
     damage(placeholder_run)
     before = file_contents(placeholder_run)
-    line = usage_error("train", "--resume", "a", *arguments, cwd=tmp_path)
-    for word in words:
-        assert word in line
+    usage_error("train", "--resume", "a", *arguments, cwd=tmp_path, parts=words)
     assert file_contents(placeholder_run) == before
 
 
@@ -191,15 +166,13 @@ def test_user_errors_are_raised_before_torch_is_loaded(placeholder_run: Path, tm
     ("settings", "advice"),
     [
         (["--set", "checkpoint.every=7", "--steps", "100"], "use --set checkpoint.every=5"),
-        (["--set", "checkpoint.every=4", "--steps", "100"], None),
         (["--steps", "12"], None),  # evaluations before and after the run only: nothing to choose from
-        (["--steps", "100", "--set", "evaluation.every=0", "--set", "checkpoint.every=7"], None),
     ],
 )
 def test_a_warning_for_checkpoints_that_fall_on_no_evaluation(
     tmp_path: Path, settings: list[str], advice: str | None
 ) -> None:
-    defaults = ["--set", "evaluation.every=20"] if "evaluation.every=0" not in settings else []
-    printed = " ".join(succeed("train", *defaults, *settings, "--dry-run", cwd=tmp_path).out.split())
+    flags = ["--set", "evaluation.every=20", *settings, "--dry-run"]
+    printed = " ".join(succeed("train", *flags, cwd=tmp_path).out.split())
     assert ("never coincide" in printed) == (advice is not None)
     assert advice is None or advice in printed

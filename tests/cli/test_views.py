@@ -23,7 +23,6 @@ from bandpo_cli.cli.sweep_view import plan_table, seconds_left, variants_table
 from bandpo_cli.cli.train_view import TrainView, eval_metrics_text, flagged_shares, sparkline
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.experiments.preflight import run_warnings
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.sweeps.plan import SweepRun
 from bandpo_cli.sweeps.scheduler import RunState
@@ -212,14 +211,14 @@ def test_the_statement_has_the_batch_sizes_and_a_line_about_rollouts_one_step_ah
     config = resolve([{"sampling": {"max_lag": 1}}])
     assert dict(run_statement(config, build_task(config.task)))["sampling"].startswith("one step ahead")
     text = " ".join(text for _, text in run_statement(RunConfig(), build_task(RunConfig().task)))
-    for part in (
+    sizes = (
         "64 prompts × 16 = 1,024 completions",
         "≤ 8,192 tokens",
         "4 updates of 256",
         "400 updates",
         "102,400",
-        "128 held-out problems × 16",
-    ):
+    )
+    for part in (*sizes, "128 held-out problems × 16"):
         assert part in text
 
 
@@ -251,12 +250,3 @@ def test_the_time_left_of_a_sweep_is_not_shorter_than_that_of_its_slowest_run() 
     assert seconds_left({"a": slow, "b": fast}, 2) == 100.0
     # 20 waiting and 10 running steps of 15 s, in two slots.
     assert seconds_left({"a": slow, "b": fast, "c": waiting, "d": waiting}, 2) == 225.0
-
-
-def test_run_warnings() -> None:
-    assert run_warnings(RunConfig()) == []
-    (one,) = run_warnings(resolve([{"optim": {"updates": 1}}]))
-    assert "never has an effect" in one
-    assert run_warnings(resolve([{"optim": {"updates": 1}, "bounds": {"method": "none"}}])) == []
-    (late,) = run_warnings(resolve([{"steps": 1, "optim": {"warmup_steps": 4}}]))
-    assert "warm-up is 4 updates" in late

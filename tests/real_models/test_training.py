@@ -24,7 +24,7 @@ from bandpo_cli.training.components import build_components
 from bandpo_cli.training.loop import train
 from bandpo_cli.types import Completion
 from tests.cli.eval_command import bandpo, start, succeed
-from tests.cli.test_train_stopped import count_lines, wait_until
+from tests.cli.processes import count_lines, wait_until
 from tests.cli.train_runs import record
 from tests.real_models.conftest import encoded_prompts, plain_logprobs, plain_model
 from tests.tasks.stored_completions import jsonl

@@ -1,0 +1,10 @@
+"""Commands in the process of the tests compute with one thread: more of them wait for each other in small models."""
+
+from __future__ import annotations
+
+import pytest
+
+
+@pytest.fixture(scope="module", autouse=True)
+def every_command_with_one_thread(one_thread: None) -> None:
+    """Set torch to one thread in all modules."""

@@ -1,0 +1,61 @@
+"""Helpers for tests that start commands, watch their processes and end them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from tests.cli.train_runs import metrics_lines
+from tests.commands import Forked
+
+
+def wait_until(process: Forked | subprocess.Popen[str], holds: Callable[[], bool]) -> None:
+    """Wait for a condition while the process runs."""
+    deadline = time.monotonic() + 180
+    while not holds():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def count_lines(folder: Path) -> int:
+    """Return the number of lines of metrics.jsonl."""
+    return len(metrics_lines(folder)) if (folder / "metrics.jsonl").exists() else 0
+
+
+def _status(process: int) -> list[str]:
+    """Return the fields of a process after its name: its state, its parent and others; none if it has ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def children(parent: int) -> list[int]:
+    """Return the process ids of the child processes of `parent`."""
+    numbers = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    return [number for number in numbers if _status(number)[1:2] == [str(parent)]]
+
+
+def descendants(parent: int) -> list[int]:
+    """Return the process ids of all processes that `parent` has started, and of those that they have."""
+    own = children(parent)
+    return own + [descendant for child in own for descendant in descendants(child)]
+
+
+def ranks_of(launcher: int, folder: Path) -> list[int]:
+    """Return the process ids of two ranks, in their order, that a process has started; rank 0 writes the run."""
+    main = int(json.loads((folder / ".lock").read_text())["pid"])
+    (other,) = set(children(launcher)) - {main}
+    return [main, other]
+
+
+def check_ended(processes: Iterable[int], seconds: float = 60.0) -> None:
+    """Require that the processes end within a time. A zombie waits for its parent to take notice of its end."""
+    deadline = time.monotonic() + seconds
+    while running := [process for process in processes if _status(process)[:1] not in ([], ["Z"])]:
+        assert time.monotonic() < deadline, running
+        time.sleep(0.02)
