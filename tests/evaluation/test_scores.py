@@ -46,10 +46,7 @@ BY_HAND = {
     "timeout_rate": (0.0, 1 / 4),
     "grader_error_rate": (0.0, 1 / 4),
 }
-LEGACY = {
-    "legacy_best_at_1": (1 / 2, 1 / 4),
-    "legacy_best_at_2": (1 - 0.5**2, 1 - 0.75**2),
-}
+LEGACY = {"legacy_best_at_1": (1 / 2, 1 / 4), "legacy_best_at_2": (1 - 0.5**2, 1 - 0.75**2)}
 
 
 def test_every_metric() -> None:

@@ -12,13 +12,7 @@ import pytest
 
 from bandpo_cli.grading import verl_graders as ours
 from bandpo_cli.types import Grade, Problem
-from tests.integrations.answer_texts import (
-    PIECES,
-    REFERENCES,
-    phrased_answers,
-    random_cases,
-    real_references,
-)
+from tests.integrations.answer_texts import PIECES, REFERENCES, phrased_answers, random_cases, real_references
 
 
 def verl_module(name: str) -> ModuleType:

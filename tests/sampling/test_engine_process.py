@@ -29,12 +29,7 @@ from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.sampling import engine_process, sync_check
 from bandpo_cli.sampling.engine_process import EngineProcess
-from bandpo_cli.sampling.engine_server import (
-    receive_slots,
-    receive_weights,
-    send_slots,
-    send_weights,
-)
+from bandpo_cli.sampling.engine_server import receive_slots, receive_weights, send_slots, send_weights
 from bandpo_cli.sampling.sampler import (
     SampleRequest,
     SamplingParams,

@@ -15,13 +15,7 @@ from transformers import PreTrainedModel
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.sampling.sampler import SamplingParams, StaleEngineError, TokenIds
-from bandpo_cli.sampling.sync_check import (
-    ATTEMPTS,
-    HALF_PRECISION_LIMIT,
-    CheckSchedule,
-    SyncCheck,
-    mean_gap,
-)
+from bandpo_cli.sampling.sync_check import ATTEMPTS, HALF_PRECISION_LIMIT, CheckSchedule, SyncCheck, mean_gap
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion
 from tests.conftest import random_model
