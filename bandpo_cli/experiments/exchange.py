@@ -24,8 +24,14 @@ from bandpo_cli.experiments.overview import RunOverview, describe_line
 from bandpo_cli.experiments.preflight import check_graders, choose_run_name, load_task, resolve_model
 from bandpo_cli.exports import verl_files
 from bandpo_cli.exports.verl_files import CONFIG_FILE, VERL_VERSION
-from bandpo_cli.exports.verl_rules import MODEL, InFolder, Overrides
-from bandpo_cli.exports.verl_settings import differences_of, is_runnable, overrides_of
+from bandpo_cli.exports.verl_settings import (
+    MODEL,
+    InFolder,
+    Overrides,
+    differences_of,
+    is_runnable,
+    overrides_of,
+)
 from bandpo_cli.paths import is_adapter_folder, path_exists, user_path
 from bandpo_cli.storage.files import apply_umask, export_folder, sync, write_json, write_text
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from bandpo_cli.config.layers import flatten
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.exports.verl_rules import InFolder, Overrides, longest_row, tokens_per_micro_batch
-from bandpo_cli.exports.verl_settings import RULES
+from bandpo_cli.exports.verl_settings import RULES, InFolder, Overrides, tokens_per_micro_batch
 from bandpo_cli.storage.files import write_json
 from bandpo_cli.types import Message, Problem
 
@@ -59,7 +58,10 @@ def batch_arithmetic(config: RunConfig, gpus: int, problems: int) -> list[str]:
     for fails, message in checks:
         if fails:
             raise ConfigError(message)
-    longest, tokens = longest_row(config), tokens_per_micro_batch(config)
+    longest, tokens = (
+        config.sampling.max_prompt_tokens + config.sampling.max_tokens,
+        tokens_per_micro_batch(config),
+    )
     return [
         f"per step: {prompts:,} prompts × {samples} completions = {prompts * samples:,} completions; GPUs: "
         f"{gpus}, vLLM engines: {gpus // parallel}",

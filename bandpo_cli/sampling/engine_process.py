@@ -150,10 +150,16 @@ class EngineProcess:
                 deque(weights, maxlen=0)  # a sharded model gathers each weight on all ranks together
                 raise
 
+        def sample(prompt: TokenIds, params: SamplingParams, seed: int) -> list[Completion]:
+            return self.sample([prompt], params, seed)[0]
+
         with self._schedule.sync() as is_complete:
             self._ranks.agree(send)
             if self._check is not None and is_complete:
-                self._check.check(model, version, self._sample_probe)
+                # All ranks sample the probe together, so an error on one of them is raised on all.
+                self._check.check(
+                    model, version, lambda *probe: self._ranks.agree(lambda: sample(*probe))[self._ranks.rank]
+                )
 
     def describe(self) -> dict[str, str]:
         """Return what the engine in the process describes; see `describe_sampler`."""
@@ -207,10 +213,6 @@ class EngineProcess:
         _checked(answer)
         if not on_gpu:
             torch.set_num_threads(max(1, self._trainer_threads - threads))
-
-    def _sample_probe(self, prompt: TokenIds, params: SamplingParams, seed: int) -> list[Completion]:
-        """Return completions of one prompt. All ranks call this together, so an error on one is raised on all."""
-        return self._ranks.agree(lambda: self.sample([prompt], params, seed)[0])[self._ranks.rank]
 
     @contextmanager
     def _conversation(self, *command: object) -> Iterator[Connection]:

@@ -225,15 +225,6 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return tokens[max(following, key=len)] if match and following else None
 
 
-def sample_completions(
-    sampler: Sampler, prompts_P: Sequence[EncodedPrompt], params: SamplingParams, seed: int, version: int
-) -> list[list[Completion]]:
-    """Return completions [P][n] of the prompts; see `stream_completions`."""
-    request = SampleRequest([prompt.token_ids for prompt in prompts_P], seed)
-    (completions_PG,) = stream_completions(sampler, [request], params, version)
-    return completions_PG
-
-
 def stream_completions(
     sampler: Sampler, requests: Iterable[SampleRequest], params: SamplingParams, version: int
 ) -> Generator[list[list[Completion]], None, None]:

@@ -100,7 +100,8 @@ class TransformersSampler:
             sampled, sampled_logprobs = sample_tokens(logits, uniforms.to(device)[active], params.temperature)
             tokens[active, step], logprobs[active, step] = sampled, sampled_logprobs
             if entropies is not None:
-                entropies[active, step] = token_entropy(logits)
+                all_logprobs = torch.log_softmax(logits, dim=-1)
+                entropies[active, step] = torch.linalg.vecdot(all_logprobs.exp(), all_logprobs).neg_()
             ends = torch.isin(sampled, stop_ids) & running
             counts[active[ends]], stopped[active[ends]] = step + 1, True
             running &= ~ends
@@ -257,13 +258,3 @@ def sample_tokens(
     points = uniforms[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, points, right=True).clamp(max=logits.shape[-1] - 1)
     return tokens.squeeze(1), logprobs.gather(-1, tokens).squeeze(1)
-
-
-def token_entropy(logits: torch.Tensor) -> torch.Tensor:
-    """Return the entropy of softmax(logits) in nats per row, [B] float32.
-
-    Args:
-        logits: [B, V] float32.
-    """
-    logprobs = torch.log_softmax(logits, dim=-1)
-    return torch.as_tensor(torch.linalg.vecdot(logprobs.exp(), logprobs).neg_())

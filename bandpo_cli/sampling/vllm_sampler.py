@@ -45,7 +45,7 @@ from bandpo_cli.sampling.vllm_worker import (
     preserve_process_state,
     stderr_on_failure,
 )
-from bandpo_cli.types import Completion, FinishReason
+from bandpo_cli.types import Completion
 
 if TYPE_CHECKING:
     import vllm
@@ -254,10 +254,9 @@ class VllmSampler:
             )
 
     def _completion(self, output: Any) -> Completion:
-        reason: FinishReason = output.finish_reason
-        if reason not in ("stop", "length"):
-            raise RunError(f"vLLM ended a completion with {reason!r}")
-        return Completion(output.token_ids, output.logprobs.logprobs, reason, self._version)
+        if output.finish_reason not in ("stop", "length"):
+            raise RunError(f"vLLM ended a completion with {output.finish_reason!r}")
+        return Completion(output.token_ids, output.logprobs.logprobs, output.finish_reason, self._version)
 
     def _wake_if_asleep(self, tags: list[str]) -> None:
         """Allocate the memory of `tags`: weights before the load and the cache after it, to lower the peak."""

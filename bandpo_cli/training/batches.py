@@ -27,7 +27,6 @@ from bandpo_cli.sampling.rollouts import (
     decode_completions,
     graded_groups,
     problem_per_completion,
-    sample_completions,
     stream_completions,
 )
 from bandpo_cli.sampling.sampler import SampleRequest, StreamingSampler
@@ -190,7 +189,8 @@ class RolloutBatches:
                             early.submit(problem_per_completion(answered, part), texts)
                             completions += part
                 else:
-                    completions = sample_completions(components.sampler, prompts, params, seed, version)
+                    request = SampleRequest([prompt.token_ids for prompt in prompts], seed)
+                    (completions,) = stream_completions(components.sampler, [request], params, version)
             with timer.phase("grade"):
                 grade = training_grader(pool, config.task.rewards, ranks)
                 texts = decode_completions(tokenizer, completions)

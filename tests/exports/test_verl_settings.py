@@ -11,8 +11,17 @@ import pytest
 from bandpo_cli.config.layers import flatten, nest, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.datasets import TASKS
-from bandpo_cli.exports.verl_rules import ACTOR, CORRECTION, LOSSES, MODEL, ROLLOUT
-from bandpo_cli.exports.verl_settings import RULES, differences_of, is_runnable, overrides_of
+from bandpo_cli.exports.verl_settings import (
+    ACTOR,
+    CORRECTION,
+    LOSSES,
+    MODEL,
+    ROLLOUT,
+    RULES,
+    differences_of,
+    is_runnable,
+    overrides_of,
+)
 from bandpo_cli.registries import METHODS
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper"

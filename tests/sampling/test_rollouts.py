@@ -24,9 +24,9 @@ from bandpo_cli.sampling.rollouts import (
     end_of_turn_id,
     graded_groups,
     problem_per_completion,
-    sample_completions,
+    stream_completions,
 )
-from bandpo_cli.sampling.sampler import SamplingParams, StaleEngineError
+from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, StaleEngineError
 from bandpo_cli.tasks.questions import build_prompt
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.components import Components, build_components
@@ -127,14 +127,14 @@ def test_rewards_have_the_configured_range_and_overlong_penalty() -> None:
 
 
 def test_completion_of_an_old_version_raises_stale_engine_error() -> None:
-    new, old, prompts = completion(TWO, version=4), completion(TWO, version=3), [EncodedPrompt("be", (6,))]
+    new, old, requests = completion(TWO, version=4), completion(TWO, version=3), [SampleRequest([(6,)], 1)]
     for groups in ([[new, new], [new, old]], [[new, new], [new, new]]):
         sampler: Any = SimpleNamespace(sample=lambda prompts, params, seed, groups=groups: groups)
         if groups[1][1] is new:
-            assert sample_completions(sampler, prompts, PARAMS, seed=1, version=4) == groups
+            assert [*stream_completions(sampler, requests, PARAMS, version=4)] == [groups]
         else:
             with pytest.raises(StaleEngineError, match="weights of update 3, the policy is at 4"):
-                sample_completions(sampler, prompts, PARAMS, seed=1, version=4)
+                list(stream_completions(sampler, requests, PARAMS, version=4))
 
 
 def test_prompts_that_are_all_too_long_are_reported_with_the_share_of_the_template() -> None:
