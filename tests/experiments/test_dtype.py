@@ -73,17 +73,14 @@ def test_a_run_with_auto_is_repeated_elsewhere(tmp_path: Path, monkeypatch: pyte
     assert checkpoint["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("model", "text"),
-    [
+def test_the_statement_names_the_dtype() -> None:
+    for model, text in (
         ({}, "bfloat16 on a GPU, else float32"),
         ({"device": "cpu"}, "float32"),
         ({"device": "cuda:1"}, "bfloat16"),
         ({"device": "cpu", "dtype": "bfloat16"}, "bfloat16"),
-    ],
-)
-def test_the_statement_names_the_dtype(model: dict[str, str], text: str) -> None:
-    assert describe_model(resolve([{"model": {"path": "org/name", **model}}])) == f"org/name, {text}"
+    ):
+        assert describe_model(resolve([{"model": {"path": "org/name", **model}}])) == f"org/name, {text}"
 
 
 def test_the_estimate_and_the_advice_follow_the_device() -> None:

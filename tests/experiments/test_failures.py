@@ -18,7 +18,6 @@ from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.reports import run_plots
 from bandpo_cli.sampling.sampler import StaleEngineError
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
-from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training import components, loop
 from bandpo_cli.training.optimizer import Optimizer
 from tests.experiments.test_api import SMALL
@@ -93,13 +92,18 @@ def test_out_of_memory_in_an_evaluation(tmp_path: Path, monkeypatch: pytest.Monk
 def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Make the sampler impossible to close, and return the list of what was closed."""
     calls: list[str] = []
+    create = GraderPool.__init__
+
+    def create_grader(pool: GraderPool, *arguments: Any) -> None:
+        create(pool, *arguments)
+        pool.close = lambda: calls.append("grader")  # type: ignore[assignment]
 
     def close_sampler(sampler: TransformersSampler) -> None:
         calls.append("sampler")
         raise RuntimeError("the engine does not answer")
 
     monkeypatch.setattr(TransformersSampler, "close", close_sampler)
-    monkeypatch.setattr(GraderPool, "close", lambda pool: calls.append("grader"))
+    monkeypatch.setattr(GraderPool, "__init__", create_grader)
     return calls
 
 
@@ -122,14 +126,6 @@ def test_a_sampler_that_cannot_be_closed_does_not_hide_the_error(
         start(runs_dir=tmp_path, name="a")
     assert sorted(closed) == ["grader", "sampler"]
     assert "RuntimeError: the engine does not answer" in caplog.text
-
-
-def test_closing_the_components_closes_all_of_them_and_raises_the_error(closed: list[str]) -> None:
-    config = resolve([SMALL])
-    built = components.build_components(config, build_task(config.task))
-    with pytest.raises(RuntimeError, match="does not answer"):
-        built.close()
-    assert closed == ["sampler", "grader"]
 
 
 @pytest.mark.slow

@@ -30,22 +30,6 @@ RUN: list[Any] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[StepProfile, Path]:
-    """Return the profile of steps 2 and 3 of a run, and the folder of the run without a profiler."""
-    runs = tmp_path_factory.mktemp("runs")
-    config = resolve(RUN)
-    callback = ProfileCallback(5)  # the run ends early, and has the trace of the steps until then
-    train(config, runs, "traced", [callback])
-    train(config, runs, "plain")
-    assert callback.result is not None
-    return callback.result, runs / "plain"
-
-
-def records_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 def test_the_evaluation_and_the_first_trained_step_are_not_traced(tmp_path: Path) -> None:
     callback = ProfileCallback(1)
     callback.start(RunInfo(tmp_path, {}, {}, 3, 0, (), None))
@@ -61,19 +45,18 @@ def test_the_evaluation_and_the_first_trained_step_are_not_traced(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_profile_changes_no_number_of_the_run(profiled: tuple[StepProfile, Path]) -> None:
-    profile, plain = profiled
-    traced = profile.trace.parents[1]
-    assert [*map(without_clock, records_of(traced))] == [*map(without_clock, records_of(plain))]
+def test_a_profile_changes_no_number_and_has_the_phases_after_the_first_step(tmp_path: Path) -> None:
+    """The labels are counted in the trace, and the record measures with another clock."""
+    callback = ProfileCallback(5)  # the run ends early, and has the trace of the steps until then
+    traced = train(resolve(RUN), tmp_path, "traced", [callback])
+    plain = train(resolve(RUN), tmp_path, "plain")
+    assert [*map(without_clock, traced.records)] == [*map(without_clock, plain.records)]
     name = "checkpoints/step-000003/model.safetensors"
-    assert (traced / name).read_bytes() == (plain / name).read_bytes()
-    assert not (plain / "profile").exists()
+    assert (traced.folder / name).read_bytes() == (plain.folder / name).read_bytes()
+    assert not (plain.folder / "profile").exists()
 
-
-@pytest.mark.slow
-def test_the_trace_has_the_phases_of_the_steps_after_the_first(profiled: tuple[StepProfile, Path]) -> None:
-    """Independent of the table: the labels are counted in the file. The record measures with another clock."""
-    profile, _ = profiled
+    profile = callback.result
+    assert profile is not None
     assert (profile.trace.name, profile.steps) == ("step-000002.json.gz", [2, 3])
     events = json.loads(gzip.decompress(profile.trace.read_bytes()))["traceEvents"]
     names = [event.get("name", "") for event in events]
@@ -84,7 +67,7 @@ def test_the_trace_has_the_phases_of_the_steps_after_the_first(profiled: tuple[S
     assert labels == phases | parts
     calls = {key: phase.calls for key, phase in profile.phases.items()}
     assert calls == phases | {f"update/{name}": number for name, number in parts.items()}
-    times = [record for record in records_of(profile.trace.parents[1]) if record["step"] > 1]
+    times = [record for record in traced.records if record["step"] > 1]
     assert profile.seconds == pytest.approx(sum(record["time/step"] for record in times))
     recorded = sum(record["time/update"] for record in times)
     assert profile.phases["update"].seconds == pytest.approx(recorded, rel=0.2, abs=0.1)

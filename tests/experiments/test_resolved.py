@@ -124,6 +124,10 @@ def test_the_engine_that_auto_resolved_to_is_pinned(tmp_path: Path, monkeypatch:
     named = RunConfig.model_validate({"sampling": {"engine": "transformers"}})
     assert pin(named, folder) == (named, [])
     assert pin(RunConfig(), run_folder(tmp_path, engine="transformers"))[0].sampling.engine == "transformers"
+    # A run of an earlier version has what its first resume resolved to.
+    resumes = [{"after_step": 2}, {"resolved": {"engine": "vllm"}}, {"resolved": {"engine": "transformers"}}]
+    (folder.path / "env.json").write_text(json.dumps({"versions": {}, "resumes": resumes}))
+    assert pin(RunConfig(), folder)[0].sampling.engine == "vllm"
 
 
 def test_commits_take_the_place_of_branches(tmp_path: Path) -> None:
@@ -145,14 +149,6 @@ def test_entries_that_no_run_writes_are_ignored(tmp_path: Path) -> None:
     assert unchanged == config
     assert "env.json" in warning
     assert warning.endswith("engine, dtype and commits of the run are not known and are chosen anew")
-
-
-def test_runs_of_earlier_versions_are_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = run_folder(tmp_path)
-    monkeypatch.setattr("bandpo_cli.experiments.resume_run.is_installed", lambda package: True)
-    resumes = [{"after_step": 2}, {"resolved": {"engine": "vllm"}}, {"resolved": {"engine": "transformers"}}]
-    (folder.path / "env.json").write_text(json.dumps({"versions": {}, "resumes": resumes}))
-    assert pin(RunConfig(), folder)[0].sampling.engine == "vllm"
 
 
 @pytest.mark.slow
