@@ -15,9 +15,6 @@ from bandpo_cli.storage.files import step_name
 if TYPE_CHECKING:
     from torch.profiler import profile
 
-FOLDER = "profile"
-"""Subfolder of the run folder with the traces."""
-
 
 @dataclass
 class PhaseTime:
@@ -76,7 +73,7 @@ class ProfileCallback(CallbackBase):
         self._traced: list[StepReport] = []
 
     def start(self, info: RunInfo) -> None:
-        self._folder = info.folder / FOLDER
+        self._folder = info.folder / "profile"
 
     def step(self, report: StepReport) -> None:
         """Start the profiler after the first step, and write the trace after the last traced one."""

@@ -30,10 +30,6 @@ STEP = {
 """Metrics of a step under the names that verl's logger gives MLflow."""
 
 
-def evaluation(accuracy: float) -> dict[str, float]:
-    return {"val-core/countdown/acc/mean_at_16": accuracy, "val-core/countdown/acc/best_at_16/mean": 0.9}
-
-
 @pytest.fixture
 def job(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return an exported job's folder, with a store of one finished run of three steps."""
@@ -42,7 +38,9 @@ def job(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -
     folder.mkdir()
     shutil.copy(empty_database, folder / "mlflow.db")
     write_settings(folder, steps=3)
-    log_run(folder, "job", {0: evaluation(0.1), 1: STEP, 2: STEP, 3: STEP | evaluation(0.4)})
+    first, last = ({"val-core/countdown/acc/mean_at_16": value} for value in (0.1, 0.4))
+    best = {"val-core/countdown/acc/best_at_16/mean": 0.9}
+    log_run(folder, "job", {0: first | best, 1: STEP, 2: STEP, 3: STEP | last})
     return folder
 
 

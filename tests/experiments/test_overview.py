@@ -16,12 +16,11 @@ from bandpo_cli.storage.run_folder import RunFolder
 
 
 def test_a_task_of_files_has_their_names() -> None:
-    files = ["gsm8k", {"path": "a.jsonl", "label": "mine"}]
     for task, title in (
         ({"name": "countdown"}, "countdown"),
         ({"name": "gsm8k"}, "gsm8k"),
         ({"name": "data", "train": "my/sums.jsonl"}, "sums"),
-        ({"name": "data", "train": files}, "gsm8k+mine"),
+        ({"name": "data", "train": ["gsm8k", {"path": "a.jsonl", "label": "mine"}]}, "gsm8k+mine"),
     ):
         assert resolve([{"task": task}]).task.title == title
 

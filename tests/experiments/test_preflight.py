@@ -13,23 +13,21 @@ from bandpo_cli.experiments.preflight import ModelRef, check_model_path, resolve
 from bandpo_cli.registries import METHODS
 
 
-def make_run(runs: Path, name: str, *steps: int) -> Path:
-    folder = runs / name
+def make_run(folder: Path, *steps: int) -> None:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("seed: 0\n")
     for step in steps:
         checkpoint = folder / "checkpoints" / f"step-{step:06d}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "config.json").write_text("{}")
-    return folder
 
 
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a runs folder with `a`, which has steps 2 and 10, and `a@2`, which has step 5."""
     monkeypatch.chdir(tmp_path)
-    make_run(Path("runs"), "a", 2, 10)
-    make_run(Path("runs"), "a@2", 5)
+    make_run(Path("runs/a"), 2, 10)
+    make_run(Path("runs/a@2"), 5)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     return Path("runs")
@@ -121,7 +119,7 @@ def test_unfinished_checkpoints_do_not_count(runs: Path) -> None:
     (runs / "a" / "checkpoints" / ".step-000020.writing").mkdir()
     (runs / "a" / "checkpoints" / "step-000030").mkdir()
     assert resolve_model("a", runs).step == 10
-    make_run(runs, "young")
+    make_run(runs / "young")
     with pytest.raises(UserError, match="no checkpoint yet"):
         resolve_model("young", runs)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from itertools import chain, repeat
+from itertools import chain, cycle, repeat
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -153,8 +153,8 @@ def test_entries_that_no_run_writes_are_ignored(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_data_sets_are_pinned(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = datasets.Dataset.from_list([{"question": "1 + 1?", "answer": "#### 1"}] * 3)
-    load = mock.Mock(return_value=rows)
+    rows = [[{"question": f"{split}?", "answer": "#### 1"}] * 3 for split in ("train", "test")]
+    load = mock.Mock(side_effect=cycle(map(datasets.Dataset.from_list, rows)))
     monkeypatch.setattr(datasets, "load_dataset", load)
 
     def requests() -> list[tuple[str, str | None]]:

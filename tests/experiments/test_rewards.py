@@ -56,8 +56,7 @@ def run_with(*rewards: dict[str, Any], name: str = "a", **settings: Any) -> Path
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [without_clock(line) for line in lines]
+    return [without_clock(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
@@ -173,7 +172,7 @@ def test_answers_of_a_failed_evaluation_are_graded_again(caplog: pytest.LogCaptu
 )  # fmt: skip
 def test_few_problems_are_pointed_out(settings: dict[str, Any], expected: list[str]) -> None:
     rows = [{"question": f"{n} + {n}?", "answer": 2 * n} for n in range(9)]
-    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = {"task": {"name": "data", "train": "a.jsonl"}, "model": {"path": "a/b"}, "optim": {"updates": 2}}
     plan = plan_training(resolve([task, {"sampling": {"prompts": 4}}, settings]))
     assert len(plan.warnings) == len(expected)
