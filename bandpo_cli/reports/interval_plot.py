@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -22,11 +22,8 @@ _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.
 _WIDTH = 1.9  # of the lines
 _SIMPLEX = "#f1f2f4"
 
-
-class _Curve(NamedTuple):
-    name: str
-    bounds: RatioBounds
-    line: dict[str, Any]
+_Curve = tuple[str, RatioBounds, dict[str, Any]]
+"""Name, bounds and line of a method."""
 
 
 def plot_intervals(
@@ -55,15 +52,13 @@ def plot_intervals(
     for color, name in zip(cycle(style.LINE_COLORS), divergences, strict=False):
         for dash, delta in zip(cycle(_DASHES), deltas, strict=False):
             bounds = band_bounds(np.log(p), name, delta, max_ratio)
-            curves.append(_Curve(f"{name} δ={delta:g}", bounds, {"color": color, "linestyle": dash}))
+            curves.append((f"{name} δ={delta:g}", bounds, {"color": color, "linestyle": dash}))
     for dash, name in zip(cycle(_DASHES[1:]), peers, strict=False):
         bounds, line = ratio_bounds(PEERS[name])(np.log(p)), {"color": style.MUTED_COLOR, "linestyle": dash}
-        curves.append(_Curve(peer_name(PEERS[name]), bounds, line))
-    figure, (ratios, changes) = style.new_figure(
-        "Allowed ratio and probability change of a token",
-        "old probability p, new probability r·p; grey: outside the simplex",
-        panels=2,
-    )
+        curves.append((peer_name(PEERS[name]), bounds, line))
+    title = "Allowed ratio and probability change of a token"
+    subtitle = "old probability p, new probability r·p; grey: outside the simplex"
+    figure, (ratios, changes) = style.new_figure(title, subtitle, panels=2)
     _plot_ratios(ratios, p, curves)
     _plot_changes(changes, p, curves)
     handles, labels = ratios.get_legend_handles_labels()

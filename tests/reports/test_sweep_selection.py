@@ -42,11 +42,9 @@ def test_runs_of_a_sweep_have_the_arms_of_its_plan(tmp_path):
     sweep = write_sweep(tmp_path / "deltas", {"clip": {0: 0.4, 1: 0.5}, "kl 0.02": {0: 0.6}})
     selection = select_runs([sweep], tmp_path)
     assert (selection.title, selection.baseline, selection.sweep.path) == ("deltas", "clip", sweep)
-    assert [(run.arm, run.seed, run.folder) for run in selection.runs] == [
-        ("clip", 0, sweep / "clip-s0"),
-        ("clip", 1, sweep / "clip-s1"),
-        ("kl 0.02", 0, sweep / "kl-0.02-s0"),
-    ]
+    folders = [sweep / name for name in ("clip-s0", "clip-s1", "kl-0.02-s0")]
+    expected = zip(("clip", "clip", "kl 0.02"), (0, 1, 0), folders, strict=True)
+    assert [(run.arm, run.seed, run.folder) for run in selection.runs] == list(expected)
 
 
 def test_other_runs_are_grouped_by_their_settings(runs, tmp_path, monkeypatch):
@@ -137,17 +135,17 @@ def settings(*assignments):
 
 
 def test_arm_is_named_by_its_method_and_the_other_differing_settings():
-    runs = [
+    clip, none, kl = (
         settings("bounds.method=clip"),
-        settings("bounds.delta=0.05"),
-        settings("bounds.delta=0.05", "optim.lr=1e-4"),
-        settings("bounds.divergence=tv", "bounds.delta=0.1"),
         settings("bounds.method=none"),
-    ]
+        settings("bounds.delta=0.05"),
+    )
+    tv = settings("bounds.divergence=tv", "bounds.delta=0.1")
+    runs = [clip, kl, settings("bounds.delta=0.05", "optim.lr=1e-4"), tv, none]
     names = ["clip lr=5e-5", "kl 0.05 lr=5e-5", "kl 0.05 lr=1e-4", "tv 0.1 lr=5e-5", "none lr=5e-5"]
     assert variant_names(runs) == names
-    assert variant_names([runs[0], runs[1], runs[3]]) == ["clip", "kl 0.05", "tv 0.1"]
-    assert variant_names(runs[:1]) == ["clip"]
+    assert variant_names([clip, kl, tv]) == ["clip", "kl 0.05", "tv 0.1"]
+    assert variant_names([clip]) == ["clip"]
 
 
 def test_names_have_settings_that_differ_within_a_method():
@@ -174,15 +172,10 @@ def test_settings_that_can_change_a_number_separate_arms(assignments, differing)
     assert len(set(variant_names(runs))) == (2 if differing else 1)
 
 
-def test_tasks_are_distinguished_by_name_only():
-    runs = [
-        {"bounds.method": "clip", "task.name": "countdown", "task.numbers": 4},
-        {"bounds.method": "clip", "task.name": "gsm8k", "task.grader": "math"},
-    ]
-    assert variant_names(runs) == ["clip task=countdown", "clip task=gsm8k"]
-
-
-def test_settings_with_the_same_last_part_are_named_with_their_section():
+def test_tasks_are_distinguished_by_name_and_settings_with_the_same_last_part_by_their_section():
+    countdown = {"bounds.method": "clip", "task.name": "countdown", "task.numbers": 4}
+    gsm8k = {"bounds.method": "clip", "task.name": "gsm8k", "task.grader": "math"}
+    assert variant_names([countdown, gsm8k]) == ["clip task=countdown", "clip task=gsm8k"]
     runs = [settings(), settings("sampling.temperature=0.7"), settings("evaluation.temperature=0.7")]
     names = variant_names(runs)
     assert names[1] == "kl 0.05 sampling.temperature=0.7 evaluation.temperature=1"
@@ -231,15 +224,8 @@ def test_settings_include_lists_of_data_sources(tmp_path):
             read_settings(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("bounds", "name"),
-    [
-        ({"method": "band", "delta": 0.1}, "kl 0.1"),
-        ({"method": "dppo", "divergence": "tv"}, "dppo tv 0.15"),
-        ({"method": "sapo"}, "sapo"),
-    ],
-)
-def test_methods_with_a_trust_region_are_named_by_it(bounds, name):
+def test_methods_with_a_trust_region_are_named_by_it():
     """The Band by divergence and radius alone; a method that this version does not know by its name."""
-    assert method_name(flatten(resolve([{"bounds": bounds}]).model_dump(mode="json"))) == name
-    assert method_name({"bounds.method": "mine"}) == "mine"
+    runs = settings("bounds.delta=0.1"), settings("bounds.method=dppo", "bounds.divergence=tv")
+    assert [method_name(run) for run in runs] == ["kl 0.1", "dppo tv 0.15"]
+    assert [method_name({"bounds.method": name}) for name in ("sapo", "mine")] == ["sapo", "mine"]

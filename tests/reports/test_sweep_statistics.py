@@ -32,12 +32,6 @@ def test_one_value_and_equal_values_have_no_interval(values):
     assert estimate([]) is None
 
 
-def test_interval_has_the_nominal_coverage():
-    samples = np.random.default_rng(0).normal(0.4, 0.02, size=(2000, 3))
-    covered = [sample.low <= 0.4 <= sample.high for sample in map(estimate, samples)]
-    assert 0.935 < np.mean(covered) < 0.965
-
-
 def test_intervals_stay_within_the_limits_of_the_metric():
     assert estimate([0.02, 0.03, 0.1], (0, 1)).low == 0
     assert estimate([0.9, 0.99], (0, 1)).high == 1

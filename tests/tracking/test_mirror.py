@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from bandpo_cli.config.run import TrackingConfig
-from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking.mirror import MlflowMirror, Sent
 from bandpo_cli.tracking.store import Store, create_sqlite_store, tracking_store
-from tests.tracking.tracked import client_of
+from tests.tracking.tracked import client_of, runs_at
 
 KIND = "mlflow.experimentKind"
 
@@ -28,14 +27,6 @@ def client(store: Store) -> Any:
     return client_of(store.uri)
 
 
-def connect(store: Store, run: RunFolder) -> None:
-    MlflowMirror.connect(store, run.path, {})
-
-
-def tags(client: Any) -> dict[str, str]:
-    return dict(client.get_experiment_by_name("bandpo").tags)
-
-
 @pytest.mark.parametrize(
     ("existing", "kind"),
     [
@@ -45,13 +36,13 @@ def tags(client: Any) -> dict[str, str]:
         ({KIND: ""}, ""),
     ],
 )
-def test_an_experiment_is_one_of_model_training_unless_a_user_has_chosen_its_kind(
+def test_the_kind_of_an_experiment_is_model_training_unless_a_user_has_chosen_one(
     store, client, run, existing, kind
 ):
     if existing is not None:
         client.create_experiment("bandpo", tags=existing)
-    connect(store, run)
-    assert {**(existing or {}), KIND: kind}.items() <= tags(client).items()
+    MlflowMirror.connect(store, run.path, {})
+    assert {**(existing or {}), KIND: kind}.items() <= client.get_experiment_by_name("bandpo").tags.items()
 
 
 def test_a_server_that_refuses_the_kind_gets_the_run(store, client, run, monkeypatch):
@@ -63,10 +54,9 @@ def test_a_server_that_refuses_the_kind_gets_the_run(store, client, run, monkeyp
 
     client.create_experiment("bandpo")
     monkeypatch.setattr(MlflowClient, "set_experiment_tag", refuse)
-    connect(store, run)
-    assert KIND not in tags(client)
-    (found,) = client.search_runs([client.get_experiment_by_name("bandpo").experiment_id])
-    assert found.info.run_name == "first"
+    MlflowMirror.connect(store, run.path, {})
+    assert KIND not in client.get_experiment_by_name("bandpo").tags
+    assert list(runs_at(store.uri)) == ["first"]
 
 
 RUN = SimpleNamespace(

@@ -132,9 +132,7 @@ def _read_finished_run(run: VariantRun) -> VariantRunData:
             tokens[text] = sum(shares[step] for step in steps)
     all_tokens = sum(tokens.values())
     return VariantRunData(
-        run.arm,
-        run.seed,
-        run.folder,
+        **vars(run),
         settings=settings,
         steps=last,
         sets=sets,
