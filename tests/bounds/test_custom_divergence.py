@@ -36,9 +36,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "my_divergences"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["chi2", "tv", "kl", "neyman"])
-@pytest.mark.parametrize("count", [40, 40_000])
+@pytest.mark.slow_after(4)
+@pytest.mark.parametrize("count", [40, 10_000])
+@pytest.mark.parametrize("name", ["chi2", "kl", "neyman", "tv"])
 def test_a_custom_f_agrees_with_the_closed_form(module: str, name: str, count: int) -> None:
     logps = -np.geomspace(1e-6, 30, count)
     for x in (logps, torch.tensor(logps)):

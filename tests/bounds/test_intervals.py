@@ -1,15 +1,22 @@
-"""Bounds of each method against values computed by hand, and the radius that matches another method."""
+"""Bounds of each method against values computed by hand, and radii that match another method."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from bandpo_cli.bounds import band_bounds, ratio_bounds
-from bandpo_cli.bounds.intervals import matching_delta
+from bandpo_cli.bounds.intervals import (
+    RecordedTokens,
+    clip_fraction,
+    clip_state,
+    match_clip_fraction,
+    matching_delta,
+)
 from bandpo_cli.config.methods import (
     BandSettings,
     ClipHigherSettings,
@@ -19,8 +26,11 @@ from bandpo_cli.config.methods import (
     NoClipSettings,
     Relax,
 )
-from bandpo_cli.errors import ConfigError
+from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.registries import DIVERGENCES, METHODS
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.tables import TOKEN_COLUMNS, read_token_tables
+from bandpo_cli.training.metrics import clip_metrics
 
 LOGP = torch.tensor([0.001, 0.08, 0.9], dtype=torch.float64).log()
 
@@ -71,11 +81,11 @@ def test_bounds_of_band_and_its_relaxation() -> None:
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
-@pytest.mark.parametrize("prob", [1e-9, 0.1, 0.7])
-def test_the_matching_radius_gives_the_upper_bound(name: str, prob: float) -> None:
-    delta = matching_delta(name, prob, 1.28)
-    assert delta is not None
-    assert band_bounds(np.log([prob]), name, delta).upper[0] == pytest.approx(1.28, rel=1e-7)
+def test_the_matching_radius_gives_the_upper_bound(name: str) -> None:
+    for prob in (1e-9, 0.1, 0.7):
+        delta = matching_delta(name, prob, 1.28)
+        assert delta is not None
+        assert band_bounds(np.log([prob]), name, delta).upper[0] == pytest.approx(1.28, rel=1e-7)
 
 
 def test_upper_bounds_that_no_band_matches() -> None:
@@ -103,17 +113,69 @@ def test_max_ratio_caps_the_upper_bound(cap: float | None, band: list[float], dc
     assert upper.tolist() == pytest.approx(dcpo)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "config",
-    [BandSettings(relax=Relax()), ClipSettings(), ClipHigherSettings(), DcpoSettings()],
-    ids=lambda c: c.method,
+    [BandSettings(relax=Relax()), ClipSettings(), ClipHigherSettings(), DcpoSettings(), NoClipSettings()],
+    ids=lambda config: config.method,
 )
-def test_log_probs_of_half_precision_have_the_bounds_of_float64_rounded_to_float32(
-    config: MethodSettings, dtype: torch.dtype
-) -> None:
-    """A bound of 1.2 is 1.203 in bfloat16, and 1/p has two digits there."""
-    half = torch.tensor([-7.0, -2.5, -0.1, -1e-3]).to(dtype)
-    for got, exact in zip(ratio_bounds(config)(half), ratio_bounds(config)(half.double()), strict=True):
-        assert got.dtype == torch.float32
-        torch.testing.assert_close(got, exact.float(), rtol=3e-7, atol=0)
+def test_bounds_of_half_precision_and_of_an_accelerator(config: MethodSettings) -> None:
+    """Those of float64, rounded to float32: a bound of 1.2 is 1.203 in bfloat16. No value is read from a device."""
+    for dtype in (torch.bfloat16, torch.float16):
+        half = torch.tensor([-7.0, -2.5, -0.1, -1e-3]).to(dtype)
+        for got, exact in zip(ratio_bounds(config)(half), ratio_bounds(config)(half.double()), strict=True):
+            assert got.dtype == torch.float32
+            torch.testing.assert_close(got, exact.float(), rtol=3e-7, atol=0)
+    assert ratio_bounds(config)(torch.empty(7, 3, device="meta")).lower.shape == (7, 3)
+
+
+def tokens(spread: float = 0.3, count: int = 2000) -> RecordedTokens:
+    rng = np.random.default_rng(0)
+    old = np.log(rng.beta(0.4, 0.4, count).clip(1e-6, 1 - 1e-6))
+    ratios = np.minimum(np.exp(rng.normal(0, spread, count)), np.exp(-old))
+    return RecordedTokens(old, ratios, rng.normal(size=count))
+
+
+def test_the_clip_fraction_equals_the_metric_of_training() -> None:
+    given = tokens()
+    for config in (ClipSettings(), BandSettings(delta=0.01), NoClipSettings()):
+        bounds = ratio_bounds(config)(torch.from_numpy(given.old_logprobs))
+        state = clip_state(torch.from_numpy(given.ratios), *bounds, torch.from_numpy(given.advantages))
+        metrics = clip_metrics(state, torch.from_numpy(given.old_logprobs))
+        assert clip_fraction(config, given) == pytest.approx(metrics["clip/active_fraction"])
+
+
+@pytest.mark.parametrize("divergence", ["kl", "tv"])
+def test_no_radius_of_a_fine_grid_is_closer(divergence: str) -> None:
+    given, band = tokens(), BandSettings(divergence=divergence)
+    found = match_clip_fraction(band, ClipSettings(), given)
+    assert found.wanted == clip_fraction(ClipSettings(), given)
+    assert found.reached == clip_fraction(BandSettings(divergence=divergence, delta=found.delta), given)
+    gaps = [
+        abs(clip_fraction(BandSettings(divergence=divergence, delta=delta), given) - found.wanted)
+        for delta in (found.delta * np.geomspace(0.5, 2, 41)).tolist()
+    ]
+    assert abs(found.reached - found.wanted) <= min(gaps) + 1 / len(given.ratios)
+
+
+def test_an_impossible_match_raises_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"clip clips none of the 2,000 recorded tokens"):
+        match_clip_fraction(BandSettings(), ClipSettings(), tokens(spread=1e-3))
+    # A ratio just above 1: the narrow interval clips it, and no Band of the searched radii does.
+    free = RecordedTokens(np.full(10, np.log(0.1)), np.r_[np.full(9, 1.0), 1.0 + 1e-12], np.ones(10))
+    with pytest.raises(ConfigError, match=r"no radius of kl clips .* it can clip between"):
+        match_clip_fraction(BandSettings(), ClipSettings(eps_low=0.2, eps_high=1e-13), free)
+
+
+def test_recorded_tokens_are_read_from_the_run_folder(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "a")
+    with pytest.raises(UserError, match="no recorded tokens there"):
+        read_token_tables(folder.path)
+    columns = {name: np.arange(3, dtype=np.float32) for name in TOKEN_COLUMNS}
+    folder.write_tokens(1, columns)
+    folder.write_tokens(2, columns)
+    read = read_token_tables(folder.path)
+    assert read["ratio"].dtype == np.float64
+    assert read["ratio"].tolist() == [0, 1, 2, 0, 1, 2]
+    (folder.path / "tokens" / "step-000002.parquet").write_bytes(b"no parquet")
+    with pytest.raises(UserError, match=r"step-000002\.parquet: not readable"):
+        read_token_tables(folder.path)

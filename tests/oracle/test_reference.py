@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.bounds.check_values import CHECK_VALUES
+from tests.bounds.oracle import CHECK_VALUES
 from tests.oracle.reference import ReferenceTrainer
 from tests.oracle.reference_bounds import GENERATORS, band, ratio_bounds
 
