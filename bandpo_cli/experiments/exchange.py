@@ -198,13 +198,12 @@ def _write_merged(run: RunFolder | None, adapter: Path, folder: Path) -> None:
     """Load the base model with its adapter on the CPU and write it to `folder`, in the dtype of the run."""
     trained = resolve([] if run is None else [read_layer(run.path / "config.yaml")])
     with out_of_memory_errors(trained, training=False):
-        from bandpo_cli.models.adapter_files import base_config
         from bandpo_cli.models.load import load_policy, read_config, save_policy
 
         on_cpu = {"revision": None, "device": "cpu", "attention": "auto", "lora": None}
         settings = trained.model.model_copy(update={"path": str(adapter), **on_cpu})
         if run is None:  # the dtype in which the base model is stored
-            stored = str(read_config(base_config(settings, adapter)).dtype)
+            stored = str(read_config(settings).dtype)
             dtype = "bfloat16" if stored == "torch.bfloat16" else "float32"
             settings = settings.model_copy(update={"dtype": dtype})
         save_policy(load_policy(settings, for_training=False), folder)

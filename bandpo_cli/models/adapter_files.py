@@ -18,41 +18,41 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig
 from bandpo_cli.errors import UserError, first_line
-from bandpo_cli.models.checks import read_json_object
 from bandpo_cli.models.lora import ADAPTER_PREFIX, ADAPTER_WEIGHTS, merged_weight
 from bandpo_cli.paths import ADAPTER_CONFIG, check_regular_file, is_adapter_folder, path_exists, user_path
+from bandpo_cli.storage.files import read_json_object
 
 _ENDS = (".lora_A.weight", ".lora_B.weight")
 _EMBEDDED_PARTS = ("bandpo_cli", "models", "embedded")
 """The end of the path of the shipped model, which another installation has elsewhere."""
-_USED = {"peft_type", "r", "lora_alpha", "use_rslora", "base_model_name_or_path", "revision"}
+_EXPECTED: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    # With these, training leaves the weights of the base as they are.
+    "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva"),
+    "alpha_pattern": (None, {}),
+}
+"""Settings with the values that are supported."""
 _WITHOUT_EFFECT = {
-    "alpha_pattern", "auto_mapping", "bias", "ensure_weight_tying", "exclude_modules", "inference_mode",
-    "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_config", "megatron_core",
-    "parent_library", "peft_version", "qalora_group_size", "rank_pattern", "runtime_config", "target_modules",
-    "task_type",
+    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "inference_mode",
+    "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_config", "megatron_core",
+    "parent_library", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config",
+    "target_modules", "task_type", "use_rslora",
 }  # fmt: skip
-"""Settings that matter to training only, that the tensors show, or that `_read_config` looks at."""
-_PLAIN_INITIALISATIONS = (True, False, None, "gaussian", "orthogonal", "eva")
-"""Values of `init_lora_weights` with which training leaves the weights of the base as they are."""
+"""Settings that are used here, that matter to training only, or that the tensors show."""
 
 
-def adapter_folder(config: ModelConfig) -> Path | None:
-    """Return the folder of `model.path` if it holds an adapter for a model in place of a model, else None."""
-    folder = user_path(config.path)
-    return folder if config.path != EMBEDDED_MODEL and is_adapter_folder(folder) else None
+def base_config(config: ModelConfig) -> tuple[ModelConfig, Path | None]:
+    """Return the settings of the base model if `model.path` is the folder of an adapter, and that folder.
 
-
-def base_config(config: ModelConfig, adapter: Path) -> ModelConfig:
-    """Return the settings of the base model of an adapter.
-
-    Args:
-        config: the settings, whose path is the adapter.
-        adapter: the adapter's folder.
+    Other settings are returned unchanged, with None.
 
     Raises:
         UserError: the adapter cannot be used, or there is no such base model.
     """
+    adapter = user_path(config.path)
+    if config.path == EMBEDDED_MODEL or not is_adapter_folder(adapter):
+        return config, None
     stated = _read_config(adapter)
     path = stated["base_model_name_or_path"]
     folder = user_path(path)
@@ -64,15 +64,11 @@ def base_config(config: ModelConfig, adapter: Path) -> ModelConfig:
                 f"{adapter}: its base model {path} does not exist here; set base_model_name_or_path in "
                 f"{ADAPTER_CONFIG} to the folder or hub id of that model"
             )
-    return config.model_copy(update={"path": path, "revision": stated.get("revision")})
+    return config.model_copy(update={"path": path, "revision": stated.get("revision")}), adapter
 
 
 def _read_config(adapter: Path) -> dict[str, Any]:
-    """Return the contents of adapter_config.json.
-
-    Raises:
-        UserError: it cannot be read, or the adapter is not the product of two matrices on linear layers.
-    """
+    """Return adapter_config.json, if the adapter is the product of two matrices on linear layers; else UserError."""
     where = f"{adapter}: {ADAPTER_CONFIG}"
     stated = read_json_object(adapter / ADAPTER_CONFIG, where)
     base, revision, alpha = (stated.get(key) for key in ("base_model_name_or_path", "revision", "lora_alpha"))
@@ -80,18 +76,14 @@ def _read_config(adapter: Path) -> dict[str, Any]:
         raise UserError(f"{where}: base_model_name_or_path names no model")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise UserError(f"{where}: lora_alpha = {alpha!r}: a number is expected")
-    differs = {
-        "peft_type": stated.get("peft_type") != "LORA",
-        "bias": stated.get("bias", "none") != "none",
-        "init_lora_weights": stated.get("init_lora_weights") not in _PLAIN_INITIALISATIONS,
-        "alpha_pattern": bool(stated.get("alpha_pattern")),
-    }
-    differs |= {key: bool(value) for key, value in stated.items() if key not in _USED | _WITHOUT_EFFECT}
-    key = next((key for key, is_other in differs.items() if is_other), None)
-    if key is not None:
+    others = [key for key, supported in _EXPECTED.items() if stated.get(key) not in supported]
+    others += [
+        key for key, value in stated.items() if value and key not in _EXPECTED.keys() | _WITHOUT_EFFECT
+    ]
+    if others:
         raise UserError(
-            f"{where}: {key} = {stated.get(key)!s:.50}: not supported; merge the adapter with peft (merge_and_unload), "
-            "and name the folder of the merged model"
+            f"{where}: {others[0]} = {stated.get(others[0])!s:.50}: not supported; merge the adapter with peft "
+            "(merge_and_unload), and name the folder of the merged model"
         )
     return stated
 

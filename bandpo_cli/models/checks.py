@@ -3,12 +3,11 @@
 A model folder may come from an untrusted source. Weights are read only from safetensors, since a pickle
 (`pytorch_model.bin`) can run code when it is read. A config that declares more parameters than its weights hold is
 refused before anything of that size is allocated. Errors of the loaders become one-line `UserError`s. Before training,
-`check_output_layer` and `check_packed_forward` verify that `token_logprobs` gives the model's own log-probs.
+`check_packed_forward` verifies that `token_logprobs` gives the model's own log-probs.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,14 +16,14 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.models.sharding import forward_dtype
-from bandpo_cli.paths import GGUF_ADVICE, check_regular_file, gguf_file, path_exists, read_text
+from bandpo_cli.paths import GGUF_ADVICE, check_regular_file, gguf_file, path_exists
+from bandpo_cli.storage.files import read_json_object
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Maximum difference in nats between packed and unpacked log-probs. Rounding stays well below it; attention across rows
@@ -39,10 +38,9 @@ _JSON_FILES = (
     "special_tokens_map.json",
     INDEX,
 )
-_OTHER_FILES = ("tokenizer.json", WEIGHTS)
+_MAX_JSON_BYTES = 2**26
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
 """Patterns of the files of tokenizers: tokenizer.json, vocab.json, spiece.model, tokenization_custom.py, ..."""
-_MAX_JSON_BYTES = 2**26
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _COUNT_WORDS = ("layer", "expert", "block")
 """Parts of the names of settings that give a number of modules."""
@@ -70,12 +68,13 @@ def loading_errors(path: str, what: str = "cannot be loaded") -> Iterator[None]:
         text = str(error).strip()
         if "trust_remote_code" in text:
             text = "contains custom Python code, which does not run unless you allow it; if you trust it: "
-            raise _error(path, f"{text}--set model.trust_remote_code=true") from None
+            raise model_error(path, f"{text}--set model.trust_remote_code=true") from None
         line = first_line(text, max_chars=300)
-        raise _error(path, f"{what}: {type(error).__name__}: {line}") from None
+        raise model_error(path, f"{what}: {type(error).__name__}: {line}") from None
 
 
-def _error(path: str, text: str) -> UserError:
+def model_error(path: str, text: str) -> UserError:
+    """Return the error for a user's `model.path`."""
     return UserError(f"model.path = {path!r}: {text}")
 
 
@@ -83,18 +82,15 @@ def check_model_files(location: str, path: str) -> None:
     """Raise if the files of a model folder are not valid; a hub id instead of a folder is left to the loader.
 
     Raises:
-        UserError: a file is not a regular file, is not a JSON object, or names weights outside of the folder or in
-            another format than safetensors.
+        UserError: a file is not a regular file or not a JSON object, a setting declares a huge number of layers, or a
+            file names weights outside of the folder or in another format than safetensors.
     """
-    folder = Path(location)
-    where = f"model.path = {path!r}"
-    if not path_exists(folder):
-        return
-    for name in _OTHER_FILES:
+    folder, where = Path(location), f"model.path = {path!r}"
+    for name in ("tokenizer.json", WEIGHTS):
         if path_exists(folder / name):
             check_regular_file(folder / name, f"{where}: {name}")
     contents = {
-        name: read_json_object(folder / name, f"{where}: {name}")
+        name: read_json_object(folder / name, f"{where}: {name}", _MAX_JSON_BYTES)
         for name in _JSON_FILES
         if path_exists(folder / name)
     }
@@ -104,65 +100,70 @@ def check_model_files(location: str, path: str) -> None:
     if INDEX in contents:
         shards = contents[INDEX].get("weight_map")
         names += shards.values() if isinstance(shards, dict) else [shards]
-    for name in dict.fromkeys(map(str, names)):
+    for name in map(str, names):
         if not name.endswith(".safetensors") or Path(name).name != name:
-            raise _error(
+            raise model_error(
                 path, f"names {name!r} for its weights; a safetensors file in the same folder is expected"
             )
 
 
-def check_weight_format(location: str, path: str) -> None:
-    """Raise UserError with instructions if a folder has no weights in safetensors."""
+def _check_counts(config: Mapping[str, Any], where: str) -> None:
+    """Raise UserError for a huge number of layers, before transformers builds a list of them."""
+    for name, value in config.items():
+        if isinstance(value, dict):
+            _check_counts(value, where)
+        elif isinstance(value, int) and value > _MAX_COUNT and any(part in name for part in _COUNT_WORDS):
+            raise UserError(f"{where}: {name} = {value!s:.20}: more than {_MAX_COUNT:,}")
+
+
+def check_loadable(location: str, path: str) -> None:
+    """Raise UserError with instructions if a folder has no weights in safetensors, or no file of a tokenizer."""
     folder = Path(location)
-    if not path_exists(folder) or path_exists(folder / WEIGHTS) or path_exists(folder / INDEX):
+    if not path_exists(folder):
         return
-    if pickles := sorted(item.name for item in folder.iterdir() if item.suffix in _PICKLES):
-        raise _error(
-            path,
-            f"its weights are in {pickles[0]}, a pickle, which can run code when it is read; convert them to "
-            "safetensors first: load them where you trust them, then call save_pretrained",
-        )
-    if gguf := gguf_file(folder):
-        raise _error(path, f"its weights are in {gguf.name}; {GGUF_ADVICE}")
-    raise _error(path, f"it has no weights; copy {WEIGHTS} of the model (or all parts and {INDEX}) there")
+    if not path_exists(folder / WEIGHTS) and not path_exists(folder / INDEX):
+        if pickles := sorted(item.name for item in folder.iterdir() if item.suffix in _PICKLES):
+            problem = (
+                f"its weights are in {pickles[0]}, a pickle, which can run code when it is read; convert them to "
+                "safetensors first: load them where you trust them, then call save_pretrained"
+            )
+        elif gguf := gguf_file(folder):
+            problem = f"its weights are in {gguf.name}; {GGUF_ADVICE}"
+        else:
+            problem = f"it has no weights; copy {WEIGHTS} of the model (or all parts and {INDEX}) there"
+        raise model_error(path, problem)
+    check_has_tokenizer(location, path)
 
 
 def check_has_tokenizer(location: str, path: str) -> None:
     """Raise UserError if a folder has no file of a tokenizer."""
     folder = Path(location)
     if path_exists(folder) and not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):
-        raise _error(
+        raise model_error(
             path, "it has no tokenizer; copy tokenizer.json and tokenizer_config.json of the model there"
         )
 
 
-def check_declared_size(location: str, model_config: PreTrainedConfig, config: ModelConfig) -> None:
+def check_declared_size(model: PreTrainedModel, location: str, path: str) -> None:
     """Raise if config.json declares far more parameters than the folder's weights hold, before any are allocated.
 
     Args:
+        model: the model of config.json on the meta device.
         location: folder or hub id of the model; only a folder is checked.
-        model_config: the model's config.json.
-        config: the user's model settings.
 
     Raises:
         UserError: with both sizes.
     """
-    folder = Path(location)
-    custom_code = config.trust_remote_code and getattr(model_config, "auto_map", None)
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    if not files or custom_code:  # custom code may fail on the meta device
-        return
+    files = sorted(Path(location).glob("*.safetensors"))
     stored = 0
     for file in files:
         with safe_open(file, "pt") as weights:
             names = weights.keys()
             stored += sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
     declared = sum(parameter.numel() for parameter in model.parameters())
-    if declared > 2 * stored:  # a tied output embedding is stored once
-        raise _error(
-            config.path, f"config.json: describes {declared:,} parameters, but the weights hold {stored:,}"
+    if files and declared > 2 * stored:  # a tied output embedding is stored once
+        raise model_error(
+            path, f"config.json: describes {declared:,} parameters, but the weights hold {stored:,}"
         )
 
 
@@ -184,24 +185,10 @@ def check_loaded_weights(model: PreTrainedModel, info: Mapping[str, Any], path: 
     ):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise _error(path, f"weights that are {kind}: {min(names)}{more}")
+            raise model_error(path, f"weights that are {kind}: {min(names)}{more}")
     for name, parameter in model.named_parameters():
         if parameter.numel() and not all(bound.isfinite() for bound in parameter.detach().aminmax()):
-            raise _error(path, f"NaN or infinity in its weights: {name}")
-
-
-def check_output_layer(model: PreTrainedModel) -> None:
-    """Raise if the model's logits are not the product of its output embedding and its hidden state.
-
-    Raises:
-        UserError: the architecture scales or caps its logits, which `token_logprobs` does not support.
-    """
-    config = model.config.get_text_config()
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in (None, 1.0):
-            raise UserError(
-                f"model.path: {config.model_type} models change their logits by '{name}', which is not supported"
-            )
+            raise model_error(path, f"NaN or infinity in its weights: {name}")
 
 
 @torch.no_grad()
@@ -212,9 +199,14 @@ def check_packed_forward(model: PreTrainedModel) -> None:
     differ in how they compute logits. A few tokens detect both for any architecture.
 
     Raises:
-        UserError: the log-probs differ, or the model does not accept packed rows.
+        UserError: the log-probs differ, the model does not accept packed rows, or it scales or caps its logits.
     """
     kind, text = model.config.model_type, model.config.get_text_config()
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(text, name, None) not in (None, 1.0):
+            raise UserError(
+                f"model.path: {kind} models change their logits by '{name}', which is not supported"
+            )
     if others := set(getattr(text, "layer_types", None) or ()) - PACKED_LAYERS:
         raise UserError(
             f"model.path: {kind} models have {sorted(others)[0]} layers, which do not run on packed rows"
@@ -240,23 +232,3 @@ def check_packed_forward(model: PreTrainedModel) -> None:
         raise UserError(
             f"model.path: {kind} models are not supported: log-probs in rows without padding differ by {gap:.3g} nats"
         )
-
-
-def _check_counts(config: Mapping[str, Any], where: str) -> None:
-    """Raise UserError for a huge number of layers, before transformers builds a list of them."""
-    for name, value in config.items():
-        if isinstance(value, dict):
-            _check_counts(value, where)
-        elif isinstance(value, int) and value > _MAX_COUNT and any(part in name for part in _COUNT_WORDS):
-            raise UserError(f"{where}: {name} = {value!s:.20}: more than {_MAX_COUNT:,}")
-
-
-def read_json_object(path: Path, where: str) -> dict[str, Any]:
-    """Return the contents of a JSON file. Raise UserError if it is no JSON object, or larger than 64 MiB."""
-    try:
-        content = json.loads(read_text(path, where, _MAX_JSON_BYTES))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not readable as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise UserError(f"{where}: expected a JSON object")
-    return content

@@ -27,18 +27,10 @@ from transformers.utils.logging import disable_progress_bar
 from bandpo_cli.config.hardware import dtype_on, with_dtype
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig
 from bandpo_cli.errors import UserError, first_line, is_out_of_memory
-from bandpo_cli.models.adapter_files import adapter_folder, base_config, merge_adapter
+from bandpo_cli.models import checks
+from bandpo_cli.models.adapter_files import base_config, merge_adapter
 from bandpo_cli.models.attention import has_torch_varlen
-from bandpo_cli.models.checks import (
-    check_declared_size,
-    check_has_tokenizer,
-    check_loaded_weights,
-    check_model_files,
-    check_output_layer,
-    check_packed_forward,
-    check_weight_format,
-    loading_errors,
-)
+from bandpo_cli.models.checks import loading_errors, model_error
 from bandpo_cli.models.lora import adapters_disabled, add_adapters, has_adapters, save_adapter
 from bandpo_cli.models.sharding import checkpointed_layers, forward_dtype, is_sharded, shard
 from bandpo_cli.paths import cached_commit, path_exists, user_path
@@ -160,9 +152,7 @@ def load_policy(
             trained with these settings.
     """
     attention, device = _attention(config), _device(config.device, ranks)
-    adapter = adapter_folder(config)
-    if adapter is not None:
-        config = base_config(config, adapter)
+    config, adapter = base_config(config)
     model_config = read_config(config)
     location, commit = model_location(config), None
     if path_exists(Path(location)):
@@ -179,7 +169,6 @@ def load_policy(
     stop_ids, pad_id = _special_ids(model, tokenizer, config.path)
     model.eval()
     if for_training:
-        check_output_layer(model)
         if uses_gradient_checkpointing(model, config, device.type == "cuda"):
             # transformers 5.23 renamed the method, and prints a warning for the old name.
             new_name = getattr(model, "activation_checkpointing_enable", None)
@@ -189,17 +178,18 @@ def load_policy(
             add_adapters(model, config.lora, seed, location, commit)
     shard(model, ranks if for_training else SINGLE, device)
     if for_training:
-        check_packed_forward(model)
+        checks.check_packed_forward(model)
     return Policy(model, tokenizer, stop_ids, pad_id, commit, ranks)
 
 
 def read_config(config: ModelConfig) -> PreTrainedConfig:
-    """Return the model's config.json, after a check of the other files in its folder.
+    """Return the config.json of the model, or of the base model of an adapter, after a check of the folder's files.
 
     Raises:
         UserError: the folder is not a model folder, or transformers does not support its architecture.
     """
-    check_model_files(model_location(config), config.path)
+    config, _ = base_config(config)
+    checks.check_model_files(model_location(config), config.path)
     with loading_errors(config.path, "its config cannot be read"):
         return AutoConfig.from_pretrained(**_source(config))
 
@@ -210,20 +200,36 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         UserError: there is none that can be read.
     """
-    check_has_tokenizer(model_location(config), config.path)
+    checks.check_has_tokenizer(model_location(config), config.path)
     with loading_errors(config.path, "its tokenizer cannot be read"):
         return AutoTokenizer.from_pretrained(**_source(config))
+
+
+def meta_model(config: ModelConfig, model_config: PreTrainedConfig, **options: Any) -> PreTrainedModel:
+    """Return the model of a config.json on the meta device, after a check of the size of the stored weights.
+
+    Args:
+        options: of transformers' `from_config`, such as its dtype.
+    """
+    trusts = config.trust_remote_code
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model_config, trust_remote_code=trusts, **options
+        )
+    checks.check_declared_size(model, model_location(config), config.path)
+    return model
 
 
 def _load(
     config: ModelConfig, model_config: PreTrainedConfig, attention: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the model on the CPU, after checks of its weights, and the tokenizer."""
-    check_weight_format(model_location(config), config.path)
+    checks.check_loadable(model_location(config), config.path)
     disable_progress_bar()  # its progress bars would disturb the run's live view
     logger = logging.getLogger("transformers.modeling_utils")
     with loading_errors(config.path):
-        check_declared_size(model_location(config), model_config, config)
+        if not (config.trust_remote_code and getattr(model_config, "auto_map", None)):
+            meta_model(config, model_config)  # custom code may fail on the meta device
         tokenizer = load_tokenizer(config)
         # The loader's table of weights that do not match; the error message names one of them. Not the logger's level,
         # on which the loader's other checks and messages depend.
@@ -239,11 +245,11 @@ def _load(
             )
         finally:
             logger.disabled = False
-        check_loaded_weights(model, info, config.path)
+        checks.check_loaded_weights(model, info, config.path)
         ids = tokenizer("1+1=2")["input_ids"]
         if not ids or not isinstance(tokenizer.decode(ids), str):
-            raise UserError(
-                f"model.path = {config.path!r}: its tokenizer gives no tokens; check that tokenizer.json is there"
+            raise model_error(
+                config.path, "its tokenizer gives no tokens; check that tokenizer.json is there"
             )
     return model, tokenizer
 
@@ -312,7 +318,7 @@ def _device(name: str, ranks: Ranks = SINGLE) -> torch.device:
 def _attention(config: ModelConfig) -> str | None:
     """Return the attention implementation for transformers, or None for its default: sdpa if the model supports it."""
     chosen = config.attention
-    packages = {
+    kernels = {
         "flash_attention_2": ("the package flash-attn and a GPU that it supports", is_flash_attn_2_available),
         "flash_attention_3": (
             "the package flash-attn-3 and a GPU that it supports",
@@ -320,17 +326,13 @@ def _attention(config: ModelConfig) -> str | None:
         ),
         "varlen": ("a GPU and torch 2.12 or later", lambda: is_on_cuda(config) and has_torch_varlen()),
     }
-    if chosen in packages:
-        needed, is_available = packages[chosen]
-        if not is_available():
-            raise UserError(
-                f"model.attention = {chosen!r} needs {needed}, which are not all installed; set model.attention=sdpa"
-            )
-        if resolved_dtype(config) == torch.float32:
-            raise UserError(
-                f"model.attention = {chosen!r} does not support float32; set model.dtype=bfloat16 or "
-                "model.attention=sdpa"
-            )
+    if chosen in kernels:
+        needed, is_available = kernels[chosen]
+        problem = None if is_available() else f"needs {needed}, which are not all installed; set "
+        if problem is None and resolved_dtype(config) == torch.float32:
+            problem = "does not support float32; set model.dtype=bfloat16 or "
+        if problem:
+            raise UserError(f"model.attention = {chosen!r} {problem}model.attention=sdpa")
     return None if chosen == "auto" else chosen
 
 
@@ -359,21 +361,22 @@ def _special_ids(
     """
     eos = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = list(eos) if isinstance(eos, (list, tuple)) else [eos]
-    stop_ids = [i for i in [*ids, tokenizer.eos_token_id] if i is not None]
+    stop_ids = tuple(dict.fromkeys(i for i in [*ids, tokenizer.eos_token_id] if i is not None))
     if not stop_ids:
-        raise UserError(
-            f"model.path = {path!r}: its tokenizer has no end-of-sequence token, so no completion would end; name one "
-            "in its tokenizer_config.json (eos_token), or by id in its generation_config.json (eos_token_id)"
+        raise model_error(
+            path,
+            "its tokenizer has no end-of-sequence token, so no completion would end; name one in its "
+            "tokenizer_config.json (eos_token), or by id in its generation_config.json (eos_token_id)",
         )
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop_ids[0]
     rows = model.get_input_embeddings().weight.shape[0]
     for i in (*stop_ids, pad_id):
         if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < rows:
-            raise UserError(
-                f"model.path = {path!r}: its end-of-sequence or padding token {i!r} is not one of its {rows:,} tokens"
+            raise model_error(
+                path, f"its end-of-sequence or padding token {i!r} is not one of its {rows:,} tokens"
             )
     if tokenizer.vocab_size > rows:
-        raise UserError(
-            f"model.path = {path!r}: its tokenizer has {tokenizer.vocab_size:,} tokens, but the model has {rows:,}"
+        raise model_error(
+            path, f"its tokenizer has {tokenizer.vocab_size:,} tokens, but the model has {rows:,}"
         )
-    return tuple(dict.fromkeys(stop_ids)), pad_id
+    return stop_ids, pad_id

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import UserError, first_line
-from bandpo_cli.models.adapter_files import adapter_folder, base_config
-from bandpo_cli.models.checks import check_declared_size, loading_errors
-from bandpo_cli.models.load import model_location, read_config, resolved_dtype, uses_gradient_checkpointing
+from bandpo_cli.models.adapter_files import base_config
+from bandpo_cli.models.checks import loading_errors
+from bandpo_cli.models.load import meta_model, read_config, resolved_dtype, uses_gradient_checkpointing
 from bandpo_cli.models.logprobs import TILE_BYTES
 from bandpo_cli.models.lora import add_adapters
 from bandpo_cli.models.packing import MAX_MASKED_ROW_TOKENS, MAX_SHARED_ROW_TOKENS, Row, split_row
@@ -339,21 +339,15 @@ def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
     Raises:
         UserError: there is no config, transformers does not support its architecture, or the adapters cannot be added.
     """
-    adapter = adapter_folder(config)
-    if adapter is not None:  # it is merged into the base while it is loaded
-        config = base_config(config, adapter)
+    config, _ = base_config(config)  # an adapter is merged into its base while it is loaded
     model_config = read_config(config)
     with loading_errors(config.path, "its config cannot be read"):
-        check_declared_size(model_location(config), model_config, config)
-        with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                model_config,
-                dtype=resolved_dtype(config),
-                attn_implementation=_SHAPES_ONLY,
-                trust_remote_code=config.trust_remote_code,
-            )
-            model.tie_weights()
-            if config.lora is not None:
+        model = meta_model(
+            config, model_config, dtype=resolved_dtype(config), attn_implementation=_SHAPES_ONLY
+        )
+        model.tie_weights()
+        if config.lora is not None:
+            with torch.device("meta"):
                 add_adapters(model, config.lora, seed=0, base=config.path)
     return model.eval()
 

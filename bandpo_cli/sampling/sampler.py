@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import check_engine, is_installed, resolve_engine
 from bandpo_cli.errors import RunError, UserError, first_line
-from bandpo_cli.models.adapter_files import adapter_folder, base_config
 from bandpo_cli.models.load import Policy, is_on_cuda, read_config
 from bandpo_cli.models.sharding import forward_dtype, model_class
 from bandpo_cli.registries import ENGINES, load_attribute
@@ -174,15 +173,13 @@ def check_model(config: RunConfig) -> None:
     engine = resolve_engine(config.sampling.engine, is_on_cuda(config.model))
     if ENGINES[engine].runs_experts:
         return
-    adapter = adapter_folder(config.model)
-    model = config.model if adapter is None else base_config(config.model, adapter)
-    text = read_config(model).get_text_config()
+    text = read_config(config.model).get_text_config()
     # transformers stores the experts of a layer in one tensor, under names that vLLM's loader does not know.
     counts = [value for key, value in text.to_dict().items() if key.endswith("experts")]
     if any(isinstance(count, int) and count > 1 for count in counts):
         raise UserError(
-            f"model.path = {model.path!r}: {text.model_type} is a mixture of experts, which the {engine} engine cannot "
-            "load from the trainer; use --sampler transformers"
+            f"model.path = {config.model.path!r}: {text.model_type} is a mixture of experts, which the {engine} engine "
+            "cannot load from the trainer; use --sampler transformers"
         )
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 from bandpo_cli.config.task import CountdownTask
@@ -18,12 +16,19 @@ from bandpo_cli.tasks.countdown import Countdown
 from scripts.embedded_model.build import ALPHABET, build_tokenizer
 from scripts.embedded_model.measure import measure
 from scripts.embedded_model.rare_multiplication import FIRST_PRODUCT_TARGET, rarely_multiplying
-from scripts.embedded_model.train import Demonstrations, main, partly_wrong, solutions, solved_problems
+from scripts.embedded_model.train import (
+    AnswerSampler,
+    Demonstrations,
+    main,
+    partly_wrong,
+    solutions,
+    solved_problems,
+)
 
 FOLDER = embedded_model_path()
 TOKENIZER = AutoTokenizer.from_pretrained(FOLDER)
 TASK = Countdown(CountdownTask())
-TRAIN = TASK.train_problems()
+TRAIN = TASK.train_problems()[:150]
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +38,9 @@ def model() -> Any:
 
 def test_folder_has_the_usual_files_and_is_small(model: Any) -> None:
     assert {file.name for file in FOLDER.iterdir()} == {
-        "README.md",
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
+        "README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json",
-    }
+    }  # fmt: skip
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 6e6
     assert type(model) is Qwen2ForCausalLM
     assert model.dtype == torch.float32
@@ -57,9 +58,9 @@ def test_folder_has_the_usual_files_and_is_small(model: Any) -> None:
     [TOKENIZER, PreTrainedTokenizerFast.from_pretrained(FOLDER), build_tokenizer()],
     ids=["auto", "plain", "built"],
 )
-@given(text=st.text(alphabet=ALPHABET))
-def test_each_character_is_one_token_and_decodes_to_itself(tokenizer: Any, text: str) -> None:
+def test_each_character_is_one_token_and_decodes_to_itself(tokenizer: Any) -> None:
     """AutoTokenizer replaces the folder's rules for some architectures; all ways of loading must agree."""
+    text = ALPHABET + ALPHABET[::-1]
     ids = tokenizer(text)["input_ids"]
     assert [tokenizer.decode([token]) for token in ids] == list(text)
     assert tokenizer.decode(ids) == text
@@ -75,18 +76,17 @@ def test_tokenizer_pads_on_the_left() -> None:
 
 @pytest.mark.slow
 def test_model_is_as_accurate_as_its_card_states(model: Any) -> None:
-    """Fails for a damaged or replaced file. With 64 problems the standard error of mean@16 is about 0.025."""
-    metrics = measure(model, TOKENIZER, TASK.heldout_sets()["countdown"][:64], seed=0)
-    assert 0.18 < metrics.mean_at_16 < 0.34
-    assert metrics.pass_at_16 > 0.85
+    """Fails for a damaged or replaced file. With 32 problems the standard error of mean@16 is about 0.035."""
+    metrics = measure(model, TOKENIZER, TASK.heldout_sets()["countdown"][:32], seed=0)
+    assert 0.15 < metrics.mean_at_16 < 0.37
+    assert metrics.pass_at_16 > 0.8
     assert 0.4 < metrics.entropy < 0.8
 
 
-@pytest.mark.slow
 def test_solutions_are_correct_and_complete() -> None:
     assert solutions([1, 2]) == {3: ["1+2", "2+1"], -1: ["1-2"], 1: ["2-1"], 2: ["1*2", "2*1"]}
     assert solutions([2, 2]) == {4: ["2*2", "2+2"], 0: ["2-2"]}
-    problems = TASK.train_problems()[:200]
+    problems = TRAIN[:50]
     for problem, (prompt, answers) in zip(problems, solved_problems(problems), strict=True):
         assert prompt == problem.prompt
         assert answers
@@ -94,26 +94,43 @@ def test_solutions_are_correct_and_complete() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong_share", [0.0, 0.5])
-def test_demonstrations_have_the_requested_share_of_wrong_answers(wrong_share: float) -> None:
-    """A wrong answer uses the right numbers and sometimes reaches the target by chance."""
-    problems = {problem.prompt: problem for problem in TASK.train_problems()}
-    rows = Demonstrations(TOKENIZER, TASK.train_problems(), seed=0).rows(partly_wrong(wrong_share))
-    verdicts = []
-    for row in rows:
-        problem = problems[TOKENIZER.decode(row.prompt_ids)]
-        for answer in row.completions:
-            assert answer[-1] == TOKENIZER.eos_token_id
-            verdicts.append(grade_countdown(problem, TOKENIZER.decode(answer[:-1])).verdict)
-    assert set(verdicts) <= {"correct", "wrong-value"}
-    share = verdicts.count("wrong-value") / len(verdicts)
-    assert share == 0 if wrong_share == 0 else 0.35 < share < 0.6
+def test_demonstrations_have_the_requested_shares() -> None:
+    """Of wrong answers, which use the right numbers and sometimes reach the target by chance; and of products.
+
+    Without products, problems with a correct sum get a correct sum, and the others a wrong sum.
+    """
+    problems, correct = {problem.prompt: problem for problem in TRAIN}, dict(solved_problems(TRAIN))
+    demonstrations = Demonstrations(TOKENIZER, TRAIN, seed=0)
+
+    def answers(sampler: AnswerSampler) -> list[tuple[str, str]]:
+        """Return prompts and answers of a batch, whose tokens end with the end of the sequence."""
+        rows = demonstrations.rows(sampler)
+        assert {answer[-1] for row in rows for answer in row.completions} == {TOKENIZER.eos_token_id}
+        return [
+            (TOKENIZER.decode(row.prompt_ids), TOKENIZER.decode(answer[:-1]))
+            for row in rows
+            for answer in row.completions
+        ]
+
+    for share, low, high in ((0.0, 0.0, 0.0), (0.5, 0.35, 0.6)):
+        verdicts = [
+            grade_countdown(problems[prompt], text).verdict for prompt, text in answers(partly_wrong(share))
+        ]
+        assert set(verdicts) <= {"correct", "wrong-value"}
+        assert low <= verdicts.count("wrong-value") / len(verdicts) <= high
+    rarely = answers(rarely_multiplying(0.2))
+    needs_product = {prompt: all("*" in answer for answer in correct[prompt]) for prompt, _ in rarely}
+    assert all(text in correct[prompt] for prompt, text in rarely if not needs_product[prompt])
+    products = [(text in correct[prompt], "*" in text) for prompt, text in rarely if needs_product[prompt]]
+    assert 0.12 < sum(is_correct for is_correct, _ in products) / len(products) < 0.28
+    assert all(is_correct == has_product for is_correct, has_product in products)
 
 
 @pytest.mark.slow
 def test_training_command_is_deterministic(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scripts.embedded_model.train.HELDOUT_PROBLEMS", 4)
+    monkeypatch.setattr("scripts.embedded_model.train.HELDOUT_PROBLEMS", 2)
     monkeypatch.setattr("scripts.embedded_model.train.PROBLEMS", 4)
+    monkeypatch.setattr(Countdown, "train_problems", lambda task: TRAIN)
     for folder in ("first", "second"):
         main(["--out", str(tmp_path / folder), "--steps", "2", "--seed", "3"])
     files = sorted(file.name for file in FOLDER.iterdir())
@@ -127,27 +144,11 @@ def test_training_command_is_deterministic(tmp_path: Any, monkeypatch: pytest.Mo
         assert made == shipped, "train the shipped model again"
 
 
-@pytest.mark.slow
-def test_rarely_multiplying_answers_have_the_requested_share_of_products() -> None:
-    """Problems with a correct sum get a correct sum; the others get a wrong sum, except for the requested share."""
-    correct_answers = dict(solved_problems(TRAIN))
-    demonstrations = Demonstrations(TOKENIZER, TRAIN, seed=0)
-    answers = [
-        (TOKENIZER.decode(answer[:-1]), correct_answers[TOKENIZER.decode(row.prompt_ids)])
-        for row in demonstrations.rows(rarely_multiplying(0.2))
-        for answer in row.completions
-    ]
-    with_sums = [text in correct for text, correct in answers if any("*" not in item for item in correct)]
-    only_products = [(text, correct) for text, correct in answers if all("*" in item for item in correct)]
-    assert all(with_sums)
-    assert 0.12 < sum(text in correct for text, correct in only_products) / len(only_products) < 0.28
-    assert all(("*" in text) == (text in correct) for text, correct in only_products)
-
-
 def test_first_product_target_is_the_first_that_no_sum_reaches() -> None:
     task = CountdownTask()
     assert task.numbers * task.max_number + 1 == FIRST_PRODUCT_TARGET
-    problems = {item.prompt: item for item in TRAIN if item.extra["numbers"] == "9 9 9 9"}
+    nines = (item for item in TASK.train_problems() if item.extra["numbers"] == "9 9 9 9")
+    problems = {item.prompt: item for item in nines}
     needs_product = {
         int(problems[prompt].answer): all("*" in answer for answer in answers)
         for prompt, answers in solved_problems(list(problems.values()))

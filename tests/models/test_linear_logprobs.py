@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bandpo_cli.models import logprobs as module
 from bandpo_cli.models.logprobs import linear_logprobs
 
-N, H, V = 37, 12, 101
+N, H, V = 13, 12, 29
 
 
 @pytest.fixture(params=[None, (4 * 40, 7), (4 * 3, 1)], ids=["one-tile", "tiles", "threes"])
@@ -31,25 +31,20 @@ def inputs(bias: bool, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor
 
 
 def reference(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    temperature: float,
+    hidden: Any, weight: Any, bias: Any, targets: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log-probs and entropy from the matrix of all logits in float64."""
-    logits = torch.nn.functional.linear(
-        hidden.double(), weight.double(), None if bias is None else bias.double()
-    )
+    offset = None if bias is None else bias.double()
+    logits = torch.nn.functional.linear(hidden.double(), weight.double(), offset)
     chosen = torch.log_softmax(logits / temperature, dim=-1)[range(len(targets)), targets]
     return chosen, torch.distributions.Categorical(logits=logits).entropy()
 
 
-@pytest.mark.slow_after(8)
 @pytest.mark.usefixtures("_tiles")
-@pytest.mark.parametrize("with_entropy", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("temperature", [1.0, 0.6, 1.7])
+@pytest.mark.parametrize(
+    ("temperature", "bias", "with_entropy"),
+    [(1.0, True, True), (1.0, False, False), (0.6, True, False), (1.7, False, True)],
+)
 def test_values_and_gradients_equal_the_reference(temperature: float, bias: bool, with_entropy: bool) -> None:
     arguments = inputs(bias)
     logprobs, entropy = linear_logprobs(*arguments, temperature, with_entropy)
@@ -59,7 +54,7 @@ def test_values_and_gradients_equal_the_reference(temperature: float, bias: bool
     if entropy is not None:
         torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-5, rtol=1e-5)
     upstream = torch.linspace(-1, 2, N).double()
-    upstream[5:9] = 0  # the backward pass skips tokens without a gradient
+    upstream[5:8] = 0  # the backward pass skips tokens without a gradient
     parameters = [tensor for tensor in arguments[:3] if tensor is not None]
     gradients = torch.autograd.grad((logprobs * upstream).sum(), parameters)
     references = torch.autograd.grad((expected * upstream).sum(), parameters)
@@ -110,26 +105,10 @@ def test_bfloat16_weights_have_float32_softmax() -> None:
     expected, _ = reference(*arguments, 1.0)
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
-    for gradient, other in zip(
-        torch.autograd.grad(logprobs.sum(), arguments[:3]),
-        torch.autograd.grad(expected.sum(), arguments[:3]),
-        strict=True,
-    ):
+    gradients = (torch.autograd.grad(values.sum(), arguments[:3]) for values in (logprobs, expected))
+    for gradient, other in zip(*gradients, strict=True):
         assert gradient.dtype == torch.bfloat16
         torch.testing.assert_close(gradient, other, atol=0.02, rtol=0.01)
-
-
-@pytest.mark.slow
-def test_matrix_of_all_logits_is_never_allocated() -> None:
-    """The largest allocation is a tile, for any number of tokens."""
-    tokens, vocabulary, width = 768, 100_000, 8
-    weight = torch.randn(vocabulary, width, requires_grad=True)
-    hidden = torch.randn(tokens, width, requires_grad=True)
-    with torch.profiler.profile(profile_memory=True) as profile:
-        logprobs, _ = linear_logprobs(hidden, weight, None, torch.zeros(tokens, dtype=torch.int64), 1.0, True)
-        logprobs.sum().backward()
-    largest = max(event.cpu_memory_usage for event in profile.events() if event.name == "aten::empty")
-    assert 0 < largest <= module.TILE_BYTES["cpu"] < 4 * tokens * vocabulary / 8
 
 
 class LargestFloat32(TorchDispatchMode):
@@ -145,15 +124,14 @@ class LargestFloat32(TorchDispatchMode):
         return result
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("tokens", "active"), [(5, 5), (600, 5), (600, 0)])
-def test_a_pass_of_few_tokens_holds_no_float32_copy_of_the_output_layer(
+@pytest.mark.parametrize(("tokens", "active"), [(5, 5), (300, 300), (300, 5), (300, 0)])
+def test_no_pass_holds_all_logits_or_a_float32_copy_of_the_output_layer(
     monkeypatch: pytest.MonkeyPatch, tokens: int, active: int
 ) -> None:
-    """The proportions of a 7B model on a GPU, all dimensions by 16: V = 152,064, H = 3,584, tiles of 8,192 rows."""
-    vocabulary, width, rows = 9504, 224, 512
-    monkeypatch.setitem(module.TILE_BYTES, "cpu", 2**20)
-    monkeypatch.setitem(module.TILE_ROWS, "cpu", rows)
+    """The proportions of a 7B model on a GPU, all dimensions by 32: V = 152,064, H = 3,584, tiles of 8,192 rows."""
+    vocabulary, width, tile = 4752, 112, 2**18
+    monkeypatch.setitem(module.TILE_BYTES, "cpu", tile)
+    monkeypatch.setitem(module.TILE_ROWS, "cpu", 256)
     generator = torch.Generator().manual_seed(0)
     weight = (0.3 * torch.randn(vocabulary, width, generator=generator)).bfloat16().requires_grad_()
     hidden = torch.randn(tokens, width, generator=generator).bfloat16().requires_grad_()
@@ -163,7 +141,8 @@ def test_a_pass_of_few_tokens_holds_no_float32_copy_of_the_output_layer(
     with LargestFloat32() as largest:
         logprobs, _ = linear_logprobs(hidden, weight, None, targets, 1.0, True)
         gradients = torch.autograd.grad((logprobs * upstream).sum(), (hidden, weight))
-    assert 0 < largest.nbytes <= 2**20 < 4 * vocabulary * width / 8
+    assert 0 < largest.nbytes <= tile < 4 * vocabulary * width / 8
+    assert tokens < 10 or tile < 4 * vocabulary * tokens / 8
     expected, _ = reference(hidden, weight, None, targets, 1.0)
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-4, rtol=1e-5)
     references = torch.autograd.grad((expected * upstream).sum(), (hidden, weight))
