@@ -63,10 +63,9 @@ def band_bounds(
     if not isinstance(divergence, str):
         raise ConfigError(f"divergence must be a name or module:function, not {divergence!r}")
     find_divergence(divergence)
-    radius = _as_float(delta)
+    radius, cap = _as_float(delta), None if max_ratio is None else _as_float(max_ratio)
     if not (radius > 0.0 and math.isfinite(radius)):
         raise ConfigError(f"delta must be a finite number > 0, not {delta!r}")
-    cap = None if max_ratio is None else _as_float(max_ratio)
     if cap is not None and not cap > 1.0:
         raise ConfigError(f"max_ratio must be a number > 1 or None, not {max_ratio!r}")
     x = _as_real_array(old_logprobs)
@@ -104,20 +103,16 @@ def _check_logprobs(x: Array) -> None:
     largest = float(x[x > 0].max())
     allowed = ROUNDING_HALF if x.dtype.itemsize == 2 else ROUNDING
     if largest > allowed or not bool((x <= 0).any()):
-        raise ConfigError(
-            f"old_logprobs: the largest value is {largest:.4g}, and a log-probability is at most 0; pass "
-            "log π_old(token), not probabilities or logits"
-        )
+        advice = "a log-probability is at most 0; pass log π_old(token), not probabilities or logits"
+        raise ConfigError(f"old_logprobs: the largest value is {largest:.4g}, and {advice}")
 
 
-def logprob_bounds(
-    old_logprobs: Array, divergence: str, delta: float, max_ratio: float | None
-) -> RatioBounds:
+def logprob_bounds(logprobs: Array, divergence: str, delta: float, max_ratio: float | None) -> RatioBounds:
     """Return the bounds of `band_bounds` for valid arguments; every log-probability above 0 counts as 0.
 
     The trainer calls this function: its settings are checked when they are read, and the log-probs are its own.
     """
-    x = as_array(old_logprobs)
+    x = as_array(logprobs)
     if is_tensor(x) and x.device.type == "mps":
         on_cpu = logprob_bounds(x.cpu(), divergence, delta, max_ratio)
         return RatioBounds(*(bound.to(x.device) for bound in on_cpu))

@@ -83,9 +83,7 @@ class ClipState(NamedTuple):
 def clip_state(ratios: Array, lower: Array, upper: Array, advantages: Array) -> ClipState:
     """Return which tokens the bounds clip; all arguments are numpy arrays, or all are tensors, of one shape."""
     above, below = ratios > upper, ratios < lower
-    return ClipState(
-        at_upper=above & (advantages > 0), at_lower=below & (advantages < 0), outside=above | below
-    )
+    return ClipState(above & (advantages > 0), below & (advantages < 0), outside=above | below)
 
 
 def band(config: BandSettings) -> BoundsFunction:
@@ -96,10 +94,8 @@ def band(config: BandSettings) -> BoundsFunction:
         if config.relax is None:
             return band
         xp = namespace(band.lower)
-        return RatioBounds(
-            xp.clip(band.lower, None, 1.0 - config.relax.eps_low),
-            xp.clip(band.upper, 1.0 + config.relax.eps_high, None),
-        )
+        lower = xp.clip(band.lower, None, 1.0 - config.relax.eps_low)
+        return RatioBounds(lower, xp.clip(band.upper, 1.0 + config.relax.eps_high, None))
 
     return bounds
 

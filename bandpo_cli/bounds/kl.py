@@ -46,7 +46,7 @@ _NODE = _HALF * math.sqrt(0.75)
 _LOG_RATIO_FLOOR = -120.0
 """exp of this is 0 in float32; below it log r is too steep for a parabola per piece."""
 
-Float32Table = tuple[Array, Array, Array]
+Float32Table = tuple[Array, ...]
 """One bound: its ratio at the middle of each piece, slope and curvature of log r there; float32, shapes (pieces,)."""
 
 
@@ -122,10 +122,8 @@ def _float32_tables(delta: float, kind: str, xp: Any, device: Any) -> tuple[Floa
     number = xp.arange(_F32_PIECES, dtype=xp.int64, device=device)
     octave = cast(number >> _F32_BITS, xp.float64) + _FIRST_OCTAVE
     center = 1.0 + _HALF + cast(number & ((1 << _F32_BITS) - 1), xp.float64) * 2.0**-_F32_BITS
-    at_nodes = [
-        _log_ratios(TokenProbs(-xp.exp2(octave) * (center + node)), delta, from_table=False)
-        for node in (-_NODE, 0.0, _NODE)
-    ]
+    nodes = (TokenProbs(-xp.exp2(octave) * (center + node)) for node in (-_NODE, 0.0, _NODE))
+    at_nodes = [_log_ratios(tokens, delta, from_table=False) for tokens in nodes]
     tables = []
     for values in zip(
         *at_nodes, strict=True
@@ -133,7 +131,5 @@ def _float32_tables(delta: float, kind: str, xp: Any, device: Any) -> tuple[Floa
         left, middle, right = (xp.clip(value, _LOG_RATIO_FLOOR, None) for value in values)
         slope = (right - left) / (2.0 * _NODE)
         curvature = (right + left - 2.0 * middle) / (2.0 * _NODE**2)
-        tables.append(
-            (cast(xp.exp(middle), xp.float32), cast(slope, xp.float32), cast(curvature, xp.float32))
-        )
+        tables.append(tuple(cast(column, xp.float32) for column in (xp.exp(middle), slope, curvature)))
     return tables[0], tables[1]

@@ -60,10 +60,8 @@ def base_config(config: ModelConfig) -> tuple[ModelConfig, Path | None]:
         if folder.parts[-3:] == _EMBEDDED_PARTS:
             path = EMBEDDED_MODEL
         elif folder.is_absolute():
-            raise UserError(
-                f"{adapter}: its base model {path} does not exist here; set base_model_name_or_path in "
-                f"{ADAPTER_CONFIG} to the folder or hub id of that model"
-            )
+            advice = f"set base_model_name_or_path in {ADAPTER_CONFIG} to its folder or hub id"
+            raise UserError(f"{adapter}: its base model {path} does not exist here; {advice}")
     return config.model_copy(update={"path": path, "revision": stated.get("revision")}), adapter
 
 
@@ -77,14 +75,11 @@ def _read_config(adapter: Path) -> dict[str, Any]:
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise UserError(f"{where}: lora_alpha = {alpha!r}: a number is expected")
     others = [key for key, supported in _EXPECTED.items() if stated.get(key) not in supported]
-    others += [
-        key for key, value in stated.items() if value and key not in _EXPECTED.keys() | _WITHOUT_EFFECT
-    ]
+    known = _EXPECTED.keys() | _WITHOUT_EFFECT
+    others += [key for key, value in stated.items() if value and key not in known]
     if others:
-        raise UserError(
-            f"{where}: {others[0]} = {stated.get(others[0])!s:.50}: not supported; merge the adapter with peft "
-            "(merge_and_unload), and name the folder of the merged model"
-        )
+        what = f"{where}: {others[0]} = {stated.get(others[0])!s:.50}"
+        raise UserError(f"{what}: not supported; merge the adapter with peft (merge_and_unload)")
     return stated
 
 
@@ -101,9 +96,7 @@ def merge_adapter(model: PreTrainedModel, adapter: Path) -> None:
     config, file = _read_config(adapter), adapter / ADAPTER_WEIGHTS
     where = f"{adapter}: {ADAPTER_WEIGHTS}"
     if not path_exists(file):
-        raise UserError(
-            f"{adapter}: it has no {ADAPTER_WEIGHTS}; weights are read from safetensors files only"
-        )
+        raise UserError(f"{adapter}: it has no {ADAPTER_WEIGHTS}; only safetensors files are read")
     check_regular_file(file, where)
     try:
         tensors = load_file(file)
@@ -127,6 +120,5 @@ def merge_adapter(model: PreTrainedModel, adapter: Path) -> None:
         scaling = float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
         weight.copy_(merged_weight(f"{layer}.weight", weight, a, b, scaling))
     if tensors or not pairs:
-        raise UserError(
-            f"{where}: {min(tensors, default='no tensor')}: only LoRA on linear layers is supported"
-        )
+        other = min(tensors, default="no tensor")
+        raise UserError(f"{where}: {other}: only LoRA on linear layers is supported")

@@ -27,8 +27,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bandpo_cli.models.packing import Packing, causal_mask
 
-Attention = Callable[..., tuple[Tensor, Tensor | None]]
-AttendPacked = Callable[[Attention, Packing, Sequence[Tensor], int | None], Tensor]
+Output = tuple[Tensor, Tensor | None]
+Attention = Callable[..., Output]
+States = Sequence[Tensor]
+AttendPacked = Callable[[Attention, Packing, States, int | None], Tensor]
 """`(attend, packing, [queries, keys, values], window)`, packed states of [T, heads, width] → outputs of that shape."""
 
 
@@ -39,9 +41,7 @@ def _packed(attention: Attention, packed_attention: Attention, attend_packed: At
         packed_attention: the function that `attend_packed` calls on gathered rows.
     """
 
-    def forward(
-        module: nn.Module, *arguments: Any, packing: Packing | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
+    def forward(module: nn.Module, *arguments: Any, packing: Packing | None = None, **kwargs: Any) -> Output:
         if packing is None:
             return attention(module, *arguments, **kwargs)
         kwargs.pop("position_ids", None)  # of the packed tokens; some kernels would infer sequences from them
@@ -52,33 +52,31 @@ def _packed(attention: Attention, packed_attention: Attention, attend_packed: At
     return forward
 
 
-def _attend_in_blocks(
-    attend: Attention, packing: Packing, states: Sequence[Tensor], window: int | None
-) -> Tensor:
+def _attend_in_blocks(attend: Attention, packing: Packing, states: States, window: int | None) -> Tensor:
     """Return the attention output of a kernel that takes sequences of equal length."""
     outputs = []
     for block in packing.blocks:
-        gathered = [
-            state.index_select(0, block.gather_index).view(*block.shape, *state.shape[1:]).transpose(1, 2)
-            for state in states
-        ]
-        outputs.append(attend(*gathered, block.mask(window))[0].flatten(0, 1))
+        index, shape = block.gather_index, block.shape
+        rows = (state.index_select(0, index).unflatten(0, shape).transpose(1, 2) for state in states)
+        outputs.append(attend(*rows, block.mask(window))[0].flatten(0, 1))
     return torch.cat(outputs).index_select(0, packing.block_scatter_index)
 
 
-def _attend_varlen(
-    attend: Attention, packing: Packing, states: Sequence[Tensor], window: int | None
-) -> Tensor:
+def _attend_varlen(attend: Attention, packing: Packing, states: States, window: int | None) -> Tensor:
     """Return the attention output of a kernel that takes concatenated sequences of any length and knows its window."""
     gathered = [state.index_select(0, packing.gather_index).transpose(0, 1)[None] for state in states]
-    output, _ = attend(
-        *gathered, None, cu_seq_lens_q=packing.boundaries, cu_seq_lens_k=packing.boundaries,
-        max_length_q=packing.longest, max_length_k=packing.longest,
-    )  # fmt: skip
+    ends, longest = packing.boundaries, packing.longest
+    lengths: dict[str, Any] = {
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+    output, _ = attend(*gathered, None, **lengths)
     return output.flatten(0, 1).index_select(0, packing.scatter_index)
 
 
-def _eager_attention(module: nn.Module, *arguments: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+def _eager_attention(module: nn.Module, *arguments: Any, **kwargs: Any) -> Output:
     """Call the `eager` attention of the module's architecture, which the registry does not contain."""
     attention: Attention = sys.modules[type(module).__module__].eager_attention_forward
     return attention(module, *arguments, **kwargs)
@@ -86,12 +84,11 @@ def _eager_attention(module: nn.Module, *arguments: Any, **kwargs: Any) -> tuple
 
 def _eager_attention_of_blocks(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-) -> tuple[Tensor, Tensor | None]:
+) -> Output:
     """Call the `eager` attention of the module's architecture, which requires a mask and adds it to its scores."""
     allowed = causal_mask(query.shape[2], query.device) if mask is None else mask
-    additive = torch.zeros_like(allowed, dtype=query.dtype).masked_fill(
-        ~allowed, torch.finfo(query.dtype).min
-    )
+    lowest = torch.finfo(query.dtype).min
+    additive = torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
     return _eager_attention(module, query, key, value, additive, **kwargs)
 
 
@@ -151,10 +148,8 @@ def _torch_varlen(
     query, key, value = (state.squeeze(0).transpose(0, 1) for state in (query, key, value))
     ends, longest, window = kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("sliding_window")
     left = -1 if window is None else window - 1
-    output = varlen_attn(
-        query, key, value, ends, ends, longest, longest, scale=kwargs.get("scaling"), window_size=(left, 0),
-        enable_gqa=True,
-    )  # fmt: skip
+    options: dict[str, Any] = {"scale": kwargs.get("scaling"), "window_size": (left, 0), "enable_gqa": True}
+    output = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
     return cast(Tensor, output)[None], None
 
 

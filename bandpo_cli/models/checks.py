@@ -31,13 +31,8 @@ or a scale factor on the logits does not."""
 PACKED_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types that keep packed rows separate; others carry a state across tokens or split rows into chunks."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-_JSON_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    INDEX,
-)
+_CONFIG = "config.json"
+_JSON_FILES = (_CONFIG, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", INDEX)
 _MAX_JSON_BYTES = 2**26
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
 """Patterns of the files of tokenizers: tokenizer.json, vocab.json, spiece.model, tokenization_custom.py, ..."""
@@ -89,12 +84,9 @@ def check_model_files(location: str, path: str) -> None:
     for name in ("tokenizer.json", WEIGHTS):
         if path_exists(folder / name):
             check_regular_file(folder / name, f"{where}: {name}")
-    contents = {
-        name: read_json_object(folder / name, f"{where}: {name}", _MAX_JSON_BYTES)
-        for name in _JSON_FILES
-        if path_exists(folder / name)
-    }
-    _check_counts(contents.get("config.json", {}), f"{where}: config.json")
+    files = {name: folder / name for name in _JSON_FILES if path_exists(folder / name)}
+    contents = {n: read_json_object(file, f"{where}: {n}", _MAX_JSON_BYTES) for n, file in files.items()}
+    _check_counts(contents.get(_CONFIG, {}), f"{where}: {_CONFIG}")
     key = "transformers_weights"
     names = [content[key] for content in contents.values() if key in content]
     if INDEX in contents:
@@ -102,9 +94,7 @@ def check_model_files(location: str, path: str) -> None:
         names += shards.values() if isinstance(shards, dict) else [shards]
     for name in map(str, names):
         if not name.endswith(".safetensors") or Path(name).name != name:
-            raise model_error(
-                path, f"names {name!r} for its weights; a safetensors file in the same folder is expected"
-            )
+            raise model_error(path, f"names {name!r} for its weights, not a safetensors file in its folder")
 
 
 def _check_counts(config: Mapping[str, Any], where: str) -> None:
@@ -139,9 +129,8 @@ def check_has_tokenizer(location: str, path: str) -> None:
     """Raise UserError if a folder has no file of a tokenizer."""
     folder = Path(location)
     if path_exists(folder) and not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):
-        raise model_error(
-            path, "it has no tokenizer; copy tokenizer.json and tokenizer_config.json of the model there"
-        )
+        files = "tokenizer.json and tokenizer_config.json"
+        raise model_error(path, f"it has no tokenizer; copy {files} of the model there")
 
 
 def check_declared_size(model: PreTrainedModel, location: str, path: str) -> None:
@@ -162,9 +151,8 @@ def check_declared_size(model: PreTrainedModel, location: str, path: str) -> Non
             stored += sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
     declared = sum(parameter.numel() for parameter in model.parameters())
     if files and declared > 2 * stored:  # a tied output embedding is stored once
-        raise model_error(
-            path, f"config.json: describes {declared:,} parameters, but the weights hold {stored:,}"
-        )
+        sizes = f"{declared:,} parameters, but the weights hold {stored:,}"
+        raise model_error(path, f"{_CONFIG}: describes {sizes}")
 
 
 def check_loaded_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str) -> None:
@@ -201,16 +189,12 @@ def check_packed_forward(model: PreTrainedModel) -> None:
     Raises:
         UserError: the log-probs differ, the model does not accept packed rows, or it scales or caps its logits.
     """
-    kind, text = model.config.model_type, model.config.get_text_config()
+    kind, text = f"model.path: {model.config.model_type}", model.config.get_text_config()
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(text, name, None) not in (None, 1.0):
-            raise UserError(
-                f"model.path: {kind} models change their logits by '{name}', which is not supported"
-            )
+            raise UserError(f"{kind} models change their logits by '{name}', which is not supported")
     if others := set(getattr(text, "layer_types", None) or ()) - PACKED_LAYERS:
-        raise UserError(
-            f"model.path: {kind} models have {sorted(others)[0]} layers, which do not run on packed rows"
-        )
+        raise UserError(f"{kind} models have {min(others)} layers, which do not run on packed rows")
     vocabulary = min(text.vocab_size, 1000)
     ids = [(7 * i + 3) % vocabulary for i in range(12)]
     rows = [Row(ids[:3], [ids[3:6], ids[6:8]]), Row(ids[8:10], [ids[10:]])]
@@ -219,7 +203,7 @@ def check_packed_forward(model: PreTrainedModel) -> None:
     except (TypeError, AttributeError, KeyError, ValueError, RuntimeError) as error:
         if is_out_of_memory(error):  # independent of the architecture
             raise
-        raise UserError(f"model.path: {kind} models do not run on packed rows: {first_line(error)}") from None
+        raise UserError(f"{kind} models do not run on packed rows: {first_line(error)}") from None
     unpacked = []
     for row in rows:
         for completion in row.completions:
@@ -229,6 +213,5 @@ def check_packed_forward(model: PreTrainedModel) -> None:
             unpacked.append(torch.log_softmax(logits, dim=-1).gather(1, ids_1T[0, first:, None]).squeeze(1))
     gap = (packed - torch.cat(unpacked)).abs().max().item()
     if not gap <= TOLERANCE.get(forward_dtype(model), TOLERANCE[torch.bfloat16]):
-        raise UserError(
-            f"model.path: {kind} models are not supported: log-probs in rows without padding differ by {gap:.3g} nats"
-        )
+        differ = f"log-probs in rows without padding differ by {gap:.3g} nats"
+        raise UserError(f"{kind} models are not supported: {differ}")

@@ -211,11 +211,9 @@ def meta_model(config: ModelConfig, model_config: PreTrainedConfig, **options: A
     Args:
         options: of transformers' `from_config`, such as its dtype.
     """
-    trusts = config.trust_remote_code
+    options["trust_remote_code"] = config.trust_remote_code
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            model_config, trust_remote_code=trusts, **options
-        )
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config, **options)
     checks.check_declared_size(model, model_location(config), config.path)
     return model
 
@@ -248,9 +246,7 @@ def _load(
         checks.check_loaded_weights(model, info, config.path)
         ids = tokenizer("1+1=2")["input_ids"]
         if not ids or not isinstance(tokenizer.decode(ids), str):
-            raise model_error(
-                config.path, "its tokenizer gives no tokens; check that tokenizer.json is there"
-            )
+            raise model_error(config.path, "its tokenizer gives no tokens; is tokenizer.json there?")
     return model, tokenizer
 
 
@@ -344,9 +340,8 @@ def uses_gradient_checkpointing(model: PreTrainedModel, config: ModelConfig, on_
     """
     supported, setting = bool(checkpointed_layers(model)), config.gradient_checkpointing
     if setting is True and not supported:
-        raise UserError(
-            f"model.gradient_checkpointing: {model.config.model_type} models do not support it; set it to false"
-        )
+        kind = model.config.model_type
+        raise UserError(f"model.gradient_checkpointing: {kind} models do not support it; set it to false")
     return supported and (on_gpu if setting == "auto" else setting)
 
 
@@ -361,22 +356,15 @@ def _special_ids(
     """
     eos = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = list(eos) if isinstance(eos, (list, tuple)) else [eos]
-    stop_ids = tuple(dict.fromkeys(i for i in [*ids, tokenizer.eos_token_id] if i is not None))
+    stop_ids = [i for i in [*ids, tokenizer.eos_token_id] if i is not None]
     if not stop_ids:
-        raise model_error(
-            path,
-            "its tokenizer has no end-of-sequence token, so no completion would end; name one in its "
-            "tokenizer_config.json (eos_token), or by id in its generation_config.json (eos_token_id)",
-        )
+        files = "tokenizer_config.json (eos_token), or by id in its generation_config.json (eos_token_id)"
+        raise model_error(path, f"its tokenizer has no end-of-sequence token; name one in its {files}")
     pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else stop_ids[0]
     rows = model.get_input_embeddings().weight.shape[0]
     for i in (*stop_ids, pad_id):
         if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < rows:
-            raise model_error(
-                path, f"its end-of-sequence or padding token {i!r} is not one of its {rows:,} tokens"
-            )
+            raise model_error(path, f"its end or padding token {i!r} is not one of its {rows:,} tokens")
     if tokenizer.vocab_size > rows:
-        raise model_error(
-            path, f"its tokenizer has {tokenizer.vocab_size:,} tokens, but the model has {rows:,}"
-        )
-    return stop_ids, pad_id
+        raise model_error(path, f"its tokenizer has {tokenizer.vocab_size:,} tokens, the model has {rows:,}")
+    return tuple(dict.fromkeys(stop_ids)), pad_id

@@ -60,9 +60,7 @@ def token_logprobs(
     return run_forward(_token_logprobs, model, batch, temperature, with_entropy)
 
 
-def _token_logprobs(
-    model: PreTrainedModel, batch: TokenBatch, temperature: float, with_entropy: bool
-) -> TokenLogprobs:
+def _token_logprobs(model: PreTrainedModel, batch: TokenBatch, *options: Any) -> TokenLogprobs:
     with _checkpointing(model):
         hidden = model.base_model(
             input_ids=batch.input_ids,
@@ -75,9 +73,7 @@ def _token_logprobs(
         ).last_hidden_state
     head = model.get_output_embeddings()
     predicting = hidden[0].index_select(0, batch.predictor_index)
-    return TokenLogprobs(
-        *linear_logprobs(predicting, head.weight, head.bias, batch.targets, temperature, with_entropy)
-    )
+    return TokenLogprobs(*linear_logprobs(predicting, head.weight, head.bias, batch.targets, *options))
 
 
 def linear_logprobs(
@@ -129,15 +125,8 @@ def _checkpointing(model: PreTrainedModel) -> Iterator[None]:
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        temperature: float,
-        with_entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        hidden, weight, bias, targets, temperature, with_entropy = arguments
         tiles = _Tiles(hidden, weight, bias)
         zeros = torch.zeros(len(hidden), device=hidden.device)
         highest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
@@ -179,11 +168,8 @@ class _LinearLogprobs(torch.autograd.Function):
         active = grad_logprobs.nonzero().squeeze(1)
         if some_inactive := len(active) < len(hidden):
             hidden = hidden[active]
-        highest, inverse_total, targets = (
-            highest[active, None],
-            total[active, None].reciprocal(),
-            targets[active],
-        )
+        highest, targets = highest[active, None], targets[active]
+        inverse_total = total[active, None].reciprocal()
         # ∂ log p/∂x = (onehot − p)/temperature, and a tile becomes p − onehot; hence the sign.
         scale = grad_logprobs[active, None].float() / -ctx.temperature
         tiles = _Tiles(hidden, weight, bias)

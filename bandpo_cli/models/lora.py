@@ -93,9 +93,7 @@ def _round_once(layer: Any, x: Tensor) -> Tensor:
         x: inputs, [..., in].
     """
     base = layer.base_layer
-    if (
-        layer.disable_adapters
-    ):  # the same operations, so that a policy at its start equals its reference exactly
+    if layer.disable_adapters:  # the same operations: a policy at its start equals its reference exactly
         change = x.new_zeros(*x.shape[:-1], base.out_features)
     else:
         change = layer.lora_B[_NAME](layer.lora_A[_NAME](x)) * layer.scaling[_NAME]
@@ -129,7 +127,7 @@ def target_names(model: PreTrainedModel, settings: LoraSettings) -> list[str]:
         raise UserError(f"model.lora: {model.config.model_type} models have no linear layers to adapt")
 
     def matching(target: str) -> set[str]:
-        return {name for name in modules if name == target or name.endswith(f".{target}")}
+        return {name for name in modules if f".{name}".endswith(f".{target}")}
 
     short = sorted({name.rpartition(".")[2] for name in linear})
     targets = sorted(set(settings.target_modules or ()))
@@ -144,10 +142,8 @@ def target_names(model: PreTrainedModel, settings: LoraSettings) -> list[str]:
             targets += [name] if matching(name) <= linear else sorted(matching(name) & linear)
     widest = max(min(modules[name].weight.shape) for target in targets for name in matching(target))
     if settings.rank > widest:
-        raise UserError(
-            f"model.lora.rank = {settings.rank}: the largest of the layers to adapt has rank {widest}; "
-            "use a smaller rank, or train all weights with model.lora=null"
-        )
+        advice = "use a smaller rank, or train all weights with model.lora=null"
+        raise UserError(f"model.lora.rank = {settings.rank}: the largest layer has rank {widest}; {advice}")
     return targets
 
 

@@ -45,14 +45,7 @@ class NoEstimateError(UserError):
 
 
 class Device(NamedTuple):
-    """A GPU, or this machine without one.
-
-    Attributes:
-        name: the name of the GPU or the machine.
-        total: bytes of its memory.
-        free: bytes that no process uses.
-        on_gpu: it is a CUDA GPU.
-    """
+    """A CUDA GPU (`on_gpu`), or this machine without one: its name, the bytes of its memory, and the unused bytes."""
 
     name: str
     total: int
@@ -155,50 +148,132 @@ def estimate_memory(
     Raises:
         UserError: the model's config cannot be read, or (`NoEstimateError`) its memory does not follow from shapes.
     """
-    on_gpu = device.on_gpu
-    config = with_dtype(config, on_gpu)
-    model = build_on_meta_device(config.model)
-    total, trained = stored_parameters(model.parameters())
-    backward, reduction, gathered, sampling = fsdp_bytes(model, ranks if training else 1)
-    # An engine with weights of its own has them complete and without adapters.
-    weights = model.dtype.itemsize * (total - (trained if config.model.lora is not None else 0))
-    always, update, process = {"weights": weights}, Bytes(), Bytes()
+    run = _Run(with_dtype(config, device.on_gpu), ranks, device.on_gpu)
+    backward, reduction, gathered, sampling = fsdp_bytes(run.model, ranks if training else 1)
+    always, update, process = {"weights": run.weights}, Bytes(), Bytes()
     if training:
-        always = _held_bytes(config, model, ranks, on_gpu)
-        gradients = {"gradients": _FLOAT32 * stored_parameters(model.parameters(), ranks)[1]}
-        update = gradients | _pass_bytes(config, model, ranks, on_gpu) | backward
-        reduction = gradients | reduction
+        always = run.held_bytes()
+        gradients = {"gradients": _FLOAT32 * run.trained_stored}
+        update, reduction = gradients | run.pass_bytes() | backward, gradients | reduction
     vllm, minimum, fraction = 0, 0, None
     lag = training and config.sampling.max_lag > 0
-    if ENGINES[resolve_engine(config.sampling.engine, on_gpu)].shares_weights:
-        sequences, longest, cache = _cache_shape(config, model, ranks)
-        # float32 logits and their log-softmax, float64 probabilities and their cumulative sum
-        distributions = sequences * model.config.get_text_config().vocab_size * (4 + 4 + 8 + 8)
-        held = {
-            f"at most: key-value cache of {sequences:,} × {longest:,} tokens": sequences * longest * cache,
-            f"at most: next-token distributions of {sequences:,} sequences": distributions,
-        }
-        process = {"weights of the engine process": weights} | held if lag else {}
+    if ENGINES[resolve_engine(config.sampling.engine, device.on_gpu)].shares_weights:
+        held = run.generation_bytes()
+        process = {"weights of the engine process": run.weights} | held if lag else {}
         sampling = sampling if lag else held | gathered
     else:
-        sleeps = on_gpu and config.sampling.vllm.sleep and not lag
+        sleeps = device.on_gpu and config.sampling.vllm.sleep and not lag
         if sleeps:
             update["vLLM while it sleeps"] = reduction["vLLM while it sleeps"] = SLEEPING_ENGINE_BYTES
         beside = _peak(always, sampling) if sleeps else _peak(always, sampling, update, reduction)
-        vllm, minimum, fraction = _vllm_bytes(
-            config, model, weights, ranks, engine_device or device, 0 if engine_device else beside
-        )
+        vllm, minimum, fraction = run.vllm_bytes(engine_device or device, 0 if engine_device else beside)
         share = {"vLLM: weights and cache": vllm}
         sampling, process = (sampling | share, process) if sleeps else (sampling, share)
     if engine_device is None:
         always, process = always | process, {}
     estimate = MemoryEstimate(
-        total, trained, ranks, always, update, reduction, sampling, process, device, engine_device,
+        run.total, run.trained, ranks, always, update, reduction, sampling, process, device, engine_device,
         vllm, minimum, fraction,
     )  # fmt: skip
     if not estimate.fits:  # a run that lacks the memory for the copy takes none
         always.pop(_COPY, None)
     return estimate
+
+
+class _Run:
+    """A run whose model is on the meta device."""
+
+    def __init__(self, config: RunConfig, ranks: int, on_gpu: bool) -> None:
+        self.config, self.ranks, self.on_gpu = config, ranks, on_gpu
+        self.model = build_on_meta_device(config.model)
+        self.text, self.itemsize = self.model.config.get_text_config(), self.model.dtype.itemsize
+        self.total, self.trained = stored_parameters(self.model.parameters())
+        self.stored, self.trained_stored = stored_parameters(self.model.parameters(), ranks)
+        self.has_lora, sampling = config.model.lora is not None, config.sampling
+        # An engine with weights of its own has them complete and without adapters.
+        self.weights = self.itemsize * (self.total - (self.trained if self.has_lora else 0))
+        self.longest = sampling.max_prompt_tokens + sampling.max_tokens
+        self.sequences = min(math.ceil(sampling.prompts / ranks) * sampling.samples, sampling.max_sequences)
+        _, heads, width = _heads(self.text)
+        self.cache = self.longest * 2 * self.text.num_hidden_layers * heads * width * self.itemsize
+
+    def held_bytes(self) -> Bytes:
+        """Return the bytes that are held during a complete training run."""
+        masters = _FLOAT32 * self.trained_stored if self.itemsize != _FLOAT32 else 0
+        held = {"weights": self.itemsize * self.total}
+        if self.ranks > 1:  # those that are trained are float32, the masters
+            frozen = self.itemsize * (self.stored - self.trained_stored)
+            held = {"weights (float32)": _FLOAT32 * self.trained_stored + frozen}
+        held["AdamW"] = 2 * _FLOAT32 * self.trained_stored
+        if masters and self.ranks == 1:
+            held["master weights"] = masters
+        if self.config.objective.reference_kl > 0 and not self.has_lora:  # with adapters it is the same model
+            held["reference model"] = self.itemsize * self.stored
+        if self.on_gpu:  # copies for checkpoints are in the memory of the host
+            return held
+        if self.ranks > 1:  # rank 0 has them
+            saved = self.trained if self.has_lora else self.total
+            held["complete weights for a checkpoint"] = self.itemsize * saved
+        if is_written_in_background(self.config):
+            copied = self.itemsize * self.trained if self.ranks == 1 else 0
+            held[_COPY] = held["AdamW"] + masters + copied
+        return held
+
+    def pass_bytes(self) -> Bytes:
+        """Return the bytes of a forward and backward pass of one micro-batch."""
+        config, text = self.config, self.text
+        samples = config.sampling.prompts * config.sampling.samples
+        completions = math.ceil(samples / config.optim.updates / self.ranks)
+        tokens = min(max(config.optim.micro_batch_tokens, self.longest), completions * self.longest)
+        attention = attention_elements(config, text, tokens)
+        activations = activation_bytes(self.model, tokens, config.model, attention, self.on_gpu)
+        tile = min(TILE_BYTES["cuda" if self.on_gpu else "cpu"], tokens * text.vocab_size * _FLOAT32)
+        # AdamW's fused kernel (`training.optimizer`) allocates nothing, so an update peaks where its gradient does.
+        components = {
+            f"activations of {tokens:,} tokens": activations,
+            # two tiles of logits, and the hidden states, their scaled copy and their gradient in float32
+            "log-probs and their gradient": 2 * tile + 3 * tokens * text.hidden_size * _FLOAT32,
+        }
+        if not self.has_lora:  # before it is added to the gradient of the other micro-batches
+            components["gradient of the output layer"] = text.vocab_size * text.hidden_size * self.itemsize
+        return components
+
+    def generation_bytes(self) -> Bytes:
+        """Return the bytes that the transformers engine holds while it samples, at most."""
+        return {
+            f"at most: key-value cache of {self.sequences:,} × {self.longest:,} tokens": self.sequences
+            * self.cache,
+            # float32 logits and their log-softmax, float64 probabilities and their cumulative sum
+            f"at most: next-token distributions of {self.sequences:,} sequences": self.sequences
+            * self.text.vocab_size
+            * (4 + 4 + 8 + 8),
+        }
+
+    def vllm_bytes(self, device: Device, already_taken: int) -> tuple[int, int, float | None]:
+        """Return the bytes of the vLLM engine, the fewest with which it can sample, and its share of the GPU.
+
+        Where the settings leave the share open, it is what a full batch needs, and at most the room beside the trainer.
+        What stays while the engine sleeps is part of the share.
+
+        Args:
+            device: the device of the engine.
+            already_taken: bytes of the trainer there while the engine is awake.
+        """
+        sampling = self.config.sampling
+        settings, gpus = sampling.vllm, sampling.vllm.tensor_parallel
+        if not device.on_gpu:
+            return self.weights + int(settings.kv_cache_gb * GIB), 0, None
+        logits = sampling.max_sequences * self.text.vocab_size * ENGINE_BYTES_PER_LOGIT
+        fixed = self.weights // gpus + logits + SLEEPING_ENGINE_BYTES
+        full, fewest = (
+            fixed + size * self.cache // gpus
+            for size in (self.sequences, min(self.sequences, sampling.samples))
+        )
+        fraction = settings.memory_fraction
+        if fraction is None:
+            percent = math.floor(100 * min(full, device.usable - already_taken) / device.total)
+            fraction = max(percent, math.ceil(100 * fewest / device.total)) / 100
+        return int(device.total * fraction), fewest, fraction
 
 
 def stored_parameters(parameters: Iterable[nn.Parameter], ranks: int = 1) -> tuple[int, int]:
@@ -228,109 +303,32 @@ def fsdp_bytes(model: PreTrainedModel, ranks: int) -> tuple[Bytes, Bytes, Bytes,
         return {}, {}, {}, {}
     itemsize = model.dtype.itemsize
     total, trained = stored_parameters(model.parameters())
-    sizes = [stored_parameters(layer.parameters()) for layer in checkpointed_layers(model)]
-    layer, trained_layer = (max((pair[kind] for pair in sizes), default=0) for kind in (0, 1))
+    sizes = [stored_parameters(layer.parameters()) for layer in checkpointed_layers(model)] or [(0, 0)]
+    layer, trained_layer = map(max, zip(*sizes, strict=True))
     outside, trained_outside = (
-        count - sum(pair[kind] for pair in sizes) for kind, count in enumerate((total, trained))
+        count - sum(parts) for count, *parts in zip((total, trained), *sizes, strict=True)
     )
     largest = max(parameter.numel() for parameter in model.parameters())
     # The parameters of a layer, the next layer gathered ahead, and gradients; the float32 buffer of the reduction of
     # the layer before, and its result.
-    backward = itemsize * (2 * layer + trained_layer)
-    backward += _FLOAT32 * (trained_layer + math.ceil(trained_layer / ranks))
+    backward = itemsize * (2 * layer + trained_layer) + _reduction_bytes(trained_layer, ranks)
     # In their place at the beginning, before there is a gradient of the output layer: the buffer that the parameters
     # outside of the layers are gathered into.
     buffer = itemsize * (outside - (largest if trained_outside else 0))
-    # The gradient of the parameters outside of the layers: in its own dtype, in float32, and the result.
-    reduced = itemsize * trained_outside + _FLOAT32 * (trained_outside + math.ceil(trained_outside / ranks))
     update = {
         "complete parameters outside of the layers": itemsize * outside,
         "two complete layers and a gradient to reduce": max(backward, buffer),
     }
+    # The gradient of the parameters outside of the layers: in its own dtype, in float32, and the result.
+    reduced = itemsize * trained_outside + _reduction_bytes(trained_outside, ranks)
     gathered = {"complete parameters": itemsize * max(total + layer, 2 * outside)}
     sync = {"a complete weight, to send it to the engine": 2 * itemsize * largest}
     return update, {"gradient outside of the layers to reduce": reduced}, gathered, sync
 
 
-def _held_bytes(config: RunConfig, model: PreTrainedModel, ranks: int, on_gpu: bool) -> Bytes:
-    """Return the bytes that are held during a complete training run."""
-    has_lora, itemsize = config.model.lora is not None, model.dtype.itemsize
-    total, trained = stored_parameters(model.parameters())
-    stored, trained_stored = stored_parameters(model.parameters(), ranks)
-    masters = _FLOAT32 * trained_stored if itemsize != _FLOAT32 else 0
-    held = {"weights": itemsize * total}
-    if ranks > 1:  # those that are trained are float32, the masters
-        held = {"weights (float32)": _FLOAT32 * trained_stored + itemsize * (stored - trained_stored)}
-    held["AdamW"] = 2 * _FLOAT32 * trained_stored
-    if masters and ranks == 1:
-        held["master weights"] = masters
-    if config.objective.reference_kl > 0 and not has_lora:  # with adapters the reference is the same model
-        held["reference model"] = itemsize * stored
-    if on_gpu:  # copies for checkpoints are in the memory of the host
-        return held
-    if ranks > 1:  # rank 0 has them
-        held["complete weights for a checkpoint"] = itemsize * (trained if has_lora else total)
-    if is_written_in_background(config):
-        held[_COPY] = held["AdamW"] + masters + (itemsize * trained if ranks == 1 else 0)
-    return held
-
-
-def _pass_bytes(config: RunConfig, model: PreTrainedModel, ranks: int, on_gpu: bool) -> Bytes:
-    """Return the bytes of a forward and backward pass of one micro-batch."""
-    longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
-    completions = math.ceil(config.sampling.prompts * config.sampling.samples / config.optim.updates / ranks)
-    tokens = min(max(config.optim.micro_batch_tokens, longest), completions * longest)
-    text = model.config.get_text_config()
-    attention = attention_elements(config, text, tokens)
-    tile = min(TILE_BYTES["cuda" if on_gpu else "cpu"], tokens * text.vocab_size * _FLOAT32)
-    # AdamW's fused kernel (`training.optimizer`) allocates nothing, so an update peaks where its gradient does.
-    components = {
-        f"activations of {tokens:,} tokens": activation_bytes(model, tokens, config.model, attention, on_gpu),
-        # two tiles of logits, and the hidden states, their scaled copy and their gradient in float32
-        "log-probs and their gradient": 2 * tile + 3 * tokens * text.hidden_size * _FLOAT32,
-    }
-    if config.model.lora is None:  # before it is added to the gradient of the other micro-batches
-        components["gradient of the output layer"] = text.vocab_size * text.hidden_size * model.dtype.itemsize
-    return components
-
-
-def _cache_shape(config: RunConfig, model: PreTrainedModel, ranks: int) -> tuple[int, int, int]:
-    """Return how many sequences a rank samples together, their longest length, and the bytes of a token's cache."""
-    sampling, text = config.sampling, model.config.get_text_config()
-    sequences = min(math.ceil(sampling.prompts / ranks) * sampling.samples, sampling.max_sequences)
-    _, heads, width = _heads(text)
-    keys_and_values = 2 * text.num_hidden_layers * heads * width * model.dtype.itemsize
-    return sequences, sampling.max_prompt_tokens + sampling.max_tokens, keys_and_values
-
-
-def _vllm_bytes(
-    config: RunConfig, model: PreTrainedModel, weights: int, ranks: int, device: Device, already_taken: int
-) -> tuple[int, int, float | None]:
-    """Return the bytes of the vLLM engine, the fewest with which it can sample, and its share of the GPU.
-
-    Where the settings leave the share open, it is what a full batch needs, and at most the room beside the trainer.
-    What stays while the engine sleeps is part of the share.
-
-    Args:
-        weights: bytes of the complete weights.
-        device: the device of the engine.
-        already_taken: bytes of the trainer there while the engine is awake.
-    """
-    settings = config.sampling.vllm
-    if not device.on_gpu:
-        return weights + int(settings.kv_cache_gb * GIB), 0, None
-    sequences, longest, cache = _cache_shape(config, model, ranks)
-    logits = config.sampling.max_sequences * model.config.get_text_config().vocab_size
-    fixed = weights // settings.tensor_parallel + logits * ENGINE_BYTES_PER_LOGIT + SLEEPING_ENGINE_BYTES
-    full, fewest = (
-        fixed + size * longest * cache // settings.tensor_parallel
-        for size in (sequences, min(sequences, config.sampling.samples))
-    )
-    fraction = settings.memory_fraction
-    if fraction is None:
-        percent = math.floor(100 * min(full, device.usable - already_taken) / device.total)
-        fraction = max(percent, math.ceil(100 * fewest / device.total)) / 100
-    return int(device.total * fraction), fewest, fraction
+def _reduction_bytes(gradients: int, ranks: int) -> int:
+    """Return the bytes of the float32 buffer that gradients are reduced in, and of the result on a rank."""
+    return _FLOAT32 * (gradients + math.ceil(gradients / ranks))
 
 
 def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:

@@ -155,12 +155,8 @@ def policy_objective(
         (penalty_gradient,) = torch.autograd.grad(penalty, logprobs)
         total, gradient = total + penalty, gradient + penalty_gradient
     scale = -weights * batch.advantages
-    return LossOutputs(
-        loss=total.detach(),
-        gradient=gradient,
-        ratios=batch.ratios(logprobs).detach(),
-        gradient_weights=torch.where(scale == 0, 0.0, policy_gradient / scale),
-    )
+    gradient_weights = torch.where(scale == 0, 0.0, policy_gradient / scale)
+    return LossOutputs(total.detach(), gradient, batch.ratios(logprobs).detach(), gradient_weights)
 
 
 def policy_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
@@ -184,9 +180,7 @@ def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
 
 def sequence_sum(values: Tensor, lengths: Tensor) -> Tensor:
     """Return the sum of `values` [n] over the tokens of each completion, [s], with gradient."""
-    return torch.zeros(len(lengths), dtype=values.dtype, device=values.device).index_add(
-        0, sequence_index(lengths), values
-    )
+    return values.new_zeros(len(lengths)).index_add(0, sequence_index(lengths), values)
 
 
 def sequence_index(lengths: Tensor) -> Tensor:

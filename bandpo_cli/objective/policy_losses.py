@@ -44,10 +44,10 @@ from bandpo_cli.objective.loss import (
     sequence_sum,
 )
 
+Bound = Tensor | float
 
-def clipped_losses(
-    ratios: Tensor, advantages: Tensor, lower: Tensor | float, upper: Tensor | float
-) -> Tensor:
+
+def clipped_losses(ratios: Tensor, advantages: Tensor, lower: Bound, upper: Bound) -> Tensor:
     """Return −min(r·a, clamp(r, lower, upper)·a) of each token, [n]."""
     # Not torch.clamp: from torch 2.15 on, it passes on half the gradient of a ratio that equals a bound, as the ratio 1
     # of an on-policy token of probability 1 does.
@@ -77,9 +77,8 @@ class IntervalLoss(PolicyLoss):
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         advantages, dual_clip = batch.advantages, self.objective.dual_clip
-        losses = clipped_losses(
-            batch.ratios(logprobs), advantages, batch.columns["lower"], batch.columns["upper"]
-        )
+        lower, upper = batch.columns["lower"], batch.columns["upper"]
+        losses = clipped_losses(batch.ratios(logprobs), advantages, lower, upper)
         if dual_clip is not None:
             losses = torch.where(advantages < 0, torch.minimum(losses, -dual_clip * advantages), losses)
         return losses
@@ -251,9 +250,8 @@ class GspoLoss(PolicyLoss):
         means = sequence_sum(logprobs.detach() - batch.old_logprobs, batch.lengths) / batch.lengths
         log_s = means[sequence_index(batch.lengths)] + logprobs - logprobs.detach()
         ratios = torch.exp(log_s.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-        return clipped_losses(
-            ratios, batch.advantages, 1.0 - self.settings.eps_low, 1.0 + self.settings.eps_high
-        )
+        lower, upper = 1.0 - self.settings.eps_low, 1.0 + self.settings.eps_high
+        return clipped_losses(ratios, batch.advantages, lower, upper)
 
 
 class GmpoLoss(PolicyLoss):
