@@ -28,7 +28,7 @@ from scripts.embedded_model.train import (
 FOLDER = embedded_model_path()
 TOKENIZER = AutoTokenizer.from_pretrained(FOLDER)
 TASK = Countdown(CountdownTask())
-TRAIN = TASK.train_problems()[:150]
+TRAIN = TASK.train_problems()[:60]
 
 
 @pytest.fixture(scope="module")
