@@ -57,7 +57,8 @@ def _attend_in_blocks(attend: Attention, packing: Packing, states: States, windo
     outputs = []
     for block in packing.blocks:
         index, shape = block.gather_index, block.shape
-        rows = (state.index_select(0, index).unflatten(0, shape).transpose(1, 2) for state in states)
+        gathered = (state.index_select(0, index) for state in states)
+        rows = (state.view(*shape, *state.shape[1:]).transpose(1, 2) for state in gathered)
         outputs.append(attend(*rows, block.mask(window))[0].flatten(0, 1))
     return torch.cat(outputs).index_select(0, packing.block_scatter_index)
 
@@ -65,13 +66,8 @@ def _attend_in_blocks(attend: Attention, packing: Packing, states: States, windo
 def _attend_varlen(attend: Attention, packing: Packing, states: States, window: int | None) -> Tensor:
     """Return the attention output of a kernel that takes concatenated sequences of any length and knows its window."""
     gathered = [state.index_select(0, packing.gather_index).transpose(0, 1)[None] for state in states]
-    ends, longest = packing.boundaries, packing.longest
-    lengths: dict[str, Any] = {
-        "cu_seq_lens_q": ends,
-        "cu_seq_lens_k": ends,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    lengths: dict[str, Any] = {f"cu_seq_lens_{side}": packing.boundaries for side in "qk"}
+    lengths |= {f"max_length_{side}": packing.longest for side in "qk"}
     output, _ = attend(*gathered, None, **lengths)
     return output.flatten(0, 1).index_select(0, packing.scatter_index)
 

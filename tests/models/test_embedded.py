@@ -147,11 +147,3 @@ def test_training_command_is_deterministic(tmp_path: Any, monkeypatch: pytest.Mo
 def test_first_product_target_is_the_first_that_no_sum_reaches() -> None:
     task = CountdownTask()
     assert task.numbers * task.max_number + 1 == FIRST_PRODUCT_TARGET
-    nines = (item for item in TASK.train_problems() if item.extra["numbers"] == "9 9 9 9")
-    problems = {item.prompt: item for item in nines}
-    needs_product = {
-        int(problems[prompt].answer): all("*" in answer for answer in answers)
-        for prompt, answers in solved_problems(list(problems.values()))
-    }
-    assert all(needed for target, needed in needs_product.items() if target >= FIRST_PRODUCT_TARGET)
-    assert needs_product[FIRST_PRODUCT_TARGET - 1] is False

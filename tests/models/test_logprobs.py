@@ -15,6 +15,7 @@ from transformers import (
     MistralForCausalLM,
     PreTrainedModel,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bandpo_cli.models import attention, packing
 from bandpo_cli.models.logprobs import token_logprobs
@@ -74,81 +75,27 @@ def test_packed_rows_equal_padded_sequences(model: PreTrainedModel, temperature:
     assert ours.entropy is not None
     assert not ours.entropy.requires_grad
     torch.testing.assert_close(ours.entropy, entropy, atol=2e-5, rtol=1e-5)
-    assert_same_gradient(
-        gradient(model, (ours.logprobs * weights(len(logprobs))).sum()),
-        gradient(model, (logprobs * weights(len(logprobs))).sum()),
-    )
-
-
-def test_eager_attention_gives_the_same_log_probs(model: PreTrainedModel) -> None:
-    expected = token_logprobs(model, collate(ROWS, CPU)).logprobs
-    model.set_attn_implementation("eager")
-    torch.testing.assert_close(
-        token_logprobs(model, collate(ROWS, CPU)).logprobs, expected, atol=2e-5, rtol=1e-5
-    )
-
-
-def test_kernel_for_sequences_of_any_length_gives_the_same_log_probs(model: PreTrainedModel) -> None:
-    """Stands in for flash attention, which needs a GPU: one call over all sequences with their boundaries."""
-
-    def varlen(
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        assert mask is None
-        assert kwargs["max_length_q"] == kwargs["max_length_k"] == 18
-        outputs = []
-        for first, last in itertools.pairwise(kwargs["cu_seq_lens_q"].tolist()):
-            q, k, v = (states[:, :, first:last] for states in (query, key, value))
-            outputs.append(
-                torch.nn.functional.scaled_dot_product_attention(
-                    q, k, v, is_causal=True, scale=kwargs["scaling"], enable_gqa=True
-                )
-            )
-        return torch.cat(outputs, dim=2).transpose(1, 2), None
-
-    expected = token_logprobs(model, collate(ROWS, CPU)).logprobs
-    AttentionInterface.register("any-length", attention._packed(varlen, varlen, attention._attend_varlen))
-    model.set_attn_implementation("any-length")
-    ours = token_logprobs(model, collate(ROWS, CPU)).logprobs
-    torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)
-    assert_same_gradient(gradient(model, ours.sum()), gradient(model, expected.sum()))
+    both = (ours.logprobs, logprobs)
+    assert_same_gradient(*(gradient(model, (item * weights(len(item))).sum()) for item in both))
 
 
 def plain_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends: torch.Tensor,
-    key_ends: torch.Tensor,
-    longest: int,
-    longest_key: int,
-    *,
-    scale: float,
-    window_size: tuple[int, int],
-    enable_gqa: bool,
+    query: Any, key: Any, value: Any, ends: Any, key_ends: Any, longest: int, longest_key: int, **options: Any
 ) -> torch.Tensor:
     """Stands in for torch's `varlen_attn`, which has no kernel for a CPU: [E, heads, width] by its documentation."""
-    assert enable_gqa
+    assert options["enable_gqa"]
     assert torch.equal(ends, key_ends)
-    left, right = window_size
+    left, right = options["window_size"]
     outputs = []
     for first, last in itertools.pairwise(ends.tolist()):
         assert last - first <= longest == longest_key
-        q = query[first:last]
-        k, v = (
-            states[first:last].repeat_interleave(q.shape[1] // key.shape[1], dim=1) for states in (key, value)
-        )
+        q, groups = query[first:last], query.shape[1] // key.shape[1]
+        k, v = (states[first:last].repeat_interleave(groups, dim=1) for states in (key, value))
         distance = torch.arange(last - first)[:, None] - torch.arange(last - first)
         outside = (distance < -right) | ((left >= 0) & (distance > left))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-        outputs.append(
-            torch.einsum("hqk,khd->qhd", scores.masked_fill(outside, float("-inf")).softmax(-1), v)
-        )
+        scores = torch.einsum("qhd,khd->hqk", q, k) * options["scale"]
+        probabilities = scores.masked_fill(outside, float("-inf")).softmax(-1)
+        outputs.append(torch.einsum("hqk,khd->qhd", probabilities, v))
     return torch.cat(outputs)
 
 
@@ -157,17 +104,29 @@ def _varlen_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", plain_varlen)
 
 
+def flash_attention(module: Any, query: Any, key: Any, value: Any, mask: None, **kwargs: Any) -> Any:
+    """Stands in for FlashAttention of transformers: one call over all sequences with their boundaries."""
+    assert mask is None
+    assert kwargs["max_length_q"] == kwargs["max_length_k"] == 18
+    assert torch.equal(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
+    return attention._torch_varlen(module, query, key, value, mask, **kwargs)
+
+
 @pytest.mark.usefixtures("_varlen_on_a_cpu")
-def test_varlen_attention_gives_the_same_log_probs_and_completions(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("kind", ["varlen", "flash"])
+def test_varlen_attention_gives_the_same_log_probs_and_completions(model: PreTrainedModel, kind: str) -> None:
     """Sampling, which has no packed rows, is that of sdpa."""
+    sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    AttentionInterface.register("flash", attention._packed(sdpa, flash_attention, attention._attend_varlen))
     params = SamplingParams(samples=3, temperature=1.0, max_tokens=6, stop_ids=(2,))
     expected = token_logprobs(model, collate(ROWS, CPU)).logprobs
     sampled = TransformersSampler(model, 0).sample([(1, 2, 3), (4,)], params, 0)
-    model.set_attn_implementation("varlen")
+    model.set_attn_implementation(kind)
     ours = token_logprobs(model, collate(ROWS, CPU)).logprobs
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)
     assert_same_gradient(gradient(model, ours.sum()), gradient(model, expected.sum()))
-    assert TransformersSampler(model, 0).sample([(1, 2, 3), (4,)], params, 0) == sampled
+    if kind == "varlen":
+        assert TransformersSampler(model, 0).sample([(1, 2, 3), (4,)], params, 0) == sampled
 
 
 def test_torch_takes_the_arguments_of_varlen_attention() -> None:
@@ -175,12 +134,18 @@ def test_torch_takes_the_arguments_of_varlen_attention() -> None:
     if not attention.has_torch_varlen():
         pytest.skip("this version of torch has no varlen attention with grouped heads")
     query, key = torch.empty(1, 4, 10, 16, device="meta"), torch.empty(1, 2, 10, 16, device="meta")
-    ends: dict[str, Any] = {
-        "cu_seq_lens_q": torch.empty(3, dtype=torch.int32, device="meta"),
-        "max_length_q": 6,
-    }
-    module = torch.nn.Module()
-    output, _ = attention._torch_varlen(module, query, key, key, None, **ends, scaling=0.5, sliding_window=4)
+    ends = torch.empty(3, dtype=torch.int32, device="meta")
+    output, _ = attention._torch_varlen(
+        torch.nn.Module(),
+        query,
+        key,
+        key,
+        None,
+        cu_seq_lens_q=ends,
+        max_length_q=6,
+        scaling=0.5,
+        sliding_window=4,
+    )
     assert output.shape == (1, 10, 4, 16)
 
 
@@ -210,20 +175,15 @@ def test_untied_head_with_and_without_bias(bias: bool) -> None:
         torch.nn.init.normal_(model.lm_head.bias)
     ours, (expected, _) = token_logprobs(model, collate(ROWS, CPU), 0.7).logprobs, padded(model, ROWS, 0.7)
     torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-5)
-    count = len(expected)
-    assert_same_gradient(
-        gradient(model, (ours * weights(count)).sum()), gradient(model, (expected * weights(count)).sum())
-    )
+    assert_same_gradient(*(gradient(model, (item * weights(len(item))).sum()) for item in (ours, expected)))
 
 
 def test_gradient_is_the_sum_over_micro_batches(model: PreTrainedModel) -> None:
     """An update's gradient does not depend on optim.micro_batch_tokens."""
     rows = ROWS * 2
     full = gradient(model, token_logprobs(model, collate(rows, CPU)).logprobs.sum())
-    gradients = [
-        gradient(model, token_logprobs(model, collate(batch, CPU)).logprobs.sum())
-        for batch in batch_rows(rows, 1)
-    ]
+    batches = [collate(batch, CPU) for batch in batch_rows(rows, 1)]
+    gradients = [gradient(model, token_logprobs(model, batch).logprobs.sum()) for batch in batches]
     assert len(gradients) == 14
     assert_same_gradient(torch.stack(gradients).sum(0), full)
 

@@ -56,11 +56,6 @@ def logprobs_of(model: Any) -> torch.Tensor:
     return token_logprobs(model, BATCH).logprobs
 
 
-def share_kept(change: torch.Tensor, exact: torch.Tensor) -> float:
-    """Return the size of a change, projected on the exact one, relative to it."""
-    return ((change * exact).sum() / exact.square().sum()).item()
-
-
 def test_the_gradient_is_that_of_plain_weights() -> None:
     """The model without adapters, with weights W + s·B·A that plain autograd differentiates."""
     model, plain = adapted("llama"), random_model("llama")
@@ -153,18 +148,6 @@ def test_the_start_is_the_model_itself_and_depends_on_the_seed_of_the_run() -> N
     assert torch.equal(logprobs_of(load_policy(settings).model), logprobs_of(base))
 
 
-def test_merged_weights_are_those_that_peft_merges(tmp_path: Path) -> None:
-    model, base = adapted(), random_model()
-    save_adapter(model, tmp_path)
-    merged = peft.PeftModel.from_pretrained(base, tmp_path).merge_and_unload()
-    found, expected = dict(checkpoint_weights(model)), dict(merged.named_parameters())
-    assert found.keys() == expected.keys()
-    for name, weight in found.items():
-        torch.testing.assert_close(weight, expected[name].detach(), atol=1e-6, rtol=1e-6)
-    with torch.no_grad():
-        torch.testing.assert_close(logprobs_of(merged), logprobs_of(model), atol=2e-5, rtol=0)
-
-
 def test_merged_weights_are_neighbours_of_the_exact_sum_and_right_on_average() -> None:
     """The exact sum in float64 of what the passes compute with."""
     model = adapted(dtype=torch.bfloat16)
@@ -200,20 +183,6 @@ def test_merged_weights_depend_on_name_and_sum_alone() -> None:
     )
 
 
-def test_merged_weights_keep_changes_far_below_a_unit_in_the_last_place() -> None:
-    """Rounding to the nearest number keeps a small part of them."""
-    torch.manual_seed(0)
-    weight, a, b = (torch.randn(shape).bfloat16() for shape in ((512, 512), (4, 512), (512, 4)))
-    exact = 1e-4 * b.double() @ a.double()
-    stochastic = merged_weight("layer.weight", weight, a, b, 1e-4)
-    kept = [
-        share_kept(merged.double() - weight.double(), exact)
-        for merged in (stochastic, (weight.double() + exact).bfloat16())
-    ]
-    assert kept[0] == pytest.approx(1.0, abs=0.1)
-    assert kept[1] < 0.3
-
-
 @pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.up_proj"], ids=["bias", "no bias"])
 def test_a_layer_in_bfloat16_rounds_the_sum_of_both_terms_once(name: str) -> None:
     """peft rounds W·x first, which drops a term of less than half a unit in the last place."""
@@ -230,13 +199,14 @@ def test_a_layer_in_bfloat16_rounds_the_sum_of_both_terms_once(name: str) -> Non
         a, b = (item["default"].weight.double() for item in (layer.lora_A, layer.lora_B))
         exact = 4 * x.double() @ a.T @ b.T
         found = [layer(x), peft.tuners.lora.Linear.forward(layer, x)]
-        shares = [share_kept(item.double() - plain(x).double(), exact) for item in found]
+        changes = [item.double() - plain(x).double() for item in found]
+        shares = [((change * exact).sum() / exact.square().sum()).item() for change in changes]
     assert shares[0] == pytest.approx(1.0, abs=0.05)
     assert shares[1] < 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_peft_loads_saved_adapters(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_peft_loads_and_merges_saved_adapters(tmp_path: Path, dtype: torch.dtype) -> None:
     model = adapted(dtype=dtype)
     save_adapter(model, tmp_path)
     loaded = peft.PeftModel.from_pretrained(random_model().to(dtype), tmp_path, autocast_adapter_dtype=False)
@@ -245,10 +215,17 @@ def test_peft_loads_saved_adapters(tmp_path: Path, dtype: torch.dtype) -> None:
     ids = torch.tensor([[1, 2, 3, 4, 5]])
     with torch.no_grad():
         found, expected = model(input_ids=ids).logits, loaded(input_ids=ids).logits
-    if dtype == torch.float32:
-        assert torch.equal(found, expected)
-    else:  # peft rounds twice
+    if dtype == torch.bfloat16:  # peft rounds twice
         torch.testing.assert_close(found, expected, atol=0.1, rtol=0.05)
+        return
+    assert torch.equal(found, expected)
+    merged, weights = loaded.merge_and_unload(), dict(checkpoint_weights(model))
+    parameters = dict(merged.named_parameters())
+    assert weights.keys() == parameters.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, parameters[name].detach(), atol=1e-6, rtol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(logprobs_of(merged), logprobs_of(model), atol=2e-5, rtol=0)
 
 
 def test_adapters_load_into_the_same_tensors(tmp_path: Path) -> None:

@@ -35,20 +35,16 @@ def numel(tmp_path: Path) -> int:
     """Save a random model in `tmp_path` and return its number of parameters."""
     model = random_model()
     model.save_pretrained(tmp_path)
-    return sum(parameter.numel() for parameter in model.parameters())
+    return model.num_parameters()
 
 
 def test_components_of_the_estimate_computed_by_hand(tmp_path: Path, numel: int) -> None:
-    config = resolve(
-        [
-            {
-                "model": {"path": str(tmp_path), "dtype": "bfloat16", "gradient_checkpointing": True},
-                "sampling": {"prompts": 8, "samples": 4, "max_prompt_tokens": 30, "max_tokens": 20},
-                "objective": {"reference_kl": 0.1},
-            }
-        ]
-    )
-    estimate = estimate_memory(config, MACHINE)
+    layer = {
+        "model": {"path": str(tmp_path), "dtype": "bfloat16", "gradient_checkpointing": True},
+        "sampling": {"prompts": 8, "samples": 4, "max_prompt_tokens": 30, "max_tokens": 20},
+        "objective": {"reference_kl": 0.1},
+    }
+    estimate = estimate_memory(resolve([layer]), MACHINE)
     assert estimate.always == {
         "weights": 2 * numel,
         "AdamW": 8 * numel,
@@ -77,8 +73,7 @@ def test_with_lora_only_the_adapters_have_gradients_and_optimizer_state(tmp_path
         "model": {"path": str(tmp_path), "dtype": "bfloat16", "lora": {"rank": 4}},
         "objective": {"reference_kl": 0.1},
     }
-    config = resolve([layer])
-    estimate = estimate_memory(config, MACHINE)
+    estimate = estimate_memory(resolve([layer]), MACHINE)
     assert (estimate.parameters, estimate.trained) == (numel + adapters, adapters)
     assert estimate.always == {
         "weights": 2 * (numel + adapters),
@@ -111,29 +106,24 @@ def test_the_copy_for_a_checkpoint_is_estimated_where_one_is_taken(
     assert always.get("copy for a checkpoint") == (12 * numel if copied else None)
 
 
-def test_completion_longer_than_a_micro_batch_counts_in_full(tmp_path: Path) -> None:
-    """A row with one completion is never split, so a row of 30 + 20 tokens is a forward pass of 50."""
-
-    def update_bytes(micro_batch_tokens: int) -> int:
-        layer = {
-            "model": {"path": str(tmp_path)},
-            "sampling": {"max_prompt_tokens": 30, "max_tokens": 20},
-            "optim": {"micro_batch_tokens": micro_batch_tokens},
-        }
-        return sum(estimate_memory(resolve([layer]), MACHINE).update.values())
-
-    assert update_bytes(8) == update_bytes(50) < update_bytes(100)
-
-
-def test_a_micro_batch_has_at_most_the_tokens_of_an_update(tmp_path: Path) -> None:
-    """2 prompts × 4 completions in 2 updates: 4 rows of 30 + 20 tokens, shared by the ranks."""
+@pytest.mark.parametrize(
+    ("prompts", "micro_batch_tokens", "ranks", "tokens"),
+    [
+        (8, 8, 1, 50),  # a row with one completion is never split, so a row of 30 + 20 tokens is one pass
+        (8, 100, 1, 100),
+        (2, 16384, 1, 200),  # all tokens of an update: 4 of 8 rows
+        (2, 16384, 2, 100),  # shared by the ranks
+    ],
+)
+def test_tokens_of_a_micro_batch(
+    tmp_path: Path, prompts: int, micro_batch_tokens: int, ranks: int, tokens: int
+) -> None:
     layer = {
         "model": {"path": str(tmp_path)},
-        "sampling": {"prompts": 2, "samples": 4, "max_prompt_tokens": 30, "max_tokens": 20},
-        "optim": {"updates": 2, "micro_batch_tokens": 16384},
+        "sampling": {"prompts": prompts, "samples": 4, "max_prompt_tokens": 30, "max_tokens": 20},
+        "optim": {"updates": 2, "micro_batch_tokens": micro_batch_tokens},
     }
-    assert "activations of 200 tokens" in estimate_memory(resolve([layer]), MACHINE).update
-    assert "activations of 100 tokens" in estimate_memory(resolve([layer]), MACHINE, ranks=2).update
+    assert f"activations of {tokens} tokens" in estimate_memory(resolve([layer]), MACHINE, ranks=ranks).update
 
 
 def saved_by_packed_rows(model: torch.nn.Module, rows: list[Row]) -> int:
@@ -162,7 +152,7 @@ def saved_by_packed_rows(model: torch.nn.Module, rows: list[Row]) -> int:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("prompt", "completion", "samples"),
     [(300, 80, 4), (60, 16, 4), (60, 80, 1)],  # copies of the prompt, a mask, one sequence
@@ -180,9 +170,7 @@ def test_estimated_activations_equal_those_of_packed_rows(
         add_adapters(real, lora, seed=0, base="")
     meta = build_on_meta_device(settings)
     assert all(parameter.is_meta for parameter in meta.parameters())
-    assert sum(parameter.numel() for parameter in meta.parameters()) == sum(
-        parameter.numel() for parameter in real.parameters()
-    )
+    assert meta.num_parameters() == real.num_parameters()
     tokens = prompt + samples * completion
     ids = [index % 20 for index in range(tokens)]
     row = Row(ids[:prompt], [ids[:completion]] * samples)
@@ -253,7 +241,7 @@ def test_a_folder_with_an_adapter_has_the_memory_of_its_base(tmp_path: Path) -> 
     base, adapters = tmp_path / "base", tmp_path / "adapter"
     real = random_model()
     real.save_pretrained(base)
-    numel = sum(parameter.numel() for parameter in real.parameters())
+    numel = real.num_parameters()
     add_adapters(real, LoraSettings(rank=4), seed=0, base=str(base))
     adapters.mkdir()
     save_adapter(real, adapters)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.models.memory import Device, MemoryEstimate, estimate_memory, fsdp_bytes, stored_parameters
+from bandpo_cli.models.memory import Device, estimate_memory, fsdp_bytes, stored_parameters
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.models.sharding import local_tensor, shard, unsharded
 from bandpo_cli.models.weights import checkpoint_weights
@@ -145,31 +145,20 @@ def test_the_first_rank_stores_its_share(rank_0_of_4: Ranks) -> None:
     assert reduction == {"gradient outside of the layers to reduce": 2 * 64 + 4 * 64 + 4 * 16}
 
 
-def test_the_peak_is_that_of_the_largest_phase() -> None:
-    def peak(sampling: int, reduction: int) -> int:
-        phases = ({"weights": 100}, {"a": 5, "b": 6}, {"d": reduction}, {"c": sampling})
-        return MemoryEstimate(1, 1, 2, *phases, {}, GPU).peak
-
-    assert (peak(10, 10), peak(12, 10), peak(12, 13)) == (111, 112, 113)
-
-
 def test_components_of_the_estimate_of_a_rank_computed_by_hand(tmp_path: Path) -> None:
     real = random_model()
     real.save_pretrained(tmp_path)
-    numel = sum(parameter.numel() for parameter in real.parameters())
+    numel = real.num_parameters()
     # Of all parameters only the embedding, 23 rows of 32, is not divisible by 2: the first rank has 12 rows.
     share = (numel + 32) // 2
-    config = resolve(
-        [
-            {
-                "model": {"path": str(tmp_path), "dtype": "bfloat16"},
-                "sampling": {"prompts": 7, "samples": 4, "max_prompt_tokens": 30, "max_tokens": 20},
-                "optim": {"updates": 1},
-                "objective": {"reference_kl": 0.1},
-                "checkpoint": {"every": 0},
-            }
-        ]
-    )
+    layer = {
+        "model": {"path": str(tmp_path), "dtype": "bfloat16"},
+        "sampling": {"prompts": 7, "samples": 4, "max_prompt_tokens": 30, "max_tokens": 20},
+        "optim": {"updates": 1},
+        "objective": {"reference_kl": 0.1},
+        "checkpoint": {"every": 0},
+    }
+    config = resolve([layer])
     estimate = estimate_memory(config, MACHINE, ranks=2)
     assert (estimate.parameters, estimate.ranks) == (numel, 2)
     assert estimate.always == {
@@ -178,20 +167,14 @@ def test_components_of_the_estimate_of_a_rank_computed_by_hand(tmp_path: Path) -
         "reference model": 2 * share,
         "complete weights for a checkpoint": 2 * numel,
     }
-    in_background = config.model_copy(
-        update={"checkpoint": config.checkpoint.model_copy(update={"every": 10})}
-    )
     copied = {"copy for a checkpoint": 12 * share}  # masters and two moments of the rank
+    in_background = resolve([layer, {"checkpoint": {"every": 10}}])
     assert estimate_memory(in_background, MACHINE, ranks=2).always == estimate.always | copied
-    float32 = in_background.model_copy(update={"model": config.model.model_copy(update={"dtype": "float32"})})
+    float32 = resolve([layer, {"checkpoint": {"every": 10}, "model": {"dtype": "float32"}}])
     assert estimate_memory(float32, MACHINE, ranks=2).always["copy for a checkpoint"] == 8 * share
     assert "complete weights for a checkpoint" not in estimate_memory(config, GPU, ranks=2).always
     assert estimate.update["gradients"] == estimate.reduction["gradients"] == 4 * share
     # The first rank samples 3 of 7 prompts, the second 4.
     assert "at most: key-value cache of 16 × 50 tokens" in estimate.sampling
-    with_engine = estimate_memory(
-        resolve([config.model_dump(), {"sampling": {"engine": "vllm"}}]), GPU, ranks=2
-    )
-    assert with_engine.sampling["a complete weight, to send it to the engine"] == 2 * 2 * max(
-        23 * 32, 64 * 32
-    )
+    with_engine = estimate_memory(resolve([layer, {"sampling": {"engine": "vllm"}}]), GPU, ranks=2)
+    assert with_engine.sampling["a complete weight, to send it to the engine"] == 2 * 2 * (64 * 32)

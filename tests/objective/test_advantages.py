@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from decimal import Decimal, localcontext
 from fractions import Fraction
@@ -18,6 +17,11 @@ from bandpo_cli.training.metrics import rollout_metrics
 from bandpo_cli.types import GRADER_ERROR, NOT_APPLICABLE, TIMEOUT, Completion, Grade, Group, Problem, Rollout
 
 RIGHT, WRONG, HALF = Grade(1.0, True, "correct"), Grade(0.0, False, "wrong"), Grade(0.5, False, "partly")
+
+
+def group_of(grades: list[Grade]) -> Group:
+    problem, completion = Problem("p", "", "", "test", "math"), Completion((1,), (-0.1,), "stop", 0)
+    return Group(problem, tuple(Rollout(problem, "", (1,), completion, "", grade) for grade in grades))
 
 
 @pytest.mark.parametrize(("grade", "reward"), [(RIGHT, 1.0), (WRONG, -1.0), (HALF, 0.0)])
@@ -54,9 +58,7 @@ def test_rewards_that_differ_by_rounding_are_equal_for_sampling_advantages_and_m
     rewards: list[float], equal: bool, normalize_std: bool
 ) -> None:
     """The advantages of the others equal those of exact fractions, whose square root has 60 digits."""
-    problem, completion = Problem("p", "", "", "test", "math"), Completion((1,), (-0.1,), "stop", 0)
-    grades = [Grade(reward, False, "wrong") for reward in rewards]
-    group = Group(problem, tuple(Rollout(problem, "", (1,), completion, "", grade) for grade in grades))
+    group = group_of([Grade(reward, False, "wrong") for reward in rewards])
     assert has_reward_spread(group) is not equal
     assert rollout_metrics([group])["train/uniform_group_fraction"] == equal
     found = group_advantages(torch.tensor([rewards], dtype=torch.float64), normalize_std)[0].tolist()
@@ -88,8 +90,7 @@ def test_advantages_are_finite_and_equal_their_definition(
         if max(values) - min(values) <= 1e-6 * max(1.0, *map(abs, values)):
             assert row == [0.0] * len(values)
             continue
-        mean = statistics.fmean(values)
-        rounding = 1e-6 * max(1.0, *map(abs, values))
+        mean, rounding = statistics.fmean(values), 1e-6 * max(1.0, *map(abs, values))
         std = statistics.stdev(values) if normalize_std else 1.0
         if normalize_std and std < 1e3 * rounding:
             continue  # float32 cannot represent the differences of such rewards well enough
@@ -98,22 +99,9 @@ def test_advantages_are_finite_and_equal_their_definition(
         assert row == pytest.approx(expected, rel=3e-3, abs=3 * rounding / scale)
 
 
-def test_advantages_by_hand() -> None:
-    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0]])
-    centred = group_advantages(rewards, normalize_std=False)
-    torch.testing.assert_close(centred, torch.tensor([[0.5, -0.5, -0.5, 0.5], [0.0] * 4]))
-    normalized = group_advantages(rewards)
-    torch.testing.assert_close(
-        normalized[0], torch.tensor([0.5, -0.5, -0.5, 0.5]) / (1 / math.sqrt(3) + 1e-6)
-    )
-    assert torch.equal(normalized[1], torch.zeros(4))
-
-
 def test_completions_without_a_reward_are_in_no_mean_and_have_no_advantage() -> None:
     """The others of each group have the advantages of a smaller group; a single one and none have 0."""
-    rewards = torch.tensor(
-        [[1.0, 9.0, 0.0, 0.5], [9.0, 9.0, 1.0, 9.0], [9.0, 9.0, 9.0, 9.0], [1.0, 0.0, 0.0, 0.0]]
-    )
+    rewards = torch.tensor([[1, 9, 0, 0.5], [9, 9, 1, 9], [9, 9, 9, 9], [1, 0, 0, 0]])
     has_reward = rewards != 9
     found = group_advantages(rewards, True, has_reward)
     spread = statistics.stdev([1.0, 0.0, 0.5]) + 1e-6
@@ -124,8 +112,4 @@ def test_completions_without_a_reward_are_in_no_mean_and_have_no_advantage() -> 
 
 @pytest.mark.parametrize("missing", [NOT_APPLICABLE, TIMEOUT, GRADER_ERROR])
 def test_a_missing_reward_is_no_spread(missing: Grade) -> None:
-    problem = Problem("p", "", "", "test", "math")
-    completion = Completion((1,), (-0.1,), "stop", 0)
-    grades = (RIGHT, missing, RIGHT)
-    group = Group(problem, tuple(Rollout(problem, "", (1,), completion, "", grade) for grade in grades))
-    assert not has_reward_spread(group)
+    assert not has_reward_spread(group_of([RIGHT, missing, RIGHT]))

@@ -21,7 +21,8 @@ RATIOS = [[1.0, 4.0], [0.5, 0.5, 0.5], [1.1], [1.0, 0.2, 1.25]]
 BY_HAND = {
     "token-truncate": ({}, [1.0, 1.5, 0.5, 0.5, 0.5, 1.1, 1.0, 0.2, 1.25]),
     "sequence-truncate": ({}, [1.5, 1.5, 0.5, 0.5, 0.5, 1.1, *[0.25 ** (1 / 3)] * 3]),
-    "token-mask": ({"importance_floor": 0.4}, [1.0, 0.0, 0.5, 0.5, 0.5, 1.1, 1.0, 0.0, 1.25]),
+    "token-mask": ({}, [1.0, 0.0, 0.0, 0.0, 0.0, 1.1, 1.0, 0.0, 1.25]),  # the floor is the inverse of the cap
+    "token-mask above a floor": ({"importance_floor": 0.4}, [1.0, 0.0, 0.5, 0.5, 0.5, 1.1, 1.0, 0.0, 1.25]),
     "sequence-mask": ({"importance_floor": 0.6}, [0.0] * 5 + [1.1] + [0.25 ** (1 / 3)] * 3),
     "sequence-mask-any": ({"importance_floor": 0.4}, [0.0, 0.0, 0.5, 0.5, 0.5, 1.1, 0.0, 0.0, 0.0]),
 }
@@ -40,27 +41,18 @@ def weights_by(rule: str, cap: float | None = 1.5, **more: Any) -> torch.Tensor 
 @pytest.mark.parametrize("rule", BY_HAND)
 def test_weights_are_those_computed_by_hand(rule: str) -> None:
     more, expected = BY_HAND[rule]
-    found = weights_by(rule, **more)
+    found = weights_by(rule.partition(" ")[0], **more)
     assert found is not None
     assert found.tolist() == pytest.approx(expected, rel=1e-5)
 
 
 def test_every_rule_of_the_settings_has_a_function_and_a_case() -> None:
     names = ObjectiveConfig.model_fields["importance"].annotation.__args__  # type: ignore[union-attr]
-    assert set(RULES) == set(names) == set(BY_HAND)
+    assert set(RULES) == set(names) == {case.partition(" ")[0] for case in BY_HAND}
 
 
 def test_without_a_cap_there_is_no_correction() -> None:
     assert weights_by("token-truncate", None) is None
-
-
-def test_the_floor_of_a_mask_is_the_inverse_of_its_cap() -> None:
-    """The interval is then symmetric in the log-probs: [1/1.5, 1.5]."""
-    found = weights_by("token-mask")
-    assert found is not None
-    assert [weight > 0 for weight in found.tolist()] == [
-        2 / 3 <= ratio <= 1.5 for item in RATIOS for ratio in item
-    ]
 
 
 log_prob = st.floats(-1e4, 0.0, width=32)

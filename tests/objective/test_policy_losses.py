@@ -46,17 +46,28 @@ def completions(seed: int = 0, spread: float = 0.5) -> list[list[Token]]:
     return found
 
 
+def tensors(bounds: dict[str, Any], groups: list[list[Token]], **options: Any) -> tuple[Any, ...]:
+    """Return the loss, and the tokens' lengths, old and new log-probs and advantages."""
+    config = resolve([{"bounds": bounds, "objective": options}])
+    values = [(token.old, token.new, token.advantage) for group in groups for token in group]
+    columns = torch.tensor(values, dtype=torch.float64).unbind(1)
+    lengths = torch.tensor([len(group) for group in groups])
+    return policy_loss(config.bounds, config.objective), lengths, *columns
+
+
 def objective(bounds: dict[str, Any], groups: list[list[Token]], **options: Any) -> LossOutputs:
     """Return loss and gradient of the tokens in float64, each completion with the same weight."""
-    tokens = [token for group in groups for token in group]
-    lengths = torch.tensor([len(group) for group in groups])
-    config = resolve([{"bounds": bounds, "objective": options}])
-    loss = policy_loss(config.bounds, config.objective)
-    values = [(token.old, token.new, token.advantage) for token in tokens]
-    old, new, advantages = torch.tensor(values, dtype=torch.float64).unbind(1)
-    columns = loss.prepare(old, advantages)
+    loss, lengths, old, new, advantages = tensors(bounds, groups, **options)
     weights = (1.0 / (len(groups) * lengths.double())).repeat_interleave(lengths)
+    columns = loss.prepare(old, advantages)
     return policy_objective(loss, new, LossBatch(lengths, advantages, old, columns), weights)
+
+
+def covariance(tokens: list[Token]) -> Callable[[Token], float]:
+    """Return the function from a token to its term of the covariance of log-probs and advantages."""
+    mean_logprob = sum(token.old for token in tokens) / len(tokens)
+    mean_advantage = sum(token.advantage for token in tokens) / len(tokens)
+    return lambda token: (token.old - mean_logprob) * (token.advantage - mean_advantage)
 
 
 def sigmoid(x: float) -> float:
@@ -67,10 +78,6 @@ def clip(token: Token, low: float = 0.8, high: float = 1.2) -> float:
     """Return the ratio, or 0 for a token that the interval clips."""
     clipped = token.ratio > high if token.advantage > 0 else token.ratio < low
     return 0.0 if clipped else token.ratio
-
-
-def clip_of_cov(token: Token) -> float:
-    return clip(token, 0.0, 2.0)
 
 
 def dppo(token: Token, divergence: float, delta: float) -> float:
@@ -154,30 +161,23 @@ def test_the_gradient_weight_is_the_one_derived_by_hand(name: str, spread: float
     found = objective(bounds, groups, dual_clip=None)
     expected = [BY_HAND[name](token) for group in groups for token in group]
     assert found.gradient_weights.tolist() == pytest.approx(expected, rel=1e-9, abs=1e-12)
-    shares = [(token, len(group)) for group in groups for token in group]
-    gradients = [
-        -weight * token.advantage / len(groups) / length
-        for weight, (token, length) in zip(expected, shares, strict=True)
-    ]
+    factors = [-token.advantage / len(groups) / len(group) for group in groups for token in group]
+    gradients = [weight * factor for weight, factor in zip(expected, factors, strict=True)]
     assert found.gradient.tolist() == pytest.approx(gradients, rel=1e-9, abs=1e-12)
 
 
 def test_clip_cov_removes_the_gradient_of_some_tokens_in_the_range() -> None:
     groups = completions()
     tokens = [token for group in groups for token in group]
-    found = objective(
-        {"method": "clip-cov", "share": 0.1, "cov_low": 0.5, "cov_high": 3.0}, groups
-    ).gradient_weights.tolist()
-    removed = [
-        token for token, weight in zip(tokens, found, strict=True) if weight == 0 and clip_of_cov(token) != 0
-    ]
+    bounds = {"method": "clip-cov", "share": 0.1, "cov_low": 0.5, "cov_high": 3.0}
+    weights = objective(bounds, groups).gradient_weights.tolist()
+    expected = [clip(token, 0.0, 2.0) for token in tokens]
+    triples = [*zip(tokens, weights, expected, strict=True)]
+    removed = [token for token, weight, other in triples if weight == 0 and other != 0]
     assert 2 <= len(removed) <= int(0.1 * len(tokens))  # the interval clips some of them at this update
-    mean_logprob = sum(token.old for token in tokens) / len(tokens)
-    mean_advantage = sum(token.advantage for token in tokens) / len(tokens)
-    for token in removed:
-        assert 0.5 < (token.old - mean_logprob) * (token.advantage - mean_advantage) < 3.0
-    others = [(w, clip_of_cov(t)) for t, w in zip(tokens, found, strict=True) if t not in removed]
-    assert [weight for weight, _ in others] == pytest.approx([expected for _, expected in others])
+    assert all(0.5 < covariance(tokens)(token) < 3.0 for token in removed)
+    kept = [(weight, other) for token, weight, other in triples if token not in removed]
+    assert [weight for weight, _ in kept] == pytest.approx([other for _, other in kept])
 
 
 @pytest.mark.parametrize("share", [0.1, 1e-4])
@@ -186,17 +186,10 @@ def test_kl_cov_penalizes_the_tokens_of_highest_covariance(share: float) -> None
     groups = completions()
     tokens = [token for group in groups for token in group]
     found = objective({"method": "kl-cov", "share": share, "kl_coef": 0.7}, groups)
-    mean_logprob = sum(token.old for token in tokens) / len(tokens)
-    mean_advantage = sum(token.advantage for token in tokens) / len(tokens)
-    ranked = sorted(
-        tokens, key=lambda t: (t.old - mean_logprob) * (t.advantage - mean_advantage), reverse=True
-    )
+    ranked = sorted(tokens, key=covariance(tokens), reverse=True)
     chosen = ranked[: max(1, int(share * len(tokens)))]
-    expected = [
-        token.ratio
-        - (0.7 * math.copysign(1, token.new - token.old) / token.advantage if token in chosen else 0.0)
-        for token in tokens
-    ]
+    penalties = [0.7 * math.copysign(1, token.new - token.old) / token.advantage for token in tokens]
+    expected = [t.ratio - penalty * (t in chosen) for t, penalty in zip(tokens, penalties, strict=True)]
     assert found.gradient_weights.tolist() == pytest.approx(expected, rel=1e-9)
 
 
@@ -217,15 +210,10 @@ def test_without_caps_the_band_and_dppo_have_the_same_gradient(
 @pytest.mark.parametrize("method", METHODS)
 def test_micro_batches_of_complete_completions_give_the_same_gradient(method: str) -> None:
     groups = completions()
-    config = resolve([{"bounds": {"method": method}}])
-    loss = policy_loss(config.bounds, config.objective)
-    tokens = [token for group in groups for token in group]
-    lengths = torch.tensor([len(group) for group in groups])
-    values = [(token.old, token.new, token.advantage) for token in tokens]
-    old, new, advantages = torch.tensor(values).unbind(1)
-    weights = torch.rand(len(tokens), generator=torch.Generator().manual_seed(0))
+    loss, lengths, old, new, advantages = tensors({"method": method}, groups)
+    weights = torch.rand(len(old), generator=torch.Generator().manual_seed(0))
     columns = loss.prepare(old, advantages)
-    whole = policy_objective(loss, new, LossBatch(lengths, advantages, old, columns), weights)
+    complete = policy_objective(loss, new, LossBatch(lengths, advantages, old, columns), weights)
     gradients, start = [], 0
     for length in lengths.tolist():
         span = slice(start, start + length)
@@ -233,7 +221,7 @@ def test_micro_batches_of_complete_completions_give_the_same_gradient(method: st
         batch = LossBatch(torch.tensor([length]), advantages[span], old[span], part)
         gradients.append(policy_objective(loss, new[span], batch, weights[span]).gradient)
         start += length
-    torch.testing.assert_close(torch.cat(gradients), whole.gradient, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(torch.cat(gradients), complete.gradient, rtol=1e-5, atol=1e-7)
 
 
 log_prob = st.floats(-1e4, 0.0, width=32)
@@ -271,8 +259,5 @@ def test_tokens_outside_are_counted_for_methods_with_a_fixed_interval(
         {}, ratios, torch.ones(6), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 1.0])
     )
     assert state.at_upper.tolist() == [False, True, False, False, True, False]
-    if interval is None:
-        assert state.outside is None
-    else:
-        low, high = interval
-        assert state.outside.tolist() == [not low <= ratio <= high for ratio in ratios.tolist()]
+    expected = interval and [not interval[0] <= ratio <= interval[1] for ratio in ratios.tolist()]
+    assert (None if state.outside is None else state.outside.tolist()) == expected
