@@ -128,8 +128,8 @@ def main() -> None:
             times[name][1].append(milliseconds(updates[name]))
 
     print(
-        f"{arguments.tokens:,} tokens; update of {len(experience.old_logprobs):,} tokens, {policy.parameter_count:,} "
-        f"parameters; {arguments.threads} thread(s), torch {torch.__version__}; minimum of {arguments.rounds} rounds"
+        f"{arguments.tokens:,} tokens; update of {len(experience.old_logprobs):,} tokens, "
+        f"{policy.model.num_parameters():,} parameters; {arguments.threads} thread(s), torch {torch.__version__}; minimum of {arguments.rounds} rounds"
     )
     print(f"{'method':<12}{'loss, ms':>10}{'÷ clip':>8}{'update, ms':>13}{'÷ clip':>8}")
     loss_of_reference, update_of_reference = map(min, times[REFERENCE])

@@ -113,7 +113,10 @@ def measure(workload: Workload, rounds: int, eager: bool) -> None:
         syncs.append(time.perf_counter() - start)
     vllm_sampler.close()
 
-    count, dtype = workload.policy.parameter_count, str(workload.policy.model.dtype).removeprefix("torch.")
+    count, dtype = (
+        workload.policy.model.num_parameters(),
+        str(workload.policy.model.dtype).removeprefix("torch."),
+    )
     print(
         f"\n{workload.name}: {count / 1e6:.1f}M parameters, {dtype}, "
         f"{workload.prompts} prompts of {workload.prompt_tokens} tokens × {params.samples} completions of at most "

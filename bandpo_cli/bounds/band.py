@@ -126,7 +126,7 @@ def logprob_bounds(logprobs: Array, divergence: str, delta: float, max_ratio: fl
                 roots = in_float32(logp, delta)
             else:
                 logp = xp.clip(cast(flat[part], xp.float64), None, 0.0)
-                roots = entry.roots(TokenProbs(xp.nan_to_num(logp, nan=0.0, neginf=-math.inf)), delta)
+                roots = entry.solve(TokenProbs(xp.nan_to_num(logp, nan=0.0, neginf=-math.inf)), delta)
             limits = xp.clip(roots.lower, 0.0, 1.0), xp.clip(roots.upper, 1.0, max_ratio)
             for result, bound in zip((lower, upper), limits, strict=True):
                 # maximum propagates a NaN of either argument; otherwise log p ≤ 0 never exceeds a bound.

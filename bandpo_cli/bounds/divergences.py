@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -34,17 +34,14 @@ class Divergence:
 
     Attributes:
         f: its generator, `f(u, u−1)`.
-        solve: its Band in closed form or by a specific method; None for the generic solver.
+        solve: its Band, the ratios r with g(p, r) = δ, shapes (T,): the upper at most 1/p, the lower not yet clamped at
+            0. In closed form, by a specific method or by the generic solver.
         solve_float32: the same from float32 log-probs to float32 ratios, for many tokens; None where `solve` is used.
     """
 
     f: Generator
-    solve: Callable[[TokenProbs, float], RatioBounds] | None = None
+    solve: Callable[[TokenProbs, float], RatioBounds]
     solve_float32: Callable[[Array, float], RatioBounds] | None = None
-
-    def roots(self, tokens: TokenProbs, delta: float) -> RatioBounds:
-        """Return the ratios r with g(p, r) = δ, shapes (T,): the upper at most 1/p, the lower not yet clamped at 0."""
-        return self.solve(tokens, delta) if self.solve else solver.solve_generic(self.f, tokens, delta)
 
 
 def find_divergence(name: str) -> Divergence:
@@ -55,11 +52,14 @@ def find_divergence(name: str) -> Divergence:
     """
     if name in DIVERGENCES:
         entry = DIVERGENCES[name]
-        solvers = [load_attribute(path) if path else None for path in (entry.bounds, entry.bounds_float32)]
-        return Divergence(load_attribute(entry.generator), *solvers)
+        f, *solvers = (
+            path and load_attribute(path) for path in (entry.generator, entry.bounds, entry.bounds_float32)
+        )
+        return Divergence(f, solvers[0] or partial(solver.solve_generic, f), solvers[1])
     if ":" not in name:
         raise ConfigError(f"divergence '{name}' is not known{DIVERGENCES.suggestion(name)}")
-    return Divergence(custom_generator(name))
+    f = custom_generator(name)
+    return Divergence(f, partial(solver.solve_generic, f))
 
 
 def divergence_at(divergence: Divergence, tokens: TokenProbs, ratio: float) -> float:

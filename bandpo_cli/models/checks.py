@@ -106,23 +106,17 @@ def _check_counts(config: Mapping[str, Any], where: str) -> None:
             raise UserError(f"{where}: {name} = {value!s:.20}: more than {_MAX_COUNT:,}")
 
 
-def check_loadable(location: str, path: str) -> None:
-    """Raise UserError with instructions if a folder has no weights in safetensors, or no file of a tokenizer."""
+def check_weight_format(location: str, path: str) -> None:
+    """Raise UserError with instructions if a folder has no weights in safetensors."""
     folder = Path(location)
-    if not path_exists(folder):
+    if not path_exists(folder) or path_exists(folder / WEIGHTS) or path_exists(folder / INDEX):
         return
-    if not path_exists(folder / WEIGHTS) and not path_exists(folder / INDEX):
-        if pickles := sorted(item.name for item in folder.iterdir() if item.suffix in _PICKLES):
-            problem = (
-                f"its weights are in {pickles[0]}, a pickle, which can run code when it is read; convert them to "
-                "safetensors first: load them where you trust them, then call save_pretrained"
-            )
-        elif gguf := gguf_file(folder):
-            problem = f"its weights are in {gguf.name}; {GGUF_ADVICE}"
-        else:
-            problem = f"it has no weights; copy {WEIGHTS} of the model (or all parts and {INDEX}) there"
-        raise model_error(path, problem)
-    check_has_tokenizer(location, path)
+    problem = f"it has no weights; copy {WEIGHTS} of the model (or all parts and {INDEX}) there"
+    if pickles := sorted(item.name for item in folder.iterdir() if item.suffix in _PICKLES):
+        problem = f"its weights are in {pickles[0]}, a pickle, which can run code; convert them to safetensors first"
+    elif gguf := gguf_file(folder):
+        problem = f"its weights are in {gguf.name}; {GGUF_ADVICE}"
+    raise model_error(path, problem)
 
 
 def check_has_tokenizer(location: str, path: str) -> None:
@@ -205,12 +199,10 @@ def check_packed_forward(model: PreTrainedModel) -> None:
             raise
         raise UserError(f"{kind} models do not run on packed rows: {first_line(error)}") from None
     unpacked = []
-    for row in rows:
-        for completion in row.completions:
-            ids_1T = torch.tensor([[*row.prompt_ids, *completion]], device=model.device)
-            first = len(row.prompt_ids)
-            logits = model(input_ids=ids_1T, use_cache=False).logits[0, first - 1 : -1].float()
-            unpacked.append(torch.log_softmax(logits, dim=-1).gather(1, ids_1T[0, first:, None]).squeeze(1))
+    for prompt_ids, completion in ((row.prompt_ids, item) for row in rows for item in row.completions):
+        ids_1T, first = torch.tensor([[*prompt_ids, *completion]], device=model.device), len(prompt_ids)
+        logits = model(input_ids=ids_1T, use_cache=False).logits[0, first - 1 : -1].float()
+        unpacked.append(torch.log_softmax(logits, dim=-1).gather(1, ids_1T[0, first:, None]).squeeze(1))
     gap = (packed - torch.cat(unpacked)).abs().max().item()
     if not gap <= TOLERANCE.get(forward_dtype(model), TOLERANCE[torch.bfloat16]):
         differ = f"log-probs in rows without padding differ by {gap:.3g} nats"

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -44,8 +44,7 @@ def is_on_cuda(config: ModelConfig) -> bool:
 
 def resolved_dtype(config: ModelConfig) -> torch.dtype:
     """Return what `model.dtype` is on this machine."""
-    dtype: torch.dtype = getattr(torch, dtype_on(config.dtype, is_on_cuda(config)))
-    return dtype
+    return cast(torch.dtype, getattr(torch, dtype_on(config.dtype, is_on_cuda(config))))
 
 
 def with_resolved_dtype(config: RunConfig) -> RunConfig:
@@ -107,11 +106,6 @@ class Policy:
     def dtype(self) -> torch.dtype:
         """Dtype of forward and backward passes."""
         return forward_dtype(self.model)
-
-    @property
-    def parameter_count(self) -> int:
-        """Number of parameters; tied parameters count once."""
-        return sum(parameter.numel() for parameter in self.model.parameters())
 
 
 def model_location(config: ModelConfig) -> str:
@@ -222,7 +216,7 @@ def _load(
     config: ModelConfig, model_config: PreTrainedConfig, attention: str | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the model on the CPU, after checks of its weights, and the tokenizer."""
-    checks.check_loadable(model_location(config), config.path)
+    checks.check_weight_format(model_location(config), config.path)
     disable_progress_bar()  # its progress bars would disturb the run's live view
     logger = logging.getLogger("transformers.modeling_utils")
     with loading_errors(config.path):

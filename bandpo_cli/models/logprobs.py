@@ -73,7 +73,7 @@ def _token_logprobs(model: PreTrainedModel, batch: TokenBatch, *options: Any) ->
         ).last_hidden_state
     head = model.get_output_embeddings()
     predicting = hidden[0].index_select(0, batch.predictor_index)
-    return TokenLogprobs(*linear_logprobs(predicting, head.weight, head.bias, batch.targets, *options))
+    return linear_logprobs(predicting, head.weight, head.bias, batch.targets, *options)
 
 
 def linear_logprobs(
@@ -83,7 +83,7 @@ def linear_logprobs(
     targets: Tensor,
     temperature: float = 1.0,
     with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
+) -> TokenLogprobs:
     """Return log softmax((hidden·weightᵀ + bias) / temperature) at the targets, and optionally the entropy.
 
     Softmax and sums are float32 for all dtypes of the weights. A GPU multiplies weights of lower precision unchanged,
@@ -102,7 +102,7 @@ def linear_logprobs(
     """
     arguments = hidden, weight, bias, targets, temperature, with_entropy
     logprobs, entropy = _LinearLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
-    return logprobs, entropy if with_entropy else None
+    return TokenLogprobs(logprobs, entropy if with_entropy else None)
 
 
 @contextmanager

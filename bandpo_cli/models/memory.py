@@ -240,14 +240,11 @@ class _Run:
 
     def generation_bytes(self) -> Bytes:
         """Return the bytes that the transformers engine holds while it samples, at most."""
-        return {
-            f"at most: key-value cache of {self.sequences:,} × {self.longest:,} tokens": self.sequences
-            * self.cache,
-            # float32 logits and their log-softmax, float64 probabilities and their cumulative sum
-            f"at most: next-token distributions of {self.sequences:,} sequences": self.sequences
-            * self.text.vocab_size
-            * (4 + 4 + 8 + 8),
-        }
+        # float32 logits and their log-softmax, float64 probabilities and their cumulative sum
+        distributions = self.sequences * self.text.vocab_size * (4 + 4 + 8 + 8)
+        cache = f"at most: key-value cache of {self.sequences:,} × {self.longest:,} tokens"
+        name = f"at most: next-token distributions of {self.sequences:,} sequences"
+        return {cache: self.sequences * self.cache, name: distributions}
 
     def vllm_bytes(self, device: Device, already_taken: int) -> tuple[int, int, float | None]:
         """Return the bytes of the vLLM engine, the fewest with which it can sample, and its share of the GPU.
@@ -266,8 +263,8 @@ class _Run:
         logits = sampling.max_sequences * self.text.vocab_size * ENGINE_BYTES_PER_LOGIT
         fixed = self.weights // gpus + logits + SLEEPING_ENGINE_BYTES
         full, fewest = (
-            fixed + size * self.cache // gpus
-            for size in (self.sequences, min(self.sequences, sampling.samples))
+            fixed + min(self.sequences, most) * self.cache // gpus
+            for most in (self.sequences, sampling.samples)
         )
         fraction = settings.memory_fraction
         if fraction is None:
@@ -281,11 +278,11 @@ def stored_parameters(parameters: Iterable[nn.Parameter], ranks: int = 1) -> tup
 
     The first dimension of each tensor is divided, rounded up.
     """
-    sizes = [
-        (math.ceil(len(tensor) / ranks) * (tensor.numel() // len(tensor)), tensor.requires_grad)
-        for tensor in parameters
-    ]
-    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    total = trained = 0
+    for tensor in parameters:
+        size = math.ceil(len(tensor) / ranks) * (tensor.numel() // len(tensor))
+        total, trained = total + size, trained + size * tensor.requires_grad
+    return total, trained
 
 
 def fsdp_bytes(model: PreTrainedModel, ranks: int) -> tuple[Bytes, Bytes, Bytes, Bytes]:
@@ -306,7 +303,8 @@ def fsdp_bytes(model: PreTrainedModel, ranks: int) -> tuple[Bytes, Bytes, Bytes,
     sizes = [stored_parameters(layer.parameters()) for layer in checkpointed_layers(model)] or [(0, 0)]
     layer, trained_layer = map(max, zip(*sizes, strict=True))
     outside, trained_outside = (
-        count - sum(parts) for count, *parts in zip((total, trained), *sizes, strict=True)
+        total - sum(all_ for all_, _ in sizes),
+        trained - sum(part for _, part in sizes),
     )
     largest = max(parameter.numel() for parameter in model.parameters())
     # The parameters of a layer, the next layer gathered ahead, and gradients; the float32 buffer of the reduction of
@@ -395,12 +393,16 @@ def activation_bytes(
     Raises:
         NoEstimateError: the forward pass of the architecture needs values of tensors, not only their shapes.
     """
-    parameters = {_storage_address(parameter) for parameter in model.parameters()}
+
+    def address(tensor: Tensor) -> int:
+        return int(tensor.untyped_storage()._cdata)
+
+    parameters = set(map(address, model.parameters()))
     saved: dict[int, Tensor] = {}  # the address of a storage may be reused after its tensor is freed
 
     def pack(tensor: Tensor) -> Tensor:
-        if _storage_address(tensor) not in parameters:
-            saved.setdefault(_storage_address(tensor), tensor)
+        if address(tensor) not in parameters:
+            saved.setdefault(address(tensor), tensor)
         return tensor
 
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
@@ -425,10 +427,6 @@ def activation_bytes(
     if not uses_gradient_checkpointing(model, config, on_gpu):
         return activations
     return int(layers * tokens * text.hidden_size * model.dtype.itemsize) + activations // layers
-
-
-def _storage_address(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _shapes_only(

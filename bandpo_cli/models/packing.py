@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import compress
-from typing import Any
+from itertools import compress, repeat
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -77,10 +77,8 @@ def rows_from_groups(groups: Sequence[Group], chosen_PG: Sequence[Sequence[bool]
         chosen_PG: the completions that the rows hold; None for all of them.
     """
     rows = []
-    for index, group in enumerate(groups):
-        completions = [rollout.completion.token_ids for rollout in group.rollouts_G]
-        if chosen_PG is not None:
-            completions = [*compress(completions, chosen_PG[index])]
+    for group, chosen_G in zip(groups, chosen_PG or repeat(repeat(True)), strict=False):
+        completions = [rollout.completion.token_ids for rollout in compress(group.rollouts_G, chosen_G)]
         if completions:
             rows += split_row(Row(group.rollouts_G[0].prompt_ids, completions), MAX_SHARED_ROW_TOKENS)
     return rows
@@ -197,20 +195,14 @@ class Packing:
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """The rows in padded blocks, those with a mask first."""
-        blocks = []
+        blocks, device = [], self.device
         token_segments, token_positions = self.token_layout
         for group in self._groups:
-            tokens = _token_indices(group)
-            positions = token_positions[tokens]
-            masked = group[0, 1] == 0
-            block = Block(
-                gather_index=device_tensor(tokens.ravel(), self.device),
-                shape=(tokens.shape[0], tokens.shape[1]),
-                tokens=int(group[:, 3].sum()),
-                segments=device_tensor(token_segments[tokens], self.device) if masked else None,
-                positions=device_tensor(positions if masked else positions[:1], self.device),
-            )
-            blocks.append(block)
+            tokens, masked = _token_indices(group), group[0, 1] == 0
+            index, shape = device_tensor(tokens.ravel(), device), (len(tokens), tokens.shape[1])
+            segments = device_tensor(token_segments[tokens], device) if masked else None
+            positions = device_tensor(token_positions[tokens if masked else tokens[:1]], device)
+            blocks.append(Block(index, shape, int(group[:, 3].sum()), segments, positions))
         return tuple(blocks)
 
     def drop_masks(self) -> None:
@@ -247,8 +239,8 @@ class Packing:
     def _sequences(self) -> IntArray:
         """[S, 4]: first token of the prompt, its length, first token of the completion, length of both."""
         start, lengths, row_start, prompt, number = self.segments.T
-        sequences: IntArray = np.stack([row_start, prompt, start, prompt + lengths], axis=1)[number != PROMPT]
-        return sequences
+        sequences = np.stack([row_start, prompt, start, prompt + lengths], axis=1)
+        return cast(IntArray, sequences[number != PROMPT])
 
     @cached_property
     def _groups(self) -> list[IntArray]:
@@ -324,8 +316,7 @@ def _token_indices(sequences: IntArray) -> IntArray:
     """Return the packed tokens of B sequences, [B, L]; shorter ones than the first repeat their last token."""
     first, prompt, rest, length = (column[:, None] for column in sequences.T)
     index = np.minimum(np.arange(sequences[0, 3]), length - 1)
-    tokens: IntArray = np.where(index < prompt, first + index, rest + index - prompt)
-    return tokens
+    return cast(IntArray, np.where(index < prompt, first + index, rest + index - prompt))
 
 
 def _group_by_length(sequences: IntArray) -> list[IntArray]:

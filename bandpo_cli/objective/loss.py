@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -126,8 +127,7 @@ class PolicyLoss(ABC):
 
 def policy_loss(settings: MethodSettings, objective: ObjectiveConfig) -> PolicyLoss:
     """Return the policy loss of the method that `settings` describes."""
-    loss: PolicyLoss = load_attribute(METHODS[settings.method].loss)(settings, objective)
-    return loss
+    return cast(PolicyLoss, load_attribute(METHODS[settings.method].loss)(settings, objective))
 
 
 def policy_objective(

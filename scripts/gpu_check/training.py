@@ -252,7 +252,7 @@ def check_engine_weights(work: Work) -> Measured:
     from bandpo_cli.sampling.sampler import SamplingParams
 
     policy = load_policy(work.config("1.5b").model)
-    gigabytes = policy.parameter_count * policy.dtype.itemsize / 1e9
+    gigabytes = policy.model.num_parameters() * policy.dtype.itemsize / 1e9
     params = SamplingParams(samples=4, temperature=1.0, max_tokens=32, stop_ids=())
     measured, sampled = Measured({"gigabytes": gigabytes}), []
     for path in ("host", "cuda-ipc") if work.on_gpu else ("host",):

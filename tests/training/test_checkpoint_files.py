@@ -108,7 +108,7 @@ def test_a_full_disk_is_reported_before_anything_is_written(
     update(trained, 1)
     state, folder = TrainedState.of(*trained), tmp_path / "step-000010"
     scalars = 4 * len([*trained.policy.model.parameters()])
-    assert state.nbytes == 14 * trained.policy.parameter_count + scalars
+    assert state.nbytes == 14 * trained.policy.model.num_parameters() + scalars
     ahead = SampledGroups(5, 0, 0, 0.0, [], [])
     monkeypatch.setattr(SampledGroups, "nbytes", 1000)
     needed = state.nbytes + RESERVED_BYTES
