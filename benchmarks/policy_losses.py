@@ -129,7 +129,8 @@ def main() -> None:
 
     print(
         f"{arguments.tokens:,} tokens; update of {len(experience.old_logprobs):,} tokens, "
-        f"{policy.model.num_parameters():,} parameters; {arguments.threads} thread(s), torch {torch.__version__}; minimum of {arguments.rounds} rounds"
+        f"{policy.model.num_parameters():,} parameters; {arguments.threads} thread(s), "
+        f"torch {torch.__version__}; minimum of {arguments.rounds} rounds"
     )
     print(f"{'method':<12}{'loss, ms':>10}{'÷ clip':>8}{'update, ms':>13}{'÷ clip':>8}")
     loss_of_reference, update_of_reference = map(min, times[REFERENCE])

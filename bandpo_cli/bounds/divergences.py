@@ -52,10 +52,9 @@ def find_divergence(name: str) -> Divergence:
     """
     if name in DIVERGENCES:
         entry = DIVERGENCES[name]
-        f, *solvers = (
-            path and load_attribute(path) for path in (entry.generator, entry.bounds, entry.bounds_float32)
-        )
-        return Divergence(f, solvers[0] or partial(solver.solve_generic, f), solvers[1])
+        f: Generator = load_attribute(entry.generator)
+        solve, in_float32 = (path and load_attribute(path) for path in (entry.bounds, entry.bounds_float32))
+        return Divergence(f, solve or partial(solver.solve_generic, f), in_float32 or None)
     if ":" not in name:
         raise ConfigError(f"divergence '{name}' is not known{DIVERGENCES.suggestion(name)}")
     f = custom_generator(name)
