@@ -130,20 +130,14 @@ def chi2_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
 
 
 def neyman_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
-    """Return the roots of (q−p)² = δ q(1−q), Wilson's score interval.
-
-    The lower root is computed from the product of both, which does not cancel.
-    """
+    """Return the roots of (q−p)² = δ q(1−q), Wilson's score interval; the lower one from the product of both."""
     xp, p = namespace(tokens.p), tokens.p
     upper = (2.0 * p + delta + xp.sqrt(delta * delta + 4.0 * delta * p * tokens.m)) / (2.0 * (1.0 + delta))
     return _cap_at_simplex(tokens, p / ((1.0 + delta) * upper), upper / p)
 
 
 def hellinger_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
-    """Return the ratios of √q = sin(asin√p ± φ) with cos φ = 1−δ/2, by the addition theorem.
-
-    The largest possible distance is 2; a larger δ counts as 2.
-    """
+    """Return the ratios of √q = sin(asin√p ± φ) with cos φ = 1−δ/2, by the addition theorem; δ > 2 counts as 2."""
     xp = namespace(tokens.p)
     delta = min(delta, 2.0)
     cosine, sine = 1.0 - delta / 2.0, math.sqrt(delta * (1.0 - delta / 4.0))

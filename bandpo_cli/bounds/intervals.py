@@ -32,23 +32,13 @@ from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import METHODS, load_attribute
 
 if TYPE_CHECKING:
-    from bandpo_cli.config.methods import (
-        BandSettings,
-        DcpoSettings,
-        DppoSettings,
-        GmpoSettings,
-        IntervalSettings,
-        MethodSettings,
-        NoClipSettings,
-        TrustRegionSettings,
-    )
-
+    from bandpo_cli.config import methods
 
 BoundsFunction = Callable[[Array], RatioBounds]
 """Old log-probabilities of any shape → bounds of that shape; types, NaN and devices are handled as in `band_bounds`."""
 
 
-def ratio_bounds(config: MethodSettings) -> BoundsFunction:
+def ratio_bounds(config: methods.MethodSettings) -> BoundsFunction:
     """Return the bounds function of the method that `config` describes.
 
     Raises:
@@ -86,7 +76,7 @@ def clip_state(ratios: Array, lower: Array, upper: Array, advantages: Array) -> 
     return ClipState(above & (advantages > 0), below & (advantages < 0), outside=above | below)
 
 
-def band(config: BandSettings) -> BoundsFunction:
+def band(config: methods.BandSettings) -> BoundsFunction:
     """Return the Band, capped at `max_ratio` and widened to the interval of `relax` where that is set."""
 
     def bounds(old_logprobs: Array) -> RatioBounds:
@@ -100,17 +90,17 @@ def band(config: BandSettings) -> BoundsFunction:
     return bounds
 
 
-def clip(config: IntervalSettings) -> BoundsFunction:
+def clip(config: methods.IntervalSettings) -> BoundsFunction:
     """Return [1−eps_low, 1+eps_high] for every token."""
     return _fixed(1.0 - config.eps_low, 1.0 + config.eps_high)
 
 
-def gmpo(config: GmpoSettings) -> BoundsFunction:
+def gmpo(config: methods.GmpoSettings) -> BoundsFunction:
     """Return [e^−log_eps_low, e^log_eps_high] for every token."""
     return _fixed(math.exp(-config.log_eps_low), math.exp(config.log_eps_high))
 
 
-def dppo(config: DppoSettings) -> BoundsFunction:
+def dppo(config: methods.DppoSettings) -> BoundsFunction:
     """Return the Band of the same divergence and radius, without a cap.
 
     A binary divergence of (p, 1−p) is at most δ exactly where the ratio is in the Band, whose other tokens move in
@@ -119,12 +109,12 @@ def dppo(config: DppoSettings) -> BoundsFunction:
     return lambda old_logprobs: logprob_bounds(old_logprobs, config.divergence, config.delta, None)
 
 
-def no_clip(config: NoClipSettings) -> BoundsFunction:
+def no_clip(config: methods.NoClipSettings) -> BoundsFunction:
     """Return [0, ∞] for every token."""
     return _fixed(0.0, math.inf)
 
 
-def dcpo(config: DcpoSettings) -> BoundsFunction:
+def dcpo(config: methods.DcpoSettings) -> BoundsFunction:
     """Return ½ + ½√max(1−4ε₋/p, 0) and min(½ + ½√(1+4ε₊/p), max_ratio) (arXiv 2509.02333); [1, 1] for NaN."""
 
     def bounds(old_logprobs: Array) -> RatioBounds:
@@ -178,13 +168,7 @@ _HALVINGS = 60
 
 @dataclass(frozen=True)
 class RecordedTokens:
-    """N tokens of rollouts, each at the update that trained on it.
-
-    Attributes:
-        old_logprobs: [N] float64, nats.
-        ratios: [N] π/π_old at the time of the token's update.
-        advantages: [N]; the sign determines which of the two bounds can be active.
-    """
+    """N tokens of rollouts at the updates that trained on them: log π_old in nats, π/π_old, advantages; [N] each."""
 
     old_logprobs: NDArray[np.float64]
     ratios: NDArray[np.float64]
@@ -199,17 +183,15 @@ class Match(NamedTuple):
     reached: float
 
 
-def clip_fraction(config: MethodSettings, tokens: RecordedTokens) -> float:
-    """Return the share of tokens with an active clip: above `upper` with a > 0, or below `lower` with a < 0.
-
-    Raises:
-        ConfigError: the method has no interval of ratios.
-    """
+def clip_fraction(config: methods.MethodSettings, tokens: RecordedTokens) -> float:
+    """Return the share of tokens with an active clip. Raise ConfigError if the method has no interval of ratios."""
     bounds = ratio_bounds(config)(tokens.old_logprobs)
     return float(np.mean(clip_state(tokens.ratios, *bounds, tokens.advantages).active))
 
 
-def match_clip_fraction(region: TrustRegionSettings, method: MethodSettings, tokens: RecordedTokens) -> Match:
+def match_clip_fraction(
+    region: methods.TrustRegionSettings, method: methods.MethodSettings, tokens: RecordedTokens
+) -> Match:
     """Return the δ at which `region` clips the share of `tokens` that `method` clips; the δ of `region` is ignored.
 
     A wider region clips fewer tokens, so δ is found by bisection in its logarithm. The share is a step function of δ:

@@ -35,11 +35,7 @@ AttendPacked = Callable[[Attention, Packing, States, int | None], Tensor]
 
 
 def _packed(attention: Attention, packed_attention: Attention, attend_packed: AttendPacked) -> Attention:
-    """Return `attention` with support for `packing`: calls without it are unchanged.
-
-    Args:
-        packed_attention: the function that `attend_packed` calls on gathered rows.
-    """
+    """Return `attention` with support for `packing`, for which `attend_packed` calls `packed_attention` on rows."""
 
     def forward(module: nn.Module, *arguments: Any, packing: Packing | None = None, **kwargs: Any) -> Output:
         if packing is None:
@@ -97,15 +93,8 @@ def _sdpa_attention(
     """Call `sdpa` of transformers, without its copies of keys and values where there is one query per head.
 
     With a mask, transformers repeats keys and values for all query heads of a group: for every sampled token it copies
-    the complete cache. With one query per head, the heads of a group can be the queries of one head instead.
-
-    Args:
-        query: [B, heads, L, width].
-        key: [B, groups, K, width], as `value`.
-        attention_mask: broadcastable to [B, heads, L, K], or None.
-
-    Returns:
-        (output [B, L, heads, width], None).
+    the complete cache. With one query per head, the heads of a group can be the queries of one head instead. Queries
+    are [B, heads, L, width], keys and values [B, groups, K, width]; the output is [B, L, heads, width].
     """
     groups = key.shape[1]
     is_one_query = query.shape[2] == 1 and (attention_mask is None or attention_mask.shape[1] == 1)
@@ -131,13 +120,8 @@ def _torch_varlen(
 ) -> tuple[Tensor, None]:
     """Call torch's causal varlen attention with the arguments that transformers' FlashAttention takes.
 
-    Args:
-        query: [1, heads, E, width], key and value with as many or fewer heads.
-        kwargs: `cu_seq_lens_q` and `max_length_q`, and the optional `scaling` and `sliding_window`, the number of
-            tokens that a token attends to, itself included.
-
-    Returns:
-        (output [1, E, heads, width], None).
+    Queries are [1, heads, E, width], keys and values have as many or fewer heads; the output is [1, E, heads, width].
+    A `sliding_window` is the number of tokens that a token attends to, itself included.
     """
     from torch.nn.attention.varlen import varlen_attn
 

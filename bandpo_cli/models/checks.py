@@ -45,13 +45,10 @@ _MAX_COUNT = 10_000
 
 @contextmanager
 def loading_errors(path: str, what: str = "cannot be loaded") -> Iterator[None]:
-    """Convert all errors of loading a model to a one-line error that names the user's `model.path`.
+    """Raise a UserError that names the user's `model.path` in place of all errors of loading but out of memory.
 
     The readers of configs, tokenizers and weights raise many types of errors for damaged files, including Rust panics,
     which are not subclasses of Exception.
-
-    Raises:
-        UserError: in place of all of them. Out-of-memory errors pass through unchanged.
     """
     try:
         yield
@@ -128,14 +125,11 @@ def check_has_tokenizer(location: str, path: str) -> None:
 
 
 def check_declared_size(model: PreTrainedModel, location: str, path: str) -> None:
-    """Raise if config.json declares far more parameters than the folder's weights hold, before any are allocated.
+    """Raise UserError if config.json declares far more parameters than the folder's weights hold.
 
     Args:
-        model: the model of config.json on the meta device.
+        model: the model of config.json on the meta device, so that nothing of its size is allocated.
         location: folder or hub id of the model; only a folder is checked.
-
-    Raises:
-        UserError: with both sizes.
     """
     files = sorted(Path(location).glob("*.safetensors"))
     stored = 0
@@ -150,14 +144,10 @@ def check_declared_size(model: PreTrainedModel, location: str, path: str) -> Non
 
 
 def check_loaded_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str) -> None:
-    """Raise if the loaded model differs from its folder: the loader fills missing weights with random numbers.
+    """Raise UserError if weights are missing (the loader fills in random numbers), unknown, misshapen or not finite.
 
     Args:
         info: loading info of `from_pretrained(..., output_loading_info=True)`.
-
-    Raises:
-        UserError: weights are missing, have another shape, belong to layers that the model does not have, or are not
-            finite.
     """
     prefix = f"{model.base_model_prefix}."
     for kind, names in (

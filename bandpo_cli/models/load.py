@@ -13,14 +13,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 from transformers.utils.logging import disable_progress_bar
 
@@ -53,10 +47,9 @@ def with_resolved_dtype(config: RunConfig) -> RunConfig:
 
 
 def release_cached_memory() -> None:
-    """Return unused GPU memory from torch's caching allocator to the driver; do nothing without a CUDA context.
+    """Return unused GPU memory from torch's caching allocator to the driver, for an engine with another allocator.
 
-    An engine with an allocator of its own, as vLLM's for sleep and wake, cannot use what torch has cached. Objects in
-    reference cycles, such as tracebacks, hold tensors until garbage collection.
+    Objects in reference cycles, such as tracebacks, hold tensors until garbage collection.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         gc.collect()
@@ -84,7 +77,7 @@ class Policy:
     """
 
     model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     stop_ids: tuple[int, ...]
     pad_id: int
     commit: str | None = None
@@ -127,14 +120,11 @@ def _source(config: ModelConfig) -> dict[str, Any]:
 def load_policy(
     config: ModelConfig, for_training: bool = True, ranks: Ranks = SINGLE, seed: int = 0
 ) -> Policy:
-    """Load model and tokenizer onto the configured device.
+    """Load model and tokenizer onto the configured device; of an adapter, its base model with merged weights.
 
     The model always stays in evaluation mode: dropout would make π and π_old differ for the same weights.
 
-    A folder with an adapter gives its base model with the adapter merged into the weights.
-
     Args:
-        config: path, dtype, device and attention of the model.
         for_training: also check that the packed forward pass gives the same log-probs as the ordinary one, and enable
             gradient checkpointing and add adapters to train (LoRA) if that is configured.
         ranks: the processes of the run; all of them must call this together. A model for training is sharded over
@@ -188,12 +178,8 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(**_source(config))
 
 
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Return the model's tokenizer, without its weights.
-
-    Raises:
-        UserError: there is none that can be read.
-    """
+def load_tokenizer(config: ModelConfig) -> Tokenizer:
+    """Return the model's tokenizer. Raise UserError if there is none that can be read."""
     checks.check_has_tokenizer(model_location(config), config.path)
     with loading_errors(config.path, "its tokenizer cannot be read"):
         return AutoTokenizer.from_pretrained(**_source(config))
@@ -214,7 +200,7 @@ def meta_model(config: ModelConfig, model_config: PreTrainedConfig, **options: A
 
 def _load(
     config: ModelConfig, model_config: PreTrainedConfig, attention: str | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+) -> tuple[PreTrainedModel, Tokenizer]:
     """Return the model on the CPU, after checks of its weights, and the tokenizer."""
     checks.check_weight_format(model_location(config), config.path)
     disable_progress_bar()  # its progress bars would disturb the run's live view
@@ -245,16 +231,10 @@ def _load(
 
 
 def load_reference(policy: Policy, config: ModelConfig) -> Policy:
-    """Return the initial policy without gradients: the reference of the KL penalty.
+    """Return the policy, before its first update, without gradients: the reference of the KL penalty.
 
-    With LoRA it is the policy's own model, which is passed through without its adapters.
-
-    Args:
-        policy: the policy, before its first update.
-        config: the settings that it was loaded with.
-
-    Raises:
-        UserError: the model cannot be loaded again.
+    With LoRA it is the policy's own model, which is passed through without its adapters. A sharded model is loaded
+    again with the settings that it was loaded with.
     """
     if has_adapters(policy.model):
         return replace(policy, is_base=True)
@@ -268,9 +248,7 @@ def load_reference(policy: Policy, config: ModelConfig) -> Policy:
 
 
 def save_policy(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write a folder that transformers and vLLM can load: safetensors weights, config, tokenizer.
-
-    With LoRA it has the adapters alone, in the format of peft, and the tokenizer.
+    """Write a folder that transformers and vLLM can load: weights, or with LoRA adapters for peft, and tokenizer.
 
     Args:
         weights: what `models.weights.weights_to_save` returns, or a copy; None for the weights in use.
@@ -287,10 +265,7 @@ def save_policy(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | No
 
 
 def _device(name: str, ranks: Ranks = SINGLE) -> torch.device:
-    """Return the device that `model.device` names. Raise UserError if this machine does not have it.
-
-    With several ranks, `auto` and `cuda` are the GPU of this rank.
-    """
+    """Return the device that `model.device` names: with several ranks, `auto` and `cuda` are the GPU of this rank."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and ranks.size > 1:
@@ -339,15 +314,8 @@ def uses_gradient_checkpointing(model: PreTrainedModel, config: ModelConfig, on_
     return supported and (on_gpu if setting == "auto" else setting)
 
 
-def _special_ids(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, path: str
-) -> tuple[tuple[int, ...], int]:
-    """Return the end-of-sequence ids of the model's generation config and its tokenizer, and the padding id.
-
-    Raises:
-        UserError: there is no end-of-sequence id, an id is not a token of the model, or the tokenizer has more tokens
-            than the model.
-    """
+def _special_ids(model: PreTrainedModel, tokenizer: Tokenizer, path: str) -> tuple[tuple[int, ...], int]:
+    """Return the end-of-sequence ids of the model's generation config and its tokenizer, and the padding id."""
     eos = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = list(eos) if isinstance(eos, (list, tuple)) else [eos]
     stop_ids = [i for i in [*ids, tokenizer.eos_token_id] if i is not None]

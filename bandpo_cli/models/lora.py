@@ -82,15 +82,11 @@ def add_adapters(
 
 
 def _round_once(layer: Any, x: Tensor) -> Tensor:
-    """Return W·x + s·B·(A·x) with a single rounding of the sum, as the forward method of a layer of peft in 16 bits.
+    """Return W·x + s·B·(A·x), x of [..., in], rounded once: the forward method of a layer of peft in 16 bits.
 
     peft rounds W·x to 16 bits before it adds the adapter's term, so that the sum stays W·x where that term is less than
     half a unit in the last place. `addmm` adds in float32. A bias does not lie on the grid of the sum, so adding it
     afterwards drops nothing on average.
-
-    Args:
-        layer: the layer of peft.
-        x: inputs, [..., in].
     """
     base = layer.base_layer
     if layer.disable_adapters:  # the same operations: a policy at its start equals its reference exactly
@@ -116,11 +112,7 @@ def lora_layers(model: nn.Module) -> dict[str, LoraLayer]:
 
 
 def target_names(model: PreTrainedModel, settings: LoraSettings) -> list[str]:
-    """Return the names of the layers that get an adapter, as peft matches them: equal, or the end after a dot.
-
-    Raises:
-        UserError: as `add_adapters`.
-    """
+    """Return the names of the layers that get an adapter, as peft matches them: equal, or the end after a dot."""
     modules, output = dict(model.named_modules()), model.get_output_embeddings()
     linear = {name for name, item in modules.items() if isinstance(item, nn.Linear) and item is not output}
     if not linear:
@@ -203,9 +195,7 @@ def merged_weight(name: str, weight: Tensor, a: Tensor, b: Tensor, scaling: floa
 
     Args:
         name: the name of the parameter in the model without adapters.
-        weight: W, [out, in], in float32 or bfloat16.
-        a: A, [rank, in].
-        b: B, [out, rank].
+        weight, a, b: W, [out, in], in float32 or bfloat16; A, [rank, in]; B, [out, rank].
         scaling: s.
     """
     total = torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
@@ -234,11 +224,7 @@ def save_adapter(model: PreTrainedModel, folder: Path, weights: Mapping[str, Ten
 
 
 def load_adapter(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-    """Copy the tensors of an adapter file into the adapters of the model, which stay the same objects.
-
-    Raises:
-        ValueError: the tensors belong to other adapters.
-    """
+    """Copy tensors into the adapters of the model, in place. Raise ValueError if they belong to other adapters."""
     parameters = dict(adapter_parameters(model))
     if parameters.keys() != tensors.keys():
         other = min(parameters.keys() ^ tensors.keys())

@@ -247,14 +247,10 @@ class _Run:
         return {cache: self.sequences * self.cache, name: distributions}
 
     def vllm_bytes(self, device: Device, already_taken: int) -> tuple[int, int, float | None]:
-        """Return the bytes of the vLLM engine, the fewest with which it can sample, and its share of the GPU.
+        """Return the bytes of the vLLM engine on its device, the fewest to sample with, and its share of the GPU.
 
-        Where the settings leave the share open, it is what a full batch needs, and at most the room beside the trainer.
-        What stays while the engine sleeps is part of the share.
-
-        Args:
-            device: the device of the engine.
-            already_taken: bytes of the trainer there while the engine is awake.
+        Where the settings leave the share open, it is what a full batch needs, and at most the room beside the bytes
+        that the trainer takes while the engine is awake. What stays while the engine sleeps is part of the share.
         """
         sampling = self.config.sampling
         settings, gpus = sampling.vllm, sampling.vllm.tensor_parallel
@@ -274,10 +270,7 @@ class _Run:
 
 
 def stored_parameters(parameters: Iterable[nn.Parameter], ranks: int = 1) -> tuple[int, int]:
-    """Return how many parameters, and trained parameters, the first of some ranks stores, which stores the most.
-
-    The first dimension of each tensor is divided, rounded up.
-    """
+    """Return how many parameters, and trained ones, the first of some ranks stores: of each tensor, the most rows."""
     total = trained = 0
     for tensor in parameters:
         size = math.ceil(len(tensor) / ranks) * (tensor.numel() // len(tensor))
@@ -330,11 +323,7 @@ def _reduction_bytes(gradients: int, ranks: int) -> int:
 
 
 def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
-    """Return the model on the meta device, built from its config.json without its weights, with adapters if configured.
-
-    Raises:
-        UserError: there is no config, transformers does not support its architecture, or the adapters cannot be added.
-    """
+    """Return the model on the meta device, built from its config.json without its weights, with adapters if configured."""
     config, _ = base_config(config)  # an adapter is merged into its base while it is loaded
     model_config = read_config(config)
     with loading_errors(config.path, "its config cannot be read"):
@@ -389,9 +378,6 @@ def activation_bytes(
     Args:
         attention: elements that attention saves in a layer.
         on_gpu: the policy is on a GPU, where checkpointing is `auto`.
-
-    Raises:
-        NoEstimateError: the forward pass of the architecture needs values of tensors, not only their shapes.
     """
 
     def address(tensor: Tensor) -> int:

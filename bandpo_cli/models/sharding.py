@@ -95,10 +95,7 @@ def run_forward(function: Callable[..., T], model: PreTrainedModel, *args: Any) 
 
 @contextmanager
 def unsharded(model: nn.Module) -> Iterator[None]:
-    """Hold all parameters complete on every rank within the block, where passes need no other rank.
-
-    All ranks must enter the block together.
-    """
+    """Hold all parameters complete on every rank within the block, which all ranks must enter together."""
     groups = _groups(model)
     for group in groups:
         group.set_reshard_after_forward(False, recurse=False)
@@ -215,10 +212,7 @@ def _file_numbers(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, int]
 
 @contextmanager
 def _shard_errors(ranks: Ranks) -> Iterator[None]:
-    """Raise ShardError in place of DCP's own error, which has the tracebacks of all ranks.
-
-    A signal on this rank is raised as what it was.
-    """
+    """Raise ShardError in place of DCP's error with the tracebacks of all ranks. Signals pass through unchanged."""
     try:
         yield
     except CheckpointException as error:

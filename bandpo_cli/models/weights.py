@@ -11,23 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bandpo_cli.models.lora import (
-    ADAPTER_WEIGHTS,
-    adapter_parameters,
-    adapter_weights,
-    has_adapters,
-    load_adapter,
-    lora_layers,
-    merge_adapter_of,
-)
-from bandpo_cli.models.sharding import (
-    forward_dtype,
-    full_tensor,
-    is_sharded,
-    read_shards,
-    saved_shapes,
-    sharded_like,
-)
+from bandpo_cli.models import lora, sharding
 from bandpo_cli.ranks import Ranks
 
 
@@ -39,19 +23,19 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     A sharded model gathers each tensor when it is taken: at no time does a rank hold a second copy of the model. All
     ranks must iterate together.
     """
-    dtype = forward_dtype(model)
-    layers = lora_layers(model)
-    adapters = {id(parameter) for _, parameter in adapter_parameters(model)}
+    dtype = sharding.forward_dtype(model)
+    layers = lora.lora_layers(model)
+    adapters = {id(parameter) for _, parameter in lora.adapter_parameters(model)}
     for name, parameter in model.named_parameters():
         if id(parameter) in adapters:
             continue
         # Rounded before it is gathered: half as many bytes to send.
-        weight = full_tensor(parameter.detach().to(dtype))
+        weight = sharding.full_tensor(parameter.detach().to(dtype))
         layer, _, kind = name.rpartition(".base_layer.")
         if layer in layers:
             name = f"{layer}.{kind}"  # without adapters
             if kind == "weight":
-                weight = merge_adapter_of(layers[layer], name, weight, dtype)
+                weight = lora.merge_adapter_of(layers[layer], name, weight, dtype)
         yield name, weight
 
 
@@ -62,11 +46,11 @@ def weights_to_save(model: PreTrainedModel, ranks: Ranks) -> Mapping[str, Tensor
     rank 0 gets a copy in host memory, gathered tensor by tensor, and the others get nothing; all ranks must call this
     together.
     """
-    saved = adapter_weights(model) if has_adapters(model) else checkpoint_weights(model)
-    if not is_sharded(model):
-        return dict(saved) if has_adapters(model) else cast(Mapping[str, Tensor], model.state_dict())
+    saved = lora.adapter_weights(model) if lora.has_adapters(model) else checkpoint_weights(model)
+    if not sharding.is_sharded(model):
+        return dict(saved) if lora.has_adapters(model) else cast(Mapping[str, Tensor], model.state_dict())
     weights = {name: tensor.cpu() for name, tensor in saved if ranks.is_main}
-    if ranks.is_main and not has_adapters(model):
+    if ranks.is_main and not lora.has_adapters(model):
         parameters = dict(model.named_parameters(remove_duplicate=False))
         buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
         weights |= {name: buffer.cpu().clone() for name, buffer in buffers.items()}
@@ -82,26 +66,28 @@ def load_weights(model: PreTrainedModel, folder: Path, ranks: Ranks) -> None:
     Raises:
         OSError, ValueError, RuntimeError, SafetensorError: the folder is damaged or belongs to another model.
     """
-    if has_adapters(model):
-        ranks.agree(lambda: load_adapter(model, load_file(folder / ADAPTER_WEIGHTS)))
+    if lora.has_adapters(model):
+        ranks.agree(lambda: lora.load_adapter(model, load_file(folder / lora.ADAPTER_WEIGHTS)))
         return
-    if not is_sharded(model):
+    if not sharding.is_sharded(model):
         saved = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)
         model.load_state_dict(saved.state_dict())
         return
     parameters = dict(model.named_parameters()).keys()
     aliases = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters
     targets = {name: value.detach() for name, value in model.state_dict().items() if name not in aliases}
-    shapes = ranks.agree(lambda: saved_shapes(folder))[0]
+    shapes = ranks.agree(lambda: sharding.saved_shapes(folder))[0]
     if all(shapes.get(name) == target.shape for name, target in targets.items()):
-        read_shards(folder, targets, ranks)
+        sharding.read_shards(folder, targets, ranks)
         return
 
     def copy_complete() -> None:
-        complete = type(model).from_pretrained(folder, dtype=forward_dtype(model), use_safetensors=True)
+        complete = type(model).from_pretrained(
+            folder, dtype=sharding.forward_dtype(model), use_safetensors=True
+        )
         with torch.no_grad():
             for name, tensor in complete.state_dict().items():
                 if name in targets:
-                    targets[name].copy_(sharded_like(targets[name], tensor))
+                    targets[name].copy_(sharding.sharded_like(targets[name], tensor))
 
     ranks.agree(copy_complete)

@@ -60,7 +60,6 @@ def shaped_reward(grade: Grade, length: int, max_tokens: int, config: RewardConf
     length up to overlong_penalty at max_tokens.
 
     Args:
-        grade: the grader's verdict, with its unscaled `reward`.
         length: number of sampled tokens, including the end token.
         max_tokens: `sampling.max_tokens`.
     """

@@ -18,21 +18,7 @@ import torch
 from torch import Tensor
 
 from bandpo_cli.bounds.intervals import ClipState, clip_state, ratio_bounds
-from bandpo_cli.config.methods import (
-    AspoSettings,
-    CeGppoSettings,
-    CispoSettings,
-    ClipCovSettings,
-    DppoSettings,
-    DrpoSettings,
-    GmpoSettings,
-    GspoSettings,
-    IntervalSettings,
-    KlCovSettings,
-    MethodSettings,
-    SapoSettings,
-    ToprSettings,
-)
+from bandpo_cli.config import methods
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.objective.loss import (
     MAX_LOG_RATIO,
@@ -66,7 +52,7 @@ class IntervalLoss(PolicyLoss):
     `loss_type` "grpo", "bnpo" and "dapo" (no dual clip), for the methods clip and clip-higher.
     """
 
-    def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:
+    def __init__(self, settings: methods.MethodSettings, objective: ObjectiveConfig) -> None:
         super().__init__(settings, objective)
         self._bounds = ratio_bounds(settings)
 
@@ -93,9 +79,9 @@ class IntervalLoss(PolicyLoss):
 class FixedIntervalLoss(PolicyLoss):
     """A loss with the same interval of ratios for all tokens, [1 − ε_low, 1 + ε_high]."""
 
-    settings: IntervalSettings
+    settings: methods.IntervalSettings
 
-    def __init__(self, settings: IntervalSettings, objective: ObjectiveConfig) -> None:
+    def __init__(self, settings: methods.IntervalSettings, objective: ObjectiveConfig) -> None:
         super().__init__(settings, objective)
         self._lower, self._upper = self.interval = (1.0 - settings.eps_low, 1.0 + settings.eps_high)
 
@@ -112,7 +98,7 @@ class DppoLoss(PolicyLoss):
     unless `objective.old_logprobs` is `sampler`.
     """
 
-    settings: DppoSettings
+    settings: methods.DppoSettings
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         ratios, max_weight = batch.ratios(logprobs).detach(), self.settings.max_weight
@@ -146,7 +132,7 @@ class CispoLoss(PolicyLoss):
     TRL 1.16, `loss_type="cispo"`, with `epsilon_high` as the upper bound and no lower one.
     """
 
-    settings: CispoSettings
+    settings: methods.CispoSettings
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         weights = batch.ratios(logprobs).detach().clamp(self.settings.min_weight, self.settings.max_weight)
@@ -163,7 +149,7 @@ class SapoLoss(PolicyLoss):
     completions of the means over tokens; here `objective.aggregation` is used.
     """
 
-    settings: SapoSettings
+    settings: methods.SapoSettings
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         taus = torch.full_like(batch.advantages, self.settings.tau_negative)
@@ -180,7 +166,7 @@ class CeGppoLoss(FixedIntervalLoss):
     source adds a dual clip (10 in its scripts), here there is none, so a < 0 with r > 10 keeps the weight r.
     """
 
-    settings: CeGppoSettings
+    settings: methods.CeGppoSettings
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         ratios, advantages = batch.ratios(logprobs), batch.advantages
@@ -204,7 +190,7 @@ class AspoLoss(FixedIntervalLoss):
     same for all; and the value of its loss is −a·w except beyond c, here it is −w·a·log π everywhere (equal gradients).
     """
 
-    settings: AspoSettings
+    settings: methods.AspoSettings
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         ratios, advantages = batch.ratios(logprobs).detach(), batch.advantages
@@ -225,7 +211,7 @@ class DrpoLoss(PolicyLoss):
     policy, here it is the trainer's unless `objective.old_logprobs` is `sampler`.
     """
 
-    settings: DrpoSettings
+    settings: methods.DrpoSettings
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         ratios, advantages = batch.ratios(logprobs), batch.advantages
@@ -244,7 +230,7 @@ class GspoLoss(PolicyLoss):
     1.16, `importance_sampling_level="sequence"`, which distributes the completion's gradient over its tokens evenly.
     """
 
-    settings: GspoSettings
+    settings: methods.GspoSettings
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         means = sequence_sum(logprobs.detach() - batch.old_logprobs, batch.lengths) / batch.lengths
@@ -264,7 +250,7 @@ class GmpoLoss(PolicyLoss):
     One departure: log r is limited to ±20 on the other side, which no finite ratio of interest reaches.
     """
 
-    settings: GmpoSettings
+    settings: methods.GmpoSettings
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         low, high = -self.settings.log_eps_low, self.settings.log_eps_high
@@ -283,7 +269,7 @@ class ToprLoss(PolicyLoss):
     `TOPRPolicyLossFn`) differs.
     """
 
-    settings: ToprSettings
+    settings: methods.ToprSettings
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         sums = sequence_sum(logprobs.detach() - batch.old_logprobs, batch.lengths)
@@ -310,7 +296,7 @@ class ClipCovLoss(FixedIntervalLoss):
 
     needs_all_tokens = True
 
-    settings: ClipCovSettings
+    settings: methods.ClipCovSettings
 
     def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
         """Return `kept`, 0 for the tokens without gradient and 1 for the others: share·N of them, at least one."""
@@ -337,7 +323,7 @@ class KlCovLoss(PolicyLoss):
 
     needs_all_tokens = True
 
-    settings: KlCovSettings
+    settings: methods.KlCovSettings
 
     def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
         """Return `penalized`, 1 for the tokens with the penalty and 0 for the others: share·N of them, at least one."""
