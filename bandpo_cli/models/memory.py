@@ -323,7 +323,7 @@ def _reduction_bytes(gradients: int, ranks: int) -> int:
 
 
 def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
-    """Return the model on the meta device, built from its config.json without its weights, with adapters if configured."""
+    """Return the model on the meta device, built from its config.json, with adapters if configured."""
     config, _ = base_config(config)  # an adapter is merged into its base while it is loaded
     model_config = read_config(config)
     with loading_errors(config.path, "its config cannot be read"):

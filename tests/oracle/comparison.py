@@ -17,15 +17,9 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.metric_names import without_clock
@@ -56,11 +50,10 @@ def save_model(folder: Path, kind: str = "qwen2") -> Path:
     """Write a random model of 2 layers with the bundled model's tokenizer; its distributions are far from uniform."""
     shape = {**SHAPE, "vocab_size": 20, "eos_token_id": END, "pad_token_id": 0, "bos_token_id": None}
     torch.manual_seed(5)
-    model: PreTrainedModel = (
-        LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False))
-        if kind == "llama"
-        else Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True))
-    )
+    if kind == "llama":
+        model: PreTrainedModel = LlamaForCausalLM(LlamaConfig(**shape, tie_word_embeddings=False))
+    else:
+        model = Qwen2ForCausalLM(Qwen2Config(**shape, tie_word_embeddings=True))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1:
@@ -127,9 +120,7 @@ class GivenSampler:
         self._temperature, self._noise = temperature, noise
         self._random, self._version = random.Random(seed), 0
 
-    def sample(
-        self, prompts_P: Sequence[Sequence[int]], params: SamplingParams, seed: int
-    ) -> list[list[Completion]]:
+    def sample(self, prompts_P: Sequence[Any], params: SamplingParams, seed: int) -> list[list[Completion]]:
         groups = [self._group(tuple(prompt), place) for place, prompt in enumerate(prompts_P)]
         self.given.append(groups)
         return [[self._completion(rollout) for rollout in group] for group in groups]
@@ -204,14 +195,9 @@ class TextGrader:
 class Differences(NamedTuple):
     """Largest differences between package and reference over the steps of a case, relative unless said otherwise.
 
-    Attributes:
-        loss: of the mean loss of a step, to its size or 0.01, whichever is larger.
-        gradient: ‖difference‖ / ‖reference‖ over all parameters, the worst update.
-        weights: ‖difference‖ / ‖change since the start‖ over all parameters, after the last update.
-        metrics: of any metric, to its size or 0.01; counts may differ by tokens whose ratio is a bound up to rounding,
-            and where there are such tokens, gradient weights are not compared.
-        columns: of any entry of the token table, to its size or 0.01.
-        worst_metric: its name.
+    A metric, a column of the token table or a loss is compared relative to its size or 0.01, whichever is larger.
+    Counts may differ by tokens whose ratio is a bound up to rounding; where there are such tokens, gradient weights are
+    not compared. Gradients and weights are compared by norms, weights in proportion to their change since the start.
     """
 
     loss: float
@@ -224,18 +210,11 @@ class Differences(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """The outcome of a comparison, with both sides for further checks.
-
-    Attributes:
-        records: the lines of metrics.jsonl after step 0, without `time/`.
-        results: what the reference computed for these steps.
-        gradients: the package's, per update a tensor per parameter, before clipping.
-    """
+    """The outcome of a comparison: metrics after step 0 without `time/`, and what the reference computed."""
 
     differences: Differences
     records: list[dict[str, float]]
     results: list[StepResult]
-    gradients: list[list[torch.Tensor]]
     components: Components
     reference: ReferenceTrainer
 
@@ -255,18 +234,15 @@ def compare(
 
     Args:
         exact_sampler: the sampler reports that it runs the trainer's own model.
-        noise: standard deviation of its log-probs in nats; None for 0 where it is exact, else 0.3. Without noise it
-            reports entropies, too.
+        noise: standard deviation of its log-probs in nats; None for 0 where it is exact, else 0.3.
         given_gradients: the reference's AdamW uses the package's gradients, for dtypes whose gradients are inexact.
-        ahead: the package samples each batch during the step before (`sampling.max_lag`); the reference, which knows
-            nothing of that, trains on these batches in their order.
+        ahead: the package samples each batch during the step before; the reference trains on them in their order.
         seed: of the completions.
     """
     config = with_resolved_dtype(resolve([BASE, {"model": {"path": str(model_folder)}}, *layers]))
     settings = config.model_dump()
-    start = AutoModelForCausalLM.from_pretrained(
-        model_folder, dtype=getattr(torch, config.model.dtype)
-    ).eval()
+    dtype = getattr(torch, config.model.dtype)
+    start = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype).eval()
     built = build_components(config, GivenTask())
     if ahead:  # after the components, which would start the process of an engine
         config = resolve([config.model_dump(), {"sampling": {"max_lag": 1}}])
@@ -298,7 +274,7 @@ def compare(
     lags = [record.pop("sampler/lag", 0) for record in records]
     assert lags == [0, *([config.optim.updates] * (steps - 1))] if ahead else not any(lags)
     differences = _differences(records, results, gradients, components, reference, columns)
-    return Case(differences, records, results, gradients, components, reference)
+    return Case(differences, records, results, components, reference)
 
 
 def record_gradients(components: Components) -> list[list[torch.Tensor]]:
@@ -307,10 +283,8 @@ def record_gradients(components: Components) -> list[list[torch.Tensor]]:
     step = components.optimizer.step
 
     def spy() -> float:
-        gradients = [(p, p.grad) for p in components.optimizer._parameters]
-        recorded.append(
-            [torch.zeros_like(p).double() if g is None else g.double().clone() for p, g in gradients]
-        )
+        pairs = [(p, p.grad) for p in components.optimizer._parameters]
+        recorded.append([(torch.zeros_like(p) if g is None else g).double().clone() for p, g in pairs])
         return step()
 
     components.optimizer.step = spy  # type: ignore[method-assign]
@@ -342,12 +316,7 @@ def _column_difference(path: Path, result: StepResult) -> float:
 
 
 def _differences(
-    records: Sequence[Mapping[str, float]],
-    results: Sequence[StepResult],
-    gradients: Sequence[Sequence[torch.Tensor]],
-    components: Components,
-    reference: ReferenceTrainer,
-    columns: float,
+    records: Any, results: Any, gradients: Any, components: Any, reference: ReferenceTrainer, columns: float
 ) -> Differences:
     """Return all differences of a case; `columns` is that of the token tables."""
     updates = [update for result in results for update in result.updates]
@@ -365,15 +334,12 @@ def _differences(
         assert set(record) == {"step", *result.record}
         for key, expected in result.record.items():
             difference = relative(record[key], expected)
-            if key.startswith("clip/") and abs(record[key] - expected) <= _undecided(result) + 1e-12:
-                difference = 0.0
-            if key.startswith("gradient/") and _undecided(result) > 0:
-                difference = 0.0
-            if difference > worst:
+            is_count = key.startswith("clip/") and abs(record[key] - expected) <= _undecided(result) + 1e-12
+            is_undecided = key.startswith("gradient/") and _undecided(result) > 0
+            if difference > worst and not is_count and not is_undecided:
                 worst, name = difference, key
-    loss = max(
-        relative(a["optim/loss"], b.record["optim/loss"]) for a, b in zip(records, results, strict=True)
-    )
+    pairs = zip(records, results, strict=True)
+    loss = max(relative(a["optim/loss"], b.record["optim/loss"]) for a, b in pairs)
     return Differences(loss, gradient, apart / change, worst, columns, name)
 
 
@@ -385,5 +351,4 @@ def _undecided(result: StepResult) -> float:
 
 
 def norm(tensors: Sequence[torch.Tensor]) -> float:
-    """Return the Euclidean norm of all entries together."""
     return math.sqrt(sum(float((tensor.double() ** 2).sum()) for tensor in tensors))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,13 +21,7 @@ from tests.oracle.reference_bounds import Settings, radius, ratio_bounds
 
 @dataclass(frozen=True)
 class GivenRollout:
-    """One completion with its grade, the input of the reference.
-
-    Attributes:
-        sampler_logprobs: nats, one per token.
-        credit: the grader's reward, 0 to 1.
-        truncated: ended at the token limit.
-    """
+    """One completion with its grade (`credit` is the grader's reward, 0 to 1), the input of the reference."""
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -94,27 +89,19 @@ class ReferenceTrainer:
     def __init__(
         self, model: nn.Module, settings: Settings, exact_sampler: bool, narrow: bool = False
     ) -> None:
-        self.settings = settings
-        self.exact_sampler = exact_sampler
-        self.narrow = narrow
+        self.settings, self.exact_sampler, self.narrow = settings, exact_sampler, narrow
         self.model = copy.deepcopy(model).double()
         self.start = copy.deepcopy(self.model)
         self.masters = [parameter.detach().clone() for parameter in self.model.parameters()]
         self.first_moments = [torch.zeros_like(master) for master in self.masters]
         self.second_moments = [torch.zeros_like(master) for master in self.masters]
-        self.updates_done = 0
-        self.steps_done = 0
+        self.updates_done = self.steps_done = 0
 
-    def step(
-        self,
-        batches: Sequence[Sequence[GivenGroup]],
-        take_gradient: Callable[[int], list[torch.Tensor]] | None = None,
-    ) -> StepResult:
+    def step(self, batches: Sequence[Sequence[GivenGroup]], take_gradient: Any = None) -> StepResult:
         """Apply one step to the batches of groups that dynamic sampling uses; without it, to the first batch.
 
         Args:
-            take_gradient: returns the gradient (before clipping) of the update with this index, which AdamW uses
-                instead of the one computed here.
+            take_gradient: a function from the index of an update to the gradient (before clipping) that AdamW uses.
         """
         self.steps_done += 1
         sampled, trained = self._select(batches)
@@ -196,12 +183,9 @@ class ReferenceTrainer:
                 importance = self._importance(own, rollout.sampler_logprobs)
                 for i, sampler in enumerate(rollout.sampler_logprobs):
                     old = own[i] if objective["old_logprobs"] == "trainer" else sampler
-                    lower, upper = ratio_bounds(bounds, old)
-                    tokens.append(
-                        Token(
-                            old, own[i], sampler, ref[i], entropy[i], lower, upper, advantage, importance[i]
-                        )
-                    )
+                    ends = ratio_bounds(bounds, old)
+                    token = Token(old, own[i], sampler, ref[i], entropy[i], *ends, advantage, importance[i])
+                    tokens.append(token)
         return tokens
 
     def _is_scheduled(self) -> bool:
@@ -285,14 +269,10 @@ class ReferenceTrainer:
             return
         if all(uniform):
             uniform[0] = False
-        flags = [
-            not is_uniform
-            for group, is_uniform in zip(groups, uniform, strict=True)
-            for rollout in group
-            for _ in rollout.token_ids
-        ]
-        for token, flag in zip(update.tokens, flags, strict=True):
-            token.has_ratio = flag
+        tokens = iter(update.tokens)
+        for group, is_uniform in zip(groups, uniform, strict=True):
+            for _ in range(sum(len(rollout.token_ids) for rollout in group)):
+                next(tokens).has_ratio = not is_uniform
 
     def _mark_measured_tokens(self, index: int, update: Update) -> None:
         """Mark the tokens that have a pass under π_old: the first update's own, or one that the loss needs."""
@@ -313,9 +293,8 @@ class ReferenceTrainer:
             loss = loss - size * (ratio if ratio.item() < token.upper else token.upper)
         elif token.advantage < 0:
             limit = math.inf if objective["dual_clip"] is None else objective["dual_clip"]
-            loss = loss + size * (
-                ratio if token.lower < ratio.item() < limit else min(max(ratio.item(), token.lower), limit)
-            )
+            is_free = token.lower < ratio.item() < limit
+            loss = loss + size * (ratio if is_free else min(max(ratio.item(), token.lower), limit))
         if objective["reference_kl"] > 0:
             log_u = token.ref_logprob - logprob
             loss = loss + objective["reference_kl"] * (torch.exp(log_u) - 1 - log_u)
@@ -331,14 +310,8 @@ class ReferenceTrainer:
         self.updates_done += 1
         beta1, beta2 = optim["betas"]
         with torch.no_grad():
-            for master, m, v, raw, parameter in zip(
-                self.masters,
-                self.first_moments,
-                self.second_moments,
-                gradient,
-                self.model.parameters(),
-                strict=True,
-            ):
+            state = (self.masters, self.first_moments, self.second_moments)
+            for master, m, v, raw, parameter in zip(*state, gradient, self.model.parameters(), strict=True):
                 g = raw.double() * scale
                 m.copy_(beta1 * m + (1 - beta1) * g)
                 v.copy_(beta2 * v + (1 - beta2) * g * g)
@@ -363,10 +336,6 @@ class ReferenceTrainer:
 
     def _sample_metrics(self, groups: Sequence[GivenGroup]) -> dict[str, float]:
         rollouts = [rollout for group in groups for rollout in group]
-
-        def mean(values: Sequence[float]) -> float:
-            return math.fsum(values) / len(values)
-
         return {
             "train/reward": mean(self._rewards(rollouts)),
             "train/ungraded_fraction": mean([0.0 if self._is_graded(r) else 1.0 for r in rollouts]),
@@ -382,9 +351,6 @@ class ReferenceTrainer:
 
     def _token_metrics(self, updates: Sequence[Update]) -> dict[str, float]:
         tokens = [token for update in updates for token in update.tokens]
-
-        def mean(values: Sequence[float]) -> float:
-            return math.fsum(values) / len(values)
 
         def share(chosen: Sequence[Token], of: Sequence[Token]) -> float:
             return len(chosen) / len(of)
@@ -417,9 +383,8 @@ class ReferenceTrainer:
         if self._corrects():
             record["sampler/importance_mean"] = mean([t.importance for t in measured])
             record["sampler/importance_max"] = max(t.importance for t in measured)
-            record["sampler/importance_masked_fraction"] = share(
-                [t for t in measured if t.importance == 0], measured
-            )
+            masked = [t for t in measured if t.importance == 0]
+            record["sampler/importance_masked_fraction"] = share(masked, measured)
         if self.settings["objective"]["reference_kl"] > 0:
             record["kl/ref"] = mean([_k3(t.ref_logprob - t.new_logprob) for t in tokens])
         edges = [0, 0.001, 0.01, 0.1, 0.5, 0.9, 1]
@@ -446,16 +411,18 @@ class ReferenceTrainer:
             return {}
         dual_clip = self.settings["objective"]["dual_clip"]
         limit = math.inf if dual_clip is None else dual_clip
-        weights = [
-            t.ratio if (t.ratio < t.upper if t.advantage > 0 else t.lower < t.ratio < limit) else 0.0
-            for t in tokens
-        ]
+        kept = [t.ratio < t.upper if t.advantage > 0 else t.lower < t.ratio < limit for t in tokens]
+        weights = [t.ratio if is_kept else 0.0 for t, is_kept in zip(tokens, kept, strict=True)]
         return {
             f"gradient/zero_fraction{suffix}": weights.count(0.0) / len(weights),
             f"gradient/weight_mean{suffix}": math.fsum(weights) / len(weights),
             f"gradient/weight_min{suffix}": min(weights),
             f"gradient/weight_max{suffix}": max(weights),
         }
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
 
 
 def _k3(log_u: float) -> float:

@@ -11,12 +11,7 @@ Settings = dict[str, Any]
 
 GENERATORS: dict[str, Callable[[float], float]] = {
     "kl": lambda u: -math.log(u) + u - 1 if u > 0 else math.inf,
-    "reverse-kl": lambda u: u * math.log(u) - u + 1 if u > 0 else 1.0,
     "tv": lambda u: abs(u - 1) / 2,
-    "chi2": lambda u: (u - 1) ** 2,
-    "neyman": lambda u: (u - 1) ** 2 / u if u > 0 else math.inf,
-    "hellinger": lambda u: (math.sqrt(u) - 1) ** 2,
-    "le-cam": lambda u: (u - 1) ** 2 / (u + 1),
     "js": lambda u: (0.5 * u * math.log(2 * u / (1 + u)) if u > 0 else 0.0) + 0.5 * math.log(2 / (1 + u)),
 }
 
