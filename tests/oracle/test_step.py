@@ -5,7 +5,8 @@ Every case also checks that it exercises its settings: two implementations that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,14 +14,35 @@ import pytest
 import torch
 
 from bandpo_cli.config.layers import read_assignments
-from tests.oracle.comparison import Case, Differences, compare
-from tests.oracle.reference import Token
+from tests.bounds.oracle import CHECK_VALUES
+from tests.oracle.comparison import Case, Differences, compare, save_model
+from tests.oracle.reference import GENERATORS, ReferenceTrainer, Token, band, ratio_bounds
 
 TOLERANCE = 4e-4
 """Largest difference of float32 from float64 that is due to rounding; see `Differences`. Seen up to 6e-5, on another
 processor up to 2.8e-4 in `sampler/logprob_gap_max`, which is itself a difference."""
 
 KL, CLIP = "bounds.delta=0.005", "bounds.method=clip"
+
+
+@pytest.fixture(scope="module")
+def random_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 folder: tied output layer, biases in the attention."""
+    return save_model(tmp_path_factory.mktemp("oracle") / "qwen2")
+
+
+@pytest.fixture(scope="module")
+def random_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama folder: separate output layer, no biases."""
+    return save_model(tmp_path_factory.mktemp("oracle") / "llama", "llama")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class Variant(NamedTuple):
@@ -227,3 +249,34 @@ def test_bfloat16_with_masters_is_near_the_reference(tmp_path: Path, random_qwen
 
 def largest(differences: Differences) -> float:
     return max(value for value in differences if isinstance(value, float))
+
+
+@pytest.mark.parametrize("divergence", GENERATORS)
+def test_bisection_finds_the_roots(divergence: str) -> None:
+    assert band(GENERATORS[divergence], math.log(0.08), 0.05) == pytest.approx(
+        CHECK_VALUES[divergence], rel=1e-11
+    )
+
+
+def test_dcpo_bounds_by_hand() -> None:
+    """At p = 0.8: ½ + ½√(1 − 4·0.16/0.8) = 0.72361 and ½ + ½√(1 + 4·0.2/0.8) = 1.20711 (arXiv 2509.02333)."""
+    settings = {"method": "dcpo", "eps_low": 0.16, "eps_high": 0.2, "max_ratio": 10.0}
+    assert ratio_bounds(settings, math.log(0.8)) == pytest.approx((0.723607, 1.207107), abs=1e-6)
+    assert ratio_bounds(settings, math.log(1e-6)) == (0.5, 10.0)
+
+
+def test_adamw_equals_torch() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2).double()
+    optim = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, "max_grad_norm": 0.5,
+             "warmup_steps": 0, "schedule": "constant", "updates": 1}  # fmt: skip
+    trainer = ReferenceTrainer(model, {"steps": 3, "optim": optim}, exact_sampler=True)
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.02, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1)
+    for _ in range(3):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        trainer._adamw([parameter.grad.clone() for parameter in model.parameters()])  # type: ignore[union-attr]
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        theirs.step()
+    for ours, parameter in zip(trainer.masters, model.parameters(), strict=True):
+        torch.testing.assert_close(ours, parameter.detach(), rtol=1e-12, atol=1e-14)
