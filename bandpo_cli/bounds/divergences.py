@@ -144,8 +144,7 @@ def hellinger_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
     spread = xp.sqrt(tokens.m / tokens.p) * sine
     lower, upper = xp.clip(cosine - spread, 0.0, None), cosine + spread
     beyond_corner = tokens.m * cosine**2 <= tokens.p * sine**2
-    largest = 1.0 / tokens.p
-    return _cap_at_simplex(tokens, lower * lower, xp.where(beyond_corner, largest, upper * upper))
+    return _cap_at_simplex(tokens, lower * lower, xp.where(beyond_corner, 1.0 / tokens.p, upper * upper))
 
 
 def le_cam_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
@@ -157,13 +156,10 @@ def le_cam_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
 
 @lru_cache(maxsize=64)
 def custom_generator(name: str) -> Generator:
-    """Load `module:function` and check that f is finite, 0 at 1 and convex on a grid of u from 1e-4 to 1e4.
+    """Load `module:function`; raise ConfigError unless it is finite, 0 at 1 and convex for u from 1e-4 to 1e4.
 
-    The function takes u = π/π_old as an array (numpy, or torch when the log-probabilities are tensors) and
-    returns f(u) of the same shape; f is convex with f(1) = 0.
-
-    Raises:
-        ConfigError: the function cannot be imported or is not such an f; the message names it.
+    The function takes u = π/π_old as an array (numpy, or torch when the log-probabilities are tensors) and returns f(u)
+    of the same shape.
     """
     u = np.unique(np.concatenate([np.logspace(-4, 4, 161), np.linspace(0.5, 1.5, 41)]))
     try:
@@ -174,9 +170,9 @@ def custom_generator(name: str) -> Generator:
         try:
             values, at_one = np.asarray(function(u), np.float64), float(function(np.ones(1))[0])
         except Exception as error:
+            what = f"calling it with a numpy array of ratios u failed: {type(error).__name__}: {error}"
             raise ConfigError(
-                f"divergence '{name}': calling it with a numpy array of ratios failed: {type(error).__name__}: "
-                f"{error}; it must take an array u and return f(u) of the same shape"
+                f"divergence '{name}': {what}; it must return f(u) of the same shape"
             ) from error
     problem = None
     if values.shape != u.shape:

@@ -141,13 +141,10 @@ def _fixed(lower: float, upper: float) -> BoundsFunction:
 
 
 def matching_delta(name: str, prob: float, upper: float) -> float | None:
-    """Return the δ whose Band has this upper bound at p = `prob`; None if no Band has it.
+    """Return the δ whose Band has this upper bound at p = `prob`, in (0, 1); ConfigError for other p, or upper ≤ 1.
 
     There is none for upper > 1/p, which the simplex forbids, and for upper = 1/p where f(0) is infinite (kl, neyman),
     which only an infinite radius allows.
-
-    Raises:
-        ConfigError: p is outside (0, 1), upper ≤ 1, or `find_divergence` raises it for `name`.
     """
     if not 0.0 < prob < 1.0:
         raise ConfigError(f"p must be in (0, 1) for its upper bound to determine a radius, not {prob!r}")
@@ -206,15 +203,14 @@ def match_clip_fraction(
         return clip_fraction(region.model_copy(update={"delta": delta}), tokens)
 
     if wanted == 0.0:
+        advice = "record a run in which its clip is active (more optim.updates, a higher optim.lr)"
         raise ConfigError(
-            f"{method.method} clips none of the {len(tokens.ratios):,} recorded tokens, so every wide enough region "
-            "matches it; record a run in which its clip is active (more optim.updates, a higher optim.lr)"
+            f"{method.method} clips none of the {len(tokens.ratios):,} recorded tokens; {advice}"
         )
-    if clipped(MIN_DELTA) < wanted or clipped(MAX_DELTA) > wanted:
-        raise ConfigError(
-            f"no radius of {region.region()} clips {wanted:.3%} of the recorded tokens, as {method.method} does: it "
-            f"can clip between {clipped(MAX_DELTA):.3%} and {clipped(MIN_DELTA):.3%}"
-        )
+    most, least = clipped(MIN_DELTA), clipped(MAX_DELTA)
+    if not least <= wanted <= most:
+        what = f"no radius of {region.region()} clips {wanted:.3%} of the recorded tokens, as {method.method} does"
+        raise ConfigError(f"{what}: it can clip between {least:.3%} and {most:.3%}")
     low, high = math.log(MIN_DELTA), math.log(MAX_DELTA)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2

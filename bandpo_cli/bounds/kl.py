@@ -125,9 +125,8 @@ def _float32_tables(delta: float, kind: str, xp: Any, device: Any) -> tuple[Floa
     nodes = (TokenProbs(-xp.exp2(octave) * (center + node)) for node in (-_NODE, 0.0, _NODE))
     at_nodes = [_log_ratios(tokens, delta, from_table=False) for tokens in nodes]
     tables = []
-    for values in zip(
-        *at_nodes, strict=True
-    ):  # a parabola through log r at the Chebyshev nodes of each piece
+    # A parabola through log r at the Chebyshev nodes of each piece.
+    for values in zip(*at_nodes, strict=True):
         left, middle, right = (xp.clip(value, _LOG_RATIO_FLOOR, None) for value in values)
         slope = (right - left) / (2.0 * _NODE)
         curvature = (right + left - 2.0 * middle) / (2.0 * _NODE**2)

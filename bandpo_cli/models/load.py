@@ -213,14 +213,12 @@ def _load(
         # on which the loader's other checks and messages depend.
         logger.disabled = True
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                **_source(config),
-                dtype=resolved_dtype(config),
-                attn_implementation=attention,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # check_loaded_weights refuses them, with the others
-                output_loading_info=True,
+            options = _source(config) | {"dtype": resolved_dtype(config), "attn_implementation": attention}
+            # check_loaded_weights refuses mismatched sizes, with the others
+            checked = dict.fromkeys(
+                ("use_safetensors", "ignore_mismatched_sizes", "output_loading_info"), True
             )
+            model, info = AutoModelForCausalLM.from_pretrained(**options, **checked)
         finally:
             logger.disabled = False
         checks.check_loaded_weights(model, info, config.path)
@@ -284,11 +282,8 @@ def _attention(config: ModelConfig) -> str | None:
     """Return the attention implementation for transformers, or None for its default: sdpa if the model supports it."""
     chosen = config.attention
     kernels = {
-        "flash_attention_2": ("the package flash-attn and a GPU that it supports", is_flash_attn_2_available),
-        "flash_attention_3": (
-            "the package flash-attn-3 and a GPU that it supports",
-            is_flash_attn_3_available,
-        ),
+        "flash_attention_2": ("the package flash-attn and a GPU for it", is_flash_attn_2_available),
+        "flash_attention_3": ("the package flash-attn-3 and a GPU for it", is_flash_attn_3_available),
         "varlen": ("a GPU and torch 2.12 or later", lambda: is_on_cuda(config) and has_torch_varlen()),
     }
     if chosen in kernels:

@@ -62,14 +62,9 @@ def add_adapters(
 
     targets = target_names(model, settings)
     alpha = settings.scaling * settings.rank
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base,
-        revision=revision,
-        r=settings.rank,
-        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
-        target_modules=targets,
-    )
+    alpha = int(alpha) if alpha == int(alpha) else alpha
+    origin: Any = {"task_type": "CAUSAL_LM", "base_model_name_or_path": base, "revision": revision}
+    config = LoraConfig(r=settings.rank, lora_alpha=alpha, target_modules=targets, **origin)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "lora"))
         inject_adapter_in_model(config, model)
@@ -125,10 +120,9 @@ def target_names(model: PreTrainedModel, settings: LoraSettings) -> list[str]:
     targets = sorted(set(settings.target_modules or ()))
     for target in targets:
         if not matching(target) or not matching(target) <= linear:
-            raise UserError(
-                f"model.lora.target_modules: {target!r} names no linear layers, or the output layer"
-                f"{nearest(target, short)}; choose among {', '.join(short)}, or leave it out for all of them"
-            )
+            problem = f"{target!r} names no linear layers, or the output layer{nearest(target, short)}"
+            advice = f"choose among {', '.join(short)}, or leave it out for all of them"
+            raise UserError(f"model.lora.target_modules: {problem}; {advice}")
     if settings.target_modules is None:
         for name in short:  # a name that other modules have, too, is replaced by the complete names
             targets += [name] if matching(name) <= linear else sorted(matching(name) & linear)

@@ -212,11 +212,9 @@ class _Run:
         if self.on_gpu:  # copies for checkpoints are in the memory of the host
             return held
         if self.ranks > 1:  # rank 0 has them
-            saved = self.trained if self.has_lora else self.total
-            held["complete weights for a checkpoint"] = self.itemsize * saved
+            held["complete weights for a checkpoint"] = self.itemsize * self.trained
         if is_written_in_background(self.config):
-            copied = self.itemsize * self.trained if self.ranks == 1 else 0
-            held[_COPY] = held["AdamW"] + masters + copied
+            held[_COPY] = held["AdamW"] + masters + self.itemsize * self.trained * (self.ranks == 1)
         return held
 
     def pass_bytes(self) -> Bytes:
@@ -258,10 +256,8 @@ class _Run:
             return self.weights + int(settings.kv_cache_gb * GIB), 0, None
         logits = sampling.max_sequences * self.text.vocab_size * ENGINE_BYTES_PER_LOGIT
         fixed = self.weights // gpus + logits + SLEEPING_ENGINE_BYTES
-        full, fewest = (
-            fixed + min(self.sequences, most) * self.cache // gpus
-            for most in (self.sequences, sampling.samples)
-        )
+        full = fixed + self.sequences * self.cache // gpus
+        fewest = fixed + min(self.sequences, sampling.samples) * self.cache // gpus
         fraction = settings.memory_fraction
         if fraction is None:
             percent = math.floor(100 * min(full, device.usable - already_taken) / device.total)
@@ -295,10 +291,8 @@ def fsdp_bytes(model: PreTrainedModel, ranks: int) -> tuple[Bytes, Bytes, Bytes,
     total, trained = stored_parameters(model.parameters())
     sizes = [stored_parameters(layer.parameters()) for layer in checkpointed_layers(model)] or [(0, 0)]
     layer, trained_layer = map(max, zip(*sizes, strict=True))
-    outside, trained_outside = (
-        total - sum(all_ for all_, _ in sizes),
-        trained - sum(part for _, part in sizes),
-    )
+    inside, trained_inside = map(sum, zip(*sizes, strict=True))
+    outside, trained_outside = total - inside, trained - trained_inside
     largest = max(parameter.numel() for parameter in model.parameters())
     # The parameters of a layer, the next layer gathered ahead, and gradients; the float32 buffer of the reduction of
     # the layer before, and its result.
@@ -327,9 +321,8 @@ def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
     config, _ = base_config(config)  # an adapter is merged into its base while it is loaded
     model_config = read_config(config)
     with loading_errors(config.path, "its config cannot be read"):
-        model = meta_model(
-            config, model_config, dtype=resolved_dtype(config), attn_implementation=_SHAPES_ONLY
-        )
+        options = {"dtype": resolved_dtype(config), "attn_implementation": _SHAPES_ONLY}
+        model = meta_model(config, model_config, **options)
         model.tie_weights()
         if config.lora is not None:
             with torch.device("meta"):
@@ -394,18 +387,13 @@ def activation_bytes(
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model.base_model(
-                input_ids=ids,
-                position_ids=ids,
-                # As in training: models would expand None to a matrix of all pairs of tokens.
-                attention_mask=ids.new_ones((1, 1, 1, 1), dtype=torch.bool),
-                use_cache=False,
-            )
+            # As in training: models would expand None to a matrix of all pairs of tokens.
+            mask = ids.new_ones((1, 1, 1, 1), dtype=torch.bool)
+            model.base_model(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
     except Exception as error:
-        raise NoEstimateError(
-            f"model.path = {config.path!r}: the memory of {model.config.model_type} models does not follow from their "
-            f"shapes: {type(error).__name__}: {first_line(error)}"
-        ) from error
+        what = f"the memory of {model.config.model_type} models does not follow from their shapes"
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise NoEstimateError(f"model.path = {config.path!r}: {what}: {reason}") from error
     text = model.config.get_text_config()
     layers: int = text.num_hidden_layers
     activations: int = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())

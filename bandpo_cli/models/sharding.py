@@ -156,9 +156,8 @@ def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> N
     Raises:
         ShardError: a rank failed to write.
     """
-    writer = HuggingFaceStorageWriter(
-        str(folder), fqn_to_index_mapping=_file_numbers(tensors, ranks), save_distributed=True
-    )
+    numbers = _file_numbers(tensors, ranks)
+    writer = HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=numbers, save_distributed=True)
     with _shard_errors(ranks):
         save(dict(tensors), storage_writer=writer, process_group=ranks.group)
 

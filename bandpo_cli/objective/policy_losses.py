@@ -58,8 +58,7 @@ class IntervalLoss(PolicyLoss):
 
     def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
         """Return the bounds of the ratio, `lower` and `upper`, 0 ≤ lower ≤ 1 ≤ upper; upper may be inf."""
-        lower, upper = self._bounds(old_logprobs)
-        return {"lower": lower, "upper": upper}
+        return self._bounds(old_logprobs)._asdict()
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         advantages, dual_clip = batch.advantages, self.objective.dual_clip
