@@ -9,6 +9,7 @@ import shutil
 import struct
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+def change_weights(folder: Path, change: Callable[[Any], object]) -> None:
     weights = load_file(folder / WEIGHTS)
     change(weights)
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
@@ -111,9 +112,9 @@ def test_declared_sizes_that_the_weights_do_not_have_are_refused(folder: Path) -
         build_on_meta_device(ModelConfig(path=str(folder)))
 
 
+@dataclass
 class WritesFileWhenUnpickled:
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (self.path,)

@@ -1,8 +1,12 @@
-"""Log-probs and gradients from packed rows equal those of each sequence run separately through the complete model."""
+"""Log-probs and gradients from packed rows equal those of each sequence run separately through the complete model.
+
+Attention of one query per head equals transformers' own function, which repeats keys and values.
+"""
 
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +19,7 @@ from transformers import (
     MistralForCausalLM,
     PreTrainedModel,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bandpo_cli.models import attention, packing
@@ -134,18 +139,12 @@ def test_torch_takes_the_arguments_of_varlen_attention() -> None:
     if not attention.has_torch_varlen():
         pytest.skip("this version of torch has no varlen attention with grouped heads")
     query, key = torch.empty(1, 4, 10, 16, device="meta"), torch.empty(1, 2, 10, 16, device="meta")
-    ends = torch.empty(3, dtype=torch.int32, device="meta")
-    output, _ = attention._torch_varlen(
-        torch.nn.Module(),
-        query,
-        key,
-        key,
-        None,
-        cu_seq_lens_q=ends,
-        max_length_q=6,
-        scaling=0.5,
-        sliding_window=4,
-    )
+    ends: dict[str, Any] = {
+        "cu_seq_lens_q": torch.empty(3, dtype=torch.int32, device="meta"),
+        "max_length_q": 6,
+    }
+    module, options = torch.nn.Module(), {"scaling": 0.5, "sliding_window": 4}
+    output, _ = attention._torch_varlen(module, query, key, key, None, **ends, **options)
     assert output.shape == (1, 10, 4, 16)
 
 
@@ -189,18 +188,18 @@ def test_gradient_is_the_sum_over_micro_batches(model: PreTrainedModel) -> None:
 
 
 def test_gradient_checkpointing_only_changes_memory(model: PreTrainedModel) -> None:
-    def run() -> tuple[torch.Tensor, torch.Tensor, int]:
-        saved: list[int] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t.numel()), t)[1], lambda t: t):
+    saved: list[list[int]] = [[], []]
+    results = []
+    for sizes in saved:
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, s=sizes: (s.append(t.numel()), t)[1], lambda t: t
+        ):
             logprobs = token_logprobs(model, collate(ROWS, CPU), 0.8).logprobs
-        return logprobs.detach(), gradient(model, logprobs.sum()), sum(saved)
-
-    plain = run()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    again = run()
-    assert torch.equal(again[0], plain[0])
-    assert_same_gradient(again[1], plain[1])
-    assert again[2] < plain[2] / 2
+        results.append((logprobs.detach(), gradient(model, logprobs.sum())))
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    assert torch.equal(results[1][0], results[0][0])
+    assert_same_gradient(results[1][1], results[0][1])
+    assert sum(saved[1]) < sum(saved[0]) / 2
     assert not any(module.training for module in model.modules())
     cached = model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=True).past_key_values
     assert cached.get_seq_length() == 3
@@ -217,3 +216,63 @@ def test_bfloat16_log_probs_are_close_and_gradients_finite() -> None:
     grads = gradient(model, ours.logprobs.sum())
     assert grads.dtype == torch.bfloat16
     assert torch.isfinite(grads).all()
+
+
+BATCH, HEADS, KEYS, WIDTH = 3, 6, 11, 8
+
+
+def states(groups: int, queries: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return random queries, keys and values, float64."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(BATCH, HEADS, queries, WIDTH), *[(BATCH, groups, KEYS, WIDTH)] * 2]
+    query, key, value = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    return query, key, value
+
+
+def left_padding(dtype: torch.dtype) -> torch.Tensor:
+    """Return the mask of sequences with 0, 2 and 4 tokens of padding: bool, or added to the scores."""
+    padding = torch.tensor([0, 2, 4])
+    allowed = (torch.arange(KEYS) >= padding[:, None])[:, None, None]
+    if dtype == torch.bool:
+        return allowed
+    return torch.zeros(allowed.shape, dtype=dtype).masked_fill(~allowed, float("-inf"))
+
+
+def compare(groups: int, queries: int, mask: torch.Tensor | None, **settings: Any) -> None:
+    """Require equal outputs of the registered function and of transformers' own."""
+    module: Any = SimpleNamespace(num_key_value_groups=HEADS // groups, is_causal=True)
+    inputs = (module, *states(groups, queries), mask)
+    expected, _ = sdpa_attention_forward(*inputs, **settings)
+    found, weights = ALL_ATTENTION_FUNCTIONS["sdpa"](*inputs, **settings)
+    assert weights is None
+    assert found.shape == (BATCH, queries, HEADS, WIDTH)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 6])
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.float64])
+def test_one_query_per_head(groups: int, mask: torch.dtype | None) -> None:
+    compare(groups, 1, None if mask is None else left_padding(mask), scaling=0.3)
+
+
+def test_several_queries_per_head() -> None:
+    compare(2, KEYS, None)
+    compare(2, 4, left_padding(torch.bool))
+
+
+def test_a_mask_or_bias_per_head() -> None:
+    bias = torch.linspace(-2, 2, HEADS, dtype=torch.float64)[:, None, None] * torch.arange(KEYS)
+    compare(2, 1, bias[None])
+    compare(2, 1, left_padding(torch.bool), position_bias=bias[None])
+
+
+def test_keys_and_values_are_not_copied_for_the_heads_of_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes: list[torch.Size] = []
+
+    def record(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **settings: Any) -> torch.Tensor:
+        shapes.extend([query.shape, key.shape, value.shape])
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, **settings)
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", record)
+    compare(2, 1, left_padding(torch.bool))
+    assert shapes == [(BATCH, 2, HEADS // 2, WIDTH), (BATCH, 2, KEYS, WIDTH), (BATCH, 2, KEYS, WIDTH)]

@@ -14,23 +14,19 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import LoraSettings, ModelConfig, OptimConfig
 from bandpo_cli.errors import UserError
+from bandpo_cli.models import lora
 from bandpo_cli.models.load import load_policy, load_reference
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.lora import (
     adapter_parameters,
     adapter_weights,
     add_adapters,
-    load_adapter,
     lora_layers,
-    merged_weight,
     save_adapter,
-    target_names,
 )
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.models.weights import checkpoint_weights, load_weights, weights_to_save
 from bandpo_cli.ranks import SINGLE
-from bandpo_cli.sampling.sampler import SamplingParams
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.training.optimizer import Optimizer
 from tests.conftest import random_model
 
@@ -97,17 +93,6 @@ class _Passes(nn.Module):
         return logprobs_of(self.model)
 
 
-def test_gradient_checkpointing_gives_the_same_gradient() -> None:
-    gradients = []
-    for checkpointing in (False, True):
-        model = adapted()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        logprobs_of(model).sum().backward()
-        gradients.append([parameter.grad for _, parameter in adapter_parameters(model)])
-    assert all(torch.equal(plain, other) for plain, other in zip(*gradients, strict=True))
-
-
 @pytest.mark.parametrize(("dtype", "tensors"), [(torch.float32, 2), (torch.bfloat16, 3)])
 def test_the_trained_parameters_are_those_of_the_adapters(dtype: torch.dtype, tensors: int) -> None:
     """rank × (inputs + outputs) per layer, in the dtype of the weights; the optimizer has state of these only."""
@@ -170,13 +155,13 @@ def test_merged_weights_are_neighbours_of_the_exact_sum_and_right_on_average() -
 def test_merged_weights_depend_on_name_and_sum_alone() -> None:
     weight, a, b = (torch.randn(shape).bfloat16() for shape in ((40, 30), (2, 30), (40, 2)))
     before = torch.random.get_rng_state()
-    first = merged_weight("layer.weight", weight, a, 1e-3 * b, 1.0)
+    first = lora.merged_weight("layer.weight", weight, a, 1e-3 * b, 1.0)
     assert torch.equal(torch.random.get_rng_state(), before)
-    assert torch.equal(first, merged_weight("layer.weight", weight, a, 1e-3 * b, 1.0))
-    assert not torch.equal(first, merged_weight("other.weight", weight, a, 1e-3 * b, 1.0))
-    assert torch.equal(merged_weight("layer.weight", weight, a, 0 * b, 1.0), weight)
+    assert torch.equal(first, lora.merged_weight("layer.weight", weight, a, 1e-3 * b, 1.0))
+    assert not torch.equal(first, lora.merged_weight("other.weight", weight, a, 1e-3 * b, 1.0))
+    assert torch.equal(lora.merged_weight("layer.weight", weight, a, 0 * b, 1.0), weight)
     raised = (first.float().abs() > weight.float().abs()) & (first != weight)
-    more = merged_weight("layer.weight", weight, a, 2e-3 * b, 1.0)
+    more = lora.merged_weight("layer.weight", weight, a, 2e-3 * b, 1.0)
     assert raised.any()
     assert (more.float().abs() >= first.float().abs())[raised].all(), (
         "an element stays up while its sum grows"
@@ -247,7 +232,7 @@ def test_adapters_of_other_layers_or_ranks_are_refused() -> None:
         (LoraSettings(rank=2), "another rank"),
     ):
         with pytest.raises(ValueError, match=message):
-            load_adapter(model, dict(adapter_weights(adapted(settings=settings))))
+            lora.load_adapter(model, dict(adapter_weights(adapted(settings=settings))))
 
 
 @pytest.mark.slow_after(1)
@@ -285,22 +270,10 @@ def test_the_reference_is_the_model_without_adapters(dtype: str) -> None:
     assert not any(layer.disable_adapters for layer in lora_layers(policy.model).values())
 
 
-def test_log_probs_of_the_sampler_are_the_trainers() -> None:
-    model = adapted()
-    params = SamplingParams(samples=4, temperature=0.8, max_tokens=10, stop_ids=(2,))
-    prompts = [(1, 2, 3), (4,)]
-    groups = TransformersSampler(model, 0).sample(prompts, params, seed=3)
-    rows = [Row(ids, [item.token_ids for item in group]) for ids, group in zip(prompts, groups, strict=True)]
-    with torch.no_grad():
-        expected = token_logprobs(model, collate(rows, model.device), temperature=0.8).logprobs
-    reported = torch.tensor([value for group in groups for item in group for value in item.logprobs])
-    torch.testing.assert_close(reported, expected, atol=1e-5, rtol=0)
-
-
 def test_targets_are_names_as_peft_matches_them() -> None:
     model = random_model()
     every = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
-    assert target_names(model, LoraSettings(rank=2)) == every
+    assert lora.target_names(model, LoraSettings(rank=2)) == every
     one = LoraSettings(rank=2, target_modules=("mlp.up_proj", "layers.1.self_attn.q_proj"))
     layers = lora_layers(adapted(settings=one))
     names = {"0.mlp.up_proj", "1.mlp.up_proj", "1.self_attn.q_proj"}
@@ -312,7 +285,7 @@ def test_a_name_that_the_output_layer_has_too_is_given_in_full() -> None:
     model = random_model("llama")
     inner = nn.Linear(4, 4)
     model.model.layers[0].mlp.lm_head = inner  # type: ignore[union-attr]
-    names = target_names(model, LoraSettings(rank=2))
+    names = lora.target_names(model, LoraSettings(rank=2))
     assert "model.layers.0.mlp.lm_head" in names
     assert "lm_head" not in names
 
@@ -323,7 +296,7 @@ def test_a_name_that_the_output_layer_has_too_is_given_in_full() -> None:
 )
 def test_targets_that_get_no_adapter_are_refused(targets: list[str]) -> None:
     with pytest.raises(UserError) as error:
-        target_names(random_model("llama"), LoraSettings(rank=2, target_modules=tuple(targets)))
+        lora.target_names(random_model("llama"), LoraSettings(rank=2, target_modules=tuple(targets)))
     line = str(error.value)
     assert line.startswith(f"model.lora.target_modules: {targets[-1]!r} names no linear layers")
     assert line.endswith("up_proj, v_proj, or leave it out for all of them")
@@ -333,10 +306,10 @@ def test_targets_that_get_no_adapter_are_refused(targets: list[str]) -> None:
 def test_a_rank_above_that_of_all_layers_is_refused() -> None:
     model = random_model()  # 32 wide
     with pytest.raises(UserError, match=r"model.lora.rank = 33: .* has rank 32"):
-        target_names(model, LoraSettings(rank=33))
+        lora.target_names(model, LoraSettings(rank=33))
     with pytest.raises(UserError, match=r"model.lora.rank = 17: .* has rank 16"):
-        target_names(model, LoraSettings(rank=17, target_modules=("k_proj",)))
-    target_names(model, LoraSettings(rank=32))
+        lora.target_names(model, LoraSettings(rank=17, target_modules=("k_proj",)))
+    lora.target_names(model, LoraSettings(rank=32))
 
 
 def test_a_model_without_linear_layers_is_refused() -> None:
@@ -345,7 +318,7 @@ def test_a_model_without_linear_layers_is_refused() -> None:
         if isinstance(module, nn.Linear) and name != "lm_head":
             model.set_submodule(name, nn.Identity())
     with pytest.raises(UserError, match="qwen2 models have no linear layers"):
-        target_names(model, LoraSettings(rank=2))
+        lora.target_names(model, LoraSettings(rank=2))
 
 
 def test_alpha_is_twice_the_rank_unless_it_is_given() -> None:

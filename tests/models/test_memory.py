@@ -153,18 +153,11 @@ def saved_by_packed_rows(model: torch.nn.Module, rows: list[Row]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.base_model(  # type: ignore[operator]
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            attention_mask=batch.input_ids.new_ones((1, 1, 1, 1), dtype=torch.bool),
-            packing=batch.packing,
-            use_cache=False,
-        )
-    return sum(
-        tensor.untyped_storage().nbytes()
-        for address, tensor in saved.items()
-        if address not in parameters and address not in indices and tensor.is_floating_point()
-    )
+        mask = batch.input_ids.new_ones((1, 1, 1, 1), dtype=torch.bool)
+        options = {"position_ids": batch.position_ids, "packing": batch.packing, "use_cache": False}
+        model.base_model(batch.input_ids, attention_mask=mask, **options)  # type: ignore[operator]
+    tensors = [tensor for address, tensor in saved.items() if address not in parameters | indices]
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors if tensor.is_floating_point())
 
 
 @pytest.mark.slow_after(2)
@@ -209,14 +202,11 @@ def test_attention_never_holds_more_than_the_estimate(tmp_path: Path, prompt: in
         (rows,) = batch_rows([Row(range(prompt), [range(length)] * samples)], 2**20)
         parts = [part for row in rows for part in batch_rows([row], 4096)]
         packings = [collate(part, torch.device("cpu")).packing for part in parts]
-        tokens = sum(sum(map(sum, packing.rows)) for packing in packings)
-        masked = [
-            block.shape for packing in packings for block in packing.blocks if block.segments is not None
-        ]
-        plain = [block.shape for packing in packings for block in packing.blocks if block.segments is None]
-        held = 4 * HEADS * WIDTH * sum(size * width for size, width in masked)
-        held += sum(size * width**2 for size, width in masked)
-        held += 2 * (HEADS + KEY_VALUE_HEADS) * WIDTH * sum(size * width for size, width in plain)
+        tokens, held = sum(sum(map(sum, packing.rows)) for packing in packings), 0
+        for block in (block for packing in packings for block in packing.blocks):
+            (count, length), is_masked = block.shape, block.segments is not None
+            heads = 4 * HEADS if is_masked else 2 * (HEADS + KEY_VALUE_HEADS)
+            held += count * length * (heads * WIDTH + length * is_masked)
         measured.append(held / tokens)
     assert max(measured) <= 1.02 * estimate
     assert max(measured) >= 0.8 * estimate
@@ -311,13 +301,8 @@ def train_twice(model: PreTrainedModel) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "tied", "dtype"),
-    [
-        (64, True, torch.bfloat16),
-        (64, False, torch.bfloat16),
-        (64, True, torch.float32),
-        (MANY_WORDS, False, torch.float32),
-    ],
-    ids=["layers", "layers, untied", "layers in float32", "outside of the layers"],
+    [(64, True, torch.bfloat16), (64, False, torch.float32), (MANY_WORDS, False, torch.float32)],
+    ids=["layers", "layers, untied, in float32", "outside of the layers"],
 )
 def test_the_peak_of_an_update_is_the_estimate(
     rank_0_of_4: Ranks, words: int, tied: bool, dtype: torch.dtype

@@ -57,10 +57,8 @@ class Token:
     importance: float
     new_logprob: float = math.nan
     ratio: float = math.nan
-    has_ratio: bool = True
-    """The package runs the token through the model in the update."""
-    is_measured: bool = True
-    """The package runs the token through the model with the weights of π_old."""
+    has_ratio: bool = True  # the package runs the token through the model in the update
+    is_measured: bool = True  # and with the weights of π_old
 
 
 @dataclass
