@@ -24,8 +24,8 @@ from bandpo_cli.bounds.arrays import Array, Generator, RatioBounds, TokenProbs, 
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import DIVERGENCES, load_attribute, load_function
 
+# Replace 0 and ∞ in the argument of a custom f, where an expression such as u·log u is not a number.
 _NEAR_ZERO, _NEAR_INFINITY = 2.0**-1000, 2.0**1000
-"""Replace 0 and ∞ in the argument of a custom f, where an expression such as u·log u is not a number."""
 
 
 @dataclass(frozen=True)

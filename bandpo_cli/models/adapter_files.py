@@ -23,8 +23,9 @@ from bandpo_cli.paths import ADAPTER_CONFIG, check_regular_file, is_adapter_fold
 from bandpo_cli.storage.files import read_json_object
 
 _ENDS = (".lora_A.weight", ".lora_B.weight")
+# The end of the path of the shipped model, which another installation has elsewhere.
 _EMBEDDED_PARTS = ("bandpo_cli", "models", "embedded")
-"""The end of the path of the shipped model, which another installation has elsewhere."""
+# Settings with the values that are supported.
 _EXPECTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": (None, "none"),
@@ -32,14 +33,13 @@ _EXPECTED: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva"),
     "alpha_pattern": (None, {}),
 }
-"""Settings with the values that are supported."""
+# Settings that are used here, that matter to training only, or that the tensors show.
 _WITHOUT_EFFECT = {
     "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "inference_mode",
     "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_config", "megatron_core",
     "parent_library", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config",
     "target_modules", "task_type", "use_rslora",
 }  # fmt: skip
-"""Settings that are used here, that matter to training only, or that the tensors show."""
 
 
 def base_config(config: ModelConfig) -> tuple[ModelConfig, Path | None]:

@@ -101,10 +101,9 @@ def _sdpa_attention(
     is_plain = kwargs.get("position_bias") is None and kwargs.get("cache") is None
     if not is_one_query or groups == query.shape[1] or not is_plain:
         return _SDPA(module, query, key, value, attention_mask, **kwargs)
-    output = scaled_dot_product_attention(
-        query.reshape(len(query), groups, -1, query.shape[3]), key, value, attn_mask=attention_mask,
-        dropout_p=kwargs.get("dropout", 0.0), scale=kwargs.get("scaling"),
-    )  # fmt: skip
+    options = {"dropout_p": kwargs.get("dropout", 0.0), "scale": kwargs.get("scaling")}
+    query = query.reshape(len(query), groups, -1, query.shape[3])
+    output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, **options)
     return output.flatten(1, 2)[:, None], None
 
 
@@ -134,6 +133,7 @@ def _torch_varlen(
 
 
 _FLASH_2, _FLASH_3 = (ALL_ATTENTION_FUNCTIONS[f"flash_attention_{version}"] for version in (2, 3))
+# The attention function of calls without `packing`, the function of calls with it, and how it is called.
 _IMPLEMENTATIONS: dict[str, tuple[Attention, Attention, AttendPacked]] = {
     "sdpa": (_sdpa_attention, _sdpa_attention, _attend_in_blocks),
     "eager": (_eager_attention, _eager_attention_of_blocks, _attend_in_blocks),
@@ -141,7 +141,6 @@ _IMPLEMENTATIONS: dict[str, tuple[Attention, Attention, AttendPacked]] = {
     "flash_attention_3": (_FLASH_3, _FLASH_3, _attend_varlen),
     "varlen": (_sdpa_attention, _torch_varlen, _attend_varlen),
 }
-"""The attention function of calls without `packing`, the function of calls with it, and how it is called."""
 
 AttentionMaskInterface.register("varlen", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 for _name, _functions in _IMPLEMENTATIONS.items():

@@ -34,13 +34,11 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _CONFIG = "config.json"
 _JSON_FILES = (_CONFIG, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", INDEX)
 _MAX_JSON_BYTES = 2**26
+# Patterns of the files of tokenizers: tokenizer.json, vocab.json, spiece.model, tokenization_custom.py, ...
 _TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
-"""Patterns of the files of tokenizers: tokenizer.json, vocab.json, spiece.model, tokenization_custom.py, ..."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_COUNT_WORDS = ("layer", "expert", "block")
-"""Parts of the names of settings that give a number of modules."""
-_MAX_COUNT = 10_000
-"""Maximum value of such a setting."""
+_COUNT_WORDS = ("layer", "expert", "block")  # Parts of the names of settings that give a number of modules
+_MAX_COUNT = 10_000  # Maximum value of such a setting
 
 
 @contextmanager

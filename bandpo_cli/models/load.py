@@ -138,11 +138,9 @@ def load_policy(
     attention, device = _attention(config), _device(config.device, ranks)
     config, adapter = base_config(config)
     model_config = read_config(config)
-    location, commit = model_location(config), None
-    if path_exists(Path(location)):
-        location = str(Path(location).absolute())
-    else:
-        commit = cached_commit(config.path, "model", config.revision)
+    folder = Path(model_location(config))
+    location = str(folder.absolute()) if path_exists(folder) else config.path
+    commit = None if path_exists(folder) else cached_commit(config.path, "model", config.revision)
     if commit is not None:  # a repository that changes in between gives no mixture of two commits
         config = config.model_copy(update={"revision": commit})
     model, tokenizer = _load(config, model_config, attention)

@@ -40,8 +40,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."
 """Beginning of the names of an adapter's tensors in the format of peft."""
 
-_NAME = "default"
-"""The name by which peft knows the adapters of a policy."""
+_NAME = "default"  # The name by which peft knows the adapters of a policy
 
 
 def add_adapters(

@@ -31,8 +31,7 @@ SLEEPING_ENGINE_BYTES = 3 * GIB
 allowance, not a measurement."""
 ENGINE_BYTES_PER_LOGIT = 20
 """float32 logits, log-probs, probabilities and random numbers, and the int32 counts of vLLM's penalties."""
-_USABLE_SHARE = 0.95
-"""Largest share of a device that an estimate may take and still count as fitting."""
+_USABLE_SHARE = 0.95  # Largest share of a device that an estimate may take and still count as fitting
 _FLOAT32 = 4
 _COPY = "copy for a checkpoint"
 

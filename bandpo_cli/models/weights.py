@@ -82,9 +82,8 @@ def load_weights(model: PreTrainedModel, folder: Path, ranks: Ranks) -> None:
         return
 
     def copy_complete() -> None:
-        complete = type(model).from_pretrained(
-            folder, dtype=sharding.forward_dtype(model), use_safetensors=True
-        )
+        dtype = sharding.forward_dtype(model)
+        complete = type(model).from_pretrained(folder, dtype=dtype, use_safetensors=True)
         with torch.no_grad():
             for name, tensor in complete.state_dict().items():
                 if name in targets:

@@ -13,6 +13,7 @@ by a gradient. `objective.dual_clip` applies only to the clipped loss.
 from __future__ import annotations
 
 import math
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ from bandpo_cli.objective.loss import (
 )
 
 Bound = Tensor | float
+Settings = TypeVar("Settings", bound=methods.MethodSettings)
+Interval = TypeVar("Interval", bound=methods.IntervalSettings)
 
 
 def clipped_losses(ratios: Tensor, advantages: Tensor, lower: Bound, upper: Bound) -> Tensor:
@@ -75,17 +78,19 @@ class IntervalLoss(PolicyLoss):
         return clip_state(ratios, columns["lower"], columns["upper"], advantages)
 
 
-class FixedIntervalLoss(PolicyLoss):
+class _Loss(PolicyLoss, Generic[Settings]):
+    settings: Settings
+
+
+class FixedIntervalLoss(_Loss[Interval]):
     """A loss with the same interval of ratios for all tokens, [1 − ε_low, 1 + ε_high]."""
 
-    settings: methods.IntervalSettings
-
-    def __init__(self, settings: methods.IntervalSettings, objective: ObjectiveConfig) -> None:
+    def __init__(self, settings: Interval, objective: ObjectiveConfig) -> None:
         super().__init__(settings, objective)
         self._lower, self._upper = self.interval = (1.0 - settings.eps_low, 1.0 + settings.eps_high)
 
 
-class DppoLoss(PolicyLoss):
+class DppoLoss(_Loss[methods.DppoSettings]):
     """−sg(mask·min(r, max_weight))·a·log π, mask 0 for moves away from π_old outside the trust region.
 
     The divergence of a token is the divergence of the two-point distributions (p, 1−p) of π_old and π: |π − π_old| for
@@ -96,8 +101,6 @@ class DppoLoss(PolicyLoss):
     log p, which is accurate at both ends; and the paper's π_old is the sampler's policy, here it is the trainer's
     unless `objective.old_logprobs` is `sampler`.
     """
-
-    settings: methods.DppoSettings
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         ratios, max_weight = batch.ratios(logprobs).detach(), self.settings.max_weight
@@ -121,7 +124,7 @@ def binary_kl(old_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     return p_old * (old_logprobs - logprobs) + rest
 
 
-class CispoLoss(PolicyLoss):
+class CispoLoss(_Loss[methods.CispoSettings]):
     """−sg(clamp(r, min_weight, max_weight))·a·log π (arXiv 2506.13585, equation 4): no token loses its gradient.
 
     The paper has no lower bound in effect and gives no value for the upper one; 5 is that of ScaleRL (arXiv
@@ -131,14 +134,12 @@ class CispoLoss(PolicyLoss):
     TRL 1.16, `loss_type="cispo"`, with `epsilon_high` as the upper bound and no lower one.
     """
 
-    settings: methods.CispoSettings
-
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         weights = batch.ratios(logprobs).detach().clamp(self.settings.min_weight, self.settings.max_weight)
         return -weights * batch.advantages * logprobs
 
 
-class SapoLoss(PolicyLoss):
+class SapoLoss(_Loss[methods.SapoSettings]):
     """−(4/τ)·σ(τ(r − 1))·a, with τ by the sign of a (arXiv 2511.20347, equations 5 and 6).
 
     The weight of the gradient is r·4σ(1 − σ) with σ at τ(r − 1): 1 at r = 1, at most 1.6 (r = 2.1, for τ = 1), and
@@ -148,15 +149,13 @@ class SapoLoss(PolicyLoss):
     completions of the means over tokens; here `objective.aggregation` is used.
     """
 
-    settings: methods.SapoSettings
-
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         taus = torch.full_like(batch.advantages, self.settings.tau_negative)
         taus = taus.masked_fill(batch.advantages > 0, self.settings.tau_positive)
         return -4.0 / taus * torch.sigmoid(taus * (batch.ratios(logprobs) - 1.0)) * batch.advantages
 
 
-class CeGppoLoss(FixedIntervalLoss):
+class CeGppoLoss(FixedIntervalLoss[methods.CeGppoSettings]):
     """The clipped loss, with −sg(β·bound/r)·r·a for clipped tokens (CE-GPPO, arXiv 2509.20712).
 
     Tokens that PPO's interval clips keep a gradient of weight β·bound: β₁(1 − ε) below, β₂(1 + ε) above.
@@ -164,8 +163,6 @@ class CeGppoLoss(FixedIntervalLoss):
     Source: Kwai-Klear/CE-GPPO, verl/trainer/ppo/core_algos.py, `compute_gppo_loss_general_beta`. One departure: the
     source adds a dual clip (10 in its scripts), here there is none, so a < 0 with r > 10 keeps the weight r.
     """
-
-    settings: methods.CeGppoSettings
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         ratios, advantages = batch.ratios(logprobs), batch.advantages
@@ -177,7 +174,7 @@ class CeGppoLoss(FixedIntervalLoss):
         return -scale * ratios * advantages
 
 
-class AspoLoss(FixedIntervalLoss):
+class AspoLoss(FixedIntervalLoss[methods.AspoSettings]):
     """−sg(mask·w)·a·log π with w = min(1/r, c) for a > 0 and min(r, c) for a < 0 (ASPO, arXiv 2510.06062).
 
     The mask is PPO's: 0 for a > 0, r > 1 + ε and a < 0, r < 1 − ε. Tokens with a positive advantage that have become
@@ -189,8 +186,6 @@ class AspoLoss(FixedIntervalLoss):
     same for all; and the value of its loss is −a·w except beyond c, here it is −w·a·log π everywhere (equal gradients).
     """
 
-    settings: methods.AspoSettings
-
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         ratios, advantages = batch.ratios(logprobs).detach(), batch.advantages
         positive = advantages > 0
@@ -199,7 +194,7 @@ class AspoLoss(FixedIntervalLoss):
         return -torch.where(clipped, 0.0, weights) * advantages * logprobs
 
 
-class DrpoLoss(PolicyLoss):
+class DrpoLoss(_Loss[methods.DrpoSettings]):
     """−r·a + |a|·π_old·(r − 1)²/2ε (DRPO, arXiv 2606.09821, equation 8).
 
     The weight of the gradient is r·(1 − sign(a)·(π − π_old)/ε) (equation 9): it falls linearly in the change of
@@ -210,15 +205,13 @@ class DrpoLoss(PolicyLoss):
     policy, here it is the trainer's unless `objective.old_logprobs` is `sampler`.
     """
 
-    settings: methods.DrpoSettings
-
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         ratios, advantages = batch.ratios(logprobs), batch.advantages
         penalty = batch.old_logprobs.exp() * (ratios - 1.0).square() / (2.0 * self.settings.eps)
         return -ratios * advantages + advantages.abs() * penalty
 
 
-class GspoLoss(PolicyLoss):
+class GspoLoss(_Loss[methods.GspoSettings]):
     """−min(s·a, clamp(s, 1 − ε, 1 + ε)·a), s = exp(mean over the completion of log r) (arXiv 2507.18071, equation 5).
 
     Per token it is the GSPO-token form of the paper's section 4.3, s_t = sg(s)·π/sg(π): equal in value, and in
@@ -229,8 +222,6 @@ class GspoLoss(PolicyLoss):
     1.16, `importance_sampling_level="sequence"`, which distributes the completion's gradient over its tokens evenly.
     """
 
-    settings: methods.GspoSettings
-
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         means = sequence_sum(logprobs.detach() - batch.old_logprobs, batch.lengths) / batch.lengths
         log_s = means[sequence_index(batch.lengths)] + logprobs - logprobs.detach()
@@ -239,7 +230,7 @@ class GspoLoss(PolicyLoss):
         return clipped_losses(ratios, batch.advantages, lower, upper)
 
 
-class GmpoLoss(PolicyLoss):
+class GmpoLoss(_Loss[methods.GmpoSettings]):
     """−a·exp(mean over the completion of the clipped log r) (arXiv 2507.20673, equation 4).
 
     log r is clipped to [−ε_low, ε_high] on the side that the sign of a asks for, as in PPO; clipped tokens have no
@@ -249,8 +240,6 @@ class GmpoLoss(PolicyLoss):
     One departure: log r is limited to ±20 on the other side, which no finite ratio of interest reaches.
     """
 
-    settings: methods.GmpoSettings
-
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         low, high = -self.settings.log_eps_low, self.settings.log_eps_high
         log_r = log_ratio(logprobs, batch.old_logprobs)
@@ -259,7 +248,7 @@ class GmpoLoss(PolicyLoss):
         return -batch.advantages * torch.exp(means)[sequence_index(batch.lengths)]
 
 
-class ToprLoss(PolicyLoss):
+class ToprLoss(_Loss[methods.ToprSettings]):
     """−sg(w)·a·log π, w = 1 for a ≥ 0 and clamp(Π r, 0, max_weight) for a < 0 (TOPR, arXiv 2503.14286).
 
     Two departures: the sign and the factor are those of the paper's reward, here those of the advantage, which is the
@@ -267,8 +256,6 @@ class ToprLoss(PolicyLoss):
     of the complete completion, as here; public code that multiplies per-token ratios' clamps instead (Trinity-RFT,
     `TOPRPolicyLossFn`) differs.
     """
-
-    settings: methods.ToprSettings
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         sums = sequence_sum(logprobs.detach() - batch.old_logprobs, batch.lengths)
@@ -282,7 +269,7 @@ def token_covariance(logprobs: Tensor, advantages: Tensor) -> Tensor:
     return (logprobs - logprobs.mean()) * (advantages - advantages.mean())
 
 
-class ClipCovLoss(FixedIntervalLoss):
+class ClipCovLoss(FixedIntervalLoss[methods.ClipCovSettings]):
     """PPO's clipped loss, without gradient for some tokens whose covariance is in (cov_low, cov_high).
 
     Source of Clip-Cov and KL-Cov: arXiv 2505.22617; PRIME-RL/Entropy-Mechanism-of-RL and verl 0.9.1,
@@ -294,8 +281,6 @@ class ClipCovLoss(FixedIntervalLoss):
     """
 
     needs_all_tokens = True
-
-    settings: methods.ClipCovSettings
 
     def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
         """Return `kept`, 0 for the tokens without gradient and 1 for the others: share·N of them, at least one."""
@@ -317,12 +302,10 @@ class ClipCovLoss(FixedIntervalLoss):
         return losses * batch.columns["kept"]
 
 
-class KlCovLoss(PolicyLoss):
+class KlCovLoss(_Loss[methods.KlCovSettings]):
     """−r·a, plus kl_coef·|log r| for the share of tokens with the highest covariance."""
 
     needs_all_tokens = True
-
-    settings: methods.KlCovSettings
 
     def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
         """Return `penalized`, 1 for the tokens with the penalty and 0 for the others: share·N of them, at least one."""
