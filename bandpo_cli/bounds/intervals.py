@@ -1,7 +1,7 @@
 """The ratio-bound methods as functions of the old log-probabilities, built from their settings, and matching radii.
 
 The loss receives the bounds and does not depend on the method. A new method needs a settings class in
-`config.methods`, a function here of these settings and the old log-probabilities, and an entry in `registries.METHODS`.
+`config.methods`, a function here from these settings to a `BoundsFunction`, and an entry in `registries.METHODS`.
 
 A matching radius is the δ at which a region is as wide as another method, at one probability or on recorded tokens.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -48,7 +47,8 @@ def ratio_bounds(config: methods.MethodSettings) -> BoundsFunction:
     method = METHODS[config.method]
     if method.bounds is None:
         raise ConfigError(f"{method.name} has no interval of ratios: {method.without_bounds}")
-    return partial(load_attribute(method.bounds), config)
+    function: BoundsFunction = load_attribute(method.bounds)(config)
+    return function
 
 
 class ClipState(NamedTuple):
@@ -76,57 +76,68 @@ def clip_state(ratios: Array, lower: Array, upper: Array, advantages: Array) -> 
     return ClipState(above & (advantages > 0), below & (advantages < 0), outside=above | below)
 
 
-def band(config: methods.BandSettings, old_logprobs: Array) -> RatioBounds:
+def band(config: methods.BandSettings) -> BoundsFunction:
     """Return the Band, capped at `max_ratio` and widened to the interval of `relax` where that is set."""
-    band = logprob_bounds(old_logprobs, config.divergence, config.delta, config.max_ratio)
-    if config.relax is None:
-        return band
-    xp = namespace(band.lower)
-    lower = xp.clip(band.lower, None, 1.0 - config.relax.eps_low)
-    return RatioBounds(lower, xp.clip(band.upper, 1.0 + config.relax.eps_high, None))
+
+    def bounds(old_logprobs: Array) -> RatioBounds:
+        band = logprob_bounds(old_logprobs, config.divergence, config.delta, config.max_ratio)
+        if config.relax is None:
+            return band
+        xp = namespace(band.lower)
+        lower = xp.clip(band.lower, None, 1.0 - config.relax.eps_low)
+        return RatioBounds(lower, xp.clip(band.upper, 1.0 + config.relax.eps_high, None))
+
+    return bounds
 
 
-def clip(config: methods.IntervalSettings, old_logprobs: Array) -> RatioBounds:
+def clip(config: methods.IntervalSettings) -> BoundsFunction:
     """Return [1−eps_low, 1+eps_high] for every token."""
-    return _fixed(old_logprobs, 1.0 - config.eps_low, 1.0 + config.eps_high)
+    return _fixed(1.0 - config.eps_low, 1.0 + config.eps_high)
 
 
-def gmpo(config: methods.GmpoSettings, old_logprobs: Array) -> RatioBounds:
+def gmpo(config: methods.GmpoSettings) -> BoundsFunction:
     """Return [e^−log_eps_low, e^log_eps_high] for every token."""
-    return _fixed(old_logprobs, math.exp(-config.log_eps_low), math.exp(config.log_eps_high))
+    return _fixed(math.exp(-config.log_eps_low), math.exp(config.log_eps_high))
 
 
-def dppo(config: methods.DppoSettings, old_logprobs: Array) -> RatioBounds:
+def dppo(config: methods.DppoSettings) -> BoundsFunction:
     """Return the Band of the same divergence and radius, without a cap.
 
     A binary divergence of (p, 1−p) is at most δ exactly where the ratio is in the Band, whose other tokens move in
     proportion.
     """
-    return logprob_bounds(old_logprobs, config.divergence, config.delta, None)
+    return lambda old_logprobs: logprob_bounds(old_logprobs, config.divergence, config.delta, None)
 
 
-def no_clip(config: methods.NoClipSettings, old_logprobs: Array) -> RatioBounds:
+def no_clip(config: methods.NoClipSettings) -> BoundsFunction:
     """Return [0, ∞] for every token."""
-    return _fixed(old_logprobs, 0.0, math.inf)
+    return _fixed(0.0, math.inf)
 
 
-def dcpo(config: methods.DcpoSettings, old_logprobs: Array) -> RatioBounds:
+def dcpo(config: methods.DcpoSettings) -> BoundsFunction:
     """Return ½ + ½√max(1−4ε₋/p, 0) and min(½ + ½√(1+4ε₊/p), max_ratio) (arXiv 2509.02333); [1, 1] for NaN."""
-    x = as_array(old_logprobs)
-    xp, dtype = namespace(x), output_dtype(x)
-    with no_grad_no_warnings(x):
-        inverse_p = xp.exp(-xp.clip(cast(x, xp.float64), None, 0.0))
-        lower = 0.5 + 0.5 * xp.sqrt(xp.clip(1.0 - 4.0 * config.eps_low * inverse_p, 0.0, None))
-        upper = 0.5 + 0.5 * xp.sqrt(1.0 + 4.0 * config.eps_high * inverse_p)
-        capped = upper if config.max_ratio is None else xp.clip(upper, None, config.max_ratio)
-        known = xp.nan_to_num(lower, nan=1.0), xp.nan_to_num(capped, nan=1.0, posinf=math.inf)
-        return RatioBounds(*(cast(bound, dtype) for bound in known))
+
+    def bounds(old_logprobs: Array) -> RatioBounds:
+        x = as_array(old_logprobs)
+        xp, dtype = namespace(x), output_dtype(x)
+        with no_grad_no_warnings(x):
+            inverse_p = xp.exp(-xp.clip(cast(x, xp.float64), None, 0.0))
+            lower = 0.5 + 0.5 * xp.sqrt(xp.clip(1.0 - 4.0 * config.eps_low * inverse_p, 0.0, None))
+            upper = 0.5 + 0.5 * xp.sqrt(1.0 + 4.0 * config.eps_high * inverse_p)
+            capped = upper if config.max_ratio is None else xp.clip(upper, None, config.max_ratio)
+            known = xp.nan_to_num(lower, nan=1.0), xp.nan_to_num(capped, nan=1.0, posinf=math.inf)
+            return RatioBounds(*(cast(bound, dtype) for bound in known))
+
+    return bounds
 
 
-def _fixed(old_logprobs: Array, lower: float, upper: float) -> RatioBounds:
-    x = as_array(old_logprobs)
-    full_like, dtype = namespace(x).full_like, output_dtype(x)
-    return RatioBounds(full_like(x, lower, dtype=dtype), full_like(x, upper, dtype=dtype))
+def _fixed(lower: float, upper: float) -> BoundsFunction:
+    def bounds(old_logprobs: Array) -> RatioBounds:
+        x = as_array(old_logprobs)
+        full_like, dtype = namespace(x).full_like, output_dtype(x)
+        return RatioBounds(full_like(x, lower, dtype=dtype), full_like(x, upper, dtype=dtype))
+
+    return bounds
 
 
 def matching_delta(name: str, prob: float, upper: float) -> float | None:
@@ -148,7 +159,8 @@ def matching_delta(name: str, prob: float, upper: float) -> float | None:
 
 MIN_DELTA, MAX_DELTA = 1e-9, 10.0
 """Range of the search: the smallest radius allows almost no change, at the largest nearly all bounds saturate."""
-_HALVINGS = 60  # Steps of the bisection: they reduce the logarithmic range of 23 below the spacing of float64
+_HALVINGS = 60
+"""Steps of the bisection: they reduce the logarithmic range of 23 below the spacing of float64."""
 
 
 @dataclass(frozen=True)
