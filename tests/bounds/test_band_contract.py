@@ -18,7 +18,7 @@ NAMES = st.sampled_from(list(DIVERGENCES))
 BATCH = 10_000
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(name=NAMES, logp=st.floats(-200, 0), delta=st.floats(1e-6, 30))
 def test_bounds_are_ordered(name: str, logp: float, delta: float) -> None:
     lower, upper = band_bounds([logp], name, delta)
@@ -45,21 +45,18 @@ def test_new_probabilities_increase_with_the_old_one_and_are_symmetric_about_one
     np.testing.assert_allclose(p * upper, (1.0 - p * lower)[::-1], atol=1e-11)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(
-    ("name", "count"), [*((name, 1) for name in DIVERGENCES), ("kl", BATCH), ("js", BATCH)]
-)
-def test_nan_infinite_and_positive_log_probs(name: str, count: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("count", [1, BATCH])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_nan_infinite_and_positive_log_probs(name: str, count: int) -> None:
     odd = torch.tensor([math.nan, 1e-4, 0.0, -math.inf, -1e4])
-    x = torch.cat([odd, torch.full((count,), -1.0)]).to(dtype)
-    lower, upper = band_bounds(x, name, 0.05)
-    assert not lower.isnan().any()
-    assert not upper.isnan().any()
-    assert (lower[0], upper[0]) == (1.0, 1.0)
-    assert lower[1] == lower[2]
-    assert upper[1] == upper[2] == 1.0
-    assert lower[3] == lower[4] == pytest.approx(0.0, abs=1e-30)
-    assert upper[3] == math.inf
+    for dtype in (torch.float64, torch.float32):
+        lower, upper = band_bounds(torch.cat([odd, torch.full((count,), -1.0)]).to(dtype), name, 0.05)
+        assert not (lower.isnan() | upper.isnan()).any()
+        assert (lower[0], upper[0]) == (1.0, 1.0)
+        assert lower[1] == lower[2]
+        assert upper[1] == upper[2] == 1.0
+        assert lower[3] == lower[4] == pytest.approx(0.0, abs=1e-30)
+        assert upper[3] == math.inf
 
 
 @pytest.mark.parametrize("name", ["kl", "tv", "js"])
@@ -99,10 +96,9 @@ def test_bounds_do_not_depend_on_the_blocks(
     x = -torch.logspace(-9, 1.9, 3 * BATCH - 7, dtype=dtype)
     at_once = band_bounds(x, name, 0.05)
     monkeypatch.setattr("bandpo_cli.bounds.arrays.CPU_BLOCK", BATCH)
+    rtol = 2e-12 if dtype == torch.float64 else 3e-7
     for in_blocks, expected in zip(band_bounds(x, name, 0.05), at_once, strict=True):
-        torch.testing.assert_close(
-            in_blocks, expected, rtol=2e-12 if dtype == torch.float64 else 3e-7, atol=0
-        )
+        torch.testing.assert_close(in_blocks, expected, rtol=rtol, atol=0)
 
 
 def test_limits_of_kl() -> None:
@@ -145,9 +141,9 @@ def test_lists_and_integers_are_float64(values: object) -> None:
 @pytest.mark.parametrize(
     ("dtype", "rounding", "too_much"),
     [
-        (torch.float64, 5e-5, 0.002),
-        (torch.float32, 5e-5, 0.002),
-        (torch.float16, 0.0625, 1.5),
+        (torch.float64, 5e-5, 2e-3),
+        (torch.float32, 5e-5, 2e-3),
+        (torch.float16, 0.06, 1.5),
         (torch.bfloat16, 0.5, 1.5),
     ],
 )

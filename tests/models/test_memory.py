@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -102,43 +101,30 @@ def test_with_lora_only_the_adapters_have_gradients_and_optimizer_state(tmp_path
     assert full.trained == full.parameters == numel
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "device", "copied"),
-    [
-        ({}, "cpu", True),
-        ({"background": False}, "cpu", False),
-        ({"every": 0}, "cpu", False),
-        ({"every": 100}, "cpu", False),
-        ({}, "cuda", False),
-    ],
-)
-def test_the_copy_for_a_checkpoint_is_estimated_where_one_is_taken(
-    tmp_path: Path, numel: int, checkpoint: dict[str, Any], device: str, copied: bool
-) -> None:
+def test_the_copy_for_a_checkpoint_is_estimated_where_one_is_taken(tmp_path: Path, numel: int) -> None:
     """On a CPU, before the last of 100 steps: weights and two moments, 12 bytes per parameter of a float32 model."""
-    config = resolve([{"model": {"path": str(tmp_path), "dtype": "float32"}, "checkpoint": checkpoint}])
-    always = estimate_memory(config, MACHINE if device == "cpu" else GPU).always
-    assert always.get("copy for a checkpoint") == (12 * numel if copied else None)
+    for checkpoint, device, copied in (
+        ({}, MACHINE, 12 * numel), ({}, GPU, None), ({"background": False}, MACHINE, None),
+        ({"every": 0}, MACHINE, None), ({"every": 100}, MACHINE, None),
+    ):  # fmt: skip
+        config = resolve([{"model": {"path": str(tmp_path), "dtype": "float32"}, "checkpoint": checkpoint}])
+        assert estimate_memory(config, device).always.get("copy for a checkpoint") == copied
 
 
-@pytest.mark.parametrize(
-    ("prompts", "micro_batch_tokens", "ranks", "tokens"),
-    [
+def test_tokens_of_a_micro_batch(tmp_path: Path) -> None:
+    for prompts, micro_batch_tokens, ranks, tokens in (
         (8, 8, 1, 50),  # a row with one completion is never split, so a row of 30 + 20 tokens is one pass
         (8, 100, 1, 100),
         (2, 16384, 1, 200),  # all tokens of an update: 4 of 8 rows
         (2, 16384, 2, 100),  # shared by the ranks
-    ],
-)
-def test_tokens_of_a_micro_batch(
-    tmp_path: Path, prompts: int, micro_batch_tokens: int, ranks: int, tokens: int
-) -> None:
-    layer = {
-        "model": {"path": str(tmp_path)},
-        "sampling": {"prompts": prompts, "samples": 4, "max_prompt_tokens": 30, "max_tokens": 20},
-        "optim": {"updates": 2, "micro_batch_tokens": micro_batch_tokens},
-    }
-    assert f"activations of {tokens} tokens" in estimate_memory(resolve([layer]), MACHINE, ranks=ranks).update
+    ):
+        layer = {
+            "model": {"path": str(tmp_path)},
+            "sampling": {"prompts": prompts, "samples": 4, "max_prompt_tokens": 30, "max_tokens": 20},
+            "optim": {"updates": 2, "micro_batch_tokens": micro_batch_tokens},
+        }
+        estimate = estimate_memory(resolve([layer]), MACHINE, ranks=ranks)
+        assert f"activations of {tokens} tokens" in estimate.update
 
 
 def saved_by_packed_rows(model: torch.nn.Module, rows: list[Row]) -> int:
