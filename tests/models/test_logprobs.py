@@ -118,11 +118,13 @@ def flash_attention(module: Any, query: Any, key: Any, value: Any, mask: None, *
 
 
 @pytest.mark.usefixtures("_varlen_on_a_cpu")
-@pytest.mark.parametrize("kind", ["varlen", "flash"])
+@pytest.mark.parametrize("kind", ["varlen", "any-length"])
 def test_varlen_attention_gives_the_same_log_probs_and_completions(model: PreTrainedModel, kind: str) -> None:
     """Sampling, which has no packed rows, is that of sdpa."""
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    AttentionInterface.register("flash", attention._packed(sdpa, flash_attention, attention._attend_varlen))
+    AttentionInterface.register(
+        "any-length", attention._packed(sdpa, flash_attention, attention._attend_varlen)
+    )
     params = SamplingParams(samples=3, temperature=1.0, max_tokens=6, stop_ids=(2,))
     expected = token_logprobs(model, collate(ROWS, CPU)).logprobs
     sampled = TransformersSampler(model, 0).sample([(1, 2, 3), (4,)], params, 0)
