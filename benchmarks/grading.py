@@ -30,10 +30,8 @@ def worked_answers(path: Path) -> list[tuple[str, str]]:
     """Return (solution, reference answer) of each row."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     solutions = [row.get("solution", str(row.get("answer", ""))) for row in rows]
-    references = [str(row.get("answer", solution)) for row, solution in zip(rows, solutions, strict=True)]
-    return [
-        (solution, final_answer(gold) or gold) for solution, gold in zip(solutions, references, strict=True)
-    ]
+    golds = [str(row.get("answer", solution)) for row, solution in zip(rows, solutions, strict=True)]
+    return [(solution, final_answer(gold) or gold) for solution, gold in zip(solutions, golds, strict=True)]
 
 
 def differ(first: str, second: str) -> bool:
@@ -61,24 +59,8 @@ def real_answers(pool: GraderPool, path: Path) -> str:
     others = random.Random(0).sample(golds, len(golds))
     pairs = [pair for pair in zip(golds, others, strict=True) if differ(*pair)]
     wrong, wrong_rate = grade(pool, [gold for gold, _ in pairs], [f"Answer: {other}" for _, other in pairs])
-    return (
-        f"{path.stem:16} {len(rows):6} {line['correct']:10} {box['correct']:10} "
-        f"{wrong['wrong']:8} of {len(pairs):5} {line_rate:14,.0f} {wrong_rate:14,.0f}"
-    )
-
-
-def hostile_answers(pool: GraderPool) -> str:
-    """Return a summary of the verdicts on hostile answers, and on ordinary answers between them."""
-    texts = [text for hostile in HOSTILE for text in (hostile, "Answer: 2+3")]
-    problem = Problem("five", "", "5", "benchmark", "math")
-    start = time.perf_counter()
-    verdicts = [grade.verdict for grade in pool.grade([problem] * len(texts), texts)]
-    seconds = time.perf_counter() - start
-    counts = ", ".join(f"{count} {verdict}" for verdict, count in Counter(verdicts[::2]).most_common())
-    return (
-        f"{len(HOSTILE)} hostile answers: {counts}; {verdicts[1::2].count('correct')} of {len(HOSTILE)} ordinary "
-        f"answers between them correct; {seconds:.0f} s"
-    )
+    counts = f"{len(rows):6} {line['correct']:10} {box['correct']:10} {wrong['wrong']:8} of {len(pairs):5}"
+    return f"{path.stem:16} {counts} {line_rate:14,.0f} {wrong_rate:14,.0f}"
 
 
 def main() -> None:
@@ -89,15 +71,21 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=1.0, help="seconds per answer, for hostile answers")
     options = parser.parse_args()
     if options.data:
-        print(
-            f"{'file':16} {'rows':>6} {'Answer:':>10} {'boxed':>10} {'shuffled, wrong':>17} "
-            f"{'own, per s':>14} {'shuffled':>14}"
-        )
+        columns = f"{'rows':>6} {'Answer:':>10} {'boxed':>10} {'shuffled, wrong':>17}"
+        print(f"{'file':16} {columns} {'own, per s':>14} {'shuffled':>14}")
         with GraderPool(GradingConfig(workers=options.workers)) as pool:
             for path in sorted(options.data.glob("*.jsonl")):
                 print(real_answers(pool, path), flush=True)
+    texts = [text for hostile in HOSTILE for text in (hostile, "Answer: 2+3")]
     with GraderPool(GradingConfig(workers=options.workers, deadline=options.deadline)) as pool:
-        print(hostile_answers(pool))
+        start = time.perf_counter()
+        verdicts = [
+            grade.verdict for grade in pool.grade([Problem("5", "", "5", "b", "math")] * len(texts), texts)
+        ]
+        seconds = time.perf_counter() - start
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in Counter(verdicts[::2]).most_common())
+    ordinary = f"{verdicts[1::2].count('correct')} of {len(HOSTILE)} ordinary answers between them correct"
+    print(f"{len(HOSTILE)} hostile answers: {counts}; {ordinary}; {seconds:.0f} s")
 
 
 if __name__ == "__main__":

@@ -19,19 +19,6 @@ from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.tasks.reasoning_gym import ReasoningGym, describe_generators, generate
 
 
-def make(names: list[str], size: int) -> dict[str, float]:
-    """Print the slowest generators; return the CPU seconds per problem of each."""
-    seconds = {}
-    for name in names:
-        start = time.process_time()
-        generate(name, {}, seed=0, size=size)
-        seconds[name] = (time.process_time() - start) / size
-    slowest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:8]
-    print("CPU seconds per problem, slowest: " + ", ".join(f"{name} {seconds[name]:.2f}" for name in slowest))
-    print(f"below 0.01 s: {sum(value < 0.01 for value in seconds.values())} of {len(names)}")
-    return seconds
-
-
 def main() -> None:
     """Run the benchmark and print its results."""
     parser = command_line(__doc__)
@@ -41,7 +28,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()
     names = arguments.names or [*describe_generators()]
-    make(names, arguments.size)
+    seconds = {}
+    for name in names:
+        start = time.process_time()
+        generate(name, {}, seed=0, size=arguments.size)
+        seconds[name] = (time.process_time() - start) / arguments.size
+    slowest = sorted(seconds, key=seconds.__getitem__, reverse=True)[:8]
+    print("CPU seconds per problem, slowest: " + ", ".join(f"{name} {seconds[name]:.2f}" for name in slowest))
+    print(f"below 0.01 s: {sum(value < 0.01 for value in seconds.values())} of {len(names)}")
     task = ReasoningGym(ReasoningGymTask(names=tuple(names), heldout_size=arguments.size))
     problems = [problem for heldout_set in task.heldout_sets().values() for problem in heldout_set]
     graded = [problem for problem in problems if problem.answer]
@@ -54,9 +48,8 @@ def main() -> None:
         rate = arguments.rounds * len(graded) / (time.perf_counter() - start)
     wrong = {problem.source for problem, grade in zip(graded, first, strict=True) if not grade.correct}
     without = sorted({problem.source for problem in problems if not problem.answer})
-    print(
-        f"references correct: {sum(grade.correct for grade in first)} of {len(graded)}; wrong: {wrong or 'none'}"
-    )
+    correct = sum(grade.correct for grade in first)
+    print(f"references correct: {correct} of {len(graded)}; wrong: {wrong or 'none'}")
     print(f"generators without references: {', '.join(without)}")
     print(f"graded per second, {arguments.workers} workers: {rate:,.0f}")
 

@@ -7,10 +7,10 @@
 `table` writes the verdict of each grader on each line into docs/grading.md; with --check it only compares, and the exit
 code is 1 if the page has another table. `corpus` reads completions: the `samples.parquet` of an evaluation, or the
 worked solutions of a problem file such as GSM8K's. To each completion it adds a copy that is cut off at random and ends
-in a line with the right answer or with a wrong one. `bandpo eval
---samples FILE` reads the result; its `origins` describe each completion: `sampled`, or `right`, `wrong` or `unclear` (a
-hedged or truncated line) with the index of the line. `score` runs that command with each grader and counts verdicts by
-origin; the exit code is 1 after a traceback, a grader error, or a correct completion with a wrong value.
+in a line with the right answer or with a wrong one. `bandpo eval --samples FILE` reads the result; its `origins`
+describe each completion: `sampled`, or `right`, `wrong` or `unclear` (a hedged or truncated line) with the index of the
+line. `score` runs that command with each grader and counts verdicts by origin; the exit code is 1 after a traceback, a
+grader error, or a correct completion with a wrong value.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pandas
@@ -41,26 +40,6 @@ _NUMBERS = [
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
 ]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class AnswerLine:
-    """The end of a completion.
-
-    Attributes:
-        template: the text, with one of the placeholders.
-        answers: whether a reader finds an answer to the question in the filled text.
-    """
-
-    template: str
-    answers: bool = True
-
-    def fill(self, value: str) -> str | None:
-        """Return the text for this value; None for a value that cannot be written in the words of the template."""
-        if WORDS in self.template:
-            in_words = dict(zip(map(str, range(20)), _NUMBERS, strict=True)).get(value)
-            return None if in_words is None else self.template.replace(WORDS, in_words)
-        return self.template.replace(VALUE, value).replace(CUT, value[: max(1, len(value) // 2)])
 
 
 _ANSWERS = (
@@ -103,18 +82,26 @@ _ANSWERS = (
 )
 _UNCLEAR = ("Answer: <value> or 20", "Answer: not <value>", "\\boxed{<value>", "Answer: <cut>", "The ans")
 
-LINES = (
-    *map(AnswerLine, _ANSWERS),
-    *(AnswerLine(template, answers=False) for template in _UNCLEAR),
-)
+LINES = (*_ANSWERS, *_UNCLEAR)
 """Forms that models write, the instructed one first; the last ones are hedged or truncated, with no clear answer."""
+
+
+def fill(template: str, value: str) -> str | None:
+    """Return a line with this value; None for a value that cannot be written in the words of the template."""
+    in_words = dict(zip(map(str, range(20)), _NUMBERS, strict=True)).get(value)
+    if WORDS in template and in_words is None:
+        return None
+    return (
+        template.replace(WORDS, str(in_words))
+        .replace(VALUE, value)
+        .replace(CUT, value[: max(1, len(value) // 2)])
+    )
 
 
 def wrong_value(reference: str, others: Sequence[str], rng: random.Random) -> str:
     """Return a value that differs from the reference: a near miss of a whole number, or another reference.
 
-    Raises:
-        ValueError: another reference is needed and all of `others` equal this one.
+    Raise ValueError if another reference is needed and all of `others` equal this one.
     """
     if not reference.isdecimal() or rng.random() < 0.5:
         different = (other for other in rng.sample(others, len(others)) if not _same(reference, other))
@@ -122,14 +109,13 @@ def wrong_value(reference: str, others: Sequence[str], rng: random.Random) -> st
             raise ValueError(f"no other answer than {reference!r:.60}: give samples of several problems")
         return value
     whole = int(reference)
-    return str(
-        rng.choice([miss for miss in (whole + 1, abs(whole - 1), 10 * whole, -whole) if miss != whole])
-    )
+    misses = [miss for miss in (whole + 1, abs(whole - 1), 10 * whole, -whole) if miss != whole]
+    return str(rng.choice(misses))
 
 
 def _same(first: str, second: str) -> bool:
     one, other = read_number(first), read_number(second)
-    return same_text(first, second) if one is None or other is None else equal(one, other)
+    return equal(one, other) if one and other else same_text(first, second)
 
 
 def read_texts(path: Path) -> pandas.DataFrame:
@@ -156,9 +142,9 @@ def build_corpus(samples: pandas.DataFrame, seed: int) -> pandas.DataFrame:
         for text in group["text"]:
             is_right = rng.random() < 0.5
             value = reference if is_right else wrong_value(reference, references, rng)
-            lines = [line.fill(value) for line in LINES]
+            lines = [fill(line, value) for line in LINES]
             index = rng.choice([index for index, line in enumerate(lines) if line is not None])
-            kind = ("right" if is_right else "wrong") if LINES[index].answers else "unclear"
+            kind = "unclear" if index >= len(_ANSWERS) else "right" if is_right else "wrong"
             beginning = text[: rng.randrange(len(text) + 1)]
             completions.append((f"{beginning}\n{lines[index]}", f"{kind} line={index}"))
         rows.append((prompt, reference, *zip(*completions, strict=True)))
@@ -203,7 +189,7 @@ def verdict_table() -> str:
 
     The columns are the graders of the registry that grade at least one of the lines correct.
     """
-    texts = [f"She sells 9 eggs at $2 each.\n{line.fill('18')}" for line in LINES]
+    texts = [f"She sells 9 eggs at $2 each.\n{fill(line, '18')}" for line in LINES]
     columns = {}
     with GraderPool(GradingConfig(workers=1, deadline=60)) as pool:
         for grader in GRADERS:
@@ -212,7 +198,7 @@ def verdict_table() -> str:
     columns = {f"`{grader}`": verdicts for grader, verdicts in columns.items() if "correct" in verdicts}
     rows = [["end of the completion", *columns], ["---"] * (len(columns) + 1)]
     for line, *verdicts in zip(LINES, *columns.values(), strict=True):
-        code = str(line.fill("18")).replace("\n", "⏎").replace("|", "\\|")
+        code = str(fill(line, "18")).replace("\n", "⏎").replace("|", "\\|")
         rows.append([f"`` {code} ``" if "`" in code else f"`{code}`", *verdicts])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
@@ -231,18 +217,13 @@ def write_table(check: bool) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one of the three commands and return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("table").add_argument(
-        "--check", action="store_true", help="compare, and write nothing"
-    )
+    commands.add_parser("table").add_argument("--check", action="store_true")
     corpus = commands.add_parser("corpus")
-    corpus.add_argument(
-        "samples", type=Path, help="samples.parquet of an evaluation, or .jsonl rows of question and answer"
-    )
-    corpus.add_argument("--out", type=Path, required=True, help="file to write, .jsonl")
+    corpus.add_argument("samples", type=Path)
+    corpus.add_argument("--out", type=Path, required=True)
     corpus.add_argument("--seed", type=int, default=0)
     scoring = commands.add_parser("score")
     scoring.add_argument("corpus", type=Path)
@@ -259,9 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for grader in options.grader:
         scored, rate = score(options.corpus, grader)
         print(f"{grader}: {rate}\n{pandas.crosstab(scored['origins'], scored['verdict'], margins=True)}")
-        bad = failures(scored)
-        failed |= not bad.empty
-        for row in bad.itertuples():
+        for row in failures(scored).itertuples():
+            failed = True
             print(f"  {row.verdict}, {row.origins}: reference {row.answer!r}, {row.completions[-80:]!r}")
     return int(failed)
 

@@ -18,7 +18,7 @@ from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import Problem
 from scripts import answer_lines
-from scripts.answer_lines import LINES, wrong_value
+from scripts.answer_lines import LINES, fill, wrong_value
 from tests.cli.eval_command import bandpo
 
 TEXTS = ("Each box has 3 eggs, so 2 * 3 = 6.\nAnswer: 6", "I do not know.")
@@ -51,7 +51,7 @@ def test_wrong_values_differ_from_the_reference() -> None:
 @pytest.mark.slow
 def test_no_line_with_a_wrong_value_is_correct(pool: GraderPool) -> None:
     values = ("17", "-18", "180", "2", "0.18")
-    texts = [*{f"9 * 2 = 18\n{line.fill(value)}" for line in LINES for value in values}]
+    texts = [*{f"9 * 2 = 18\n{fill(line, value)}" for line in LINES for value in values}]
     for grader in ("math", "number"):
         grades = pool.grade([Problem("p", "", "18", "test", grader)] * len(texts), texts)
         assert not any(grade.correct for grade in grades), grader
@@ -83,7 +83,7 @@ def test_a_corpus_is_repeatable_and_every_completion_gets_a_verdict(
             kind, _, index = origin.partition(" line=")
             kinds.add(kind)
             if kind in ("right", "wrong"):
-                assert text.endswith(f"\n{LINES[int(index)].fill(row['answer'])}") == (kind == "right")
+                assert text.endswith(f"\n{fill(LINES[int(index)], row['answer'])}") == (kind == "right")
     assert kinds == {"sampled", "right", "wrong", "unclear"}
     monkeypatch.setattr(answer_lines, "subprocess", SimpleNamespace(run=run_in_this_process))
     scored, rate = answer_lines.score(tmp_path / "a.jsonl", "number")
