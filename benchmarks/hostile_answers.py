@@ -33,9 +33,7 @@ _UNLABELLED = [
     "Answer" + " " * 1_000_000 + ": 6", r"\boxed{" * 200_000 + "5", "Answer: 5\n\\boxed{5",
     "\x00" * 100_000 + "Answer: \x006",
 ]  # fmt: skip
-
-ENDLESS = [f"Answer: {answer}" for answer in _ENDLESS]
-"""Most of them take longer than any deadline, or half a second and more."""
+ENDLESS = [f"Answer: {answer}" for answer in _ENDLESS]  # most take longer than any deadline
 QUICK = (
     [f"Answer: {answer}" for answer in _QUICK] + [rf"\boxed{{{answer}}}" for answer in _BOXED] + _UNLABELLED
 )
