@@ -112,9 +112,8 @@ class GraderPool(AbstractContextManager["GraderPool"]):
             for name, answers in pending_answers.items():
                 grades |= self._grade_in_workers(name, answers, problems, len(grades))
         for index, problem in enumerate(problems):
-            use = self._uses[problem.grader]
-            use.graded += 1
-            use.failed += grades[index].verdict == GRADER_ERROR.verdict
+            self._uses[problem.grader].graded += 1
+            self._uses[problem.grader].failed += grades[index].verdict == GRADER_ERROR.verdict
         return [grades[index] for index in range(len(texts))]
 
     def _grade_in_workers(

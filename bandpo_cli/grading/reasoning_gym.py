@@ -41,8 +41,8 @@ _FUNCTIONS = frozenset(
 def score(name: str, options: str, entry: str, answer: str) -> float | dict[str, object]:
     """Return the library's score of an answer, in [0, 1].
 
-    An answer for which the scorer raises an error, although it accepts the reference, is malformed. If the scorer fails
-    for the reference too, or there is no reference, the error is raised.
+    An answer for which the scorer raises an error, although it accepts the reference, is malformed; otherwise the error
+    is raised.
 
     Args:
         name: The generator.

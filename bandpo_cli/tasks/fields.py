@@ -139,11 +139,14 @@ def _read_messages(value: list[Any]) -> tuple[tuple[Message, ...], str | None]:
                 f"message {number} has the role {role!r:.50}; expected {{role: user, content: ...}}, with the role "
                 "user, assistant or, of the first message, system"
             )
-        if isinstance(content, list) and all(
-            isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-            for part in content
-        ):
-            content = "".join(part["text"] for part in content)
+        if isinstance(content, list):
+            texts = [
+                part.get("text")
+                for part in content
+                if isinstance(part, Mapping) and part.get("type") == "text"
+            ]
+            is_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
+            content = "".join(map(str, texts)) if is_text else None
         if not isinstance(content, str) or (content.strip() and clean_text(content) is None):
             raise ValueError(
                 f"message {number} has content that is no text in UTF-8; only a text, or a list of parts of the type "
@@ -165,9 +168,7 @@ def as_answer(value: Any) -> str | None:
     list are joined by commas, a mapping becomes JSON with sorted keys.
     """
     if isinstance(value, str):
-        text = clean_text(value)
-        if text is None:
-            return None
+        text = clean_text(value) or ""
         answer = final_answer(text) or (text if "\n" in text else unwrap(text))
         integer = _INTEGER_VALUED.fullmatch(answer)
         return (integer[1] if integer else answer) or None

@@ -43,13 +43,14 @@ class QuestionAnswerTask:
             )
         self._train_sources, self._heldout_sources = _sources(config, "train"), _sources(config, "heldout")
         for part, sources in (("train", self._train_sources), ("heldout", self._heldout_sources)):
-            for label, count in Counter(map(source_label, sources)).items():
-                if count > 1:
-                    raise ConfigError(
-                        f"task.{part}: {count} sources have the label '{label}'; give each a different label:"
-                    )
+            counts = Counter(map(source_label, sources))
+            if repeated := [label for label, count in counts.items() if count > 1]:
+                names = f"{counts[repeated[0]]} sources have the label '{repeated[0]}'"
+                raise ConfigError(f"task.{part}: {names}; give each a different label:")
         if not self._heldout_sources:
             self._check_train_sources()
+        sources = self._train_sources
+        self._split_label = source_label(sources[0]) if len(sources) == 1 else "heldout"
 
     def train_problems(self) -> Sequence[Problem]:
         """Return the training problems; raise ConfigError if a source cannot be used or no problem remains."""
@@ -153,19 +154,15 @@ class QuestionAnswerTask:
         self._notes += [loaded.label + note for note in notes]
         return loaded
 
-    @property
-    def _split_label(self) -> str:
-        return source_label(self._train_sources[0]) if len(self._train_sources) == 1 else "heldout"
-
     def _with_prompts(self, questions: Iterable[Problem]) -> list[Problem]:
         """Return the questions in the template of the config; chat messages are complete prompts already."""
         template, system = self._config.template, self._config.system
-        return [
-            replace(question, prompt=build_prompt(question.prompt, template, system))
-            if isinstance(question.prompt, str)
-            else question
-            for question in questions
-        ]
+        with_prompts = []
+        for question in questions:
+            if isinstance(prompt := question.prompt, str):
+                prompt = build_prompt(prompt, template, system)
+            with_prompts.append(replace(question, prompt=prompt))
+        return with_prompts
 
 
 def hub_ids(config: DataTask) -> list[str]:

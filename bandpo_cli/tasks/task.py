@@ -77,13 +77,13 @@ class ProblemStream:
         """
         if position < 0 or count < 0:
             raise ValueError(f"position {position} and count {count} must not be negative")
-        return [self._at(index) for index in range(position, position + count)]
-
-    def _at(self, position: int) -> Problem:
-        epoch, offset = divmod(position, len(self._problems))
-        if epoch != self._epoch:
-            # Python guarantees the same random() for a seed in every version, but not the same shuffle().
-            rng = random.Random(f"{self._seed}/{epoch}")
-            keys = [rng.random() for _ in self._problems]
-            self._epoch, self._order = epoch, sorted(range(len(keys)), key=keys.__getitem__)
-        return self._problems[self._order[offset]]
+        problems = []
+        for index in range(position, position + count):
+            epoch, offset = divmod(index, len(self._problems))
+            if epoch != self._epoch:
+                # Python guarantees the same random() for a seed in every version, but not the same shuffle().
+                rng = random.Random(f"{self._seed}/{epoch}")
+                keys = [rng.random() for _ in self._problems]
+                self._epoch, self._order = epoch, sorted(range(len(keys)), key=keys.__getitem__)
+            problems.append(self._problems[self._order[offset]])
+        return problems

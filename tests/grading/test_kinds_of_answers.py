@@ -184,11 +184,8 @@ def test_only_a_remark_after_a_number_is_not_part_of_the_answer(pool: GraderPool
     texts = [f"Answer: {text}" for text in (*REMARKS, *others)]
     grades = pool.grade([Problem("p", "", "18", "test", grader)] * len(texts), texts)
     assert [grade.correct for grade in grades] == [True] * len(REMARKS) + [False] * len(others)
-
-
-def test_reference_with_a_remark_is_correct_for_itself(pool: GraderPool) -> None:
     for gold in ("18 because 9 * 2 = 18", "18 (nine eggs at $2 each)", "$18$ dollars"):
-        for grader in ("math", "number"):
-            answers = [f"Answer: {gold}", "Answer: 18"]
-            grades = pool.grade([Problem("p", "", gold, "test", grader)] * 2, answers)
-            assert [grade.verdict for grade in grades] == ["correct", "correct"]
+        for grade in pool.grade(
+            [Problem("p", "", gold, "test", grader)] * 2, [f"Answer: {gold}", "Answer: 18"]
+        ):
+            assert grade.correct, gold

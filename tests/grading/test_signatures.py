@@ -137,10 +137,8 @@ def test_results_of_verl_and_trl() -> None:
 
 
 def test_trl_gets_messages_and_every_column_once_per_completion() -> None:
-    answers = [
-        answer_of(problem("p", level=3, solution="1 + 1 = 2", prompt="raw"), "two"),
-        answer_of(problem("q", level=4), "2"),
-    ]
+    first = problem("p", level=3, solution="1 + 1 = 2", prompt="raw")
+    answers = [answer_of(first, "two"), answer_of(problem("q", level=4), "2")]
     assert load("reward").grade(answers) == [Grade(3.0, True, "correct"), Grade(1.0, True, "correct")]
     prompt = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "1 + 1?"}]
     completions = [[{"role": "assistant", "content": text}] for text in ("two", "2")]
@@ -171,18 +169,17 @@ def test_a_function_of_another_signature_is_refused_before_the_run_and_a_missing
         load("needs_gold").grade([answer_of(problem(level=3), "2")])
 
 
-@pytest.mark.parametrize("size", [4, 5])
-def test_a_call_has_whole_problems_up_to_the_batch_size(size: int) -> None:
+def test_a_call_has_whole_problems_up_to_the_batch_size() -> None:
     """Three problems with 2, 2 and 3 completions; deviations from the mean of a call show what it saw."""
-    counts, texts = {"p": 2, "q": 2, "r": 3}, ["1", "333", "1", "55555", "4444", "7777777", "1"]
-    ids = [id_ for id_, count in counts.items() for _ in range(count)]
-    problems = [problem(id_, "foreign_rewards:centred") for id_ in ids]
-    with GraderPool(GradingConfig(workers=2, deadline=30, batch=size)) as pool:
+    texts = ["1", "333", "1", "55555", "4444", "7777777", "1"]
+    problems = [problem(id_, "foreign_rewards:centred") for id_ in "ppqqrrr"]
+    with GraderPool(GradingConfig(workers=2, deadline=30, batch=5)) as pool:
         grades = pool.grade(problems, texts)
     sizes = [len(text) for text in texts]
     calls = (sizes[:4], sizes[4:])  # p and q together, r alone
-    expected = [size - sum(call) / len(call) for call in calls for size in call]
-    assert [grade.reward for grade in grades] == expected
+    assert [grade.reward for grade in grades] == [
+        size - sum(call) / len(call) for call in calls for size in call
+    ]
 
 
 @pytest.mark.slow
@@ -191,8 +188,8 @@ def test_an_error_or_a_timeout_affects_the_answers_of_one_call() -> None:
     problems = [problem(name, "foreign_rewards:failing") for name in names]
     with GraderPool(GradingConfig(workers=1, deadline=0.5, batch=2)) as pool:
         grades = pool.grade(problems, ["x", "y", "x", "bad", "hang", "x"])
-        expected = ["correct"] * 2 + ["grader-error"] * 2 + ["timeout"] * 2
-        assert [grade.verdict for grade in grades] == expected
+        assert [grade.verdict for grade in grades[::2]] == ["correct", "grader-error", "timeout"]
+        assert [grade.verdict for grade in grades[1::2]] == ["correct", "grader-error", "timeout"]
         assert failure_warnings([pool.uses()]) == [
             "grader 'foreign_rewards:failing' failed on 2 of 6 answers (33.3%), which have no reward and "
             "count as not correct; the first error: RuntimeError: bad text"

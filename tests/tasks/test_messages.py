@@ -95,22 +95,23 @@ def test_models_without_a_template_or_with_one_that_refuses_the_turns(tmp_path: 
         encoder(STRICT).encode([problems["12"]])
 
 
-def test_an_assistant_message_at_the_end_is_the_answer_where_no_field_has_one(tmp_path: Path) -> None:
-    """As in data for supervised fine-tuning; its final answer is read as that of any worked solution."""
-    rows = [{"messages": [SYSTEM, QUESTION, SOLUTION]}, {"messages": [*FEW_SHOT[1:], SOLUTION]}]
+def test_an_assistant_message_at_the_end_is_the_answer_or_left_out(tmp_path: Path) -> None:
+    """As in data for supervised fine-tuning: it is left out where a field has the answer, unless it is that field."""
+    last = Message("user", QUESTION["content"])
+    rows: list[dict[str, Any]] = [
+        {"messages": [SYSTEM, QUESTION, SOLUTION]},
+        {"messages": [*FEW_SHOT[1:], SOLUTION]},
+    ]
     problems, notes = read(write(tmp_path / "sft.jsonl", [*rows, {"messages": [QUESTION]}]))
     assert set(problems) == {"12"}
     assert "sft: 2 training problems; dropped: 1 without an answer" in notes
     assert "sft: 2 prompts end with an assistant message, which is the reference answer" in notes
-    assert problems["12"].prompt[-1] == Message("user", QUESTION["content"])
-
-
-def test_an_assistant_message_at_the_end_is_left_out_where_a_field_has_the_answer(tmp_path: Path) -> None:
+    assert problems["12"].prompt[-1] == last
     rows = [{"messages": [*turns, SOLUTION], "answer": "13"} for turns in ([QUESTION], FEW_SHOT)]
     path = write(tmp_path / "chat.jsonl", [*rows, {"messages": [QUESTION], "answer": "13"}])
     problems, notes = read(path)
     assert set(problems) == {"13"}
-    assert problems["13"].prompt[-1] == Message("user", QUESTION["content"])
+    assert problems["13"].prompt[-1] == last
     assert "chat: 2 prompts end with an assistant message, which is left out" in notes
     configured, _ = read(path, train={"path": path, "fields": {"question": "messages", "answer": "messages"}})
     assert set(configured) == {"12"}
