@@ -103,10 +103,7 @@ def _skip_last_collection() -> None:
 
 
 def _check_utf8(words: list[str]) -> None:
-    """Raise UserError for bytes on the command line that are not UTF-8: no file of the package could hold them.
-
-    Python passes such bytes on as surrogate characters.
-    """
+    """Raise UserError for bytes on the command line that are not UTF-8, which Python passes on as surrogates."""
     for word in words:
         if any("\ud800" <= char <= "\udfff" for char in word):
             raise UserError(f"{word}: not a text in UTF-8; rename it")

@@ -71,9 +71,7 @@ class RunResult:
 
 
 Info = TypeVar("Info", contravariant=True)
-
 Report = TypeVar("Report", contravariant=True)
-
 Result = TypeVar("Result", contravariant=True)
 
 

@@ -25,10 +25,8 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 def escape_controls(text: str, as_json: bool = False) -> str:
     """Return `text` with its control characters as escapes such as `\\x1b` and `\\u202e`: a terminal would obey them.
 
-    Tabs and newlines are kept. All foreign text passes through here on its way to a terminal.
-
-    Args:
-        as_json: `text` is JSON, which has one form of escapes only: `\\u001b`.
+    Tabs and newlines are kept. JSON has one form of escapes only, such as `\\u001b`. All foreign text passes through
+    here on its way to a terminal.
     """
     return _CONTROLS.sub(
         lambda match: f"\\u{ord(match[0]):04x}" if as_json else match[0].encode("unicode_escape").decode(),
@@ -136,11 +134,7 @@ def signal_name(number: int) -> str:
 
 
 def describe_exit(code: int) -> str:
-    """Return how a process ended, after its name: `was killed by SIGKILL (...)` or `ended with exit code 1`.
-
-    Args:
-        code: its exit code; minus the number of the signal that killed it.
-    """
+    """Return how a process ended: `was killed by SIGKILL (...)` for the code -9, or `ended with exit code 1`."""
     if code >= 0:
         return f"ended with exit code {code}"
     why = " (as the system does when memory runs out)" if code == -signal.SIGKILL else ""
@@ -246,11 +240,7 @@ def warn_on_failure(what: str) -> Iterator[None]:
 
 @contextmanager
 def closed_at_end(what: str, close: Callable[[], None]) -> Iterator[None]:
-    """Call `close` when the body ends, with or without an error; a failure of `close` is logged as a warning.
-
-    Args:
-        what: names in the warning what is closed, such as `the sampling engine`.
-    """
+    """Call `close` when the body ends, with or without an error; a failure to close `what` is logged as a warning."""
     try:
         yield
     finally:

@@ -20,12 +20,10 @@ MODEL_CONFIG = "config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 """The file by which a folder with an adapter for a model is recognized, in the format of peft."""
 
-
 GGUF_ADVICE = (
     "GGUF holds quantized weights for inference; a Hugging Face folder is needed, with config.json, model.safetensors "
     "and tokenizer files: the folder of the original model, or what save_pretrained writes after "
-    "from_pretrained(FOLDER, "
-    "gguf_file=NAME) of transformers"
+    "from_pretrained(FOLDER, gguf_file=NAME) of transformers"
 )
 
 
@@ -110,22 +108,17 @@ def read_text(path: Path, where: str, max_bytes: int = MAX_CONFIG_BYTES) -> str:
         raise ConfigError(f"{where}: {error.strerror or error}") from None
 
 
-_COMMIT = re.compile(r"[0-9a-f]{40}")
-
-
 def is_commit(text: object) -> bool:
     """Return whether `text` is the full hash of a commit."""
-    return isinstance(text, str) and _COMMIT.fullmatch(text) is not None
+    return isinstance(text, str) and re.fullmatch(r"[0-9a-f]{40}", text) is not None
 
 
 def cached_commit(
     repository: str, kind: Literal["model", "dataset"], revision: str | None = None
 ) -> str | None:
-    """Return the commit that a revision named when it was last loaded on this machine; no request is sent.
+    """Return the commit of a repository on the hub when it was last loaded on this machine; no request is sent.
 
     Args:
-        repository: id of the model or data set on the hub.
-        kind: kind of the repository.
         revision: branch, tag or commit; None for the main branch.
 
     Returns:

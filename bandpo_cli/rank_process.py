@@ -66,8 +66,7 @@ def is_main_process(environ: Mapping[str, str] = os.environ) -> bool:
 
 def launched_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
     """Return the number of ranks that `--nproc` has started, in one of them; None elsewhere."""
-    count = environ.get(LAUNCHER_VARIABLE)
-    return None if count is None else int(count)
+    return int(environ.get(LAUNCHER_VARIABLE, "0")) or None
 
 
 def launched_name(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -92,11 +91,7 @@ def silence_other_ranks() -> None:
 
 
 def record_error(error: BaseException, code: int, traceback: str = "") -> None:
-    """Write the error of this process to the file that its launcher reads; do nothing without a launcher.
-
-    Args:
-        traceback: of an unexpected exception.
-    """
+    """Write the error of this process, with the traceback of an unexpected one, to the file that its launcher reads."""
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path:
         return

@@ -80,23 +80,19 @@ def test_any_long_reference_is_an_answer_or_none(text: str) -> None:
 
 def unwrap_step_by_step(answer: str) -> str:
     """Remove one layer of formatting after another, as `unwrap` did in quadratic time."""
-    while True:
-        stripped = answer.strip(" \t\r\n*`").removesuffix(".").rstrip()
-        for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
-            inner = stripped[len(left) : -len(right)]
-            if stripped.startswith(left) and stripped.endswith(right) and inner and left not in inner:
-                stripped = inner
-                break
-        if stripped == answer:
-            return answer
-        answer = stripped
+    stripped = answer.strip(" \t\r\n*`").removesuffix(".").rstrip()
+    for left, right in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
+        inner = stripped[len(left) : -len(right)]
+        if stripped.startswith(left) and stripped.endswith(right) and inner and left not in inner:
+            stripped = inner
+            break
+    return answer if stripped == answer else unwrap_step_by_step(stripped)
 
 
-@given(
-    st.lists(st.sampled_from([*"$*.` \n\\()[]x\u00a0\u2003\x0b", "$$", r"\(", r"\)", r"\[", r"\]"])).map(
-        "".join
-    )
-)
+FORMATTING = [*"$*.` \n\\()[]x\u00a0\u2003\x0b", "$$", r"\(", r"\)", r"\[", r"\]"]
+
+
+@given(st.lists(st.sampled_from(FORMATTING)).map("".join))
 def test_unwrap_equals_its_definition_layer_by_layer(answer: str) -> None:
     assert unwrap(answer) == unwrap_step_by_step(answer)
 

@@ -104,26 +104,21 @@ def test_a_single_rank_exchanges_nothing() -> None:
     SINGLE.wait()
 
 
-def exchanged(ranks: Ranks) -> dict[str, object]:
-    own = torch.arange(ranks.rank * 2.0)  # none on rank 0
-    first, second = ranks.concatenate([own, own + 0.5])
-    return {
-        "gather": ranks.gather(ranks.rank),
-        "gather_all": ranks.gather_all(["a"] * ranks.rank),
-        "any": [ranks.any(ranks.rank == 1), ranks.any(False)],
-        "max": [ranks.max(-1.0 - ranks.rank), ranks.max(float("nan") if ranks.rank else 0.0)],
-        "columns": [first.tolist(), second.tolist()],
-    }
+def exchanged(ranks: Ranks) -> list[object]:
+    values = torch.arange(ranks.rank * 2.0)  # none on rank 0
+    return [
+        ranks.gather(ranks.rank),
+        ranks.gather_all(["a"] * ranks.rank),
+        [ranks.any(ranks.rank == 1), ranks.any(False)],
+        [ranks.max(-1.0 - ranks.rank), str(ranks.max(float("nan") if ranks.rank else 0.0))],
+        [column.tolist() for column in ranks.concatenate([values, values + 0.5])],
+    ]
 
 
 def test_every_rank_receives_the_values_of_all(tmp_path: Path) -> None:
-    for result in run_ranks(3, tmp_path, exchanged):
-        assert result["gather"] == [0, 1, 2]
-        assert result["gather_all"] == ["a", "a", "a"]
-        assert result["any"] == [True, False]
-        assert result["max"][0] == -1.0
-        assert result["max"][1] != result["max"][1]
-        assert result["columns"] == [[0, 1, 0, 1, 2, 3], [0.5, 1.5, 0.5, 1.5, 2.5, 3.5]]
+    columns = [[0, 1, 0, 1, 2, 3], [0.5, 1.5, 0.5, 1.5, 2.5, 3.5]]
+    expected = [[0, 1, 2], ["a", "a", "a"], [True, False], [-1.0, "nan"], columns]
+    assert run_ranks(3, tmp_path, exchanged) == 3 * [expected]
 
 
 def failing(ranks: Ranks) -> None:

@@ -60,20 +60,19 @@ def save_text_model(
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=special[0])
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(seed)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=backend.get_vocab_size(),
-            hidden_size=hidden,
-            intermediate_size=2 * hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=hidden // 64,
-            num_key_value_heads=max(1, hidden // 128),
-            max_position_embeddings=4096,
-            tie_word_embeddings=True,
-            eos_token_id=backend.token_to_id(END),
-            pad_token_id=0,
-        )
+    config = Qwen2Config(
+        vocab_size=backend.get_vocab_size(),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=max(1, hidden // 128),
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=backend.token_to_id(END),
+        pad_token_id=0,
     )
+    model = Qwen2ForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

@@ -30,8 +30,7 @@ def engine_cards(card: int, ranks: int, cards: int) -> list[int]:
 
     Args:
         card: the GPU of the policy, which a single rank may choose (`model.device`); several ranks use the first ones.
-        ranks: number of ranks on this machine.
-        cards: number of GPUs of this machine that the run sees.
+        ranks, cards: numbers of ranks and of visible GPUs on this machine.
     """
     trainers = [card] if ranks == 1 else [*range(ranks)]
     free = [card for card in range(cards) if card not in trainers]

@@ -7,6 +7,7 @@ key, the value, what is allowed and the nearest valid name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -117,16 +118,9 @@ def read_assignments(assignments: Iterable[str]) -> Layer:
         keys = path.strip().split(".")
         if not equals or not all(keys):
             raise ConfigError(f"{where}: write it as section.key=value, for example optim.lr=1e-4")
-        try:
-            value = parse_yaml(text, where)
-        except ConfigError as error:
-            if text[:1] not in "{[" or text[-1:] in "}]":
-                raise
-            # A template such as `{question} Answer with the number only.`
-            raise ConfigError(
-                f"{error}; quote a text that begins with {text[0]}: --set '{path}=\"...\"'"
-            ) from None
-        _set_nested(layer, keys, value, where)
+        if re.fullmatch(r"[{\[].*[^}\]\s]", text):  # such as `{question} Answer with the number only.`
+            raise ConfigError(f"{where}: quote a text that begins with {text[0]}: --set '{path}=\"...\"'")
+        _set_nested(layer, keys, parse_yaml(text, where), where)
     return layer
 
 

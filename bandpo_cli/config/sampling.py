@@ -95,17 +95,9 @@ def is_installed(package: str) -> bool:
 
 
 def check_engine(engine: str, device: str, max_lag: int = 0) -> None:
-    """Raise an error if the package of an engine is not installed, or the engine cannot use the policy's GPU.
+    """Raise ConfigError if the package of an engine is not installed, or the engine cannot use the policy's GPU.
 
     vLLM in the trainer's process always runs on the first visible GPU. A process of its own (`max_lag`) chooses one.
-
-    Args:
-        engine: `sampling.engine`.
-        device: `model.device`.
-        max_lag: `sampling.max_lag`.
-
-    Raises:
-        ConfigError: with the command that installs the package, or makes the GPU the first one.
     """
     kind, _, card = device.partition(":")
     name = resolve_engine(engine, on_gpu=kind == "cuda")
@@ -125,12 +117,7 @@ def check_engine(engine: str, device: str, max_lag: int = 0) -> None:
 
 
 def check_tensor_parallel(tensor_parallel: int, ranks: int) -> None:
-    """Raise ConfigError for an engine that is spread over GPUs if there is an engine per process as well.
-
-    Args:
-        tensor_parallel: `sampling.vllm.tensor_parallel`.
-        ranks: number of processes of the run.
-    """
+    """Raise ConfigError for an engine that is spread over GPUs if each of several ranks has an engine."""
     if ranks > 1 and tensor_parallel > 1:
         raise ConfigError(
             f"sampling.vllm.tensor_parallel = {tensor_parallel}: each of {ranks} ranks has an engine on its own GPU; "

@@ -94,11 +94,9 @@ class MlflowMirror:
     def connect(
         cls, store: Store, folder: Path, tags: Mapping[str, str], start_ms: int | None = None
     ) -> MlflowMirror:
-        """Return the MLflow run that `folder` is linked to; if there is none, create one with these tags.
+        """Return the MLflow run that `folder` is linked to; if there is none, create one.
 
-        Args:
-            tags: those of a new run; an existing one keeps its own.
-            start_ms: start of a new run, milliseconds since 1970; now by default.
+        A new run has these tags and starts at `start_ms`, milliseconds since 1970; now by default.
         """
         mirror = cls.find(store, folder)
         if mirror is not None:
@@ -135,10 +133,9 @@ class MlflowMirror:
     def send(
         self, records: Iterable[Mapping[str, Any]], clocks: Mapping[int, int], again: bool = False
     ) -> Sent:
-        """Send the values of `records` that the run did not have when it was found, in as few calls as MLflow allows.
+        """Send the values of lines of metrics.jsonl that the run did not have when it was found, in few calls.
 
         Args:
-            records: lines of metrics.jsonl: metrics by name, and `step`; steps that no earlier call has sent.
             clocks: the time of each step, milliseconds since 1970; now for a step that is not in it.
             again: send all values, also where the run has one at that step: MLflow shows the latest one.
         """
@@ -336,12 +333,7 @@ def flat_params(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def run_tags(env: Mapping[str, Any], parent: str | None = None) -> dict[str, str]:
-    """Return the tags of a run from its `env.json`: MLflow's own (source, user, commit) and the package versions.
-
-    Args:
-        env: content of `env.json`.
-        parent: id of the MLflow run that MLflow shows the run under.
-    """
+    """Return the tags of a run: MLflow's own (source, user, commit, the id of its parent) and package versions."""
     try:
         user = getpass.getuser()
     except (ImportError, KeyError, OSError):  # a container may have no entry for the user

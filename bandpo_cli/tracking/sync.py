@@ -116,11 +116,7 @@ class RunSender:
         return [record["step"] for record in records]
 
     def unsent_files(self, sizes: Mapping[str, int] | None = None) -> dict[str, str]:
-        """Return the SHA-256 of the files that MLflow does not have with their present content, by path in the folder.
-
-        Args:
-            sizes: sizes of the files at MLflow, in bytes; None where they are not known.
-        """
+        """Return the SHA-256, by path in the folder, of files that differ from those at MLflow, which have `sizes`."""
         link = find_link(self._folder, self._store)
         sent = {} if link is None else link.files
         unsent = {}
@@ -181,8 +177,7 @@ def _durations(line: Mapping[str, Any]) -> dict[str, Any]:
 def store_for_run(run: StoredRun, uri: str | None, environ: Mapping[str, str] = os.environ) -> Store:
     """Return the store of `run`: `uri`, else the store of its settings, else the store that it was first sent to.
 
-    A run that was never sent has the store that `bandpo train` would use now; for a run of a sweep, the store of the
-    runs folder that contains the sweep.
+    A run that was never sent has the store that `bandpo train` would use now, in the runs folder that contains a sweep.
     """
     runs_dir = run.path.absolute().parent
     while (runs_dir / "sweep.yaml").is_file():
@@ -213,8 +208,6 @@ def send_evaluation(
     MLflow keeps the values that were sent before: scoring an evaluation again adds new ones.
 
     Args:
-        store: where to send.
-        folder: folder of the evaluation.
         run_folder: folder of the run that made the model, None without one.
         step: step of the checkpoint; the metrics appear at this step of the run's curves, at 0 for None.
         metrics: values by name; those that are not finite are left out.

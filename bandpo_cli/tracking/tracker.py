@@ -79,15 +79,10 @@ class MlflowTracker(CallbackBase):
         if self._thread.ident is None:  # never started: MLflow knows nothing of this run
             return
         begin = answered = now = time.monotonic()
-        while (
-            self._thread.is_alive()
-            and now - begin < FINISH_TIMEOUT_S
-            and now - answered < UNREACHABLE_GRACE_S
-        ):
+        while self._thread.is_alive() and now < min(begin + FINISH_TIMEOUT_S, answered + UNREACHABLE_GRACE_S):
             self._thread.join(0.05)
             now = time.monotonic()
-            if self._reached:
-                answered = now
+            answered = now if self._reached else answered
         if not self._closed:
             log.warning("%s", self._missing_message())
 
@@ -103,8 +98,16 @@ class MlflowTracker(CallbackBase):
                 self._send()
                 self._failures = 0
             except Exception as error:  # noqa: BLE001 - no error of MLflow may reach the training
-                self._fail(error)
+                self._failures += 1
                 self._tries_left -= ending
+                self._reached = False
+                if not self._warned:
+                    self._warned = True
+                    log.warning(
+                        "MLflow at %s cannot be reached (%s). The run continues, %s has everything, and the "
+                        "connection is retried.",
+                        *(redact_credentials(self._store.uri), short_error(error), self._folder),
+                    )
             if self._closed or not self._tries_left:
                 return
             if not self._failures:
@@ -128,20 +131,6 @@ class MlflowTracker(CallbackBase):
             if is_server(self._store.uri):
                 log.info("MLflow: %s", run_url(self._folder, self._store))
         self._closed = status is not None
-
-    def _fail(self, error: Exception) -> None:
-        """Note a failure; the first one is reported."""
-        self._failures += 1
-        self._reached = False
-        if not self._warned:
-            self._warned = True
-            log.warning(
-                "MLflow at %s cannot be reached (%s). The run continues, %s has everything, and the connection is "
-                "retried.",
-                redact_credentials(self._store.uri),
-                short_error(error),
-                self._folder,
-            )
 
     def _missing_message(self) -> str:
         """Return a line with what MLflow lacks and the command that sends it."""

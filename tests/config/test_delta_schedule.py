@@ -95,10 +95,10 @@ def test_every_method_with_a_trust_region_can_schedule_its_radius() -> None:
         assert radii(2, **settings) == pytest.approx([0.15, 0.1])
 
 
-@pytest.mark.parametrize("settings", [cls() for cls in MethodSettings.classes().values()])  # type: ignore[call-arg]
-def test_nothing_is_scheduled_by_default(settings: Any) -> None:
-    assert settings.scheduled(1, 10) == {}
-    assert settings.at_step(1, 10) == settings
+def test_nothing_is_scheduled_by_default() -> None:
+    for settings in (cls() for cls in MethodSettings.classes().values()):  # type: ignore[call-arg]
+        assert settings.scheduled(1, 10) == {}
+        assert settings.at_step(1, 10) == settings
 
 
 def test_the_settings_of_a_constant_radius_have_no_key_of_the_schedule() -> None:
@@ -106,9 +106,7 @@ def test_the_settings_of_a_constant_radius_have_no_key_of_the_schedule() -> None
     stated = resolve([{"bounds": {"delta_schedule": "constant", "delta_end": None}}])
     assert list(stated.bounds.model_dump()) == ["method", "divergence", "delta", "max_ratio", "relax"]
     assert to_yaml(stated) == to_yaml(resolve([]))
-    assert "  divergence: kl\n  delta: 0.05\n  max_ratio: 10.0\n  relax: null\nobjective:\n" in to_yaml(
-        stated
-    )
+    assert "  divergence: kl\n  delta: 0.05\n  max_ratio: 10.0\n  relax: null\nobjective:" in to_yaml(stated)
 
 
 def test_a_schedule_is_in_the_resolved_settings_and_their_description() -> None:

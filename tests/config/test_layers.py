@@ -12,58 +12,48 @@ import pytest
 from bandpo_cli.config.files import read_config
 from bandpo_cli.config.layers import flatten, nest, read_assignments, read_layer, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.task import Source
 from bandpo_cli.errors import ConfigError
 
+GSM8K = {"task": {"name": "gsm8k", "train": ["mine.jsonl"], "template": "boxed"}}
+BAND = {"bounds": {"method": "band", "delta": 0.2, "max_ratio": 5.0}}
+MATH = {"task": {"name": "math", "train": {"name": "math", "levels": [3, 4, 5]}}}
 
-def test_no_layer_gives_the_defaults() -> None:
+
+@pytest.mark.parametrize(
+    ("layers", "equal"),
+    [
+        # later layers win key by key, those of `--set` too
+        ([{"optim": {"lr": 1e-3, "updates": 8}}, {"optim": {"lr": 2e-3}}, ["optim.lr=3e-3"]],
+         {"optim": {"lr": 3e-3, "updates": 8}}),
+        # another tag drops the fields of earlier layers, the same tag keeps them
+        ([BAND, {"bounds": {"method": "clip"}}], {"bounds": {"method": "clip"}}),
+        ([BAND, {"bounds": {"method": "dcpo", "eps_low": 0.1}}], {"bounds": {"method": "dcpo", "eps_low": 0.1}}),
+        ([BAND, {"bounds": {"divergence": "tv"}}], {"bounds": {**BAND["bounds"], "divergence": "tv"}}),
+        ([BAND, {"bounds": {"method": "band", "delta": 1}}], {"bounds": {**BAND["bounds"], "delta": 1}}),
+        ([GSM8K, {"task": {"name": "math"}}], {"task": {"name": "math"}}),
+        ([GSM8K, {"task": {"name": "data"}}], {"task": {"name": "data"}}),
+        ([{"task": {"numbers": 3}}, {"task": {"name": "gsm8k"}}], {"task": {"name": "gsm8k"}}),
+        ([GSM8K, ["task.template=plain"]], {"task": {**GSM8K["task"], "template": "plain"}}),
+        ([GSM8K, {"task": {"name": "gsm8k", "system": "x"}}], {"task": {**GSM8K["task"], "system": "x"}}),
+        ([GSM8K, {"task": {"train": "x.jsonl"}}], {"task": {**GSM8K["task"], "train": ["x.jsonl"]}}),
+        # the settings of a task that is not the final one leave no defaults behind
+        ([GSM8K, {"task": {"name": "countdown"}}], {}),
+        # a single source is merged key by key
+        ([MATH, ["task.train.limit=100"]],
+         {"task": {"name": "math", "train": [{"name": "math", "levels": [3, 4, 5], "limit": 100}]}}),
+        # the order of assignments does not matter
+        ([["bounds.method=clip", "bounds.eps_high=0.3"]], {"bounds": {"method": "clip", "eps_high": 0.3}}),
+        ([["bounds.eps_high=0.3", "bounds.method=clip"]], {"bounds": {"method": "clip", "eps_high": 0.3}}),
+    ],
+)  # fmt: skip
+def test_layers_are_merged(layers: list[Any], equal: dict[str, Any]) -> None:
+    merged = resolve([read_assignments(layer) if isinstance(layer, list) else layer for layer in layers])
+    assert merged.model_dump() == resolve([equal]).model_dump()
+
+
+def test_no_layer_gives_the_defaults_which_the_countdown_file_states() -> None:
     assert resolve([]) == RunConfig()
-
-
-def test_later_layers_win_key_by_key() -> None:
-    config = resolve(
-        [{"optim": {"lr": 1e-3, "updates": 8}}, {"optim": {"lr": 2e-3}}, read_assignments(["optim.lr=3e-3"])]
-    )
-    assert (config.optim.lr, config.optim.updates) == (3e-3, 8)
-
-
-def test_another_tag_drops_the_fields_of_earlier_layers() -> None:
-    band, clip = (
-        {"bounds": {"method": "band", "delta": 0.2, "max_ratio": 5.0}},
-        {"bounds": {"method": "clip"}},
-    )
-    assert resolve([band, clip]).bounds == resolve([clip]).bounds
-    dcpo = resolve([band, {"bounds": {"method": "dcpo", "eps_low": 0.1}}]).bounds
-    assert dcpo.model_dump() == {"method": "dcpo", "eps_low": 0.1, "eps_high": 0.2, "max_ratio": 10.0}
-
-
-def test_the_same_tag_keeps_the_fields_of_earlier_layers() -> None:
-    config = resolve([{"bounds": {"delta": 0.2}}, {"bounds": {"method": "band", "divergence": "tv"}}])
-    expected = {"method": "band", "divergence": "tv", "delta": 0.2, "max_ratio": 10.0}
-    assert config.bounds.model_dump(exclude={"relax"}) == expected
-
-
-def test_a_data_set_task_is_merged_key_by_key() -> None:
-    file = {"task": {"name": "gsm8k", "train": ["gsm8k", "mine.jsonl"], "system": "Be brief."}}
-    task = resolve([file, read_assignments(["task.template=boxed"])]).task
-    assert (task.name, len(task.train), task.system, task.template) == ("gsm8k", 2, "Be brief.", "boxed")
-    assert resolve([file, {"task": {"name": "gsm8k", "template": "boxed"}}]).task == task
-    assert resolve([file, {"task": {"train": "x.jsonl"}}]).task.train == (Source(path="x.jsonl"),)
-
-
-def test_the_name_of_another_data_set_drops_the_sources_of_earlier_layers() -> None:
-    file = {"task": {"name": "gsm8k", "train": ["mine.jsonl"], "template": "boxed"}}
-    for name in ("math", "data"):
-        assert resolve([file, {"task": {"name": name}}]).task == resolve([{"task": {"name": name}}]).task
-    assert resolve([file, {"task": {"name": "countdown"}}]).task == resolve([]).task
-    from_countdown = resolve([{"task": {"numbers": 3}}, {"task": {"name": "gsm8k"}}]).task
-    assert from_countdown == resolve([{"task": {"name": "gsm8k"}}]).task
-
-
-def test_a_single_source_is_merged_key_by_key() -> None:
-    file = {"task": {"name": "math", "train": {"name": "math", "levels": [3, 4, 5]}}}
-    task = resolve([file, read_assignments(["task.train.limit=100"])]).task
-    assert task.train == (Source(name="math", levels=(3, 4, 5), limit=100),)
+    assert resolve([read_layer(Path(__file__).parents[2] / "configs" / "countdown.yaml")]) == RunConfig()
 
 
 @pytest.mark.parametrize(
@@ -84,12 +74,6 @@ def test_a_password_is_in_neither_the_config_nor_the_error_message() -> None:
         resolve([{"tracking": {"uri": "postgresql://user:secret@db/mlflow"}}])
     assert "secret" not in str(caught.value)
     assert resolve([{"tracking": {"uri": "postgresql://db/mlflow"}}]).tracking.uri == "postgresql://db/mlflow"
-
-
-def test_the_order_of_assignments_does_not_matter() -> None:
-    first = read_assignments(["bounds.method=clip", "bounds.eps_high=0.3"])
-    second = read_assignments(["bounds.eps_high=0.3", "bounds.method=clip"])
-    assert resolve([first]) == resolve([second])
 
 
 @pytest.mark.parametrize(
@@ -234,10 +218,6 @@ def test_a_text_that_begins_with_a_brace_has_to_be_quoted() -> None:
 def test_malformed_and_contradictory_dotted_settings_are_refused(settings: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         nest(settings)
-
-
-def test_the_shipped_countdown_file_equals_the_defaults() -> None:
-    assert resolve([read_layer(Path(__file__).parents[2] / "configs" / "countdown.yaml")]) == RunConfig()
 
 
 def test_config_imports_neither_torch_nor_numpy() -> None:
