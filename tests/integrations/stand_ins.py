@@ -7,14 +7,13 @@ installed package where there is one.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
-from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -72,11 +71,6 @@ def partial_package(
                     del sys.modules[name]
 
 
-def is_installed(package: str) -> bool:
-    """Return whether a package can be imported."""
-    return importlib.util.find_spec(package) is not None
-
-
 def with_parents(modules: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return the modules and all packages above them, which are empty."""
     parents = {
@@ -117,72 +111,6 @@ class LossOutputs:
 
 
 PRIME_RL = with_parents({"prime_rl.trainer.rl.loss": {"LossInputs": LossInputs, "LossOutputs": LossOutputs}})
-
-
-# ---- SkyRL 0.3: skyrl/backends/skyrl_train/utils ---------------------------------------------------------------------
-
-
-class PolicyLossRegistry:
-    """Policy losses by name; SkyRL's is shared between processes by Ray."""
-
-    functions: ClassVar[dict[str, Callable[..., Any]]] = {}
-
-    @classmethod
-    def register(cls, name: str, function: Callable[..., Any]) -> None:
-        """Add a function. Raise ValueError if the name is taken."""
-        if name in cls.functions:
-            raise ValueError(f"policy loss '{name}' already registered")
-        cls.functions[name] = function
-
-    @classmethod
-    def get(cls, name: str) -> Callable[..., Any]:
-        """Return a function."""
-        return cls.functions[name]
-
-    @classmethod
-    def unregister(cls, name: str) -> None:
-        """Remove a function."""
-        del cls.functions[name]
-
-
-def masked_mean(values: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return the mean of the values where the mask is 1."""
-    return values.mean() if mask is None else (values * mask).sum() / mask.sum().clamp(min=1.0)
-
-
-def reduce_loss(losses: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-    """Return the sum of the losses where the mask is 1."""
-    return losses.sum() if mask is None else (losses * mask).sum()
-
-
-def apply_off_policy_correction(
-    losses: torch.Tensor,
-    old_logprobs: torch.Tensor,
-    rollout_logprobs: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    correction: SimpleNamespace,
-) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, float]]:
-    """Return the losses times the importance ratio of each token, truncated, where the correction asks for it."""
-    if rollout_logprobs is None or correction.tis_ratio_type is None:
-        return losses, mask, {}
-    ratio = (old_logprobs - rollout_logprobs).exp()
-    cap = correction.token_tis_ratio_clip_high
-    return (
-        losses * ratio.clamp(max=cap).detach(),
-        mask,
-        {"tis_token_clip_high_ratio": (ratio > cap).float().mean().item()},
-    )
-
-
-_UTILS = "skyrl.backends.skyrl_train.utils"
-SKYRL = with_parents(
-    {
-        f"{_UTILS}.ppo_utils": {"PolicyLossRegistry": PolicyLossRegistry, "reduce_loss": reduce_loss},
-        f"{_UTILS}.off_policy_correction_utils": {"apply_off_policy_correction": apply_off_policy_correction},
-        f"{_UTILS}.torch_utils": {"masked_mean": masked_mean},
-        "skyrl.train.config": {"AlgorithmConfig": SimpleNamespace},
-    }
-)
 
 
 # ---- TRL 1.16: trainer/grpo_config.py, trainer/grpo_trainer.py -------------------------------------------------------

@@ -1,8 +1,7 @@
-"""The Band as prime-rl's custom loss, with copies of its two types, and with prime-rl where it is installed."""
+"""The Band as prime-rl's custom loss, with copies of its two types: prime-rl is not on a package index."""
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -16,15 +15,11 @@ from tests.integrations import stand_ins
 from tests.integrations.batches import Batch, assert_equal, ours
 
 
-@pytest.fixture(scope="module", params=["stand-in", "installed"])
-def prime_rl(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """Return `bandpo_cli.integrations.prime_rl`."""
-    if request.param == "stand-in":
-        with stand_ins.integration("prime_rl", stand_ins.PRIME_RL) as module:
-            yield module
-        return
-    pytest.importorskip("prime_rl")
-    yield importlib.import_module("bandpo_cli.integrations.prime_rl")
+@pytest.fixture(scope="module")
+def prime_rl() -> Iterator[ModuleType]:
+    """Return `bandpo_cli.integrations.prime_rl` with copies of prime-rl's two types."""
+    with stand_ins.integration("prime_rl", stand_ins.PRIME_RL) as module:
+        yield module
 
 
 def sequence(seed: int, spread: float, tokens: int = 50, weights: bool = False) -> SimpleNamespace:

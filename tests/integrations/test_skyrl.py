@@ -1,11 +1,9 @@
-"""The Band as a policy loss of SkyRL, with a stand-in for its registry, and with SkyRL's modules where installed."""
+"""The Band as a policy loss of the installed SkyRL, whose registry and reductions need few of its modules."""
 
 from __future__ import annotations
 
 import importlib
-import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, distribution
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,40 +15,21 @@ from tests.integrations import stand_ins
 from tests.integrations.batches import SPREADS, Batch, assert_equal, ours, random_batch
 
 PACKAGES = ("skyrl", "skyrl.backends", "skyrl.backends.skyrl_train", "skyrl.backends.skyrl_train.utils")
+REPLACED: dict[str, dict[str, Any]] = {
+    "skyrl.train": {"__path__": []},
+    "skyrl.train.config": {"AlgorithmConfig": SimpleNamespace},
+    "omegaconf": {"DictConfig": dict},
+}
+"""Modules that need vLLM and more, with the classes that annotations take from them."""
 
 
-def partial_skyrl() -> dict[str, dict[str, Any]]:
-    """Return modules for `stand_ins.integration` with which those of SkyRL's losses import without vLLM and more.
-
-    Packages are empty modules with the packages' folders, so that no `__init__.py` runs; the class of settings, which
-    annotations use, is a stand-in.
-    """
-    installed = distribution("skyrl")
-    folders = {name: {"__path__": [str(installed.locate_file(name.replace(".", "/")))]} for name in PACKAGES}
-    return folders | {
-        "skyrl.train": {"__path__": []},
-        "skyrl.train.config": {"AlgorithmConfig": SimpleNamespace},
-        "omegaconf": {"DictConfig": dict},
-    }
-
-
-@pytest.fixture(scope="module", params=["stand-in", "installed"])
-def skyrl(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """Return `bandpo_cli.integrations.skyrl`."""
-    if request.param == "stand-in":
-        with stand_ins.integration("skyrl", stand_ins.SKYRL) as module:
-            yield module
-        return
-    try:
-        modules = partial_skyrl()
-    except PackageNotFoundError:
-        pytest.skip("needs skyrl")
+@pytest.fixture(scope="module")
+def skyrl() -> Iterator[ModuleType]:
+    """Return `bandpo_cli.integrations.skyrl` with the modules of the installed SkyRL that have its losses."""
     for package in ("ray", "jaxtyping", "loguru"):
         pytest.importorskip(package)
-    with stand_ins.integration("skyrl", modules) as module:
+    with stand_ins.partial_package("skyrl", PACKAGES, REPLACED), stand_ins.integration("skyrl", {}) as module:
         yield module
-    for name in [name for name in sys.modules if name.partition(".")[0] == "skyrl"]:
-        del sys.modules[name]
 
 
 @pytest.fixture
