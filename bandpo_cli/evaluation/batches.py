@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from bandpo_cli.grading.answers import voted_answer
 from bandpo_cli.storage.eval_folder import PartKey
@@ -21,14 +20,8 @@ SubmitAnswers = Callable[[Sequence[Problem], Sequence[str]], Future[list[Grade]]
 """Returns the future grades of texts [N], each as an answer to its problem [N]."""
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The graded completions of consecutive problems of one evaluation set.
-
-    Attributes:
-        key: index of the set and of the batch's first problem in it.
-        label: name of the set.
-    """
+class Batch(NamedTuple):
+    """The graded completions of consecutive problems of the set `label`, with the indices of set and first problem."""
 
     key: PartKey
     label: str
@@ -38,19 +31,14 @@ class Batch:
 def regrade_batches(
     grade: Grader, sets: Mapping[str, Sequence[StoredProblem]], batch_size: int, done: Container[PartKey] = ()
 ) -> Iterator[Batch]:
-    """Grade stored completions again and yield them in batches.
+    """Grade stored completions again, by label of their set, and yield them in batches; skip those of `done`.
 
-    Args:
-        grade: grades texts [N], each as an answer to its problem [N].
-        sets: stored problems with their completions, by label of the set.
-        batch_size: approximate number of completions per batch; the completions of a problem are never split.
-        done: keys of batches to skip.
+    A batch has about `batch_size` completions; the completions of a problem are never split.
     """
     for index, (label, stored_P) in enumerate(sets.items()):
         widest = max(len(stored.completions_G) for stored in stored_P)
         for start, chunk in chunks(stored_P, batch_size // widest):
-            key = PartKey(index, start)
-            if key in done:
+            if (key := PartKey(index, start)) in done:
                 continue
             pairs = [(stored.problem, completion) for stored in chunk for completion in stored.completions_G]
             grades = grade([problem for problem, _ in pairs], [completion.text for _, completion in pairs])
@@ -73,20 +61,11 @@ def eval_row(
 ) -> EvalRow:
     """Return the stored row of a completion; `label` is the name of its evaluation set."""
     return EvalRow(
-        task=label,
-        problem_id=problem.id,
-        prompt=prompt,
-        reference=problem.answer,
-        grader=problem.grader,
-        extra=encode_extra(problem.extra),
-        text=completion.text,
-        answer=voted_answer(completion.text, problem.grader),
-        accuracy=float(grade.correct),
-        verdict=grade.verdict,
-        length=completion.length,
-        finish_reason=completion.finish_reason,
-        logprob_sum=completion.logprob_sum,
-    )
+        task=label, problem_id=problem.id, prompt=prompt, reference=problem.answer, grader=problem.grader,
+        extra=encode_extra(problem.extra), text=completion.text, answer=voted_answer(completion.text, problem.grader),
+        accuracy=float(grade.correct), verdict=grade.verdict, length=completion.length,
+        finish_reason=completion.finish_reason, logprob_sum=completion.logprob_sum,
+    )  # fmt: skip
 
 
 @contextmanager

@@ -355,13 +355,8 @@ def differences_of(config: RunConfig) -> list[str]:
     other_mean = method in ("sapo", "gmpo") and objective.aggregation != PER_COMPLETION
     importance = IMPORTANCE_DIFFERENCES.get(objective.importance, "") if corrected else ""
     no_loss = f"verl has no such policy loss (it has {', '.join(LOSSES)})"
-    by_pi = "verl chooses the tokens by their covariance under π, not under π_old"
     scheduled = method in LOSSES and config.bounds.scheduled(1, config.steps)
-    constant = "the radius is constant in verl, whose losses do not know the step"
-    geometric = "verl's gmpo takes the geometric mean of the importance weights over a completion"
-    unweighted = "verl does not weight the penalty by the importance correction"
     warmup = "verl raises the learning rate once per step, from 0 in the first; optim.warmup_steps=0 is equal in both"
-    per_step = "verl changes the learning rate once per step, not with every update"
     checks: list[tuple[str, object, str]] = [
         ("model.revision", model.revision, "verl loads the latest revision"),
         ("model.lora.alpha", not alpha.is_integer(), "verl has whole numbers only"),
@@ -370,15 +365,20 @@ def differences_of(config: RunConfig) -> list[str]:
         ("sampling.dynamic_batches", sampling.dynamic, "verl samples until it has all groups, without a limit"),
         ("sampling.max_lag", sampling.max_lag, "verl samples each batch with the weights of its step"),
         ("bounds.method", method not in LOSSES, no_loss),
-        ("bounds.delta_schedule", scheduled, constant),
-        ("bounds.method", method in ("clip-cov", "kl-cov"), by_pi),
+        ("bounds.delta_schedule", scheduled,
+         "the radius is constant in verl, whose losses do not know the step"),
+        ("bounds.method", method in ("clip-cov", "kl-cov"),
+         "verl chooses the tokens by their covariance under π, not under π_old"),
         ("objective.aggregation", other_mean, f"verl's {method} has {PER_COMPLETION} only"),
-        ("objective.importance_cap", corrected and method == "gmpo", geometric),
-        ("objective.reference_kl", corrected and objective.reference_kl, unweighted),
+        ("objective.importance_cap", corrected and method == "gmpo",
+         "verl's gmpo takes the geometric mean of the importance weights over a completion"),
+        ("objective.reference_kl", corrected and objective.reference_kl,
+         "verl does not weight the penalty by the importance correction"),
         ("objective.importance", importance, importance),
         ("optim.warmup_steps", optim.warmup_steps, warmup),
         ("optim.schedule", optim.schedule not in LR_SCHEDULES, f"verl has {' and '.join(LR_SCHEDULES)} only"),
-        ("optim.schedule", optim.schedule == "cosine" and optim.updates > 1, per_step),
+        ("optim.schedule", optim.schedule == "cosine" and optim.updates > 1,
+         "verl changes the learning rate once per step, not with every update"),
     ]  # fmt: skip
     return [f"{key} = {_value(config, key)}: {text}" for key, differs, text in checks if differs]
 

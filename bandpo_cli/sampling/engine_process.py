@@ -83,7 +83,7 @@ class EngineProcess:
     def sample(
         self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
     ) -> list[list[Completion]]:
-        """Return completions [P][n]; see `Sampler`. They are those of the same engine in the trainer's process.
+        """Return completions [P][n], those of the same engine in the trainer's process; see `Sampler`.
 
         Raises:
             UserError: the engine does not support the request.

@@ -165,21 +165,18 @@ class VllmSampler:
             self._asleep = True
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
-        """Load the weights and check that the engine runs them; all ranks must call this together.
-
-        The check is complete where `CheckSchedule` says so, and after sleep: it compares tensors and log-probs. The
-        other syncs check that all weights were loaded, and the version.
-
-        Raises:
-            StaleEngineError: the engine does not run the new weights, or vLLM failed to load them. An out-of-memory
-                error is raised unchanged.
-        """
+        """Load the weights and check that the engine runs them, see `load`; all ranks must call this together."""
         self.load(checkpoint_weights(model), version, model)
 
     def load(self, weights: Weights, version: int, model: PreTrainedModel | None = None) -> None:
         """Load the weights, clear the cache of the old ones, and check them; see `LoadingSampler`.
 
-        A complete check compares tensors, and with the policy's model also log-probs.
+        The check is complete where `CheckSchedule` says so, and after sleep: it compares tensors, and with the policy's
+        model also log-probs. The other syncs check that all weights were loaded, and the version.
+
+        Raises:
+            StaleEngineError: the engine does not run the new weights, or vLLM failed to load them. An out-of-memory
+                error is raised unchanged.
         """
         with self._schedule.sync(always=self._asleep) as is_complete:
             compared = ComparedWeights(weights, self._settings.tensor_parallel)
@@ -240,10 +237,10 @@ class VllmSampler:
 
     def _check_request(self, prompts_P: Sequence[TokenIds], params: SamplingParams) -> None:
         """Raise UserError for lengths and temperatures that the engine does not support."""
-        longest_prompt = max((len(prompt) for prompt in prompts_P), default=0)
-        if longest_prompt + params.max_tokens > self._max_model_len:
+        longest = max(map(len, prompts_P), default=0)
+        if longest + params.max_tokens > self._max_model_len:
             raise UserError(
-                f"a prompt of {longest_prompt} tokens and sampling.max_tokens = {params.max_tokens} exceed the "
+                f"a prompt of {longest} tokens and sampling.max_tokens = {params.max_tokens} exceed the "
                 f"engine's limit of {self._max_model_len} tokens (sampling.max_prompt_tokens + sampling.max_tokens)"
             )
         low, high = TEMPERATURES
