@@ -79,10 +79,9 @@ def _parse(latex: str) -> list[Any]:
 
 
 def _differ_at_test_points(gold: Any, answer: Any) -> bool:
-    """Return True if both are formulas with variables whose values differ at all test points.
+    """Return True if both are formulas with variables whose values exist and differ at all test points.
 
-    This refutes most wrong formulas in a thousandth of the time that simplifying their difference takes. It returns
-    False for numbers, relations and sets, and for formulas without a value at the points (undefined functions).
+    This refutes most wrong formulas in a thousandth of the time that simplifying their difference takes.
     """
     both = isinstance(gold, Expr) and isinstance(answer, Expr)
     symbols = gold.free_symbols | answer.free_symbols if both else ()
@@ -103,8 +102,7 @@ def _differ_at_test_points(gold: Any, answer: Any) -> bool:
 def _numbers_differ(gold: Any, answer: Any) -> bool:
     """Return True if both are numbers whose relative difference is above the tolerance.
 
-    math-verify compares six decimals and drops values below 1e-15, so that it finds all small numbers of physics
-    equal.
+    math-verify compares six decimals and drops values below 1e-15: all small numbers of physics would be equal.
     """
     if not (isinstance(gold, Expr) and isinstance(answer, Expr) and gold.is_number and answer.is_number):
         return False

@@ -230,10 +230,10 @@ class WorkerPool:
 
 
 class _Worker:
-    """A process that serves one function, and the jobs that it holds.
+    """A process that serves one function, and the jobs that it holds. No method blocks.
 
-    It leads its own process group, so that killing it also kills the processes that a custom function started, and
-    Ctrl-C at the terminal reaches only the parent. No method blocks.
+    It leads its own process group: killing it kills the processes that a custom function started, and Ctrl-C at the
+    terminal reaches only the parent.
     """
 
     def __init__(self, grader: str, function: str | None, config: GradingConfig) -> None:

@@ -70,8 +70,8 @@ def _solvable_problems(config: CountdownTask) -> Iterator[str]:
 def _signed_sums(numbers: tuple[int, ...]) -> frozenset[tuple[int, bool]]:
     """Return all values of ±product ±product ..., each number in one product, and whether a product has a plus.
 
-    An expression without parentheses is such a sum. Its first product has no sign, so at least one plus is needed;
-    then the order is free. This function chooses the product with the first number, and recursion does the rest.
+    An expression without parentheses is such a sum with at least one plus, because its first product has no sign. The
+    function chooses the product with the first number, and recursion does the rest.
     """
     if not numbers:
         return frozenset({(0, False)})

@@ -121,14 +121,9 @@ def clean_text(value: Any) -> str | None:
 
 
 def _read_messages(value: list[Any]) -> tuple[tuple[Message, ...], str | None]:
-    """Read chat messages, a list of {role, content}; other keys of a message are ignored.
+    """Return the prompt, and the content of an assistant message at the end, which is the solution of the problem.
 
-    Returns:
-        The prompt, and the content of an assistant message at the end, which is the solution of the problem.
-
-    Raises:
-        ValueError: A message lacks a role or a text, a system message is not the first, or there is no user message at
-            the end of the prompt.
+    Keys of a message besides role and content are ignored. Raise ValueError for anything else.
     """
     messages = []
     for number, entry in enumerate(value, start=1):

@@ -186,10 +186,7 @@ def format_counts(dropped: Mapping[str, int]) -> str:
 
 
 def grader_columns(row: Mapping[str, Any], all_columns: bool) -> dict[str, Any]:
-    """Return the columns of a row that its grader gets besides the answer, as JSON values.
-
-    A custom grader gets all columns, any other grader those that verl's layout has for it.
-    """
+    """Return the columns of a row for its grader, as JSON values: all, or those of verl's layout for graders."""
     names = row if all_columns else ("data_source", "extra_info")
     return {key: to_json_value(row[key]) for key in names if row.get(key) is not None}
 

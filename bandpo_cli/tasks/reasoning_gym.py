@@ -194,7 +194,6 @@ def _run_generators(jobs: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, s
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONHASHSEED": "0"},
-        check=False,
     )
     if done.returncode:
         raise ConfigError(
@@ -245,10 +244,7 @@ def _check_name(key: str, name: str) -> None:
 
 
 def _default_options(name: str) -> dict[str, Any]:
-    """Return the options of a generator with their defaults, in the order of the library.
-
-    Seed and size are not among them, nor options with values that a configuration cannot have (dates, objects).
-    """
+    """Return the defaults of the options that a configuration can have, which have no dates or objects as values."""
     settings = _registered()[name][1]
     values = {field.name: getattr(settings(), field.name) for field in dataclasses.fields(settings)}
     kinds = (type(None), bool, int, float, str, list, tuple)

@@ -78,8 +78,7 @@ def hub_id(source: Source) -> str | None:
 def read_file(path: Path) -> Iterator[Row]:
     """Read the rows of a local file, one at a time if the format allows it.
 
-    Raise ConfigError if the file cannot be read, has another extension, or is damaged; the message names the line if it
-    is known.
+    Raise ConfigError, with the line if it is known, if the file cannot be read, has another extension, or is damaged.
     """
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
@@ -115,8 +114,8 @@ def read_hub(
 
     datasets.disable_progress_bars()  # they redraw their line with control codes, which would be escaped
     disable_progress_bars()
-    what = f"data set '{path}'" + (f", subset '{subset}'" if subset else "") + f", split '{split}'"
-    what += f", revision '{revision}'" if revision else ""
+    parts = {"data set": path, "subset": subset, "split": split, "revision": revision}
+    what = ", ".join(f"{name} '{value}'" for name, value in parts.items() if value)
     saved_to_disk = any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json"))
     logging.disable(logging.WARNING)  # an unreachable hub logs every retry; the error message reports it once
     try:
@@ -143,8 +142,7 @@ def read_hub(
 def source_label(source: Source) -> str:
     """Return the name of a source in metrics: its label, else the name of the data set, else the name of the file.
 
-    The extension of a file is removed, and characters that are not allowed in a metric name are replaced; raise
-    ConfigError if no character is allowed.
+    Characters that are not allowed in a metric name are replaced; raise ConfigError if no character is allowed.
     """
     if source.label or source.name:
         return str(source.label or source.name)

@@ -14,7 +14,7 @@ from bandpo_cli.grading.signatures import BatchGrader, answer_of, load_grader
 from bandpo_cli.types import NOT_APPLICABLE, Grade, Message, Problem
 
 REWARDS = """
-import json, math
+import json, math, numpy
 
 def _note(arguments):
     with open("calls.jsonl", "a") as file:
@@ -105,35 +105,39 @@ def test_the_batch_form_of_verl_gets_lists() -> None:
     assert calls() == [[["sums", "sums"], ["right", "wrong"], ["2", "2"], [{"level": 1}, {}]]]
 
 
-RESULTS = [
-    ("result_of", "-3.5", Grade(-3.5, False, "wrong")),
-    ("result_of", "True", Grade(1.0, True, "correct")),
-    ("result_of", "{'score': 0.9, 'acc': True}", Grade(0.9, True, "correct")),
-    ("result_of", "{'score': 1.0, 'acc': 0.0}", Grade(1.0, False, "wrong")),
-    ("result_of", "__import__('numpy').float32(0.5)", Grade(0.5, False, "wrong")),
-    ("results_of", "[None]", NOT_APPLICABLE),
-    ("results_of", "[float('nan')]", NOT_APPLICABLE),
-    ("results_of", "[-2]", Grade(-2.0, False, "wrong")),
-    ("results_of", "__import__('numpy').array([0.25])", Grade(0.25, False, "wrong")),
-]
-"""Functions of verl and TRL, with their results and grades: any finite score, and None where a reward of TRL does not
-apply."""
-ERRORS = [
-    *(("result_of", result, "it must return") for result in ("None", "'1'", "math.nan", "{}", "[1.0]")),
-    ("result_of", "{'score': 1, 'acc': 'yes'}", "'acc' as a number"),
-    ("results_of", "[]", "returned 0 rewards for 1 completions"),
-    ("results_of", "[1, 2]", "returned 2 rewards for 1 completions"),
-    *(("results_of", result, "must return a list") for result in ("1.0", "'1'", "{'score': 1}")),
-    *(("results_of", result, "a number or None") for result in ("[math.inf]", "['1']")),
-]
+RESULTS = {
+    "result_of": {
+        "-3.5": Grade(-3.5, False, "wrong"), "True": Grade(1.0, True, "correct"),
+        "{'score': 0.9, 'acc': True}": Grade(0.9, True, "correct"), "numpy.float32(0.5)": Grade(0.5, False, "wrong"),
+        "{'score': 1.0, 'acc': 0.0}": Grade(1.0, False, "wrong"),
+    },
+    "results_of": {
+        "[None]": NOT_APPLICABLE, "[math.nan]": NOT_APPLICABLE, "[-2]": Grade(-2.0, False, "wrong"),
+        "numpy.array([0.25])": Grade(0.25, False, "wrong"),
+    },
+}  # fmt: skip
+"""Results of functions of verl and TRL: any finite score, and None where a reward of TRL does not apply."""
+ERRORS = {
+    "result_of": {
+        **dict.fromkeys(("None", "'1'", "math.nan", "{}", "[1.0]"), "it must return"),
+        "{'score': 1, 'acc': 'yes'}": "'acc' as a number",
+    },
+    "results_of": {
+        "[]": "returned 0 rewards for 1 completions", "[1, 2]": "returned 2 rewards for 1 completions",
+        **dict.fromkeys(("1.0", "'1'", "{'score': 1}"), "must return a list"),
+        **dict.fromkeys(("[math.inf]", "['1']"), "a number or None"),
+    },
+}  # fmt: skip
 
 
 def test_results_of_verl_and_trl() -> None:
-    for function, result, grade in RESULTS:
-        assert load(function).grade([answer_of(problem(), result)]) == [grade], result
-    for function, result, message in ERRORS:
-        with pytest.raises(ValueError, match=message):
-            load(function).grade([answer_of(problem(), result)])
+    for function in ("result_of", "results_of"):
+        grade = load(function).grade
+        for result, expected in RESULTS[function].items():
+            assert grade([answer_of(problem(), result)]) == [expected], result
+        for result, message in ERRORS[function].items():
+            with pytest.raises(ValueError, match=message):
+                grade([answer_of(problem(), result)])
 
 
 def test_trl_gets_messages_and_every_column_once_per_completion() -> None:

@@ -16,6 +16,7 @@ from bandpo_cli.errors import ConfigError
 from bandpo_cli.tasks.questions import load_questions
 from bandpo_cli.tasks.rows import read_hub
 from bandpo_cli.tasks.task import build_task
+from tests.tasks.stored_completions import jsonl
 
 ROWS = [{"question": f"What is {n}+{n}?", "answer": f"It is {n}+{n}.\n#### {2 * n}"} for n in range(1500)]
 
@@ -29,8 +30,8 @@ def folder(tmp_path: Path) -> Path:
     """Write a data set in the layout of the hub: files named after their splits."""
     path = tmp_path / "sums"
     path.mkdir()
-    for split, rows in (("train", ROWS), ("test", ROWS[:7])):
-        (path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    jsonl(path / "train.jsonl", *ROWS)
+    jsonl(path / "test.jsonl", *ROWS[:7])
     return path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.config.task import TEMPLATES, DataTask
-from bandpo_cli.datasets import DATASETS
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.tasks.task import Task, build_task
 from bandpo_cli.types import Message, Problem
 from tests.tasks.stored_completions import jsonl as write_jsonl
@@ -48,7 +44,9 @@ def test_all_fields_of_a_problem(tmp_path: Path) -> None:
     assert problem == Problem(problem.id, prompt, "2", source="sums", grader="number")
     assert problem.id.startswith("sums/")
     assert task.heldout_sets()["test"][0].grader == "math"
-    assert data_task(train, heldout, grader="my.module:judge").train_problems()[0].grader == "my.module:judge"
+    custom = data_task(train, heldout, grader="my.module:judge")
+    graders = [problem.grader for problem in (*custom.train_problems(), *custom.heldout_sets()["test"])]
+    assert graders == ["my.module:judge"] * 2
 
 
 def test_sources_are_mixed_so_that_a_prefix_is_a_fair_sample(tmp_path: Path) -> None:
@@ -135,14 +133,12 @@ def test_verl_parquet_file(tmp_path: Path) -> None:
     ask = TEMPLATES["answer-line"]
     content = [
         {
-            "data_source": "math_dapo",
+            "data_source": "math_dapo", "extra_info": {"index": f"{copy}-{row['answer']}"},
             "prompt": [{"role": "user", "content": ask.replace("{question}", row["question"])}],
             "reward_model": {"ground_truth": row["answer"], "style": "rule-lighteval/MATH_v2"},
-            "extra_info": {"index": f"{copy}-{row['answer']}"},
         }
-        for copy in range(10)
-        for row in rows(0, 20)
-    ]
+        for copy in range(10) for row in rows(0, 20)
+    ]  # fmt: skip
     path = tmp_path / "dapo-math-17k.parquet"
     pq.write_table(pa.Table.from_pylist(content), path)
     test = jsonl(tmp_path / "test.jsonl", rows(3, 4))
@@ -193,24 +189,6 @@ def test_invalid_settings_are_reported_before_a_file_is_read() -> None:
             build_task(DataTask.model_validate(settings)).train_problems()
         assert "\n" not in str(caught.value)
         assert all(part in str(caught.value) for part in parts), caught.value
-
-
-@pytest.mark.parametrize("name", [name for name, dataset in DATASETS.items() if dataset.train_split])
-def test_one_grader_for_a_known_data_set_and_its_evaluation_sets(tmp_path: Path, name: str) -> None:
-    """`task.grader` applies to every source, and the references are in the form that the paper's grader compares."""
-
-    def source(dataset: str, file: str) -> dict[str, str]:
-        known = DATASETS[dataset]
-        row = {known.question: f"Of {file}?", known.answer: "It is 27.\n#### 27.0", "level": "Level 1"}
-        return {"name": dataset, "path": jsonl(tmp_path / f"{file}.jsonl", [row])}
-
-    heldout = [source(dataset, dataset) for dataset in DATASETS[name].evaluation]
-    task = data_task(source(name, "train"), heldout, name=name, grader="math-dapo")
-    problems = [*task.train_problems(), *itertools.chain.from_iterable(task.heldout_sets().values())]
-    assert len(problems) == 1 + len(heldout)
-    with GraderPool(GradingConfig()) as pool:
-        grades = pool.grade(problems, ["Answer: 27"] * len(problems))
-    assert {grade.verdict for grade in grades} == {"correct"}
 
 
 TEMPLATES_OF_GRADERS = [
