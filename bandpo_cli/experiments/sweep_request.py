@@ -134,7 +134,7 @@ def _tuned_layers(config: SweepConfig, sweep: str, runs_dir: Path) -> tuple[dict
         if both := sorted(used.intersection(config.seeds)):
             others = ", ".join(map(str, sorted(used)))
             raise UserError(f"seed {both[0]} chose the settings in {sweep}; give seeds other than {others}")
-        tuning = choose(folder.name, config.tuned_by, groups)
+        tuning = choose(folder.path.name, config.tuned_by, groups)
     except UserError as error:
         raise ConfigError(f"tuned_on: {error}") from None
     plans = {run.arm: folder.plan_path(run.name) for run in folder.runs}
@@ -152,7 +152,7 @@ def _runs_by_group(folder: SweepFolder, runs_dir: Path) -> dict[str, dict[str, l
     paths = {run.name: folder.run_path(run.name) for run in folder.runs if run.name not in stopped}
     statuses = {name: getattr(read_summary(path), "status", None) for name, path in paths.items()}
     if unfinished := [name for name, status in statuses.items() if status not in ("FINISHED", "FAILED")]:
-        counts = f"{len(unfinished)} of the {len(folder.runs)} runs of {folder.name} are not finished"
+        counts = f"{len(unfinished)} of the {len(folder.runs)} runs of {folder.path.name} are not finished"
         again = resume_command("sweep", folder.path, runs_dir)
         raise UserError(f"{counts} ({', '.join(unfinished[:3])}); finish them first: {again}")
     groups: dict[str, dict[str, list[VariantRunData]]] = {run.group: {} for run in folder.runs}
@@ -162,7 +162,9 @@ def _runs_by_group(folder: SweepFolder, runs_dir: Path) -> dict[str, dict[str, l
         if len(finished) == len(runs):
             groups[runs[0].group][arm] = finished
     if without := [group for group, arms in groups.items() if not arms]:
-        raise UserError(f"{folder.name}: no variant of {', '.join(without)} has finished with every seed")
+        raise UserError(
+            f"{folder.path.name}: no variant of {', '.join(without)} has finished with every seed"
+        )
     return groups
 
 

@@ -37,7 +37,6 @@ def plot_intervals(
     """Plot the intervals of the given methods to `path`, as png, svg or pdf by its suffix.
 
     Args:
-        path: file to write.
         divergences, deltas: a Band is plotted for each divergence and each radius.
         peers: names in `PEERS`.
         max_ratio: cap on the upper bounds of the Bands; None for no cap.

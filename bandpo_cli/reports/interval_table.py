@@ -47,16 +47,12 @@ class IntervalRow:
 
 
 def band_rows(probs: Sequence[float], name: str, delta: float, max_ratio: float | None) -> list[IntervalRow]:
-    """Return one row per probability, in the given order.
+    """Return one row per probability in (0, 1], in the given order. Errors are those of `band_bounds`.
 
     Args:
-        probs: probabilities in (0, 1].
         name: name of the divergence.
         delta: radius of the trust region.
         max_ratio: cap on the upper bounds; None for no cap.
-
-    Raises:
-        ConfigError: the divergence or a number is not valid, as in `band_bounds`.
     """
     divergence, bounds = find_divergence(name), band_bounds(np.log(probs), name, delta, max_ratio)
     rows = []

@@ -56,7 +56,6 @@ def plot_run(folder: Path, out: Path | None = None, suffix: str = ".png") -> lis
     """Plot the metrics of the run in `folder` and return the files that were written; a plot without data is skipped.
 
     Args:
-        folder: the run folder.
         out: folder of the plots; None for `plots/` in the run folder.
         suffix: `.png`, `.pdf` or `.svg`.
 
@@ -176,9 +175,8 @@ def plot_entropy(records: Sequence[Record], subtitle: str) -> Figure | None:
 
 def plot_clip(records: Sequence[Record], subtitle: str) -> Figure | None:
     """Plot the share of clipped tokens over the steps and, if recorded, per bin of probability."""
-    lines = [(series(records, name), text, color) for name, text, color in _CLIP_LINES]
-    lines = [line for line in lines if line[0]]
-    if not lines:
+    all_lines = ((series(records, name), text, color) for name, text, color in _CLIP_LINES)
+    if not (lines := [line for line in all_lines if line[0]]):
         return None
     bins = probability_bins({name for record in records for name in record if record[name] is not None})
     figure, panels = style.new_figure("Clipped tokens", subtitle, panels=2 if bins else 1)

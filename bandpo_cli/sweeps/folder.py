@@ -100,11 +100,6 @@ class SweepFolder:
         check_baseline(plan.baseline, [run.arm for run in plan.runs], f"{file}: ")
         return cls(path, plan.runs, content)
 
-    @property
-    def name(self) -> str:
-        """The sweep's name."""
-        return self.path.name
-
     def run_path(self, name: str) -> Path:
         """Return the path of a run's folder."""
         return self.path / name

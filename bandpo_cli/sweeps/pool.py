@@ -92,8 +92,8 @@ class LocalPool(Pool):
         self._jobs[name] = slot, process
 
     def poll_finished(self) -> dict[str, int]:
-        codes = {name: process.poll() for name, (_, process) in self._jobs.items()}
-        ended = {name: code for name, code in codes.items() if code is not None}
+        jobs = self._jobs.items()
+        ended = {name: code for name, (_, process) in jobs if (code := process.poll()) is not None}
         for name in ended:
             del self._jobs[name]
         return ended

@@ -164,9 +164,9 @@ def read_run_state(folder: SweepFolder, name: str, steps: int, status: Status) -
     last = trained[-1] if trained else {}
     evaluations = {record["step"]: score for record in records if (score := record_score(record)) is not None}
     accuracy = evaluations[max(evaluations)] if evaluations else last.get("train/accuracy")
-    per_step = fmean(record.get("time/step", 0.0) for record in trained) if trained else None
-    seconds_left = None if per_step is None else per_step * (steps - step)
-    return RunState(status, step, steps, accuracy, last.get("train/entropy"), seconds_left, evaluations)
+    seconds = [record.get("time/step", 0.0) for record in trained]
+    left = fmean(seconds) * (steps - step) if seconds else None
+    return RunState(status, step, steps, accuracy, last.get("train/entropy"), left, evaluations)
 
 
 def train_command(folder: SweepFolder, name: str) -> list[str]:
@@ -251,14 +251,13 @@ def seconds_from_trial(config: RunConfig, variables: Mapping[str, str], ranks: i
             line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
             raise UserError(f"a trial of {steps} steps failed, {line}")
         records = RunFolder(Path(scratch) / "t").read_metrics()
-    evaluations = [record["time/eval"] for record in records if "time/eval" in record]
+    evaluating = fmean([record["time/eval"] for record in records if "time/eval" in record] or [0.0])
     training = [line["time/step"] - line.get("time/eval", 0.0) for line in records if line["step"] > 0]
     # The first step includes the warm-up of caches; leave it out where there are others.
     step = median(training[1:] or training)
-    every = config.evaluation.every
-    count = 1 + -(-config.steps // every) if every else 0
+    count = 1 + -(-config.steps // config.evaluation.every) if config.evaluation.every else 0
     start_and_end = wall - sum(record["time/step"] for record in records)
-    return float(start_and_end + config.steps * step + count * fmean(evaluations or [0.0]))
+    return float(start_and_end + config.steps * step + count * evaluating)
 
 
 def rank_flags(ranks: int) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from bandpo_cli.config.run import RunConfig
 from tests.cli.eval_command import Done, bandpo
 from tests.cli.train_runs import SMALL
 
@@ -17,7 +18,7 @@ TRAIN = ["train", *(item for item in SMALL if item != "--no-mlflow"), "--steps",
 EVAL = ["eval", "--n", "1", "--k", "1", "--limit", "1"]
 
 
-def run(cwd: Path, *arguments: str, uri: str | None = None) -> Done:
+def run_command(cwd: Path, *arguments: str, uri: str | None = None) -> Done:
     """Run a command; require that it prints no secret and leaves none in any file."""
     variables = dict.fromkeys(("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"), SECRET)
     if uri is not None:
@@ -31,42 +32,38 @@ def run(cwd: Path, *arguments: str, uri: str | None = None) -> Done:
 
 @pytest.mark.slow
 def test_a_secret_of_the_environment_or_a_flag_is_stored_and_printed_nowhere(tmp_path):
-    done = run(tmp_path, *TRAIN, "--name", "a", uri=ADDRESS)
+    done = run_command(tmp_path, *TRAIN, "--name", "a", uri=ADDRESS)
     assert " ".join(done.out.split()).count("bandpo sync a") == 1, done.out
     for arguments in (
         ["show", "a"], ["sync", "a"], [*EVAL, "--name", "e"], ["doctor"],
         ["export", "verl", "--out", "job", "--config", "runs/a/config.yaml", "--allow-differences"],
         ["import", "verl", "job", "--name", "i"], ["import", "verl", "job", "--tracking-uri", ADDRESS],
     ):  # fmt: skip
-        done = run(tmp_path, *arguments, uri=ADDRESS)
+        done = run_command(tmp_path, *arguments, uri=ADDRESS)
         fails = arguments[0] in ("sync", "import")  # nobody answers at the address
         assert done.code == (1 if fails else 0), (arguments, done)
-    assert run(tmp_path, "sync", "a", "--tracking-uri", ADDRESS).code == 1
+    assert run_command(tmp_path, "sync", "a", "--tracking-uri", ADDRESS).code == 1
     for arguments in (TRAIN, EVAL, ["train", "--resume", "a", "--steps", "6"]):
-        done = run(tmp_path, *arguments, "--tracking-uri", ADDRESS)
+        done = run_command(tmp_path, *arguments, "--tracking-uri", ADDRESS)
         assert (done.code, done.err.count("\n")) == (2, 1), done
         assert "set MLFLOW_TRACKING_URI" in done.err
     assert (
-        run(tmp_path, "train", "--resume", "a", "--steps", "4").code == 0
+        run_command(tmp_path, "train", "--resume", "a", "--steps", "4").code == 0
     )  # with a database without a secret
     assert (tmp_path / "runs" / "mlflow.db").exists()
 
 
-@pytest.mark.slow
-def test_a_secret_that_an_earlier_version_has_stored_is_not_shown(tmp_path):
-    run(tmp_path, *TRAIN, "--name", "a", "--no-mlflow")
-    folder = tmp_path / "runs" / "a"
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    config["tracking"] |= {"mlflow": True, "uri": ADDRESS}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config).replace(SECRET, "0ld"))
-    (folder / "mlflow.json").write_text(
-        json.dumps({"uri": "http://h/?token=0ld", "experiment": "bandpo", "key": "k"})
-    )
-    for arguments in (["show", "a"], ["show", "a", "--format", "json"], ["runs"], ["sync", "a"]):
-        done = run(tmp_path, *arguments)
+def test_a_secret_that_an_earlier_version_has_stored_is_not_shown(run):
+    config = RunConfig(steps=3).model_dump(mode="json")
+    config["tracking"]["uri"] = ADDRESS.replace(SECRET, "0ld")
+    run.write_config(yaml.safe_dump(config))
+    link = {"uri": "http://h/?token=0ld", "experiment": "bandpo", "key": "k"}
+    (run.path / "mlflow.json").write_text(json.dumps(link))
+    for arguments in (["show", "first"], ["show", "first", "--format", "json"], ["runs"], ["sync", "first"]):
+        done = run_command(run.path.parents[1], *arguments)
         assert "0ld" not in done.out + done.err
-        assert done.code == (arguments[0] == "sync")
-    refused = run(tmp_path, "train", "--resume", "a", "--steps", "4")
+        assert done.code == (arguments[0] == "sync"), done
+    refused = run_command(run.path.parents[1], "train", "--resume", "first", "--steps", "4")
     assert (refused.code, refused.err.count("\n")) == (2, 1)
-    assert "token=***#*** lacks its secret: set MLFLOW_TRACKING_URI" in refused.err
-    assert run(tmp_path, "train", "--resume", "a", "--steps", "4", uri=ADDRESS).code == 0
+    assert "token=***#***" in refused.err
+    assert "set MLFLOW_TRACKING_URI" in refused.err

@@ -23,7 +23,7 @@ def scope(arms: Sequence[Variant], sets: Sequence[str]) -> str:
     least, most = min(arm.steps[0] for arm in arms), max(arm.steps[1] for arm in arms)
     runs = plural(sum(len(arm.seeds) for arm in arms), "run")
     steps = f"{most:,} steps" if least == most else f"{least:,} to {most:,} steps"
-    listed = f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds))}"
+    listed = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
     over = listed if len(seeds) <= 8 else f"{len(seeds)} seeds"
     return f"{plural(len(arms), 'variant')}, {runs} over {over}; {steps}; evaluated on {', '.join(sets)}"
 

@@ -79,11 +79,8 @@ def plot_accuracy_lr(
 ) -> Figure | None:
     """Plot the final accuracy against the learning rate, a line per method; None for fewer than two learning rates.
 
-    Of more than `MAX_VARIANTS_PLOTTED` lines, those with the highest best mean are plotted.
-
-    Args:
-        lines: accuracies by name of the line and learning rate, one value per seed.
-        title, subtitle, y_label: title, first part of the line under it, label of the y axis.
+    `lines` have one accuracy per seed, by name of the line and learning rate. Of more than `MAX_VARIANTS_PLOTTED`
+    lines, those with the highest best mean are plotted.
     """
     if max((len(line) for line in lines.values()), default=0) < 2:
         return None
@@ -165,8 +162,7 @@ def _plot_accuracy_entropy(
     accuracy: Curves, entropy: Curves, styles: LineStyles, level: float | None, subtitle: str, y_label: str
 ) -> Figure | None:
     """Plot accuracy against entropy at the evaluated steps, with the last step and `level` marked."""
-    names = [name for name in accuracy if name in entropy]
-    if not names:
+    if not (names := [name for name in accuracy if name in entropy]):
         return None
     subtitle += " · one dot per evaluation, a large dot for the last evaluation; means over seeds"
     figure, (axes,) = style.new_figure("Held-out accuracy against entropy", subtitle)
@@ -195,8 +191,7 @@ def _plot_accuracy_entropy(
 def _plot_clip_table(arms: Arms, styles: LineStyles, subtitle: str) -> Figure | None:
     """Plot the clipped share of the tokens as a table of variants and bins of π_old; None without data."""
     clipped = {name: _mean_by_key([run.clipped_by_bin for run in runs]) for name, runs in arms.items()}
-    names = [name for name in arms if clipped[name]]
-    if not names:
+    if not (names := [name for name in arms if clipped[name]]):
         return None
     token_shares = _mean_by_key([run.token_share for name in names for run in arms[name]])
     bins = sorted(token_shares, key=lambda text: float(text.split()[0]))

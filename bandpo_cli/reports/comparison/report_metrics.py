@@ -110,8 +110,7 @@ def entropy_when_reached(entropy: Curve, accuracy: Curve, level: float) -> float
     Returns:
         Nats per token. None also if no entropy was recorded between the two evaluations.
     """
-    moment = first_crossing(accuracy, level)
-    if moment is None:
+    if (moment := first_crossing(accuracy, level)) is None:
         return None
     before = max(step for step in accuracy if step < moment)
     after = min(step for step in accuracy if step >= moment)
@@ -133,8 +132,7 @@ def first_crossing(accuracy: Curve, level: float) -> float | None:
     Between evaluations the accuracy is taken as linear. A curve that starts at or above the level has no moment.
     """
     steps = list(accuracy)
-    after = next((index for index, step in enumerate(steps) if accuracy[step] >= level), 0)
-    if not after:
+    if not (after := next((index for index, step in enumerate(steps) if accuracy[step] >= level), 0)):
         return None
     low, high = steps[after - 1], steps[after]
     share = (level - accuracy[low]) / (accuracy[high] - accuracy[low])

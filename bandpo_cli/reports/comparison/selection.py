@@ -76,10 +76,8 @@ def select_runs(
     """Return the runs that `paths` name: the folder of one sweep, or run folders and folders that contain them.
 
     A path that does not exist is looked up in `runs_dir`. The variants of a single sweep are those of its plan. In all
-    other cases, and with `by`, runs are grouped by the settings that differ, or by the settings that `by` names.
-
-    Raises:
-        UserError: a path is neither, two paths lead to the same run, or a name in `by` is unknown.
+    other cases, and with `by`, runs are grouped by the settings that differ, or by the settings that `by` names. Raises
+    UserError if a path is neither, two paths lead to the same run, or a name in `by` is unknown.
     """
     folders = [_find_folder(path, runs_dir) for path in paths]
     if len(folders) == 1 and os.path.isfile(folders[0] / PLAN_FILE):
@@ -100,8 +98,7 @@ def read_sweep(folder: Path) -> Selection:
     """Return the runs of a sweep with the variants of its plan; raise UserError if `sweep.yaml` is damaged."""
     sweep = SweepFolder.read(folder)
     runs = [VariantRun(run.arm, run.seed, sweep.run_path(run.name)) for run in sweep.runs]
-    title = str(sweep.plan.get("name") or folder.resolve().name)
-    return Selection(title, sweep.baseline, runs, sweep=sweep)
+    return Selection(str(sweep.plan.get("name") or folder.resolve().name), sweep.baseline, runs, sweep=sweep)
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -90,8 +90,7 @@ def paired_test(
     """
     changes = np.array([arm[seed] - baseline[seed] for seed in sorted(arm.keys() & baseline.keys())])
     widest = limits[1] - limits[0]
-    change = estimate(changes, (-widest, widest))
-    if change is None:
+    if (change := estimate(changes, (-widest, widest))) is None:
         return None
     error = _standard_error(changes)
     p = None if error is None else 2.0 * float(stdtr(change.n - 1, -abs(change.mean) / error))

@@ -55,7 +55,7 @@ class TunedVariant:
     @property
     def settings_text(self) -> str:
         """The settings, such as `bounds.delta = 0.02, optim.lr = 1e-4`."""
-        texts = [f"{key} = {format_setting(value)}" for key, value in self.settings.items()]
+        texts = (f"{key} = {format_setting(value)}" for key, value in self.settings.items())
         return ", ".join(texts) or "its only settings"
 
     @property

@@ -19,8 +19,10 @@ from bandpo_cli.reports.comparison.selection import ABSENT, differing_settings, 
 from bandpo_cli.reports.comparison.statistics import LEVEL, Estimate, PairedTest, estimate, holm, paired_test
 from bandpo_cli.reports.comparison.tuning import Tuning
 
-SPREAD = (0.1, 0.9)
-"""Quantiles of the single steps that the spread of a metric lies between: the middle 80% of the steps."""
+SPREAD = (
+    0.1,
+    0.9,
+)  # quantiles of the single steps: the spread of a metric is that of the middle 80% of the steps
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,6 @@ class Report:
     notes: tuple[str, ...]
     left_out: tuple[ExcludedRun, ...]
     files: Mapping[str, Path]
-
-    def metric(self, key: str) -> Metric:
-        """Return the metric with this key."""
-        return next(metric for metric in self.figures if metric.key == key)
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values that `json.dumps` accepts."""
