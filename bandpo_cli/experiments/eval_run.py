@@ -194,7 +194,7 @@ def _run(
             request = replace(request, config=source.config)
             parts: Parts = {}
             folder, keys = ranks.on_main(lambda: _open_folder(target, runs_dir, source, parts))
-            if ranks.is_main:  # the record has the status while this runs and when it ends early
+            if ranks.is_main:  # from here on the record has a status, also when the evaluation ends early
                 head = {**request.as_json(), "sets": source.planned()}
                 folder.write_record({"name": folder.name, "status": "running", **head})
                 stored = sum(map(len, parts.values()))

@@ -234,17 +234,17 @@ def memory_savings(
         while tokens > longest:
             tokens = max(tokens // 2, longest)
             savings.append((True, "optim.micro_batch_tokens", f"{tokens}"))
-    on_cache = ENGINES[resolve_engine(sampling.engine, on_gpu)].shares_weights
-    beside = training and not engine_has_gpu
+    in_process = ENGINES[resolve_engine(sampling.engine, on_gpu)].shares_weights
+    vllm_on_gpu, shares_gpu = on_gpu and not in_process, training and not engine_has_gpu
     savings += [
         (training and not model.gradient_checkpointing, "model.gradient_checkpointing", "true"),
         (dtype_on(model.dtype, on_gpu) == "float32", "model.dtype", "bfloat16"),
-        (beside and bool(sampling.max_lag), "sampling.max_lag", "0"),
-        (on_cache, "sampling.max_sequences", f"{max(1, sampling.max_sequences // 4)}"),
-        (not on_cache and not on_gpu, "sampling.vllm.kv_cache_gb", f"{vllm.kv_cache_gb / 2:g}"),
-        (not on_cache and on_gpu and beside and not vllm.sleep, "sampling.vllm.sleep", "true"),
+        (shares_gpu and bool(sampling.max_lag), "sampling.max_lag", "0"),
+        (in_process, "sampling.max_sequences", f"{max(1, sampling.max_sequences // 4)}"),
+        (not in_process and not on_gpu, "sampling.vllm.kv_cache_gb", f"{vllm.kv_cache_gb / 2:g}"),
+        (vllm_on_gpu and shares_gpu and not vllm.sleep, "sampling.vllm.sleep", "true"),
     ]
-    if not on_cache and on_gpu and vllm.memory_fraction is not None:
+    if vllm_on_gpu and vllm.memory_fraction is not None:
         savings.append((True, "sampling.vllm.memory_fraction", f"{vllm.memory_fraction / 2:g}"))
     savings += [(ranks <= min(gpus, sampling.prompts), "--nproc", f"{ranks}") for ranks in (2, 4, 8)]
     savings += [

@@ -83,7 +83,7 @@ def plan_sweep(
     pairs = [text.partition("=") for text in axes]
     for text, (key, equals, _) in zip(axes, pairs, strict=True):
         if not equals or not key.strip():
-            raise ConfigError(f"--axis {text!r}: write it as section.key=value,value, such as steps=50,100")
+            raise ConfigError(f"--axis {text!r}: write it as KEY=V,V, such as optim.lr=1e-5,1e-4")
     try:
         config = SweepConfig.model_validate(dict(written or {}))
         given = {key.strip(): values for key, _, values in pairs}
