@@ -22,16 +22,9 @@ from bandpo_cli.errors import ConfigError, RunError, UserError, redact_credentia
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.overview import RunOverview, describe_line
 from bandpo_cli.experiments.preflight import check_graders, choose_run_name, load_task, resolve_model
-from bandpo_cli.exports import verl_files
+from bandpo_cli.exports import verl_files, verl_settings
 from bandpo_cli.exports.verl_files import CONFIG_FILE, VERL_VERSION
-from bandpo_cli.exports.verl_settings import (
-    MODEL,
-    InFolder,
-    Overrides,
-    differences_of,
-    is_runnable,
-    overrides_of,
-)
+from bandpo_cli.exports.verl_settings import MODEL, InFolder, Overrides
 from bandpo_cli.paths import is_adapter_folder, path_exists, user_path
 from bandpo_cli.storage.files import apply_umask, export_folder, sync, write_json, write_text
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder
@@ -106,9 +99,9 @@ def export_verl(
     config = with_dtype(config, on_gpu=True)
     if path_exists(out):
         raise UserError(f"--out {out}: exists already; name a new folder")
-    differences = differences_of(config)
+    differences = verl_settings.differences_of(config)
     listed = "; ".join(differences)
-    if not is_runnable(config):
+    if not verl_settings.is_runnable(config):
         raise ConfigError(f"verl cannot run this configuration: {listed}")
     if differences and not allow_differences:
         raise ConfigError(f"verl computes this differently: {listed}; change it, or give --allow-differences")
@@ -119,7 +112,7 @@ def export_verl(
     arithmetic = verl_files.batch_arithmetic(config, nodes * gpus_per_node, len(training))
     template = verl_files.chat_template(config, training)
     overrides = {
-        **overrides_of(config),
+        **verl_settings.overrides_of(config),
         f"{MODEL}.custom_chat_template": template,
         "data.train_files": InFolder(verl_files.TRAIN_FILE),
         "data.val_files": InFolder(verl_files.HELDOUT_FILE),
