@@ -11,7 +11,8 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TextIO
 
@@ -41,28 +42,28 @@ class RawStream:
 
     def write(self, text: str) -> int:
         """Write a text as it is."""
-        try:
-            return self._stream.write(text)
-        except OSError as error:
-            self._handle(error)
-            return len(text)
+        with self._discarding():
+            self._stream.write(text)
+        return len(text)
 
     def flush(self) -> None:
         """Write what is buffered."""
-        try:
+        with self._discarding():
             self._stream.flush()
-        except OSError as error:
-            self._handle(error)
 
-    def _handle(self, error: OSError) -> None:
-        """Discard all later output if the reader has gone away, else raise the error."""
-        if error.errno not in (errno.EPIPE, errno.EIO):
-            raise error
-        with open(os.devnull, "wb") as null:
-            os.dup2(null.fileno(), self._stream.fileno())
-        message, self.on_loss = self.on_loss, None
-        if message is not None and sys.stderr is not None:
-            print(message, file=sys.stderr)
+    @contextmanager
+    def _discarding(self) -> Iterator[None]:
+        """Discard all later output if the reader has gone away."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise
+            with open(os.devnull, "wb") as null:
+                os.dup2(null.fileno(), self._stream.fileno())
+            message, self.on_loss = self.on_loss, None
+            if message is not None and sys.stderr is not None:
+                print(message, file=sys.stderr)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -165,8 +166,8 @@ class LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one message."""
-        heading = ("warning:", "yellow") if record.levelno >= logging.WARNING else ()
-        print_line(self._console, redact_credentials(record.getMessage()), *heading)
+        heading = "warning:" if record.levelno >= logging.WARNING else ""
+        print_line(self._console, redact_credentials(record.getMessage()), heading, "yellow")
 
 
 def print_line(console: Console, line: str, heading: str = "", style: str = "bold") -> None:

@@ -84,7 +84,7 @@ class EvalView(ExperimentView):
             self.stop_progress()
             new = self._done - self._stored
             before = f" after {self._stored:,} that were there" if self._stored else ""
-            rate = f", {self._rate_text()} per second" if new else ""
+            rate = f", {self._rate()[1]} per second" if new else ""
             duration = format_duration(time.perf_counter() - self._start)
             print_line(self.console, f"{new:,} completions{before} in {duration}{rate}")
         super().phase(name)
@@ -115,10 +115,10 @@ class EvalView(ExperimentView):
 
     def render(self) -> RenderableType:
         """Return the bar, with the name of the evaluation set before it and the counts after it."""
-        label = self._label
-        name = label if len(label) <= _LABEL_WIDTH else label[: _LABEL_WIDTH - 1] + "…"
+        name = Text(self._label)
+        name.truncate(_LABEL_WIDTH, overflow="ellipsis")
         grid = Table.grid(*[Column(no_wrap=True) for _ in range(3)], padding=(0, 1))
-        grid.add_row(Text(name), ProgressBar(self._total, self._done), Text(self._counts_text()))
+        grid.add_row(name, ProgressBar(self._total, self._done), Text(self._counts_text()))
         return grid
 
     def line(self) -> str | None:
@@ -136,16 +136,13 @@ class EvalView(ExperimentView):
         count = f"{self._done:,}/{self._total:,} completions"
         if self._done == self._stored:
             return count
-        left = (self._total - self._done) / self._rate()
-        return f"{count} · {self._rate_text()}/s · {format_duration(left)} left"
+        rate, text = self._rate()
+        return f"{count} · {text}/s · {format_duration((self._total - self._done) / rate)} left"
 
-    def _rate(self) -> float:
-        """Return completions per second."""
-        return (self._done - self._stored) / max(time.perf_counter() - self._start, 1e-9)
-
-    def _rate_text(self) -> str:
-        rate = self._rate()
-        return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+    def _rate(self) -> tuple[float, str]:
+        """Return completions per second, also as a text."""
+        rate = (self._done - self._stored) / max(time.perf_counter() - self._start, 1e-9)
+        return rate, f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 def print_request(console: Console, request: EvalRequest) -> None:
@@ -198,9 +195,8 @@ def print_scores(console: Console, scores: Mapping[str, Scores]) -> None:
         table = make_table("", ">mean", ">95% interval")
         for name, metric in score.metrics.items():
             if metric.value or not name.endswith(("timeout_rate", "error_rate")):
-                table.add_row(
-                    metric_label(name), metric_text(name, metric.value), interval_text(name, metric)
-                )
+                cells = metric_text(name, metric.value), interval_text(name, metric)
+                table.add_row(metric_label(name), *cells)
         console.print()
         print_line(console, size, label)
         console.print(table)

@@ -253,14 +253,15 @@ def _print_completion(console: Console, completion: GradedCompletion, with_promp
 
     style = "green" if completion["accuracy"] == 1 else "red"
     label, problem = completion["label"], completion["problem_id"]
-    facts = [problem if problem.startswith(label) else f"{label} {problem}", completion["verdict"]]
-    if completion["reward"] is not None:
-        facts.append(f"reward {completion['reward']:g}")
-    if completion["length"] is not None:
-        facts.append(f"{completion['length']:,} tokens")
-    if completion["finish_reason"] == "length":
-        facts.append("truncated")
-    console.print(Rule(Text(" · ".join(facts), style), align="left", style=style))
+    reward, length = completion["reward"], completion["length"]
+    facts = [
+        problem if problem.startswith(label) else f"{label} {problem}",
+        completion["verdict"],
+        "" if reward is None else f"reward {reward:g}",
+        "" if length is None else f"{length:,} tokens",
+        "truncated" if completion["finish_reason"] == "length" else "",
+    ]
+    console.print(Rule(Text(" · ".join(filter(None, facts)), style), align="left", style=style))
     if with_prompt:
         console.print(Text(completion["prompt"], "dim"), soft_wrap=True)
     console.print(Text(completion["text"]), soft_wrap=True)

@@ -97,25 +97,24 @@ def print_memory(console: Console, config: RunConfig, ranks: int = 1) -> bool:
 
     With several ranks it is the estimate of each. Return False if there is none because the model cannot be read.
     """
+    all_weights = config.model.model_copy(update={"lora": None})
     try:
         estimate = memory_report(config, ranks)
-        full = estimate
         if config.model.lora is not None:
-            all_weights = config.model.model_copy(update={"lora": None})
             full = memory_report(config.model_copy(update={"model": all_weights}), ranks)
     except UserError as error:
         print_line(console, str(error), "no estimate of memory:", "yellow")
         return False
     over = "" if estimate.ranks == 1 else f", a rank of {estimate.ranks}"
     table = make_table(f"{estimate.parameters / 1e6:,.1f}M parameters{over}", ">GiB", "while")
-    reduction = {name: size for name, size in estimate.reduction.items() if name not in estimate.update}
-    for phase, components in (
-        ("always", estimate.always),
-        ("updating", estimate.update),
-        ("reducing gradients", reduction),
-        ("sampling", estimate.sampling),
-        ("on the engine's GPU", estimate.engine_gpu),
-    ):
+    phases = {
+        "always": estimate.always,
+        "updating": estimate.update,
+        "reducing gradients": {k: v for k, v in estimate.reduction.items() if k not in estimate.update},
+        "sampling": estimate.sampling,
+        "on the engine's GPU": estimate.engine_gpu,
+    }
+    for phase, components in phases.items():
         for name, size in components.items():
             table.add_row(name, f"{size / GIB:,.2f}", phase)
     console.print(table, highlight=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -88,25 +87,21 @@ def train(
                 raise UserError(f"--resume {resume}: the run continues in its folder; remove --name")
             plan = lock.enter_context(locked_resume(resume, runs_dir, layers, read_only=dry_run, ranks=ranks))
             folder, first_step, is_trained = plan.folder.path, plan.step + 1, plan.task is None
-        profilers = []
+        profiler = None
         if profile is not None:
             from bandpo_cli.experiments.profile import ProfileCallback, check_profile_steps
 
             check_profile_steps(profile, first_step, plan.config.steps)
-            profilers = [ProfileCallback(profile)]
+            profiler = ProfileCallback(profile)
         if to_start is None or dry_run or is_trained:  # plots and the summary need one process
-            _run(plan, runs_dir, ranks, profilers, dry_run)
+            _run(plan, runs_dir, ranks, profiler, dry_run)
             return None
     # With --nproc this process has only checked the settings. The lock of a resume is released: rank 0 takes it.
     return launch(to_start, plan.config.model, "train", folder, runs_dir)
 
 
 def _run(
-    plan: TrainPlan | ResumePlan,
-    runs_dir: Path,
-    ranks: int,
-    profilers: Sequence[ProfileCallback],
-    dry_run: bool,
+    plan: TrainPlan | ResumePlan, runs_dir: Path, ranks: int, profiler: ProfileCallback | None, dry_run: bool
 ) -> None:
     """Print the statement, then train with the console view and the signal handlers, and print the summary.
 
@@ -128,9 +123,6 @@ def _run(
     rows = [] if task is None else run_statement(config, task, ranks)
     if isinstance(plan, ResumePlan):
         rows.append(("resume", plan.describe()))
-        start = partial(resume, plan)
-    else:
-        start = partial(train, plan)
     print_statement(console, rows, [] if task is None else task.notes(), plan.warnings)
     if dry_run:
         if not isinstance(plan, ResumePlan):
@@ -138,11 +130,12 @@ def _run(
             if print_memory(console, config, ranks):
                 check_prompt_lengths(config, plan.task)
         return
+    start = partial(resume, plan) if isinstance(plan, ResumePlan) else partial(train, plan)
     with StopSignals() as signals, closing(TrainView(console, runs_dir, signals)) as view:
-        result = start(callbacks=[view, signals, *profilers], stop_requested=lambda: signals.requested)
+        callbacks = [view, signals, *([] if profiler is None else [profiler])]
+        result = start(callbacks=callbacks, stop_requested=lambda: signals.requested)
         if result.status != "FINISHED":
             raise SystemExit(signals.exit_code)
         print_summary(console, config, result)
-        for profiler in profilers:
-            if profiler.result is not None:
-                print_profile(console, profiler.result)
+        if profiler is not None and profiler.result is not None:
+            print_profile(console, profiler.result)

@@ -65,8 +65,9 @@ def test_everything_in_order(plant: Plant) -> None:
     code, out = doctor()
     assert code == 0
     assert "bandpo   9.9, Python 3." in out
-    assert ["plantedone", "2.15.0+cpu", ">=1.5,<3"] in [line.split() for line in out.splitlines()]
-    assert ["planted-gym", "optional", "==1"] in [line.split() for line in out.splitlines()]
+    rows = [line.split() for line in out.splitlines()]
+    assert ["plantedone", "2.15.0+cpu", ">=1.5,<3"] in rows
+    assert ["planted-gym", "optional", "==1"] in rows
     assert not any(word in out for word in ("planted-lint", "problem", "repair"))
 
 

@@ -119,7 +119,7 @@ def test_a_failed_run_does_not_stop_others(tmp_path: Path) -> None:
     file.write_text(
         "arms: {good: {}, bad: {optim.lr: 1.0e+30, optim.warmup_steps: 0, optim.max_grad_norm: null}}\n"
     )
-    words = ["sweep", str(file), *SMALL, "--steps", "1", "--jobs", "2", "--name", "b"]
+    words = ["sweep", str(file), *SMALL, "--jobs", "2", "--name", "b"]
     done = run_bandpo(*words, cwd=tmp_path, COLUMNS="120", OMP_NUM_THREADS="1")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 of 2 runs finished" in done.stdout

@@ -82,9 +82,9 @@ def poisoned(value: Any) -> Any:
 
 def poison_json(path: Path, keep: tuple[str, ...] = ()) -> None:
     """Change each line of a file; the values of the keys `keep` stay, so that the file remains valid."""
-    lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
-    kept = [{key: old[key] for key in keep if key in old} for old in map(json.loads, lines)]
-    changed = [poisoned(json.loads(line)) | old for line, old in zip(lines, kept, strict=True)]
+    texts = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+    contents = [*map(json.loads, texts)]
+    changed = [poisoned(old) | {key: old[key] for key in keep if key in old} for old in contents]
     path.write_text("\n".join(map(json.dumps, changed)) + "\n")
 
 

@@ -64,33 +64,3 @@ def test_dry_run_prints_every_setting_and_writes_nothing(tmp_path: Path) -> None
     assert "1.1M parameters" in printed
     assert "GiB at the peak" in printed
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.slow
-def test_mlflow_has_the_run(tmp_path: Path) -> None:
-    from mlflow import MlflowClient
-
-    done = succeed("train", *SMALL, "--steps", "2", "--mlflow", "--name", "mirrored", cwd=tmp_path)
-    assert "mlflow ui --backend-store-uri sqlite:///runs/mlflow.db" in done.out
-    client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
-    (run,) = client.search_runs([client.get_experiment_by_name("bandpo").experiment_id])
-    assert run.info.status == "FINISHED"
-    assert run.data.params["bounds.divergence"] == "kl"
-    history = client.get_metric_history(run.info.run_id, "train/entropy")
-    assert sorted(point.step for point in history) == [1, 2]
-    assert {"config.yaml", "plots", "samples"} <= {
-        item.path for item in client.list_artifacts(run.info.run_id)
-    }
-    assert not (tmp_path / "mlruns").exists()
-
-
-@pytest.mark.slow
-def test_a_failed_run_is_reported_in_one_line(tmp_path: Path) -> None:
-    """The learning rate makes the weights diverge: exit code 1, and the metrics of the earlier steps are recorded."""
-    done = bandpo("train", *SMALL, "--set", "optim.lr=1e30", "--name", "a", cwd=tmp_path)
-    assert done.code == 1, done.out + done.err
-    assert "Traceback" not in done.err
-    assert "error: " in done.err
-    summary = json.loads((tmp_path / "runs" / "a" / "summary.json").read_text())
-    assert summary["status"] == "FAILED"
-    assert "NonFiniteError" in summary["error"]
