@@ -244,7 +244,7 @@ def run_steps(
     def train_steps() -> RunStatus:
         last = first - 1
         with out_of_memory_errors(config), _disk_errors(folder), lost_rank_errors():
-            steps = loop.train(config, components, folder, events.phase, first, stop or loop.never_stop)
+            steps = loop.train(config, components, folder, events.phase, first, stop or (lambda: False))
             try:
                 for report in steps:
                     last = report.step

@@ -250,11 +250,6 @@ def write_bad_batch(
     return _write_columns(run / BAD_BATCHES / f"{step_name(step)}-update-{update}.parquet", columns)
 
 
-def count_bad_batches(run: Path) -> int:
-    """Return the number of bad batches that the run has stored."""
-    return len(list((run / BAD_BATCHES).glob("step-*.parquet")))
-
-
 def _eval_schema() -> Any:
     """Return the Parquet schema of `EvalRow`. It is fixed, so that an empty table has the same columns."""
     import pyarrow as pa

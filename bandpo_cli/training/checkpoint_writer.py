@@ -176,13 +176,14 @@ class CheckpointWriter:
             RunError: the disk is too full for the checkpoint, or cannot be written to.
         """
         self.wait()
-        state = self._savable_state(step)
-        copied = self._copied(state) if self._in_background and step < self._config.steps else None
         components = self._components
+        policy, state = components.policy, TrainedState.of(components.policy, components.optimizer)
+        check_savable(policy, state, self._folder.checkpoint_dir(step), components.ahead)
+        copied = self._copied(state) if self._in_background and step < self._config.steps else None
+        progress = components.progress(step)
         if copied is None:
-            self._write(components.policy, state, components.progress(step), components.ahead)
+            self._write(policy, state, progress, components.ahead)
         else:
-            progress = components.progress(step)
             self._pending = partial(self._write, self._thread_policy, copied, progress, components.ahead)
 
     def commit(self) -> None:
@@ -217,17 +218,9 @@ class CheckpointWriter:
         """Save the state after `step`, unless no step was done or the step has a checkpoint already."""
         self.wait()
         if step > 0 and self._ranks.on_main(lambda: step not in complete_checkpoints(self._folder).complete):
-            components = self._components
-            state = self._savable_state(step)
-            self._write(components.policy, state, components.progress(step), components.ahead)
-            self._prune(self._ranks)
-
-    def _savable_state(self, step: int) -> TrainedState:
-        """Return the state after `step`. Raises NonFiniteError or RunError if it cannot be saved."""
-        components = self._components
-        state = TrainedState.of(components.policy, components.optimizer)
-        check_savable(components.policy, state, self._folder.checkpoint_dir(step), components.ahead)
-        return state
+            self._in_background = False
+            self.prepare(step)
+            self.commit()
 
     def _prune(self, ranks: Ranks) -> None:
         """Remove the checkpoints that the settings do not keep."""

@@ -49,18 +49,13 @@ from bandpo_cli.training.update import BadUpdateHandler, update_policy
 from bandpo_cli.types import Group, Rollout
 
 
-def never_stop() -> bool:
-    """Return False: the default of `stop`."""
-    return False
-
-
 def train(
     config: RunConfig,
     components: Components,
     folder: RunFolder,
     watch: Callable[[str], None] = lambda phase: None,
     first: int = 0,
-    stop: Callable[[], bool] = never_stop,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Generator[StepReport, None, None]:
     """Train up to step `config.steps` and write the run folder; yield after each step is on disk.
 

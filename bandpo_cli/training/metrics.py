@@ -148,9 +148,8 @@ def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
     trained, forwards = updates.trained, updates.forwards
     if not trained:
         return metrics
-    logprobs = torch.cat([forward.logprobs for forward in forwards])
-    ratios = torch.cat([forward.ratios for forward in forwards])
-    gradient_weights = torch.cat([forward.gradient_weights for forward in forwards])
+    per_token = zip(*((item.logprobs, item.ratios, item.gradient_weights) for item in forwards), strict=True)
+    logprobs, ratios, gradient_weights = map(torch.cat, per_token)
     old_logprobs = torch.cat([experience.old_logprobs for experience in trained])
     advantages = torch.cat([experience.trained_advantages for experience in trained])
     states = [

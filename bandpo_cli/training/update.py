@@ -23,7 +23,7 @@ from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.sharding import local_tensor
 from bandpo_cli.objective.loss import AGGREGATIONS, policy_objective
-from bandpo_cli.storage.tables import MAX_BAD_BATCHES, count_bad_batches, write_bad_batch
+from bandpo_cli.storage.tables import BAD_BATCHES, MAX_BAD_BATCHES, write_bad_batch
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
 
@@ -186,7 +186,8 @@ class BadUpdateHandler:
         skipped, optim = self.optimizer.skipped_in_a_row, self.config.optim
         is_skipped = skipped < optim.max_skips
         stored = ""
-        if self.writes and not (is_skipped and count_bad_batches(self.run) >= MAX_BAD_BATCHES):
+        count = len([*(self.run / BAD_BATCHES).glob("step-*.parquet")])
+        if self.writes and not (is_skipped and count >= MAX_BAD_BATCHES):
             try:
                 columns = _token_columns(experience, forward)
                 path = write_bad_batch(self.run, self.step, number, str(fault), experience.groups, columns)

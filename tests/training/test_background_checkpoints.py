@@ -12,13 +12,12 @@ import pytest
 
 from bandpo_cli.callbacks import CallbackBase, StepReport
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.errors import RunError, SignalExit
+from bandpo_cli.errors import SignalExit
 from bandpo_cli.experiments.resume_run import resume
 from bandpo_cli.experiments.train_run import train
-from bandpo_cli.storage.checkpoints import complete_checkpoints, model_checkpoints
+from bandpo_cli.storage.checkpoints import complete_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import read_summary
-from bandpo_cli.training import checkpoint_writer
 from tests.training import trained
 from tests.training.held_writes import Gate
 
@@ -156,25 +155,3 @@ def test_the_second_signal_ends_the_run_without_the_checkpoint(
     summary = read_summary(folder)
     assert summary is not None
     assert summary.status == "KILLED"
-
-
-@pytest.mark.slow
-def test_a_disk_that_fills_up_meanwhile_ends_the_run_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The checkpoint of step 2 fails; the run ends at a later step."""
-    write = checkpoint_writer.write_checkpoint
-
-    def fail(policy: Any, state: Any, progress: Any, folder: Path, *check: Any) -> None:
-        if progress.step == 2:
-            raise RunError(f"{folder}: the checkpoint cannot be written: No space left on device")
-        write(policy, state, progress, folder, *check)
-
-    monkeypatch.setattr(checkpoint_writer, "write_checkpoint", fail)
-    with pytest.raises(RunError, match="step-000002: the checkpoint cannot be written: No space left"):
-        train(resolve([SMALL]), tmp_path, "a")
-    summary = read_summary(tmp_path / "a")
-    assert summary is not None
-    assert summary.status == "FAILED"
-    assert summary.content["error"].startswith("RunError: ")
-    assert list(model_checkpoints(RunFolder(tmp_path / "a"))) == [1]

@@ -25,16 +25,11 @@ def test_the_denominator_of_a_bins_share_is_its_tokens() -> None:
     assert metrics["clip/active_fraction/p_0.001_0.01"] == 1 / 4
     assert metrics["clip/active_fraction/p_0.9_1"] == 1 / 2
     assert metrics["clip/token_share/p_0.001_0.01"] == pytest.approx(4 / 6)
+    assert metrics["clip/token_share/p_0.5_0.9"] == 0
+    assert "clip/active_fraction/p_0.5_0.9" not in metrics
     assert metrics["clip/active_fraction"] == pytest.approx(2 / 6)
     assert metrics["clip/upper_fraction"] == metrics["clip/lower_fraction"] == pytest.approx(1 / 6)
     assert metrics["clip/outside_fraction"] == pytest.approx(4 / 6)
-
-
-def test_one_token_is_a_share_of_one() -> None:
-    metrics = metrics_of((0.0005, 2.0, 1.0))
-    assert metrics["clip/active_fraction"] == metrics["clip/upper_fraction"] == 1.0
-    assert metrics["clip/token_share/p_0_0.001"] == metrics["clip/active_fraction/p_0_0.001"] == 1.0
-    assert metrics["clip/token_share/p_0.9_1"] == 0.0
 
 
 def test_a_ratio_on_a_bound_is_inside() -> None:
@@ -46,23 +41,3 @@ def test_a_bin_holds_its_upper_edge() -> None:
     """exp(log 0.5) is 0.5 exactly, the upper edge of the bin from 0.1."""
     metrics = metrics_of((0.5, 1.0, 1.0), (0.5 + 1e-9, 1.0, 1.0))
     assert (metrics["clip/token_share/p_0.1_0.5"], metrics["clip/token_share/p_0.5_0.9"]) == (0.5, 0.5)
-
-
-def test_only_the_rarest_of_three_bins_is_clipped() -> None:
-    """One token in each of three bins, with bounds of their own."""
-    old = torch.tensor([0.0005, 0.09, 0.95], dtype=torch.float64).log()
-    state = clip_state(
-        ratios=torch.tensor([3.0, 1.5, 0.5]),
-        lower=torch.tensor([0.0, 0.8, 0.8]),
-        upper=torch.tensor([2.0, 1.6, 1.05]),
-        advantages=torch.tensor([1.0, 1.0, 1.0]),
-    )
-    metrics = clip_metrics(state, old)
-    assert metrics["clip/active_fraction"] == pytest.approx(1 / 3)
-    assert metrics["clip/upper_fraction"] == pytest.approx(1 / 3)
-    assert metrics["clip/lower_fraction"] == 0.0
-    assert metrics["clip/outside_fraction"] == pytest.approx(2 / 3)
-    assert metrics["clip/active_fraction/p_0_0.001"] == 1.0
-    assert metrics["clip/active_fraction/p_0.01_0.1"] == 0.0
-    assert metrics["clip/token_share/p_0.9_1"] == pytest.approx(1 / 3)
-    assert "clip/active_fraction/p_0.1_0.5" not in metrics

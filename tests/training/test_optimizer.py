@@ -112,10 +112,3 @@ def test_the_step_count_is_loaded_to_where_the_kernel_reads_it(
     state = optimizer.state()
     assert state["weight.step"].device.type == expected
     assert state["weight.exp_avg"].device.type == on
-
-
-@pytest.mark.parametrize("device", FUSED_DEVICES)
-def test_torch_has_a_fused_kernel_for_the_listed_devices(device: str) -> None:
-    from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
-
-    assert device in _get_fused_kernels_supported_devices()
