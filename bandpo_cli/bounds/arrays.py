@@ -8,8 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,25 +34,18 @@ class RatioBounds(NamedTuple):
     upper: Array
 
 
-@dataclass(frozen=True)
 class TokenProbs:
-    """Probabilities of T sampled tokens under π_old, in float64, accurate at both ends.
+    """Probabilities of T sampled tokens under π_old, in float64, accurate at both ends; shapes (T,).
 
     Attributes:
-        logp: log p ≤ 0, never NaN. Shape (T,).
+        logp: log p ≤ 0, never NaN.
+        p: the probability.
+        m: 1−p, computed from log p and therefore accurate where p rounds to 1.
     """
 
-    logp: Array
-
-    @cached_property
-    def p(self) -> Array:
-        """The probability, shape (T,)."""
-        return namespace(self.logp).exp(self.logp)
-
-    @cached_property
-    def m(self) -> Array:
-        """1−p, computed from log p and therefore accurate where p rounds to 1. Shape (T,)."""
-        return -namespace(self.logp).expm1(self.logp)
+    def __init__(self, logp: Array) -> None:
+        xp = namespace(logp)
+        self.logp, self.p, self.m = logp, xp.exp(logp), -xp.expm1(logp)
 
 
 def is_tensor(x: Array) -> bool:

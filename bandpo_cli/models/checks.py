@@ -34,8 +34,6 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _CONFIG = "config.json"
 _JSON_FILES = (_CONFIG, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", INDEX)
 _MAX_JSON_BYTES = 2**26
-# Patterns of the files of tokenizers: tokenizer.json, vocab.json, spiece.model, tokenization_custom.py, ...
-_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _COUNT_WORDS = ("layer", "expert", "block")  # Parts of the names of settings that give a number of modules
 _MAX_COUNT = 10_000  # Maximum value of such a setting
@@ -112,14 +110,6 @@ def check_weight_format(location: str, path: str) -> None:
     elif gguf := gguf_file(folder):
         problem = f"its weights are in {gguf.name}; {GGUF_ADVICE}"
     raise model_error(path, problem)
-
-
-def check_has_tokenizer(location: str, path: str) -> None:
-    """Raise UserError if a folder has no file of a tokenizer."""
-    folder = Path(location)
-    if path_exists(folder) and not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):
-        files = "tokenizer.json and tokenizer_config.json"
-        raise model_error(path, f"it has no tokenizer; copy {files} of the model there")
 
 
 def check_declared_size(model: PreTrainedModel, location: str, path: str) -> None:

@@ -30,6 +30,9 @@ from bandpo_cli.models.sharding import checkpointed_layers, forward_dtype, is_sh
 from bandpo_cli.paths import cached_commit, path_exists, user_path
 from bandpo_cli.ranks import SINGLE, Ranks
 
+# Patterns of the files of tokenizers: tokenizer.json, vocab.json, spiece.model, tokenization_custom.py, ...
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
+
 
 def is_on_cuda(config: ModelConfig) -> bool:
     """Return whether `model.device` is a CUDA GPU on this machine."""
@@ -178,7 +181,10 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
     """Return the model's tokenizer. Raise UserError if there is none that can be read."""
-    checks.check_has_tokenizer(model_location(config), config.path)
+    folder = Path(model_location(config))
+    if path_exists(folder) and not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):
+        files = "tokenizer.json and tokenizer_config.json"
+        raise model_error(config.path, f"it has no tokenizer; copy {files} of the model there")
     with loading_errors(config.path, "its tokenizer cannot be read"):
         return AutoTokenizer.from_pretrained(**_source(config))
 

@@ -40,7 +40,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_PREFIX = "base_model.model."
 """Beginning of the names of an adapter's tensors in the format of peft."""
 
-_NAME = "default"  # The name by which peft knows the adapters of a policy
+ADAPTER_NAME = "default"  # The name by which peft knows the adapters of a policy
 
 
 def add_adapters(
@@ -86,7 +86,7 @@ def _round_once(layer: Any, x: Tensor) -> Tensor:
     if layer.disable_adapters:  # the same operations: a policy at its start equals its reference exactly
         change = x.new_zeros(*x.shape[:-1], base.out_features)
     else:
-        change = layer.lora_B[_NAME](layer.lora_A[_NAME](x)) * layer.scaling[_NAME]
+        change = layer.lora_B[ADAPTER_NAME](layer.lora_A[ADAPTER_NAME](x)) * layer.scaling[ADAPTER_NAME]
     y = torch.addmm(change.flatten(0, -2), x.flatten(0, -2), base.weight.t()).view_as(change)
     return y if base.bias is None else y + base.bias
 
@@ -136,7 +136,7 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield name and parameter of the adapters, by their names in a file of peft."""
     for name, layer in lora_layers(model).items():
         for part, adapter in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
-            yield f"{ADAPTER_PREFIX}{name}.{part}.weight", adapter[_NAME].weight
+            yield f"{ADAPTER_PREFIX}{name}.{part}.weight", adapter[ADAPTER_NAME].weight
 
 
 def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -163,18 +163,6 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
-
-
-def merge_adapter_of(layer: LoraLayer, name: str, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the complete weight of an adapted layer with its adapter; all ranks must call this together.
-
-    Args:
-        name: the name of the weight in the model without adapters.
-        weight: the complete weight of the layer itself.
-        dtype: dtype of forward passes, to which A and B are rounded first, since passes compute with them.
-    """
-    a, b = (full_tensor(item[_NAME].weight.detach().to(dtype)) for item in (layer.lora_A, layer.lora_B))
-    return merged_weight(name, weight, a, b, layer.scaling[_NAME])
 
 
 @torch.no_grad()
@@ -210,7 +198,7 @@ def save_adapter(model: PreTrainedModel, folder: Path, weights: Mapping[str, Ten
     """
     tensors = {name: tensor.contiguous() for name, tensor in dict(weights or adapter_weights(model)).items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    config = model.peft_config[_NAME].to_dict() | {"inference_mode": True}
+    config = model.peft_config[ADAPTER_NAME].to_dict() | {"inference_mode": True}
     # peft would write its sets in an order that changes from process to process.
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
     (folder / ADAPTER_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n", "utf-8")

@@ -34,8 +34,11 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         layer, _, kind = name.rpartition(".base_layer.")
         if layer in layers:
             name = f"{layer}.{kind}"  # without adapters
-            if kind == "weight":
-                weight = lora.merge_adapter_of(layers[layer], name, weight, dtype)
+            if kind == "weight":  # A and B are rounded first, since passes compute with them
+                adapter = layers[layer]
+                parts = (item[lora.ADAPTER_NAME].weight for item in (adapter.lora_A, adapter.lora_B))
+                a, b = (sharding.full_tensor(part.detach().to(dtype)) for part in parts)
+                weight = lora.merged_weight(name, weight, a, b, adapter.scaling[lora.ADAPTER_NAME])
         yield name, weight
 
 
