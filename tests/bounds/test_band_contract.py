@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,9 +36,7 @@ def test_a_larger_radius_gives_a_wider_interval(name: str, logp: float, delta: f
 
 @settings(max_examples=20)
 @given(name=NAMES, delta=st.floats(1e-4, 2))
-def test_new_probabilities_increase_with_the_old_one_and_are_symmetric_about_one_half(
-    name: str, delta: float
-) -> None:
+def test_new_probabilities_increase_with_the_old_one_and_are_symmetric(name: str, delta: float) -> None:
     p = np.linspace(0.01, 0.99, 99)
     lower, upper = band_bounds(np.log(p), name, delta)
     assert (np.diff(p * lower) >= -1e-12).all()
@@ -89,9 +88,7 @@ def test_tables_created_in_inference_mode_are_usable_outside(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("kl", torch.float32), ("js", torch.float64)])
-def test_bounds_do_not_depend_on_the_blocks(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bounds_do_not_depend_on_the_blocks(name: str, dtype: Any, monkeypatch: Any) -> None:
     """A batch processed in several blocks has the bounds of the same batch processed in one."""
     x = -torch.logspace(-9, 1.9, 3 * BATCH - 7, dtype=dtype)
     at_once = band_bounds(x, name, 0.05)
@@ -173,9 +170,7 @@ def test_an_unknown_name_raises_config_error_with_the_nearest_name() -> None:
 
 
 @pytest.mark.parametrize(("name", "count"), [("kl", 9000), ("tv", 5), ("kl", 5), ("js", 9000)])
-def test_bands_read_no_value_from_an_accelerator(
-    name: str, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bands_read_no_value_from_a_device(name: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading a value from the meta device raises an error. The steps of the solvers are all alike."""
     monkeypatch.setattr("bandpo_cli.bounds.solver._MAX_STEPS", 2)
     monkeypatch.setattr("bandpo_cli.bounds.kl._NEWTON_STEPS", 2)

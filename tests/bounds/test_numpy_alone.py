@@ -68,8 +68,7 @@ def test_bounds_and_integrations_need_numpy_alone() -> None:
     bounds, functions, config = json.loads(done.stdout)
     assert list(bounds) == list(DIVERGENCES)
     for name in DIVERGENCES:
-        np.testing.assert_allclose(
-            bounds[name], np.stack(band_bounds(LOGPROBS, name, 0.05, 10.0)), rtol=1e-12
-        )
+        expected = np.stack(band_bounds(LOGPROBS, name, 0.05, 10.0))
+        np.testing.assert_allclose(bounds[name], expected, rtol=1e-12)
     assert "band" in functions
     assert config == []

@@ -101,16 +101,12 @@ def test_demonstrations_have_the_requested_shares() -> None:
         """Return prompts and answers of a batch, whose tokens end with the end of the sequence."""
         rows = demonstrations.rows(sampler)
         assert {answer[-1] for row in rows for answer in row.completions} == {TOKENIZER.eos_token_id}
-        return [
-            (TOKENIZER.decode(row.prompt_ids), TOKENIZER.decode(answer[:-1]))
-            for row in rows
-            for answer in row.completions
-        ]
+        pairs = [(row.prompt_ids, answer[:-1]) for row in rows for answer in row.completions]
+        return [(TOKENIZER.decode(prompt), TOKENIZER.decode(answer)) for prompt, answer in pairs]
 
     for share, low, high in ((0.0, 0.0, 0.0), (0.5, 0.35, 0.6)):
-        verdicts = [
-            grade_countdown(problems[prompt], text).verdict for prompt, text in answers(partly_wrong(share))
-        ]
+        sampled = answers(partly_wrong(share))
+        verdicts = [grade_countdown(problems[prompt], text).verdict for prompt, text in sampled]
         assert set(verdicts) <= {"correct", "wrong-value"}
         assert low <= verdicts.count("wrong-value") / len(verdicts) <= high
     rarely = answers(rarely_multiplying(0.2))

@@ -27,16 +27,15 @@ def test_settings_take_effect_and_log_probs_agree() -> None:
     models = [load_policy(ModelConfig.model_validate({**item, "device": "cpu"})).model for item in settings]
     assert [model.config._attn_implementation for model in models] == ["sdpa", "sdpa", "eager", "sdpa"]
     assert [model.dtype for model in models] == [torch.float32] * 3 + [torch.bfloat16]
-    plain, sdpa, eager, low = (
-        token_logprobs(model, collate(ROWS, torch.device("cpu"))).logprobs.detach() for model in models
-    )
+    batch = collate(ROWS, torch.device("cpu"))
+    plain, sdpa, eager, low = (token_logprobs(model, batch).logprobs.detach() for model in models)
     assert torch.equal(sdpa, plain)
     torch.testing.assert_close(eager, plain, atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(low, plain, atol=0.3, rtol=0.05)
 
 
 @pytest.mark.parametrize(("setting", "enabled"), [("auto", False), (True, True)])
-def test_gradient_checkpointing_is_off_without_a_gpu_and_enabled_without_a_warning(
+def test_gradient_checkpointing_is_off_without_a_gpu_and_enabled_silently(
     setting: Any, enabled: bool
 ) -> None:
     """transformers 5.23 has another name for it than 5.22, and prints a warning for the old name."""

@@ -122,9 +122,8 @@ def flash_attention(module: Any, query: Any, key: Any, value: Any, mask: None, *
 def test_varlen_attention_gives_the_same_log_probs_and_completions(model: PreTrainedModel, kind: str) -> None:
     """Sampling, which has no packed rows, is that of sdpa."""
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    AttentionInterface.register(
-        "any-length", attention._packed(sdpa, flash_attention, attention._attend_varlen)
-    )
+    function = attention._packed(sdpa, flash_attention, attention._attend_varlen)
+    AttentionInterface.register("any-length", function)
     params = SamplingParams(samples=3, temperature=1.0, max_tokens=6, stop_ids=(2,))
     expected = token_logprobs(model, collate(ROWS, CPU)).logprobs
     sampled = TransformersSampler(model, 0).sample([(1, 2, 3), (4,)], params, 0)
@@ -141,10 +140,8 @@ def test_torch_takes_the_arguments_of_varlen_attention() -> None:
     if not attention.has_torch_varlen():
         pytest.skip("this version of torch has no varlen attention with grouped heads")
     query, key = torch.empty(1, 4, 10, 16, device="meta"), torch.empty(1, 2, 10, 16, device="meta")
-    ends: dict[str, Any] = {
-        "cu_seq_lens_q": torch.empty(3, dtype=torch.int32, device="meta"),
-        "max_length_q": 6,
-    }
+    boundaries = torch.empty(3, dtype=torch.int32, device="meta")
+    ends: dict[str, Any] = {"cu_seq_lens_q": boundaries, "max_length_q": 6}
     module, options = torch.nn.Module(), {"scaling": 0.5, "sliding_window": 4}
     output, _ = attention._torch_varlen(module, query, key, key, None, **ends, **options)
     assert output.shape == (1, 10, 4, 16)

@@ -74,19 +74,16 @@ def test_components_of_the_estimate_computed_by_hand(tmp_path: Path, numel: int)
     cache = next(size for name, size in estimate.sampling.items() if "cache" in name)
     # sequences × tokens × (keys and values) × layers × key-value heads × head size × bytes
     assert cache == 32 * 50 * 2 * 2 * 2 * 8 * 2
-    assert estimate.peak == sum(estimate.always.values()) + max(
-        sum(estimate.update.values()), sum(estimate.sampling.values())
-    )
+    phases = (sum(phase.values()) for phase in (estimate.update, estimate.sampling))
+    assert estimate.peak == sum(estimate.always.values()) + max(phases)
 
 
 def test_with_lora_only_the_adapters_have_gradients_and_optimizer_state(tmp_path: Path, numel: int) -> None:
     linear = [value for name, value in random_model().named_parameters() if "proj.weight" in name]
     adapters = sum(4 * sum(item.shape) for item in linear)
     assert len(linear) == 14
-    layer = {
-        "model": {"path": str(tmp_path), "dtype": "bfloat16", "lora": {"rank": 4}},
-        "objective": {"reference_kl": 0.1},
-    }
+    model = {"path": str(tmp_path), "dtype": "bfloat16", "lora": {"rank": 4}}
+    layer = {"model": model, "objective": {"reference_kl": 0.1}}
     estimate = estimate_memory(resolve([layer]), MACHINE)
     assert (estimate.parameters, estimate.trained) == (numel + adapters, adapters)
     assert estimate.always == {
@@ -198,9 +195,7 @@ def test_attention_never_holds_more_than_the_estimate(tmp_path: Path, prompt: in
     assert max(measured) >= 0.8 * estimate
 
 
-def test_auto_is_gradient_checkpointing_where_the_model_supports_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_is_gradient_checkpointing_if_supported(tmp_path: Path, monkeypatch: Any) -> None:
     def activations(value: bool | str) -> int:
         settings = ModelConfig(path=str(tmp_path), gradient_checkpointing=value)  # type: ignore[arg-type]
         return activation_bytes(build_on_meta_device(settings), TOKENS, settings, 1000, on_gpu=True)
@@ -291,7 +286,7 @@ def train_twice(model: PreTrainedModel) -> None:
     ids=["layers", "layers, untied, in float32", "outside of the layers"],
 )
 def test_the_peak_of_an_update_is_the_estimate(
-    rank_0_of_4: Ranks, words: int, tied: bool, dtype: torch.dtype
+    rank_0_of_4: Ranks, words: int, tied: bool, dtype: Any
 ) -> None:
     model = qwen2(words, tied, dtype)
     update, reduction, *_ = fsdp_bytes(model, RANKS)

@@ -64,9 +64,7 @@ def test_batches_keep_the_order_and_the_token_limit() -> None:
         (100, [8000, 8000], [1, 1]),
     ],
 )
-def test_prompt_is_shared_within_the_limits_of_a_row(
-    prompt: int, completions: list[int], expected: list[int]
-) -> None:
+def test_prompt_is_shared_within_limits(prompt: int, completions: list[int], expected: list[int]) -> None:
     rows = rows_from_groups([group(prompt, completions), group(3, [2, 2])])
     assert [len(row.completions) for row in rows] == [*expected, 2]
     flat = [token for row in rows[:-1] for completion in row.completions for token in completion]
@@ -94,9 +92,8 @@ def test_scatter_inverts_gather_and_masks_are_correct(rows: list[tuple[int, ...]
     finally:
         packing.MAX_MASKED_ROW_TOKENS = before
     assert torch.equal(packed.gather_index[packed.scatter_index], torch.arange(tokens))
-    assert torch.equal(
-        torch.cat([block.gather_index for block in blocks])[packed.block_scatter_index], torch.arange(tokens)
-    )
+    gathered = torch.cat([block.gather_index for block in blocks])
+    assert torch.equal(gathered[packed.block_scatter_index], torch.arange(tokens))
     assert packed.boundaries.diff().sum() == len(packed.gather_index)
     assert packed.longest == packed.boundaries.diff().max()
 
@@ -107,9 +104,7 @@ def test_scatter_inverts_gather_and_masks_are_correct(rows: list[tuple[int, ...]
         assert len(block.gather_index) == count * length
         for window in (None, 3):
             mask = block.mask(window)
-            allowed = (
-                torch.ones(length, length, dtype=torch.bool).tril()[None] if mask is None else mask[:, 0]
-            )
+            allowed = torch.ones(1, length, length, dtype=torch.bool).tril() if mask is None else mask[:, 0]
             allowed = allowed.expand(count, length, length)
             tokens_of_block = block.gather_index.view(count, length)
             for token, index in enumerate(index_of_token):

@@ -61,9 +61,7 @@ log_prob = st.floats(-1e4, 0.0, width=32)
 @pytest.mark.parametrize("rule", RULES)
 @settings(max_examples=20)
 @given(rows=st.lists(st.tuples(log_prob, log_prob | st.just(-math.inf)), min_size=2, max_size=6))
-def test_weights_of_extreme_log_probs_are_between_zero_and_the_cap(
-    rule: str, rows: list[tuple[float, float]]
-) -> None:
+def test_weights_of_extreme_log_probs_are_limited(rule: str, rows: list[tuple[float, float]]) -> None:
     """A sampler that reports probability 0 for its own token, by rounding, gets the weight of the cap, or is masked."""
     trainer, sampler = torch.tensor(rows).unbind(1)
     objective = ObjectiveConfig(importance=rule)  # type: ignore[arg-type]

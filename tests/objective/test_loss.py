@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -29,9 +30,7 @@ Inputs = tuple[torch.Tensor, LossBatch, torch.Tensor]
 """Log-probs under the policy being updated, the other values of the tokens, and their weights."""
 
 
-def inputs_of(
-    rows: list[tuple[float, ...]], ref: list[float] | None = None, dtype: torch.dtype = torch.float64
-) -> Inputs:
+def inputs_of(rows: list[tuple[float, ...]], ref: Any = None, dtype: Any = torch.float64) -> Inputs:
     """Return tokens given as (new, old, lower, upper, advantage, weight), each a completion of its own."""
     new, old, lower, upper, advantages, weights = torch.tensor(rows, dtype=dtype).unbind(1)
     ref_logprobs = None if ref is None else torch.tensor(ref, dtype=dtype)
@@ -39,9 +38,7 @@ def inputs_of(
     return new, LossBatch(lengths, advantages, old, bounds, ref_logprobs=ref_logprobs), weights
 
 
-def clipped_objective(
-    inputs: Inputs, dual_clip: float | None = 10.0, reference_kl: float = 0.0
-) -> LossOutputs:
+def clipped_objective(inputs: Inputs, dual_clip: Any = 10.0, reference_kl: float = 0.0) -> LossOutputs:
     """Return the objective with the bounds that `inputs` has."""
     loss = IntervalLoss(ClipSettings(), ObjectiveConfig(dual_clip=dual_clip))
     return policy_objective(loss, *inputs, reference_kl)

@@ -96,10 +96,8 @@ def by_completion(case: Case) -> list[list[float]]:
 
 def masks_tokens(case: Case) -> bool:
     """Some completions have tokens of both kinds."""
-    return (
-        clips_both_ways(case)
-        and sum(0 < weights.count(0.0) < len(weights) for weights in by_completion(case)) > 5
-    )
+    mixed = sum(0 < weights.count(0.0) < len(weights) for weights in by_completion(case))
+    return clips_both_ways(case) and mixed > 5
 
 
 def masks_completions(case: Case) -> bool:
