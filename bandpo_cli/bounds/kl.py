@@ -24,12 +24,9 @@ from bandpo_cli.bounds.solver import SMALLEST, initial_guess
 
 # Sufficient from the outer starts: 30 and 48 steps agree to 6e-14 in t for log p in [−80, −1e-9], δ in [1e-4, 2].
 _NEWTON_STEPS = 40
-
 _STEPS_FROM_TABLE = 2  # Sufficient from the table, whose error of 3e-5 each step squares
-
 MIN_TOKENS_FOR_TABLE = 4096
 """Smallest number of tokens for tables, which are reused, since δ is the same in each step of training."""
-
 # Range of y of the float32 tables: from 2⁻³⁶, where results equal the limit p→1, to 128, where 1/p overflows.
 _FIRST_OCTAVE, _LAST_OCTAVE = -36, 7
 
@@ -40,7 +37,6 @@ _F32_ONE = 127 << 23
 _F32_FIRST = (127 + _FIRST_OCTAVE) << _F32_BITS
 _F32_PIECES = (_LAST_OCTAVE - _FIRST_OCTAVE) << _F32_BITS
 _NODE = _HALF * math.sqrt(0.75)  # Distance of the outer Chebyshev nodes of a parabola from its middle
-
 _LOG_RATIO_FLOOR = -120.0  # exp of this is 0 in float32; below it log r is too steep for a parabola per piece
 
 Float32Table = tuple[Array, ...]

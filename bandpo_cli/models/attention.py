@@ -115,8 +115,8 @@ def has_torch_varlen() -> bool:
 
 
 def _torch_varlen(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, **kwargs: Any
-) -> tuple[Tensor, None]:
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **kwargs: Any
+) -> Output:
     """Call torch's causal varlen attention with the arguments that transformers' FlashAttention takes.
 
     Queries are [1, heads, E, width], keys and values have as many or fewer heads; the output is [1, E, heads, width].

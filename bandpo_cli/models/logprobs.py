@@ -32,13 +32,7 @@ TILE_ROWS = {"cpu": 2048, "cuda": 8192}
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probs and entropy of the N completion tokens of a batch, in nats.
-
-    Attributes:
-        logprobs: [N] float32, log π(token) at the sampling temperature.
-        entropy: [N] float32, entropy of π at temperature 1 for the distribution that the token was sampled from, or
-            None.
-    """
+    """Log-probs at the sampling temperature, and entropy at temperature 1 or None, of N tokens: [N] float32, nats."""
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -62,17 +56,13 @@ def token_logprobs(
 
 def _token_logprobs(model: PreTrainedModel, batch: TokenBatch, *options: Any) -> TokenLogprobs:
     with _checkpointing(model):
-        hidden = model.base_model(
-            input_ids=batch.input_ids,
-            position_ids=batch.position_ids,
-            # The model passes a mask with four axes on unchanged and would expand None to a [T, T] mask. Attention
-            # uses `packing` instead of it.
-            attention_mask=batch.input_ids.new_ones((1, 1, 1, 1), dtype=torch.bool),
-            packing=batch.packing,
-            use_cache=False,
-        ).last_hidden_state
+        # The model passes a mask with four axes on unchanged and would expand None to a [T, T] mask. Attention uses
+        # `packing` instead of it.
+        mask = batch.input_ids.new_ones((1, 1, 1, 1), dtype=torch.bool)
+        layout = {"position_ids": batch.position_ids, "packing": batch.packing, "attention_mask": mask}
+        output = model.base_model(input_ids=batch.input_ids, **layout, use_cache=False)
     head = model.get_output_embeddings()
-    predicting = hidden[0].index_select(0, batch.predictor_index)
+    predicting = output.last_hidden_state[0].index_select(0, batch.predictor_index)
     return linear_logprobs(predicting, head.weight, head.bias, batch.targets, *options)
 
 

@@ -51,8 +51,7 @@ def add_adapters(
     Args:
         model: the complete model, on the CPU or the meta device.
         seed: seed of the run; with the shapes of the layers it determines the initial adapters.
-        base: folder or hub id that the model was loaded from, for the config of the adapters.
-        revision: commit of a model on the hub.
+        base, revision: folder, or hub id and commit, of the model, for the config of the adapters.
 
     Raises:
         UserError: a target is no linear layer of the model or its output layer, or the rank is too large.

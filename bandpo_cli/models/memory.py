@@ -402,9 +402,7 @@ def activation_bytes(
     return int(layers * tokens * text.hidden_size * model.dtype.itemsize) + activations // layers
 
 
-def _shapes_only(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **settings: Any
-) -> tuple[Tensor, None]:
+def _shapes_only(module: Any, query: Tensor, *states: Any, **settings: Any) -> tuple[Tensor, None]:
     """Return an output of the right shape and save nothing: `attention_elements` counts what attention saves."""
     return query.transpose(1, 2).clone(memory_format=torch.contiguous_format), None
 

@@ -2,11 +2,8 @@
 
 Rows lie one after another without padding. A row holds one prompt and one or more of its completions. Each completion
 attends to the prompt and to itself but not to the other completions, at the positions that it would have without them.
-The G completions of a group therefore cost one prompt instead of G; for short answers to longer questions that saves
-most of the work. A row with one completion is the ordinary layout.
-
-`Packing` describes which packed tokens attend to which. It gives the layout in two forms: padded blocks for kernels
-that take sequences of equal length, and sequences with boundaries for kernels that take sequences of any length.
+The G completions of a group therefore cost one prompt instead of G. `Packing` gives the layout in two forms: padded
+blocks for kernels that take sequences of equal length, and sequences with boundaries for kernels that take any length.
 """
 
 from __future__ import annotations
@@ -113,13 +110,9 @@ def collate(rows: Sequence[Row], device: torch.device) -> TokenBatch:
     predictors[start[has_first]] = (row_start + prompt - 1)[has_first]
     token_segments, positions = packing.token_layout
     is_sampled = token_segments != PROMPT
-    return TokenBatch(
-        input_ids=device_tensor(ids[None], device),
-        position_ids=device_tensor(positions[None], device),
-        packing=packing,
-        predictor_index=device_tensor(predictors[is_sampled], device),
-        targets=device_tensor(ids[is_sampled], device),
-    )
+    tokens = device_tensor(ids[None], device), device_tensor(positions[None], device)
+    sampled = device_tensor(predictors[is_sampled], device), device_tensor(ids[is_sampled], device)
+    return TokenBatch(*tokens, packing, *sampled)
 
 
 def empty_batch(pad_id: int, device: torch.device) -> TokenBatch:

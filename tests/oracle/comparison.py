@@ -97,11 +97,9 @@ def grade_text(text: str) -> Grade:
 
 
 class GivenSampler:
-    """Samples one token at a time, reports log-probs with noise, and keeps what it returned in `given`.
+    """Samples one token at a time, reports log-probs with `noise` nats, and keeps what it returned in `given`.
 
-    Args:
-        noise: standard deviation in nats; 0 for log-probs without noise and, unless `ahead`, with entropies.
-        ahead: it samples from a copy of the weights that only `sync` replaces, while the trainer changes its own.
+    Without noise it reports entropies, unless `ahead`: then it samples from a copy that only `sync` replaces.
     """
 
     def __init__(
@@ -148,12 +146,11 @@ class GivenSampler:
             entropy = torch.distributions.Categorical(logits=logits).entropy().tolist()
             for entry, value in zip(entropies, entropy, strict=True):
                 entry.append(value)
-        rollouts = []
-        for row, value, entropy in zip(rows, logprobs, entropies, strict=True):
-            rollout = self._rollout(prompt, row[len(prompt) :], value)
-            rollouts.append(rollout)
-            if not self._noise and not self._ahead:
-                self._entropies[prompt, rollout.token_ids] = tuple(entropy[: len(rollout.token_ids)])
+        pairs = zip(rows, logprobs, strict=True)
+        rollouts = [self._rollout(prompt, row[len(prompt) :], value) for row, value in pairs]
+        if not self._noise and not self._ahead:
+            for rollout, values in zip(rollouts, entropies, strict=True):
+                self._entropies[prompt, rollout.token_ids] = tuple(values[: len(rollout.token_ids)])
         # Every third group repeats one completion, so that its rewards are all equal.
         return [rollouts[0]] * SAMPLES if place % 3 == 2 else rollouts
 
