@@ -18,7 +18,8 @@ from bandpo_cli.ranks import Ranks
 def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield name and tensor of every weight, in the dtype of forward passes; tied weights appear once.
 
-    Adapters are merged into the weights of their layers, which have the names that they have without adapters. A sharded model gathers each tensor when it is taken: at no time does a rank hold a second copy of the model. All
+    Adapters are merged into the weights of their layers, which have the names that they have without adapters. A
+    sharded model gathers each tensor when it is taken: at no time does a rank hold a second copy of the model. All
     ranks must iterate together.
     """
     dtype = sharding.forward_dtype(model)
