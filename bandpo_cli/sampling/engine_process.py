@@ -24,9 +24,9 @@ from bandpo_cli.config.hardware import engine_cards
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.models.adapter_files import base_config
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import checkpoint_weights
+from bandpo_cli.paths import is_adapter_folder, user_path
 from bandpo_cli.rank_process import local_rank_count
 from bandpo_cli.registries import ENGINES
 from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
@@ -253,7 +253,7 @@ def _model_settings(config: ModelConfig, policy: Policy) -> ModelConfig:
         "dtype": str(policy.dtype).removeprefix("torch."),
         "device": "cuda" if policy.device.type == "cuda" else str(policy.device),
     }
-    if policy.commit is not None and base_config(config)[1] is None:
+    if policy.commit is not None and not is_adapter_folder(user_path(config.path)):
         settings["revision"] = policy.commit  # the files that the trainer has loaded
     return config.model_copy(update=settings)
 
