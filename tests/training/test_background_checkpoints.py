@@ -12,12 +12,10 @@ import pytest
 
 from bandpo_cli.callbacks import CallbackBase, StepReport
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.errors import SignalExit
 from bandpo_cli.experiments.resume_run import resume
 from bandpo_cli.experiments.train_run import train
 from bandpo_cli.storage.checkpoints import complete_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.storage.run_record import read_summary
 from tests.training import trained
 from tests.training.held_writes import Gate
 
@@ -135,23 +133,3 @@ def test_a_stop_waits_for_the_checkpoint_in_progress(
     assert list(complete_checkpoints(RunFolder(done.folder)).complete) == [2, 3]
     assert phases[-2:] == ["checkpoint", "close"]
     assert record(resume("a", tmp_path).folder) == record(uninterrupted)
-
-
-@pytest.mark.slow
-def test_the_second_signal_ends_the_run_without_the_checkpoint(
-    uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It comes within a callback. The thread gives up the checkpoint, and the gate is never opened."""
-    gate = Gate(monkeypatch)
-
-    def interrupt() -> None:
-        gate.wait_until_reached()
-        raise SignalExit(2)
-
-    with pytest.raises(SignalExit):
-        train(resolve([SMALL]), tmp_path, "a", callbacks=[AtStep(1, interrupt)])
-    folder = tmp_path / "a"
-    assert list((folder / "checkpoints").iterdir()) == []
-    summary = read_summary(folder)
-    assert summary is not None
-    assert summary.status == "KILLED"
