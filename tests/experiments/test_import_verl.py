@@ -39,8 +39,8 @@ def job(tmp_path: Path, empty_database: Path, monkeypatch: pytest.MonkeyPatch) -
     shutil.copy(empty_database, folder / "mlflow.db")
     write_settings(folder, steps=3)
     first, last = ({"val-core/countdown/acc/mean_at_16": value} for value in (0.1, 0.4))
-    best = {"val-core/countdown/acc/best_at_16/mean": 0.9}
-    log_run(folder, "job", {0: first | best, 1: STEP, 2: STEP, 3: STEP | last})
+    first |= {"val-core/countdown/acc/best_at_16/mean": 0.9}
+    log_run(folder, "job", {0: first, 1: STEP, 2: STEP, 3: STEP | last})
     return folder
 
 
@@ -170,8 +170,9 @@ def run_command(*arguments: str) -> int:
 
 @pytest.mark.slow
 def test_runs_of_both_engines_are_two_arms_of_one_report(
-    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    job: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # the report is written there
     own = RunFolder.create(tmp_path, "own")
     own.write_config(to_yaml(resolve([{"steps": 3}])))
     own.append_metrics({"step": 3, "train/entropy": 0.6, "eval/countdown/mean_at_16": 0.35})
