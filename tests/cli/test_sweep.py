@@ -171,20 +171,9 @@ def test_a_signal_lets_all_runs_save_their_state(tmp_path: Path, number: int) ->
 
 def test_a_run_on_a_local_ray_cluster_equals_that_of_train(tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    arguments = [
-        "--delta",
-        "0.01",
-        *SMALL,
-        "--steps",
-        "1",
-        "--no-mlflow",
-        "--name",
-        "there",
-        "--executor",
-        "ray",
-    ]
-    done = run_bandpo("sweep", *arguments, cwd=tmp_path, OMP_NUM_THREADS="1")
+    words = ["--seeds", "0", *SMALL, "--steps", "1", "--no-mlflow", "--name", "there", "--executor", "ray"]
+    done = run_bandpo("sweep", *words, cwd=tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert "1 of 1 runs finished" in done.stdout
     there = tmp_path / "runs/there"
-    assert record(there / "0.01-s0") == run_alone(there / "plans/0.01-s0.yaml", tmp_path)
+    assert record(there / "band-s0") == run_alone(there / "plans/band-s0.yaml", tmp_path)
