@@ -24,8 +24,7 @@ FINALS = {
     ("kl", "kl 0.02 lr=1e-05", ("bounds.delta=0.02", "optim.lr=1e-5")): {100: 0.10, 101: 0.20},
     ("kl", "kl 0.1 lr=1e-05", ("bounds.delta=0.1", "optim.lr=1e-5")): {100: 0.50, 101: 0.40},
 }
-"""Final accuracy by seed of each variant (group, variant, settings). clip 1e-4 has the best single run and the
-lower mean."""
+"""Final accuracy by seed of each variant. clip 1e-4 has the best single run and the lower mean."""
 
 
 @pytest.fixture(scope="module")
