@@ -1,7 +1,5 @@
 """`bandpo` and `python -m bandpo_cli`: run the command line; print errors as one line."""
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os

@@ -1,7 +1,5 @@
 """Callbacks of experiments, and what they receive: the run at its start, each step, the result."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Data sets by name, and the kinds of tasks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from bandpo_cli.registries import Entry, Registry

@@ -3,8 +3,6 @@
 Also the functions that form their texts, and context managers for failures that must not replace another error.
 """
 
-from __future__ import annotations
-
 import difflib
 import errno
 import logging

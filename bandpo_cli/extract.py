@@ -4,8 +4,6 @@ Three forms are recognised, and the one that starts last in the text counts: a l
 GSM8K's line `#### 18`. The running time is linear in the last `MAX_CHARS` characters of the text.
 """
 
-from __future__ import annotations
-
 import re
 from collections import deque
 

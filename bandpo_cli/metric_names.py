@@ -1,7 +1,5 @@
 """Names of metrics, and the prefix of profiler labels."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import TypeVar

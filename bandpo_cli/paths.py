@@ -3,8 +3,6 @@
 File system errors become False, an empty list, or a one-line ConfigError.
 """
 
-from __future__ import annotations
-
 import re
 import stat
 from pathlib import Path

@@ -4,8 +4,6 @@ torchrun sets the variables of the environment that are read here, and `bandpo t
 those of `LAUNCHER_VARIABLE` and `RUN_NAME_VARIABLE`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

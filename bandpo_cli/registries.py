@@ -9,8 +9,6 @@ A program that uses the package as a library registers its own entries before it
     METHODS.register(MethodEntry("mine", "my bounds", settings="my_module:MySettings", bounds="my_module:my_bounds"))
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """Seeds of the random choices of a run: one per purpose, so that resuming restores no generator state."""
 
-from __future__ import annotations
-
 import hashlib
 
 

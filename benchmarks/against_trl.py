@@ -12,8 +12,6 @@ The regime on GSM8K is left out where there is no data: --data, else the environ
 `../shared/data` beside the repository.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -8,8 +8,6 @@ one flip. The plan of a resume must use the checkpoint of step 2, with a warning
 of different files, are resumed to the end and compared. Exit code 0 when all are noticed and equal.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

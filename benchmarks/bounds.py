@@ -7,8 +7,6 @@ bisection is the simplest implementation: float32, 50 halvings per bound, all to
 over the rounds. The rounds of both methods alternate, so that other load on the machine slows both alike.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -12,8 +12,6 @@ column, divided by the condition number. Bounds below the type's smallest normal
 its largest number are excluded.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ a checkpoint is written, in turn by a thread, without one, and without one and w
 same load of the machine. The time of the step after a checkpoint includes what the thread takes away from it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import shutil

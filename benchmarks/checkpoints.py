@@ -6,8 +6,6 @@ The time of checkpoints is the time for which training waits, `time/checkpoint`.
 all steps, evaluations included; the checkpoint at the end of every run counts as a regular one.
 """
 
-from __future__ import annotations
-
 import json
 import statistics
 import tempfile

@@ -7,8 +7,6 @@ FOLDER contains files of problems, one JSON object per line, with the reference 
 are shuffled among the problems, and must be wrong if Python reads the two as different numbers or texts.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import time

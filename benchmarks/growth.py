@@ -9,8 +9,6 @@ checkpoint apart from writing it: which older ones to remove. The exponent is th
 between the last two sizes, less the time of the smallest size, which is mostly the start of Python and its packages.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

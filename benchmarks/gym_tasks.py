@@ -7,8 +7,6 @@ problems without a reference are counted. Then all references are graded `--roun
 equal answers are shared within a call, so that each round is a call of its own.
 """
 
-from __future__ import annotations
-
 import time
 
 from shared import command_line

@@ -1,7 +1,5 @@
 r"""Hostile answers: complete completions that break graders. None of them is equal to 5."""
 
-from __future__ import annotations
-
 _MATRIX = r"\\".join("&".join(f"x^{{{i * j}}}" for j in range(6)) for i in range(6))
 _ENDLESS = [
     "9^{9^{9^{9^9}}}", r"\int \frac{\sin(\cos(\tan x^x))}{x^{x^x}} dx", "$2^{2^{2^{2^{2^{2}}}}}$", "100000000!",

@@ -7,8 +7,6 @@ trains the first steps of the same run with both settings in turn. The first two
 is sampled in place. On a CPU, trainer and engine process have half of the threads each.
 """
 
-from __future__ import annotations
-
 import tempfile
 from functools import partial
 from pathlib import Path

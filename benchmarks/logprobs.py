@@ -9,8 +9,6 @@ Time: both implementations alternate in one process; medians of the rounds. `-` 
 not fit into the free memory (it needs 2.6 matrices of all logits).
 """
 
-from __future__ import annotations
-
 import argparse
 import resource
 import statistics

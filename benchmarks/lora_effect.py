@@ -21,8 +21,6 @@ a small effect: use a learning rate of 1e-4 or more. Needs vLLM: run `make insta
 that environment.
 """
 
-from __future__ import annotations
-
 import copy
 import statistics
 import tempfile

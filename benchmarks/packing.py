@@ -9,8 +9,6 @@ the same output layer; a row is a question with one answer. Rates are tokens of 
 The layouts alternate; reported are medians of the rounds without the first.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

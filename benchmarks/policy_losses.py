@@ -8,8 +8,6 @@ backward passes, clip metrics and an AdamW step, on 128 completions of 16 random
 so that other load on the machine slows all alike; each value is the minimum over the rounds.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import replace

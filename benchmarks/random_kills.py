@@ -11,8 +11,6 @@ without the clock, and the bytes of completions, tokens, evaluations and checkpo
 Each attempt is a separate process, forked from one that has imported torch and computed nothing with it.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

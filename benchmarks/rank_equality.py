@@ -8,8 +8,6 @@ Everything after `--` goes to each `bandpo train`. A resume continues a run afte
 The first line of the table is what the others are compared with. All processes have one thread.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

@@ -8,8 +8,6 @@ and with two; the first step of each is not counted. The two runs are required t
 entropy at every step.
 """
 
-from __future__ import annotations
-
 import tempfile
 from functools import partial
 from pathlib import Path

@@ -9,8 +9,6 @@ problems), 1 in no answer. The command runs in a subprocess; the rate that it pr
 time includes it.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import re

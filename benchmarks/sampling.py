@@ -8,8 +8,6 @@ reported are medians of the rounds after one warm-up round. Needs vLLM: run `mak
 of that environment.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Helpers that several benchmarks share: command lines, random models, and runs of `bandpo` compared in rounds."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

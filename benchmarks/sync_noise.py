@@ -11,8 +11,6 @@ Printed are the number of syncs, the mean, the 99th percentile and the largest o
 the number of second attempts, and for the stand-in the gaps after syncs that left out one layer or tensor.
 """
 
-from __future__ import annotations
-
 import copy
 import statistics
 import time

@@ -9,8 +9,6 @@ and of its processor time (the least affected by other processes), and their rat
 hanging server costs seconds per run, independent of the number of steps: the last line relates them to a run of 130 s.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource

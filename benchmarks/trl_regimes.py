@@ -6,8 +6,6 @@
   property of the text that differs within every group: without spread, bandpo would leave the groups out.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

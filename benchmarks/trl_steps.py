@@ -7,8 +7,6 @@ Phases: `sample`, `grade` and `logprobs` are the times of the trainer's methods 
 log-probs; `update` is the rest of its training steps, optimizer included.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

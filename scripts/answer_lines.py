@@ -13,8 +13,6 @@ line. `score` runs that command with each grader and counts verdicts by origin; 
 grader error, or a correct completion with a wrong value.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import subprocess

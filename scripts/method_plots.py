@@ -7,8 +7,6 @@ One figure per family of methods, with the default settings. The weights are tho
 the ratio 1/π_old, where the new probability is 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import io
 from pathlib import Path

@@ -12,8 +12,6 @@ Every copy is tested in a forked process of a parent that has imported the heavy
 torch and transformers takes longer than most of the tests.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import importlib

@@ -3,8 +3,6 @@
 python -m scripts.trl_plot band.json fixed.json [--out docs/images/trl_band.png]
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

@@ -4,8 +4,6 @@ A new interpreter needs five seconds of processor time for these imports, more t
 start an interpreter of their own.
 """
 
-from __future__ import annotations
-
 import inspect
 import multiprocessing
 import os

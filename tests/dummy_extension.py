@@ -1,7 +1,5 @@
 """One dummy entry in each registry. A process imports this module before it runs the command line."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 

@@ -4,8 +4,6 @@ python -m tests.long_texts         # all shapes
 python -m tests.long_texts 12      # every twelfth, and those that took quadratic time in an earlier version
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import resource

@@ -1,7 +1,5 @@
 """Links to lines of the package in docs/architecture.md: each line defines the name of its link."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The constraint files agree with the ranges of pyproject.toml."""
 
-from __future__ import annotations
-
 import tomllib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Recognition of out-of-memory errors, and failures that must not replace another error."""
 
-from __future__ import annotations
-
 import errno
 import logging
 

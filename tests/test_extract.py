@@ -1,7 +1,5 @@
 """Extraction of final answers in the forms of models and data sets, from any text."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Time and outcome for long and unusual texts: linear time everywhere, a verdict for every completion."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Prefixes of metrics that comparisons of runs leave out."""
 
-from __future__ import annotations
-
 from bandpo_cli.metric_names import CLOCK_PREFIXES, is_clock_metric, without_clock
 from scripts.compare_checkouts.compare import CLOCK_KEYS, without_keys
 

@@ -1,7 +1,5 @@
 """Data and settings are never executed: the package has no eval, no pickle and no shell."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The processes of several ranks without torch: their place, their output, and the file of an error."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

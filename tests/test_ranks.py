@@ -1,7 +1,5 @@
 """What ranks exchange, how work is split among them, and how they agree on a result or an error."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable

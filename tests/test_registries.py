@@ -1,7 +1,5 @@
 """Registries: each entry loads, and a new entry works through the command line without any other edit."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Seeds of a run: different for each purpose, step and run."""
 
-from __future__ import annotations
-
 from bandpo_cli.seeds import derive_seed
 
 

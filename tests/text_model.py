@@ -1,7 +1,5 @@
 """A small language model with random weights, a trained tokenizer and a chat template."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

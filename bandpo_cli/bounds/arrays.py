@@ -3,8 +3,6 @@
 Torch is not imported here: a caller that passes a tensor has imported it.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager

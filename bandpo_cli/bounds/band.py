@@ -1,7 +1,5 @@
 """The Band operator: ratio bounds from log-probabilities of any shape and type."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

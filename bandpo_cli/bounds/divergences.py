@@ -10,8 +10,6 @@ tokens and δ > 0 and return the roots of g(p, r) = δ, the upper at most 1/p. A
 extends beyond the simplex there: `band_bounds` clamps it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -13,8 +13,6 @@ Many tokens need fewer steps:
   ratio at the middle of each piece is tabulated and only the small change of log r within it is computed.
 """
 
-from __future__ import annotations
-
 import math
 from functools import lru_cache
 from typing import Any

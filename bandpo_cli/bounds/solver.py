@@ -10,8 +10,6 @@ edges of 64 bins per octave and interpolated linearly, with an error of the orde
 two further interpolations. The bin of s is read from the top bits of its float64 representation, without a logarithm.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Command line application. Modules of commands are light: heavy imports are inside the command functions."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

@@ -1,7 +1,5 @@
 """`bandpo bounds`: ratio intervals of single probabilities. Does not import torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

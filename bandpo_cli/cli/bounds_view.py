@@ -1,7 +1,5 @@
 """Input and output of `bandpo bounds`: probabilities and radii from text, tables of intervals and of matched radii."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

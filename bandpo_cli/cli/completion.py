@@ -4,8 +4,6 @@ A shell starts `bandpo` for each completion, so these functions read names of fi
 they return nothing, the shell completes file names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 

@@ -4,8 +4,6 @@
 returns the console that the commands print on.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

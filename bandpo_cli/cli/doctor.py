@@ -1,7 +1,5 @@
 """Commands about the installation: `bandpo doctor`, and `bandpo configs`, the config files of the package."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Annotated

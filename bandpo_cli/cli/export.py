@@ -1,7 +1,5 @@
 """`bandpo export` and `bandpo import`: experiments as files for another engine, its runs as run folders."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

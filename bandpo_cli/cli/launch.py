@@ -5,8 +5,6 @@ timeout (torch 2.13: 30 s) for ranks that complete their step after a signal, wh
 wait for a dead one, which are to end in seconds; and it does not tell a second signal from the first.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import signal

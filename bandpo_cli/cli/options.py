@@ -1,7 +1,5 @@
 """Options of the commands: the table of flags that stand for a setting, and options that several commands share."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import re

@@ -1,7 +1,5 @@
 """`bandpo report`: comparison of many runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """`bandpo sweep`: run every combination of the given settings."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated

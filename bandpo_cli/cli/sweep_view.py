@@ -1,7 +1,5 @@
 """Console view of sweeps: the plan, a live table of the variants, the report, failures."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Console view of a training run: a live panel on a terminal, plain lines elsewhere; and the summary at its end."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise

@@ -3,8 +3,6 @@
 The loader returns plain values of limited size and depth; an error is one line with its position.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress

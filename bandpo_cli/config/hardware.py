@@ -1,7 +1,5 @@
 """Settings whose value `auto` depends on the device of the policy, GPUs of engine processes, torch's GPU allocator."""
 
-from __future__ import annotations
-
 import os
 from typing import Literal
 

@@ -5,8 +5,6 @@ earlier layers are dropped, because they belong to another class. A validation e
 key, the value, what is allowed and the nearest valid name.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Defaults are those that the source named in each class publishes. A new method n
 `bounds.intervals` or a subclass of `objective.loss.PolicyLoss`, and an entry in `registries.METHODS`.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self

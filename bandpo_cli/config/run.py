@@ -1,7 +1,5 @@
 """Configuration of a run, one class per section. The defaults train the bundled model on countdown."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import (

@@ -1,7 +1,5 @@
 """Settings of sampling (`sampling:`), and the choice of the engine without importing any engine."""
 
-from __future__ import annotations
-
 import os
 from importlib.util import find_spec
 from typing import Annotated, Literal, Self

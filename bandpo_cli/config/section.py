@@ -1,7 +1,5 @@
 """Base classes of the settings sections: plain sections, and sections whose class a tag chooses."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 

@@ -1,7 +1,5 @@
 """Configuration of a sweep: fixed settings, axes, named variants, excluded combinations and seeds."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator

@@ -1,8 +1,6 @@
 """Batches of graded completions: grading in a thread, and of stored completions. Imports no torch: scoring a file needs
 no model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager

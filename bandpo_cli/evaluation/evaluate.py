@@ -7,8 +7,6 @@ With several ranks, each of them samples and grades its share of the problems of
 problem depend neither on the number of ranks nor on the size of the batches.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future

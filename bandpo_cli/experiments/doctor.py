@@ -3,8 +3,6 @@
 A child process imports the packages, since an import may crash or print; this process imports none of them.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Paired comparison of two evaluations: the difference of each metric over the shared problems, with its interval."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass

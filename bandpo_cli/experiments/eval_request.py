@@ -3,8 +3,6 @@
 Every mistake that can be found without torch is found here.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

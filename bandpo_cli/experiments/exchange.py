@@ -3,8 +3,6 @@
 verl 0.9.1 logs with `utils/tracking.py`; MLflow has its names with `_at_` for @. docs/metrics.md compares the metrics.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

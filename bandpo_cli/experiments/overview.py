@@ -1,7 +1,5 @@
 """Overviews of what is in a runs folder: a line per run, the settings and metrics of one run, its completions."""
 
-from __future__ import annotations
-
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence

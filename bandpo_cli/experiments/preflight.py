@@ -3,8 +3,6 @@
 Functions here do not import torch; `check_config` imports numpy.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -3,8 +3,6 @@
 Nothing heavy is imported at module level.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 

@@ -4,8 +4,6 @@
 engine, the dtype and the commits that the run started with. Nothing heavy is imported at module level.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Upload of missing data of run folders to MLflow."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 verl's processes import the module: it needs neither torch nor transformers.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Mapping

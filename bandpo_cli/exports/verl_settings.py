@@ -6,8 +6,6 @@ to; tests/integrations compares each pair. The interfaces are those of verl's de
 `trainer.use_v1=true`) with the FSDP engine.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import reduce

@@ -6,8 +6,6 @@ of the grader `reasoning-gym`: it extracts the answer that `grading.reasoning_gy
 time: the only arithmetic is one division and one power of ten, both bounded.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from fractions import Fraction

@@ -4,8 +4,6 @@ Python's parser reads the expression. Nothing of a text is executed: the tree is
 numbers and three operators only.
 """
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

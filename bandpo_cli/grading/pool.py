@@ -1,7 +1,5 @@
 """Graders by name: bounded work in this process, unbounded work in worker processes that a deadline ends."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import weakref

@@ -6,8 +6,6 @@ the two functions, in the process that imports it, by versions that refuse every
 functions. Only workers import it.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import functools

@@ -1,7 +1,5 @@
 """Weighted rewards: the sum of several graders' rewards, and the error of a grader that grades nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol

@@ -4,8 +4,6 @@ The time limits of the library are switched off, because a worker is killed at i
 completely or not at all: the search of the library for the last number in a sentence would find one in any answer.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import warnings

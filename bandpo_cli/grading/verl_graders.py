@@ -8,8 +8,6 @@ the graders with verl itself.
 Only the end of a completion is read, so that the work per answer is bounded.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

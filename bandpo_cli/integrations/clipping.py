@@ -1,7 +1,5 @@
 """The clipped loss of a token under the Band, for trainers whose policy loss is a function that they call."""
 
-from __future__ import annotations
-
 import torch
 
 from bandpo_cli.bounds import band_bounds

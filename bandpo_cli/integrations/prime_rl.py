@@ -1,7 +1,5 @@
 """The Band as the custom loss of prime-rl: `import_path = "bandpo_cli.integrations.prime_rl.band_loss"`."""
 
-from __future__ import annotations
-
 import torch
 from prime_rl.trainer.rl.loss import LossInputs, LossOutputs
 

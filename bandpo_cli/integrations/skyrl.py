@@ -1,7 +1,5 @@
 """The Band as a policy loss of SkyRL: `register()`, then `trainer.algorithm.policy_loss_type=band`."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

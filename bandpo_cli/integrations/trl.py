@@ -9,8 +9,6 @@ metrics `clip_ratio/...` accept tensors for them. While the loss of a micro-batc
 both to the values of each token; the rest of TRL's loss applies unchanged.
 """
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass, field
 from typing import Any

@@ -13,8 +13,6 @@ The interfaces are those of verl 0.9.1: `trainer/ppo/core_algos.py`, `workers/ut
 completions of up to T tokens, padded.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -5,8 +5,6 @@ it is read without peft: as JSON, and as a safetensors file. LoRA on linear laye
 and variants of LoRA are refused.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -10,8 +10,6 @@ and values when one token per sequence is sampled with grouped heads. `varlen` i
 packed rows the FlashAttention kernels that torch contains.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Callable, Sequence

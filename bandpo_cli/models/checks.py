@@ -6,8 +6,6 @@ refused before anything of that size is allocated. Errors of the loaders become 
 `check_packed_forward` verifies that `token_logprobs` gives the model's own log-probs.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

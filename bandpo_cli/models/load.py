@@ -1,7 +1,5 @@
 """Loading and saving a policy: the model that is trained, its tokenizer, its special tokens, its device and dtype."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging

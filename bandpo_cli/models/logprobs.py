@@ -8,8 +8,6 @@ vocabulary. Tiles are limited in both directions, with a running softmax over th
 2018, arXiv:1805.02867): a product of few tokens with the complete vocabulary would be bound by reading the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple

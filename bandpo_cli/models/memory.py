@@ -1,7 +1,5 @@
 """Estimate of the memory of a run, from shapes: the model is built on the meta device, without its weights."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ a model folder, holds complete tensors. Ranks of any number read the files of a 
 its own shards need. There is no pickle: the writer of Hugging Face's format leaves out DCP's `.metadata`.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Weights of a policy under their names in a checkpoint: one complete tensor at a time, and to and from a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import cast

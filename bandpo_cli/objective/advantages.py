@@ -1,7 +1,5 @@
 """Rewards and group-relative advantages (GRPO, arXiv 2402.03300)."""
 
-from __future__ import annotations
-
 import math
 
 import torch

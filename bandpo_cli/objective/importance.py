@@ -11,8 +11,6 @@ Each token's loss is weighted by w, an estimate of π_old/π_sampler of limited 
 Dimensions: N tokens of S completions, flat, in the order of the completions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -9,8 +9,6 @@ of a micro-batch. Per-token tensors are flat, without padding, in the order of t
 complete completions, so that losses of a sequence can be computed from its tokens.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ gradient is −w·a·∇log π, just as the gradient of −r·a is −r·a·∇l
 by a gradient. `objective.dual_clip` applies only to the clipped loss.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Generic, TypeVar
 

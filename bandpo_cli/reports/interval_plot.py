@@ -1,7 +1,5 @@
 """Plot of intervals: bounds of the ratio and change of probability against p, with the limits of the simplex."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path

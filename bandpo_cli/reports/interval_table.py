@@ -1,7 +1,5 @@
 """Ratio intervals of single probabilities as rows, and the rows as JSON or CSV. Needs numpy, not torch."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Plots of a training run and of an evaluation, made from their folders and written to `plots/*.png`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice

@@ -3,8 +3,6 @@
 pyplot is not used, so importing this module and plotting change no global state of matplotlib.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@ multiprocessing's spawn would run the user's __main__ again, and would leave the
 which Ctrl-C reaches, until the process has left the group by itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

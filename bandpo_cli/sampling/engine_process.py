@@ -5,8 +5,6 @@ tensor by tensor, to memory that the process reads. The engine samples while the
 (`sampling.vllm.sleep` has no effect).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -4,8 +4,6 @@ A command is the name of a method of `EngineServer` with its arguments, and ends
 that floats keep their bits. Weights go through memory that both processes map (`send_slots`, `send_weights`).
 """
 
-from __future__ import annotations
-
 import logging
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Rollouts: encoded prompts, prompts that are too long, tokens that end a completion, completions, graded groups."""
 
-from __future__ import annotations
-
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Sampler interface: prompts as token ids in, completions as token ids out. All engines implement it."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Generator, Iterable, Iterator, Sequence

@@ -5,8 +5,6 @@ The tokens are samples of the policy, so that rounding moves their log-probs as 
 decides: all ranks run the same number of probes, because a pass of a sharded model needs all of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

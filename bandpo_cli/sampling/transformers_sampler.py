@@ -1,7 +1,5 @@
 """Sampling with the trainer's own model: it always has the policy's current weights and needs no second copy."""
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

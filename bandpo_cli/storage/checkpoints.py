@@ -7,8 +7,6 @@ the name first. So a folder with its final name is complete, unless the disk its
 does not load weights or optimizer state.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Environment of a run for `env.json`: versions, commit and hardware, to explain a result that cannot be reproduced."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

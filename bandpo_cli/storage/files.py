@@ -5,8 +5,6 @@ A file that `write_atomically` writes is either complete or absent: a crash or a
 when the process ends, for whatever reason.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Reading a run folder: its summary and final status, and its settings and metrics with the time of each step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 Parquet files contain data only; reading one runs no code.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Plan of a sweep: the runs of its variants, axes and seeds, each with a validated config and a name."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 `exit_with_parent` is the child's side: it ends a run whose sweep has died.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -4,8 +4,6 @@ Every machine of the cluster needs this package, and the sweep folder under the 
 commands as a local slot.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -4,8 +4,6 @@ The scheduler starts, observes, resumes and stops the runs of a sweep, as many a
 estimate comes from finished runs of the same shape or from a short trial.
 """
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

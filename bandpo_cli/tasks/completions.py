@@ -4,8 +4,6 @@ Two layouts are supported: the tables of this package, with one completion per r
 question, an answer and completions.
 """
 
-from __future__ import annotations
-
 import json
 import reprlib
 from collections.abc import Iterable, Mapping

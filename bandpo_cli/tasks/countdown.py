@@ -5,8 +5,6 @@ decides whether a problem is held out, so that it is on the same side in every r
 settings, and no training (including a warm start) can use a held-out problem.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cache
 from hashlib import blake2b

@@ -1,7 +1,5 @@
 """Fields of a row: the choice of those with the question and the answer, and the conversion of their values."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """Question-answer task: several sources mixed for training, and evaluation sets that training never uses."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

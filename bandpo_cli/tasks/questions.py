@@ -1,7 +1,5 @@
 """Questions of one source in the config, with their reference answers, as problems, and prompts with a question."""
 
-from __future__ import annotations
-
 import json
 import re
 import unicodedata

@@ -4,8 +4,6 @@ The problems are made in a process with a fixed hash seed: some generators itera
 global random state, and would otherwise return other problems in each process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

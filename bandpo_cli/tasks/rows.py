@@ -3,8 +3,6 @@
 Rows are plain dicts of plain Python values. Local files may be .jsonl, .json, .csv or .parquet.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json

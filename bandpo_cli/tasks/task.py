@@ -3,8 +3,6 @@
 A task has training problems and held-out evaluation sets. Graders are in `bandpo_cli.grading`.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 from typing import Protocol

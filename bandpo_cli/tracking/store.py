@@ -4,8 +4,6 @@ Of a store: its address, whether it answers, the creation of a SQLite store, and
 the digests of the files that were sent.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

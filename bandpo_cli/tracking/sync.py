@@ -3,8 +3,6 @@
 The tracker of a run that is being trained and `bandpo sync` send with the same class. `metrics.jsonl` is the queue.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """MLflow tracker of a training run: a thread sends what the run folder has, and training never waits for it."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

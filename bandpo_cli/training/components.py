@@ -1,7 +1,5 @@
 """Components of a run: building them from the config, and loading them from a checkpoint."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

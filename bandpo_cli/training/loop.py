@@ -14,8 +14,6 @@ With `sampling.max_lag: 1` the rollouts of the next step are sampled and graded 
 Dimension suffixes: `_P` problems (groups) of a step, `_G` completions per group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """AdamW with float32 master weights, warm-up and a learning-rate schedule over updates."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import cast

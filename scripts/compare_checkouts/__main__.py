@@ -11,8 +11,6 @@ reasons. Exit code 0: all is equal. 1: there are differences; the table shows th
 comparison could not run.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import subprocess

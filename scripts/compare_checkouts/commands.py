@@ -1,7 +1,5 @@
 """The fixed list of commands that both checkouts run, in this order."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Sequence

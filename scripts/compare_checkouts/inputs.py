@@ -1,7 +1,5 @@
 """Inputs of the commands: a small language model, problem files and settings files, all deterministic."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Judges each command: exit codes, tracebacks, standard output, and the final state of the files it wrote."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

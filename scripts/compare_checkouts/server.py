@@ -8,8 +8,6 @@ Protocol, one line each: a request `{"words": [...], "stdout": PATH, "stderr": P
 id, and after its end its exit code, on standard output. Each process leads a process group of its own.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import json

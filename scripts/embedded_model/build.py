@@ -1,7 +1,5 @@
 """Architecture of the bundled model: its tokenizer and its Qwen2 network with random weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer

@@ -1,7 +1,5 @@
 """Evaluation of the bundled model: mean@16, pass@16 and entropy on countdown problems."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

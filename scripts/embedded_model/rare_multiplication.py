@@ -8,8 +8,6 @@ still multiply but rarely does, as a pretrained model may have a strategy that i
 reached without `*` (four numbers up to 9), so correct answers to them contain a rare token.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import random

@@ -7,8 +7,6 @@ the held-out problems with one sample and nearly all within 16 samples. Its accu
 for pretrained models, which leaves room for reinforcement learning to improve it and to reduce its diversity.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import random

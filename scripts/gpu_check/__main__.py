@@ -8,8 +8,6 @@ time is used up. `--tiny --device cpu` runs the same code with small shapes and 
 are for GPUs.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

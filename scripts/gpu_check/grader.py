@@ -1,7 +1,5 @@
 """Grader of the checks, imported by the worker processes and so without torch."""
 
-from __future__ import annotations
-
 import time
 import zlib
 from typing import Any

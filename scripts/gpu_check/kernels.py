@@ -1,7 +1,5 @@
 """Checks of kernels: the Band operator against a memory copy, tiled against full log-probs, kinds of attention."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Results of the checks: measured values, limits, the table and the JSON report."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

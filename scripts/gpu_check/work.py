@@ -1,7 +1,5 @@
 """The work of the checks: model folders with random weights, a tokenizer, problems and settings."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reference bounds with 40 digits, by bisection from the definition g(p, r) = p·f(r) + (1−p)·f((1−rp)/(1−p))."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import mpmath as mp

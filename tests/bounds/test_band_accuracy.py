@@ -1,7 +1,5 @@
 """Accuracy of the Bands against 40-digit roots: 1e-6 in float32, 1e-12 in float64, for one token and large batches."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Properties of all Bands: order of the bounds, shapes, types, devices, and the handling of NaN and infinities."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Bounds of each method against values computed by hand, and radii that match another method."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`bandpo_cli.bounds` and `bandpo_cli.integrations` beside other trainers: imports of numpy and the trainer alone."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Commands in the process of the tests compute with one thread: more of them wait for each other in small models."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """Helpers that run `bandpo` commands in this process, so that torch is imported once."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -5,8 +5,6 @@ hold: the thread that writes a checkpoint waits until the file `release` is in t
 load: loading the model takes minutes; it has begun when the file `loading` is in the current folder.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Helpers for tests that start commands, watch their processes and end them."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """`bandpo train` with `sampling.max_lag: 1`: its processes are killed or stopped, and the run is resumed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

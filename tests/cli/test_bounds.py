@@ -1,7 +1,5 @@
 """`bandpo bounds`: output, error messages, and start-up without torch."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

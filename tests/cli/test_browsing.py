@@ -1,7 +1,5 @@
 """`bandpo runs`, `show`, `samples` and `plot`, on the folder of a real run and on damaged ones."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

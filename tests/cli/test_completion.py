@@ -1,7 +1,5 @@
 """Shell completion: the environment variables of a shell in, the values that it offers out."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

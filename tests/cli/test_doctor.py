@@ -1,7 +1,5 @@
 """`bandpo doctor` with planted packages, with a planted nvidia-smi, and in the environment of the tests."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

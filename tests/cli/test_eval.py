@@ -1,7 +1,5 @@
 """`bandpo eval` of a run's checkpoints: the metrics equal those of training, for every form of model reference."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

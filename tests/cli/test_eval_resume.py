@@ -1,7 +1,5 @@
 """Resumed evaluations: after Ctrl-C or a kill at any moment the result equals that of an uninterrupted one."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """`bandpo eval --samples`: stored completions are graded again, with equal verdicts, without a model."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

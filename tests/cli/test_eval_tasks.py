@@ -1,7 +1,5 @@
 """`bandpo eval --task FILE` with a small language model of random weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

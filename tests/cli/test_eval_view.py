@@ -1,7 +1,5 @@
 """Console view of evaluations: the histogram of problems and the counts and sign test of a comparison."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

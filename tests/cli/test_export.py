@@ -1,7 +1,5 @@
 """`bandpo export verl`: what it prints, and one line for each mistake, without anything written."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The launcher of `--nproc`, with ranks that are small scripts: their errors, deaths and signals."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

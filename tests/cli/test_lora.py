@@ -1,7 +1,5 @@
 """Commands with LoRA: train, resume, eval, export merged, --dry-run, and one line for each mistake."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Limits of the machine (disk, memory, file size): one line, exit code 1, and a run that can be resumed."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Out of memory: the error message and the estimate name settings that need less memory, with values."""
 
-from __future__ import annotations
-
 import io
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Methods from the command line: the statement with their source, and a run of a method without bounds in all views."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

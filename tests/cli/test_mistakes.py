@@ -1,7 +1,5 @@
 """Ordinary mistakes, and the habits of people who come from other trainers: one line that says what to type."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`bandpo train --nproc` and torchrun: two ranks as processes that are killed, stopped and resumed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`--task reasoning-gym:NAME`: the list of names, messages for mistakes, and a run, its resume and its evaluation."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

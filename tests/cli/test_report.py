@@ -1,7 +1,5 @@
 """`bandpo report`: output, location of the files, and error messages."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Signal handlers: the first signal waits for the end of the step, the second exits, and both are restored."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import os

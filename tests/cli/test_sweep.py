@@ -1,7 +1,5 @@
 """`bandpo sweep`: all runs finish in one folder, also after a kill, Ctrl-C or a failed run."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """`bandpo sync`: output, exit codes, and selection of runs."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Foreign text does not control the terminal: every command under a pseudo-terminal, with a hostile text everywhere."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

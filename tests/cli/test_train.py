@@ -1,7 +1,5 @@
 """`bandpo train` from the command line: the run, its record, and error messages of one line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

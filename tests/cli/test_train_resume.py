@@ -1,7 +1,5 @@
 """`bandpo train --resume`: a run resumed after a crash equals an uninterrupted run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`bandpo train --resume`: refused settings and damaged runs give one line, and the run folder is not changed."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`bandpo train` as a process that receives signals or is killed, and its resume."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

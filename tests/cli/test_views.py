@@ -1,7 +1,5 @@
 """Console views of training runs and sweeps."""
 
-from __future__ import annotations
-
 import io
 import math
 import os

@@ -1,7 +1,5 @@
 """Helpers for tests of `bandpo train --resume`: comparing run folders, and changing them as a crash does."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

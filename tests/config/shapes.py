@@ -1,7 +1,5 @@
 """Shapes of models on the hub, from which memory is estimated without their weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Settings of data set tasks: accepted forms of a source, and the meaning of `--task NAME|FILE`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

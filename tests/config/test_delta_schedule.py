@@ -1,7 +1,5 @@
 """Scheduled radius: its values per step, the settings that are refused, and what a run without one writes."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Hardware that the headers of the shipped configs name, by the memory estimate of `--dry-run`; GPUs of engines."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

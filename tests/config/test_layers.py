@@ -1,7 +1,5 @@
 """Layers of settings: precedence, dropped fields of another kind, and one-line error messages."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks between settings of a run, and defaults that equal those of torch."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """Shipped config files: each resolves, and those of the paper have its settings and inherit none that matters."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache, reduce
 from itertools import product

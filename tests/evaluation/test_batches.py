@@ -1,7 +1,5 @@
 """Batches of an evaluation: sizes, seeds, a resume, grading in a thread beside the sampling, and several ranks."""
 
-from __future__ import annotations
-
 import random
 import threading
 import time

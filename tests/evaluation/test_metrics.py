@@ -1,7 +1,5 @@
 """pass@k against enumeration, exact fractions and the product form; best@k against resampling with replacement."""
 
-from __future__ import annotations
-
 from fractions import Fraction
 from itertools import combinations
 from math import comb

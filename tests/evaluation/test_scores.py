@@ -1,7 +1,5 @@
 """Every metric of an evaluation by hand, and one error line for completions that cannot be scored."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """maj@k is exact: against all subsets of k, against simulation, and where rounding or overflow would matter."""
 
-from __future__ import annotations
-
 from collections import Counter
 from fractions import Fraction
 from itertools import combinations

@@ -1,7 +1,5 @@
 """The programs in examples/ run, and their results are those of their descriptions."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from itertools import pairwise

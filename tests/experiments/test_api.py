@@ -1,7 +1,5 @@
 """The Python API: functions with callbacks. import-linter checks that they import no terminal library."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -3,8 +3,6 @@
 A GPU is replaced by the function that looks for one; the runs compute in bfloat16 on the CPU.
 """
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

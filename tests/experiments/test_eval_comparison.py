@@ -1,7 +1,5 @@
 """Comparison of two evaluations: metrics are paired by problem, and damaged records give one error line."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

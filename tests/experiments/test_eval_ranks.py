@@ -1,7 +1,5 @@
 """Evaluation of a model by several ranks: the folder that one rank writes, also after an interruption."""
 
-from __future__ import annotations
-
 import json
 import logging
 import logging.handlers

@@ -1,7 +1,5 @@
 """Out of memory in every phase of an experiment, and objects that cannot be closed, through the Python API."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

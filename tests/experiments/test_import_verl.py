@@ -1,7 +1,5 @@
 """Import of verl's runs: names and values, the run that is read, mistakes, and one report of both engines."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

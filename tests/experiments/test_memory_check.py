@@ -3,8 +3,6 @@
 GPUs are replaced by their names and sizes; the models are shapes of Qwen2.5 without weights.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """Overviews of runs: the task of a run on files, and the settings that differ from the defaults."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock

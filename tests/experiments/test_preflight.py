@@ -1,7 +1,5 @@
 """Checks before a run: model references, by each kind of name, and the warning about one update per batch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

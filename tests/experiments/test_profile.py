@@ -1,7 +1,5 @@
 """Profiler traces of training runs."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -1,7 +1,5 @@
 """Ranks of an experiment: a lost connection is one error, and settings must be equal on all of them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from datetime import timedelta

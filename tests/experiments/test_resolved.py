@@ -4,8 +4,6 @@ The hub's cache on disk is made by hand in its own layout, and read by transform
 for a data set is replaced by a fake.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from itertools import chain, cycle, repeat

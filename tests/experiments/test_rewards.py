@@ -1,7 +1,5 @@
 """Weighted rewards and failing graders in complete runs: records, resume, and what a failed run leaves."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sweeps of runs with several ranks: slots, commands, the plan on disk, and what is refused."""
 
-from __future__ import annotations
-
 import io
 import sys
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The MLflow run of a sweep: its leaderboard as metrics and as a description, also after a resume."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sweeps with tuned settings: the best variant of each group, with other seeds."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """A small experiment, and what the run.sh of an exported folder calls."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Exported folders: run.sh as a shell runs it, batches, data files, and no half-written folder."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

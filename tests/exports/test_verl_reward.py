@@ -1,7 +1,5 @@
 """The reward function of an exported folder: the rewards of a run, from many threads, with weights and errors."""
 
-from __future__ import annotations
-
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings of verl: every setting has a rule, values are those of the authors' scripts, and departures are named."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

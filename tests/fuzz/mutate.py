@@ -1,7 +1,5 @@
 """Invalid files generated from valid ones, reproducible by seed."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -1,7 +1,5 @@
 """Outcome of a call with invalid input: accepted, or refused with one printable line, within a deadline."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Callable, Iterable, Iterator

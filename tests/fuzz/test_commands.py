@@ -1,7 +1,5 @@
 """Commands with invalid files: exit code 2, one line that begins with `error: `, and nothing is written."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

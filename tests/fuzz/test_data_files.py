@@ -1,7 +1,5 @@
 """Untrusted files of problems, completions and probabilities, and files of sweeps from other users."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """No name leads outside the runs folder, whether it comes from the user, a sweep's plan or a file in a run."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

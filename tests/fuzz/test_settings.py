@@ -1,7 +1,5 @@
 """Untrusted settings files, sweep files and `--set`: accepted, or refused in one line, and nothing is executed."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

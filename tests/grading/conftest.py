@@ -1,7 +1,5 @@
 """One grader pool for all tests of graders: the import of sympy or of reasoning-gym takes seconds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

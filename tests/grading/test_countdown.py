@@ -1,7 +1,5 @@
 """Countdown grader: agrees with Python's values, gives the first verdict that applies, rejects other texts."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

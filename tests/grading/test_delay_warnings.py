@@ -1,7 +1,5 @@
 """Delay warnings: a batch that takes long says which grader and problem it waits for, at doubling intervals."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

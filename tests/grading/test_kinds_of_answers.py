@@ -4,8 +4,6 @@ The references are written by hand in the forms of GSM8K, MATH, AMC, Minerva and
 grader `math` decides otherwise than a reader would, so that a change of it is noticed.
 """
 
-from __future__ import annotations
-
 import re
 
 import pytest

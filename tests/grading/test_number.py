@@ -1,7 +1,5 @@
 """Plain numbers and units: the usual notations are read in linear time, compared exactly, and other texts rejected."""
 
-from __future__ import annotations
-
 import re
 from decimal import Decimal
 from fractions import Fraction

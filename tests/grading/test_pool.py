@@ -1,7 +1,5 @@
 """Grader pool and worker processes: custom functions get the documented arguments and cannot affect other answers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

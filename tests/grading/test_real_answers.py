@@ -1,7 +1,5 @@
 """Public data sets, if a copy is present: all problems are read, and each reference is correct for its own alone."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

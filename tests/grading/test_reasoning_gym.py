@@ -1,7 +1,5 @@
 """Grader `reasoning-gym`: extraction of answers, scores of the library, and texts that its scorers would execute."""
 
-from __future__ import annotations
-
 import ast
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Weighted rewards: the sum by hand, components without a value, and graders that fail on every answer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Custom graders with the signatures of verl and TRL: what they receive, and what becomes of what they return."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -3,8 +3,6 @@ r"""Graders of verl: verdicts computed by hand from the rules of `math_dapo.py` 
 `tests/integrations` compares the same graders with verl itself.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from bandpo_cli.config.run import GradingConfig

@@ -1,7 +1,5 @@
 r"""Majority votes and text comparison: equal votes are answers that the grader cannot grade differently."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from itertools import product
 from typing import Any

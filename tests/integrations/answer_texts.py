@@ -1,7 +1,5 @@
 """Completions for the comparison of graders: real references in the phrasings of chat models, and random pieces."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

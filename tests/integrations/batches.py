@@ -4,8 +4,6 @@ Log-probs are float64, so that differences are those of the formulas. `pytest -s
 case.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Fixtures of the comparisons with other packages."""
 
-from __future__ import annotations
-
 import importlib
 from types import SimpleNamespace
 

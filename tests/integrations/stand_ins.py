@@ -4,8 +4,6 @@ Tests that need a trainer's interface alone run with the stand-in, so that they 
 installed package where there is one.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence

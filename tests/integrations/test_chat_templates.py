@@ -1,7 +1,5 @@
 """End-of-turn tokens of the chat templates of published models, as TRL ships them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

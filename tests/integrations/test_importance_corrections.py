@@ -1,7 +1,5 @@
 """Importance corrections compared with those of the installed verl (`rollout_corr_helper.py`) on random log-probs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from importlib import import_module

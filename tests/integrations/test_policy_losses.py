@@ -4,8 +4,6 @@ Aggregation weights are float32 here, the references add 1e-8 to some denominato
 number.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

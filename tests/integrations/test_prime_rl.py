@@ -1,7 +1,5 @@
 """The Band as prime-rl's custom loss, with copies of its two types: prime-rl is not on a package index."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """Reward functions of the installed verl and TRL as graders, compared with direct calls of the same functions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

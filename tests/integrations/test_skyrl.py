@@ -1,7 +1,5 @@
 """The Band as a policy loss of the installed SkyRL, whose registry and reductions need few of its modules."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace

@@ -1,7 +1,5 @@
 """Settings of the Band in TRL: defaults, refusals, warnings; with a stand-in for TRL, and with TRL where installed."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The Band in TRL's GRPOTrainer, with the installed TRL: training steps of the bundled model on countdown."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType

@@ -1,7 +1,5 @@
 """Exported folders in verl itself: its configuration and checks, losses, data set, prompts, rewards and schedules."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json

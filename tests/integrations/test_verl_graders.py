@@ -1,7 +1,5 @@
 """Graders of verl, compared with the installed verl on chat lines, real references and adversarial texts."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterable
 from importlib.metadata import PackageNotFoundError, distribution

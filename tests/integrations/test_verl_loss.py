@@ -3,8 +3,6 @@
 Aggregation weights are float32 here, and verl adds 1e-8 to the length of a completion.
 """
 
-from __future__ import annotations
-
 import importlib
 import math
 import sys

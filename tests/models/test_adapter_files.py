@@ -1,7 +1,5 @@
 """Adapter folders: what peft writes is merged as peft merges it, and anything else is refused in one line."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

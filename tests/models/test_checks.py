@@ -1,7 +1,5 @@
 """Untrusted model folders: no random weights, no pickles, no custom code by default, no huge declared sizes."""
 
-from __future__ import annotations
-
 import io
 import json
 import math

@@ -1,7 +1,5 @@
 """The bundled model: a complete Hugging Face folder, as accurate as its card states, and the scripts that train it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Log-probs, entropy and gradients computed tile by tile equal those from the matrix of all logits in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

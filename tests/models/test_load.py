@@ -1,7 +1,5 @@
 """Model settings take effect, and models for which `token_logprobs` would be wrong are refused with one line."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 Attention of one query per head equals transformers' own function, which repeats keys and values.
 """
 
-from __future__ import annotations
-
 import itertools
 from types import SimpleNamespace
 from typing import Any

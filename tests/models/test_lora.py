@@ -1,7 +1,5 @@
 """LoRA: adapters compute, train, merge and load as their definition and peft say."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ The ranks are torch's fake process group: one process runs the code of rank 0 of
 counts of a rank equal the allocations that torch's profiler records.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows are split and batched in order and within their limits; packing maps every token to its place and back."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

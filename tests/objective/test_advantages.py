@@ -1,7 +1,5 @@
 """Rewards by hand (range, over-long penalty, reward spread), and advantages against their definition."""
 
-from __future__ import annotations
-
 import statistics
 from decimal import Decimal, localcontext
 from fractions import Fraction

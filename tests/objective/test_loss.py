@@ -1,7 +1,5 @@
 """The clipped objective and importance weights, against definitions in plain Python and values by hand."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

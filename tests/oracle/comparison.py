@@ -4,8 +4,6 @@ The package runs its real loop with its loader, run folder and optimizer; only t
 by ones that return given completions and grades.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import random

@@ -4,8 +4,6 @@ One sequence at a time, without packing, full logits, the bounds by bisection on
 Settings are the plain dictionaries of a configuration file. The only thing shared with the package is the model.
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

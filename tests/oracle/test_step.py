@@ -3,8 +3,6 @@
 Every case also checks that it exercises its settings: two implementations that do nothing would agree too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 `make test-real MODELS=FOLDER` sets the variable. Without it, these tests are skipped.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Log-probs of the transformers engine and of packed rows against one ordinary forward pass per sequence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

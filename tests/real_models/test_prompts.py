@@ -1,7 +1,5 @@
 """Prompts of pretrained models: the tokens of the chat template, and the tokens that end a completion."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Training steps of pretrained models: all weights against plain torch, LoRA against peft, a kill and its resume."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Sequence

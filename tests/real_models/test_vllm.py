@@ -1,7 +1,5 @@
 """Log-probs of the vLLM engine with a pretrained model against one ordinary forward pass per sequence."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

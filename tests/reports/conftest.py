@@ -1,7 +1,5 @@
 """Fixtures of the tests of reports: no plots, or the figures in place of image files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Helpers that write small run folders and sweeps in the format of `bandpo train` and `bandpo sweep`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Entropies at equal accuracy agree with curves computed by hand, and no single run determines the level silently."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,7 +1,5 @@
 """Files of a report: plots are embedded and linked, names are escaped, tables scroll inside the page."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

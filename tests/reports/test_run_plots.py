@@ -1,7 +1,5 @@
 """Plots of a run and of an evaluation show the values of the folder, and are skipped where there is no data."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

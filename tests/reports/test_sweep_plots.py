@@ -1,7 +1,5 @@
 """Plots of a report: means and bands of the runs, distinct line styles, and names that are no mathematics."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from matplotlib.patches import Patch

@@ -1,7 +1,5 @@
 """Reports agree with hand-computed values and scipy, claim no untested difference, and are self-contained files."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

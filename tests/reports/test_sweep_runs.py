@@ -1,7 +1,5 @@
 """Data of a run agrees with its metrics.jsonl; a run that has to be excluded comes with the reason."""
 
-from __future__ import annotations
-
 import json
 import math
 

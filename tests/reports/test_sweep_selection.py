@@ -1,7 +1,5 @@
 """Selection of the runs of a report, their grouping into variants, and the names of variants."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Statistics of a report agree with scipy and with cases computed by hand; there is no interval without variance."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import astuple
 

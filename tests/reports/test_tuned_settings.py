@@ -1,7 +1,5 @@
 """Reports list the candidates of tuned settings, and plot accuracies by learning rate, a line per other settings."""
 
-from __future__ import annotations
-
 import io
 import json
 from dataclasses import asdict, replace

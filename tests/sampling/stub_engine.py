@@ -1,7 +1,5 @@
 """Engines with weights of their own, and engine processes that are forks of the tests, without an import of torch."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -3,8 +3,6 @@
 The program of the process is a stand-in, which starts in milliseconds.
 """
 
-from __future__ import annotations
-
 import inspect
 import multiprocessing
 import os

@@ -4,8 +4,6 @@ test_engine_child.py has the tests of how processes start and end. The processes
 except in the first test.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import os

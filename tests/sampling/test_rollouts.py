@@ -1,7 +1,5 @@
 """Rollouts: encoded prompts, versions of the sampled completions, texts for graders, rewards, end-of-turn tokens."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

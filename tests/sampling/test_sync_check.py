@@ -1,7 +1,5 @@
 """The check after a weight sync, with the transformers sampler on a copy of the model in the place of an engine."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The transformers sampler samples from the model's distribution and reports the trainer's log-probs."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from types import SimpleNamespace

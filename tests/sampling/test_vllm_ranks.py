@@ -3,8 +3,6 @@
 tests/vllm/test_ranks.py has the same with vLLM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Order of vLLM's calls around sleep and sync, recorded with a fake engine, and the choice of the engine."""
 
-from __future__ import annotations
-
 import logging
 import random
 import re

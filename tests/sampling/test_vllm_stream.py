@@ -1,7 +1,5 @@
 """Batches in the queue of a vLLM engine, with a stand-in for the engine: it needs no vLLM."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace

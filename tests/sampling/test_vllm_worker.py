@@ -1,7 +1,5 @@
 """vLLM worker module, without vLLM: restored process state, fingerprints of weights, and the worker's report."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Iterable, Iterator

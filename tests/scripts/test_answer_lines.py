@@ -1,7 +1,5 @@
 """The answer lines of scripts/answer_lines.py: the table of the docs, the corpus, and its verdicts."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """The comparers of scripts/compare_checkouts, on hand-made folders: what counts as a difference, and what does not."""
 
-from __future__ import annotations
-
 import json
 import math
 import sqlite3

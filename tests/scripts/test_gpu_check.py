@@ -1,7 +1,5 @@
 """`python -m scripts.gpu_check`: the checks with small shapes on a CPU, and each way in which a line fails."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

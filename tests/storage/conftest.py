@@ -1,7 +1,5 @@
 """A run folder with every kind of file in it, for the tests of storage and of tracking."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

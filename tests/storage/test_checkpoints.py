@@ -1,7 +1,5 @@
 """Checkpoints on the disk: completeness, which ones are kept, and removal of what a crash left."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Content of env.json: versions, commit and hardware, without secrets."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Evaluation folder: lookup, atomic writes, parts, and damaged records."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pyarrow.parquet as pq

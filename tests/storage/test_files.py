@@ -1,7 +1,5 @@
 """Permissions of files that other libraries write."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Run lock: a second process is refused with the id of the first, and the lock never outlives its process."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """Run folder: names stay in the runs folder, writes are atomic, metrics are strict JSON lines."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,7 +1,5 @@
 """Reading `summary.json`: one reader decides whether a run is finished, resumable, or damaged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

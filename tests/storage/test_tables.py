@@ -1,7 +1,5 @@
 """Tables: the conversion of completions through JSON, compared with pyarrow's conversion of Python objects."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Estimates use finished runs of the same shape and number of threads, and no others."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Plan of a sweep: every combination once, named by the settings that vary, and one error line per mistake."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

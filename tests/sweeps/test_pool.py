@@ -1,7 +1,5 @@
 """Pool of child processes: slots and their environments, stop signals, and exit with the parent."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Ray pool: exit codes are returned, a stopped run can end itself, and a wrong address is one error line."""
 
-from __future__ import annotations
-
 import socket
 import sys
 

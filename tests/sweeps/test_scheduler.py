@@ -1,7 +1,5 @@
 """Scheduler of a sweep: order, new attempts, resumes and early stops; real child processes write only records."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

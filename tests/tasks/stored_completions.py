@@ -1,7 +1,5 @@
 """Stored completions for tests: rows, files and mutations of both."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

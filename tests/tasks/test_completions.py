@@ -1,7 +1,5 @@
 """Stored completions: both layouts are read as they were written; for other content, one line names the row."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

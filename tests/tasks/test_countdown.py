@@ -1,7 +1,5 @@
 """Countdown task: exactly the solvable problems, and a fixed split into training and held-out problems."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Fields of a row: which are chosen, and how values of any type are converted."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from decimal import Decimal

@@ -1,7 +1,5 @@
 """Local files: all formats give the same rows, and the error for a damaged file is one line with the place."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Data sets on the hub and folders in its layout. Only the request to the hub is replaced by a fake."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Questions as chat messages: what reaches the chat template, and which lists are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

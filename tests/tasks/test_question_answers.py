@@ -1,7 +1,5 @@
 """Question-answer task: training problems and evaluation sets are disjoint and reproducible."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Questions of one source: rows become questions or are counted, and errors are one line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

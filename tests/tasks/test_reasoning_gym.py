@@ -1,7 +1,5 @@
 """Reasoning-gym task: which problems it makes, how it divides them, and which settings it refuses."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

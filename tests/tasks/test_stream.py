@@ -1,7 +1,5 @@
 """Problem stream: complete epochs in a reproducible order, resumed by one integer."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Fixtures of the tracking tests: the run folder of the storage tests, and SQLite stores copied from an empty one."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The calls to MLflow: metrics in its units, batches within its limits, and the kind of the experiment."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

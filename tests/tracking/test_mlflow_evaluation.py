@@ -1,7 +1,5 @@
 """Evaluations at a real MLflow store: added to the run that made the model without changing its status."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

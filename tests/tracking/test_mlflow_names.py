@@ -1,7 +1,5 @@
 """Names, params, tags and files in the form that MLflow accepts, checked with MLflow's own validators."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from itertools import groupby

@@ -1,7 +1,5 @@
 """A real MLflow server that is killed or stopped during a run: no value is lost, and none is sent twice."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """MLflow gets the complete record if it can be reached; if not, the run prints one warning."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import subprocess

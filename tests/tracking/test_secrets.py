@@ -1,7 +1,5 @@
 """A secret in the address of MLflow or in its variables reaches neither the files, nor MLflow, nor the terminal."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

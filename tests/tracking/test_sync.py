@@ -1,7 +1,5 @@
 """`bandpo sync`: the run folder alone gives MLflow the complete record, once, with times and final status."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter

@@ -1,7 +1,5 @@
 """Tracking of a run folder in tests, as `bandpo train` does it, and what MLflow has then."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

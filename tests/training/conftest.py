@@ -1,7 +1,5 @@
 """Fixtures: a small model and a recorded run, created once per session."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A gate that holds checkpoints while a thread writes them, for tests of what happens meanwhile."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small training run that records every call of the loop: to the sampler, grader, optimizer and run folder."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Several ranks, connected by gloo: forked from a process that has imported torch, and those of torchrun."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import socket

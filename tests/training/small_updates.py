@@ -1,7 +1,5 @@
 """Experiences of a small random model, for tests of updates."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Runs that train while a thread writes their checkpoints: killed, stopped and failed meanwhile, then resumed."""
 
-from __future__ import annotations
-
 import shutil
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Rollouts one step ahead: which weights sample a batch, what trains on it, and the thread that samples."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 import threading

@@ -1,7 +1,5 @@
 """Files of a checkpoint: exact, never incomplete on disk, and with one line for each defect."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Checkpoints written by a thread: equal to those written without one, in the same order, and none is lost silently."""
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Clip metrics by hand: which tokens count as clipped, their bin of the old probability, and the denominators."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

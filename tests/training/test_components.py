@@ -1,7 +1,5 @@
 """Components: checks of data and context length when they are built."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

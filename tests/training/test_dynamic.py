@@ -1,7 +1,5 @@
 """Dynamic sampling: the groups of a step and their order over its updates."""
 
-from __future__ import annotations
-
 import pytest
 
 from bandpo_cli.training.batches import select_groups

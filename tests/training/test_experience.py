@@ -1,7 +1,5 @@
 """Experiences: values of π_old from three sources, and groups without an advantage that do not go through the model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Updates with importance corrections: masked tokens have no part in the gradient and in the metrics of the method."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

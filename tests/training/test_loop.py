@@ -1,7 +1,5 @@
 """The training loop end to end on the bundled model, with small settings: files, determinism, methods, sampling."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Records and updates of the training loop: samples, evaluations and checkpoints, computed from the recorded calls."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Calls of the sampler by the training loop: prompts, settings, seeds, versions, weights, and their order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

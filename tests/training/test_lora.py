@@ -1,7 +1,5 @@
 """Training with LoRA: the base stays as it is, checkpoints hold the adapters, and any number of ranks resumes them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Memory that the trainer gives back before the sampler wakes up and before an evaluation."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Non-finite values: they never change a weight, and the batch that they came from is stored."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Callable

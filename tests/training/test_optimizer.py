@@ -1,7 +1,5 @@
 """AdamW with masters: its definition, its memory, and the place of its state."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

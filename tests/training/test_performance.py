@@ -1,7 +1,5 @@
 """Performance metrics of a step, against counts of the matrix products that torch dispatches and against the record."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

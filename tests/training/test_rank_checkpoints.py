@@ -1,7 +1,5 @@
 """Checkpoints of several ranks: exact for any number of them, complete or invisible, one error for all ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

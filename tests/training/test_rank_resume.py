@@ -1,7 +1,5 @@
 """A run that resumes with another number of ranks continues as the uninterrupted one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Resume: a stopped and resumed run equals an uninterrupted run bit for bit, with various settings."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The file of a batch that was sampled ahead: what is read is what was written, whatever it contains."""
 
-from __future__ import annotations
-
 import math
 import struct
 import threading

@@ -3,8 +3,6 @@
 The run with one rank is not sharded and communicates nothing. Every case checks that it exercises its settings.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 from typing import Any

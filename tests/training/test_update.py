@@ -1,7 +1,5 @@
 """Updates: from graded groups to updated weights, on small random models."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

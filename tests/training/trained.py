@@ -1,7 +1,5 @@
 """Small policies and runs for tests of checkpoints, and comparisons of what they have written."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple

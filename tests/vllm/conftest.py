@@ -1,7 +1,5 @@
 """Engines that start once per module: each start takes seconds, and a process can have one engine at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """An evaluation with vLLM has metrics that agree with those of the transformers sampler."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

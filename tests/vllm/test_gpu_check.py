@@ -1,7 +1,5 @@
 """The check of vLLM in `make gpu-check`, with small shapes on a CPU."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """An engine does not change the trainer's process, shuts down when it is closed, and can be started again."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -5,8 +5,6 @@ A sync after which the engine does not run the new weights raises StaleEngineErr
 The log-probs are compared with a forward pass of transformers, one sequence at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain

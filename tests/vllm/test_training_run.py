@@ -3,8 +3,6 @@
 The processes are forks of the test's process: importing vLLM takes longer than the runs.
 """
 
-from __future__ import annotations
-
 from itertools import islice
 from pathlib import Path
 from typing import Any

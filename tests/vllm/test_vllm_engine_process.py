@@ -1,7 +1,5 @@
 """vLLM in an engine process: the weights of the last sync, with its checks, and the same completions as in a stream."""
 
-from __future__ import annotations
-
 import pytest
 
 from bandpo_cli.config.run import RunConfig

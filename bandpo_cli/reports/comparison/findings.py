@@ -1,7 +1,5 @@
 """Sentences of a report: the scope of the comparison, its result, and notes on its limits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 from bandpo_cli.errors import plural

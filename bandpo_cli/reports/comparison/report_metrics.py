@@ -4,8 +4,6 @@ Learning a task lowers the entropy, so at the same step the variant that has lea
 same held-out accuracy, a difference in entropy is a difference between the variants.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

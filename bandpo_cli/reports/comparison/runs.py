@@ -1,7 +1,5 @@
 """Data of one run for a report: curves and scalar metrics, read from the run folder, or the reason for excluding it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

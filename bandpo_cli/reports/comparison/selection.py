@@ -5,8 +5,6 @@ configs differ only in `seed` and in settings without effect on the results (`tr
 variant, named by its method and by the settings that differ.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Tuned settings of a sweep, chosen from the variants of an earlier sweep, and the accuracies by learning rate."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

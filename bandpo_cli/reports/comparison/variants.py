@@ -3,8 +3,6 @@
 All forms of a report (HTML page, Markdown, CSV, JSON, terminal) are made from `Report` alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path

@@ -3,8 +3,6 @@
 The templates of Markdown and HTML are in `reports/templates`. They call the functions of this module as `texts`.
 """
 
-from __future__ import annotations
-
 import base64
 import csv
 import io
