@@ -10,8 +10,10 @@ import ast
 import builtins
 import functools
 import json
+import operator
 import sys
 import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 try:
@@ -24,10 +26,11 @@ import sympy.parsing.sympy_parser
 _ROUNDING = 1e-9
 """Scores are products and quotients of floats, and may exceed 1 by their rounding errors."""
 
-_LITERAL_NODES = (
-    ast.Constant, ast.List, ast.Tuple, ast.BinOp, ast.UnaryOp, ast.Load, ast.Add, ast.Sub, ast.Mult, ast.LShift,
-    ast.RShift, ast.BitAnd, ast.BitOr, ast.BitXor, ast.UAdd, ast.USub, ast.Invert,
-)  # fmt: skip
+_OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift, ast.BitAnd: operator.and_, ast.BitOr: operator.or_, ast.BitXor: operator.xor,
+    ast.UAdd: operator.pos, ast.USub: operator.neg, ast.Invert: operator.invert,
+}  # fmt: skip
 _EXPRESSION_NODES = (ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.keyword, ast.Load)
 _FUNCTIONS = frozenset(
     ("Abs", "Integral", "sqrt", "exp", "log", "ln", "sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan",
@@ -67,11 +70,22 @@ def evaluate_literal(text: str) -> Any:
 
     Raise ValueError if the text contains anything else (a name, a call, an attribute), and SyntaxError like `eval`.
     """
-    tree = ast.parse(text.strip(), mode="eval")
-    for node in ast.walk(tree.body):
-        if not isinstance(node, _LITERAL_NODES):
-            raise ValueError(f"{type(node).__name__} is not allowed in a literal")
-    return eval(compile(tree, "<answer>", "eval"), {"__builtins__": {}})
+
+    def value_of(node: ast.expr) -> Any:
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.List(elts=elements):
+                return [*map(value_of, elements)]
+            case ast.Tuple(elts=elements):
+                return tuple(map(value_of, elements))
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](value_of(left), value_of(right))
+            case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+                return _OPERATORS[type(op)](value_of(operand))
+        raise ValueError(f"{type(node).__name__} is not allowed in a literal")
+
+    return value_of(ast.parse(text.strip(), mode="eval").body)
 
 
 def check_expression(text: str) -> None:

@@ -109,7 +109,7 @@ MISTAKES: dict[str, list[str]] = {
     "train --divergence nomodule:f": ["nomodule"],
     "train --task gsm8k": ["bundled model was trained on countdown only", "--model"],
     # axes and seeds of a sweep
-    "sweep --axis delta": ["--axis 'delta'", "section.key=value,value"],
+    "sweep --axis delta": ["--axis 'delta'", "write it as KEY=V,V"],
     "sweep --delta ''": ["--delta", "empty item"],
     "sweep --delta 0.1,0.2 --baseline 0.3": ["baseline = '0.3'", "variants: 0.1, 0.2"],
     "sweep --resume none --steps 3": ["--resume", "leave out --steps"],

@@ -353,15 +353,13 @@ def test_the_process_is_a_single_one_whose_engine_never_sleeps(stub: EngineProce
     assert stub.describe() == expected
 
 
-def test_the_process_loads_the_model_that_the_trainer_has_loaded(
-    policy: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_process_loads_the_model_that_the_trainer_has_loaded(policy: Policy, tmp_path: Path) -> None:
     """On the hub another commit may have become the latest one; a folder with an adapter names the commit itself."""
     model = settings(path="some/model", dtype="auto", lora={"rank": 4}).model
     loaded = engine_process._model_settings(model, replace(policy, commit="0a1b"))
     expected = "some/model", "0a1b", "float32", None
     assert (loaded.path, loaded.revision, loaded.dtype, loaded.lora) == expected
-    monkeypatch.setattr(engine_process, "base_config", lambda config: (config, tmp_path))
+    (tmp_path / "adapter_config.json").touch()
     adapter = settings(path=str(tmp_path)).model
     assert engine_process._model_settings(adapter, replace(policy, commit="0a1b")).revision is None
     assert engine_process._model_settings(adapter, policy).revision is None
