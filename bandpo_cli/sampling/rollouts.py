@@ -18,7 +18,7 @@ from bandpo_cli.sampling.sampler import (
     StaleEngineError,
     sample_requests,
 )
-from bandpo_cli.tasks.questions import build_prompt
+from bandpo_cli.tasks.prompts import build_prompt
 from bandpo_cli.types import Completion, Grade, Group, Message, Problem, Rollout
 
 _CHECKED_PROMPTS = 64

@@ -10,9 +10,9 @@ from bandpo_cli.config.task import TEMPLATES, DataTask, Source
 from bandpo_cli.datasets import DATA_TASK, DATASETS
 from bandpo_cli.errors import ConfigError, nearest, plural
 from bandpo_cli.registries import GRADERS
+from bandpo_cli.tasks.prompts import build_prompt
 from bandpo_cli.tasks.questions import (
     LoadedQuestions,
-    build_prompt,
     format_counts,
     hash_order,
     load_questions,

@@ -1,4 +1,4 @@
-"""Questions of one source in the config, with their reference answers, as problems, and prompts with a question."""
+"""Questions of one source in the config, with their reference answers, as problems."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from hashlib import blake2b
 from itertools import chain, islice
 from typing import Any
 
-from bandpo_cli.config.task import TEMPLATES, Fields, Source
+from bandpo_cli.config.task import Fields, Source
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import GRADERS
 from bandpo_cli.tasks.fields import (
@@ -23,12 +23,12 @@ from bandpo_cli.tasks.fields import (
     to_json_value,
     value_at,
 )
+from bandpo_cli.tasks.prompts import bare_question
 from bandpo_cli.tasks.rows import SplitName, known_dataset, read_rows, source_label
 from bandpo_cli.types import Message, Problem, Prompt
 
 _MAX_MARKS = 30  # combining characters in a row; no language uses more than four
 _GRAPHEME_JOINER = "\u034f"
-_SLOT = "{question}"
 SAMPLE_ROWS = 1000  # the fields are chosen by these rows, so that a file of millions is read only once
 
 
@@ -44,29 +44,6 @@ class LoadedQuestions:
     questions: Sequence[Problem]
     dropped: Mapping[str, int]
     note: str = ""
-
-
-def build_prompt(question: str, template: str, system: str | None = None) -> Prompt:
-    """Return the chat messages: the system message, if any, then the template filled with the question.
-
-    The template is a name in `TEMPLATES` or a text with `{question}` in it. An instruction of a known template replaces
-    one that came with the question; it is not added around it. The slot is replaced literally, because questions
-    contain many braces.
-    """
-    text = TEMPLATES.get(template, template)
-    if template in TEMPLATES and text != _SLOT:
-        question = bare_question(question)
-    user = Message("user", text.replace(_SLOT, question))
-    return (user,) if system is None else (Message("system", system), user)
-
-
-def bare_question(text: str) -> str:
-    """Remove a known instruction around a question, because some data sets include it in their questions."""
-    for template in TEMPLATES.values():
-        before, _, after = template.partition(_SLOT)
-        if (before or after) and text.startswith(before) and text.rstrip().endswith(after):
-            return text.rstrip()[len(before) :].removesuffix(after)
-    return text
 
 
 def question_key(prompt: Prompt) -> str:

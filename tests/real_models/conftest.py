@@ -15,7 +15,7 @@ from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.models.load import Policy, load_tokenizer
 from bandpo_cli.sampling.rollouts import PromptEncoder
 from bandpo_cli.sampling.sampler import SamplingParams
-from bandpo_cli.tasks.questions import build_prompt
+from bandpo_cli.tasks.prompts import build_prompt
 from bandpo_cli.types import Completion, Problem
 
 VARIABLE = "BANDPO_REAL_MODELS"

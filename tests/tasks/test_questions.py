@@ -7,7 +7,8 @@ import pytest
 
 from bandpo_cli.config.task import TEMPLATES, Fields, Source
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.questions import build_prompt, load_questions, question_key
+from bandpo_cli.tasks.prompts import build_prompt
+from bandpo_cli.tasks.questions import load_questions, question_key
 from bandpo_cli.tasks.rows import source_label
 from bandpo_cli.types import Message
 from tests.tasks.stored_completions import jsonl as write_jsonl
