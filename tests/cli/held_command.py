@@ -1,8 +1,9 @@
-"""`bandpo` in a process that is held at one place: python -m tests.cli.held_command kill|hold|load train ...
+"""`bandpo` in a process that is held at one place: python -m tests.cli.held_command kill|hold|load|slow train|eval ...
 
 kill: the process sends itself SIGKILL while a thread writes the checkpoint of step 4 and step 5 is done.
 hold: the thread that writes a checkpoint waits until the file `release` is in the current folder.
 load: loading the model takes minutes; it has begun when the file `loading` is in the current folder.
+slow: the files of an evaluation take half a second each.
 """
 
 import os
@@ -17,9 +18,11 @@ import torch
 
 from bandpo_cli.__main__ import main
 from bandpo_cli.models import load as models_load
+from bandpo_cli.storage import eval_folder
 from bandpo_cli.training import checkpoint_files
 
 WRITE = checkpoint_files.write_tensors
+WRITE_TABLE = eval_folder.write_eval_table
 
 
 def kill(path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> str:
@@ -48,9 +51,16 @@ def load(config: object) -> None:
     time.sleep(600)
 
 
+def slow(path: Path, rows: list) -> Path:
+    time.sleep(0.5)
+    return WRITE_TABLE(path, rows)
+
+
 if __name__ == "__main__":
     if (place := sys.argv.pop(1)) == "load":
         models_load.with_resolved_dtype = load
+    elif place == "slow":
+        eval_folder.write_eval_table = slow
     else:
         checkpoint_files.write_tensors = {"kill": kill, "hold": hold}[place]
     main()

@@ -14,6 +14,7 @@ import pytest
 from bandpo_cli.storage import eval_folder
 from tests.cli.eval_command import bandpo, record_of, samples_of, start, succeed, usage_error
 from tests.cli.processes import wait_until
+from tests.commands import Forked
 from tests.tasks.stored_completions import FOREIGN
 
 SETTINGS = [
@@ -61,7 +62,8 @@ def test_a_signal_keeps_stored_completions_and_prints_the_resume_command(
     tmp_path: Path, long_evaluation: Path, number: int
 ) -> None:
     """The signal goes to the process group, as from a terminal; then the printed command is run."""
-    process = start(tmp_path, "eval", *LONG, "--name", "stopped", "--runs-dir", "my runs")
+    words = ["slow", "eval", *LONG, "--name", "stopped", "--runs-dir", "my runs"]
+    process = Forked(*words, cwd=tmp_path, module="tests.cli.held_command")
     folder = tmp_path / "my runs" / "stopped"
     wait_until(process, lambda: count_parts(folder) >= 3)
     os.killpg(process.pid, number)
