@@ -339,8 +339,8 @@ def test_the_run_that_verls_logger_writes_is_imported(
         values = {"critic/score/mean": 0.5, "actor/pg_clipfrac": np.float64(0.125), "actor/lr": 1e-6}
         logger.log(values, step=step)
     logger.finish(exit_code=0)
-    imported = import_verl(tmp_path / "job", runs_dir=tmp_path / "runs")
-    assert (imported.status, imported.last_step) == ("FINISHED", 2)
-    lines = [json.loads(line) for line in (imported.folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+    imported, _ = import_verl(tmp_path / "job", runs_dir=tmp_path / "runs")
+    assert (imported.status, imported.step) == ("FINISHED", 2)
+    lines = [json.loads(line) for line in (imported.path / "metrics.jsonl").read_text("utf-8").splitlines()]
     assert lines[0] == {"step": 0, "eval/countdown/mean_at_16": 0.25}
     assert lines[2] == {"step": 2, "train/reward": 0.5, "clip/active_fraction": 0.125, "optim/lr": 1e-6}
