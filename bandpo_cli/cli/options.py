@@ -96,13 +96,9 @@ class Flag:
 
     def option(self, command: str) -> inspect.Parameter:
         """Return the parameter of a command's function from which Typer makes the option."""
-        kind, metavar, default, complete, more = (
-            self.kind,
-            self.metavar,
-            self.default,
-            one_of,
-            dict(self.more),
-        )
+        kind: Any = self.kind
+        metavar, default, complete = self.metavar, self.default, one_of
+        more = dict(self.more)
         if self.sweep == "several values" and command != "eval":
             kind = str  # which the parser below, or the sweep, reads
             if command == "train":
@@ -113,9 +109,8 @@ class Flag:
         if self.names:
             more["complete"] = complete(self.names)
         made = option(metavar, default, [self.name], help=self.help, **more)
-        return inspect.Parameter(
-            self.parameter, _KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, made]
-        )
+        annotation = Annotated[kind | None, made]
+        return inspect.Parameter(self.parameter, _KEYWORD_ONLY, default=None, annotation=annotation)
 
     def _parse_one(self, text: str) -> Any:
         """Return the value of an option of `train`; a sweep compares several values."""

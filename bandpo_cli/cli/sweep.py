@@ -109,7 +109,8 @@ def sweep(
         request = resume
     else:
         compared = {flag.setting for flag in SETTINGS if flag.sweep == "several values"} & settings.keys()
-        axes = {key: settings.pop(key) for key in settings.copy() if key in compared}
+        axes = {key: text for key, text in settings.items() if key in compared}
+        settings = {key: value for key, value in settings.items() if key not in axes}
         layers = [*map(read_config, config or []), nest(settings | tracking), read_assignments(set_ or [])]
         if not (axes or axis or seeds is not None or file is not None or tuned_on is not None):
             raise UserError(

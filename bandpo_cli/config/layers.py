@@ -5,7 +5,6 @@ earlier layers are dropped, because they belong to another class. A validation e
 key, the value, what is allowed and the nearest valid name.
 """
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -116,9 +115,15 @@ def read_assignments(assignments: Iterable[str]) -> Layer:
         keys = path.strip().split(".")
         if not equals or not all(keys):
             raise ConfigError(f"{where}: write it as section.key=value, for example optim.lr=1e-4")
-        if re.fullmatch(r"[{\[].*[^}\]\s]", text):  # such as `{question} Answer with the number only.`
-            raise ConfigError(f"{where}: quote a text that begins with {text[0]}: --set '{path}=\"...\"'")
-        _set_nested(layer, keys, parse_yaml(text, where), where)
+        try:
+            value = parse_yaml(text, where)
+        except ConfigError:
+            if text[:1] not in ("{", "[") or text[-1:] in ("}", "]"):
+                raise
+            # A template such as `{question} Answer with the number only.`
+            advice = f"quote a text that begins with {text[0]}: --set '{path}=\"...\"'"
+            raise ConfigError(f"{where}: {advice}") from None
+        _set_nested(layer, keys, value, where)
     return layer
 
 

@@ -127,8 +127,7 @@ def resolve_engine(engine: str, on_gpu: bool) -> str:
     """Return `engine`, and for `auto` vllm where it is installed and the policy is on a GPU, else transformers."""
     if engine != AUTO_ENGINE:
         return engine
-    preferred = [name for name, entry in ENGINES.items() if on_gpu and entry.preferred_on_gpu]
-    without_package = [name for name, entry in ENGINES.items() if entry.package is None]
-    return next(
-        name for name in preferred + without_package if is_installed(ENGINES[name].package or "bandpo_cli")
-    )
+    for name, entry in ENGINES.items():
+        if on_gpu and entry.preferred_on_gpu and (entry.package is None or is_installed(entry.package)):
+            return name
+    return next(name for name, entry in ENGINES.items() if entry.package is None)

@@ -120,6 +120,12 @@ def _check_template(template: str) -> str:
     return template
 
 
+def _check_slot(template: str) -> str:
+    """Return a template with {question} in it; raise ValueError for any other text."""
+    require("{question}" in template, "the template needs {question} in the place of the question")
+    return template
+
+
 class RewardComponent(Section):
     """One of several rewards: a grader, and the weight of its reward in the sum. A plain string is the grader."""
 
@@ -166,7 +172,9 @@ class TaskSettings(TaggedSection):
 
     @field_validator("rewards")
     @classmethod
-    def _check_rewards(cls, rewards: Any) -> Any:
+    def _check_rewards(
+        cls, rewards: tuple[RewardComponent, ...] | None
+    ) -> tuple[RewardComponent, ...] | None:
         if rewards is None:
             return None
         require(
@@ -285,7 +293,7 @@ class ReasoningGymTask(TaskSettings):
     system: str | None = "default"
     """The system message: the name of one of the library's (default, simple, direct, DeepSeekZero, chain_of_draft), or
     a custom text. It must ask for <answer>...</answer>, which is what is scored. null: no system message."""
-    template: Annotated[str, Field(pattern=r"\{question\}")] = "{question}"
+    template: Annotated[str, AfterValidator(_check_slot)] = "{question}"
     """The user message, with {question} in the place of the question."""
 
 

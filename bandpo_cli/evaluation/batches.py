@@ -59,11 +59,20 @@ def eval_row(
 ) -> EvalRow:
     """Return the stored row of a completion; `label` is the name of its evaluation set."""
     return EvalRow(
-        task=label, problem_id=problem.id, prompt=prompt, reference=problem.answer, grader=problem.grader,
-        extra=encode_extra(problem.extra), text=completion.text, answer=voted_answer(completion.text, problem.grader),
-        accuracy=float(grade.correct), verdict=grade.verdict, length=completion.length,
-        finish_reason=completion.finish_reason, logprob_sum=completion.logprob_sum,
-    )  # fmt: skip
+        task=label,
+        problem_id=problem.id,
+        prompt=prompt,
+        reference=problem.answer,
+        grader=problem.grader,
+        extra=encode_extra(problem.extra),
+        text=completion.text,
+        answer=voted_answer(completion.text, problem.grader),
+        accuracy=float(grade.correct),
+        verdict=grade.verdict,
+        length=completion.length,
+        finish_reason=completion.finish_reason,
+        logprob_sum=completion.logprob_sum,
+    )
 
 
 @contextmanager

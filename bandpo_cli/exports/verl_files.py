@@ -58,10 +58,8 @@ def batch_arithmetic(config: RunConfig, gpus: int, problems: int) -> list[str]:
     for fails, message in checks:
         if fails:
             raise ConfigError(message)
-    longest, tokens = (
-        config.sampling.max_prompt_tokens + config.sampling.max_tokens,
-        tokens_per_micro_batch(config),
-    )
+    longest = config.sampling.max_prompt_tokens + config.sampling.max_tokens
+    tokens = tokens_per_micro_batch(config)
     return [
         f"per step: {prompts:,} prompts × {samples} completions = {prompts * samples:,} completions; GPUs: "
         f"{gpus}, vLLM engines: {gpus // parallel}",

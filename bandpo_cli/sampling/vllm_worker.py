@@ -178,10 +178,9 @@ class PolicyWorker:
         model = self.model_runner.get_model()
         stored = dict(model.named_parameters())
         packed: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
+        # Matrices only: on a CPU, packed biases have another dtype.
         for name in [name for name, shape in shapes.items() if len(shape) == 2 and name not in stored]:
-            stored |= _part_of_packed(
-                name, shapes, stored, packed
-            )  # on a CPU, packed biases have another dtype
+            stored |= _part_of_packed(name, shapes, stored, packed)
         return self.policy_version, {
             name: fingerprint(stored[name], shape)
             for name, shape in shapes.items()

@@ -28,8 +28,11 @@ from bandpo_cli.tracking.store import KEY_TAG, Store, create_sqlite_store, new_l
 
 log = logging.getLogger("bandpo_cli")
 
-MAX_NAME_CHARS, MAX_PARAM_CHARS, MAX_TAG_CHARS = 250, 6000, 5000
-MAX_PARAMS_PER_BATCH, MAX_METRICS_PER_BATCH = 100, 1000
+MAX_NAME_CHARS = 250
+MAX_PARAM_CHARS = 6000
+MAX_TAG_CHARS = 5000
+MAX_PARAMS_PER_BATCH = 100
+MAX_METRICS_PER_BATCH = 1000
 """MLflow's limits (mlflow/utils/validation.py); for tags the smaller limit of servers before 2.9."""
 
 FIRST_SECTION = "Main"

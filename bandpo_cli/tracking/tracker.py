@@ -97,14 +97,17 @@ class MlflowTracker(CallbackBase):
                 self._failures = 0
             except Exception as error:  # noqa: BLE001 - no error of MLflow may reach the training
                 self._failures += 1
-                self._tries_left -= ending
                 self._reached = False
+                if ending:
+                    self._tries_left -= 1
                 if not self._warned:
                     self._warned = True
                     log.warning(
                         "MLflow at %s cannot be reached (%s). The run continues, %s has everything, and the "
                         "connection is retried.",
-                        *(redact_credentials(self._store.uri), short_error(error), self._folder),
+                        redact_credentials(self._store.uri),
+                        short_error(error),
+                        self._folder,
                     )
             if self._closed or not self._tries_left:
                 return

@@ -203,6 +203,7 @@ def test_a_text_that_begins_with_a_brace_has_to_be_quoted() -> None:
         read_assignments(["task.template={question} Answer with the number only."])
     found = read_assignments(['task.template="{question} Answer with the number only."'])
     assert found == {"task": {"template": "{question} Answer with the number only."}}
+    assert read_assignments(["evaluation.k=[1, 2]  # pass@2"]) == {"evaluation": {"k": [1, 2]}}
 
 
 @pytest.mark.parametrize(

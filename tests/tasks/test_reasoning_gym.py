@@ -163,6 +163,7 @@ WRONG: list[tuple[dict[str, Any], list[str]]] = [
     ({"options": {"gcd": {"size": 0}}}, ["gcd.size = 0"]),
     ({"options": {"gcd": {"seed": 1}}}, ["gcd.seed", "task.seed"]),
     ({"options": {"time_intervals": {"min_time": "08:00"}}}, ["min_time: no option of that name can be set"]),
+    ({"names": ["gcd"], "template": "x"}, ["the template needs {question} in the place of the question"]),
     ({"system": "defualt"}, ["no system message of that name", "did you mean 'default'"]),
 ]  # fmt: skip
 
