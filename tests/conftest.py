@@ -21,8 +21,10 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# A shell that starts the tests in the background makes them ignore Ctrl-C, and their child processes inherit that.
+# A shell that starts the tests in the background makes them ignore Ctrl-C, nohup makes them ignore SIGHUP, and their
+# child processes inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # Examples are not timed: the machine may be busy. `make test-all` runs the tests with more of them.
 settings.register_profile("default", deadline=None, max_examples=40)
