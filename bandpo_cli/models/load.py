@@ -20,10 +20,16 @@ from bandpo_cli.config.hardware import dtype_on, with_dtype
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig
 from bandpo_cli.errors import UserError, first_line, is_out_of_memory
 from bandpo_cli.models import checks
-from bandpo_cli.models.adapter_files import base_config, merge_adapter
 from bandpo_cli.models.attention import has_torch_varlen
 from bandpo_cli.models.checks import loading_errors, model_error
-from bandpo_cli.models.lora import adapters_disabled, add_adapters, has_adapters, save_adapter
+from bandpo_cli.models.lora import (
+    adapters_disabled,
+    add_adapters,
+    base_config,
+    has_adapters,
+    merge_adapter,
+    save_adapter,
+)
 from bandpo_cli.models.sharding import checkpointed_layers, forward_dtype, is_sharded, shard
 from bandpo_cli.paths import cached_commit, path_exists, user_path
 from bandpo_cli.ranks import SINGLE, Ranks

@@ -13,11 +13,10 @@ from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import UserError, first_line
-from bandpo_cli.models.adapter_files import base_config
 from bandpo_cli.models.checks import loading_errors
 from bandpo_cli.models.load import meta_model, read_config, resolved_dtype, uses_gradient_checkpointing
 from bandpo_cli.models.logprobs import TILE_BYTES
-from bandpo_cli.models.lora import add_adapters
+from bandpo_cli.models.lora import add_adapters, base_config
 from bandpo_cli.models.packing import MAX_MASKED_ROW_TOKENS, MAX_SHARED_ROW_TOKENS, Row, split_row
 from bandpo_cli.models.sharding import checkpointed_layers
 from bandpo_cli.registries import ENGINES
@@ -107,8 +106,10 @@ class MemoryEstimate:
     @property
     def fits(self) -> bool:
         """Whether every device has some memory left at the peak."""
-        engine_fits = self.engine_device is None or self.engine_peak <= self.engine_device.usable
-        return self.peak <= self.device.usable and engine_fits and self.vllm >= self.vllm_minimum
+        limit = self.engine_device.usable if self.engine_device else 0
+        return (
+            self.peak <= self.device.usable and self.engine_peak <= limit and self.vllm >= self.vllm_minimum
+        )
 
     @property
     def can_start(self) -> bool:
@@ -117,8 +118,8 @@ class MemoryEstimate:
         A key-value cache of the transformers engine grows to its estimate only if completions are of full length.
         """
         certain = _peak(self.always, self.update, self.reduction, self.sampling if self.vllm else {})
-        engine_can_start = self.engine_device is None or self.engine_peak <= self.engine_device.free
-        return certain <= self.device.free and engine_can_start and self.vllm >= self.vllm_minimum
+        limit = self.engine_device.free if self.engine_device else 0
+        return certain <= self.device.free and self.engine_peak <= limit and self.vllm >= self.vllm_minimum
 
 
 def _peak(always: Bytes, *phases: Bytes) -> int:
@@ -202,17 +203,17 @@ class _Run:
             frozen = self.itemsize * (self.stored - self.trained_stored)
             held = {"weights (float32)": _FLOAT32 * self.trained_stored + frozen}
         held["AdamW"] = 2 * _FLOAT32 * self.trained_stored
-        if masters and self.ranks == 1:
-            held["master weights"] = masters
+        copied = held["AdamW"] + masters
+        if self.ranks == 1:
+            copied += self.itemsize * self.trained
+            held |= {"master weights": masters} if masters else {}
         if self.config.objective.reference_kl > 0 and not self.has_lora:  # with adapters it is the same model
             held["reference model"] = self.itemsize * self.stored
         if self.on_gpu:  # copies for checkpoints are in the memory of the host
             return held
         if self.ranks > 1:  # rank 0 has them
             held["complete weights for a checkpoint"] = self.itemsize * self.trained
-        if is_written_in_background(self.config):
-            held[_COPY] = held["AdamW"] + masters + self.itemsize * self.trained * (self.ranks == 1)
-        return held
+        return held | ({_COPY: copied} if is_written_in_background(self.config) else {})
 
     def pass_bytes(self) -> Bytes:
         """Return the bytes of a forward and backward pass of one micro-batch."""
@@ -224,14 +225,14 @@ class _Run:
         activations = activation_bytes(self.model, tokens, config.model, attention, self.on_gpu)
         tile = min(TILE_BYTES["cuda" if self.on_gpu else "cpu"], tokens * text.vocab_size * _FLOAT32)
         # AdamW's fused kernel (`training.optimizer`) allocates nothing, so an update peaks where its gradient does.
-        components = {
+        held = {
             f"activations of {tokens:,} tokens": activations,
             # two tiles of logits, and the hidden states, their scaled copy and their gradient in float32
             "log-probs and their gradient": 2 * tile + 3 * tokens * text.hidden_size * _FLOAT32,
         }
-        if not self.has_lora:  # before it is added to the gradient of the other micro-batches
-            components["gradient of the output layer"] = text.vocab_size * text.hidden_size * self.itemsize
-        return components
+        # before it is added to the gradient of the other micro-batches
+        head = {"gradient of the output layer": text.vocab_size * text.hidden_size * self.itemsize}
+        return held if self.has_lora else held | head
 
     def generation_bytes(self) -> Bytes:
         """Return the bytes that the transformers engine holds while it samples, at most."""
@@ -284,6 +285,11 @@ def fsdp_bytes(model: PreTrainedModel, ranks: int) -> tuple[Bytes, Bytes, Bytes,
     """
     if ranks == 1:
         return {}, {}, {}, {}
+
+    def reduced(gradients: int) -> int:
+        """Return the bytes of the float32 buffer that gradients are reduced in, and of the result on a rank."""
+        return _FLOAT32 * (gradients + math.ceil(gradients / ranks))
+
     itemsize = model.dtype.itemsize
     total, trained = stored_parameters(model.parameters())
     sizes = [stored_parameters(layer.parameters()) for layer in checkpointed_layers(model)] or [(0, 0)]
@@ -293,7 +299,7 @@ def fsdp_bytes(model: PreTrainedModel, ranks: int) -> tuple[Bytes, Bytes, Bytes,
     largest = max(parameter.numel() for parameter in model.parameters())
     # The parameters of a layer, the next layer gathered ahead, and gradients; the float32 buffer of the reduction of
     # the layer before, and its result.
-    backward = itemsize * (2 * layer + trained_layer) + _reduction_bytes(trained_layer, ranks)
+    backward = itemsize * (2 * layer + trained_layer) + reduced(trained_layer)
     # In their place at the beginning, before there is a gradient of the output layer: the buffer that the parameters
     # outside of the layers are gathered into.
     buffer = itemsize * (outside - (largest if trained_outside else 0))
@@ -302,15 +308,10 @@ def fsdp_bytes(model: PreTrainedModel, ranks: int) -> tuple[Bytes, Bytes, Bytes,
         "two complete layers and a gradient to reduce": max(backward, buffer),
     }
     # The gradient of the parameters outside of the layers: in its own dtype, in float32, and the result.
-    reduced = itemsize * trained_outside + _reduction_bytes(trained_outside, ranks)
+    reduction = itemsize * trained_outside + reduced(trained_outside)
     gathered = {"complete parameters": itemsize * max(total + layer, 2 * outside)}
     sync = {"a complete weight, to send it to the engine": 2 * itemsize * largest}
-    return update, {"gradient outside of the layers to reduce": reduced}, gathered, sync
-
-
-def _reduction_bytes(gradients: int, ranks: int) -> int:
-    """Return the bytes of the float32 buffer that gradients are reduced in, and of the result on a rank."""
-    return _FLOAT32 * (gradients + math.ceil(gradients / ranks))
+    return update, {"gradient outside of the layers to reduce": reduction}, gathered, sync
 
 
 def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
