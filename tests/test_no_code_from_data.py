@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "bandpo_cli"
-SAFE_LOADERS = {"_StrictLoader", "_FastLoader"}
+SAFE_LOADERS = {"_StrictLoader"}
 BUILTINS = {"eval", "exec", "compile", "__import__"}
 MODULES = {
     "pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "code", "codeop", "runpy",

@@ -3,9 +3,7 @@
 The loader returns plain values of limited size and depth; an error is one line with its position.
 """
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -17,10 +15,6 @@ from bandpo_cli.paths import path_exists, read_text
 
 MAX_VALUES, MAX_DEPTH, MAX_DIGITS = 100_000, 50, 100
 """Limits on the values of a file (aliases expanded), on their nesting, and on the characters of a number."""
-
-_SIMPLE = re.compile(r"[\w .:/,+=@()\[\]{}'#\n-]{0,4096}", re.ASCII)
-"""Texts that libyaml reads in an eighth of the time of PyYAML's parser: short enough for the stack, because its
-recursion has no limit, and without tabs, tags, aliases and other characters that the two parsers treat differently."""
 
 MERGE_TAG = "tag:yaml.org,2002:merge"
 """The tag of the key `<<`, whose value is a mapping, or a list of mappings, to take entries from."""
@@ -38,27 +32,25 @@ def parse_yaml(text: str, where: str) -> Any:
         ConfigError: the text is not YAML, has a key twice, has a language-specific tag, or is too large or too deep.
     """
     try:
-        if _SIMPLE.fullmatch(text):
-            with suppress(yaml.YAMLError):  # the other loader accepts a few more texts, and words the error
-                return yaml.load(text, Loader=_FastLoader)
+        _check_limits(text)
         return yaml.load(text, Loader=_StrictLoader)
     except Exception as error:  # noqa: BLE001 - PyYAML raises KeyError, IndexError and others for malformed values
-        name = "nested too deep" if isinstance(error, RecursionError) else type(error).__name__
-        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or name
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or type(error).__name__
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{where}{line}: not readable as YAML: {problem}") from None
 
 
-class _Strict(yaml.constructor.SafeConstructor):
-    """Limits for PyYAML's safe loaders; a duplicate key is an error, where PyYAML silently takes the last one."""
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""PyYAML's safe loader: libyaml, which takes an eighth of the time, where PyYAML is built with it."""
 
-    def get_single_node(self) -> yaml.Node | None:
+
+class _StrictLoader(_Loader):  # type: ignore[misc]
+    """The safe loader, for which a duplicate key is an error: PyYAML silently takes the last one."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
         self._flattened: set[int] = set()
-        node: yaml.Node | None = super().get_single_node()  # type: ignore[misc]
-        if node is not None:
-            _expanded_size(node, {})
-        return node
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Put the entries of merge keys (`<<: *defaults`) before those of the mapping itself, which win.
@@ -86,49 +78,39 @@ class _Strict(yaml.constructor.SafeConstructor):
 
 
 for _tag in ("int", "float"):
-    _Strict.add_constructor(f"tag:yaml.org,2002:{_tag}", _Strict.construct_number)  # type: ignore[type-var]
+    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _StrictLoader.construct_number)
 
 
-class _StrictLoader(_Strict, yaml.SafeLoader):
-    """The loader of all texts, in Python."""
-
-    _composed = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        self._composed += 1
-        if self._composed > MAX_VALUES:  # checked during parsing, which takes a minute per megabyte
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.composer.ComposerError(None, None, f"more than {MAX_VALUES:,} values", mark)
-        return super().compose_node(parent, index)
+def _yaml_error(text: str, place: Any) -> yaml.MarkedYAMLError:
+    """Return an error that `parse_yaml` reports with the line of `place`, a node or an event."""
+    return yaml.constructor.ConstructorError(None, None, text, place.start_mark)
 
 
-_CLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+def _check_limits(text: str) -> None:
+    """Raise an error for a document with too many values (aliases expanded), too deep, or with an alias inside itself.
 
-
-class _FastLoader(_Strict, _CLoader):  # type: ignore[misc]
-    """The loader of texts that match `_SIMPLE`: libyaml, where PyYAML is built with it."""
-
-
-def _yaml_error(text: str, node: yaml.Node) -> yaml.MarkedYAMLError:
-    """Return an error that `parse_yaml` reports with the line of `node`."""
-    return yaml.constructor.ConstructorError(None, None, text, node.start_mark)
-
-
-def _expanded_size(node: yaml.Node, sizes: dict[int, int], depth: int = 0) -> int:
-    """Return the number of values of a node with all aliases expanded; `sizes` has those of the nodes seen before.
-
-    More than `MAX_VALUES`, and an alias inside itself, are an error.
+    This reads the events of the parser, because the loader is recursive, and libyaml's has no limit.
     """
-    if not isinstance(node, yaml.CollectionNode):
-        return 1
-    if depth > MAX_DEPTH:  # also an alias inside itself
-        raise _yaml_error(f"nested more than {MAX_DEPTH} deep", node)
-    if id(node) not in sizes:
-        children = (child for item in node.value for child in (item if isinstance(item, tuple) else (item,)))
-        sizes[id(node)] = 1 + sum(_expanded_size(child, sizes, depth + 1) for child in children)
-        if sizes[id(node)] > MAX_VALUES:
-            raise _yaml_error(f"more than {MAX_VALUES:,} values", node)
-    return sizes[id(node)]
+    total, sizes = (
+        0,
+        dict[str | None, int](),
+    )  # the number of values before an event, and those of each anchor
+    parents: list[tuple[str | None, int]] = []  # anchor of a collection, and `total` where it begins
+    for event in yaml.parse(text, Loader=_Loader):
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor in dict(parents):
+                raise _yaml_error("an alias is inside its own value", event)
+            total += sizes.get(event.anchor, 1)
+        elif isinstance(event, yaml.CollectionEndEvent):
+            anchor, start = parents.pop()
+            sizes[anchor] = total - start
+        elif isinstance(event, yaml.NodeEvent):
+            total += 1
+            if isinstance(event, yaml.CollectionStartEvent):
+                parents.append((event.anchor, total - 1))
+        if total > MAX_VALUES or len(parents) > MAX_DEPTH:
+            limits = f"more than {MAX_VALUES:,} values, or nested more than {MAX_DEPTH} deep"
+            raise _yaml_error(limits, event)
 
 
 SHIPPED = Path(__file__).parents[1] / "configs"
@@ -149,7 +131,7 @@ class FileLayer(dict[str, Any]):
 
     def locate(self, keys: Sequence[str]) -> str | None:
         """Return `--config a.yaml, line 3` for the setting with these keys; None where the file does not have it."""
-        node = yaml.compose(read_text(self.path, self.where), Loader=yaml.SafeLoader)
+        node = yaml.compose(read_text(self.path, self.where), Loader=_Loader)
         line = None
         for key in keys:
             entry = next(_entries(node, key), None)
