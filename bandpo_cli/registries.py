@@ -238,7 +238,7 @@ class EngineEntry(Entry):
 
     Attributes:
         build: a function from `SamplingConfig` and the policy to a `sampling.sampler.Sampler`. An engine with weights
-            of its own also takes an `EngineModel` in place of the policy, and is a `LoadingSampler`.
+            of its own also takes an `EngineModel` in place of the policy, and has the method `load`.
         shares_weights: the engine runs the trainer's own model and needs no memory for a second copy.
         package, install: the optional package that the engine needs, and how to install it; None for none.
         runs_experts: the engine runs mixtures of experts.

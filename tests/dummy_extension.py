@@ -41,28 +41,28 @@ def f_dummy(u: Any, x: Any) -> Any:
     return x * x
 
 
-class DummySampler:
-    """Returns the same completions for every prompt: "4" and "5" in turn."""
+def dummy_sampler(config: SamplingConfig, policy: Any) -> Any:
+    """Return an engine with the same completions for every prompt: "4" and "5" in turn."""
+    from bandpo_cli.sampling.sampler import Sampler  # imports torch
 
-    shares_weights = True
+    tokenizer = policy.tokenizer
+    answers = [(*tokenizer.encode(text), tokenizer.eos_token_id) for text in ("4", "5")]
 
-    def __init__(self, config: SamplingConfig, policy: Any) -> None:
-        tokenizer = policy.tokenizer
-        self._answers = [(*tokenizer.encode(text), tokenizer.eos_token_id) for text in ("4", "5")]
-        self._version = 0
+    class DummySampler(Sampler):
+        shares_weights = True
+        version = 0
 
-    def sample(self, prompts_P: Sequence[Any], params: Any, seed: int) -> list[list[Completion]]:
-        group = [self._answers[index % 2] for index in range(params.samples)]
-        return [
-            [Completion(ids, (-1.0,) * len(ids), "stop", self._version) for ids in group] for _ in prompts_P
-        ]
+        def sample(self, prompts_P: Sequence[Any], params: Any, seed: int) -> list[list[Completion]]:
+            group = [answers[index % 2] for index in range(params.samples)]
+            return [
+                [Completion(ids, (-1.0,) * len(ids), "stop", self.version) for ids in group]
+                for _ in prompts_P
+            ]
 
-    def sync(self, model: Any, version: int) -> None:
-        self._version = version
+        def sync(self, model: Any, version: int) -> None:
+            self.version = version
 
-    def sleep(self) -> None: ...
-
-    def close(self) -> None: ...
+    return DummySampler()
 
 
 class DummyTaskSettings(TaskSettings):
@@ -106,7 +106,7 @@ def judge(text: str, answer: str) -> bool:
 
 METHODS.register(MethodEntry("dummy", "a dummy", f"{__name__}:DummySettings", f"{__name__}:dummy_bounds"))
 DIVERGENCES.register(DivergenceEntry("dummy", "a dummy", f"{__name__}:f_dummy"))
-ENGINES.register(EngineEntry("dummy", "a dummy", f"{__name__}:DummySampler", shares_weights=True))
+ENGINES.register(EngineEntry("dummy", "a dummy", f"{__name__}:dummy_sampler", shares_weights=True))
 GRADERS.register(GraderEntry("dummy", "a dummy", f"{__name__}:first_stage", worker=f"{__name__}:judge"))
 TASKS.register(TaskEntry("dummy", "a dummy", f"{__name__}:DummyTaskSettings", f"{__name__}:DummyTask"))
 DATASETS.register(

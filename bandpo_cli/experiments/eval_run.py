@@ -371,7 +371,7 @@ def _open_model(
         from bandpo_cli.evaluation.evaluate import sample_batches
         from bandpo_cli.models.load import load_policy, with_resolved_dtype
         from bandpo_cli.sampling import rollouts
-        from bandpo_cli.sampling.sampler import SamplingParams, build_sampler, check_model, describe_sampler
+        from bandpo_cli.sampling.sampler import SamplingParams, build_sampler, check_model
 
         check_model(config)
         config = check_memory(with_resolved_dtype(config), ranks, training=False)
@@ -395,4 +395,4 @@ def _open_model(
 
     ids = {label: [problem.id for problem in problems_P] for label, problems_P in fitting.items()}
     total = len(problems) * settings.samples
-    return _Source(config, ids, total, batches, pool, notes, describe_sampler(sampler))
+    return _Source(config, ids, total, batches, pool, notes, sampler.describe())

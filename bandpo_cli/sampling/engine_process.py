@@ -29,7 +29,7 @@ from bandpo_cli.rank_process import local_rank_count
 from bandpo_cli.registries import ENGINES
 from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
 from bandpo_cli.sampling.engine_server import Answer, send_slots, send_weights
-from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, TokenIds, engine_model
+from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, TokenIds, engine_model
 from bandpo_cli.sampling.sync_check import CheckSchedule, SyncCheck
 from bandpo_cli.types import Completion
 
@@ -43,14 +43,14 @@ _CLOSED = "the engine process is closed"
 log = logging.getLogger("bandpo_cli")
 
 
-class EngineProcess:
-    """A sampling engine in a child process; see `Sampler` and `StreamingSampler`.
+class EngineProcess(Sampler):
+    """A sampling engine in a child process; see `Sampler`.
 
     One thread at a time may sample, sync or describe; `close` may be called from any thread at any time. All other
-    methods but `sleep` raise RunError after the process has ended, with how it ended.
+    methods raise RunError after the process has ended, with how it ended.
     """
 
-    shares_weights = False
+    streams = True
 
     def __init__(self, config: RunConfig, policy: Policy) -> None:
         """Start the process, build the engine there and send the weights as version 0; all ranks do so together.
@@ -96,7 +96,7 @@ class EngineProcess:
     def sample_stream(
         self, requests: Iterable[SampleRequest], params: SamplingParams
     ) -> Generator[list[list[Completion]], None, None]:
-        """Yield the completions [P][n] of each request; see `StreamingSampler`. Errors as in `sample`.
+        """Yield the completions [P][n] of each request; see `Sampler`. Errors as in `sample`.
 
         The process asks for requests as its engine has room for them. It waits while the caller uses completions.
         """
@@ -124,9 +124,6 @@ class EngineProcess:
         if failure is not None:
             raise failure
         _checked(message)
-
-    def sleep(self) -> None:
-        """Do nothing: the engine samples while the trainer updates."""
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
         """Send the weights, and compare log-probs as `CheckSchedule` says; all ranks must call this together.
@@ -160,7 +157,7 @@ class EngineProcess:
                 )
 
     def describe(self) -> dict[str, str]:
-        """Return what the engine in the process describes; see `describe_sampler`."""
+        """Return what the engine in the process describes."""
         with self._conversation("describe") as pipe:
             answer = pipe.recv()
         return dict(_checked(answer))

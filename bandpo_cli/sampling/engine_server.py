@@ -26,16 +26,13 @@ from bandpo_cli.errors import EngineMemoryError, RunError, UserError, find_out_o
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.sampling.sampler import (
     EngineModel,
-    LoadingSampler,
     Sampler,
     SampleRequest,
     SamplingParams,
     StaleEngineError,
     build_sampler,
-    describe_sampler,
     engine_model,
     error_text,
-    sample_requests,
 )
 
 SLOTS = 2
@@ -126,7 +123,6 @@ class EngineServer:
                 _copy(weights, dict(self._policy.model.named_parameters()), version)
                 self._sampler.sync(self._policy.model, version)
             else:
-                assert isinstance(self._sampler, LoadingSampler)
                 # vLLM keeps the tensors of a layer until it has all of them, longer than they are valid.
                 copies = ((name, tensor.to(self._device, copy=True)) for name, tensor in weights)
                 self._sampler.load(copies, version)
@@ -145,7 +141,7 @@ class EngineServer:
                 yield request
                 self._pipe.send(None)
 
-        with closing(sample_requests(self._sampler, requests(), params)) as stream:
+        with closing(self._sampler.sample_stream(requests(), params)) as stream:
             for groups in stream:
                 self._has_sampled = True
                 self._pipe.send(groups)
@@ -153,8 +149,8 @@ class EngineServer:
                     break
 
     def describe(self) -> dict[str, str]:
-        """Return what the engine describes; see `describe_sampler`."""
-        return describe_sampler(self._sampler)
+        """Return what the engine describes."""
+        return self._sampler.describe()
 
 
 @torch.no_grad()

@@ -16,7 +16,6 @@ from bandpo_cli.sampling.sampler import (
     SampleRequest,
     SamplingParams,
     StaleEngineError,
-    sample_requests,
 )
 from bandpo_cli.tasks.prompts import build_prompt
 from bandpo_cli.types import Completion, Grade, Group, Message, Problem, Rollout
@@ -231,7 +230,7 @@ def stream_completions(
     Raises:
         StaleEngineError: the engine has other weights than those after `version` optimizer updates.
     """
-    with closing(sample_requests(sampler, requests, params)) as stream:
+    with closing(sampler.sample_stream(requests, params)) as stream:
         for completions_PG in stream:
             others = {item.policy_version for group in completions_PG for item in group} - {version}
             if others:

@@ -2,9 +2,10 @@
 
 import copy
 import logging
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -41,16 +42,27 @@ class SamplingParams:
     entropy: bool = False
 
 
-class Sampler(Protocol):
+class SampleRequest(NamedTuple):
+    """The prompts of one call of `Sampler.sample`, and its seed."""
+
+    prompts_P: Sequence[TokenIds]
+    seed: int
+
+
+class Sampler(ABC):
     """Samples completions from the policy's current weights.
 
-    A training step calls `sample` (one or more times), then `sleep`, and after the update `sync`. An engine may also
-    have a method `describe`; see `describe_sampler`.
+    A training step samples (in one or more calls), then calls `sleep`, and after the update `sync`.
+
+    Attributes:
+        shares_weights: the engine runs the trainer's own model; see `is_exact` for its log-probs.
+        streams: `sample_stream` samples several requests at the same time.
     """
 
-    shares_weights: bool
-    """True if the engine runs the trainer's own model; see `is_exact` for its log-probs."""
+    shares_weights = False
+    streams = False
 
+    @abstractmethod
     def sample(
         self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
     ) -> list[list[Completion]]:
@@ -59,61 +71,41 @@ class Sampler(Protocol):
         The random numbers of prompt i depend on `seed + i` alone, so that prompts can be distributed over several
         calls and processes: the call for the prompts from i on has the seed `seed + i`.
         """
-        ...
 
-    def sleep(self) -> None:
-        """Release accelerator memory to the trainer if the engine supports it; the next `sync` wakes the engine."""
-        ...
+    def sample_stream(
+        self, requests: Iterable[SampleRequest], params: SamplingParams
+    ) -> Generator[list[list[Completion]], None, None]:
+        """Yield the completions [P][n] of each request, in the order of the requests.
 
+        The sampler takes requests as it has room for them. Closing the generator drops the unfinished ones.
+        """
+        for request in requests:
+            yield self.sample(request.prompts_P, params, request.seed)
+
+    @abstractmethod
     def sync(self, model: PreTrainedModel, version: int) -> None:
         """Load the weights of the policy's model, which have had `version` optimizer updates.
 
         Raises:
             StaleEngineError: the engine does not run the given weights.
         """
-        ...
 
-    def close(self) -> None:
-        """Free the engine's resources."""
-        ...
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
+        """Load all weights, under their names in a checkpoint, without the policy; errors as in `sync`.
 
-
-def describe_sampler(sampler: Sampler) -> dict[str, str]:
-    """Return the result of the engine's `describe`, for env.json: its name and what decides how it computes."""
-    default = {"engine": type(sampler).__name__}
-    return dict(getattr(sampler, "describe", lambda: default)())
-
-
-class SampleRequest(NamedTuple):
-    """The prompts of one call of `Sampler.sample`, and its seed."""
-
-    prompts_P: Sequence[TokenIds]
-    seed: int
-
-
-@runtime_checkable
-class StreamingSampler(Protocol):
-    """A sampler that samples several requests at the same time, so that it does not wait for the last of each."""
-
-    def sample_stream(
-        self, requests: Iterable[SampleRequest], params: SamplingParams
-    ) -> Iterator[list[list[Completion]]]:
-        """Yield the completions [P][n] of each request, in the order of the requests.
-
-        The sampler takes requests as it has room for them. Closing the iterator drops the unfinished ones.
+        Only an engine with weights of its own has the method. The caller checks what the engine then samples.
         """
-        ...
+        raise NotImplementedError
 
+    def sleep(self) -> None:  # noqa: B027 - most engines have nothing to release
+        """Release accelerator memory to the trainer if the engine supports it; the next `sync` wakes the engine."""
 
-def sample_requests(
-    sampler: Sampler, requests: Iterable[SampleRequest], params: SamplingParams
-) -> Generator[list[list[Completion]], None, None]:
-    """Yield the completions [P][n] of each request in order; at the same time, if the sampler can."""
-    if isinstance(sampler, StreamingSampler):
-        yield from sampler.sample_stream(requests, params)
-        return
-    for request in requests:
-        yield sampler.sample(request.prompts_P, params, request.seed)
+    def describe(self) -> dict[str, str]:
+        """Return the engine's name, and what else decides how it computes, for env.json."""
+        return {"engine": type(self).__name__}
+
+    def close(self) -> None:  # noqa: B027
+        """Free the engine's resources."""
 
 
 @dataclass(frozen=True)
@@ -133,15 +125,6 @@ def engine_model(model: PreTrainedModel) -> EngineModel:
     config = copy.deepcopy(model.config)
     config.architectures = [model_class(model).__name__]
     return EngineModel(config, forward_dtype(model), model.device)
-
-
-@runtime_checkable
-class LoadingSampler(Protocol):
-    """A sampler with weights of its own, which it loads without the policy; its caller checks what it then samples."""
-
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load all weights, under their names in a checkpoint; errors as in `Sampler.sync`."""
-        ...
 
 
 class StaleEngineError(RunError):
@@ -185,7 +168,7 @@ def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
     """Return the engine that `sampling.engine` names.
 
     Args:
-        policy: the policy, or its model for a `LoadingSampler`, which then has no weights yet.
+        policy: the policy, or its model for an engine that has no weights until `load`.
 
     Raises:
         ConfigError: the engine is not installed.

@@ -25,7 +25,7 @@ DRAWN_STEPS = 64
 """Tokens of a completion for which random numbers are drawn at a time."""
 
 
-class TransformersSampler:
+class TransformersSampler(Sampler):
     """Prefills each prompt once, repeats its cache n times, and removes ended completions from the batch."""
 
     shares_weights = True
@@ -48,15 +48,9 @@ class TransformersSampler:
         self._model = model
         self._version = version
 
-    def sleep(self) -> None:
-        """Do nothing: between calls the sampler holds no memory besides the trainer's model."""
-
     def describe(self) -> dict[str, str]:
         """Return the engine's name."""
         return {"engine": "transformers"}
-
-    def close(self) -> None:
-        """Do nothing: the sampler holds no resources besides the trainer's model."""
 
     def sample(
         self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int

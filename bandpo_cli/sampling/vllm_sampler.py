@@ -28,6 +28,7 @@ from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.sampler import (
     EngineModel,
+    Sampler,
     SampleRequest,
     SamplingParams,
     StaleEngineError,
@@ -69,10 +70,10 @@ MAX_QUEUED = 8192
 a few hundred MB of host memory at most."""
 
 
-class VllmSampler:
+class VllmSampler(Sampler):
     """`vllm.LLM` in this process; see `Sampler` for the contract of each method."""
 
-    shares_weights = False
+    streams = True
 
     def __init__(self, config: SamplingConfig, policy: Policy | EngineModel) -> None:
         """Start the engine and load the policy's weights into it as version 0; all ranks of the policy do so together.
@@ -130,8 +131,8 @@ class VllmSampler:
 
     def sample_stream(
         self, requests: Iterable[SampleRequest], params: SamplingParams
-    ) -> Iterator[list[list[Completion]]]:
-        """Yield the completions [P][n] of each request; see `StreamingSampler`. Errors as in `sample`."""
+    ) -> Generator[list[list[Completion]], None, None]:
+        """Yield the completions [P][n] of each request; see `Sampler`. Errors as in `sample`."""
         assert not self._asleep, "sync wakes the engine before it samples"
 
         def batches() -> Iterator[tuple[list[Any], list[vllm.SamplingParams]]]:
@@ -169,7 +170,7 @@ class VllmSampler:
         self.load(checkpoint_weights(model), version, model)
 
     def load(self, weights: Weights, version: int, model: PreTrainedModel | None = None) -> None:
-        """Load the weights, clear the cache of the old ones, and check them; see `LoadingSampler`.
+        """Load the weights, clear the cache of the old ones, and check them; see `Sampler`.
 
         The check is complete where `CheckSchedule` says so, and after sleep: it compares tensors, and with the policy's
         model also log-probs. The other syncs check that all weights were loaded, and the version.

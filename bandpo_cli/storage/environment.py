@@ -43,7 +43,7 @@ def describe_environment(
 
     Args:
         command: sys.argv by default; passwords in its addresses are redacted.
-        sampler: description of the sampling engine (`sampling.sampler.describe_sampler`); None where nothing is
+        sampler: description of the sampling engine (`sampling.sampler.Sampler.describe`); None where nothing is
             sampled.
     """
     versions = {"python": platform.python_version()}

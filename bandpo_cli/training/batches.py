@@ -29,7 +29,7 @@ from bandpo_cli.sampling.rollouts import (
     problem_per_completion,
     stream_completions,
 )
-from bandpo_cli.sampling.sampler import SampleRequest, StreamingSampler
+from bandpo_cli.sampling.sampler import SampleRequest
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.training.checkpoint_files import SampledGroups
 from bandpo_cli.training.components import Components
@@ -167,7 +167,7 @@ class RolloutBatches:
         problems, seed = ranks.share(batch), seed + ranks.share_start(len(batch))
         # An engine process grades in the background in any case. The transformers engine does not stream: smaller calls
         # would change the last bits of its log-probs.
-        streams = isinstance(components.sampler, StreamingSampler) and not self._is_ahead
+        streams = components.sampler.streams and not self._is_ahead
         with ExitStack() as stack:
             pool: ErrorReportingGrader = components.grader
             with timer.phase("sample"):

@@ -27,7 +27,6 @@ from bandpo_cli.sampling.sampler import (
     SamplingParams,
     build_sampler,
     check_model,
-    describe_sampler,
 )
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.checkpoints import Progress
@@ -121,7 +120,7 @@ class Components:
 
     def sampler_description(self) -> dict[str, str]:
         """Return the name of the sampling engine and what else decides how it computes, for env.json."""
-        return describe_sampler(self.sampler)
+        return self.sampler.describe()
 
     def close(self) -> None:
         """Shut down the sampling engine and the grading processes.

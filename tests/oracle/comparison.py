@@ -22,7 +22,7 @@ from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import embedded_model_path, with_resolved_dtype
-from bandpo_cli.sampling.sampler import SamplingParams
+from bandpo_cli.sampling.sampler import Sampler, SamplingParams
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training.components import Components, build_components
 from bandpo_cli.training.loop import train
@@ -94,7 +94,7 @@ def grade_text(text: str) -> Grade:
     return Grade(credits[kind], credits[kind] == 1.0, verdicts[kind], has_reward=kind < 5)
 
 
-class GivenSampler:
+class GivenSampler(Sampler):
     """Samples one token at a time, reports log-probs with `noise` nats, and keeps what it returned in `given`.
 
     Without noise it reports entropies, unless `ahead`: then it samples from a copy that only `sync` replaces.
@@ -158,16 +158,10 @@ class GivenSampler:
         verdict = grade.reward, grade.correct, grade.verdict
         return GivenRollout(prompt, tuple(ids[:length]), tuple(logprobs[:length]), *verdict, END not in ids)
 
-    def sleep(self) -> None:
-        pass
-
     def sync(self, model: PreTrainedModel, version: int) -> None:
         self._version = version
         if self._ahead:
             self._model.load_state_dict(model.state_dict())
-
-    def close(self) -> None:
-        pass
 
 
 class TextGrader:

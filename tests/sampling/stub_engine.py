@@ -18,7 +18,7 @@ from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.registries import ENGINES, EngineEntry
 from bandpo_cli.sampling import engine_child
-from bandpo_cli.sampling.sampler import EngineModel, SamplingParams, StaleEngineError, TokenIds
+from bandpo_cli.sampling.sampler import EngineModel, Sampler, SamplingParams, StaleEngineError, TokenIds
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion
 
@@ -81,10 +81,8 @@ FLOATS = (0.1, -1e-310, float("-inf"), 1 / 3)
 """Numbers that float32 does not hold."""
 
 
-class StubSampler:
+class StubSampler(Sampler):
     """Raises the error of the seed of the request; otherwise returns the token ids of the prompt in reverse order."""
-
-    shares_weights = False
 
     def __init__(self, config: SamplingConfig, policy: Any) -> None:
         self._config = config
@@ -106,8 +104,6 @@ class StubSampler:
             for prompt in prompts_P
         ]
 
-    def sleep(self) -> None: ...
-
     def sync(self, model: PreTrainedModel, version: int) -> None: ...
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
@@ -124,8 +120,6 @@ class StubSampler:
             "rank": os.environ.get("RANK", "none"),
             "threads": str(torch.get_num_threads()),
         }
-
-    def close(self) -> None: ...
 
 
 class CopySampler(TransformersSampler):

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.models.load import load_policy, save_policy
-from bandpo_cli.sampling.sampler import SamplingParams
+from bandpo_cli.sampling.sampler import Sampler, SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
@@ -180,7 +180,7 @@ class Recording:
         return {step: [call.seed for call in getattr(value, kind)] for step, value in self.steps.items()}
 
 
-class RecordingSampler:
+class RecordingSampler(Sampler):
     """Samples from a copy of the weights that only `sync` replaces, and records every call.
 
     Args:
@@ -213,9 +213,6 @@ class RecordingSampler:
         step.syncs.append(Sync(model, weights, version))
         self._model.load_state_dict(weights)
         self._sampler.sync(self._model, 0 if self._stale else version)
-
-    def close(self) -> None:
-        pass
 
 
 class RecordingGrader:

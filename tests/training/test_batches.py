@@ -4,7 +4,7 @@ import copy
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -124,11 +124,12 @@ def test_the_engine_is_synced_after_its_batch_and_evaluates_the_new_weights(ahea
 class StreamingCopy(RecordingSampler):
     """Samples all requests of a batch in one call; before it yields the last ones, it waits for grades of the first."""
 
+    streams = True
     waited: list[bool]
 
     def sample_stream(
         self, requests: Iterable[SampleRequest], params: SamplingParams
-    ) -> Iterator[list[list[Completion]]]:
+    ) -> Generator[list[list[Completion]], None, None]:
         every = [*requests]
         prompts = [prompt for request in every for prompt in request.prompts_P]
         starts = accumulate((len(request.prompts_P) for request in every), initial=every[0].seed)
