@@ -17,7 +17,7 @@ from bandpo_cli.experiments.memory import GIB, describe_memory, memory_report, s
 from bandpo_cli.tasks.task import Task
 
 if TYPE_CHECKING:
-    from bandpo_cli.experiments.profile import StepProfile
+    from bandpo_cli.experiments.profile import ProfileCallback
 
 
 def describe_model(config: RunConfig) -> str:
@@ -144,7 +144,7 @@ PROFILE_LABELS = {
 """Text of the phases and their parts; parts that are not here have no row."""
 
 
-def print_profile(console: Console, profile: StepProfile) -> None:
+def print_profile(console: Console, profile: ProfileCallback) -> None:
     """Print seconds and share per phase, the mean of the traced steps, and where to open the trace.
 
     Parts of a phase are indented; `other` is the time of a step outside of all phases.

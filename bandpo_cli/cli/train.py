@@ -137,5 +137,5 @@ def _run(
         if result.status != "FINISHED":
             raise SystemExit(signals.exit_code)
         print_summary(console, config, result)
-        if profiler is not None and profiler.result is not None:
-            print_profile(console, profiler.result)
+        if profiler is not None and profiler.phases:
+            print_profile(console, profiler)

@@ -30,22 +30,6 @@ class PhaseTime:
     calls: int = 0
 
 
-@dataclass(frozen=True)
-class StepProfile:
-    """The profile of some steps of a run.
-
-    Attributes:
-        trace: the trace, in the format of Chrome's tracing.
-        seconds: sum of `time/step` over these steps.
-        phases: by name; `update/backward` is the part `backward` of the phase `update`.
-    """
-
-    trace: Path
-    steps: list[int]
-    seconds: float
-    phases: dict[str, PhaseTime]
-
-
 def check_profile_steps(steps: int, first_step: int, last_step: int) -> None:
     """Raise UserError if a run from step `first_step` to `last_step` is too short to trace `steps` after its first."""
     count = last_step - max(1, first_step) + 1
@@ -58,26 +42,29 @@ def check_profile_steps(steps: int, first_step: int, last_step: int) -> None:
 class ProfileCallback(CallbackBase):
     """Traces some steps with torch's profiler, after the first one, which compiles kernels and allocates memory.
 
-    The trace is `profile/step-000002.json.gz`, named after its first step. The numbers of the run do not change.
+    The numbers of the run do not change.
 
     Attributes:
-        result: the profile, once the steps have been traced or the run has ended; None before and where no step was
-            traced completely.
+        trace: `profile/step-000002.json.gz` in the run folder, named after the first traced step; in the format of
+            Chrome's tracing.
+        steps: the steps that were traced completely.
+        seconds: sum of `time/step` over these steps.
+        phases: by name, once the trace is written; `update/backward` is the part `backward` of the phase `update`.
     """
 
     def __init__(self, steps: int) -> None:
-        self.result: StepProfile | None = None
+        self.trace, self.seconds = Path(), 0.0
+        self.steps: list[int] = []
+        self.phases: dict[str, PhaseTime] = {}
         self._wanted = steps
-        self._folder = Path()
         self._profiler: profile | None = None
-        self._traced: list[StepReport] = []
 
     def start(self, info: RunInfo) -> None:
-        self._folder = info.folder / "profile"
+        self.trace = info.folder / "profile"
 
     def step(self, report: StepReport) -> None:
         """Start the profiler after the first step, and write the trace after the last traced one."""
-        if report.step == 0 or self.result is not None:
+        if report.step == 0 or self.phases:
             return
         if self._profiler is None:
             import torch
@@ -89,24 +76,23 @@ class ProfileCallback(CallbackBase):
             self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu])
             self._profiler.start()
             return
-        self._traced.append(report)
-        if len(self._traced) == self._wanted:
+        self.steps.append(report.step)
+        self.seconds += report.record["time/step"]
+        if len(self.steps) == self._wanted:
             self._finish()
 
     def end(self, result: RunResult) -> None:
-        if self._profiler is not None and self.result is None:
+        if self._profiler is not None:
             self._finish()
 
     def _finish(self) -> None:
         assert self._profiler is not None
         self._profiler.stop()
-        if self._traced:
-            self._folder.mkdir(exist_ok=True)
-            trace = self._folder / f"{step_name(self._traced[0].step)}.json.gz"
-            self._profiler.export_chrome_trace(str(trace))
-            seconds = sum(report.record["time/step"] for report in self._traced)
-            steps = [report.step for report in self._traced]
-            self.result = StepProfile(trace, steps, seconds, phase_times(self._profiler))
+        if self.steps:
+            self.trace.mkdir(exist_ok=True)
+            self.trace /= f"{step_name(self.steps[0])}.json.gz"
+            self._profiler.export_chrome_trace(str(self.trace))
+            self.phases = phase_times(self._profiler)
         self._profiler = None
 
 
