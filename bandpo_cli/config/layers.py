@@ -142,6 +142,11 @@ def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
     return layer
 
 
+def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """Return the settings with other values, given by dotted setting. Raises ConfigError if a value is not valid."""
+    return resolve([config.model_dump(mode="json"), nest(values)])
+
+
 def _set_nested(layer: dict[str, Any], keys: Sequence[str], value: Any, where: str) -> None:
     """Set a value in nested mappings; raise ConfigError, which begins with `where`, if a section has a plain value."""
     section = layer

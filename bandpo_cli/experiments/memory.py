@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from bandpo_cli.config.hardware import dtype_on, engine_cards
-from bandpo_cli.config.layers import read_assignments, resolve
+from bandpo_cli.config.layers import read_assignments, resolve, with_values
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import EngineMemoryError, RunError, UserError, find_out_of_memory, first_line
@@ -51,10 +51,10 @@ def memory_report(config: RunConfig, ranks: int = 1, training: bool = True) -> M
 
     engine = None
     try:
-        card = _card(config)
+        card, cards = _cards(config, ranks if rank_count() == 1 else local_rank_count())
         free, total = torch.cuda.mem_get_info(card)
         device = Device(torch.cuda.get_device_properties(card).name, total, free)
-        if training and (cards := _engine_cards(config, ranks if rank_count() == 1 else local_rank_count())):
+        if training and cards:
             # Its free memory is not asked for: that would create a context of this process there.
             gpu = torch.cuda.get_device_properties(cards[0])
             names = ", ".join(f"cuda:{card}" for card in cards)
@@ -67,23 +67,16 @@ def memory_report(config: RunConfig, ranks: int = 1, training: bool = True) -> M
     return estimate_memory(config, device, ranks, engine, training)
 
 
-def _card(config: RunConfig) -> int:
-    """Return the number of the GPU of this rank."""
+def _cards(config: RunConfig, local_ranks: int) -> tuple[int, list[int]]:
+    """Return the GPU of this rank, and those of the engine processes if they are not the GPUs of the trainers."""
     import torch
 
     index = None if config.model.device == "auto" else torch.device(config.model.device).index
-    return ranks_from_environment().local_rank if index is None else index
-
-
-def _engine_cards(config: RunConfig, local_ranks: int) -> list[int]:
-    """Return the GPUs of the engine processes if they are not those of the `local_ranks` trainers; else none."""
+    card = ranks_from_environment().local_rank if index is None else index
     if not config.sampling.max_lag:
-        return []
-    import torch
-
-    card = _card(config)
+        return card, []
     cards = engine_cards(card, local_ranks, torch.cuda.device_count())
-    return [] if card in cards else cards
+    return card, [] if card in cards else cards
 
 
 def check_memory(
@@ -120,13 +113,7 @@ def check_memory(
     if ranks.is_main and (estimate.device.on_gpu or not estimate.fits):
         log.log(logging.INFO if estimate.fits else logging.WARNING, "%s", line(estimate))
     fractions = [rank.memory_fraction for rank in estimates if rank.memory_fraction is not None]
-    return with_memory_fraction(config, min(fractions)) if fractions else config
-
-
-def with_memory_fraction(config: RunConfig, fraction: float | None) -> RunConfig:
-    """Return the settings with vLLM's share of the GPU."""
-    vllm = config.sampling.vllm.model_copy(update={"memory_fraction": fraction})
-    return config.model_copy(update={"sampling": config.sampling.model_copy(update={"vllm": vllm})})
+    return with_values(config, {"sampling.vllm.memory_fraction": min(fractions)}) if fractions else config
 
 
 def describe_memory(estimate: MemoryEstimate) -> str:
@@ -163,7 +150,7 @@ def saving_advice(
     from bandpo_cli.models.memory import estimate_memory
 
     def fits(flags: Mapping[str, str]) -> bool:
-        assignments = [f"{key}={value}" for key, value in flags.items() if not key.startswith("--")]
+        assignments = [f"{key}={value}" for key, value in flags.items() if key != "--nproc"]
         try:
             changed = resolve([config.model_dump(mode="json"), read_assignments(assignments)])
             engine = estimate.engine_device if changed.sampling.max_lag else None
@@ -185,7 +172,7 @@ def saving_advice(
     flags = settings_that_fit(savings, fits)
     advice = "no setting tried makes it fit; use a smaller model or more GPUs"
     if flags is not None:
-        advice = f"it fits with {' '.join(map(_flag_text, flags.items()))}"
+        advice = f"it fits with {' '.join(_flag_text(*flag) for flag in flags.items())}"
     return advice if estimate.device.is_idle else f"{_FREE_GPU}; without that, {advice}"
 
 
@@ -194,9 +181,8 @@ def settings_that_fit(
 ) -> dict[str, str] | None:
     """Return settings with which a run fits, as few as possible; None if it does not fit with all of them.
 
-    The first settings that are enough together are left out again where they are not needed.
-
-    `savings` are settings with values, those that cost least first; a later value of a setting needs less memory.
+    The first of `savings` that are enough together are left out again where they are not needed; a later value of a
+    setting needs less memory.
     """
     enough = next((n for n in range(1, len(savings) + 1) if fits(dict(savings[:n]))), None)
     if enough is None:
@@ -211,8 +197,7 @@ def settings_that_fit(
     return together
 
 
-def _flag_text(flag: tuple[str, str]) -> str:
-    key, value = flag
+def _flag_text(key: str, value: str) -> str:
     return f"{key} {value}" if key.startswith("--") else f"--set {key}={value}"
 
 
@@ -254,17 +239,6 @@ def memory_savings(
     return [(key, value) for applies, key, value in savings if applies]
 
 
-def memory_saving_settings(
-    config: RunConfig, on_gpu: bool, training: bool = True, engine_has_gpu: bool = False
-) -> str:
-    """Return flags that lower the memory, as the end of an error message. Arguments as for `memory_savings`."""
-    savings = memory_savings(config, on_gpu, training, engine_has_gpu)
-    first: dict[str, str] = {}
-    for key, value in savings:
-        first.setdefault(key, value)
-    return f"for less memory, in this order: {', '.join(map(_flag_text, first.items()))}"
-
-
 @contextmanager
 def out_of_memory_errors(config: RunConfig, training: bool = True) -> Iterator[None]:
     """Raise RunError with the settings to change in place of an out-of-memory error of torch, vLLM or Python."""
@@ -277,12 +251,15 @@ def out_of_memory_errors(config: RunConfig, training: bool = True) -> Iterator[N
         from bandpo_cli.models.load import is_on_cuda
 
         on_gpu = is_on_cuda(config.model)
-        has_gpu = training and on_gpu and bool(_engine_cards(config, local_rank_count()))
+        has_gpu = training and on_gpu and bool(_cards(config, local_rank_count())[1])
         if has_gpu and isinstance(failed, EngineMemoryError):
             training = False  # the settings of updates do not help a GPU that only samples
         # The requested size as the error states it, without the allocator's advice and file names in brackets. What
         # precedes the brackets is kept: it says that the engine process has failed.
         head, _, text = first_line(failed, max_chars=1000).rpartition("] ")
         size = f"{head.partition('[')[0]}{text.split('. GPU', 1)[0]}".strip()
-        advice = memory_saving_settings(config, on_gpu, training, has_gpu)
-        raise RunError(f"out of memory ({size}); {advice}") from error
+        first = dict(
+            reversed(memory_savings(config, on_gpu, training, has_gpu))
+        )  # of several values the first
+        flags = ", ".join(_flag_text(*flag) for flag in reversed(first.items()))
+        raise RunError(f"out of memory ({size}); for less memory, in this order: {flags}") from error

@@ -9,22 +9,22 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from bandpo_cli.callbacks import RunResult, TrainCallback
-from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yaml
+from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yaml, with_values
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.config.sampling import AUTO_ENGINE, is_installed
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError, UserError, plural
-from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors, with_memory_fraction
+from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.preflight import check_config, run_warnings
-from bandpo_cli.experiments.rank_group import check_ranks, check_same_on_all, connected_ranks
+from bandpo_cli.experiments.rank_group import check_ranks, check_same_on_all
 from bandpo_cli.experiments.train_run import (
     RESOLVED,
     Stop,
     loaded_components,
     record_run,
-    resolved_settings,
     run_environment,
     run_steps,
     train_events,
@@ -126,13 +126,11 @@ def resume(
             if is_main_process():
                 _roll_back(plan, plan.config, describe_environment())
             return record_run(plan.config, folder, events, (), first_step, lambda: "FINISHED")
-        pinned = resolved_settings(plan.pinned, events)
-        ranks = stack.enter_context(connected_ranks(pinned))
-        pinned = check_memory(pinned, ranks, changeable=CHANGEABLE_SETTINGS)
-        config = with_memory_fraction(plan.config, pinned.sampling.vllm.memory_fraction)
-        model = config.model.model_copy(update={"dtype": pinned.model.dtype})
-        config = config.model_copy(update={"model": model})
-        components = stack.enter_context(loaded_components(pinned, plan.task, ranks))
+        loaded = loaded_components(plan.pinned, plan.task, events, CHANGEABLE_SETTINGS)
+        pinned, components = stack.enter_context(loaded)
+        dtype, fraction = pinned.model.dtype, pinned.sampling.vllm.memory_fraction
+        config = with_values(plan.config, {"model.dtype": dtype, "sampling.vllm.memory_fraction": fraction})
+        ranks = components.ranks
         check_same_on_all(ranks, to_yaml(config), str(plan.step))
         if plan.step >= 0:
             with out_of_memory_errors(pinned):
@@ -233,21 +231,23 @@ def pin(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
     stored = [entry[RESOLVED] for entry in entries if isinstance(entry, dict) and RESOLVED in entry][:1]
     if not stored or not isinstance(stored[0], dict):
         return config, []
-    sampling, model, task = config.sampling, config.model, config.task
-    engine, dtype, commit, data = map(stored[0].get, ("engine", "dtype", "model", "data"))
-    if sampling.engine == AUTO_ENGINE and isinstance(engine, str) and engine in ENGINES:
+    task, (engine, dtype, commit, data) = (
+        config.task,
+        map(stored[0].get, ("engine", "dtype", "model", "data")),
+    )
+    changes: dict[str, Any] = {}
+    if config.sampling.engine == AUTO_ENGINE and isinstance(engine, str) and engine in ENGINES:
         entry = ENGINES[engine]
         if entry.package is not None and not is_installed(entry.package):
             raise ConfigError(f"run {folder.name} samples with {engine}, not installed here: {entry.install}")
-        sampling = sampling.model_copy(update={"engine": engine})
-    if str(model.dtype) == "auto" and dtype in ("float32", "bfloat16"):
-        model = model.model_copy(update={"dtype": dtype})
+        changes["sampling.engine"] = engine
+    if config.model.dtype == "auto" and dtype in ("float32", "bfloat16"):
+        changes["model.dtype"] = dtype
     if is_commit(commit):
-        model = model.model_copy(update={"revision": commit})
+        changes["model.revision"] = commit
     if isinstance(task, DataTask) and isinstance(data, dict):
-        commits = {name: data[name] for name in hub_ids(task) if is_commit(data.get(name))}
-        task = task.model_copy(update={"revisions": {**task.revisions, **commits}})
-    return config.model_copy(update={"sampling": sampling, "model": model, "task": task}), []
+        changes["task.revisions"] = {name: data[name] for name in hub_ids(task) if is_commit(data.get(name))}
+    return with_values(config, changes), []
 
 
 def _roll_back(plan: ResumePlan, config: RunConfig, env: Mapping[str, object]) -> None:

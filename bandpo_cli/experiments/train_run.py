@@ -12,7 +12,7 @@ import logging
 import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,6 @@ from bandpo_cli.experiments.rank_group import (
 from bandpo_cli.grading.pool import GraderUse, failure_warnings
 from bandpo_cli.paths import cached_commit
 from bandpo_cli.rank_process import is_main_process, rank_count
-from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import RunFolder, timestamped
@@ -144,14 +143,11 @@ def train(
     """
     plan = config if isinstance(config, TrainPlan) else plan_training(config, runs_dir, name)
     events = train_events(plan.config, callbacks)
-    config = resolved_settings(plan.config, events)
-    with connected_ranks(config) as ranks:
-        config = check_memory(config, ranks)
-        with (
-            loaded_components(config, plan.task, ranks) as components,
-            _new_folder(config, plan, components) as folder,
-        ):
-            return run_steps(config, folder, components, events, 0, stop_requested)
+    with (
+        loaded_components(plan.config, plan.task, events) as (config, components),
+        _new_folder(config, plan, components) as folder,
+    ):
+        return run_steps(config, folder, components, events, 0, stop_requested)
 
 
 @contextmanager
@@ -197,29 +193,32 @@ def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> Train
     return Dispatcher([callback for callback in callbacks if getattr(callback, "on_every_rank", False)])
 
 
-def resolved_settings(config: RunConfig, events: TrainEvents) -> RunConfig:
-    """Begin the phase `load`, which imports torch, and return the settings with the dtype that `auto` is here."""
+@contextmanager
+def loaded_components(
+    config: RunConfig, task: Task, events: TrainEvents, changeable: Sequence[str] | None = None
+) -> Iterator[tuple[RunConfig, Components]]:
+    """Begin the phase `load`: connect the ranks, load model, sampler, grader and optimizer, and close them at the end.
+
+    Yields the components and the settings that they have on this machine: the dtype that `auto` is, and vLLM's share of
+    the GPU. After the block, rank 0 warns of the grader errors of all ranks; after an error in it, each rank of its
+    own. `changeable` is as for `check_memory`.
+    """
     events.phase("load")
     use_expandable_segments(config)
     from bandpo_cli.models.load import with_resolved_dtype
 
-    return with_resolved_dtype(config)
+    config = with_resolved_dtype(config)
+    with ExitStack() as stack:
+        ranks = stack.enter_context(connected_ranks(config))
+        config = check_memory(config, ranks, changeable=changeable)
+        with out_of_memory_errors(config):
+            from bandpo_cli.training.components import build_components
 
-
-@contextmanager
-def loaded_components(config: RunConfig, task: Task, ranks: Ranks) -> Iterator[Components]:
-    """Load model, sampler, grader and optimizer, and close them at the end.
-
-    After the block, rank 0 warns of the grader errors of all ranks; after an error in it, each rank of its own.
-    """
-    with out_of_memory_errors(config):
-        from bandpo_cli.training.components import build_components
-
-        components = build_components(config, task, ranks)
-    with closed_at_end("the sampling engine or a grader", components.close):
+            components = build_components(config, task, ranks)
+        stack.enter_context(closed_at_end("the sampling engine or a grader", components.close))
         uses: Sequence[Mapping[str, GraderUse]] = ()
         try:
-            yield components
+            yield config, components
         except BaseException as error:
             # The other ranks may never get here: this rank reports its own answers, and waits for none of them. The
             # error of a grader that always failed reports what the warnings would.

@@ -19,7 +19,7 @@ from bandpo_cli.config.layers import read_layer, resolve, to_yaml
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import evaluate, resume, train
-from bandpo_cli.experiments.memory import GIB, memory_saving_settings
+from bandpo_cli.experiments.memory import GIB, memory_savings
 from bandpo_cli.experiments.overview import changed_settings
 from bandpo_cli.exports.verl_settings import overrides_of
 from bandpo_cli.metric_names import without_clock
@@ -90,8 +90,8 @@ def test_the_estimate_and_the_advice_follow_the_device() -> None:
     parts = on_gpu.always
     assert parts["master weights"] == 2 * parts["weights"] == on_cpu.always["weights"]
     assert "master weights" not in on_cpu.always
-    assert "model.dtype=bfloat16" in memory_saving_settings(config, on_gpu=False)
-    assert "model.dtype" not in memory_saving_settings(config, on_gpu=True)
+    assert ("model.dtype", "bfloat16") in memory_savings(config, on_gpu=False)
+    assert "model.dtype" not in dict(memory_savings(config, on_gpu=True))
 
 
 def test_an_exported_job_is_on_gpus() -> None:

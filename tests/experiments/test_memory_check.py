@@ -11,19 +11,19 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from bandpo_cli.config.hardware import use_expandable_segments
-from bandpo_cli.config.layers import read_assignments, read_layer, resolve
+from bandpo_cli.config.layers import read_assignments, read_layer, resolve, with_values
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import memory, resume, train
-from bandpo_cli.experiments.memory import GIB, check_memory, memory_report, with_memory_fraction
-from bandpo_cli.experiments.rank_group import Dispatcher
+from bandpo_cli.experiments.memory import GIB, check_memory, memory_report
 from bandpo_cli.experiments.resume_run import CHANGEABLE_SETTINGS
-from bandpo_cli.experiments.train_run import resolved_settings
+from bandpo_cli.experiments.train_run import loaded_components
 from bandpo_cli.models import load
 from bandpo_cli.models.memory import SLEEPING_ENGINE_BYTES, Device, estimate_memory
 from bandpo_cli.ranks import SINGLE
@@ -32,6 +32,7 @@ from tests.experiments.test_api import SMALL
 
 GSM8K = {"task": {"name": "gsm8k"}}
 LARGE_UPDATES = {"model": {"gradient_checkpointing": False}, "optim": {"micro_batch_tokens": 65536}}
+SHARE = "sampling.vllm.memory_fraction"
 AWAKE = {"sampling": {"vllm": {"sleep": False, "memory_fraction": 0.6}}}
 DOCUMENT = Path(__file__).parents[2] / "docs" / "performance.md"
 
@@ -84,7 +85,7 @@ def test_the_estimate_is_one_line(gpus: Gpus, tmp_path: Path, caplog: pytest.Log
         f"memory: {estimate.peak / GIB:.1f} GiB at the peak by the estimate, GPU 0 has 74.5 GiB; "
         f"vLLM's share is {share:g} ({estimate.vllm / GIB:.1f} GiB)"
     )
-    assert share_of(with_memory_fraction(config, 0.3)) == 0.3
+    assert share_of(with_values(config, {SHARE: 0.3})) == 0.3
     other = four_layers(tmp_path, sampling={"engine": "transformers"})
     assert check_memory(other, SINGLE).sampling.vllm.memory_fraction is None
 
@@ -222,10 +223,9 @@ def test_a_resume_keeps_the_share_of_vllm(tmp_path: Path, monkeypatch: pytest.Mo
 
     def checked(config: RunConfig, *_: object, **__: object) -> RunConfig:
         seen.append(config.sampling.vllm.memory_fraction)
-        return with_memory_fraction(config, seen[-1] or 0.31)
+        return with_values(config, {SHARE: seen[-1] or 0.31})
 
-    for module in ("train_run", "resume_run"):
-        monkeypatch.setattr(sys.modules[f"bandpo_cli.experiments.{module}"], "check_memory", checked)
+    monkeypatch.setattr("bandpo_cli.experiments.train_run.check_memory", checked)
     train(resolve([SMALL, {"steps": 1, "evaluation": {"every": 0}}]), runs_dir=tmp_path, name="a")
     stored = read_layer(tmp_path / "a" / "config.yaml")
     assert stored["sampling"]["vllm"]["memory_fraction"] == 0.31
@@ -290,6 +290,6 @@ def test_segments_are_expandable_unless_the_user_has_settings(monkeypatch: pytes
 def test_allocator_settings_are_set_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setitem(sys.modules, "bandpo_cli.models.load", None)  # an import of it raises ImportError
-    with pytest.raises(ImportError):
-        resolved_settings(RunConfig(), Dispatcher([]))
+    with pytest.raises(ImportError), loaded_components(RunConfig(), mock.Mock(), mock.Mock()):
+        pass
     assert os.environ.pop("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True"

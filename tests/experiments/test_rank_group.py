@@ -75,10 +75,15 @@ def grader_warnings(ranks: Ranks) -> list[list[str]]:
     for fails in (False, True):
         with (
             mock.patch("bandpo_cli.training.components.build_components", return_value=components),
+            mock.patch.multiple(
+                "bandpo_cli.experiments.train_run",
+                connected_ranks=lambda config: contextlib.nullcontext(ranks),
+                check_memory=lambda config, *_, **__: config,
+            ),
             mock.patch("bandpo_cli.experiments.train_run.log.warning") as warn,
             contextlib.suppress(RunError),
             lost_rank_errors(),
-            loaded_components(RunConfig(), SimpleNamespace(), ranks),  # type: ignore[arg-type]
+            loaded_components(RunConfig(), mock.Mock(), mock.Mock()),
         ):
             if fails and ranks.is_main:
                 raise RunError("disk full")
