@@ -85,7 +85,7 @@ def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
     params = {"arms": variants, "runs": len(folder.runs), "baseline": folder.baseline}
     try:
         mirror = MlflowMirror.connect(store, folder.path, run_tags(describe_environment()))
-        mirror.send_params(flat_params(params))
+        mirror.send_missing("params", flat_params(params))
         mirror.reopen()
     except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs continue without it
         place = f"MLflow at {redact_credentials(store.uri)}"

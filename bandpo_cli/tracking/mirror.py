@@ -14,17 +14,16 @@ import getpass
 import json
 import logging
 import math
-import os
 import re
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from bandpo_cli.config.layers import flatten
 from bandpo_cli.errors import redact_credentials
-from bandpo_cli.tracking.store import KEY_TAG, Store, create_sqlite_store, new_link, read_links, write_link
+from bandpo_cli.tracking.store import KEY_TAG, Link, Store, mlflow_client, new_link, read_links, write_link
 
 log = logging.getLogger("bandpo_cli")
 
@@ -47,14 +46,6 @@ FIRST_METRICS = ("train/accuracy", "train/entropy", "train/reward")
 _BIN = re.compile(r"(?:clip|gradient)/(.+)/p_([0-9.]+)_([0-9.]+)")
 
 _WORDS = {"@": "_at_", "<": "_lt_", ">": "_gt_", "=": "_eq_", "%": "_pct_", "+": "_plus_"}
-
-_MLFLOW_VARIABLES = {
-    "MLFLOW_DISABLE_TELEMETRY": "true",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # its address shows the run among GenAI evaluations
-    "MLFLOW_LOGGING_LEVEL": "WARNING",  # otherwise each new database prints its migrations to stderr
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the tracker retries itself, and knows when the run ends
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-}
 
 DESCRIPTION_TAG = "mlflow.note.content"
 EXPERIMENT_KIND_TAG = "mlflow.experimentKind"
@@ -110,7 +101,7 @@ class MlflowMirror:
         link = new_link(folder, store)
         run = client.create_run(experiment_id, start_ms, {**tags, KEY_TAG: link.key}, folder.name)
         mirror = cls(client, run)
-        mirror.tags = {}  # `send_tags` counts them
+        mirror.tags = {}  # `send_missing` counts them
         write_link(folder, replace(link, run_id=mirror.run_id, experiment_id=experiment_id))
         return mirror
 
@@ -122,14 +113,11 @@ class MlflowMirror:
         """
         client = mlflow_client(store.uri)
         for link in sorted(read_links(folder), key=lambda link: not link.is_for(store)):
-            linked_id = link.run_id if link.is_for(store) else None
-            run_id = linked_id or _run_id_by_key(client, store, link.key)
-            run = _active_run(client, run_id) if run_id else None
-            if run is not None:
-                experiment_id = str(run.info.experiment_id)
-                if (run_id, experiment_id) != (linked_id, link.experiment_id):
-                    link = replace(link, uri=redact_credentials(store.uri), experiment=store.experiment)
-                    write_link(folder, replace(link, run_id=run_id, experiment_id=experiment_id))
+            if (run := _find_run(client, store, link)) is not None:
+                ids = {"run_id": str(run.info.run_id), "experiment_id": str(run.info.experiment_id)}
+                place = {"uri": redact_credentials(store.uri), "experiment": store.experiment}
+                if (current := replace(link, **place, **ids)) != link:
+                    write_link(folder, current)
                 return cls(client, run)
         return None
 
@@ -176,22 +164,14 @@ class MlflowMirror:
             self._client.set_tag(self.run_id, DESCRIPTION_TAG, text[:MAX_TAG_CHARS])
             self.tags[DESCRIPTION_TAG] = text
 
-    def send_params(self, params: Mapping[str, str]) -> int:
-        """Send the params that the run lacks, and return how many."""
-        from mlflow.entities import Param
+    def send_missing(self, kind: Literal["params", "tags"], texts: Mapping[str, str]) -> int:
+        """Send the params or tags that the run lacks, and return how many."""
+        from mlflow.entities import Param, RunTag
 
-        missing = {key: value for key, value in params.items() if key not in self.params}
-        self._log_batches("params", [Param(*item) for item in missing.items()])
-        self.params |= missing
-        return len(missing)
-
-    def send_tags(self, tags: Mapping[str, str]) -> int:
-        """Send the tags that the run lacks, and return how many."""
-        from mlflow.entities import RunTag
-
-        missing = {key: value for key, value in tags.items() if key not in self.tags}
-        self._log_batches("tags", [RunTag(*item) for item in missing.items()])
-        self.tags |= missing
+        there, entity = (self.params, Param) if kind == "params" else (self.tags, RunTag)
+        missing = {key: text for key, text in texts.items() if key not in there}
+        self._log_batches(kind, [entity(*item) for item in missing.items()])
+        there |= missing
         return len(missing)
 
     def send_file(self, folder: Path, file: Path, under: str = "") -> None:
@@ -220,40 +200,25 @@ class MlflowMirror:
         self.status = status
 
 
-def mlflow_client(uri: str) -> Any:
-    """Return an `MlflowClient` of the store `uri`, without telemetry and retries; a missing SQLite file is created."""
-    for key, value in _MLFLOW_VARIABLES.items():
-        os.environ.setdefault(key, value)
-    import mlflow.store.db.utils
-    from mlflow.tracking import MlflowClient
+def _find_run(client: Any, store: Store, link: Link) -> Any:
+    """Return the run of a link, None if it does not exist or was deleted.
 
-    # MLflow tries a database that does not answer ten times, over 25 minutes, with three lines on stderr each time.
-    # There is no setting for this. The tracker retries itself.
-    mlflow.store.db.utils.MAX_RETRY_COUNT = 0
-    create_sqlite_store(uri)
-    return MlflowClient(tracking_uri=uri, registry_uri=uri)
-
-
-def _run_id_by_key(client: Any, store: Store, key: str) -> str | None:
-    """Return the id of the run with this key: one whose creation was not answered, or whose store has moved."""
-    experiment = client.get_experiment_by_name(store.experiment)
-    if experiment is None or not key:
-        return None
-    runs = client.search_runs([experiment.experiment_id], f"tags.`{KEY_TAG}` = '{key}'")
-    return str(runs[0].info.run_id) if runs else None
-
-
-def _active_run(client: Any, run_id: str) -> Any:
-    """Return the run from MLflow, None when it is deleted or does not exist."""
+    A run whose creation was not answered, or whose store has moved, is found by its key.
+    """
     from mlflow.exceptions import MlflowException
 
-    try:
-        run = client.get_run(run_id)
-    except MlflowException as error:
-        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
-            raise
+    if link.run_id and link.is_for(store):
+        try:
+            run = client.get_run(link.run_id)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return None
+        return run if run.info.lifecycle_stage == "active" else None
+    if not link.key or (experiment := client.get_experiment_by_name(store.experiment)) is None:
         return None
-    return run if run.info.lifecycle_stage == "active" else None
+    runs = client.search_runs([experiment.experiment_id], f"tags.`{KEY_TAG}` = '{link.key}'")
+    return runs[0] if runs else None
 
 
 def _experiment_id(client: Any, store: Store) -> str:

@@ -13,9 +13,10 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from http.client import HTTPException
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 from uuid import uuid4
 
@@ -27,6 +28,14 @@ from bandpo_cli.paths import relative_to_cwd
 from bandpo_cli.storage.files import write_json
 
 _DATABASE_PORTS = {"postgresql": 5432, "postgres": 5432, "mysql": 3306, "mariadb": 3306, "mssql": 1433}
+
+_MLFLOW_VARIABLES = {
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",  # its address shows the run among GenAI evaluations
+    "MLFLOW_LOGGING_LEVEL": "WARNING",  # otherwise each new database prints its migrations to stderr
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",  # the tracker retries itself, and knows when the run ends
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+}
 
 CONNECT_TIMEOUT_S = 10.0
 """Timeout of `check_reachable`, in seconds."""
@@ -150,6 +159,20 @@ def create_sqlite_store(uri: str) -> None:
             os.replace(unfinished, path)
 
 
+def mlflow_client(uri: str) -> Any:
+    """Return an `MlflowClient` of the store `uri`, without telemetry and retries; a missing SQLite file is created."""
+    for key, value in _MLFLOW_VARIABLES.items():
+        os.environ.setdefault(key, value)
+    import mlflow.store.db.utils
+    from mlflow.tracking import MlflowClient
+
+    # MLflow tries a database that does not answer ten times, over 25 minutes, with three lines on stderr each time.
+    # There is no setting for this. The tracker retries itself.
+    mlflow.store.db.utils.MAX_RETRY_COUNT = 0
+    create_sqlite_store(uri)
+    return MlflowClient(tracking_uri=uri, registry_uri=uri)
+
+
 def short_error(error: Exception) -> str:
     """Return the class and first line of an error of MLflow, without credentials, at most 200 characters."""
     return f"{type(error).__name__}: {first_line(redact_credentials(str(error)))}"[:200]
@@ -254,13 +277,6 @@ def write_link(folder: Path, link: Link) -> None:
     links[link.uri, link.experiment] = link
     first, *others = map(asdict, links.values())
     write_json(folder / LINK, {**first, **({"others": others} if others else {})})
-
-
-def record_sent_files(folder: Path, store: Store, digests: Mapping[str, str]) -> None:
-    """Record that `store` has files of the run in `folder`, given as SHA-256 by path in the folder."""
-    link = find_link(folder, store)
-    if link is not None and digests:
-        write_link(folder, replace(link, files={**link.files, **digests}))
 
 
 def link_version(folder: Path) -> tuple[int, int] | None:

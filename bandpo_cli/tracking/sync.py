@@ -6,7 +6,7 @@ The tracker of a run that is being trained and `bandpo sync` send with the same 
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,10 +22,10 @@ from bandpo_cli.tracking.store import (
     is_redacted,
     link_version,
     read_links,
-    record_sent_files,
     send_lock,
     sqlite_path,
     tracking_store,
+    write_link,
 )
 from bandpo_cli.types import RunStatus
 
@@ -137,7 +137,8 @@ class RunSender:
         parent = run.tracking.get("parent")
         tags = run_tags(run.env, None if parent is None else str(parent))
         mirror = MlflowMirror.connect(self._store, self._folder, tags, run.start_ms)
-        sent_tags, sent_params = mirror.send_tags(tags), mirror.send_params(flat_params(run.config))
+        sent_tags = mirror.send_missing("tags", tags)
+        sent_params = mirror.send_missing("params", flat_params(run.config))
         self.clocks = {**run.clocks, **self.clocks}
         if not unchanged or mirror.run_id != self._run_id:
             self._offset = 0
@@ -163,7 +164,8 @@ class RunSender:
                 mirror.send_file(self._folder, self._folder / name)
                 sent[name] = digest
         finally:
-            record_sent_files(self._folder, self._store, sent)
+            if sent and (link := find_link(self._folder, self._store)) is not None:
+                write_link(self._folder, replace(link, files={**link.files, **sent}))
         return len(sent), len(files) - len(sent)
 
 
@@ -223,7 +225,7 @@ def send_evaluation(
         parent = None if run_folder is None else MlflowMirror.find(store, run_folder)
         mirror = parent or MlflowMirror.connect(store, folder, tags)
         if parent is None:
-            mirror.send_params(flat_params(params))
+            mirror.send_missing("params", flat_params(params))
         mirror.send([{"step": step or 0, **metrics}], {}, again=True)
         for file in files:
             mirror.send_file(folder, file, under=f"evals/{folder.name}" if parent else "")
