@@ -149,7 +149,7 @@ def _runs_by_group(folder: SweepFolder, runs_dir: Path) -> dict[str, dict[str, l
     if not all(run.group for run in folder.runs):
         raise UserError(f"{folder.path} was written by an earlier version, without the methods of variants")
     stopped = folder.stopped()
-    paths = {run.name: folder.run_path(run.name) for run in folder.runs if run.name not in stopped}
+    paths = {run.name: folder.path / run.name for run in folder.runs if run.name not in stopped}
     statuses = {name: getattr(read_summary(path), "status", None) for name, path in paths.items()}
     if unfinished := [name for name, status in statuses.items() if status not in ("FINISHED", "FAILED")]:
         counts = f"{len(unfinished)} of the {len(folder.runs)} runs of {folder.path.name} are not finished"
@@ -157,7 +157,7 @@ def _runs_by_group(folder: SweepFolder, runs_dir: Path) -> dict[str, dict[str, l
         raise UserError(f"{counts} ({', '.join(unfinished[:3])}); finish them first: {again}")
     groups: dict[str, dict[str, list[VariantRunData]]] = {run.group: {} for run in folder.runs}
     for arm, runs in by_variant(folder.runs).items():
-        read = (read_variant_run(VariantRun(arm, run.seed, folder.run_path(run.name))) for run in runs)
+        read = (read_variant_run(VariantRun(arm, run.seed, folder.path / run.name)) for run in runs)
         finished = [record for record in read if isinstance(record, VariantRunData)]
         if len(finished) == len(runs):
             groups[runs[0].group][arm] = finished

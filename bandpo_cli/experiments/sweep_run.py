@@ -21,6 +21,7 @@ from bandpo_cli.experiments.rank_group import Dispatcher, check_ranks
 from bandpo_cli.experiments.sweep_request import SweepRequest, request_from_config
 from bandpo_cli.storage.environment import describe_environment, usable_cores
 from bandpo_cli.storage.run_folder import timestamped
+from bandpo_cli.storage.run_record import is_finished
 from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
 from bandpo_cli.sweeps.plan import SweepRun
 from bandpo_cli.sweeps.pool import LocalPool, Pool, slot_environments, visible_gpus
@@ -63,7 +64,7 @@ def sweep_mlflow_run(
     status = "FAILED"
     try:
         yield None if mirror is None else mirror.run_id
-        if all(folder.is_finished(run.name) for run in folder.runs):
+        if all(is_finished(folder.path / run.name) for run in folder.runs):
             status = "FINISHED"
     except (KeyboardInterrupt, SystemExit):
         status = "KILLED"
@@ -322,7 +323,7 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
             error = raised
             raise
         finally:
-            finished = sum(folder.is_finished(run.name) for run in folder.runs)
+            finished = sum(is_finished(folder.path / run.name) for run in folder.runs)
             counts = len(folder.runs), finished, failures, folder.stopped()
             mlflow = None if store is None else ui_text(folder.path, store)
             result = SweepResult(folder.path, *counts, report, report_error, mlflow, error)

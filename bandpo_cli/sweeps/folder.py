@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import count
@@ -28,7 +29,7 @@ Value = TypeVar("Value")
 
 
 class SweepFolder:
-    """`runs/<name>/` of a sweep: `sweep.yaml`, `plans/`, `logs/`, `attempts/`, and a run folder for each run.
+    """`runs/<name>/` of a sweep: `sweep.yaml`, `plans/`, `logs/`, `attempts/`, and the folders of its runs by name.
 
     Attributes:
         path: the folder; it is the runs folder of its runs.
@@ -93,16 +94,11 @@ class SweepFolder:
         file = path / PLAN_FILE
         content = read_yaml(file, str(file))
         plan = validated(_Plan, content, file)
-        names = [run.name for run in plan.runs]
-        for name in names:
-            if not is_valid_name(name) or name in _RESERVED_NAMES or names.count(name) > 1:
+        for name, times in Counter(run.name for run in plan.runs).items():
+            if not is_valid_name(name) or name in _RESERVED_NAMES or times > 1:
                 raise UserError(f"{file}: runs: name = {name!r} is not a valid folder name or given twice")
         check_baseline(plan.baseline, [run.arm for run in plan.runs], f"{file}: ")
         return cls(path, plan.runs, content)
-
-    def run_path(self, name: str) -> Path:
-        """Return the path of a run's folder."""
-        return self.path / name
 
     def plan_path(self, name: str) -> Path:
         """Return the path of the file with all settings of a run."""
@@ -112,19 +108,14 @@ class SweepFolder:
         """Return the path of the file with the output of a run."""
         return self.path / "logs" / f"{name}.log"
 
-    def is_finished(self, name: str) -> bool:
-        """Return whether a run has finished; see `storage.run_record.is_finished`."""
-        return is_finished(self.run_path(name))
-
     def pending(self) -> list[SweepRun]:
         """Return the runs that have neither finished nor been stopped early."""
         stopped = self.stopped()
-        return [run for run in self.runs if not self.is_finished(run.name) and run.name not in stopped]
+        return [run for run in self.runs if run.name not in stopped and not is_finished(self.path / run.name)]
 
     def stopped(self) -> dict[str, str]:
         """Return the runs that the sweep stopped early because they were far behind, each with the reason."""
-        path = self.path / STOPPED_FILE
-        if not path_exists(path):
+        if not path_exists(path := self.path / STOPPED_FILE):
             return {}
         try:
             reasons = read_json_object(path, max_bytes=MAX_CONFIG_BYTES)
@@ -138,7 +129,7 @@ class SweepFolder:
 
     def archive_attempt(self, name: str) -> None:
         """Move the folder and log of an earlier attempt at a run to `attempts/`, so that the run can start again."""
-        path, log = self.run_path(name), self.log_path(name)
+        path, log = self.path / name, self.log_path(name)
         if not path.exists():
             return
         attempts = self.path / "attempts"

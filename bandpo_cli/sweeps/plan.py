@@ -71,7 +71,7 @@ def plan_runs(
     fields = {f"bounds.{name}" for method in classes for name in method.model_fields}
     arms: dict[RunConfig, tuple[str, str]] = {}
     unused = set(sweep.axes)
-    errors: dict[str, ConfigError | None] = {}
+    errors: dict[int, ConfigError | None] = {}  # of excluded combinations that no variant can have
     for (variant_name, own), *values in product((sweep.arms or {"": {}}).items(), *sweep.axes.values()):
         settings = {**own, **dict(zip(sweep.axes, values, strict=True))}
         # An axis without effect on the variant's method does not multiply it. `resolve` reports an unknown setting.
@@ -79,7 +79,14 @@ def plan_runs(
         missing = fields - {f"bounds.{name}" for name in type(method).model_fields}
         kept = {key: value for key, value in settings.items() if key not in missing & sweep.axes.keys()}
         unused -= kept.keys()
-        if _is_excluded(sweep.exclude, base, kept, errors):
+        is_excluded = False
+        for index, values in enumerate(sweep.exclude):
+            try:
+                is_excluded |= _is_excluded(values, base, kept)
+                errors[index] = None
+            except ConfigError as error:
+                errors.setdefault(index, error)
+        if is_excluded:
             continue
         config = resolve([*base, nest(_resolve_match(kept, base, match))])
         name = _describe_variant(variant_name, kept, varying, config)
@@ -170,32 +177,17 @@ def _with_seeds(sweep: SweepConfig, arms: Mapping[RunConfig, tuple[str, str]]) -
     ]
 
 
-def _is_excluded(
-    exclude: Sequence[Settings],
-    base: Sequence[Layer],
-    settings: Settings,
-    errors: dict[str, ConfigError | None],
-) -> bool:
+def _is_excluded(excluded: Settings, base: Sequence[Layer], settings: Settings) -> bool:
     """Return whether a variant has all values of an excluded combination: whether giving them changes nothing.
 
-    `errors` receives why the variant cannot have a value, by setting, or None once a variant can have it.
+    Raises ConfigError if the variant cannot have these values.
     """
     # A radius that is not matched yet equals the same text only.
     unmatched = {key: value for key, value in settings.items() if _is_match(key, value)}
     config = resolve([*base, nest({key: settings[key] for key in settings if key not in unmatched})])
-    layer = config.model_dump(mode="json")
-
-    def has(key: str, value: Any) -> bool:
-        try:
-            changed = unmatched[key] if key in unmatched else resolve([layer, nest({key: value})])
-        except ConfigError as error:
-            errors.setdefault(key, error)
-            return False
-        errors[key] = None
-        return bool(changed == (value if key in unmatched else config))
-
-    equal = [[has(key, value) for key, value in values.items()] for values in exclude]  # collects all errors
-    return any(map(all, equal))
+    given = {key: value for key, value in excluded.items() if key not in unmatched}
+    has_texts = all(excluded.get(key, text) == text for key, text in unmatched.items())
+    return resolve([config.model_dump(mode="json"), nest(given)]) == config and has_texts
 
 
 def _is_match(key: str, value: Any) -> bool:

@@ -26,7 +26,7 @@ from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
 from bandpo_cli.storage.checkpoints import complete_checkpoints, record_score
 from bandpo_cli.storage.files import read_json_object
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.storage.run_record import SUMMARY_FILE, read_summary
+from bandpo_cli.storage.run_record import SUMMARY_FILE, is_finished, read_summary
 from bandpo_cli.sweeps.folder import SweepFolder, find_runs
 from bandpo_cli.sweeps.plan import SweepRun
 from bandpo_cli.sweeps.pool import Pool
@@ -37,9 +37,7 @@ EXIT_USER_ERROR = 2  # of a command that refused its input and did nothing
 _TRAIN = [sys.executable, "-m", "bandpo_cli", "train"]
 
 POLL_S = 0.5  # between two polls of the running jobs; the longest time that a free slot waits
-MIN_PROGRESS = (
-    0.5  # share of its steps that a run does before it can be stopped early: early learning curves cross
-)
+MIN_PROGRESS = 0.5  # share of its steps that a run does before it can be stopped: early learning curves cross
 
 
 @dataclass(frozen=True)
@@ -102,13 +100,13 @@ def run_sweep(
                 running.add(name)
             for name, code in pool.poll_finished().items():
                 running.discard(name)
-                is_finished = code == 0 and folder.is_finished(name)
-                if not is_finished and name not in stopped:
+                has_finished = code == 0 and is_finished(folder.path / name)
+                if not has_finished and name not in stopped:
                     end = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
                     failures[name] = f"{end}: {folder.error_message(name)}"
                     if code == EXIT_USER_ERROR:  # the next attempt cannot use these files either
                         folder.archive_attempt(name)
-                update(name, "finished" if is_finished else "failed" if name in failures else "stopped")
+                update(name, "finished" if has_finished else "failed" if name in failures else "stopped")
             for name in running:
                 update(name, "running")
             reasons = runs_to_stop(folder.runs, states, margin) if margin is not None else {}
@@ -154,7 +152,7 @@ def runs_to_stop(runs: Sequence[SweepRun], states: Mapping[str, RunState], margi
 def read_run_state(folder: SweepFolder, name: str, steps: int, status: Status) -> RunState:
     """Return the state of a run, read from its metrics.jsonl; the caller provides the status."""
     try:
-        records = [] if status == "waiting" else RunFolder(folder.run_path(name)).read_metrics()
+        records = [] if status == "waiting" else RunFolder(folder.path / name).read_metrics()
     except UserError:  # damaged metrics.jsonl: the progress is unknown
         records = []
     step = records[-1]["step"] if records else 0
@@ -172,7 +170,7 @@ def train_command(folder: SweepFolder, name: str) -> list[str]:
 
     A run that was terminated from outside and has a complete checkpoint is resumed; a failed run would fail again.
     """
-    path = folder.run_path(name).absolute()
+    path = (folder.path / name).absolute()
     try:
         summary = read_summary(path)
         killed = summary is None or summary.status == "KILLED"

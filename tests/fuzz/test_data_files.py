@@ -16,6 +16,7 @@ from bandpo_cli.config.task import task_from_arguments
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.reports.comparison import select_runs
 from bandpo_cli.reports.comparison.runs import read_variant_run
+from bandpo_cli.storage.run_record import is_finished
 from bandpo_cli.storage.tables import TOKEN_COLUMNS, read_token_tables, write_token_table
 from bandpo_cli.sweeps.folder import SweepFolder
 from bandpo_cli.tasks.completions import read_completions
@@ -132,9 +133,9 @@ def read_all(sweep: Path) -> None:
     folder = SweepFolder.open(sweep.parent, sweep.name)
     folder.stopped()
     for run in folder.runs:
-        folder.is_finished(run.name)
+        is_finished(folder.path / run.name)
         folder.error_message(run.name)
-        assert folder.run_path(run.name).parent == folder.path
+        assert (folder.path / run.name).parent == folder.path
         resolve([read_layer(folder.plan_path(run.name))])
 
 

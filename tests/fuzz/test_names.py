@@ -148,9 +148,9 @@ def test_a_link_instead_of_a_run_is_archived_and_not_followed(tmp_path: Path) ->
     elsewhere.mkdir()
     (elsewhere / "kept").write_text("kept")
     name = folder.runs[0].name
-    folder.run_path(name).symlink_to(elsewhere)
+    (folder.path / name).symlink_to(elsewhere)
     folder.archive_attempt(name)
-    assert not folder.run_path(name).exists()
+    assert not (folder.path / name).exists()
     assert (elsewhere / "kept").read_text() == "kept"
     assert (folder.path / "attempts" / f"{name}-1").is_symlink()
 

@@ -50,7 +50,7 @@ def execute(
         if "--resume" in train_command(sweep, name):
             return [sys.executable, "-c", "import sys; sys.exit(2)"]
         started.append(name)
-        return [sys.executable, "-S", "-c", WRITER, str(sweep.run_path(name)), str(accuracy[name]), str(wait)]
+        return [sys.executable, "-S", "-c", WRITER, str(sweep.path / name), str(accuracy[name]), str(wait)]
 
     latest: dict[str, RunState] = {}
     monkeypatch.setattr(scheduler, "train_command", command)
@@ -70,7 +70,7 @@ def test_all_runs_are_executed_once_and_failed_ones_again(folder, monkeypatch):
     assert failures["0.2-s0"].startswith("exit code 1")
     assert [states[name].status for name in ALL] == ["finished", "failed", "finished", "finished"]
     # This writer leaves the summary of a finished run before it fails; a run that fails does not.
-    (folder.run_path("0.2-s0") / "summary.json").write_text("{}")
+    (folder.path / "0.2-s0" / "summary.json").write_text("{}")
     reopened = SweepFolder.open(folder.path.parent, "s")
     failures, started, _ = execute(reopened, monkeypatch, dict.fromkeys(ALL, 0.5))
     assert (failures, started) == ({}, ["0.2-s0"])
@@ -93,7 +93,7 @@ def test_a_run_far_behind_is_stopped_and_not_started_again(folder, monkeypatch):
     assert failures == {}
     assert started == ALL
     assert [states[name].status for name in ALL] == ["finished", "stopped", "finished", "finished"]
-    assert json.loads((folder.run_path("0.2-s0") / "summary.json").read_text())["status"] == "KILLED"
+    assert json.loads((folder.path / "0.2-s0" / "summary.json").read_text())["status"] == "KILLED"
     assert "0.200 at step" in folder.stopped()["0.2-s0"]
     assert execute(folder, monkeypatch, accuracy)[:2] == ({}, [])
 
@@ -109,7 +109,7 @@ def checkpoint(run: Path, step: int, status: str | None) -> None:
 
 @pytest.mark.parametrize(("status", "resumed"), [("KILLED", True), (None, True), ("FAILED", False)])
 def test_a_killed_run_is_resumed_and_a_failed_one_starts_again(folder, status, resumed):
-    run = folder.run_path("0.1-s0")
+    run = folder.path / "0.1-s0"
     checkpoint(run, 2, status)
     command = train_command(folder, "0.1-s0")
     assert ("--resume" in command, "--config" in command) == (resumed, not resumed)
@@ -124,7 +124,7 @@ def test_a_run_that_cannot_be_resumed_is_archived_and_one_slot_runs_one_at_a_tim
     assert free_slots is not None
     counted = property(lambda pool: together.append(len(pool._jobs)) or free_slots(pool))
     monkeypatch.setattr(LocalPool, "free_slots", counted)
-    checkpoint(folder.run_path("0.1-s0"), 2, "KILLED")
+    checkpoint(folder.path / "0.1-s0", 2, "KILLED")
     failures, started, _ = execute(folder, monkeypatch, dict.fromkeys(ALL, 0.5), slots=1)
     assert list(failures) == ["0.1-s0"]
     assert started == ALL[1:]

@@ -95,7 +95,7 @@ def select_runs(
 def read_sweep(folder: Path) -> Selection:
     """Return the runs of a sweep with the variants of its plan; raise UserError if `sweep.yaml` is damaged."""
     sweep = SweepFolder.read(folder)
-    runs = [VariantRun(run.arm, run.seed, sweep.run_path(run.name)) for run in sweep.runs]
+    runs = [VariantRun(run.arm, run.seed, sweep.path / run.name) for run in sweep.runs]
     return Selection(str(sweep.plan.get("name") or folder.resolve().name), sweep.baseline, runs, sweep=sweep)
 
 
