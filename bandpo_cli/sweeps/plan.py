@@ -80,12 +80,12 @@ def plan_runs(
         kept = {key: value for key, value in settings.items() if key not in missing & sweep.axes.keys()}
         unused -= kept.keys()
         is_excluded = False
-        for index, values in enumerate(sweep.exclude):
+        for index, excluded in enumerate(sweep.exclude):
             try:
-                is_excluded |= _is_excluded(values, base, kept)
+                is_excluded |= _is_excluded(excluded, base, kept)
                 errors[index] = None
-            except ConfigError as error:
-                errors.setdefault(index, error)
+            except ConfigError as refusal:
+                errors.setdefault(index, refusal)
         if is_excluded:
             continue
         config = resolve([*base, nest(_resolve_match(kept, base, match))])

@@ -114,9 +114,14 @@ class MlflowMirror:
         client = mlflow_client(store.uri)
         for link in sorted(read_links(folder), key=lambda link: not link.is_for(store)):
             if (run := _find_run(client, store, link)) is not None:
-                ids = {"run_id": str(run.info.run_id), "experiment_id": str(run.info.experiment_id)}
-                place = {"uri": redact_credentials(store.uri), "experiment": store.experiment}
-                if (current := replace(link, **place, **ids)) != link:
+                current = replace(
+                    link,
+                    uri=redact_credentials(store.uri),
+                    experiment=store.experiment,
+                    run_id=str(run.info.run_id),
+                    experiment_id=str(run.info.experiment_id),
+                )
+                if current != link:
                     write_link(folder, current)
                 return cls(client, run)
         return None
