@@ -10,8 +10,8 @@ from bandpo_cli.cli.bounds import bounds
 from bandpo_cli.cli.doctor import configs_app, doctor
 from bandpo_cli.cli.eval import eval_app
 from bandpo_cli.cli.export import export_app, import_app
-from bandpo_cli.cli.report import report
-from bandpo_cli.cli.runs import plot, runs, samples, show
+from bandpo_cli.cli.options import command_group
+from bandpo_cli.cli.runs import plot, report, runs, samples, show
 from bandpo_cli.cli.sweep import sweep
 from bandpo_cli.cli.sync import sync
 from bandpo_cli.cli.train import train
@@ -27,14 +27,7 @@ class _Root(TyperGroup):
         return sorted(super().get_params(ctx), key=lambda option: option.name in COMPLETION_OPTIONS)
 
 
-app = typer.Typer(
-    name="bandpo",
-    cls=_Root,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = command_group(name="bandpo", cls=_Root, no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 def _print_version(context: typer.Context, asked: bool) -> None:
@@ -46,8 +39,7 @@ def _print_version(context: typer.Context, asked: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop."),
+        bool, typer.Option(callback=_print_version, is_eager=True, help="Print the version and stop.")
     ] = False,
 ) -> None:
     """Reinforcement learning of language models with Band-constrained Policy Optimization."""

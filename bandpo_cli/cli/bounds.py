@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from bandpo_cli.cli.completion import several_of
-from bandpo_cli.cli.options import argument, check_choice, choice, documented, option
+from bandpo_cli.cli.options import argument, check_choice, choice, documented, option, split_commas
 from bandpo_cli.errors import UserError
 from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry, method_name
 
@@ -19,16 +19,12 @@ def _is_matchable(method: MethodEntry) -> bool:
     return _is_comparable(method) and method.bounded and not method.trust_region
 
 
-PEERS = [name for name, method in METHODS.items() if _is_comparable(method)]
-MATCHABLE = [name for name in PEERS if _is_matchable(METHODS[name])]
-
-_DIVERGENCE = option(
-    "NAME",
-    "kl",
-    ["--divergence", "-d"],
-    several_of(DIVERGENCES),
-    help=f"{DIVERGENCES.names_text()}; repeatable.",
+PEERS, MATCHABLE = (
+    [name for name, method in METHODS.items() if suits(method)] for suits in (_is_comparable, _is_matchable)
 )
+
+_D_HELP = f"{DIVERGENCES.names_text()}; repeatable."
+_DIVERGENCE = option("NAME", "kl", ["--divergence", "-d"], several_of(DIVERGENCES), help=_D_HELP)
 _COMPARE_HELP = f"Add {METHODS.names_text(_is_comparable)}, separated by commas."
 _COMPARE = option("METHODS", complete=several_of(PEERS), help=_COMPARE_HELP)
 _MATCHABLE = METHODS.names_text(_is_matchable)
@@ -77,10 +73,10 @@ def bounds(
     from bandpo_cli.reports.interval_table import as_csv, as_json, band_rows, method_rows
 
     radii = view.radii(delta or ["0.05"])
-    regions = [name.strip() for text in divergence or ["kl"] for name in text.split(",")]
+    regions = split_commas(divergence or ["kl"])
     for name in regions:
         find_divergence(name)  # raises for an unknown name
-    peers = [method_name(name.strip()) for text in compare or [] for name in text.split(",")]
+    peers = [*map(method_name, split_commas(compare or []))]
     for name in peers:
         if name in METHODS and (why := METHODS[name].without_bounds):
             raise UserError(

@@ -4,9 +4,9 @@ import csv
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby
+from itertools import compress, groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from rich.text import Text
 from bandpo_cli.bounds import ratio_bounds
 from bandpo_cli.bounds.intervals import matching_delta
 from bandpo_cli.cli.console import make_table
+from bandpo_cli.cli.options import split_commas
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import read_text
 from bandpo_cli.reports.interval_table import PEERS, IntervalRow
@@ -26,24 +27,22 @@ _MAX_TEXT_BYTES = 2**28
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
-_COLUMNS: tuple[tuple[str, int, JustifyMethod], ...] = (
-    ("p", 10, "right"),
-    ("lower", 9, "right"),
-    ("upper", 9, "right"),
-    ("probability range", 19, "center"),
-    ("Δp", 9, "right"),
-    ("saturated", 9, "left"),
-)
-"""The columns of the table of intervals: heading, minimum width, alignment."""
+_COLUMNS: Mapping[str, tuple[int, JustifyMethod]] = {
+    "p": (10, "right"),
+    "lower": (9, "right"),
+    "upper": (9, "right"),
+    "probability range": (19, "center"),
+    "Δp": (9, "right"),
+    "saturated": (9, "left"),
+}
+"""The columns of the table of intervals: minimum width and alignment by heading."""
 
 
 def probabilities(words: Sequence[str], file: Path | None) -> list[float]:
     """Return numbers in (0, 1] from the arguments (`-` is standard input), then from `file`."""
     values: list[float] = []
     for word in words:
-        values += (
-            _from_text(sys.stdin.read(), "standard input") if word == "-" else [_probability(word, "PROB")]
-        )
+        values += _from_text(sys.stdin.read(), "standard input") if word == "-" else [_number(word, "PROB")]
     if file is not None:
         values += _from_text(read_text(file, f"--file {file}", _MAX_TEXT_BYTES), f"--file {file}")
     return values
@@ -52,7 +51,7 @@ def probabilities(words: Sequence[str], file: Path | None) -> list[float]:
 def _from_text(text: str, source: str) -> list[float]:
     """Return numbers separated by white space or commas; `#` begins a comment."""
     values = [
-        _probability(word, f"{source}, line {number}")
+        _number(word, f"{source}, line {number}")
         for number, line in enumerate(text.splitlines(), 1)
         for word in line.partition("#")[0].replace(",", " ").split()
     ]
@@ -63,19 +62,15 @@ def _from_text(text: str, source: str) -> list[float]:
     return values
 
 
-def _probability(word: str, source: str) -> float:
-    return _positive(word, source, 1.0, "a probability; allowed: 0 < p ≤ 1")
-
-
 def radii(words: Iterable[str]) -> list[float]:
     """Return numbers > 0 from `--delta`, which may be repeated or hold several separated by commas."""
     expected = "a radius; allowed: a finite number > 0, such as 0.05"
-    return [
-        _positive(word, "--delta", sys.float_info.max, expected) for text in words for word in text.split(",")
-    ]
+    return [_number(word, "--delta", sys.float_info.max, expected) for word in split_commas(words)]
 
 
-def _positive(word: str, source: str, most: float, expected: str) -> float:
+def _number(
+    word: str, source: str, most: float = 1.0, expected: str = "a probability; allowed: 0 < p ≤ 1"
+) -> float:
     """Return a number above 0 and not above `most`."""
     with suppress(ValueError):
         if 0.0 < (value := float(word)) <= most:
@@ -101,17 +96,16 @@ def print_intervals(rows: Sequence[IntervalRow], max_ratio: float | None) -> Non
     for number, ((name, delta), block) in enumerate(blocks):
         table = make_table()
         table.header_style, table.show_header = "dim", number == 0
-        for heading, width, side in _COLUMNS:
+        for heading, (width, side) in _COLUMNS.items():
             table.add_column(heading, justify=side, min_width=width, no_wrap=True)
         for row in block:
-            saturated = [("0", row.lower_saturated), ("1/p", row.upper_saturated)]
             table.add_row(
                 f"{row.prob:.4g}",
                 f"{row.lower:.4g}",
                 f"{row.upper:.4g}",
                 f"{row.prob_lower:.3g} – {row.prob_upper:.3g}",
                 f"+{row.prob_upper - row.prob:.3g}",
-                " ".join(end for end, reached in saturated if reached) or "·",
+                " ".join(compress(("0", "1/p"), (row.lower_saturated, row.upper_saturated))) or "·",
             )
         if number > 0:
             console.print()
@@ -126,8 +120,7 @@ def print_intervals(rows: Sequence[IntervalRow], max_ratio: float | None) -> Non
 
 def print_matches(method: str, at: str, regions: Sequence[str], style: str) -> None:
     """Print the radius for each divergence; null or a reason if no Band has that upper bound."""
-    prob = _probability(at, "--at")
-    if prob == 1.0:
+    if (prob := _number(at, "--at")) == 1.0:
         raise UserError("--at 1: a certain token cannot gain, whatever the radius; allowed: 0 < p < 1")
     upper = float(ratio_bounds(PEERS[method])(np.log([prob])).upper[0])
     common: dict[str, Any] = {"method": method, "prob": prob, "upper": upper}
@@ -142,11 +135,9 @@ def print_matches(method: str, at: str, regions: Sequence[str], style: str) -> N
         console = Console(highlight=False)
         console.print(f"{method} at p = {prob:g} has the upper bound {upper:.6g} (p → {prob * upper:.4g})\n")
         limit = f"1/p = {1.0 / prob:.6g}"
-        reason = (
-            f"none: a Band never passes the simplex, r ≤ {limit}"
-            if upper > 1.0 / prob
-            else f"no such delta: only an infinite radius allows the token to become certain, r = {limit}"
-        )
+        reason = f"no such delta: only an infinite radius allows the token to become certain, r = {limit}"
+        if upper > 1.0 / prob:
+            reason = f"none: a Band never passes the simplex, r ≤ {limit}"
         table = make_table("Band", "delta")
         for row in rows:
             table.add_row(row["divergence"], reason if row["delta"] is None else f"{row['delta']:.9g}")

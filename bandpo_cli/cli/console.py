@@ -208,13 +208,14 @@ def print_json(value: Any) -> None:
 def to_json(value: Any, indent: int | None = None) -> str:
     """Return a value as JSON for standard output: control characters, and those that its encoding lacks, as escapes."""
     has_all = (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
-    return escape_controls(json.dumps(value, indent=indent, ensure_ascii=not has_all), as_json=True)
+    text = json.dumps(value, indent=indent, ensure_ascii=not has_all, default=str)  # paths as text
+    return escape_controls(text, as_json=True)
 
 
 def format_duration(seconds: float) -> str:
     """Return hours, minutes and seconds: `0:01:05`."""
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 class ExperimentView(CallbackBase):

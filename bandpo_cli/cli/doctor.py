@@ -5,8 +5,10 @@ from dataclasses import asdict
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from bandpo_cli.cli.completion import complete_shipped_config
+from bandpo_cli.cli.console import make_table, open_console, print_json, print_line, print_rows
 from bandpo_cli.cli.options import TableOrJson, argument, command_group, documented
 from bandpo_cli.errors import UserError, nearest
 
@@ -24,7 +26,6 @@ def doctor(format_: TableOrJson = "table") -> None:
 
     [bold]bandpo doctor --format json[/bold]  in scripts
     """
-    from bandpo_cli.cli.console import make_table, open_console, print_json, print_line, print_rows
     from bandpo_cli.experiments.doctor import diagnose
 
     console = open_console()
@@ -59,9 +60,6 @@ def configs(context: typer.Context) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    from rich.text import Text
-
-    from bandpo_cli.cli.console import make_table, open_console
     from bandpo_cli.config.files import describe_config, shipped_configs
 
     table = make_table("", "")

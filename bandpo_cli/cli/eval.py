@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bandpo_cli.cli.completion import folder_of
+from bandpo_cli.cli.console import open_console
 from bandpo_cli.cli.options import (
     RUNS,
     TASK_VALUES,
@@ -28,7 +29,9 @@ from bandpo_cli.cli.options import (
     refuse_with,
     takes_settings,
 )
+from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.datasets import tasks_text
+from bandpo_cli.rank_process import launched_name
 
 if TYPE_CHECKING:
     from bandpo_cli.experiments.eval_run import EvalResult
@@ -103,14 +106,13 @@ def evaluate(
     if context.invoked_subcommand is not None:
         return None
     gc.set_threshold(*_GC_THRESHOLDS)
-    from bandpo_cli.cli.console import open_console
+    from bandpo_cli.cli.launch import launch, ranks_to_start
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import nest, read_assignments
     from bandpo_cli.experiments import evaluate as run_evaluation
     from bandpo_cli.experiments.eval_request import MAX_K, plan_evaluation, plan_evaluation_resume
     from bandpo_cli.experiments.eval_run import resume_evaluation
     from bandpo_cli.experiments.preflight import choose_run_name, read_numbers
-    from bandpo_cli.rank_process import launched_name
     from bandpo_cli.storage.eval_folder import EvalFolder
 
     console = open_console(stderr=format_ == "json", long_running=True)
@@ -119,20 +121,18 @@ def evaluate(
         why = "the settings of the evaluation are used"
         refuse_with(context, "--resume", why, lambda name: name not in _OF_RESUME)
         folder = EvalFolder.open(runs_dir, resume)
-        layer = nest(tracking).get("tracking", {})
-        request = plan_evaluation_resume(folder, layer)
-        start = partial(resume_evaluation, resume, runs_dir, layer, request=request)
+        request = plan_evaluation_resume(folder, nest(tracking).get("tracking"))
+        start = partial(resume_evaluation, resume, runs_dir, request=request)
     else:
         if samples is not None:
             refuse_with(context, "--samples", "nothing is sampled", _OF_SAMPLING.__contains__)
-        grader = settings.pop("task.grader", None)
         request = plan_evaluation(
             "embedded" if model is None else model,
             task or [],
             samples=samples,
             n=n,
             k=None if k is None else sorted({*read_numbers("--k", k, 1, MAX_K)}),
-            grader=grader,
+            grader=settings.pop("task.grader", None),
             base=[*map(read_config, config or []), nest(tracking | settings)],
             settings=[read_assignments(set_ or [])],
             legacy_best_at_k=legacy_best_at_k,
@@ -142,15 +142,9 @@ def evaluate(
         folder = EvalFolder(runs_dir / choose_run_name(runs_dir, asked, request.default_name()))
         # The name is chosen again at the start: another process may have taken the default one since.
         start = partial(run_evaluation, request, runs_dir=runs_dir, name=asked)
-    from bandpo_cli.cli.launch import launch, ranks_to_start
-
     if (ranks := ranks_to_start(nproc)) is not None:
-        from bandpo_cli.experiments.rank_group import check_ranks
-
-        check_ranks(request.config, ranks, training=False)
-        return launch(ranks, request.config.model, "eval", folder.path, runs_dir)
+        return launch(ranks, request.config, "eval", folder.path, runs_dir)
     from bandpo_cli.cli.eval_view import EvalView, print_files, print_request
-    from bandpo_cli.cli.signals import exit_on_sigterm
 
     if not folder.samples_path.exists():
         print_request(console, request)
@@ -186,7 +180,6 @@ def compare(
         b: The evaluation to compare with A, in the same forms.
         show: Number of the most changed problems to list.
     """
-    from bandpo_cli.cli.console import open_console
     from bandpo_cli.cli.eval_view import print_comparison
     from bandpo_cli.experiments import compare as compare_evaluations
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sized
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from rich.console import Console, RenderableType
@@ -27,7 +28,7 @@ from bandpo_cli.errors import plural
 from bandpo_cli.experiments.eval_comparison import ComparisonResult
 from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
 from bandpo_cli.experiments.eval_run import EvalInfo, EvalResult
-from bandpo_cli.storage.eval_folder import EvalFolder
+from bandpo_cli.storage.eval_folder import SAMPLES_FILE, EvalFolder
 from bandpo_cli.storage.run_folder import resume_command
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT
 
@@ -63,7 +64,7 @@ class EvalView(ExperimentView):
         self._info: EvalInfo | None = None
         self._label = "evaluating"
         self._total = self._stored = self._done = self._next_line = 0
-        self._start = time.perf_counter()
+        self._start = 0.0
 
     def start(self, info: EvalInfo) -> None:
         """Print the notes and the folder."""
@@ -82,11 +83,10 @@ class EvalView(ExperimentView):
         """Show a spinner in phases without progress; after the last batch print the rate."""
         if name == "record" and self.in_progress:
             self.stop_progress()
-            new = self._done - self._stored
+            new, _, text = self._progress()
             before = f" after {self._stored:,} that were there" if self._stored else ""
-            rate = f", {self._rate()[1]} per second" if new else ""
             duration = format_duration(time.perf_counter() - self._start)
-            print_line(self.console, f"{new:,} completions{before} in {duration}{rate}")
+            print_line(self.console, f"{new:,} completions{before} in {duration}, {text} per second")
         super().phase(name)
 
     def step(self, report: Batch) -> None:
@@ -98,20 +98,21 @@ class EvalView(ExperimentView):
     def end(self, result: EvalResult) -> None:
         """Print the metrics; for an evaluation that ended early, print how it can be resumed."""
         self.close()
-        if result.error is not None:
-            if self._info is not None and not self._info.rescored:
-                stored = EvalFolder(result.folder).count_stored()
-                again = resume_command("eval", result.folder, self.runs_dir)
-                line = f"{stored:,} of {self._total:,} completions are stored; resume with: {again}"
-                print_line(self.console, f"{result.record['status']}: {line}")
+        if self._info is None:  # it ended before the start
             return
-        if self._style == "json":
-            print_json(result.record)
-        else:
-            print_scores(self.console, result.scores)
-            self.console.print()
-        if self._info is not None and self._info.request.config.tracking.mlflow:
-            self.spin("sending the metrics to MLflow …")
+        if result.error is None:
+            if self._style == "json":
+                print_json(result.record)
+            else:
+                print_scores(self.console, result.scores)
+                self.console.print()
+            if self._info.request.config.tracking.mlflow:
+                self.spin("sending the metrics to MLflow …")
+        elif not self._info.rescored:
+            stored = EvalFolder(result.folder).count_stored()
+            again = resume_command("eval", result.folder, self.runs_dir)
+            line = f"{stored:,} of {self._total:,} completions are stored; resume with: {again}"
+            print_line(self.console, f"{result.record['status']}: {line}")
 
     def render(self) -> RenderableType:
         """Return the bar, with the name of the evaluation set before it and the counts after it."""
@@ -134,15 +135,15 @@ class EvalView(ExperimentView):
 
     def _counts_text(self) -> str:
         count = f"{self._done:,}/{self._total:,} completions"
-        if self._done == self._stored:
-            return count
-        rate, text = self._rate()
-        return f"{count} · {text}/s · {format_duration((self._total - self._done) / rate)} left"
+        new, rate, text = self._progress()
+        left = format_duration((self._total - self._done) / rate) if new else ""
+        return f"{count} · {text}/s · {left} left" if new else count
 
-    def _rate(self) -> tuple[float, str]:
-        """Return completions per second, also as a text."""
-        rate = (self._done - self._stored) / max(time.perf_counter() - self._start, 1e-9)
-        return rate, f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
+    def _progress(self) -> tuple[int, float, str]:
+        """Return how many completions are new, and how many per second, also as a text."""
+        new = self._done - self._stored
+        rate = new / max(time.perf_counter() - self._start, 1e-9)
+        return new, rate, f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
 def print_request(console: Console, request: EvalRequest) -> None:
@@ -151,40 +152,32 @@ def print_request(console: Console, request: EvalRequest) -> None:
     def counts(sets: Mapping[str, Sized], noun: str) -> str:
         return ", ".join(f"{label} ({plural(len(problems), noun)})" for label, problems in sets.items())
 
-    config, settings = request.config, request.config.evaluation
-    if isinstance(request.source, SamplesFile):
-        file = request.source
+    config, settings, file = request.config, request.config.evaluation, request.source
+    if isinstance(file, SamplesFile):
         total = sum(len(stored.completions_G) for stored_P in file.sets.values() for stored in stored_P)
         rows = [("samples", f"{file.path}, {total:,} completions"), ("tasks", counts(file.sets, "problem"))]
         print_statement(console, rows)
         return
-    _, task = request.source
+    _, task = file
     sets = {label: problems[: settings.problems] for label, problems in task.heldout_sets().items()}
     total = sum(map(len, sets.values())) * settings.samples
-    rows = [
-        ("model", describe_model(config)),
-        ("tasks", counts(sets, "held-out problem")),
-        (
-            "samples",
-            f"{settings.samples} per problem = {total:,} completions of at most {config.sampling.max_tokens:,} tokens, "
-            f"T = {settings.temperature:g}, seed {config.seed}",
-        ),
-    ]
+    samples = (
+        f"{settings.samples} per problem = {total:,} completions of at most {config.sampling.max_tokens:,} tokens, "
+        f"T = {settings.temperature:g}, seed {config.seed}"
+    )
+    tasks = counts(sets, "held-out problem")
     # Notes that only count problems repeat the row "tasks".
     notes = [note for note in task.notes() if not note.endswith((" problem", " problems"))]
-    print_statement(console, rows, notes)
+    print_statement(
+        console, [("model", describe_model(config)), ("tasks", tasks), ("samples", samples)], notes
+    )
 
 
 def print_files(console: Console, result: EvalResult) -> None:
     """Print where the results are."""
-    folder = EvalFolder(result.folder)
-    rows = [
-        ("metrics", str(folder.path / "eval.json")),
-        ("samples", str(folder.samples_path)),
-        ("histogram", str(folder.path / "plots" / "success.png")),
-        ("MLflow", result.mlflow or ""),
-    ]
-    print_rows(console, rows, 9)
+    names = {"metrics": "eval.json", "samples": SAMPLES_FILE, "histogram": "plots/success.png"}
+    rows = [(heading, str(result.folder / name)) for heading, name in names.items()]
+    print_rows(console, [*rows, ("MLflow", result.mlflow or "")], 9)
 
 
 def print_scores(console: Console, scores: Mapping[str, Scores]) -> None:
@@ -214,10 +207,10 @@ def ungraded_line(scores: Scores) -> str:
     if not counts:
         return ""
     name, mean = next(iter(scores.metrics.items()))
-    most = math.fsum(
-        values[name] + values["timeout_rate"] + values["grader_error_rate"]
-        for values in scores.by_problem.values()
-    ) / len(scores.by_problem)
+    problems = scores.by_problem.values()
+    most = fmean(
+        math.fsum(row[key] for key in (name, "timeout_rate", "grader_error_rate")) for row in problems
+    )
     parts = ", ".join(f"{count:,} {verdict}" for verdict, count in counts.items())
     return (
         f"{sum(counts.values()):,} of {scores.completions:,} answers were not graded ({parts}) and count as not "
@@ -265,8 +258,7 @@ def print_comparison(console: Console, result: ComparisonResult, show: int, styl
         sets = {label: value.as_json() for label, value in result.sets.items()}
         print_json({"a": str(result.path_a), "b": str(result.path_b), "sets": sets})
         return
-    print_line(console, str(result.path_a), "A")
-    print_line(console, str(result.path_b), "B")
+    print_rows(console, [("A", str(result.path_a)), ("B", str(result.path_b))])
     for label, change in result.sets.items():
         only = [f"{n:,} only in {name}" for name, n in (("A", change.only_a), ("B", change.only_b)) if n]
         console.print()

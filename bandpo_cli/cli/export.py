@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated
 
 from bandpo_cli.cli.completion import folder_of
+from bandpo_cli.cli.console import open_console, print_line, print_rows
 from bandpo_cli.cli.options import (
     RUNS,
     Assignments,
@@ -54,14 +55,14 @@ def export_verl(
         gpus_per_node: GPUs of each machine.
         allow_differences: Export settings that verl computes differently; README.md lists them.
     """
-    from bandpo_cli.cli.console import open_console, print_rows
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import read_assignments, resolve
     from bandpo_cli.experiments import export_verl as export_experiment
 
     settings = resolve([*map(read_config, config or []), read_assignments(set_ or [])])
-    size = {"nodes": nodes, "gpus_per_node": gpus_per_node}
-    exported = export_experiment(settings, out, **size, allow_differences=allow_differences)
+    exported = export_experiment(
+        settings, out, nodes=nodes, gpus_per_node=gpus_per_node, allow_differences=allow_differences
+    )
     rows = [
         ("method", settings.bounds.describe()),
         ("data", f"{exported.problems:,} training problems, {exported.heldout:,} held out"),
@@ -93,7 +94,6 @@ def merged(
         model: A run (or RUN@STEP) in --runs-dir, or an adapter folder of peft.
         runs_dir: Folder of the runs.
     """
-    from bandpo_cli.cli.console import open_console, print_line
     from bandpo_cli.experiments import export_merged
 
     print_line(open_console(), str(export_merged(model, out, runs_dir)), "model")
@@ -134,7 +134,6 @@ def import_verl(
         tracking_uri: MLflow server or store that the job wrote to.
         run: The MLflow run.
     """
-    from bandpo_cli.cli.console import open_console, print_rows
     from bandpo_cli.experiments import import_verl as import_run
 
     imported, left_out = import_run(job, name=name, uri=tracking_uri, run_id=run, runs_dir=runs_dir)

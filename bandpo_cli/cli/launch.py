@@ -19,9 +19,9 @@ from tempfile import TemporaryDirectory
 from typing import Literal
 
 from bandpo_cli.cli.signals import FORWARDED, STOPPED, signal_handlers, stop_signals, write_line
-from bandpo_cli.config.run import ModelConfig
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, SignalExit, UserError, describe_exit
-from bandpo_cli.experiments.rank_group import check_gpu_count
+from bandpo_cli.experiments.rank_group import check_gpu_count, check_ranks
 from bandpo_cli.paths import path_exists
 from bandpo_cli.rank_process import (
     ERROR_FILE_VARIABLE,
@@ -120,7 +120,7 @@ def ranks_to_start(nproc: int | None) -> int | None:
 
 def launch(
     count: int,
-    model: ModelConfig,
+    config: RunConfig,
     command: Literal["train", "eval"],
     folder: Path,
     runs_dir: Path,
@@ -134,16 +134,17 @@ def launch(
     process: a cluster sends SIGTERM to all processes of a job, which asks for one thing.
 
     Args:
-        model: the settings of the model; its device decides whether each rank needs a GPU.
+        config: the settings; the device of the model decides whether each rank needs a GPU.
         command: the command that resumes the run or evaluation in `folder`.
         folder: the folder that rank 0 writes in `runs_dir`; its name is the name for all ranks.
         arguments: those of the Python interpreter of each rank; None for this command.
 
     Raises:
-        UserError: there are fewer GPUs, or the mistake of a rank.
+        UserError: there are fewer GPUs or prompts than ranks, or the mistake of a rank.
         RunError: the error of the rank that failed first.
     """
-    check_gpu_count(model, count, f"--nproc {count}")
+    check_ranks(config, count, training=command == "train")
+    check_gpu_count(config.model, count, f"--nproc {count}")
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     # The ranks find each other by this store; its port cannot be taken by another process before they start.

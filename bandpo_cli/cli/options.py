@@ -251,6 +251,11 @@ def refuse_with(context: typer.Context, flag: str, why: str, is_refused: Callabl
         raise UserError(f"{flag}: {why}; leave out {', '.join(refused)}")
 
 
+def split_commas(texts: Iterable[str]) -> list[str]:
+    """Return the values of an option that may be repeated or hold several values separated by commas."""
+    return [value.strip() for text in texts for value in text.split(",")]
+
+
 def check_choice(flag: str, value: str, allowed: Collection[str]) -> str:
     """Return `value` if it is one of `allowed`, else raise a UserError."""
     if value not in allowed:
@@ -269,7 +274,7 @@ def choice(flag: str, *allowed: str, metavar: str = "FORMAT", help: str | None =
 
 
 def command_group(**more: Any) -> typer.Typer:
-    """Return an application for commands of two words, such as `export verl`; `more` are arguments of `typer.Typer`."""
+    """Return an application with commands, such as those of `export`; `more` are arguments of `typer.Typer`."""
     help_options = {"help_option_names": ["-h", "--help"]}
     return typer.Typer(rich_markup_mode="rich", context_settings=help_options, **more)
 

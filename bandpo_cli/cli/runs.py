@@ -1,22 +1,44 @@
-"""Commands that read run folders: `bandpo runs`, `bandpo show`, `bandpo samples` and `bandpo plot`."""
+"""Commands that read run folders: `bandpo report`, `runs`, `show`, `samples` and `plot`."""
 
 from __future__ import annotations
 
 import re
 import time
 from dataclasses import asdict
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from rich.console import Console
+from rich.rule import Rule
+from rich.text import Text
+
 from bandpo_cli.cli.completion import folder_of, one_of
-from bandpo_cli.cli.options import RUNS, RunsDir, TableOrJson, argument, choice, documented, option
+from bandpo_cli.cli.console import (
+    format_duration,
+    make_table,
+    open_console,
+    print_json,
+    print_line,
+    print_rows,
+    to_json,
+)
+from bandpo_cli.cli.options import (
+    RUNS,
+    RunsDir,
+    TableOrJson,
+    argument,
+    choice,
+    documented,
+    option,
+    split_commas,
+)
 from bandpo_cli.datasets import DATASETS, generated_tasks
 from bandpo_cli.errors import UserError
 from bandpo_cli.registries import METHODS
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from bandpo_cli.experiments.overview import RunDescription
     from bandpo_cli.storage.tables import GradedCompletion
 
@@ -37,6 +59,50 @@ _FIRST_METRICS = (
     "optim/lr",
 )  # fmt: skip
 """The metrics of `bandpo show`, in this order, before the scores of evaluations; --all prints every metric."""
+
+
+@documented
+def report(
+    paths: Annotated[list[Path], argument("PATH", complete=folder_of("sweep", "run"))],
+    baseline: Annotated[str | None, option("VARIANT", "the sweep's")] = None,
+    by: Annotated[list[str] | None, option("KEY,KEY", "all that differ, except the seed")] = None,
+    out: Annotated[Path | None, option("DIR", "SWEEP/report, or report here")] = None,
+    format_: TableOrJson = "table",
+    runs_dir: RunsDir = RUNS,
+) -> None:
+    """Compare training runs: a leaderboard, differences with intervals over seeds, plots.
+
+    Runs that differ only in their seed are one variant. Metrics are means over
+    seeds with 95% intervals; variants are compared with the baseline seed by seed.
+    All of it is computed from the run folders, and written as one HTML page,
+    Markdown, CSV and PNG.
+
+    [bold]bandpo report deltas[/bold]  the sweep in runs/deltas
+
+    [bold]bandpo report runs/clip-* runs/kl-* --baseline clip[/bold]  any runs
+
+    [bold]bandpo report runs --by bounds,optim.lr --out out/lr[/bold]  variants by these settings
+
+    [bold]bandpo report deltas --format json[/bold]  in scripts
+
+    Args:
+        paths: A sweep's folder; or run folders, or a folder of runs.
+        baseline: The variant that all other variants are compared with.
+        by: Settings that define a variant, for example bounds,optim.lr; repeatable.
+        out: Folder of the report.
+    """
+    from bandpo_cli.reports.comparison import read_tuning, select_runs, write_report
+
+    chosen = select_runs(paths, runs_dir, baseline, [*filter(None, split_commas(by or []))])
+    folder = out or (Path() if chosen.sweep is None else chosen.sweep.path) / "report"
+    tuning = read_tuning(chosen.sweep)
+    written = write_report(chosen.runs, chosen.title, chosen.baseline, folder, chosen.notes, tuning)
+    if format_ == "json":
+        print_json(written.as_json())
+    else:
+        from bandpo_cli.cli.sweep_view import print_report
+
+        print_report(open_console(), written)
 
 
 @documented
@@ -67,19 +133,16 @@ def runs(
         method: Only runs of this method: clip, band, band-kl.
         task: Only runs of this task.
     """
-    from bandpo_cli.cli.console import make_table, open_console, print_json, print_line
     from bandpo_cli.experiments.overview import list_runs
 
     runs = list_runs(runs_dir, patterns or (), method=method, task=task, status=status, sort=sort)
     if format_ == "json":
-        print_json([asdict(run) | {"path": str(run.path)} for run in runs])
+        print_json([asdict(run) for run in runs])
         return
     console = open_console()
     if not runs:
         print_line(console, "no runs")
         return
-    from rich.text import Text
-
     wide = console.width >= 100
     headings = ["run", "method", "task", "status", ">steps", ">held-out", ">training", ">entropy"]
     table = make_table(*headings, *([">started"] if wide else []), gap=2 if wide else 1)
@@ -115,39 +178,25 @@ def show(
     Args:
         all_: Every metric.
     """
-    from bandpo_cli.cli.console import open_console, print_json
     from bandpo_cli.experiments.overview import describe_run
 
     described = describe_run(run, runs_dir)
     if format_ == "table":
         _print_description(open_console(), described, runs_dir, all_)
         return
+    pairs = {"changed": ("value", "default"), "metrics": ("first", "last")}
+    content = vars(described) | {
+        field: {key: dict(zip(names, pair, strict=True)) for key, pair in getattr(described, field).items()}
+        for field, names in pairs.items()
+    }
     print_json(
-        asdict(described.overview)
-        | {
-            "path": str(described.overview.path),
-            "config": described.config.model_dump(mode="json"),
-            "changed": {
-                key: {"value": value, "default": default}
-                for key, (value, default) in described.changed.items()
-            },
-            "metrics": {
-                key: {"first": first, "last": last} for key, (first, last) in described.metrics.items()
-            },
-            "checkpoints": described.checkpoints,
-            "sampled_steps": described.sampled_steps,
-            "plots": [str(path) for path in described.plots],
-            "seconds": described.seconds,
-        }
+        asdict(content.pop("overview")) | content | {"config": described.config.model_dump(mode="json")}
     )
 
 
 def _print_description(
     console: Console, described: RunDescription, runs_dir: Path, every_metric: bool
 ) -> None:
-    from rich.text import Text
-
-    from bandpo_cli.cli.console import format_duration, make_table, print_line, print_rows
     from bandpo_cli.cli.statement import describe_model, print_statement
     from bandpo_cli.storage.run_folder import resume_command
     from bandpo_cli.tracking.store import tracking_store, ui_text
@@ -222,7 +271,6 @@ def samples(
         problem: Only completions of this problem.
         limit: Maximum number of completions to print; 0 prints all.
     """
-    from bandpo_cli.cli.console import open_console, to_json
     from bandpo_cli.experiments.overview import read_completions_of, select_completions
 
     path, completions = read_completions_of(run, runs_dir, step)
@@ -236,21 +284,18 @@ def samples(
         wanted = "correct" if correct else "wrong"
         raise UserError(f"{path}: none of its {len(completions):,} completions is {wanted}")
     console = open_console()
-    previous = None
-    for completion in shown:
-        # A group has one prompt, which may be longer than all of its completions together.
-        _print_completion(console, completion, with_prompt=completion["prompt"] != previous)
-        previous = completion["prompt"]
+    # A group has one prompt, which may be longer than all of its completions together.
+    for prompt, group in groupby(shown, key=itemgetter("prompt")):
+        for index, completion in enumerate(group):
+            _print_completion(console, completion, None if index else prompt)
     right = sum(item["accuracy"] == 1 for item in chosen)
     more = f"; --limit 0 prints all {len(chosen):,}" if len(shown) < len(chosen) else ""
     line = f"{len(shown):,} of {len(chosen):,} completions of {path}, {right:,} correct{more}"
     console.print(line, style="dim", highlight=False, soft_wrap=True)
 
 
-def _print_completion(console: Console, completion: GradedCompletion, with_prompt: bool) -> None:
-    from rich.rule import Rule
-    from rich.text import Text
-
+def _print_completion(console: Console, completion: GradedCompletion, prompt: str | None) -> None:
+    """Print a completion, below the prompt if there is one."""
     style = "green" if completion["accuracy"] == 1 else "red"
     label, problem = completion["label"], completion["problem_id"]
     reward, length = completion["reward"], completion["length"]
@@ -262,8 +307,8 @@ def _print_completion(console: Console, completion: GradedCompletion, with_promp
         "truncated" if completion["finish_reason"] == "length" else "",
     ]
     console.print(Rule(Text(" · ".join(filter(None, facts)), style), align="left", style=style))
-    if with_prompt:
-        console.print(Text(completion["prompt"], "dim"), soft_wrap=True)
+    if prompt is not None:
+        console.print(Text(prompt, "dim"), soft_wrap=True)
     console.print(Text(completion["text"]), soft_wrap=True)
     console.print(Text.assemble(("reference  ", "bold"), completion["reference"]), soft_wrap=True)
     console.print()
@@ -285,7 +330,6 @@ def plot(
     Args:
         out: Folder of the plots.
     """
-    from bandpo_cli.cli.console import open_console, print_line
     from bandpo_cli.reports.run_plots import plot_run
     from bandpo_cli.storage.run_folder import RunFolder
 

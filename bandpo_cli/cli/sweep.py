@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from bandpo_cli.cli.completion import folder_of, one_of
+from bandpo_cli.cli.console import open_console, print_line
 from bandpo_cli.cli.options import (
     RUNS,
     SETTINGS,
@@ -20,6 +21,7 @@ from bandpo_cli.cli.options import (
     refuse_with,
     takes_settings,
 )
+from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.errors import RunError, UserError
 
 _EXECUTION = {
@@ -108,19 +110,15 @@ def sweep(
         refuse_with(context, "--resume", "the plan of the sweep is used", lambda name: name not in _EXECUTION)
         request = resume
     else:
-        compared = {flag.setting for flag in SETTINGS if flag.sweep == "several values"} & settings.keys()
-        axes = {key: text for key, text in settings.items() if key in compared}
-        settings = {key: value for key, value in settings.items() if key not in axes}
+        compared = [flag.setting for flag in SETTINGS if flag.sweep == "several values"]
+        axes = {key: settings.pop(key) for key in compared if key in settings}
         layers = [*map(read_config, config or []), nest(settings | tracking), read_assignments(set_ or [])]
         if not (axes or axis or seeds is not None or file is not None or tuned_on is not None):
             raise UserError(
-                "nothing is swept: give values to compare, for example --delta 0.01,0.05,0.1 --seeds 0,1,2, or a "
-                "sweep file"
+                "nothing is swept: give a sweep file or values, as in: --delta 0.01,0.05 --seeds 0,1"
             )
         options = {"seeds": seeds, "baseline": baseline, "recorded": recorded, "tuned_on": tuned_on}
         request = plan_sweep(file, axes, axis or [], options, layers, runs_dir)
-    from bandpo_cli.cli.console import open_console, print_line
-    from bandpo_cli.cli.signals import exit_on_sigterm
     from bandpo_cli.cli.sweep_view import SweepView
     from bandpo_cli.storage.run_folder import resume_command
 

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
@@ -41,8 +41,8 @@ class SweepView(ExperimentView):
         super().__init__(console, runs_dir)
         self._info: SweepInfo | None = None
         self._states: States = {}
-        self._start = time.perf_counter()
-        self._ended, self._next_line = -1, 0.0
+        self._start = self._next_line = 0.0
+        self._ended = -1
 
     def start(self, info: SweepInfo) -> None:
         """Print the folder, the plan and the estimate of the time."""
@@ -70,8 +70,8 @@ class SweepView(ExperimentView):
         if estimate is None:
             self._print("no time estimate yet, because no finished run has these settings")
         else:
-            total, run = map(format_duration, estimate[:2])
-            self._print(f"about {total} in total, {run} per run ({estimate[2]})")
+            total, run, source = estimate
+            self._print(f"about {format_duration(total)} in total, {format_duration(run)} per run ({source})")
 
     def _print(self, text: str = "") -> None:
         self.console.print(text, highlight=False)
@@ -96,11 +96,11 @@ class SweepView(ExperimentView):
         if self._info is None:
             return
         finished = f"{result.finished} of {len(self._info.runs)} runs"
+        if isinstance(result.error, KeyboardInterrupt | SignalExit):
+            how = str(result.error) or "stopped by Ctrl-C"
+            again = resume_command("sweep", result.folder, self.runs_dir)
+            print_line(self.console, f"{how}, {finished} are finished; resume with: {again}")
         if result.error is not None:
-            if isinstance(result.error, KeyboardInterrupt | SignalExit):
-                how = str(result.error) or "stopped by Ctrl-C"
-                again = resume_command("sweep", result.folder, self.runs_dir)
-                print_line(self.console, f"{how}, {finished} are finished; resume with: {again}")
             return
         if result.report is None:
             print_line(self.console, str(result.report_error), "no report:", "yellow")
@@ -110,10 +110,10 @@ class SweepView(ExperimentView):
         duration = format_duration(time.perf_counter() - self._start)
         self._print(f"{finished} finished{f' in {duration}' if self._info.pending else ''}")
         print_rows(self.console, [("MLflow", result.mlflow or "")], 6)
-        for name, why in result.stopped.items():
-            print_line(self.console, f"{name}: {why}", "stopped early", "yellow")
-        for name, why in result.failures.items():
-            print_line(self.console, f"{name}: {why}", "failed", "red")
+        ended = (("stopped early", "yellow", result.stopped), ("failed", "red", result.failures))
+        for heading, style, reasons in ended:
+            for name, why in reasons.items():
+                print_line(self.console, f"{name}: {why}", heading, style)
 
     def render(self) -> RenderableType:
         """Return the table of the variants; nothing before the first states."""
@@ -129,11 +129,8 @@ class SweepView(ExperimentView):
         if ended == self._ended and time.monotonic() < self._next_line:
             return None
         self._ended, self._next_line = ended, time.monotonic() + LINES_EVERY_S
-        running = [
-            f"{name} {state.step}/{state.steps}"
-            for name, state in self._states.items()
-            if state.status == "running"
-        ]
+        states = self._states.items()
+        running = [f"{name} {run.step}/{run.steps}" for name, run in states if run.status == "running"]
         return self._counts_text() + (f"  running: {', '.join(running)}" if running else "")
 
     def _counts_text(self) -> str:
@@ -170,6 +167,8 @@ def variants_table(runs: Sequence[SweepRun], states: States) -> Table:
         variant = [states[run.name] for run in members]
         counts = Counter(state.status for state in variant)
         running = [state for state in variant if state.status == "running"]
+        accuracies = [state.accuracy for state in variant if state.evaluations or not held_out]
+        left = [state.seconds_left for state in running if state.seconds_left is not None]
         table.add_row(
             Text(arm),
             Text.assemble(
@@ -178,21 +177,17 @@ def variants_table(runs: Sequence[SweepRun], states: States) -> Table:
                 (f" {counts['stopped']} stopped" if counts["stopped"] else "", "yellow"),
             ),
             "  ".join(f"{state.step}/{state.steps}" for state in running) or "·",
-            _over_runs(
-                fmean, [s.accuracy for s in variant if s.evaluations or not held_out], "{:.3f}".format
-            ),
-            _over_runs(fmean, [state.entropy for state in variant], "{:.3f}".format),
-            _over_runs(max, [state.seconds_left for state in running], format_duration),
+            _mean_text(accuracies),
+            _mean_text(state.entropy for state in variant),
+            format_duration(max(left)) if left else "·",
         )
     return table
 
 
-def _over_runs(
-    summary: Callable[[list[float]], float], values: Iterable[float | None], form: Callable[[float], str]
-) -> str:
-    """Return the summary of the known values as text; `·` without any."""
+def _mean_text(values: Iterable[float | None]) -> str:
+    """Return the mean of the known values as text; `·` without any."""
     known = [value for value in values if value is not None]
-    return form(summary(known)) if known else "·"
+    return f"{fmean(known):.3f}" if known else "·"
 
 
 def seconds_left(states: States, jobs: int) -> float | None:
@@ -200,14 +195,19 @@ def seconds_left(states: States, jobs: int) -> float | None:
 
     `jobs` runs share the remaining steps, but the time is not shorter than the time of the slowest running run.
     """
-    running = [state for state in states.values() if state.status == "running" and state.step < state.steps]
-    timed = [(state, state.seconds_left) for state in running if state.seconds_left is not None]
+    left = [
+        state
+        for state in states.values()
+        if state.status in ("waiting", "running") and state.step < state.steps
+    ]
+    timed = [
+        (state.seconds_left, state.steps - state.step) for state in left if state.seconds_left is not None
+    ]
     if not timed:
         return None
-    seconds_per_step = fmean(seconds / (state.steps - state.step) for state, seconds in timed)
-    steps = sum(state.steps for state in states.values() if state.status == "waiting")
-    steps += sum(state.steps - state.step for state in running)
-    return max(steps * seconds_per_step / jobs, *(seconds for _, seconds in timed))
+    seconds_per_step = fmean(seconds / steps for seconds, steps in timed)
+    steps = sum(state.steps - state.step for state in left)
+    return max(steps * seconds_per_step / jobs, *(seconds for seconds, _ in timed))
 
 
 def print_report(console: Console, report: Report) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bandpo_cli.cli.completion import folder_of
+from bandpo_cli.cli.console import open_console
 from bandpo_cli.cli.options import (
     RUNS,
     Assignments,
@@ -19,7 +20,9 @@ from bandpo_cli.cli.options import (
     option,
     takes_settings,
 )
+from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.errors import UserError
+from bandpo_cli.rank_process import launched_name, rank_count
 
 if TYPE_CHECKING:
     from bandpo_cli.experiments.profile import ProfileCallback
@@ -72,7 +75,6 @@ def train(
     from bandpo_cli.config.layers import nest, read_assignments, resolve
     from bandpo_cli.experiments.resume_run import locked_resume
     from bandpo_cli.experiments.train_run import plan_training
-    from bandpo_cli.rank_process import launched_name, rank_count
 
     layers = [*map(read_config, config or []), nest(settings | tracking), read_assignments(set_ or [])]
     to_start = ranks_to_start(nproc)
@@ -97,7 +99,7 @@ def train(
             _run(plan, runs_dir, ranks, profiler, dry_run)
             return None
     # With --nproc this process has only checked the settings. The lock of a resume is released: rank 0 takes it.
-    return launch(to_start, plan.config.model, "train", folder, runs_dir)
+    return launch(to_start, plan.config, "train", folder, runs_dir)
 
 
 def _run(
@@ -110,8 +112,6 @@ def _run(
     Raises:
         SystemExit: a signal has stopped the run.
     """
-    from bandpo_cli.cli.console import open_console
-    from bandpo_cli.cli.signals import StopSignals
     from bandpo_cli.cli.statement import print_memory, print_profile, print_statement, run_statement
     from bandpo_cli.cli.train_view import TrainView, print_summary
     from bandpo_cli.config.layers import to_yaml

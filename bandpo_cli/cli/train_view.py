@@ -70,8 +70,7 @@ class TrainView(ExperimentView):
         self._report: StepReport | None = None
         self._history: dict[str, list[float]] = {key: [] for key in CURVES}
         self._held_out: list[tuple[int, str]] = []
-        self._throughput: tuple[float, float] | None = None
-        self._flagged = ""
+        self._last: Mapping[str, Any] = {}
         self._skipped = 0
         self._bar = Progress(
             "step",
@@ -93,11 +92,9 @@ class TrainView(ExperimentView):
         if info.config["tracking"]["mlflow"]:
             self.spinners = {**self.spinners, "close": "writing the plots, finishing the record in MLflow …"}
         self.print_start(info.folder, "run folder", info.notes)
-        done = 0
         for record in RunFolder(info.folder).read_metrics():
             self._add_metrics(record)
-            done = int(record["step"])
-        self._steps = info.steps
+        self._steps, done = info.steps, self._last.get("step", 0)
         self._task = self._bar.add_task("train", total=info.steps, completed=done, phase="")
         self._signals.silent = self.console.is_terminal
         self.show_progress()
@@ -146,17 +143,18 @@ class TrainView(ExperimentView):
         held_out = eval_metrics_text(record)
         if step % max(1, self._steps // PLAIN_LINES) and not held_out and step != self._steps:
             return None
-        parts = [f"step {step}/{self._steps}"]
-        if step:
-            clipped = record.get("clip/active_fraction", math.nan)
-            parts.append(
-                f"training accuracy {record['train/accuracy']:.3f}  entropy {record['train/entropy']:.3f} nats  "
-                f"clipped {clipped:.2%}  {record['time/step']:.2f} s/step"
-            )
-        if skipped := record.get("optim/skipped_updates"):
-            parts.append(f"updates skipped {skipped:.0f}")
-        parts += filter(None, [flagged_shares(record), held_out and f"held-out {held_out}"])
-        return "  ".join(parts)
+        clipped, skipped = record.get("clip/active_fraction", math.nan), record.get("optim/skipped_updates")
+        parts = [
+            f"step {step}/{self._steps}",
+            f"training accuracy {record['train/accuracy']:.3f}  entropy {record['train/entropy']:.3f} nats  "
+            f"clipped {clipped:.2%}  {record['time/step']:.2f} s/step"
+            if step
+            else "",
+            f"updates skipped {skipped:.0f}" if skipped else "",
+            flagged_shares(record),
+            held_out and f"held-out {held_out}",
+        ]
+        return "  ".join(filter(None, parts))
 
     def render(self) -> RenderableType:
         """Return the panel; a request to stop appears at once, and not after the step that it waits for."""
@@ -165,19 +163,19 @@ class TrainView(ExperimentView):
             values = self._history[key]
             last = form.format(values[-1]) if values else "…"
             grid.add_row(label, last, Text(sparkline(values), style="cyan"))
-        if self._throughput is not None:
-            sampled, trained = self._throughput
+        if "perf/sampled_tokens_per_s" in self._last:
+            sampled, trained = (self._last[f"perf/{kind}_tokens_per_s"] for kind in ("sampled", "trained"))
             grid.add_row("tokens per second", f"{sampled:,.0f} sampled", Text(f"{trained:,.0f} trained"))
-        if self._flagged:
-            grid.add_row("completions", "", Text(self._flagged, style="yellow"))
+        if flagged := flagged_shares(self._last):
+            grid.add_row("completions", "", Text(flagged, style="yellow"))
         if self._skipped:
             grid.add_row("updates skipped", str(self._skipped), Text("not finite", style="yellow"))
-        headings = ("held-out before", "held-out now") if len(self._held_out) > 1 else ("held-out",)
-        ends = self._held_out[:1] + self._held_out[1:][-1:]
-        for heading, (step, metrics) in zip(headings, ends, strict=False):
+        first_and_last = self._held_out[:1] + self._held_out[1:][-1:]
+        headings = ("held-out before", "held-out now") if len(first_and_last) > 1 else ("held-out",)
+        for heading, (step, metrics) in zip(headings, first_and_last, strict=False):
             grid.add_row(heading, f"step {step}", Text(metrics))
         sample = None if self._report is None else self._report.sample
-        grid.add_row("a sample", "", Text("") if sample is None else _sample_text(sample))
+        grid.add_row("a sample", "", "" if sample is None else _sample_text(sample))
         stopping = [Text(STOPPING, style="yellow")] if self.in_progress and self._signals.requested else []
         return Panel(Group(self._bar, grid, *stopping), title="bandpo train", title_align="left")
 
@@ -188,11 +186,9 @@ class TrainView(ExperimentView):
             if math.isfinite(value := known.get(key, math.nan)):
                 values.append(value)
         if held_out := eval_metrics_text(known):
-            self._held_out.append((int(known["step"]), held_out))
-        self._flagged = flagged_shares(known)
-        if "perf/sampled_tokens_per_s" in known:
-            self._throughput = (known["perf/sampled_tokens_per_s"], known["perf/trained_tokens_per_s"])
+            self._held_out.append((known["step"], held_out))
         self._skipped += int(known.get("optim/skipped_updates", 0))
+        self._last = known
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -229,16 +225,14 @@ def flagged_shares(record: Mapping[str, float]) -> str:
 
 
 def _sample_text(rollout: Rollout) -> Text:
-    """Return prompt, completion and verdict in one line."""
-    style = "green" if rollout.grade.correct else "red"
-    prompt, text = _one_line(rollout.prompt, 0, 60), _one_line(rollout.text, 60, 60)
-    return Text.assemble(prompt, text, "  ", (rollout.grade.verdict, style))
-
-
-def _one_line(text: str, head: int, tail: int) -> str:
-    """Return the beginning and the end of `text` without its line breaks: a worked answer's end is what counts."""
-    flat = text.replace("\n", " ")
-    return flat if len(flat) <= head + tail else f"{flat[:head]} … {flat[-tail:]}".strip()
+    """Return the end of the prompt, the beginning and the end of the completion, and the verdict in one line."""
+    prompt, text = (words.replace("\n", " ") for words in (rollout.prompt, rollout.text))
+    if len(prompt) > 60:
+        prompt = f"… {prompt[-60:]}"
+    if len(text) > 120:
+        text = f"{text[:60]} … {text[-60:]}"
+    verdict = (rollout.grade.verdict, "green" if rollout.grade.correct else "red")
+    return Text.assemble(prompt, text, "  ", verdict)
 
 
 def print_summary(console: Console, config: RunConfig, result: RunResult) -> None:
@@ -246,18 +240,15 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
     steps = [record for record in result.records if "train/accuracy" in record]
     seconds = sum(record["time/step"] for record in result.records)
     rows = [("done", f"{len(steps)} steps in {seconds:.0f} s")]
-    evaluations = [
-        f"step {record['step']:>4}  {text}"
-        for record in result.records
-        if (text := eval_metrics_text(record))
-    ]
-    rows += [*zip(("held-out", ""), [*evaluations[:1], *evaluations[-1:]], strict=False)]
-    if steps:
-        first, last = steps[0], steps[-1]
-        rows.append(("training", f"accuracy {first['train/accuracy']:.3f} → {last['train/accuracy']:.3f}"))
-    entropies = [entropy for record in steps if (entropy := record["train/entropy"]) is not None]
-    if entropies:
-        rows.append(("entropy", f"{entropies[0]:.3f} → {entropies[-1]:.3f} nats per token"))
+    held_out = [(record["step"], text) for record in result.records if (text := eval_metrics_text(record))]
+    lines = [f"step {step:>4}  {text}" for step, text in [*held_out[:1], *held_out[-1:]]]
+    rows.append(("held-out", "\n".join(lines)))
+    for heading, key, form in (
+        ("training", "train/accuracy", "accuracy {:.3f} → {:.3f}"),
+        ("entropy", "train/entropy", "{:.3f} → {:.3f} nats per token"),
+    ):
+        values = [value for record in steps if (value := record[key]) is not None]
+        rows += [(heading, form.format(values[0], values[-1]))] if values else []
     rows += [("run folder", str(result.folder)), ("plots", str(result.folder / "plots"))]
     if config.tracking.mlflow:
         store = tracking_store(config.tracking, result.folder.absolute().parent)

@@ -11,7 +11,7 @@ import torch
 
 from bandpo_cli.cli import launch as launcher
 from bandpo_cli.cli.launch import RankExit, first_failure, launch, rank_variables, ranks_to_start
-from bandpo_cli.config.run import ModelConfig
+from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.experiments.rank_group import check_gpu_count
 from bandpo_cli.rank_process import RankError
@@ -61,7 +61,7 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def start(script: str, count: int = 2) -> int:
     """Launch ranks that execute `script`, for a run whose folder has been written."""
     folder = Path("runs", "the-name")
-    return launch(count, ModelConfig(), "train", folder, Path("runs"), ["-c", f"{START}\n{script}"])
+    return launch(count, RunConfig(), "train", folder, Path("runs"), ["-c", f"{START}\n{script}"])
 
 
 def check_ended(pid_file: Path) -> None:

@@ -96,7 +96,7 @@ MISTAKES: dict[str, list[str]] = {
     "train --resume first --name b": ["remove --name"],
     "train --resume first --set optim.lr=1": ["optim.lr = 1.0 (the run has "],
     # sweeps and evaluations
-    "sweep": ["nothing is swept: give values to compare, for example --delta 0.01,0.05,0.1 --seeds 0,1,2"],
+    "sweep": ["nothing is swept: give a sweep file or values, as in: --delta 0.01,0.05 --seeds 0,1"],
     "sweep --delta 0.1,x": ["bounds.delta = 'x'"],
     "sweep --axis bounds.delt=1,2": ["did you mean 'delta'"],
     "sweep --delta 0.1,0.2 --executor slurm": ["--executor slurm: unknown"],
