@@ -1,6 +1,7 @@
 """Data sets by name, and the kinds of tasks."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from bandpo_cli.registries import Entry, Registry
 
@@ -32,6 +33,10 @@ class Dataset(Entry):
     evaluation: tuple[str, ...] = ()
     level: str | None = None
     grader: str = "math"
+
+    def split(self, part: Literal["train", "heldout"]) -> str | None:
+        """Return the split for a part of a task; None where the set has none."""
+        return self.train_split if part == "train" else self.eval_split
 
 # `math` grades the competitions with whole-number answers too: a run on DAPO's problems is then scored as it was
 # trained, and 2^{10} is correct where 1024 is the reference. GSM8K's answers are plain numbers with a unit at most.

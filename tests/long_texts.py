@@ -33,7 +33,7 @@ from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.tasks.completions import read_completions
 from bandpo_cli.tasks.fields import as_answer, as_level, read_question
 from bandpo_cli.tasks.prompts import bare_question
-from bandpo_cli.tasks.questions import question_key
+from bandpo_cli.tasks.question_answers import question_key
 from bandpo_cli.types import Problem
 
 LENGTH = 200_000

@@ -26,7 +26,7 @@ from bandpo_cli.grading.answers import (
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.tasks.completions import read_completions
 from bandpo_cli.tasks.fields import as_answer
-from bandpo_cli.tasks.questions import compatibility_form
+from bandpo_cli.tasks.question_answers import compatibility_form
 from bandpo_cli.types import Grade, Problem
 from tests.long_texts import PIECES
 

@@ -37,8 +37,7 @@ from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.eval_folder import EvalFolder, PartKey
 from bandpo_cli.storage.files import write_json
 from bandpo_cli.storage.tables import EvalRow, read_eval_table
-from bandpo_cli.tasks.questions import text_hash
-from bandpo_cli.tasks.task import Task
+from bandpo_cli.tasks.task import Task, text_hash
 from bandpo_cli.tracking.mirror import run_tags
 from bandpo_cli.tracking.store import short_error, tracking_store, ui_text
 from bandpo_cli.types import GRADER_ERROR, status_of

@@ -6,7 +6,7 @@ question, an answer and completions.
 
 import json
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -16,10 +16,11 @@ from pydantic import BaseModel, BeforeValidator, Field, FiniteFloat, ValidationE
 
 from bandpo_cli.config.task import Label, Source
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.registries import GRADERS, is_custom_grader
+from bandpo_cli.registries import is_custom_grader
 from bandpo_cli.tasks.fields import find_fields, read_question, replace_surrogates, to_json_value, value_at
-from bandpo_cli.tasks.questions import SAMPLE_ROWS, grader_columns, text_hash
+from bandpo_cli.tasks.question_answers import SAMPLE_ROWS, grader_columns
 from bandpo_cli.tasks.rows import read_file, source_label
+from bandpo_cli.tasks.task import text_hash
 from bandpo_cli.types import Problem
 
 COMPLETION_NAMES = (
@@ -48,6 +49,11 @@ class StoredProblem:
     completions_G: list[StoredCompletion] = field(default_factory=list)
 
 
+_RowReader = Callable[[Mapping[str, Any], str | None, str], tuple[str, Problem, list[StoredCompletion]]]
+"""A function from a row, the grader that the user names and the place of the row, for messages, to its evaluation set,
+problem and completions."""
+
+
 def read_completions(path: Path, grader: str | None = None) -> dict[str, list[StoredProblem]]:
     """Read the evaluation sets in a .parquet, .jsonl, .json or .csv file, by label.
 
@@ -65,14 +71,19 @@ def read_completions(path: Path, grader: str | None = None) -> dict[str, list[St
     first_rows = list(islice(rows, SAMPLE_ROWS))
     if not first_rows:
         raise ConfigError(f"{path}: holds no completions")
-    all_rows = chain(first_rows, rows)
-    if set(first_rows[0]) >= _OWN_TABLE_COLUMNS:
-        return _read_own_table(path, all_rows, grader)
-    try:
-        label = source_label(Source(path=str(path)))
-    except ConfigError:  # no character of the file name is allowed in a metric name
-        label = "samples"
-    return {label: _read_question_rows(path, first_rows, all_rows, grader or "math")}
+    is_table = set(first_rows[0]) >= _OWN_TABLE_COLUMNS
+    read_row: _RowReader = _read_table_row if is_table else _question_row_reader(path, first_rows)
+    sets: dict[str, dict[str, StoredProblem]] = {}
+    for number, row in enumerate(chain(first_rows, rows), start=1):
+        label, problem, completions = read_row(row, grader, f"{path}, row {number}")
+        stored = sets.setdefault(label, {}).setdefault(problem.id, StoredProblem(problem))
+        if (stored.problem.answer, stored.problem.grader) != (problem.answer, problem.grader):
+            raise ConfigError(
+                f"{path}, row {number}: problem {_short_repr(problem.id)} has another reference or grader than in an "
+                "earlier row; give different problems different ids"
+            )
+        stored.completions_G.extend(completions)
+    return {label: list(problems.values()) for label, problems in sets.items()}
 
 
 def _or_none(value: Any) -> Any:
@@ -110,45 +121,38 @@ class _TableRow(BaseModel):
     logprob_sum: Annotated[FiniteFloat | None, _Missing] = None
 
 
-def _read_own_table(
-    path: Path, rows: Iterable[Mapping[str, Any]], grader: str | None
-) -> dict[str, list[StoredProblem]]:
-    """Read a table of this package, one completion per row, into its sets by label.
+def _read_table_row(
+    row: Mapping[str, Any], grader: str | None, where: str
+) -> tuple[str, Problem, list[StoredCompletion]]:
+    """Read a row of a table of this package.
 
     A table never decides which code runs: a custom grader in it is refused unless the user names it.
     """
-    sets: dict[str, dict[str, StoredProblem]] = {}
-    for number, values in enumerate(rows, start=1):
-        where = f"{path}, row {number}"
-        given = {"task": values.get("task") or values.get("source")} | ({"grader": grader} if grader else {})
-        try:
-            row = _TableRow.model_validate({**values, **given})
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise ConfigError(
-                f"{where}: '{first['loc'][0]}' = {_short_repr(values.get(str(first['loc'][0])))}: {first['msg']}"
-            ) from None
-        if grader is None and is_custom_grader(row.grader):
-            raise ConfigError(
-                f"{where}: it names a function as its grader, and a file must not choose code to run; if you trust "
-                f"it, add --grader {row.grader:.100}"
-            )
-        problem = Problem(row.problem_id, row.prompt, row.reference, row.task, row.grader, row.extra)
-        stored = sets.setdefault(row.task, {}).setdefault(row.problem_id, StoredProblem(problem))
-        if (stored.problem.answer, stored.problem.grader) != (problem.answer, problem.grader):
-            raise ConfigError(
-                f"{where}: problem {_short_repr(problem.id)} has another reference or grader than in an earlier row; "
-                "give different problems different ids"
-            )
-        completion = StoredCompletion(row.text, row.length, row.finish_reason, row.logprob_sum)
-        stored.completions_G.append(completion)
-    return {label: list(problems.values()) for label, problems in sets.items()}
+    given = {"task": row.get("task") or row.get("source")} | ({"grader": grader} if grader else {})
+    try:
+        values = _TableRow.model_validate({**row, **given})
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = str(first["loc"][0])
+        raise ConfigError(f"{where}: '{name}' = {_short_repr(row.get(name))}: {first['msg']}") from None
+    if grader is None and is_custom_grader(values.grader):
+        raise ConfigError(
+            f"{where}: it names a function as its grader, and a file must not choose code to run; if you trust it, add "
+            f"--grader {values.grader:.100}"
+        )
+    problem = Problem(
+        values.problem_id, values.prompt, values.reference, values.task, values.grader, values.extra
+    )
+    completion = StoredCompletion(values.text, values.length, values.finish_reason, values.logprob_sum)
+    return values.task, problem, [completion]
 
 
-def _read_question_rows(
-    path: Path, first_rows: list[dict[str, Any]], rows: Iterable[Mapping[str, Any]], grader: str
-) -> list[StoredProblem]:
-    """Read rows with a question, an answer and completions; rows with equal question and answer are one problem."""
+def _question_row_reader(path: Path, first_rows: list[dict[str, Any]]) -> _RowReader:
+    """Return a reader of rows with a question, an answer and completions; equal questions and answers have one id."""
+    try:
+        label = source_label(Source(path=str(path)))
+    except ConfigError:  # no character of the file name is allowed in a metric name
+        label = "samples"
     completions = next((name for name in COMPLETION_NAMES if any(name in row for row in first_rows)), None)
     names = find_fields(
         {key: value for key, value in row.items() if key != completions} for row in first_rows
@@ -161,30 +165,28 @@ def _read_question_rows(
             'expected {"question": ..., "answer": ..., "completions": ["...", ...]} in each row, '
             "or the samples.parquet of an evaluation"
         )
-    problems: dict[str, StoredProblem] = {}
-    for number, row in enumerate(rows, start=1):
-        where = f"{path}, row {number}"
+
+    def read_row(
+        row: Mapping[str, Any], grader: str | None, where: str
+    ) -> tuple[str, Problem, list[StoredCompletion]]:
         question = read_question(row, names, where)
         if question is None or question.answer is None:
             name = "question" if question is None else "answer"
             value = _short_repr(value_at(row, fields[name]))
             raise ConfigError(f"{where}: '{fields[name]}' holds no {name}: {value}")
         texts = value_at(row, completions)
-        if not isinstance(texts, str | list) or texts == []:
+        texts = [texts] if isinstance(texts, str) else texts
+        if not (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
             raise ConfigError(f"{where}: '{completions}' must be a list of texts, not {_short_repr(texts)}")
         prompt = question.prompt
         if not isinstance(prompt, str):
             prompt = "\n\n".join(message.content for message in prompt)
-        id_ = text_hash(json.dumps([prompt, question.answer]))
-        columns_of_row = {key: value for key, value in row.items() if key != completions}
-        extra = grader_columns(columns_of_row, grader not in GRADERS)
+        id_, grader = text_hash(json.dumps([prompt, question.answer])), grader or "math"
+        extra = grader_columns({key: value for key, value in row.items() if key != completions}, [grader])
         problem = Problem(id_, prompt, question.answer, path.stem, grader, extra)
-        stored = problems.setdefault(id_, StoredProblem(problem))
-        for text in [texts] if isinstance(texts, str) else texts:
-            if not isinstance(text, str):
-                raise ConfigError(f"{where}: '{completions}' must hold text, not {_short_repr(text)}")
-            stored.completions_G.append(StoredCompletion(replace_surrogates(text)))
-    return list(problems.values())
+        return label, problem, [StoredCompletion(replace_surrogates(text)) for text in texts]
+
+    return read_row
 
 
 _short = reprlib.Repr()

@@ -133,13 +133,9 @@ def _read_messages(value: list[Any]) -> tuple[tuple[Message, ...], str | None]:
                 "user, assistant or, of the first message, system"
             )
         if isinstance(content, list):
-            texts = [
-                part.get("text")
-                for part in content
-                if isinstance(part, Mapping) and part.get("type") == "text"
-            ]
-            is_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
-            content = "".join(map(str, texts)) if is_text else None
+            parts = [part if isinstance(part, Mapping) else {} for part in content]
+            texts = [part.get("text") if part.get("type") == "text" else None for part in parts]
+            content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else None
         if not isinstance(content, str) or (content.strip() and clean_text(content) is None):
             raise ValueError(
                 f"message {number} has content that is no text in UTF-8; only a text, or a list of parts of the type "

@@ -1,26 +1,41 @@
 """Question-answer task: several sources mixed for training, and evaluation sets that training never uses."""
 
+import json
+import re
+import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
+from typing import Any
 
-from bandpo_cli.config.task import TEMPLATES, DataTask, Source
+from bandpo_cli.config.task import TEMPLATES, DataTask, Fields, Source
 from bandpo_cli.datasets import DATA_TASK, DATASETS
 from bandpo_cli.errors import ConfigError, nearest, plural
 from bandpo_cli.registries import GRADERS
-from bandpo_cli.tasks.prompts import build_prompt
-from bandpo_cli.tasks.questions import (
-    LoadedQuestions,
-    format_counts,
-    hash_order,
-    load_questions,
-    question_key,
-    text_hash,
+from bandpo_cli.tasks.fields import (
+    Question,
+    as_answer,
+    as_level,
+    clean_text,
+    find_fields,
+    read_question,
+    to_json_value,
+    value_at,
 )
-from bandpo_cli.tasks.rows import SplitName, hub_id, source_label
-from bandpo_cli.types import Problem
+from bandpo_cli.tasks.prompts import bare_question, build_prompt
+from bandpo_cli.tasks.rows import SplitName, hub_id, known_dataset, read_rows, source_label
+from bandpo_cli.tasks.task import hash_order, text_hash
+from bandpo_cli.types import Message, Problem, Prompt
+
+SAMPLE_ROWS = 1000
+"""The fields are chosen by these first rows, so that a file of millions is read only once."""
+
+_PURPOSES = {"train": "training", "heldout": "evaluation"}
+_NO_SETTINGS = DataTask(name=DATA_TASK)
+_MAX_MARKS = 30  # combining characters in a row; no language uses more than four
+_GRAPHEME_JOINER = "\u034f"
 
 
 class QuestionAnswerTask:
@@ -30,25 +45,20 @@ class QuestionAnswerTask:
         """Raise ConfigError if there are no sources, two sources share a label, or a revision is of no source."""
         self.name, self._config = config.name, config
         self._notes: list[str] = []
-        self._keep_columns = any(
-            reward.grader is not None and reward.grader not in GRADERS for reward in config.rewards or ()
-        )
         known = hub_ids(config)
-        if unknown := [name for name in config.revisions if name not in known]:
+        if unknown := next((name for name in config.revisions if name not in known), None):
             raise ConfigError(
-                f"task.revisions: '{unknown[0]}' is no data set on the hub that this task reads"
-                f"{nearest(unknown[0], known)}; it reads {', '.join(known) or 'local files only'}"
+                f"task.revisions: '{unknown}' is no data set on the hub that this task reads"
+                f"{nearest(unknown, known)}; it reads {', '.join(known) or 'local files only'}"
             )
         self._train_sources, self._heldout_sources = _sources(config, "train"), _sources(config, "heldout")
         for part, sources in (("train", self._train_sources), ("heldout", self._heldout_sources)):
             counts = Counter(map(source_label, sources))
-            if repeated := [label for label, count in counts.items() if count > 1]:
-                names = f"{counts[repeated[0]]} sources have the label '{repeated[0]}'"
+            if repeated := next((label for label, count in counts.items() if count > 1), None):
+                names = f"{counts[repeated]} sources have the label '{repeated}'"
                 raise ConfigError(f"task.{part}: {names}; give each a different label:")
         if not self._heldout_sources:
             self._check_train_sources()
-        sources = self._train_sources
-        self._split_label = source_label(sources[0]) if len(sources) == 1 else "heldout"
 
     def train_problems(self) -> Sequence[Problem]:
         """Return the training problems; raise ConfigError if a source cannot be used or no problem remains."""
@@ -68,10 +78,8 @@ class QuestionAnswerTask:
     def _check_train_sources(self) -> None:
         if not self._train_sources:
             raise ConfigError(
-                "task.train: the task 'data' needs it: --set task.train=FILE, or the name of a known data set"
-                if self.name == DATA_TASK
-                else f"task.name = '{self.name}': this data set is for evaluation only; use it in task.heldout "
-                f"(--set task.heldout={self.name}) of another task"
+                f"task.train: the task '{self.name}' has no training problems of its own; set it: --set "
+                "task.train=FILE, or the name of a known data set"
             )
 
     @cached_property
@@ -80,87 +88,77 @@ class QuestionAnswerTask:
 
     @cached_property
     def _heldout(self) -> dict[str, list[Problem]]:
-        if not self._heldout_sources:
-            return {self._split_label: self._train_heldout_split[1]}
-        loaded = [self._load(source, "heldout") for source in self._heldout_sources]
-        return {part.label: hash_order(part.questions) for part in loaded}
+        """The questions of the evaluation sets by label.
+
+        Without a source, they are chosen by a hash of the question alone, so that adding rows moves none.
+        """
+        if self._heldout_sources:
+            return {
+                source_label(source): hash_order(self._load(source, "heldout"))
+                for source in self._heldout_sources
+            }
+        keyed, fraction = self._train_questions, self._config.heldout_fraction
+        # Another hash than in the countdown task: both decide which problems are held out, and must not change.
+        ranked = sorted((int(text_hash(f"heldout/{key}"), 16) / 2**64, key) for key, _ in keyed)
+        keys = {key for rank, key in ranked if rank < fraction} or {ranked[0][1]}
+        heldout = [question for key, question in keyed if key in keys]
+        label = source_label(self._train_sources[0]) if len(self._train_sources) == 1 else "heldout"
+        self._notes.append(
+            f"{label}: {len(heldout):,} of {plural(len(keyed), 'problem')} held out for evaluation "
+            f"(heldout_fraction = {fraction:g})"
+        )
+        return {label: heldout}
 
     @cached_property
     def _train(self) -> list[Problem]:
         self._check_train_sources()
-        if not self._heldout_sources:
-            return self._with_prompts(self._train_heldout_split[0])
         heldout = list(chain.from_iterable(self._heldout.values()))
         keys, ids = {question_key(question.prompt) for question in heldout}, {q.id for q in heldout}
-        questions = self._all_train_questions
-        clean = [question for question in questions if question_key(question.prompt) not in keys]
-        if shared := len(questions) - len(clean):
+        clean = [question for key, question in self._train_questions if key not in keys]
+        shared = len(self._train_questions) - len(clean)
+        if shared and self._heldout_sources:
             self._notes.append(f"train: {plural(shared, 'problem')} dropped, also in an evaluation set")
         if not clean:
             raise ConfigError(
-                "task.train: every problem is also in an evaluation set, so none remains to train on; "
-                "name another file in task.heldout"
+                "task.train: every problem is held out for evaluation, so none remains to train on; give more "
+                "problems, or name other evaluation problems in task.heldout"
             )
         # The ids in the files may be the same numbers for training and evaluation problems.
         return self._with_prompts(replace(q, id=f"{q.id}/train") if q.id in ids else q for q in clean)
 
     @cached_property
-    def _all_train_questions(self) -> list[Problem]:
-        """The questions of all training sources, mixed in the order of a hash."""
-        loaded = [self._load(source, "train") for source in self._train_sources]
-        return hash_order({q.id: q for part in loaded for q in part.questions}.values())
+    def _train_questions(self) -> list[tuple[str, Problem]]:
+        """The questions of all training sources with their keys, mixed in the order of a hash."""
+        questions = chain.from_iterable(self._load(source, "train") for source in self._train_sources)
+        distinct = {question.id: question for question in questions}
+        return [(question_key(question.prompt), question) for question in hash_order(distinct.values())]
 
-    @cached_property
-    def _train_heldout_split(self) -> tuple[list[Problem], list[Problem]]:
-        """The training and the held-out questions, by a hash of the question alone, so that adding rows moves none."""
-        fraction = self._config.heldout_fraction
-        keyed = [(question_key(question.prompt), question) for question in self._all_train_questions]
-        # Another hash than in the countdown task: both decide which problems are held out, and must not change.
-        ranked = sorted((int(text_hash(f"heldout/{key}"), 16) / 2**64, key) for key, _ in keyed)
-        heldout_keys = {key for rank, key in ranked if rank < fraction} or {ranked[0][1]}
-        train = [question for key, question in keyed if key not in heldout_keys]
-        heldout = [question for key, question in keyed if key in heldout_keys]
-        if not train:
-            raise ConfigError(
-                f"task.train: of {plural(len(keyed), 'problem')}, heldout_fraction = {fraction:g} leaves none to "
-                "train on; give more problems, or separate evaluation problems in task.heldout"
-            )
-        self._notes.append(
-            f"{self._split_label}: {len(heldout):,} of {plural(len(keyed), 'problem')} held out "
-            f"for evaluation (heldout_fraction = {fraction:g})"
-        )
-        return train, heldout
-
-    def _load(self, source: Source, part: SplitName) -> LoadedQuestions:
+    def _load(self, source: Source, part: SplitName) -> list[Problem]:
         """Return the questions of a source, and add notes on them."""
-        config, purpose = self._config, {"train": "training", "heldout": "evaluation"}[part]
-        revision = config.revisions.get(hub_id(source) or "")
-        loaded = load_questions(source, part, config.answer_grader, self._keep_columns, revision)
-        dropped = f"; dropped: {format_counts(loaded.dropped)}" if loaded.dropped else ""
-        notes = [f": {plural(len(loaded.questions), f'{purpose} problem')}{dropped}"]
-        if loaded.note:
-            notes.append(f": {loaded.note}")
-        grader = loaded.questions[0].grader
+        questions, notes = load_questions(source, part, self._config)
+        self._notes += notes
+        template, grader = self._config.template, questions[0].grader
         readable = GRADERS[grader].templates if grader in GRADERS else ()
-        if any(not isinstance(question.prompt, str) for question in loaded.questions):
-            notes.append(": has chat messages; task.template and task.system do not apply")
-        elif readable and config.template in TEMPLATES and config.template not in ("plain", *readable):
-            notes.append(
-                f", {purpose}: the grader '{grader}' does not read the answers that task.template = "
-                f"'{config.template}' asks for; use task.template = {' or '.join(readable)}"
+        if any(not isinstance(question.prompt, str) for question in questions):
+            self._notes.append(
+                f"{source_label(source)}: has chat messages; task.template and task.system do not apply"
             )
-        self._notes += [loaded.label + note for note in notes]
-        return loaded
+        elif readable and template in TEMPLATES and template not in ("plain", *readable):
+            self._notes.append(
+                f"{source_label(source)}, {_PURPOSES[part]}: the grader '{grader}' does not read the answers that "
+                f"task.template = '{template}' asks for; use task.template = {' or '.join(readable)}"
+            )
+        return questions
 
     def _with_prompts(self, questions: Iterable[Problem]) -> list[Problem]:
         """Return the questions in the template of the config; chat messages are complete prompts already."""
         template, system = self._config.template, self._config.system
-        with_prompts = []
-        for question in questions:
-            if isinstance(prompt := question.prompt, str):
-                prompt = build_prompt(prompt, template, system)
-            with_prompts.append(replace(question, prompt=prompt))
-        return with_prompts
+        return [
+            replace(question, prompt=build_prompt(prompt, template, system))
+            if isinstance(prompt := question.prompt, str)
+            else question
+            for question in questions
+        ]
 
 
 def hub_ids(config: DataTask) -> list[str]:
@@ -175,5 +173,120 @@ def _sources(config: DataTask, part: SplitName) -> tuple[Source, ...]:
     if configured or config.name == DATA_TASK:
         return configured
     known = DATASETS[config.name]
-    own = (config.name,) if {"train": known.train_split, "heldout": known.eval_split}[part] else ()
-    return tuple(Source(name=name) for name in (part == "heldout" and known.evaluation) or own)
+    if part == "heldout" and known.evaluation:
+        return tuple(Source(name=name) for name in known.evaluation)
+    return (Source(name=config.name),) if known.split(part) else ()
+
+
+def load_questions(
+    source: Source, part: SplitName, config: DataTask = _NO_SETTINGS
+) -> tuple[list[Problem], list[str]]:
+    """Read the questions of a source.
+
+    Args:
+        source: The source in the config.
+        part: The setting that names the source.
+        config: The task: its graders, which need the columns of the rows if they are custom, and its revisions.
+
+    Returns:
+        The questions, in the order of the rows, and notes for the user on what was read and dropped. The prompt of a
+        question is the question alone, without a template, or the complete prompt as chat messages.
+
+    Raises:
+        ConfigError: If the source cannot be read, has no field for the question or the answer, has chat messages that
+            are malformed, or has no usable row.
+    """
+    label, place, known = source_label(source), source.path or source.name, known_dataset(source)
+    grader = config.answer_grader or source.grader or known.grader
+    graders = [grader, *(reward.grader for reward in config.rewards or () if reward.grader)]
+    rows = read_rows(source, part, config.revisions.get(hub_id(source) or ""))
+    first_rows = list(islice(rows, SAMPLE_ROWS))
+    if not first_rows:
+        raise ConfigError(f"task.{part}: '{place}' holds no rows")
+    columns = ", ".join(dict.fromkeys(str(name) for row in first_rows for name in row))
+    names = find_fields(first_rows, source.fields, known)
+    required = ["question", "answer", *(["level"] if source.levels is not None else [])]
+    if missing := [name for name in required if getattr(names, name) is None]:
+        mapping = ", ".join(f"{name}: ..." for name in missing)
+        raise ConfigError(
+            f"'{place}': no field found for the {' and the '.join(missing)}; its fields: {columns}; "
+            f"set fields: {{{mapping}}}"
+        )
+    dropped: Counter[str] = Counter()
+    problems: dict[str, Problem] = {}
+    solutions = 0
+    for number, row in enumerate(chain(first_rows, rows), start=1):
+        question = read_question(row, names, f"{place}, row {number}")
+        if question is None:
+            dropped["without a question"] += 1
+            continue
+        solutions += question.has_solution
+        level = as_level(value_at(row, names.level))
+        # A text of several lines has no final answer that the known graders could compare with.
+        if question.answer is None or ("\n" in question.answer and grader in GRADERS):
+            dropped["without an answer"] += 1
+        elif source.levels is not None and level not in source.levels:
+            dropped["of other levels"] += 1
+        elif (id_ := f"{label}/{_name(row, names, question)}") in problems:
+            dropped["repeated"] += 1
+        else:
+            extra = grader_columns(row, graders) | ({} if level is None else {"level": level})
+            problems[id_] = Problem(id_, question.prompt, question.answer, label, grader, extra)
+    selected = list(problems.values())
+    if source.limit is not None and source.limit < len(problems):
+        dropped["over the limit"] = len(problems) - source.limit
+        selected = [selected[index * len(problems) // source.limit] for index in range(source.limit)]
+    counts = ", ".join(f"{number:,} {reason}" for reason, number in dropped.items())
+    if not selected:
+        raise ConfigError(
+            f"task.{part}: no row of '{place}' can be used: {counts}; the question was read from "
+            f"'{names.question}', the answer from '{names.answer}'; its fields: {columns}"
+        )
+    notes = [f"{label}: {plural(len(selected), f'{_PURPOSES[part]} problem')}"]
+    notes[0] += f"; dropped: {counts}" if dropped else ""
+    if solutions:
+        use = "is the reference answer" if names.answer == names.question else "is left out"
+        notes.append(f"{label}: the assistant message at the end of {plural(solutions, 'prompt')} {use}")
+    return selected, notes
+
+
+def grader_columns(row: Mapping[str, Any], graders: Iterable[str]) -> dict[str, Any]:
+    """Return the columns of a row as JSON values: all for a custom grader, else those of verl's layout for graders."""
+    names = ("data_source", "extra_info") if GRADERS.keys() >= {*graders} else row
+    return {key: to_json_value(row[key]) for key in names if row.get(key) is not None}
+
+
+def _name(row: Mapping[str, Any], names: Fields, question: Question) -> str:
+    """Return the identifier in the row, else a hash of the prompt and the answer."""
+    value, prompt = value_at(row, names.id), question.prompt
+    name = clean_text(value) if isinstance(value, str) else as_answer(value)
+    content = [prompt] if isinstance(prompt, str) else [[turn.role, turn.content] for turn in prompt]
+    return name or text_hash(json.dumps([content, question.answer]))
+
+
+def question_key(prompt: Prompt) -> str:
+    """Return a hash that ignores spacing, case, dollar signs and a known instruction around the question."""
+    messages = (Message("user", prompt),) if isinstance(prompt, str) else prompt
+    turns = [bare_question(message.content) for message in messages if message.role != "system"]
+    text = compatibility_form("\n".join(turns)).casefold()
+    return text_hash(re.sub(r"[\s$]+", "", text))
+
+
+def compatibility_form(text: str) -> str:
+    """Return the NFKC form of a text in time linear in its length.
+
+    `unicodedata.normalize` sorts the marks after a letter by insertion, which takes minutes for 100,000 of them. So
+    a joiner splits the marks after each 30th, as in the Stream-Safe Text Format of Unicode (UAX #15, section 13). Texts
+    with fewer marks in a row are not changed.
+    """
+    if text.isascii():
+        return text
+    chars: list[str] = []
+    marks = 0
+    for char in "".join(unicodedata.normalize("NFKD", char) for char in text):
+        marks = marks + 1 if unicodedata.combining(char) else 0
+        if marks > _MAX_MARKS:
+            chars.append(_GRAPHEME_JOINER)
+            marks = 1
+        chars.append(char)
+    return unicodedata.normalize("NFKC", "".join(chars))

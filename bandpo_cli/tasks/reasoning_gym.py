@@ -23,7 +23,7 @@ from typing import Any
 from bandpo_cli.config.task import ReasoningGymTask
 from bandpo_cli.errors import ConfigError, first_line, nearest
 from bandpo_cli.seeds import derive_seed
-from bandpo_cli.tasks.questions import hash_order, text_hash
+from bandpo_cli.tasks.task import hash_order, text_hash
 from bandpo_cli.types import Message, Problem
 
 EXCLUDED = {

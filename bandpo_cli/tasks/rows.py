@@ -34,21 +34,10 @@ def read_rows(source: Source, part: SplitName, revision: str | None = None) -> I
 
     Raise ConfigError if there is no such file or data set, or it cannot be read.
     """
-    hub, path = hub_id(source), user_path(str(source.path))
-    exists = hub is None and path_exists(path)
-    if hub is not None or (exists and path.is_dir()):
-        copy = "FILE" if source.name is None else f"{{name: {source.name}, path: FILE}}"
-        hint = f"give a local copy: --set {shlex.quote(f'task.{part}={copy}')}"
-        known = known_dataset(source)
-        split = source.split or {"train": known.train_split, "heldout": known.eval_split}[part]
-        if split is None:
-            problem = {
-                "train": "is for evaluation only; use it in task.heldout",
-                "heldout": "has no evaluation split; name a split with split:, or use another data set",
-            }[part]
-            raise ConfigError(f"task.{part}: '{source.name}' {problem}")
-        return read_hub(hub or str(path), source.subset or known.subset, split, hint, revision)
-    if not exists and path.suffix.lower() not in FILE_SUFFIXES:
+    path = user_path(str(source.path))
+    if hub_id(source) is not None or (path_exists(path) and path.is_dir()):
+        return _read_dataset(source, part, revision)
+    if not path_exists(path) and path.suffix.lower() not in FILE_SUFFIXES:
         raise ConfigError(
             f"task.{part} = '{source.path}': no such file, and no known data set of that name"
             f"{nearest(str(source.path), DATASETS)}; known: {', '.join(DATASETS)}"
@@ -92,38 +81,35 @@ def read_file(path: Path) -> Iterator[Row]:
         raise ConfigError(f"{path}: not readable as {path.suffix}: {first_line(error)}") from None
 
 
-def read_hub(
-    path: str, subset: str | None, split: str, hint: str, revision: str | None = None
-) -> Iterator[Row]:
-    """Read the rows of one split of a data set.
-
-    Args:
-        path: The id of the data set on the hub, or a folder.
-        subset: The subset (configuration); None for the default.
-        split: The split.
-        hint: What to do if the data set cannot be loaded; the end of the error message.
-        revision: A branch, tag or commit on the hub; None for the latest.
-
-    Raises:
-        ConfigError: If the hub cannot be reached, or has no such data set, subset or split.
-    """
+def _read_dataset(source: Source, part: SplitName, revision: str | None) -> Iterator[Row]:
+    """Read the rows of one split of a data set: on the hub, in a folder of its layout, or as it was saved to disk."""
     import datasets
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    datasets.disable_progress_bars()  # they redraw their line with control codes, which would be escaped
-    disable_progress_bars()
+    known = known_dataset(source)
+    path, subset = hub_id(source) or str(user_path(str(source.path))), source.subset or known.subset
+    split = source.split or known.split(part)
+    if split is None:
+        raise ConfigError(
+            f"task.{part}: '{source.name}' has no split for this part; name one with split:, or use another data set"
+        )
     parts = {"data set": path, "subset": subset, "split": split, "revision": revision}
     what = ", ".join(f"{name} '{value}'" for name, value in parts.items() if value)
-    saved_to_disk = any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json"))
+    datasets.disable_progress_bars()  # they redraw their line with control codes, which would be escaped
+    disable_progress_bars()
     logging.disable(logging.WARNING)  # an unreachable hub logs every retry; the error message reports it once
     try:
-        if saved_to_disk:
+        if any((Path(path) / name).is_file() for name in ("state.json", "dataset_dict.json")):
             rows = datasets.load_from_disk(path)
         else:
             at_revision = {"revision": revision} if revision else {}
             rows = datasets.load_dataset(path, subset, split=split, **at_revision)
     except Exception as error:  # noqa: BLE001 - OSError, ValueError, errors of pyarrow and of the library
-        raise ConfigError(f"{what}: cannot be loaded ({first_line(error).rstrip('.')}); {hint}") from None
+        copy = "FILE" if source.name is None else f"{{name: {source.name}, path: FILE}}"
+        raise ConfigError(
+            f"{what}: cannot be loaded ({first_line(error).rstrip('.')}); give a local copy: --set "
+            f"{shlex.quote(f'task.{part}={copy}')}"
+        ) from None
     finally:
         logging.disable(logging.NOTSET)
     if isinstance(rows, datasets.DatasetDict):

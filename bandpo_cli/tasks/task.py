@@ -4,7 +4,8 @@ A task has training problems and held-out evaluation sets. Graders are in `bandp
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Protocol
 
 from bandpo_cli.config.task import TaskSettings, check_package
@@ -45,6 +46,16 @@ def build_task(config: TaskSettings) -> Task:
     check_package(config.name)
     task: Task = load_attribute(TASKS[task_kind(config.name)].build)(config)
     return task
+
+
+def text_hash(text: str) -> str:
+    """Return a hash of a text (16 hex digits) that is the same on every machine, unlike the built-in hash()."""
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def hash_order(problems: Iterable[Problem]) -> list[Problem]:
+    """Sort by a hash of the id, so that any prefix is a fair sample, independent of the order of the rows."""
+    return sorted(problems, key=lambda problem: (text_hash(problem.id), problem.id))
 
 
 class ProblemStream:

@@ -12,7 +12,7 @@ import yaml
 
 from bandpo_cli.cli.bounds_view import probabilities
 from bandpo_cli.config.layers import read_layer, resolve
-from bandpo_cli.config.task import task_from_arguments
+from bandpo_cli.config.task import Source, task_from_arguments
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.reports.comparison import select_runs
 from bandpo_cli.reports.comparison.runs import read_variant_run
@@ -20,7 +20,7 @@ from bandpo_cli.storage.run_record import is_finished
 from bandpo_cli.storage.tables import TOKEN_COLUMNS, read_token_tables, write_token_table
 from bandpo_cli.sweeps.folder import SweepFolder
 from bandpo_cli.tasks.completions import read_completions
-from bandpo_cli.tasks.rows import read_hub
+from bandpo_cli.tasks.rows import read_rows
 from bandpo_cli.tasks.task import build_task
 from tests.fuzz.mutate import (
     JSON_TEXTS,
@@ -107,7 +107,7 @@ def test_a_script_next_to_the_data_is_not_executed(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "set.py").write_text(f"import pathlib\npathlib.Path({str(mark)!r}).touch()\n")
     with pytest.raises(ConfigError, match="cannot be loaded"):
-        list(read_hub(str(folder), None, "train", "give a file"))
+        list(read_rows(Source(path=str(folder)), "train"))
     assert not mark.exists()
 
 

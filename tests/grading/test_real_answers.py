@@ -7,7 +7,7 @@ import pytest
 
 from bandpo_cli.config.task import Source
 from bandpo_cli.grading.pool import GraderPool
-from bandpo_cli.tasks.questions import load_questions
+from bandpo_cli.tasks.question_answers import load_questions
 from bandpo_cli.types import Problem
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
@@ -24,11 +24,10 @@ SETS = [
 def load(file: str, name: str | None = None) -> list[Problem]:
     if not (DATA / f"{file}.jsonl").is_file():
         pytest.skip(f"no {file}.jsonl here")
-    loaded = load_questions(
-        Source.model_validate({"path": str(DATA / f"{file}.jsonl"), "name": name}), "heldout"
-    )
-    assert not loaded.dropped
-    return list(loaded.questions)
+    source = Source.model_validate({"path": str(DATA / f"{file}.jsonl"), "name": name, "label": file})
+    problems, notes = load_questions(source, "heldout")
+    assert notes == [f"{file}: {len(problems):,} evaluation problems"], "no row is dropped"
+    return problems
 
 
 @pytest.mark.slow

@@ -138,13 +138,13 @@ FILES = [
     (b'{"question": "q", "completions": ["x"]}', ["no field found for the answer"]),
     (QUESTION + b"[]}", ["row 1", "'completions'", "list of texts, not []"]),
     (QUESTION + b'{"a": 1}}', ["row 1", "{'a': 1}"]),
-    (QUESTION + b'[["x"]]}', ["row 1", "must hold text, not ['x']"]),
-    (QUESTION + b'["x", 5]}', ["row 1", "not 5"]),
+    (QUESTION + b'[["x"]]}', ["row 1", "list of texts, not [['x']]"]),
+    (QUESTION + b'["x", 5]}', ["row 1", "not ['x', 5]"]),
     (b'{"a\\nb": 1, "c": 2}', ["no field found"]),
     (QUESTION + nested(900).encode() + b"}", ["row 1"]),
     (b'{"question": "q", "answer": ' + nested(900).encode() + b', "completions": ["x"]}', ["answer"]),
     (b'{"' + b"a" * 5_000_000 + b'": 1}', ["no field found"]),
-    (QUESTION + b"[" + b"1," * 100_000 + b"1]}", ["must hold text"]),
+    (QUESTION + b"[" + b"1," * 100_000 + b"1]}", ["list of texts"]),
 ]
 
 

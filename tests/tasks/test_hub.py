@@ -11,8 +11,8 @@ import pytest
 from bandpo_cli.config.task import DataTask, Source
 from bandpo_cli.datasets import DATASETS
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.questions import load_questions
-from bandpo_cli.tasks.rows import read_hub
+from bandpo_cli.tasks.question_answers import load_questions
+from bandpo_cli.tasks.rows import read_rows
 from bandpo_cli.tasks.task import build_task
 from tests.tasks.stored_completions import jsonl
 
@@ -35,10 +35,9 @@ def folder(tmp_path: Path) -> Path:
 
 def test_folder_in_the_layout_of_the_hub(tmp_path: Path) -> None:
     path = str(folder(tmp_path))
-    assert list(read_hub(path, None, "train", "")) == ROWS
-    assert len(load_questions(Source(path=path), "train").questions) == len(ROWS)
-    heldout = load_questions(Source(path=path), "heldout")
-    assert (heldout.label, len(heldout.questions)) == ("sums", 7)
+    assert list(read_rows(Source(path=path), "train")) == ROWS
+    assert len(load_questions(Source(path=path), "train")[0]) == len(ROWS)
+    assert load_questions(Source(path=path), "heldout")[1] == ["sums: 7 evaluation problems"]
 
 
 def test_downloaded_copy_of_a_known_dataset_keeps_its_subset_and_splits(tmp_path: Path) -> None:
@@ -57,12 +56,12 @@ def test_downloaded_copy_of_a_known_dataset_keeps_its_subset_and_splits(tmp_path
     other = source.model_copy(update={"subset": "socratic", "split": "test"})
     for asked, part, prompt in ((source, "train", "maintrain"), (source, "heldout", "maintest"),
                                 (other, "train", "socratictest")):  # fmt: skip
-        assert [q.prompt for q in load_questions(asked, part).questions] == [prompt]  # type: ignore[arg-type]
+        assert [q.prompt for q in load_questions(asked, part)[0]] == [prompt]  # type: ignore[arg-type]
 
 
 def test_unknown_split_is_reported_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"sums', split 'dev': .*dev.*; do this") as caught:
-        list(read_hub(str(folder(tmp_path)), None, "dev", "do this"))
+    with pytest.raises(ConfigError, match=r"sums', split 'dev': .*dev.*; give a local copy") as caught:
+        list(read_rows(Source(path=str(folder(tmp_path)), split="dev"), "train"))
     assert "\n" not in str(caught.value)
 
 
@@ -70,10 +69,10 @@ def test_folders_written_by_save_to_disk(tmp_path: Path) -> None:
     single = datasets.Dataset.from_list(ROWS)
     single.save_to_disk(tmp_path / "single")
     datasets.DatasetDict({"train": single}).save_to_disk(tmp_path / "both")
-    assert list(read_hub(str(tmp_path / "single"), None, "train", "")) == ROWS
-    assert list(read_hub(str(tmp_path / "both"), None, "train", "")) == ROWS
+    assert list(read_rows(Source(path=str(tmp_path / "single")), "train")) == ROWS
+    assert list(read_rows(Source(path=str(tmp_path / "both")), "train")) == ROWS
     with pytest.raises(ConfigError, match=r"split 'dev': no such split; it has train"):
-        list(read_hub(str(tmp_path / "both"), None, "dev", ""))
+        list(read_rows(Source(path=str(tmp_path / "both"), split="dev"), "train"))
 
 
 @pytest.fixture
@@ -119,7 +118,7 @@ def test_known_datasets_are_requested_and_read_as_their_cards_describe(
             load_questions(Source(name=name), "train")
         splits = [split for split in (known.eval_split, known.train_split) if split]
         assert requests == [(known.hub_id, known.subset, split) for split in splits]
-        (question,) = load_questions(Source(name=name, split="any"), "heldout").questions
+        ((question,), _) = load_questions(Source(name=name, split="any"), "heldout")
         assert (question.prompt, question.answer, question.grader) == ("q", answer, known.grader)
         assert requests[-1][2] == "any"
 
@@ -130,7 +129,7 @@ def test_default_sources_of_dapo(requests: list[tuple[Any, ...]], monkeypatch: p
     task = build_task(DataTask(name="dapo-math-17k"))
     assert list(task.heldout_sets()) == ["aime24", "aime25", "amc23"]
     assert len(requests) == 3, "evaluation does not read the training set"
-    with pytest.raises(ConfigError, match="every problem is also in an evaluation set"):
+    with pytest.raises(ConfigError, match="every problem is held out for evaluation"):
         task.train_problems()
     assert requests[-1] == ("open-r1/DAPO-Math-17k-Processed", "all", "train")
 

@@ -103,14 +103,14 @@ def test_an_assistant_message_at_the_end_is_the_answer_or_left_out(tmp_path: Pat
     problems, notes = read(write(tmp_path / "sft.jsonl", [*rows, {"messages": [QUESTION]}]))
     assert set(problems) == {"12"}
     assert "sft: 2 training problems; dropped: 1 without an answer" in notes
-    assert "sft: 2 prompts end with an assistant message, which is the reference answer" in notes
+    assert "sft: the assistant message at the end of 2 prompts is the reference answer" in notes
     assert problems["12"].prompt[-1] == last
     rows = [{"messages": [*turns, SOLUTION], "answer": "13"} for turns in ([QUESTION], FEW_SHOT)]
     path = write(tmp_path / "chat.jsonl", [*rows, {"messages": [QUESTION], "answer": "13"}])
     problems, notes = read(path)
     assert set(problems) == {"13"}
     assert problems["13"].prompt[-1] == last
-    assert "chat: 2 prompts end with an assistant message, which is left out" in notes
+    assert "chat: the assistant message at the end of 2 prompts is left out" in notes
     configured, _ = read(path, train={"path": path, "fields": {"question": "messages", "answer": "messages"}})
     assert set(configured) == {"12"}
 

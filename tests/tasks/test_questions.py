@@ -8,7 +8,7 @@ import pytest
 from bandpo_cli.config.task import TEMPLATES, Fields, Source
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.tasks.prompts import build_prompt
-from bandpo_cli.tasks.questions import load_questions, question_key
+from bandpo_cli.tasks.question_answers import load_questions, question_key
 from bandpo_cli.tasks.rows import source_label
 from bandpo_cli.types import Message
 from tests.tasks.stored_completions import jsonl as write_jsonl
@@ -31,14 +31,15 @@ def test_unusable_rows_are_dropped_and_counted(tmp_path: Path) -> None:
         {"answer": 1}, {"question": {"no": "text"}, "answer": 1}, {"question": "no answer", "answer": None},
         {"question": "a proof", "answer": "First this.\nThen that."}, {},
     ]  # fmt: skip
-    loaded = load_questions(Source(path=jsonl(tmp_path / "x.jsonl", rows)), "train")
-    assert [(question.prompt, question.answer) for question in loaded.questions] == [("good", "1")]
-    assert loaded.dropped == {"repeated": 1, "without a question": 4, "without an answer": 2}
+    ((question,), notes) = load_questions(Source(path=jsonl(tmp_path / "x.jsonl", rows)), "train")
+    assert (question.prompt, question.answer) == ("good", "1")
+    dropped = "1 repeated, 4 without a question, 2 without an answer"
+    assert notes == [f"x: 1 training problem; dropped: {dropped}"]
 
 
 def test_custom_grader_may_have_an_answer_of_several_lines(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", [{"question": "q", "answer": "First this.\nThen that."}])
-    (question,) = load_questions(Source(path=path, grader="my.module:judge"), "train").questions
+    ((question,), _) = load_questions(Source(path=path, grader="my.module:judge"), "train")
     assert (question.answer, question.grader) == ("First this.\nThen that.", "my.module:judge")
 
 
@@ -59,18 +60,18 @@ def test_empty_missing_and_misplaced_sources(tmp_path: Path) -> None:
     assert "No such file" in error_of(Source(path=str(tmp_path / "none.csv")))
     assert "did you mean 'gsm8k'" in error_of(Source(path="gsm8"))
     assert "split is for data sets on the hub" in error_of(Source(path=path, split="test"))
-    assert "for evaluation only; use it in task.heldout" in error_of(Source(name="aime24"))
-    assert "has no evaluation split" in error_of(Source(name="dapo-math-17k"), "heldout")
+    assert "'aime24' has no split for this part" in error_of(Source(name="aime24"))
+    assert "'dapo-math-17k' has no split for this part" in error_of(Source(name="dapo-math-17k"), "heldout")
 
 
 def test_levels(tmp_path: Path) -> None:
     levels = ["Level 1", "Level 3", "Level ?", 3, None, "5"]
     rows = [{"problem": f"q{n}", "solution": "\\boxed{1}", "level": level} for n, level in enumerate(levels)]
     path = jsonl(tmp_path / "x.jsonl", rows)
-    loaded = load_questions(Source(path=path, levels=(3, 5)), "train")
-    assert [(q.prompt, q.extra["level"]) for q in loaded.questions] == [("q1", 3), ("q3", 3), ("q5", 5)]
-    assert loaded.dropped == {"of other levels": 3}
-    assert len(load_questions(Source(path=path), "train").questions) == 6
+    questions, notes = load_questions(Source(path=path, levels=(3, 5)), "train")
+    assert [(q.prompt, q.extra["level"]) for q in questions] == [("q1", 3), ("q3", 3), ("q5", 5)]
+    assert notes == ["x: 3 training problems; dropped: 3 of other levels"]
+    assert len(load_questions(Source(path=path), "train")[0]) == 6
     bare = jsonl(tmp_path / "y.jsonl", [{"question": "q", "answer": "1"}])
     assert "fields: {level: ...}" in error_of(Source(path=bare, levels=(3,)))
 
@@ -78,19 +79,19 @@ def test_levels(tmp_path: Path) -> None:
 def test_limit_keeps_rows_evenly_spread(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", [{"question": f"q{n}", "answer": n} for n in range(10)])
     for limit, kept in {1: [0], 3: [0, 3, 6], 10: [*range(10)], 99: [*range(10)]}.items():
-        loaded = load_questions(Source(path=path, limit=limit), "train")
-        assert [int(question.answer) for question in loaded.questions] == kept
-        assert len(loaded.questions) + loaded.dropped.get("over the limit", 0) == 10
+        questions, notes = load_questions(Source(path=path, limit=limit), "train")
+        assert [int(question.answer) for question in questions] == kept
+        assert notes[0].partition("; ")[2] == (f"dropped: {10 - limit} over the limit" if limit < 10 else "")
 
 
 def test_ids_are_configured_or_a_hash_of_label_question_and_answer(tmp_path: Path) -> None:
     rows = [{"question": "1+1?", "answer": "2", "uid": 7}, {"question": "1+2?", "answer": "3", "uid": 7}]
     path = jsonl(tmp_path / "x.jsonl", rows)
-    named = load_questions(Source(path=path, fields=Fields(id="uid")), "train")
-    assert [question.id for question in named.questions] == ["x/7"]
-    assert named.dropped == {"repeated": 1}
+    named, notes = load_questions(Source(path=path, fields=Fields(id="uid")), "train")
+    assert [question.id for question in named] == ["x/7"]
+    assert notes == ["x: 1 training problem; dropped: 1 repeated"]
     # Literal: the ids are stored in every run, and determine the order and the split of the problems.
-    ids = [question.id for question in load_questions(Source(path=path), "train").questions]
+    ids = [question.id for question in load_questions(Source(path=path), "train")[0]]
     assert ids == ["x/1f446c5bed8256bd", "x/55f7e9b7445d3d34"]
 
 
@@ -110,7 +111,7 @@ def test_labels() -> None:
 def test_key_ignores_differences_that_do_not_change_the_question(tmp_path: Path) -> None:
     def key(text: Any) -> str:
         path = jsonl(tmp_path / "k.jsonl", [{"question": text, "answer": "1"}])
-        return question_key(load_questions(Source(path=path), "train").questions[0].prompt)
+        return question_key(load_questions(Source(path=path), "train")[0][0].prompt)
 
     user = [{"role": "user", "content": "What is x+1?"}]
     same = ["What is $x+1$?", "what is  x + 1 ?\n", "Ｗhat is x+1?", user]

@@ -16,9 +16,8 @@ from bandpo_cli.config.task import ReasoningGymTask, describe_members, task_from
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.tasks import reasoning_gym as module
-from bandpo_cli.tasks.questions import text_hash
 from bandpo_cli.tasks.reasoning_gym import EXCLUDED, ReasoningGym, describe_generators, generate
-from bandpo_cli.tasks.task import build_task
+from bandpo_cli.tasks.task import build_task, text_hash
 from bandpo_cli.types import Message, Problem
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
