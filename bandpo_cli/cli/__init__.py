@@ -39,7 +39,8 @@ def _print_version(context: typer.Context, asked: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option(callback=_print_version, is_eager=True, help="Print the version and stop.")
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop."),
     ] = False,
 ) -> None:
     """Reinforcement learning of language models with Band-constrained Policy Optimization."""

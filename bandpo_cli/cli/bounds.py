@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from bandpo_cli.cli.completion import several_of
-from bandpo_cli.cli.options import argument, check_choice, choice, documented, option, split_commas
+from bandpo_cli.cli import options as opt
+from bandpo_cli.cli.completion import one_of
 from bandpo_cli.errors import UserError
 from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry, method_name
 
@@ -24,25 +24,27 @@ PEERS, MATCHABLE = (
 )
 
 _D_HELP = f"{DIVERGENCES.names_text()}; repeatable."
-_DIVERGENCE = option("NAME", "kl", ["--divergence", "-d"], several_of(DIVERGENCES), help=_D_HELP)
+_DIVERGENCE = opt.option(
+    "NAME", "kl", ["--divergence", "-d"], one_of(DIVERGENCES, several=True), help=_D_HELP
+)
 _COMPARE_HELP = f"Add {METHODS.names_text(_is_comparable)}, separated by commas."
-_COMPARE = option("METHODS", complete=several_of(PEERS), help=_COMPARE_HELP)
+_COMPARE = opt.option("METHODS", complete=one_of(PEERS, several=True), help=_COMPARE_HELP)
 _MATCHABLE = METHODS.names_text(_is_matchable)
-_MATCH = option("METHOD", help=f"Find the delta whose upper bound equals this method's: {_MATCHABLE}.")
+_MATCH = opt.option("METHOD", help=f"Find the delta whose upper bound equals this method's: {_MATCHABLE}.")
 
 
-@documented
+@opt.documented
 def bounds(
-    probs: Annotated[list[str] | None, argument("PROB")] = None,
-    file: Annotated[Path | None, option("FILE", flags=["--file", "-f"])] = None,
+    probs: Annotated[list[str] | None, opt.argument("PROB")] = None,
+    file: Annotated[Path | None, opt.option("FILE", flags=["--file", "-f"])] = None,
     divergence: Annotated[list[str] | None, _DIVERGENCE] = None,
-    delta: Annotated[list[str] | None, option("RADIUS", "0.05")] = None,
+    delta: Annotated[list[str] | None, opt.option("RADIUS", "0.05")] = None,
     compare: Annotated[list[str] | None, _COMPARE] = None,
-    max_ratio: Annotated[float | None, option(default="no cap; training uses 10")] = None,
-    format_: Annotated[str, choice("--format", "table", "json", "csv")] = "table",
-    plot: Annotated[Path | None, option("FILE")] = None,
+    max_ratio: Annotated[float | None, opt.option(default="no cap; training uses 10")] = None,
+    format_: Annotated[str, opt.choice("--format", "table", "json", "csv")] = "table",
+    plot: Annotated[Path | None, opt.option("FILE")] = None,
     match: Annotated[str | None, _MATCH] = None,
-    at: Annotated[str | None, option("PROB")] = None,
+    at: Annotated[str | None, opt.option("PROB")] = None,
 ) -> None:
     """Show the interval of probability ratios that each method allows a token.
 
@@ -73,16 +75,16 @@ def bounds(
     from bandpo_cli.reports.interval_table import as_csv, as_json, band_rows, method_rows
 
     radii = view.radii(delta or ["0.05"])
-    regions = split_commas(divergence or ["kl"])
+    regions = opt.split_commas(divergence or ["kl"])
     for name in regions:
         find_divergence(name)  # raises for an unknown name
-    peers = [*map(method_name, split_commas(compare or []))]
+    peers = [*map(method_name, opt.split_commas(compare or []))]
     for name in peers:
         if name in METHODS and (why := METHODS[name].without_bounds):
             raise UserError(
                 f"--compare: {name} has no interval of ratios: {why}; allowed: {', '.join(PEERS)}"
             )
-        check_choice("--compare", name, PEERS)
+        opt.check_choice("--compare", name, PEERS)
     if max_ratio is not None and not max_ratio > 1.0:
         raise UserError(f"--max-ratio: {max_ratio:g} is no cap on an upper bound; allowed: a number > 1")
     if match is not None or at is not None:
@@ -91,7 +93,7 @@ def bounds(
                 "--match computes a delta: give it with --at, and with no other options than --divergence and "
                 "--format, as in: --match clip-higher --at 0.1"
             )
-        view.print_matches(check_choice("--match", method_name(match), MATCHABLE), at, regions, format_)
+        view.print_matches(opt.check_choice("--match", method_name(match), MATCHABLE), at, regions, format_)
         return
     if plot is not None:
         view.check_plot_file(plot)

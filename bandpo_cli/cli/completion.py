@@ -23,20 +23,15 @@ PLACES = {"run": "config.yaml", "sweep": "sweep.yaml", "evaluation": "eval.json"
 """The file by which a folder in the runs folder is recognized, by kind."""
 
 
-def one_of(names: Iterable[str]) -> Completer:
-    """Return the completer of an option that takes one of `names`; entries of a registry are described."""
+def one_of(names: Iterable[str], several: bool = False) -> Completer:
+    """Return the completer of an option that takes one of `names`; entries of a registry are described.
+
+    Args:
+        several: the option takes several names, separated by commas; the last one is completed.
+    """
 
     def complete(incomplete: str) -> Candidates:
-        return _described(names)
-
-    return complete
-
-
-def several_of(names: Iterable[str]) -> Completer:
-    """Return the completer of an option that takes several of `names`, separated by commas; completes the last one."""
-
-    def complete(incomplete: str) -> Candidates:
-        before, comma, _ = incomplete.rpartition(",")
+        before, comma, _ = incomplete.rpartition(",") if several else ("", "", "")
         given = before.split(",")
         return [(f"{before}{comma}{name}", text) for name, text in _described(names) if name not in given]
 

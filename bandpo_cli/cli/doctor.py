@@ -7,15 +7,15 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.completion import complete_shipped_config
 from bandpo_cli.cli.console import make_table, open_console, print_json, print_line, print_rows
-from bandpo_cli.cli.options import TableOrJson, argument, command_group, documented
 from bandpo_cli.errors import UserError, nearest
 
-configs_app = command_group(invoke_without_command=True)
+configs_app = opt.command_group(invoke_without_command=True)
 
 
-def doctor(format_: TableOrJson = "table") -> None:
+def doctor(format_: opt.TableOrJson = "table") -> None:
     """Check the installation: versions against the tested ranges, imports, GPUs and their free memory.
 
     The exit code is 0 if everything is in order, and 1 if a package is missing,
@@ -71,8 +71,8 @@ def configs(context: typer.Context) -> None:
 
 
 @configs_app.command()
-@documented
-def show(name: Annotated[str, argument("NAME", complete=complete_shipped_config)]) -> None:
+@opt.documented
+def show(name: Annotated[str, opt.argument("NAME", complete=complete_shipped_config)]) -> None:
     """Print a configuration file.
 
     Args:

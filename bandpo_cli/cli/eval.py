@@ -10,25 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.completion import folder_of
 from bandpo_cli.cli.console import open_console
-from bandpo_cli.cli.options import (
-    RUNS,
-    TASK_VALUES,
-    Assignments,
-    ConfigFiles,
-    EvalSettings,
-    Nproc,
-    RunsDir,
-    TableOrJson,
-    Tracking,
-    argument,
-    command_group,
-    documented,
-    option,
-    refuse_with,
-    takes_settings,
-)
 from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.datasets import tasks_text
 from bandpo_cli.rank_process import launched_name
@@ -36,7 +20,7 @@ from bandpo_cli.rank_process import launched_name
 if TYPE_CHECKING:
     from bandpo_cli.experiments.eval_run import EvalResult
 
-eval_app = command_group(invoke_without_command=True)
+eval_app = opt.command_group(invoke_without_command=True)
 
 _GC_THRESHOLDS = (50_000, 10, 10)
 """Thresholds of the garbage collector. The imports of an evaluation create 175,000 objects and hardly any garbage; with
@@ -50,29 +34,29 @@ _OF_RESUME = {"--resume", "--format", "--runs-dir", "--tracking-uri", "--mlflow"
 
 
 _TASK_HELP = f"{tasks_text()}, or a .jsonl, .json, .csv or .parquet file; repeatable."
-_TASK = option("NAME|FILE", "the evaluation sets of the run", **TASK_VALUES, help=_TASK_HELP)
+_TASK = opt.option("NAME|FILE", "the evaluation sets of the run", **opt.TASK_VALUES, help=_TASK_HELP)
 
 
 @eval_app.callback()
-@takes_settings("eval")
+@opt.takes_settings("eval")
 def evaluate(
     context: typer.Context,
     *,
-    model: Annotated[str | None, option("MODEL", "the bundled model", complete=folder_of("run"))] = None,
+    model: Annotated[str | None, opt.option("MODEL", "the bundled model", complete=folder_of("run"))] = None,
     task: Annotated[list[str] | None, _TASK] = None,
-    samples: Annotated[Path | None, option("FILE")] = None,
-    n: Annotated[int | None, option("N", "the run's, else 16 or 4", flags=["--n"], min=1)] = None,
-    k: Annotated[str | None, option("K,K", "4, 16, ... up to n", flags=["--k"])] = None,
-    settings: EvalSettings,
-    legacy_best_at_k: Annotated[bool, option(flags=["--legacy-best-at-k"])] = False,
-    format_: TableOrJson = "table",
-    resume: Annotated[str | None, option("NAME", complete=folder_of("evaluation"))] = None,
-    name: Annotated[str | None, option("NAME", "from model, tasks, n, seed and time")] = None,
-    config: ConfigFiles = None,
-    set_: Assignments = None,
-    runs_dir: RunsDir = RUNS,
-    tracking: Tracking,
-    nproc: Nproc = None,
+    samples: Annotated[Path | None, opt.option("FILE")] = None,
+    n: Annotated[int | None, opt.option("N", "the run's, else 16 or 4", flags=["--n"], min=1)] = None,
+    k: Annotated[str | None, opt.option("K,K", "4, 16, ... up to n", flags=["--k"])] = None,
+    settings: opt.EvalSettings,
+    legacy_best_at_k: Annotated[bool, opt.option(flags=["--legacy-best-at-k"])] = False,
+    format_: opt.TableOrJson = "table",
+    resume: Annotated[str | None, opt.option("NAME", complete=folder_of("evaluation"))] = None,
+    name: Annotated[str | None, opt.option("NAME", "from model, tasks, n, seed and time")] = None,
+    config: opt.ConfigFiles = None,
+    set_: opt.Assignments = None,
+    runs_dir: opt.RunsDir = opt.RUNS,
+    tracking: opt.Tracking,
+    nproc: opt.Nproc = None,
 ) -> int | None:
     """Evaluate a model on problem sets, with confidence intervals, and store every completion.
 
@@ -119,13 +103,13 @@ def evaluate(
     start: partial[EvalResult]
     if resume is not None:
         why = "the settings of the evaluation are used"
-        refuse_with(context, "--resume", why, lambda name: name not in _OF_RESUME)
+        opt.refuse_with(context, "--resume", why, lambda name: name not in _OF_RESUME)
         folder = EvalFolder.open(runs_dir, resume)
         request = plan_evaluation_resume(folder, nest(tracking).get("tracking"))
         start = partial(resume_evaluation, resume, runs_dir, request=request)
     else:
         if samples is not None:
-            refuse_with(context, "--samples", "nothing is sampled", _OF_SAMPLING.__contains__)
+            opt.refuse_with(context, "--samples", "nothing is sampled", _OF_SAMPLING.__contains__)
         request = plan_evaluation(
             "embedded" if model is None else model,
             task or [],
@@ -158,13 +142,13 @@ _EVALUATION = folder_of("evaluation", "run")
 
 
 @eval_app.command()
-@documented
+@opt.documented
 def compare(
-    a: Annotated[str, argument("A", complete=_EVALUATION)],
-    b: Annotated[str, argument("B", complete=_EVALUATION)],
-    show: Annotated[int, option("N", min=0)] = 5,
-    format_: TableOrJson = "table",
-    runs_dir: RunsDir = RUNS,
+    a: Annotated[str, opt.argument("A", complete=_EVALUATION)],
+    b: Annotated[str, opt.argument("B", complete=_EVALUATION)],
+    show: Annotated[int, opt.option("N", min=0)] = 5,
+    format_: opt.TableOrJson = "table",
+    runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
     """Compare two evaluations problem by problem: B − A, with paired 95% intervals.
 

@@ -3,23 +3,14 @@
 from pathlib import Path
 from typing import Annotated
 
+from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.completion import folder_of
 from bandpo_cli.cli.console import open_console, print_line, print_rows
-from bandpo_cli.cli.options import (
-    RUNS,
-    Assignments,
-    ConfigFiles,
-    RunsDir,
-    argument,
-    command_group,
-    documented,
-    option,
-)
 
-export_app = command_group(no_args_is_help=True)
-import_app = command_group(no_args_is_help=True)
+export_app = opt.command_group(no_args_is_help=True)
+import_app = opt.command_group(no_args_is_help=True)
 
-NewFolder = Annotated[Path, option("DIR", help="Folder to write; it must not exist.")]
+NewFolder = Annotated[Path, opt.option("DIR", help="Folder to write; it must not exist.")]
 
 
 @export_app.callback()
@@ -28,14 +19,14 @@ def export() -> None:
 
 
 @export_app.command("verl")
-@documented
+@opt.documented
 def export_verl(
     out: NewFolder,
-    config: ConfigFiles = None,
-    set_: Assignments = None,
-    nodes: Annotated[int, option("N", min=1)] = 1,
-    gpus_per_node: Annotated[int, option("N", min=1)] = 8,
-    allow_differences: Annotated[bool, option(flags=["--allow-differences"])] = False,
+    config: opt.ConfigFiles = None,
+    set_: opt.Assignments = None,
+    nodes: Annotated[int, opt.option("N", min=1)] = 1,
+    gpus_per_node: Annotated[int, opt.option("N", min=1)] = 8,
+    allow_differences: Annotated[bool, opt.option(flags=["--allow-differences"])] = False,
 ) -> None:
     """Write a folder with which verl runs an experiment on one or several machines.
 
@@ -75,11 +66,11 @@ def export_verl(
 
 
 @export_app.command()
-@documented
+@opt.documented
 def merged(
-    model: Annotated[str, argument("RUN", complete=folder_of("run"))],
+    model: Annotated[str, opt.argument("RUN", complete=folder_of("run"))],
     out: NewFolder,
-    runs_dir: Annotated[Path, option("DIR")] = RUNS,
+    runs_dir: Annotated[Path, opt.option("DIR")] = opt.RUNS,
 ) -> None:
     """Write the policy of a run as a model folder, which transformers and vLLM load.
 
@@ -105,16 +96,16 @@ def import_() -> None:
 
 
 @import_app.command("verl")
-@documented
+@opt.documented
 def import_verl(
-    job: Annotated[Path, argument("JOB")],
-    name: Annotated[str | None, option(default="the name of the job's folder")] = None,
+    job: Annotated[Path, opt.argument("JOB")],
+    name: Annotated[str | None, opt.option(default="the name of the job's folder")] = None,
     tracking_uri: Annotated[
         str | None,
-        option("URI", "$MLFLOW_TRACKING_URI, else tracking.uri of the settings, else mlflow.db in JOB"),
+        opt.option("URI", "$MLFLOW_TRACKING_URI, else tracking.uri of the settings, else mlflow.db in JOB"),
     ] = None,
-    run: Annotated[str | None, option("ID", "the last run with the job's name")] = None,
-    runs_dir: RunsDir = RUNS,
+    run: Annotated[str | None, opt.option("ID", "the last run with the job's name")] = None,
+    runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
     """Read the MLflow run of a job that verl trained, and write it as a run folder.
 

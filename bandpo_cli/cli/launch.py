@@ -13,10 +13,9 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from bandpo_cli.cli.signals import FORWARDED, STOPPED, signal_handlers, stop_signals, write_line
 from bandpo_cli.config.run import RunConfig
@@ -50,8 +49,7 @@ _KILLED_S = 5
 """Seconds to wait for a process after SIGKILL."""
 
 
-@dataclass
-class RankExit:
+class RankExit(NamedTuple):
     """The end of a rank.
 
     Attributes:
@@ -74,16 +72,12 @@ class RankProcess:
         self, rank: int, arguments: Sequence[str], variables: Mapping[str, str], folder: Path
     ) -> None:
         """Start the process; rank 0 alone prints."""
-        self.rank = rank
-        self.killed = False
+        self.rank, self.killed = rank, False
         self._error_file = folder / f"error-{rank}.json"
-        output = None if rank == 0 else subprocess.DEVNULL
+        variables = {**os.environ, **variables, ERROR_FILE_VARIABLE: str(self._error_file)}
+        words, output = [sys.executable, *arguments], None if rank == 0 else subprocess.DEVNULL
         self.process = subprocess.Popen(
-            [sys.executable, *arguments],
-            env={**os.environ, **variables, ERROR_FILE_VARIABLE: str(self._error_file)},
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
+            words, env=variables, stdout=output, stderr=output, start_new_session=True
         )
 
     @property

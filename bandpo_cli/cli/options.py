@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bandpo_cli.cli.completion import complete_config, complete_task, one_of, several_of
+from bandpo_cli.cli.completion import complete_config, complete_task, one_of
 from bandpo_cli.datasets import split_member, tasks_text
 from bandpo_cli.errors import UserError, unknown_choice
 from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS, METHODS, load_attribute
@@ -96,20 +96,17 @@ class Flag:
 
     def option(self, command: str) -> inspect.Parameter:
         """Return the parameter of a command's function from which Typer makes the option."""
-        kind: Any = self.kind
-        metavar, default, complete = self.metavar, self.default, one_of
-        more = dict(self.more)
-        if self.sweep == "several values" and command != "eval":
-            kind = str  # which the parser below, or the sweep, reads
-            if command == "train":
-                more["parser"] = self._parse_one
-            else:
-                initial = (metavar or "VALUE")[0]
-                metavar, default, complete = f"{initial},{initial}", None, several_of
+        several = self.sweep == "several values"
+        kind: Any = str if several else self.kind  # which the parser below, or the sweep, reads
+        more = {"metavar": self.metavar, "default": self.default, "help": self.help, **self.more}
+        if several and command == "train":
+            more["parser"] = self._parse_one
+        elif several:
+            initial = (self.metavar or "VALUE")[0]
+            more |= {"metavar": f"{initial},{initial}", "default": None}
         if self.names:
-            more["complete"] = complete(self.names)
-        made = option(metavar, default, [self.name], help=self.help, **more)
-        annotation = Annotated[kind | None, made]
+            more["complete"] = one_of(self.names, several and command == "sweep")
+        annotation = Annotated[kind | None, option(flags=[self.name], **more)]
         return inspect.Parameter(self.parameter, _KEYWORD_ONLY, default=None, annotation=annotation)
 
     def _parse_one(self, text: str) -> Any:

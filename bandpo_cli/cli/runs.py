@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.completion import folder_of, one_of
 from bandpo_cli.cli.console import (
     format_duration,
@@ -24,16 +25,6 @@ from bandpo_cli.cli.console import (
     print_rows,
     to_json,
 )
-from bandpo_cli.cli.options import (
-    RUNS,
-    RunsDir,
-    TableOrJson,
-    argument,
-    choice,
-    documented,
-    option,
-    split_commas,
-)
 from bandpo_cli.datasets import DATASETS, generated_tasks
 from bandpo_cli.errors import UserError
 from bandpo_cli.registries import METHODS
@@ -43,14 +34,14 @@ if TYPE_CHECKING:
     from bandpo_cli.storage.tables import GradedCompletion
 
 RunName = Annotated[
-    str, argument("RUN", complete=folder_of("run"), help="Its name in --runs-dir, or its folder.")
+    str, opt.argument("RUN", complete=folder_of("run"), help="Its name in --runs-dir, or its folder.")
 ]
 
 _STYLES = {"running": "cyan", "finished": "green", "failed": "red", "killed": "yellow", "damaged": "red"}
 """The status of a run, and its color."""
 
-_STATUS = choice("--status", *_STYLES, metavar="STATUS", help=f"Only runs that are {', '.join(_STYLES)}.")
-_SORT = choice("--sort", "time", "name", "heldout", "accuracy", "entropy", "step", metavar="KEY")
+_STATUS = opt.choice("--status", *_STYLES, metavar="STATUS", help=f"Only runs that are {', '.join(_STYLES)}.")
+_SORT = opt.choice("--sort", "time", "name", "heldout", "accuracy", "entropy", "step", metavar="KEY")
 
 _SHOWN_STEPS = 6
 _FIRST_METRICS = (
@@ -61,14 +52,14 @@ _FIRST_METRICS = (
 """The metrics of `bandpo show`, in this order, before the scores of evaluations; --all prints every metric."""
 
 
-@documented
+@opt.documented
 def report(
-    paths: Annotated[list[Path], argument("PATH", complete=folder_of("sweep", "run"))],
-    baseline: Annotated[str | None, option("VARIANT", "the sweep's")] = None,
-    by: Annotated[list[str] | None, option("KEY,KEY", "all that differ, except the seed")] = None,
-    out: Annotated[Path | None, option("DIR", "SWEEP/report, or report here")] = None,
-    format_: TableOrJson = "table",
-    runs_dir: RunsDir = RUNS,
+    paths: Annotated[list[Path], opt.argument("PATH", complete=folder_of("sweep", "run"))],
+    baseline: Annotated[str | None, opt.option("VARIANT", "the sweep's")] = None,
+    by: Annotated[list[str] | None, opt.option("KEY,KEY", "all that differ, except the seed")] = None,
+    out: Annotated[Path | None, opt.option("DIR", "SWEEP/report, or report here")] = None,
+    format_: opt.TableOrJson = "table",
+    runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
     """Compare training runs: a leaderboard, differences with intervals over seeds, plots.
 
@@ -93,7 +84,7 @@ def report(
     """
     from bandpo_cli.reports.comparison import read_tuning, select_runs, write_report
 
-    chosen = select_runs(paths, runs_dir, baseline, [*filter(None, split_commas(by or []))])
+    chosen = select_runs(paths, runs_dir, baseline, [*filter(None, opt.split_commas(by or []))])
     folder = out or (Path() if chosen.sweep is None else chosen.sweep.path) / "report"
     tuning = read_tuning(chosen.sweep)
     written = write_report(chosen.runs, chosen.title, chosen.baseline, folder, chosen.notes, tuning)
@@ -105,17 +96,17 @@ def report(
         print_report(open_console(), written)
 
 
-@documented
+@opt.documented
 def runs(
     patterns: Annotated[
-        list[str] | None, argument("PATTERN...", "all", complete=folder_of("run", "sweep"))
+        list[str] | None, opt.argument("PATTERN...", "all", complete=folder_of("run", "sweep"))
     ] = None,
-    method: Annotated[str | None, option("METHOD", complete=one_of(METHODS))] = None,
-    task: Annotated[str | None, option("TASK", complete=one_of([*generated_tasks(), *DATASETS]))] = None,
+    method: Annotated[str | None, opt.option("METHOD", complete=one_of(METHODS))] = None,
+    task: Annotated[str | None, opt.option("TASK", complete=one_of([*generated_tasks(), *DATASETS]))] = None,
     status: Annotated[str | None, _STATUS] = None,
     sort: Annotated[str, _SORT] = "time",
-    format_: TableOrJson = "table",
-    runs_dir: RunsDir = RUNS,
+    format_: opt.TableOrJson = "table",
+    runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
     """List runs: method, task, steps, status, held-out and training accuracy, entropy.
 
@@ -162,12 +153,12 @@ def runs(
             print_line(console, run.error.splitlines()[0][:200], run.name, "yellow")
 
 
-@documented
+@opt.documented
 def show(
     run: RunName,
-    all_: Annotated[bool, option(flags=["--all"])] = False,
-    format_: TableOrJson = "table",
-    runs_dir: RunsDir = RUNS,
+    all_: Annotated[bool, opt.option(flags=["--all"])] = False,
+    format_: opt.TableOrJson = "table",
+    runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
     """Show a run: the settings that differ from the defaults, the metrics, and the paths of its files.
 
@@ -244,15 +235,15 @@ def _steps(steps: tuple[int, ...]) -> str:
     return f"step {steps[0]}, …, {shown} ({len(steps)} in all)"
 
 
-@documented
+@opt.documented
 def samples(
-    run: Annotated[str, argument("RUN", complete=folder_of("run", "evaluation"))],
-    step: Annotated[int | None, option("N", "the last step with samples", min=0)] = None,
-    correct: Annotated[bool | None, option(default="both", flags=["--correct/--wrong"])] = None,
-    problem: Annotated[str | None, option("ID")] = None,
-    limit: Annotated[int, option("N", min=0)] = 8,
-    format_: Annotated[str, choice("--format", "text", "jsonl")] = "text",
-    runs_dir: RunsDir = RUNS,
+    run: Annotated[str, opt.argument("RUN", complete=folder_of("run", "evaluation"))],
+    step: Annotated[int | None, opt.option("N", "the last step with samples", min=0)] = None,
+    correct: Annotated[bool | None, opt.option(default="both", flags=["--correct/--wrong"])] = None,
+    problem: Annotated[str | None, opt.option("ID")] = None,
+    limit: Annotated[int, opt.option("N", min=0)] = 8,
+    format_: Annotated[str, opt.choice("--format", "text", "jsonl")] = "text",
+    runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
     """Print completions with their reference answers and verdicts, grouped by prompt.
 
@@ -314,12 +305,12 @@ def _print_completion(console: Console, completion: GradedCompletion, prompt: st
     console.print()
 
 
-@documented
+@opt.documented
 def plot(
     run: RunName,
-    format_: Annotated[str, choice("--format", "png", "pdf", "svg")] = "png",
-    out: Annotated[Path | None, option("DIR", "plots in the run folder")] = None,
-    runs_dir: RunsDir = RUNS,
+    format_: Annotated[str, opt.choice("--format", "png", "pdf", "svg")] = "png",
+    out: Annotated[Path | None, opt.option("DIR", "plots in the run folder")] = None,
+    runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
     """Plot accuracy, entropy, clipped tokens and the clip map of a run, which may be in progress.
 

@@ -6,21 +6,9 @@ from typing import Annotated
 
 import typer
 
+from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.completion import folder_of, one_of
 from bandpo_cli.cli.console import open_console, print_line
-from bandpo_cli.cli.options import (
-    RUNS,
-    SETTINGS,
-    Assignments,
-    ConfigFiles,
-    RunsDir,
-    Settings,
-    Tracking,
-    argument,
-    option,
-    refuse_with,
-    takes_settings,
-)
 from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.errors import RunError, UserError
 
@@ -30,29 +18,33 @@ _EXECUTION = {
 """The options that say how runs are executed, and not which."""
 
 
-@takes_settings("sweep")
+@opt.takes_settings("sweep")
 def sweep(
     context: typer.Context,
     *,
-    file: Annotated[Path | None, argument("[FILE]")] = None,
-    settings: Settings,
-    seeds: Annotated[str | None, option("S,S", "0")] = None,
-    axis: Annotated[list[str] | None, option("KEY=V,V")] = None,
-    recorded: Annotated[str | None, option("RUN", complete=folder_of("run"))] = None,
-    tuned_on: Annotated[str | None, option("SWEEP", complete=folder_of("sweep"))] = None,
-    baseline: Annotated[str | None, option("VARIANT")] = None,
-    jobs: Annotated[int | None, option(default="as many as there are GPUs for, else cores", min=1)] = None,
-    gpus_per_run: Annotated[int | None, option("K", "1", min=1)] = None,
-    stop_behind: Annotated[float | None, option("MARGIN", "no run is ended")] = None,
-    executor: Annotated[str, option(complete=one_of(("local", "ray")))] = "local",
-    ray_address: Annotated[str | None, option("ADDRESS", "a local cluster that ends with the sweep")] = None,
-    name: Annotated[str | None, option(default="sweep-time")] = None,
-    config: ConfigFiles = None,
-    set_: Assignments = None,
-    runs_dir: RunsDir = RUNS,
-    tracking: Tracking,
-    dry_run: Annotated[bool, option()] = False,
-    resume: Annotated[str | None, option("SWEEP", complete=folder_of("sweep"))] = None,
+    file: Annotated[Path | None, opt.argument("[FILE]")] = None,
+    settings: opt.Settings,
+    seeds: Annotated[str | None, opt.option("S,S", "0")] = None,
+    axis: Annotated[list[str] | None, opt.option("KEY=V,V")] = None,
+    recorded: Annotated[str | None, opt.option("RUN", complete=folder_of("run"))] = None,
+    tuned_on: Annotated[str | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
+    baseline: Annotated[str | None, opt.option("VARIANT")] = None,
+    jobs: Annotated[
+        int | None, opt.option(default="as many as there are GPUs for, else cores", min=1)
+    ] = None,
+    gpus_per_run: Annotated[int | None, opt.option("K", "1", min=1)] = None,
+    stop_behind: Annotated[float | None, opt.option("MARGIN", "no run is ended")] = None,
+    executor: Annotated[str, opt.option(complete=one_of(("local", "ray")))] = "local",
+    ray_address: Annotated[
+        str | None, opt.option("ADDRESS", "a local cluster that ends with the sweep")
+    ] = None,
+    name: Annotated[str | None, opt.option(default="sweep-time")] = None,
+    config: opt.ConfigFiles = None,
+    set_: opt.Assignments = None,
+    runs_dir: opt.RunsDir = opt.RUNS,
+    tracking: opt.Tracking,
+    dry_run: Annotated[bool, opt.option()] = False,
+    resume: Annotated[str | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
 ) -> None:
     """Run every combination of the given values as an ordinary run, in one folder.
 
@@ -107,10 +99,12 @@ def sweep(
     check_executor(chosen)
     request: SweepRequest | str
     if resume is not None:
-        refuse_with(context, "--resume", "the plan of the sweep is used", lambda name: name not in _EXECUTION)
+        opt.refuse_with(
+            context, "--resume", "the plan of the sweep is used", lambda name: name not in _EXECUTION
+        )
         request = resume
     else:
-        compared = [flag.setting for flag in SETTINGS if flag.sweep == "several values"]
+        compared = [flag.setting for flag in opt.SETTINGS if flag.sweep == "several values"]
         axes = {key: settings.pop(key) for key in compared if key in settings}
         layers = [*map(read_config, config or []), nest(settings | tracking), read_assignments(set_ or [])]
         if not (axes or axis or seeds is not None or file is not None or tuned_on is not None):

@@ -9,9 +9,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.completion import folder_of
 from bandpo_cli.cli.console import ExperimentView, open_console, print_line
-from bandpo_cli.cli.options import RUNS, RunsDir, argument, documented, option
 from bandpo_cli.errors import plural
 
 if TYPE_CHECKING:
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("bandpo_cli")
 
 
-@documented
+@opt.documented
 def sync(
-    runs: Annotated[list[str] | None, argument("RUN...", complete=folder_of("run", "sweep"))] = None,
-    all_: Annotated[bool, option(flags=["--all"])] = False,
-    tracking_uri: Annotated[str | None, option("URI", "where the run was tracked, or would be")] = None,
-    runs_dir: RunsDir = RUNS,
+    runs: Annotated[list[str] | None, opt.argument("RUN...", complete=folder_of("run", "sweep"))] = None,
+    all_: Annotated[bool, opt.option(flags=["--all"])] = False,
+    tracking_uri: Annotated[str | None, opt.option("URI", "where the run was tracked, or would be")] = None,
+    runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
     """Send to MLflow all data of runs that it does not have, for example after an outage.
 

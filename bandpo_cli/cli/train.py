@@ -7,19 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.completion import folder_of
 from bandpo_cli.cli.console import open_console
-from bandpo_cli.cli.options import (
-    RUNS,
-    Assignments,
-    ConfigFiles,
-    Nproc,
-    RunsDir,
-    Settings,
-    Tracking,
-    option,
-    takes_settings,
-)
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.errors import UserError
 from bandpo_cli.rank_process import launched_name, rank_count
@@ -30,19 +20,19 @@ if TYPE_CHECKING:
     from bandpo_cli.experiments.train_run import TrainPlan
 
 
-@takes_settings("train")
+@opt.takes_settings("train")
 def train(
     *,
-    config: ConfigFiles = None,
-    settings: Settings,
-    name: Annotated[str | None, option(default="method-task-seed-time")] = None,
-    resume: Annotated[str | None, option("RUN", complete=folder_of("run"))] = None,
-    set_: Assignments = None,
-    runs_dir: RunsDir = RUNS,
-    tracking: Tracking,
-    nproc: Nproc = None,
-    profile: Annotated[int | None, option("N")] = None,
-    dry_run: Annotated[bool, option()] = False,
+    config: opt.ConfigFiles = None,
+    settings: opt.Settings,
+    name: Annotated[str | None, opt.option(default="method-task-seed-time")] = None,
+    resume: Annotated[str | None, opt.option("RUN", complete=folder_of("run"))] = None,
+    set_: opt.Assignments = None,
+    runs_dir: opt.RunsDir = opt.RUNS,
+    tracking: opt.Tracking,
+    nproc: opt.Nproc = None,
+    profile: Annotated[int | None, opt.option("N")] = None,
+    dry_run: Annotated[bool, opt.option()] = False,
 ) -> int | None:
     """Train a policy with a trust-region policy loss and record the run.
 
