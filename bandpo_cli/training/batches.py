@@ -9,12 +9,10 @@ With several ranks each has such a thread, and each gets the groups of all ranks
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing
 from itertools import islice
-from types import TracebackType
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import RewardComponent
@@ -24,6 +22,7 @@ from bandpo_cli.grading.rewards import ErrorReportingGrader, graded_by, training
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.sampling.rollouts import (
+    EncodedPrompt,
     decode_completions,
     graded_groups,
     problem_per_completion,
@@ -31,7 +30,7 @@ from bandpo_cli.sampling.rollouts import (
 )
 from bandpo_cli.sampling.sampler import SampleRequest
 from bandpo_cli.seeds import derive_seed
-from bandpo_cli.training.checkpoint_files import SampledGroups
+from bandpo_cli.training.checkpoint_files import BackgroundCall, SampledGroups
 from bandpo_cli.training.components import Components
 from bandpo_cli.training.metrics import StepTimer
 from bandpo_cli.types import Completion, Grade, Group, Problem
@@ -40,41 +39,7 @@ STOP_S = 10.0
 """Longest wait for the thread after an error, in seconds: where another rank has ended, its exchange may never end."""
 
 
-class BackgroundCall(threading.Thread):
-    """A call in a thread; without a further thread (the system limits their number) `start` makes the call itself.
-
-    Assign the object to a variable before `start`, because a signal may come while the thread starts.
-
-    Attributes:
-        error: what the call has raised.
-    """
-
-    def __init__(self, name: str, call: Callable[[], object], daemon: bool = False) -> None:
-        super().__init__(name=name, daemon=daemon)
-        self._call = call
-        self.error: BaseException | None = None
-
-    def start(self) -> None:
-        """Start the call."""
-        try:
-            super().start()
-        except RuntimeError:
-            self.run()
-
-    def run(self) -> None:
-        """Make the call and keep its error, for the thread that trains."""
-        try:
-            self._call()
-        except BaseException as error:  # noqa: BLE001
-            self.error = error
-
-    def join(self, timeout: float | None = None) -> None:
-        """Wait for the end of the call, at most `timeout` seconds; return at once if no thread has started."""
-        if self.ident is not None:
-            super().join(timeout)
-
-
-class RolloutBatches:
+class RolloutBatches(AbstractContextManager["RolloutBatches"]):
     """The batches of a run in the order of its steps; a context manager, within which the run is trained.
 
     An error in the thread is raised by `wait`. If an exception ends the block while a batch is being sampled, the
@@ -88,12 +53,8 @@ class RolloutBatches:
         self._thread_ranks = components.ranks.for_thread() if self._is_ahead else components.ranks
         self._call: BackgroundCall | None = None
 
-    def __enter__(self) -> RolloutBatches:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
+        """After an error, close the engine and end the thread."""
         if self._call is not None:
             self._components.grader.cancel()
             with warn_on_failure("the sampling engine could not be closed"):
@@ -137,8 +98,7 @@ class RolloutBatches:
         with timer.phase("sample"):
             call.join()
         self._call = None
-        if call.error is not None:
-            raise call.error
+        call.finish()
 
     def _sample(self, step: int, version: int, timer: StepTimer, ranks: Ranks) -> SampledGroups:
         """Sample and grade the rollouts of a step; `version` is the number of updates of the engine's weights.
@@ -162,42 +122,40 @@ class RolloutBatches:
     def _sample_batch(self, seed: int, version: int, timer: StepTimer, ranks: Ranks) -> list[Group]:
         """Return the graded groups of the next `sampling.prompts` problems, those of all ranks."""
         config, components = self._config, self._components
-        params, tokenizer = components.params, components.policy.tokenizer
-        batch = components.stream.next(config.sampling.prompts)
+        params, batch = components.params, components.stream.next(config.sampling.prompts)
         problems, seed = ranks.share(batch), seed + ranks.share_start(len(batch))
-        # An engine process grades in the background in any case. The transformers engine does not stream: smaller calls
-        # would change the last bits of its log-probs.
-        streams = components.sampler.streams and not self._is_ahead
+        early: EarlyGrades | None = None
+        completions: list[list[Completion]] = []
+        texts: list[str] = []
         with ExitStack() as stack:
-            pool: ErrorReportingGrader = components.grader
             with timer.phase("sample"):
                 prompts = components.encoder.encode(problems)
+                parts: Iterable[tuple[int, Sequence[EncodedPrompt]]] = [(0, prompts)]
+                # An engine process grades in the background in any case. The transformers engine does not stream:
+                # smaller calls would change the last bits of its log-probs.
+                streams = components.sampler.streams and not self._is_ahead
                 if config.grading.while_sampling and streams:
                     grading = background_grading(components.grader.grade, components.grader.cancel)
-                    pool = early = EarlyGrades(pool, stack.enter_context(grading), config.task.rewards)
-                    size = config.grading.batch // params.samples
-                    # The seed of a prompt is one above that of the prompt before it, as within one call of the sampler.
-                    requests = (
-                        SampleRequest([prompt.token_ids for prompt in part], seed + start)
-                        for start, part in chunks(prompts, size)
-                    )
-                    completions: list[list[Completion]] = []
-                    with closing(stream_completions(components.sampler, requests, params, version)) as stream:
-                        for part in stream:
-                            answered = problems[len(completions) : len(completions) + len(part)]
-                            texts = decode_completions(tokenizer, part)
-                            early.submit(problem_per_completion(answered, part), texts)
-                            completions += part
-                else:
-                    request = SampleRequest([prompt.token_ids for prompt in prompts], seed)
-                    (completions,) = stream_completions(components.sampler, [request], params, version)
-            with timer.phase("grade"):
-                grade = training_grader(pool, config.task.rewards, ranks)
-                texts = decode_completions(tokenizer, completions)
-                grades = grade(problem_per_completion(problems, completions), texts)
-                groups = graded_groups(
-                    problems, prompts, completions, texts, grades, config.reward, params.max_tokens
+                    submit = stack.enter_context(grading)
+                    early = EarlyGrades(components.grader, submit, config.task.rewards)
+                    parts = chunks(prompts, config.grading.batch // params.samples)
+                # The seed of a prompt is one above that of the prompt before it, as within one call of the sampler.
+                requests = (
+                    SampleRequest([prompt.token_ids for prompt in part], seed + start)
+                    for start, part in parts
                 )
+                with closing(stream_completions(components.sampler, requests, params, version)) as stream:
+                    for part in stream:
+                        answered = problems[len(completions) :][: len(part)]
+                        completions += part
+                        texts += (part_texts := decode_completions(components.policy.tokenizer, part))
+                        if early is not None:
+                            early.submit(problem_per_completion(answered, part), part_texts)
+            with timer.phase("grade"):
+                grade = training_grader(early or components.grader, config.task.rewards, ranks)
+                grades = grade(problem_per_completion(problems, completions), texts)
+                shaping = config.reward, params.max_tokens
+                groups = graded_groups(problems, prompts, completions, texts, grades, *shaping)
                 return ranks.gather_all(groups)
 
 
@@ -224,7 +182,12 @@ def select_groups(sampled: Sequence[Group], wanted: int, updates: int) -> list[G
 
 
 class EarlyGrades:
-    """The grades of a batch whose answers are submitted one part after the other; it takes the place of the pool."""
+    """The grades of a batch whose answers are submitted one part after the other; it takes the place of the pool.
+
+    Args:
+        pool: the pool that grades; `submit_answers` calls it in a thread.
+        components: `task.rewards`, each of which grades all answers.
+    """
 
     def __init__(
         self,
@@ -232,10 +195,10 @@ class EarlyGrades:
         submit_answers: SubmitAnswers,
         components: Sequence[RewardComponent] | None,
     ) -> None:
-        """Set the pool that grades, through `submit_answers`, for each of the components (`task.rewards`)."""
         self._pool, self._submit_answers = pool, submit_answers
-        self._components: Sequence[RewardComponent | None] = components or [None]
-        self._parts: list[list[Future[list[Grade]]]] = [[] for _ in self._components]
+        self._parts: list[tuple[RewardComponent | None, list[Future[list[Grade]]]]] = [
+            (component, []) for component in components or [None]
+        ]
 
     @property
     def errors(self) -> Mapping[str, str]:
@@ -244,10 +207,10 @@ class EarlyGrades:
 
     def submit(self, problems: Sequence[Problem], texts: Sequence[str]) -> None:
         """Start grading texts [N], each as an answer to its problem [N]."""
-        for component, parts in zip(self._components, self._parts, strict=True):
+        for component, parts in self._parts:
             parts.append(self._submit_answers(graded_by(component, problems), texts))
 
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
         """Wait for the grades of all texts and return them: at the first call those of the first component, etc."""
-        parts = self._parts.pop(0)
+        _, parts = self._parts.pop(0)
         return [grade for part in parts for grade in part.result()]

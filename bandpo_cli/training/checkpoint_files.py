@@ -15,11 +15,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, islice, pairwise
 from pathlib import Path
 
@@ -70,6 +71,43 @@ _DTYPES = list(_DTYPE_NAMES)
 """The order of tensors in a safetensors file: wide types first, then by name."""
 
 
+class BackgroundCall(threading.Thread):
+    """A call in a thread; without a further thread (the system limits their number) `start` makes the call itself.
+
+    Assign the object to a variable before `start`, because a signal may come while the thread starts.
+    """
+
+    def __init__(self, name: str, call: Callable[[], object], daemon: bool = False) -> None:
+        super().__init__(name=name, daemon=daemon)
+        self._call = call
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        """Start the call."""
+        try:
+            super().start()
+        except RuntimeError:
+            self.run()
+
+    def run(self) -> None:
+        """Make the call and keep its error, for the thread that trains."""
+        try:
+            self._call()
+        except BaseException as error:  # noqa: BLE001
+            self._error = error
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of the call, at most `timeout` seconds; return at once if no thread has started."""
+        if self.ident is not None:
+            super().join(timeout)
+
+    def finish(self) -> None:
+        """Wait for the end of the call and raise its error."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+
 @dataclass(frozen=True)
 class SampledGroups:
     """The graded rollouts of a step.
@@ -99,24 +137,30 @@ class SampledGroups:
 
 @dataclass(frozen=True)
 class TrainedState:
-    """The tensors of a checkpoint: those in use, or a copy of them.
+    """The content of a checkpoint; the tensors are those in use, or a copy of them.
 
     Attributes:
         weights: what `weights_to_save` returns; tied weights share their memory. With several ranks, those that a
             checkpoint contains, on rank 0 only.
         optimizer: what `Optimizer.state` returns.
+        progress: the progress of the run.
+        ahead: the batch of the next step, where it was sampled ahead.
     """
 
     weights: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, torch.Tensor]
+    progress: Progress
+    ahead: SampledGroups | None = None
 
     @classmethod
-    def of(cls, policy: Policy, optimizer: Optimizer) -> TrainedState:
+    def of(
+        cls, policy: Policy, optimizer: Optimizer, progress: Progress, ahead: SampledGroups | None = None
+    ) -> TrainedState:
         """Return the tensors in use, without a copy; of a sharded policy, `weights` is a copy on rank 0.
 
         All ranks must call this together.
         """
-        return cls(weights_to_save(policy.model, policy.ranks), optimizer.state())
+        return cls(weights_to_save(policy.model, policy.ranks), optimizer.state(), progress, ahead)
 
     @property
     def nbytes(self) -> int:
@@ -125,9 +169,7 @@ class TrainedState:
         return sum(item.nbytes for item in (*distinct.values(), *self.optimizer.values()))
 
 
-def check_savable(
-    policy: Policy, state: TrainedState, folder: Path, ahead: SampledGroups | None = None
-) -> None:
+def check_savable(policy: Policy, state: TrainedState, folder: Path) -> None:
     """Check that the weights can be saved and that the disk has space for the checkpoint `folder`; write nothing.
 
     All ranks must call this together; an error on one of them is raised on all.
@@ -137,7 +179,7 @@ def check_savable(
         RunError: the disk has less free space than the checkpoint needs.
     """
     policy.ranks.agree(lambda: check_finite_weights(policy.model))
-    needed = state.nbytes + (0 if ahead is None else ahead.nbytes) + RESERVED_BYTES
+    needed = state.nbytes + (0 if state.ahead is None else state.ahead.nbytes) + RESERVED_BYTES
 
     def check_disk_space() -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -153,12 +195,7 @@ def check_savable(
 
 
 def write_checkpoint(
-    policy: Policy,
-    state: TrainedState,
-    progress: Progress,
-    folder: Path,
-    check: Callable[[], None] = lambda: None,
-    ahead: SampledGroups | None = None,
+    policy: Policy, state: TrainedState, folder: Path, check: Callable[[], None] = lambda: None
 ) -> None:
     """Write the checkpoint `folder`: into a hidden folder, flushed file by file, then renamed to its final name.
 
@@ -168,7 +205,6 @@ def write_checkpoint(
     Args:
         policy: the model's configuration and the tokenizer; the weights are those of `state`.
         check: called before each file and within large ones; what it raises gives up the checkpoint.
-        ahead: the batch of the next step, where it was sampled ahead.
 
     Raises:
         RunError: the disk is full or the files cannot be written. An existing checkpoint stays unchanged, and the
@@ -183,9 +219,9 @@ def write_checkpoint(
         (hidden / TRAINER).mkdir(parents=True)
         save_policy(policy, hidden, state.weights)
         check()
-        if ahead is not None:
+        if state.ahead is not None:
             (hidden / ROLLOUTS).parent.mkdir()
-            write_sampled(hidden / ROLLOUTS, ahead)
+            write_sampled(hidden / ROLLOUTS, state.ahead)
         if ranks.size == 1:
             checksums[OPTIMIZER] = write_tensors(hidden / OPTIMIZER, state.optimizer, check)
 
@@ -196,7 +232,7 @@ def write_checkpoint(
             if path.is_file():
                 apply_umask(path)  # safetensors makes files that only their owner can read
             sync(path)
-        write_trainer_state(hidden, progress, checksums)  # flushes its file itself
+        write_trainer_state(hidden, state.progress, checksums)  # flushes its file itself
         sync(hidden)
         check()
         if os.path.lexists(folder):
@@ -266,27 +302,21 @@ def write_tensors(
     text += b" " * (-len(text) % 8)
     start_of_file = len(text).to_bytes(8, "little") + text
     checksum, written = xxh3_64(start_of_file), 0
-    with path.open("wb") as file, ThreadPoolExecutor(1) as hasher:
+    with path.open("wb") as file:
         file.write(start_of_file)
-        in_thread = True
-        try:
-            hasher.submit(int)
-        except RuntimeError:  # the limit on threads is reached
-            in_thread = False
         for _, tensor in ordered:
             data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
             for start in range(0, len(data), CHUNK_BYTES):
                 check()
                 chunk = data[start : start + CHUNK_BYTES].data
-                if in_thread:
-                    hasher.submit(checksum.update, chunk)
-                else:
-                    checksum.update(chunk)
+                hashing = BackgroundCall("checksum", partial(checksum.update, chunk))
+                hashing.start()
                 written += file.write(chunk)
                 if written >= CHUNK_BYTES:
                     file.flush()
                     os.fsync(file.fileno())
                     written = 0
+                hashing.finish()
     return checksum.hexdigest()
 
 
@@ -347,7 +377,7 @@ def write_sampled(path: Path, batch: SampledGroups) -> None:
         "trained": [indices[id(group)] for group in batch.groups],
         "group_sizes": [len(group.rollouts_G) for group in batch.sampled],
         "finish_reasons": [completion.finish_reason for completion in completions],
-        "grades": [_as_json(rollout.grade) for rollout in rollouts],
+        "grades": [[*vars(rollout.grade).values()] for rollout in rollouts],
     }
     save_file(tensors, path, {"rollouts": json.dumps(metadata)})
 
@@ -370,10 +400,7 @@ def read_sampled(
         for (start, end), reason in zip(spans, metadata["finish_reasons"], strict=True)
     ]
     texts = decode_completions(tokenizer, [completions])
-    grades = [
-        Grade(reward, correct=correct, verdict=verdict, has_reward=has_reward, components=components)
-        for reward, correct, verdict, has_reward, components in metadata["grades"]
-    ]
+    grades = [Grade(*values) for values in metadata["grades"]]
     answers = iter(zip(completions, texts, grades, strict=True))
     sizes = metadata["group_sizes"]
     problems = stream.take(metadata["position"], len(sizes))
@@ -396,10 +423,6 @@ def read_sampled(
 def _joined(arrays: Iterable[array[int] | array[float]]) -> torch.Tensor:
     """Return the concatenated arrays, [N] int32 or float32."""
     return torch.from_numpy(np.concatenate([np.asarray(values) for values in arrays]))
-
-
-def _as_json(grade: Grade) -> list[object]:
-    return [grade.reward, grade.correct, grade.verdict, grade.has_reward, dict(grade.components)]
 
 
 def _reason(error: Exception) -> str:

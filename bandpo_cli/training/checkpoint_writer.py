@@ -16,11 +16,9 @@ import copy
 import logging
 import socket
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -31,17 +29,11 @@ from bandpo_cli.errors import RunError, SignalExit
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.sharding import local_tensor
 from bandpo_cli.ranks import Ranks
-from bandpo_cli.storage.checkpoints import (
-    Progress,
-    complete_checkpoints,
-    is_written_in_background,
-    prune_checkpoints,
-)
+from bandpo_cli.storage.checkpoints import complete_checkpoints, is_written_in_background, prune_checkpoints
 from bandpo_cli.storage.environment import available_memory
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.training.batches import BackgroundCall
 from bandpo_cli.training.checkpoint_files import (
-    SampledGroups,
+    BackgroundCall,
     TrainedState,
     check_savable,
     write_checkpoint,
@@ -99,9 +91,10 @@ class StateCopy:
         for device in {tensor.device for tensor in tensors.values()}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the copies to pinned memory are asynchronous
-        weights = {name: self._copies.get(_place(tensor), tensor) for name, tensor in state.weights.items()}
-        return TrainedState(
-            weights, {name: self._copy_of(tensor) for name, tensor in state.optimizer.items()}
+        return replace(
+            state,
+            weights={name: self._copies.get(_place(item), item) for name, item in state.weights.items()},
+            optimizer={name: self._copy_of(item) for name, item in state.optimizer.items()},
         )
 
     def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -124,7 +117,7 @@ def _by_place(state: TrainedState) -> dict[Place, torch.Tensor]:
     return {_place(tensor): tensor for tensor in (*weights, *map(local_tensor, state.optimizer.values()))}
 
 
-class CheckpointWriter:
+class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     """Writes the checkpoints of a run; a context manager, within which the run is trained.
 
     `prepare` comes before the step's line, `commit` after it. At the end of the block the writer waits for the thread,
@@ -145,16 +138,12 @@ class CheckpointWriter:
             )
         on_gpus = self._ranks.size > 1 and components.policy.device.type == "cuda"
         self._copy = StateCopy(init_device_mesh("cpu", (self._ranks.size,)) if on_gpus else None)
-        self._pending: Callable[[], None] | None = None  # writes the state that is copied
+        self._pending: TrainedState | None = None  # a copy that is not being written yet
         self._call: BackgroundCall | None = None
         self._abandoned = threading.Event()
 
-    def __enter__(self) -> CheckpointWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Wait for the thread, or abandon the checkpoint after a second signal."""
         if isinstance(error, SignalExit):
             self._abandon()
             return
@@ -177,14 +166,12 @@ class CheckpointWriter:
         """
         self.wait()
         components = self._components
-        policy, state = components.policy, TrainedState.of(components.policy, components.optimizer)
-        check_savable(policy, state, self._folder.checkpoint_dir(step), components.ahead)
-        copied = self._copied(state) if self._in_background and step < self._config.steps else None
-        progress = components.progress(step)
-        if copied is None:
-            self._write(policy, state, progress, components.ahead)
-        else:
-            self._pending = partial(self._write, self._thread_policy, copied, progress, components.ahead)
+        policy, progress = components.policy, components.progress(step)
+        state = TrainedState.of(policy, components.optimizer, progress, components.ahead)
+        check_savable(policy, state, self._folder.checkpoint_dir(step))
+        self._pending = self._copied(state) if self._in_background and step < self._config.steps else None
+        if self._pending is None:
+            self._write(policy, state)
 
     def commit(self) -> None:
         """Write the copy of `prepare` in a thread; the step's line is in metrics.jsonl by now.
@@ -211,8 +198,7 @@ class CheckpointWriter:
         if (call := self._call) is not None:
             call.join()
             self._call = None
-            if call.error is not None:
-                raise call.error
+            call.finish()
 
     def save_on_stop(self, step: int) -> None:
         """Save the state after `step`, unless no step was done or the step has a checkpoint already."""
@@ -245,23 +231,21 @@ class CheckpointWriter:
         )
         return None
 
-    def _write(
-        self, policy: Policy, state: TrainedState, progress: Progress, ahead: SampledGroups | None
-    ) -> None:
+    def _write(self, policy: Policy, state: TrainedState) -> None:
         """Write a checkpoint; the lines of metrics.jsonl, which a resume needs, are flushed first."""
         policy.ranks.on_main(self._folder.sync_metrics)
-        folder = self._folder.checkpoint_dir(progress.step)
-        write_checkpoint(policy, state, progress, folder, self._check_abandoned, ahead)
+        folder = self._folder.checkpoint_dir(state.progress.step)
+        write_checkpoint(policy, state, folder, self._check_abandoned)
 
-    def _write_in_thread(self, pending: Callable[[], None]) -> None:
-        """Write a pending checkpoint and remove older ones."""
+    def _write_in_thread(self, state: TrainedState) -> None:
+        """Write the checkpoint of a copy and remove older ones."""
         device = self._components.policy.device
         if device.type == "cuda":
             # A new thread has GPU 0, and DCP synchronizes a stream of its thread's GPU: each rank would take memory of
             # GPU 0 for a context.
             torch.cuda.set_device(device)
         with suppress(AbandonedError):
-            pending()
+            self._write(self._thread_policy, state)
             self._prune(self._thread_policy.ranks)
 
     def _abandon(self) -> None:

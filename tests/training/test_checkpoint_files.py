@@ -104,7 +104,7 @@ def test_a_full_disk_is_reported_before_anything_is_written(
     """Tied weights count once; moments, masters and the batch that was sampled ahead count too."""
     trained = fresh(embedded, torch.bfloat16)
     update(trained, 1)
-    state, folder = TrainedState.of(*trained), tmp_path / "step-000010"
+    state, folder = TrainedState.of(*trained, STEP), tmp_path / "step-000010"
     scalars = 4 * len([*trained.policy.model.parameters()])
     assert state.nbytes == 14 * trained.policy.model.num_parameters() + scalars
     ahead = SampledGroups(5, 0, 0, 0.0, [], [])
@@ -114,13 +114,13 @@ def test_a_full_disk_is_reported_before_anything_is_written(
     for free, batch in ((needed, None), (needed + 1000, ahead), (needed - 1, None), (needed + 999, ahead)):
         monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: usage._replace(free=free))
         if free in (needed, needed + 1000):
-            check_savable(trained.policy, state, folder, batch)
+            check_savable(trained.policy, replace(state, ahead=batch), folder)
             continue
         reason = (
             f"not enough disk space for the checkpoint step-000010: it takes {needed / 2**20:,.0f} MiB and"
         )
         with pytest.raises(RunError, match=reason):
-            check_savable(trained.policy, state, folder, batch)
+            check_savable(trained.policy, replace(state, ahead=batch), folder)
     assert not list(tmp_path.iterdir())
 
 

@@ -59,9 +59,9 @@ class State:
 
 def save_checkpoint(policy: Policy, optimizer: Optimizer, progress: Progress, folder: Path) -> None:
     """Check the state and write it as the checkpoint `folder`."""
-    state = TrainedState.of(policy, optimizer)
+    state = TrainedState.of(policy, optimizer, progress)
     check_savable(policy, state, folder)
-    write_checkpoint(policy, state, progress, folder)
+    write_checkpoint(policy, state, folder)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
