@@ -180,7 +180,7 @@ def run_environment(config: RunConfig, components: Components) -> dict[str, Any]
     engine = resolve_engine(config.sampling.engine, on_gpu=policy.device.type == "cuda")
     dtype = str(policy.dtype).removeprefix("torch.")
     resolved = {"engine": engine, "dtype": dtype, "model": policy.commit, "data": data}
-    return {**describe_environment(sampler=components.sampler_description()), RESOLVED: resolved}
+    return {**describe_environment(sampler=components.sampler.describe()), RESOLVED: resolved}
 
 
 def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> TrainEvents:

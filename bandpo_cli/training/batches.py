@@ -196,8 +196,9 @@ class EarlyGrades:
         components: Sequence[RewardComponent] | None,
     ) -> None:
         self._pool, self._submit_answers = pool, submit_answers
+        graded: Sequence[RewardComponent | None] = components or [None]
         self._parts: list[tuple[RewardComponent | None, list[Future[list[Grade]]]]] = [
-            (component, []) for component in components or [None]
+            (component, []) for component in graded
         ]
 
     @property

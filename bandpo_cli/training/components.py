@@ -22,12 +22,7 @@ from bandpo_cli.sampling.rollouts import (
     drop_long_prompts,
     drop_long_prompts_in_sets,
 )
-from bandpo_cli.sampling.sampler import (
-    Sampler,
-    SamplingParams,
-    build_sampler,
-    check_model,
-)
+from bandpo_cli.sampling.sampler import Sampler, SamplingParams, build_sampler, check_model
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.checkpoints import Progress
 from bandpo_cli.tasks.task import ProblemStream, Task
@@ -117,10 +112,6 @@ class Components:
             self.ahead = read_sampled(path, self.stream, self.encoder, self.policy.tokenizer)
             if self.ahead.step != step + 1:
                 raise ValueError(f"{ROLLOUTS} holds step {self.ahead.step}")
-
-    def sampler_description(self) -> dict[str, str]:
-        """Return the name of the sampling engine and what else decides how it computes, for env.json."""
-        return self.sampler.describe()
 
     def close(self) -> None:
         """Shut down the sampling engine and the grading processes.

@@ -17,8 +17,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, compress
-from typing import Any, Literal, NamedTuple
+from functools import partial
+from itertools import compress
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,10 +40,6 @@ from bandpo_cli.objective.importance import importance_weights
 from bandpo_cli.objective.loss import LossBatch, PolicyLoss
 from bandpo_cli.ranks import Ranks, balanced_owners
 from bandpo_cli.types import Group
-
-OldSource = Literal["sampler", "own pass", "separate pass"]
-"""Source of the log-probs of π_old to which the ratio is taken: the sampler, the forward pass of the update itself, or
-a pass of the trainer before the step's first update."""
 
 
 class MicroBatch(NamedTuple):
@@ -71,7 +68,8 @@ class Experience(LossBatch):
         sampler_logprobs: [N] float32, log-probs of π_old as the sampler reported them.
         loss: the policy loss of the method.
         objective: the settings of the importance weights.
-        old_source: the source of `old_logprobs`. They are those of the sampler until the trainer's are known.
+        uses_sampler: the ratio is taken to the sampler's log-probs. Otherwise `old_logprobs` are those of the sampler
+            only until the trainer's are known.
         sampler_is_exact: the sampler's log-probs are the trainer's; see `sampling.sampler.is_exact`.
         is_first: the update is the first one after sampling: the policy that it starts from is π_old.
         trainer_logprobs: [N] float32, log-probs of π_old as the trainer computes them; None where it does not.
@@ -87,7 +85,7 @@ class Experience(LossBatch):
     sampler_logprobs: torch.Tensor
     loss: PolicyLoss
     objective: ObjectiveConfig
-    old_source: OldSource
+    uses_sampler: bool
     sampler_is_exact: bool
     is_first: bool
     trainer_logprobs: torch.Tensor | None = None
@@ -132,10 +130,6 @@ class Experience(LossBatch):
             return gathered
         return [torch.empty_like(column).index_copy_(0, self.order, column) for column in gathered]
 
-    def with_columns(self) -> Experience:
-        """Return the experience with the columns of its method."""
-        return replace(self, columns=self.loss.prepare(self.old_logprobs, self.advantages))
-
     def with_trainer_values(self, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Experience:
         """Return the experience with log-probs and entropies (None: those of the sampler) by the trainer, [N] float32.
 
@@ -144,12 +138,12 @@ class Experience(LossBatch):
         """
         entropy = self.entropy if entropy is None else entropy
         measured = replace(self, trainer_logprobs=logprobs, entropy=entropy)
-        if self.old_source == "sampler":
+        if self.uses_sampler:
             return measured
-        weights = None
+        columns, weights = self.loss.prepare(logprobs, self.advantages), None
         if not self.sampler_is_exact:
             weights = importance_weights(logprobs, self.sampler_logprobs, self.lengths, self.objective)
-        return replace(measured, old_logprobs=logprobs, importance_weights=weights).with_columns()
+        return replace(measured, old_logprobs=logprobs, importance_weights=weights, columns=columns)
 
 
 @torch.no_grad()
@@ -191,29 +185,29 @@ def prepare_updates(
             runs = torch.ones_like(runs)
         # The first update takes the trainer's log-probs even where those of the sampler are exact: its ratios are
         # exactly 1.
-        source: OldSource = "own pass" if is_first and not loss.needs_all_tokens else "separate pass"
-        if config.objective.old_logprobs == "sampler" or (sampler_is_exact and not is_first):
-            source = "sampler"
-        about = {
-            "loss": loss,
-            "objective": config.objective,
-            "old_source": source,
-            "sampler_is_exact": sampler_is_exact,
-            "is_first": is_first,
-        }
-        used, others = ([*compress(groups[start : start + size], mask.tolist())] for mask in (runs, ~runs))
-        experience = _with_micro_batches(
-            _sampled(used, advantages[runs].to(policy.device), **about), policy, max_tokens
+        uses_sampler = config.objective.old_logprobs == "sampler" or (sampler_is_exact and not is_first)
+        sampled = partial(
+            _sampled,
+            loss=loss,
+            objective=config.objective,
+            uses_sampler=uses_sampler,
+            sampler_is_exact=sampler_is_exact,
+            is_first=is_first,
         )
+        used, others = ([*compress(groups[start : start + size], mask.tolist())] for mask in (runs, ~runs))
+        experience = sampled(used, advantages[runs].to(policy.device))
+        experience = _with_micro_batches(experience, policy, max_tokens)
         if reference is not None:
             (ref_logprobs,) = _forward(reference, experience, temperature, with_entropy=False)
             experience = replace(experience, ref_logprobs=ref_logprobs)
-        if experience.old_source == "sampler":
-            experience = experience.with_columns()
-        if experience.old_source == "separate pass" or (measures_all and not is_first):
+        if uses_sampler:
+            columns = loss.prepare(experience.old_logprobs, experience.advantages)
+            experience = replace(experience, columns=columns)
+        has_own_pass = is_first and not loss.needs_all_tokens
+        if not (uses_sampler or has_own_pass) or (measures_all and not is_first):
             experience = experience.with_trainer_values(*_forward(policy, experience, temperature))
         if others:
-            left_out = _sampled(others, advantages[~runs].to(policy.device), **about)
+            left_out = sampled(others, advantages[~runs].to(policy.device))
             if measures_all:
                 in_model = _with_micro_batches(left_out, policy, max_tokens)
                 left_out = left_out.with_trainer_values(*_forward(policy, in_model, temperature))
@@ -266,21 +260,17 @@ def _with_micro_batches(experience: Experience, policy: Policy, max_tokens: int)
     pass through a sharded model needs all ranks.
     """
     ranks, device, groups = policy.ranks, policy.device, experience.groups
+    prompts_P = [len(group.rollouts_G[0].prompt_ids) for group in groups]
     lengths_PG = [[len(rollout.completion.token_ids) for rollout in group.rollouts_G] for group in groups]
-    owners_PG = balanced_owners(
-        [len(group.rollouts_G[0].prompt_ids) for group in groups], lengths_PG, ranks.size
-    )
-    completion_owners = np.array([*chain.from_iterable(owners_PG)], np.int64)
-    token_owners = completion_owners.repeat([*chain.from_iterable(lengths_PG)])
-    sequences, tokens = (np.flatnonzero(owners == ranks.rank) for owners in (completion_owners, token_owners))
-    chosen_PG = [[owner == ranks.rank for owner in owners] for owners in owners_PG]
+    owners_PG = np.array(balanced_owners(prompts_P, lengths_PG, ranks.size))
+    token_owners = owners_PG.repeat(np.ravel(lengths_PG))
+    sequences, tokens = (np.flatnonzero(owners == ranks.rank) for owners in (owners_PG, token_owners))
     batches = []
-    for rows in batch_rows(rows_from_groups(groups, chosen_PG), max_tokens):
+    for rows in batch_rows(rows_from_groups(groups, (owners_PG == ranks.rank).tolist()), max_tokens):
         batch = collate(rows, device)
         n, s = len(batch.targets), sum(len(row.completions) for row in rows)
-        batches.append(
-            MicroBatch(batch, device_tensor(tokens[:n], device), device_tensor(sequences[:s], device))
-        )
+        places = (device_tensor(tokens[:n], device), device_tensor(sequences[:s], device))
+        batches.append(MicroBatch(batch, *places))
         tokens, sequences = tokens[n:], sequences[s:]
     none = device_tensor([], device, torch.int64)
     nothing = MicroBatch(empty_batch(policy.pad_id, device), none, none)

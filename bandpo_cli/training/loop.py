@@ -16,6 +16,7 @@ Dimension suffixes: `_P` problems (groups) of a step, `_G` completions per group
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -30,7 +31,6 @@ from bandpo_cli.objective.loss import policy_loss
 from bandpo_cli.sampling.sampler import is_exact
 from bandpo_cli.storage.checkpoints import is_checkpoint_due
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.storage.tables import EvalRow
 from bandpo_cli.training.batches import RolloutBatches
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
 from bandpo_cli.training.components import Components
@@ -43,7 +43,7 @@ from bandpo_cli.training.metrics import (
     token_metrics,
     update_metrics,
 )
-from bandpo_cli.training.update import BadUpdateHandler, update_policy
+from bandpo_cli.training.update import handle_bad_update, update_policy
 from bandpo_cli.types import Group, Rollout
 
 
@@ -74,9 +74,10 @@ def train(
         GraderFailedError: every answer of a step or an evaluation is a grader error.
         RunError: a checkpoint cannot be written.
     """
+    policy, optimizer, is_main = components.policy, components.optimizer, components.ranks.is_main
     with (
         CheckpointWriter(config, components, folder) as writer,
-        packed_work(components.policy.model, components.ranks) as work,
+        packed_work(policy.model, components.ranks) as work,
         RolloutBatches(config, components) as batches,
     ):
         if first == 0 and is_evaluation_due(config.evaluation, 0, config.steps):
@@ -90,31 +91,23 @@ def train(
             timer = StepTimer(watch)
             # problems → rollouts → graded groups
             rollouts = batches.take(step, timer)
-            lag = components.optimizer.update - rollouts.version
+            lag = optimizer.update - rollouts.version
             components.sampler.sleep()
             batches.start(step + 1)  # only with sampling.max_lag
             with timer.phase("logprobs"):
-                # → advantages
+                # → advantages → token batches → old log-probs → bounds
                 advantages_PG = _advantages(config, rollouts.groups)
-                # → token batches → old log-probs → bounds
                 loss = policy_loss(config.bounds.at_step(step, config.steps), config.objective)
                 # The log-probs of older weights are not the trainer's, whichever engine computed them.
-                exact = config.sampling.max_lag == 0 and is_exact(components.sampler, components.policy)
-                experiences = prepare_updates(
-                    components.policy,
-                    components.reference,
-                    rollouts.groups,
-                    advantages_PG,
-                    loss,
-                    config,
-                    exact,
-                )
+                exact = config.sampling.max_lag == 0 and is_exact(components.sampler, policy)
+                graded = rollouts.groups, advantages_PG
+                experiences = prepare_updates(policy, components.reference, *graded, loss, config, exact)
             with timer.phase("update"):
                 # → loss → optimizer step, once per experience
-                is_main = components.ranks.is_main
-                handler = BadUpdateHandler(config, components.optimizer, folder.path, step, writes=is_main)
-                updates = update_policy(components.policy, components.optimizer, experiences, config, handler)
-                components.optimizer.zero_grad()  # no gradients are held while the sampler wakes up and samples
+                run = folder.path if is_main else None
+                on_bad_update = partial(handle_bad_update, config, optimizer, step, run)
+                updates = update_policy(policy, optimizer, experiences, config, on_bad_update)
+                optimizer.zero_grad()  # no gradients are held while the sampler wakes up and samples
             with timer.phase("record"):
                 # → metrics
                 trained = updates.trained or experiences
@@ -129,11 +122,11 @@ def train(
                     if updates.trained and is_evaluation_due(config.evaluation, step, config.steps):
                         folder.write_tokens(step, clip_map_columns(updates))
                 # No values per token are held while the sampler wakes up and samples.
-                del experiences, updates, trained, handler
+                del experiences, updates, trained
             batches.wait(timer)
             with timer.phase("sync"):
                 # → weight sync
-                components.sampler.sync(components.policy.model, components.optimizer.update)
+                components.sampler.sync(policy.model, optimizer.update)
             # → evaluation and checkpoint where due → the step's line
             sample = rollouts.groups[0].rollouts_G[0]
             yield _finish_step(config, components, folder, writer, step, record, timer, sample)
@@ -142,11 +135,9 @@ def train(
 def _advantages(config: RunConfig, groups: Sequence[Group]) -> torch.Tensor:
     """Return the advantage of each completion, [P, G] float32."""
     grades_PG = [[rollout.grade for rollout in group.rollouts_G] for group in groups]
-    rewards_PG = torch.tensor(
-        [[grade.reward for grade in grades] for grades in grades_PG], dtype=torch.float64
-    )
-    has_reward_PG = torch.tensor([[grade.has_reward for grade in grades] for grades in grades_PG])
-    return group_advantages(rewards_PG, config.objective.advantage_std, has_reward_PG).float()
+    pairs_PG = [[(grade.reward, grade.has_reward) for grade in grades] for grades in grades_PG]
+    rewards_PG, has_reward_PG = torch.tensor(pairs_PG, dtype=torch.float64).unbind(dim=2)
+    return group_advantages(rewards_PG, config.objective.advantage_std, has_reward_PG.bool()).float()
 
 
 def _finish_step(
@@ -194,17 +185,17 @@ def _evaluate(config: RunConfig, components: Components, folder: RunFolder, step
         cancel=components.grader.cancel,
         ranks=components.ranks,
     )
-    rows: dict[str, list[EvalRow]] = {label: [] for label in components.heldout}
-    for batch in batches:
-        rows[batch.label] += batch.rows
+    rows = [row for batch in batches for row in batch.rows]
     check_not_all_failed(
-        [row["verdict"] for set_rows in rows.values() for row in set_rows],
-        [row["grader"] for set_rows in rows.values() for row in set_rows],
+        [row["verdict"] for row in rows],
+        [row["grader"] for row in rows],
         lambda: first_errors(components.grader, components.ranks),
     )
-    scores = {label: score(label, set_rows, settings.k) for label, set_rows in rows.items()}
+    scores = {
+        label: score(label, [row for row in rows if row["task"] == label], settings.k)
+        for label in components.heldout
+    }
     if components.ranks.is_main:
-        folder.write_eval(
-            step, {"step": step, "sets": {label: value.as_json() for label, value in scores.items()}}
-        )
+        sets = {label: value.as_json() for label, value in scores.items()}
+        folder.write_eval(step, {"step": step, "sets": sets})
     return metric_record(scores)

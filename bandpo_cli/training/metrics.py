@@ -108,6 +108,12 @@ def reward_metrics(grades: Sequence[Grade]) -> dict[str, float]:
     return means | ({"grade/not_applicable_fraction": without / len(grades)} if without else {})
 
 
+def _joined(columns: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
+    """Return the concatenated columns without those that are None, None if all are."""
+    known = [column for column in columns if column is not None]
+    return torch.cat(known) if known else None
+
+
 def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     """Return the metrics of π_old on the tokens of the step: entropy, log-prob gap, importance weights.
 
@@ -134,12 +140,6 @@ def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
         metrics["sampler/importance_max"] = weights.max().item()
         metrics["sampler/importance_masked_fraction"] = (weights == 0).double().mean().item()
     return metrics
-
-
-def _joined(columns: Iterable[torch.Tensor | None]) -> torch.Tensor | None:
-    """Return the concatenated columns without those that are None, None if all are."""
-    known = [column for column in columns if column is not None]
-    return torch.cat(known) if known else None
 
 
 def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
@@ -322,18 +322,17 @@ class PackedWork:
     def __init__(self, model: PreTrainedModel, ranks: Ranks = SINGLE) -> None:
         self._ranks, self._device = ranks, model.device
         self.flops, self.positions, self.padding = 0.0, 0, 0
-        modules = model.base_model.modules()
+        modules, head = model.base_model.modules(), model.get_output_embeddings().weight
         embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
-        weights = [
-            parameter
-            for parameter in model.base_model.parameters()
-            if parameter.ndim > 1 and id(parameter) not in embeddings
+        matrices = [
+            item for item in model.base_model.parameters() if item.ndim > 1 and id(item) not in embeddings
         ]
-        self._weights = sum(parameter.numel() for parameter in weights)
-        self._frozen = sum(parameter.numel() for parameter in weights if not parameter.requires_grad)
-        head = model.get_output_embeddings().weight
+        self._weights, self._trained = (
+            sum(item.numel() for item in matrices if item.requires_grad or not only_trained)
+            for only_trained in (False, True)
+        )
         self._head: int = head.numel()
-        self._frozen_head = 0 if head.requires_grad else self._head
+        self._trained_head = self._head if head.requires_grad else 0
         text = model.config.get_text_config()
         heads = getattr(text, "num_attention_heads", 0)
         head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
@@ -341,12 +340,9 @@ class PackedWork:
         experts = ("num_experts", "num_local_experts", "n_routed_experts")
         is_known = heads and not any(getattr(text, name, None) for name in experts)
         in_16_bits = forward_dtype(model) in (torch.bfloat16, torch.float16)
-        on_gpu = self._device.type == "cuda"
-        self.peak = (
-            peak_flops(torch.cuda.get_device_name(self._device))
-            if on_gpu and is_known and in_16_bits
-            else None
-        )
+        self.peak = None
+        if self._device.type == "cuda" and is_known and in_16_bits:
+            self.peak = peak_flops(torch.cuda.get_device_name(self._device))
 
     def add(self, packing: Packing, with_gradient: bool) -> None:
         """Count a forward pass over `packing`."""
@@ -356,10 +352,15 @@ class PackedWork:
             _causal_pairs(prompt) + sum(prompt * length + _causal_pairs(length) for length in completions)
             for prompt, *completions in packing.rows
         )
-        forward = 2.0 * self._weights * tokens + 2 * self._head * predicted + self._per_pair * pairs
+        attention = self._per_pair * pairs
+        forward = 2.0 * self._weights * tokens + 2 * self._head * predicted + attention
         self.flops += forward
-        if with_gradient:  # the gradients of activations and of weights, those of frozen weights left out
-            self.flops += 2 * forward - 2 * self._frozen * tokens - 2 * self._frozen_head * predicted
+        if (
+            with_gradient
+        ):  # the gradients of activations, then those of weights and of the attention's second operands
+            self.flops += (
+                forward + 2 * self._trained * tokens + 2 * self._trained_head * predicted + attention
+            )
         # Kernels for sequences of any length use no blocks and so no padding.
         blocks = packing.blocks if "blocks" in vars(packing) else ()
         positions = sum(block.shape[0] * block.shape[1] for block in blocks)

@@ -2,14 +2,15 @@
 
 Only finite gradients move the weights. An update in which a log-prob, an advantage, the loss or the gradient norm is
 NaN or infinite raises NonFiniteError before the optimizer step; its batch is stored, and the run stops or skips the
-update (`BadUpdateHandler`).
+update (`handle_bad_update`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,7 +71,7 @@ def update_policy(
     optimizer: Optimizer,
     experiences: Sequence[Experience],
     config: RunConfig,
-    on_bad_update: BadUpdateHandler | None = None,
+    on_bad_update: Callable[[int, Experience, Forward | None, NonFiniteError], None] | None = None,
 ) -> AppliedUpdates:
     """Apply one optimizer update per experience, in order: loss, gradient, AdamW step; the weights change in place.
 
@@ -154,60 +155,50 @@ def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConf
     return Forward(all_losses.sum(), *experience.gather(policy.ranks, joined))
 
 
-@dataclass(frozen=True)
-class BadUpdateHandler:
-    """Stores the batch of a bad update in the run folder, then skips the update or stops the run.
+def handle_bad_update(
+    config: RunConfig,
+    optimizer: Optimizer,
+    step: int,
+    run: Path | None,
+    number: int,
+    experience: Experience,
+    forward: Forward | None,
+    fault: NonFiniteError,
+) -> None:
+    """Store the batch of update `number` (from 1) of a step, and return if the update is to be skipped.
 
-    Attributes:
+    Args:
         optimizer: its count of consecutive skipped updates is compared with `optim.max_skips`.
-        run: the run folder.
-        step: the current step.
-        writes: store the batch; False on all ranks but one.
+        run: the run folder, where the batch is stored; None on all ranks but one.
+        forward: None where the experience itself has non-finite values, so that no loss was computed.
+        fault: names the non-finite quantity.
+
+    Raises:
+        NonFiniteError: the run stops; the message names the update, the file of its batch and settings to try.
     """
-
-    config: RunConfig
-    optimizer: Optimizer
-    run: Path
-    step: int
-    writes: bool = True
-
-    def __call__(
-        self, number: int, experience: Experience, forward: Forward | None, fault: NonFiniteError
-    ) -> None:
-        """Store the batch of update `number` (from 1) of the step, and return if the update is to be skipped.
-
-        Args:
-            forward: None where the experience itself has non-finite values, so that no loss was computed.
-            fault: names the non-finite quantity.
-
-        Raises:
-            NonFiniteError: the run stops; the message names the update, the file of its batch and settings to try.
-        """
-        skipped, optim = self.optimizer.skipped_in_a_row, self.config.optim
-        is_skipped = skipped < optim.max_skips
-        stored = ""
-        count = len([*(self.run / BAD_BATCHES).glob("step-*.parquet")])
-        if self.writes and not (is_skipped and count >= MAX_BAD_BATCHES):
-            try:
-                columns = _token_columns(experience, forward)
-                path = write_bad_batch(self.run, self.step, number, str(fault), experience.groups, columns)
-                stored = f"its batch is in {path}; "
-            except OSError as error:
-                stored = f"its batch could not be written ({error}); "
-        if is_skipped:
-            return
-        tries = [f"a lower optim.lr than {optim.lr:g}"]
-        if self.config.model.dtype == "bfloat16":
-            tries.append("model.dtype=float32")
-        if optim.max_grad_norm is None or optim.max_grad_norm > 1:
-            tries.append("optim.max_grad_norm=1")
-        if not optim.max_skips:
-            tries.append("optim.max_skips=5, which skips such updates")
-        what = f"step {self.step}, update {number} of {optim.updates}: {fault}"
-        before = f", after {skipped} skipped in a row" if skipped else ""
-        raise NonFiniteError(
-            f"{what}; the update was not applied{before}; {stored}try {' or '.join(tries)}"
-        ) from None
+    skipped, optim = optimizer.skipped_in_a_row, config.optim
+    is_skipped = skipped < optim.max_skips
+    stored = ""
+    if run and not (is_skipped and len([*(run / BAD_BATCHES).glob("step-*.parquet")]) >= MAX_BAD_BATCHES):
+        try:
+            columns = _token_columns(experience, forward)
+            path = write_bad_batch(run, step, number, str(fault), experience.groups, columns)
+            stored = f"its batch is in {path}; "
+        except OSError as error:
+            stored = f"its batch could not be written ({error}); "
+    if is_skipped:
+        return
+    tries = {
+        f"a lower optim.lr than {optim.lr:g}": True,
+        "model.dtype=float32": config.model.dtype == "bfloat16",
+        "optim.max_grad_norm=1": optim.max_grad_norm is None or optim.max_grad_norm > 1,
+        "optim.max_skips=5, which skips such updates": not optim.max_skips,
+    }
+    before = f", after {skipped} skipped in a row" if skipped else ""
+    raise NonFiniteError(
+        f"step {step}, update {number} of {optim.updates}: {fault}; the update was not applied{before}; "
+        f"{stored}try {' or '.join(compress(tries, tries.values()))}"
+    ) from None
 
 
 def check_finite_weights(model: nn.Module) -> None:

@@ -48,7 +48,6 @@ def test_an_engine_that_samples_ahead_has_a_process_of_its_own() -> None:
     try:
         assert not components.sampler.shares_weights
         assert not components.params.entropy
-        assert components.sampler_description() == {"engine": "transformers"}
         components.sampler.sync(components.policy.model, 3)
         ((completion,),) = components.sampler.sample([[2, 3]], replace(components.params, samples=1), seed=1)
         assert completion.policy_version == 3

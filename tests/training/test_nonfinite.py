@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.loop import train
 from bandpo_cli.training.metrics import update_metrics
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
-from bandpo_cli.training.update import BadUpdateHandler, check_finite_weights, update_policy
+from bandpo_cli.training.update import check_finite_weights, handle_bad_update, update_policy
 from tests.training.small_updates import config_of, experiences_of, policy_of, weights_of
 from tests.training.trained import save_checkpoint
 
@@ -111,7 +112,7 @@ def test_a_skipped_update_changes_only_the_count_of_skips(tmp_path: Path, dtype:
         broken = [with_value(first, "sampler_logprobs", -math.inf)] if bad else []
         policy.model.to(dtype)
         optimizer = Optimizer(policy.model, config.optim, total_updates=3)
-        handler = BadUpdateHandler(config, optimizer, tmp_path, step=1)
+        handler = partial(handle_bad_update, config, optimizer, 1, tmp_path)
         updates = update_policy(policy, optimizer, [first, *broken, second], config, handler)
         ended.append((weights_of(policy), update_metrics(updates), optimizer))
     (weights, expected, other), (changed, metrics_with_bad, optimizer) = ended
@@ -136,7 +137,11 @@ def test_the_batch_is_stored_with_every_computed_value(tmp_path: Path) -> None:
     spoil_a_weight(policy)
     with pytest.raises(NonFiniteError) as caught:
         update_policy(
-            policy, optimizer, [experience], config, BadUpdateHandler(config, optimizer, tmp_path, step=12)
+            policy,
+            optimizer,
+            [experience],
+            config,
+            partial(handle_bad_update, config, optimizer, 12, tmp_path),
         )
     path = tmp_path / "bad_batches" / "step-000012-update-1.parquet"
     line = str(caught.value)
@@ -181,7 +186,9 @@ def test_suggestions_leave_out_settings_in_use(tmp_path: Path, dtype: str, norm:
     (experience,) = experiences_of(policy, updates=1)
     bad = with_value(experience, "advantages", math.nan)
     with pytest.raises(NonFiniteError) as caught:
-        update_policy(policy, optimizer, [bad], config, BadUpdateHandler(config, optimizer, tmp_path, 1))
+        update_policy(
+            policy, optimizer, [bad], config, partial(handle_bad_update, config, optimizer, 1, tmp_path)
+        )
     assert ("model.dtype=float32" in str(caught.value)) == (dtype != "float32")
     assert ("optim.max_grad_norm=1" in str(caught.value)) == (norm is None)
 
@@ -195,7 +202,7 @@ def test_consecutive_skips_and_stored_batches_are_limited(tmp_path: Path) -> Non
     optimizer = Optimizer(policy.model, config.optim, total_updates=99)
 
     def updates(step: int, *experiences: Experience) -> int:
-        handler = BadUpdateHandler(config, optimizer, tmp_path, step)
+        handler = partial(handle_bad_update, config, optimizer, step, tmp_path)
         return update_policy(policy, optimizer, experiences, config, handler).skipped
 
     assert updates(1, *[bad] * limit, good, *[bad] * limit) == 2 * limit, "a good update resets the count"
@@ -218,7 +225,9 @@ def test_an_unwritable_disk_does_not_hide_the_fault(tmp_path: Path) -> None:
     with pytest.raises(
         NonFiniteError, match=r"the advantages are not finite.*its batch could not be written"
     ):
-        update_policy(policy, optimizer, [bad], config, BadUpdateHandler(config, optimizer, tmp_path, 1))
+        update_policy(
+            policy, optimizer, [bad], config, partial(handle_bad_update, config, optimizer, 1, tmp_path)
+        )
 
 
 SMALL: dict[str, Any] = {
