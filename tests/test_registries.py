@@ -180,10 +180,7 @@ def test_sections_of_entries_that_are_registered_later_are_validated() -> None:
     [
         ("bounds.method=dumy", r"= 'dumy': unknown \(did you mean 'dummy'\?\); allowed: band, clip"),
         ("bounds.divergence=dumy", r"no divergence of that name \(did you mean 'dummy'\?\)"),
-        (
-            "sampling.engine=dumy",
-            r"= 'dumy': unknown \(did you mean 'dummy'\?\); allowed: auto, transformers",
-        ),
+        ("sampling.engine=dumy", r"no sampling engine of that name \(did you mean 'dummy'\?\)"),
         ("task.name=dumy-set", r"= 'dumy-set': unknown \(did you mean 'dummy-set'\?\); allowed: countdown"),
         ("task={name: gsm8k, grader: dumy}", r"no grader of that name \(did you mean 'dummy'\?\)"),
         ("bounds={method: dummy, wdth: 1}", r"of 'dummy' \(did you mean 'width'\?\); known: method"),

@@ -143,7 +143,7 @@ TASK_VALUES: dict[str, Any] = {"callback": print_members, "complete": complete_t
 """Arguments of `option` for `--task`."""
 
 # fmt: off
-_SAMPLER = Flag("--sampler", "sampling.engine", str, f"auto, {ENGINES.names_text()}.", "auto", "ENGINE",
+_SAMPLER = Flag("--sampler", "sampling.engine", str, f"{ENGINES.names_text()}.", "auto", "ENGINE",
                 names=["auto", *ENGINES])
 _GRADER = Flag("--grader", "task.grader", str, f"Grader: {GRADERS.names_text()}.", "the grader of the data set", "NAME",
                names=GRADERS, sweep="no flag")

@@ -21,7 +21,7 @@ MERGE_TAG = "tag:yaml.org,2002:merge"
 
 
 def read_yaml(path: Path, where: str) -> Any:
-    """Return the value in a file, as `parse_yaml` does. Raise ConfigError, which begins with `where`."""
+    """Return the value in a file, as `parse_yaml` does; an error begins with `where`."""
     return parse_yaml(read_text(path, where), where)
 
 
@@ -91,10 +91,8 @@ def _check_limits(text: str) -> None:
 
     This reads the events of the parser, because the loader is recursive, and libyaml's has no limit.
     """
-    total, sizes = (
-        0,
-        dict[str | None, int](),
-    )  # the number of values before an event, and those of each anchor
+    total = 0
+    sizes: dict[str | None, int] = {}  # number of values by anchor
     parents: list[tuple[str | None, int]] = []  # anchor of a collection, and `total` where it begins
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, yaml.AliasEvent):

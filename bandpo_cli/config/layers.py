@@ -21,6 +21,8 @@ from bandpo_cli.errors import ConfigError, has_secret, redact_credentials, unkno
 
 _TAGGED: Mapping[str, type[TaggedSection]] = {"task": TaskSettings, "bounds": MethodSettings}
 
+_FORM = "write a setting as section.key=value, for example optim.lr=1e-4"
+
 Layer = Mapping[str, Any]
 """Settings by section, as in a YAML file: {"optim": {"lr": 1e-4}}."""
 
@@ -112,9 +114,8 @@ def read_assignments(assignments: Iterable[str]) -> Layer:
     for assignment in assignments:
         where = f"--set {assignment!r}"
         path, equals, text = assignment.partition("=")
-        keys = path.strip().split(".")
-        if not equals or not all(keys):
-            raise ConfigError(f"{where}: write it as section.key=value, for example optim.lr=1e-4")
+        if not equals:
+            raise ConfigError(f"{where}: {_FORM}")
         try:
             value = parse_yaml(text, where)
         except ConfigError:
@@ -123,7 +124,7 @@ def read_assignments(assignments: Iterable[str]) -> Layer:
             # A template such as `{question} Answer with the number only.`
             advice = f"quote a text that begins with {text[0]}: --set '{path}=\"...\"'"
             raise ConfigError(f"{where}: {advice}") from None
-        _set_nested(layer, keys, value, where)
+        _set_nested(layer, path.strip(), value, where)
     return layer
 
 
@@ -135,10 +136,7 @@ def nest(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     layer: dict[str, Any] = {}
     for key, value in settings.items():
-        keys = key.split(".")
-        if not all(keys):
-            raise ConfigError(f"'{key}': a setting is written as section.key")
-        _set_nested(layer, keys, value, f"'{key}'")
+        _set_nested(layer, key, value, f"'{key}'")
     return layer
 
 
@@ -147,16 +145,18 @@ def with_values(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
     return resolve([config.model_dump(mode="json"), nest(values)])
 
 
-def _set_nested(layer: dict[str, Any], keys: Sequence[str], value: Any, where: str) -> None:
-    """Set a value in nested mappings; raise ConfigError, which begins with `where`, if a section has a plain value."""
-    section = layer
-    for key in keys[:-1]:
+def _set_nested(section: dict[str, Any], path: str, value: Any, where: str) -> None:
+    """Set a value by its dotted name; raise ConfigError, which begins with `where`, if a section has a plain value."""
+    *sections, last = path.split(".")
+    if not all((*sections, last)):
+        raise ConfigError(f"{where}: {_FORM}")
+    for key in sections:
         section = section.setdefault(key, {})
         if not isinstance(section, dict):
             raise ConfigError(
                 f"{where}: '{key}' has a plain value already; give it a value or keys below it, not both"
             )
-    section[keys[-1]] = value
+    section[last] = value
 
 
 def flatten(
@@ -170,8 +170,11 @@ def flatten(
         keep_empty: an empty mapping is a value; otherwise it has no key.
         path: the key of `settings` itself.
     """
-    nested = isinstance(settings, list) and any(isinstance(value, dict | list) for value in settings)
-    if expand_lists and nested:
+    if (
+        expand_lists
+        and isinstance(settings, list)
+        and any(isinstance(item, dict | list) for item in settings)
+    ):
         settings = dict(enumerate(settings))
     if not isinstance(settings, Mapping) or (keep_empty and path and not settings):
         return {path: settings}

@@ -7,16 +7,8 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
 from bandpo_cli.config.section import Positive, Section, require
-from bandpo_cli.errors import ConfigError, unknown_choice
-from bandpo_cli.registries import ENGINES
-
-AUTO_ENGINE = "auto"
-
-
-def _check_engine_name(name: str) -> str:
-    names = [AUTO_ENGINE, *ENGINES]
-    require(name in names, unknown_choice(name, names))
-    return name
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.registries import AUTO_ENGINE, ENGINES
 
 
 class VllmConfig(Section):
@@ -41,7 +33,7 @@ class VllmConfig(Section):
 class SamplingConfig(Section):
     """Sampling of the batch of rollouts of one step."""
 
-    engine: Annotated[str, AfterValidator(_check_engine_name)] = AUTO_ENGINE
+    engine: Annotated[str, AfterValidator(ENGINES.check_name)] = AUTO_ENGINE
     """`auto` is vllm where it is installed and there is a GPU, else transformers."""
     prompts: PositiveInt = 64
     """Prompts per step (P)."""

@@ -14,7 +14,7 @@ from typing import Any
 from bandpo_cli.callbacks import RunResult, TrainCallback
 from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yaml, with_values
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
-from bandpo_cli.config.sampling import AUTO_ENGINE, is_installed
+from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError, UserError, plural
 from bandpo_cli.experiments.memory import out_of_memory_errors
@@ -31,7 +31,7 @@ from bandpo_cli.experiments.train_run import (
 )
 from bandpo_cli.paths import is_commit, path_exists
 from bandpo_cli.rank_process import is_main_process, rank_count
-from bandpo_cli.registries import ENGINES
+from bandpo_cli.registries import AUTO_ENGINE, ENGINES
 from bandpo_cli.storage.checkpoints import (
     check_contents,
     complete_checkpoints,

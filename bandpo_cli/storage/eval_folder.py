@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.storage.files import read_json_object, write_json
-from bandpo_cli.storage.run_folder import create_folder, find_folder, not_found, resolve_dots
+from bandpo_cli.storage.run_folder import ExperimentFolder
 from bandpo_cli.storage.tables import EvalRow, read_eval_table, write_eval_table
 
 RECORD_FILE, SAMPLES_FILE = "eval.json", "samples.parquet"
@@ -25,39 +24,10 @@ class PartKey(NamedTuple):
     start: int
 
 
-class EvalFolder:
-    """`runs/<name>/` of an evaluation: `eval.json`, `samples.parquet`, and `parts/` until that file is complete.
+class EvalFolder(ExperimentFolder):
+    """`runs/<name>/` of an evaluation: `eval.json`, `samples.parquet`, and `parts/` until that file is complete."""
 
-    Attributes:
-        path: the folder.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @classmethod
-    def create(cls, runs_dir: Path, name: str) -> EvalFolder:
-        """Create the folder `name` in `runs_dir`. Raises UserError for a name that is taken or not valid."""
-        return cls(create_folder(runs_dir, name))
-
-    @classmethod
-    def open(cls, runs_dir: Path, name: str) -> EvalFolder:
-        """Return the existing evaluation that `name` names: a name in `runs_dir`, or the path of it or its `eval.json`.
-
-        Raises UserError, with the nearest name, when there is none.
-        """
-        path = find_folder(name, runs_dir, RECORD_FILE)
-        given = user_path(name)
-        if path is None and given.name == RECORD_FILE and path_exists(given):
-            path = resolve_dots(given.parent)
-        if path is None:
-            raise not_found("evaluation", name, runs_dir, RECORD_FILE)
-        return cls(path)
-
-    @property
-    def name(self) -> str:
-        """The evaluation's name."""
-        return self.path.name
+    kind, marker = "evaluation", RECORD_FILE
 
     @property
     def samples_path(self) -> Path:

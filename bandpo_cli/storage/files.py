@@ -21,7 +21,7 @@ from filelock import FileLock, Timeout, lock_descriptor
 from xxhash import xxh3_64
 
 from bandpo_cli.errors import UserError, first_line
-from bandpo_cli.paths import check_regular_file
+from bandpo_cli.paths import read_text
 
 LOCK = ".lock"
 """The lock file in a run folder. It stays when the run ends: only the system's lock on it counts, not its existence."""
@@ -80,16 +80,12 @@ def read_json_object(path: Path, where: str | None = None, max_bytes: int | None
         UserError: the file is missing, not a regular file, too large, not JSON, or holds another JSON type.
     """
     where = str(path) if where is None else where
-    size = check_regular_file(path, where)
-    if max_bytes is not None and size > max_bytes:
-        raise UserError(f"{where}: has {size:,} bytes; at most {max_bytes:,} are expected")
+    text = read_text(path, where, max_bytes)
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
+        content = json.loads(text)
         if isinstance(content, dict):
             return content
         defect = "expected a JSON object"
-    except OSError as error:
-        raise UserError(f"{where}: {error.strerror or error}") from None
     except (ValueError, RecursionError) as error:
         defect = f"not readable as JSON: {first_line(error)}"
     raise UserError(f"{where}: {defect}; restore the file from a copy")

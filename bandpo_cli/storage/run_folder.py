@@ -11,10 +11,10 @@ import re
 import shlex
 import time
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from pydantic_core import from_json
 
@@ -51,38 +51,46 @@ _STEP_FOLDERS = ("samples", "tokens", "evals", "bad_batches")
 """Folders whose files each belong to one step."""
 
 
-class RunFolder:
-    """`runs/<name>/`. Files are written atomically and durably; `metrics.jsonl` grows by flushed lines.
+class ExperimentFolder:
+    """`runs/<name>/` of a run or an evaluation.
 
     Attributes:
+        kind: what the folder holds, for messages.
+        marker: the file that every such folder has.
         path: the folder.
     """
+
+    kind: ClassVar[str]
+    marker: ClassVar[str]
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
-    def create(cls, runs_dir: Path, name: str) -> RunFolder:
+    def create(cls, runs_dir: Path, name: str) -> Self:
         """Create the folder `name` in `runs_dir`. Raises UserError for a name that is taken or not valid."""
         return cls(create_folder(runs_dir, name))
 
     @classmethod
-    def open(cls, runs_dir: Path, run: str) -> RunFolder:
-        """Return the existing run that `run` names: a name in `runs_dir`, or the path of a run folder.
+    def open(cls, runs_dir: Path, text: str) -> Self:
+        """Return the existing folder that `text` names: a name in `runs_dir`, or the path of it or of its `marker`.
 
         Raises UserError, with the nearest name, when there is none.
         """
-        if path := find_folder(run, runs_dir, "config.yaml"):
+        if path := find_folder(text, runs_dir, cls.marker):
             return cls(path)
-        existing = next(filter(path_exists, _candidates(run, runs_dir)), None)
-        if existing is None:
-            raise not_found("run", run, runs_dir, "config.yaml")
-        raise UserError(f"{existing} {_why_not_a_run(existing, runs_dir)}")
+        raise not_found(cls.kind, text, runs_dir, cls.marker)
 
     @property
     def name(self) -> str:
-        """The run's name."""
+        """The name of the folder."""
         return self.path.name
+
+
+class RunFolder(ExperimentFolder):
+    """`runs/<name>/` of a run. Files are written atomically; `metrics.jsonl` grows by flushed lines."""
+
+    kind, marker = "run", "config.yaml"
 
     @property
     def metrics_path(self) -> Path:
@@ -101,7 +109,7 @@ class RunFolder:
         """Write `summary.json`."""
         return write_json(self.path / "summary.json", summary)
 
-    def write_samples(self, step: int, groups: Iterable[Group]) -> Path:
+    def write_samples(self, step: int, groups: Sequence[Group]) -> Path:
         """Write every completion of `step` to `samples/step-000010.parquet`; see `write_sample_table`."""
         return write_sample_table(self.path / "samples" / f"{step_name(step)}.parquet", groups)
 
@@ -193,23 +201,24 @@ class RunFolder:
 def find_folder(text: str, runs_dir: Path, marker: str) -> Path | None:
     """Return the folder that `text` names and that contains the file `marker`, None where there is none.
 
-    `text` is a name in `runs_dir`, else a path; ~ is the user's home.
+    `text` is a name in `runs_dir`, else the path of the folder or of the file; ~ is the user's home.
     """
-    paths = (path for path in _candidates(text, runs_dir) if path_exists(path / marker))
+    folders = (path.parent if path.name == marker else path for path in _candidates(text, runs_dir))
+    paths = (path for path in folders if path_exists(path / marker))
     return next(map(resolve_dots, paths), None)
 
 
 def not_found(kind: str, text: str, runs_dir: Path, marker: str) -> UserError:
-    """Return the error for a `text` that names no folder with the file `marker`.
+    """Return the error for a `text` that names no folder with the file `marker`, which an existing `kind` has.
 
-    The message has the nearest name, and the last five in alphabetical order.
-
-    Args:
-        kind: what such a folder holds: run, evaluation, sweep.
+    The message has the nearest name, and the last five in alphabetical order; for an existing folder, what it is.
     """
+    existing = next(filter(path_exists, _candidates(text, runs_dir)), None)
+    if kind == "run" and existing is not None:
+        return UserError(f"{existing} {_why_not_a_run(existing, runs_dir)}")
     names = folders_containing(runs_dir, marker)
-    existing = f"it has {', '.join(names[-5:])}" if names else f"it has no {kind}s"
-    return UserError(f"no {kind} {text[:200]!r} in {runs_dir}{nearest(text, names)}; {existing}")
+    others = ", ".join(names[-5:]) or f"no {kind}s"
+    return UserError(f"no {kind} {text[:200]!r} in {runs_dir}{nearest(text, names)}; it has {others}")
 
 
 def find_run(text: str, runs_dir: Path) -> tuple[RunFolder, int | None] | None:

@@ -4,7 +4,7 @@ Parquet files contain data only; reading one runs no code.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypedDict, cast, get_args, get_type_hints
@@ -73,7 +73,7 @@ def encode_extra(extra: Mapping[str, object]) -> str:
     return json.dumps(dict(extra), ensure_ascii=False)
 
 
-def write_sample_table(path: Path, groups: Iterable[Group]) -> Path:
+def write_sample_table(path: Path, groups: Sequence[Group]) -> Path:
     """Write a row per rollout of `groups`, in their order.
 
     `source` is the task or data set of the problem, and `reference` the reference answer. `extra` has the other inputs
@@ -87,11 +87,22 @@ def write_sample_table(path: Path, groups: Iterable[Group]) -> Path:
     """
     import pyarrow as pa
 
+    grades = [rollout.grade for group in groups for rollout in group.rollouts_G]
+    columns = _rollout_columns(groups)
+    for name in grades[0].components if grades else ():
+        columns[f"reward/{name}"] = (pa.float64(), [grade.components[name] for grade in grades])
+    return _write_columns(path, columns)
+
+
+def _rollout_columns(groups: Sequence[Group]) -> dict[str, tuple[Any, list[Any]]]:
+    """Return type and values of the columns of `write_sample_table` but the rewards of the components."""
+    import pyarrow as pa
+
     rollouts = [rollout for group in groups for rollout in group.rollouts_G]
     grades = [rollout.grade for rollout in rollouts]
     completions = [rollout.completion for rollout in rollouts]
     problems = [rollout.problem for rollout in rollouts]
-    columns: dict[str, tuple[Any, list[Any]]] = {
+    return {
         "source": (pa.string(), [problem.source for problem in problems]),
         "problem_id": (pa.string(), [problem.id for problem in problems]),
         "prompt": (pa.string(), [rollout.prompt for rollout in rollouts]),
@@ -106,9 +117,6 @@ def write_sample_table(path: Path, groups: Iterable[Group]) -> Path:
         "verdict": (pa.string(), [grade.verdict for grade in grades]),
         "logprob_sum": (pa.float64(), [sum(completion.logprobs) for completion in completions]),
     }
-    for name in grades[0].components if grades else ():
-        columns[f"reward/{name}"] = (pa.float64(), [grade.components[name] for grade in grades])
-    return _write_columns(path, columns)
 
 
 def write_eval_table(path: Path, rows: Sequence[EvalRow]) -> Path:
@@ -140,13 +148,8 @@ def eval_table(rows: Sequence[EvalRow]) -> Any:
 
 def read_eval_table(path: Path) -> list[EvalRow]:
     """Return the rows of a file of `write_eval_table`. Raises UserError for a damaged file or other columns."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        return pq.read_table(path, schema=_eval_schema()).to_pylist()  # type: ignore[no-any-return]
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not readable as an evaluation's completions: {first_line(error)}") from None
+    with _reading(path, "completions of an evaluation", _eval_schema()) as table:
+        return table.to_pylist()  # type: ignore[no-any-return]
 
 
 def read_graded_completions(path: Path) -> list[GradedCompletion]:
@@ -155,19 +158,11 @@ def read_graded_completions(path: Path) -> list[GradedCompletion]:
     Raises:
         UserError: the file is missing, not a regular file, or damaged.
     """
-    names = GradedCompletion.__annotations__.keys() - {"label", "reward"}
+    names = GradedCompletion.__annotations__
     with _reading(path, "completions") as table:
-        return [
-            cast(
-                GradedCompletion,
-                {
-                    **{name: row[name] for name in names},
-                    "label": row["source"] if "source" in row else row["task"],
-                    "reward": row.get("reward"),
-                },
-            )
-            for row in table.to_pylist()
-        ]
+        label = "source" if "source" in table.column_names else "task"
+        rows = ({"reward": None, **row, "label": row[label]} for row in table.to_pylist())
+        return [cast(GradedCompletion, {name: row[name] for name in names}) for row in rows]
 
 
 def write_token_table(path: Path, columns: Mapping[str, Any]) -> Path:
@@ -214,7 +209,7 @@ def write_bad_batch(
     step: int,
     update: int,
     error: str,
-    groups: Iterable[Group],
+    groups: Sequence[Group],
     numbers: Mapping[str, Sequence[list[float] | None]],
 ) -> Path:
     """Write the batch of a skipped update to the run's `bad_batches/`, atomically; return the file.
@@ -230,17 +225,11 @@ def write_bad_batch(
     """
     import pyarrow as pa
 
-    rollouts = [rollout for group in groups for rollout in group.rollouts_G]
-    grades = [rollout.grade for rollout in rollouts]
-    ids = pa.list_(pa.int32())
+    rollouts, shared = [rollout for group in groups for rollout in group.rollouts_G], _rollout_columns(groups)
+    names, ids = ("problem_id", "prompt", "text", "reference", "reward", "verdict"), pa.list_(pa.int32())
     columns: dict[str, tuple[Any, Sequence[Any]]] = {
         "error": (pa.string(), [error] * len(rollouts)),
-        "problem_id": (pa.string(), [rollout.problem.id for rollout in rollouts]),
-        "prompt": (pa.string(), [rollout.prompt for rollout in rollouts]),
-        "text": (pa.string(), [rollout.text for rollout in rollouts]),
-        "reference": (pa.string(), [rollout.problem.answer for rollout in rollouts]),
-        "reward": (pa.float64(), [grade.reward if grade.has_reward else None for grade in grades]),
-        "verdict": (pa.string(), [grade.verdict for grade in grades]),
+        **{name: shared[name] for name in names},
         "prompt_ids": (ids, [list(rollout.prompt_ids) for rollout in rollouts]),
         "token_ids": (ids, [list(rollout.completion.token_ids) for rollout in rollouts]),
     }
@@ -267,13 +256,13 @@ def _write_columns(path: Path, columns: Mapping[str, tuple[Any, Any]]) -> Path:
 
 
 @contextmanager
-def _reading(path: Path, content: str) -> Iterator[Any]:
+def _reading(path: Path, content: str, schema: Any = None) -> Iterator[Any]:
     """Yield the table of a Parquet file. Raise UserError in one line where it, or reading its columns, fails."""
     import pyarrow.parquet as pq
 
     check_regular_file(path, str(path))
     try:
-        yield pq.read_table(path)
+        yield pq.read_table(path, schema=schema)
     except Exception as error:  # noqa: BLE001 - pyarrow raises errors of any type for a damaged file
         raise UserError(f"{path}: not readable as a table of {content}: {first_line(error)}") from None
 

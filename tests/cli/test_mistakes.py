@@ -78,7 +78,7 @@ MISTAKES: dict[str, list[str]] = {
         "roles.json, row 1: the chat messages of 'prompt': message 1 has the role 'usr'",
     ],
     "train --name first": ["--name first: exists already; try --name first-2"],
-    "train --set optim": ["write it as section.key=value"],
+    "train --set optim": ["write a setting as section.key=value"],
     "train --runs-dir problems.csv": ["is a file; name a folder"],
     # files of settings
     "train -c nosuch.yaml": ["--config nosuch.yaml: no such file, and no configuration of that name"],

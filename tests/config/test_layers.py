@@ -209,8 +209,8 @@ def test_a_text_that_begins_with_a_brace_has_to_be_quoted() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"a..b": 1}, r"'a\.\.b': a setting is written as section\.key"),
-        ({"": 1}, r"'': a setting is written as section\.key"),
+        ({"a..b": 1}, r"'a\.\.b': write a setting as section\.key"),
+        ({"": 1}, r"'': write a setting as section\.key"),
         ({"a": 1, "a.b": 2}, r"'a\.b': 'a' has a plain value already; give it a value or keys below it, not both"),
     ],
 )  # fmt: skip
