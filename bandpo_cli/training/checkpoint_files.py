@@ -31,12 +31,13 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 from xxhash import xxh3_64
 
+from bandpo_cli.config.run import RewardConfig
 from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory
 from bandpo_cli.models.load import Policy, save_policy
 from bandpo_cli.models.sharding import ShardError, read_shards, saved_shapes, write_shards
-from bandpo_cli.models.weights import load_weights, weights_to_save
+from bandpo_cli.models.weights import load_weights
 from bandpo_cli.ranks import Ranks
-from bandpo_cli.sampling.rollouts import PromptEncoder, decode_completions
+from bandpo_cli.sampling.rollouts import PromptEncoder, decode_completions, graded_groups
 from bandpo_cli.storage.checkpoints import (
     STATE,
     TRAINER,
@@ -51,7 +52,7 @@ from bandpo_cli.storage.files import apply_umask, file_checksum, sync
 from bandpo_cli.tasks.task import ProblemStream
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.update import check_finite_weights
-from bandpo_cli.types import Completion, Grade, Group, Rollout
+from bandpo_cli.types import Completion, Grade, Group
 
 OPTIMIZER = f"{TRAINER}/optimizer.safetensors"
 SHARDS = f"{TRAINER}/optimizer"
@@ -151,16 +152,6 @@ class TrainedState:
     optimizer: Mapping[str, torch.Tensor]
     progress: Progress
     ahead: SampledGroups | None = None
-
-    @classmethod
-    def of(
-        cls, policy: Policy, optimizer: Optimizer, progress: Progress, ahead: SampledGroups | None = None
-    ) -> TrainedState:
-        """Return the tensors in use, without a copy; of a sharded policy, `weights` is a copy on rank 0.
-
-        All ranks must call this together.
-        """
-        return cls(weights_to_save(policy.model, policy.ranks), optimizer.state(), progress, ahead)
 
     @property
     def nbytes(self) -> int:
@@ -401,15 +392,12 @@ def read_sampled(
     ]
     texts = decode_completions(tokenizer, [completions])
     grades = [Grade(*values) for values in metadata["grades"]]
-    answers = iter(zip(completions, texts, grades, strict=True))
-    sizes = metadata["group_sizes"]
-    problems = stream.take(metadata["position"], len(sizes))
-    sampled = []
-    for problem, prompt, size in zip(problems, encoder.encode(problems), sizes, strict=True):
-        rollouts = [
-            Rollout(problem, prompt.text, prompt.token_ids, *answer) for answer in islice(answers, size)
-        ]
-        sampled.append(Group(problem, tuple(rollouts)))
+    answers = iter(completions)
+    completions_PG = [[*islice(answers, size)] for size in metadata["group_sizes"]]
+    problems = stream.take(metadata["position"], len(completions_PG))
+    # The rewards are shaped already.
+    unshaped = RewardConfig(), 0
+    sampled = graded_groups(problems, encoder.encode(problems), completions_PG, texts, grades, *unshaped)
     return SampledGroups(
         step=metadata["step"],
         version=metadata["version"],

@@ -28,6 +28,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, SignalExit
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.sharding import local_tensor
+from bandpo_cli.models.weights import weights_to_save
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.checkpoints import complete_checkpoints, is_written_in_background, prune_checkpoints
 from bandpo_cli.storage.environment import available_memory
@@ -165,9 +166,9 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             RunError: the disk is too full for the checkpoint, or cannot be written to.
         """
         self.wait()
-        components = self._components
-        policy, progress = components.policy, components.progress(step)
-        state = TrainedState.of(policy, components.optimizer, progress, components.ahead)
+        components, policy = self._components, self._components.policy
+        weights, optimizer = weights_to_save(policy.model, self._ranks), components.optimizer.state()
+        state = TrainedState(weights, optimizer, components.progress(step), components.ahead)
         check_savable(policy, state, self._folder.checkpoint_dir(step))
         self._pending = self._copied(state) if self._in_background and step < self._config.steps else None
         if self._pending is None:

@@ -150,13 +150,11 @@ def update_metrics(updates: AppliedUpdates) -> dict[str, float]:
         return metrics
     per_token = zip(*((item.logprobs, item.ratios, item.gradient_weights) for item in forwards), strict=True)
     logprobs, ratios, gradient_weights = map(torch.cat, per_token)
-    old_logprobs = torch.cat([experience.old_logprobs for experience in trained])
-    advantages = torch.cat([experience.trained_advantages for experience in trained])
+    old_logprobs = torch.cat([batch.old_logprobs for batch in trained])
+    advantages = torch.cat([batch.trained_advantages for batch in trained])
     states = [
-        batch.loss.clip_state(
-            batch.columns, forward.ratios, batch.trained_advantages, forward.gradient_weights
-        )
-        for batch, forward in zip(trained, forwards, strict=True)
+        batch.loss.clip_state(batch.columns, item.ratios, batch.trained_advantages, item.gradient_weights)
+        for batch, item in zip(trained, forwards, strict=True)
     ]
     state = ClipState(*map(_joined, zip(*states, strict=True)))
     left_out = [batch.left_out.old_logprobs for batch in trained if batch.left_out is not None]
@@ -192,11 +190,8 @@ def clip_metrics(
     """
     all_logprobs = torch.cat([old_logprobs, *left_out_logprobs])
     tokens = max(len(all_logprobs), 1)
-    metrics = {
-        "clip/active_fraction": int(state.active.sum()) / tokens,
-        "clip/upper_fraction": int(state.at_upper.sum()) / tokens,
-        "clip/lower_fraction": int(state.at_lower.sum()) / tokens,
-    }
+    sides = {"active": state.active, "upper": state.at_upper, "lower": state.at_lower}
+    metrics = {f"clip/{name}_fraction": int(side.sum()) / tokens for name, side in sides.items()}
     if state.outside is not None:
         metrics["clip/outside_fraction"] = int(state.outside.sum()) / max(len(old_logprobs), 1)
     by_bin = torch.bincount(probability_bins(all_logprobs), minlength=len(BIN_NAMES))
@@ -324,14 +319,11 @@ class PackedWork:
         self.flops, self.positions, self.padding = 0.0, 0, 0
         modules, head = model.base_model.modules(), model.get_output_embeddings().weight
         embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
-        matrices = [
+        layers = [
             item for item in model.base_model.parameters() if item.ndim > 1 and id(item) not in embeddings
         ]
-        self._weights, self._trained = (
-            sum(item.numel() for item in matrices if item.requires_grad or not only_trained)
-            for only_trained in (False, True)
-        )
-        self._head: int = head.numel()
+        self._layers, self._head = sum(item.numel() for item in layers), int(head.numel())
+        self._trained_layers = sum(item.numel() for item in layers if item.requires_grad)
         self._trained_head = self._head if head.requires_grad else 0
         text = model.config.get_text_config()
         heads = getattr(text, "num_attention_heads", 0)
@@ -344,23 +336,25 @@ class PackedWork:
         if self._device.type == "cuda" and is_known and in_16_bits:
             self.peak = peak_flops(torch.cuda.get_device_name(self._device))
 
-    def add(self, packing: Packing, with_gradient: bool) -> None:
-        """Count a forward pass over `packing`."""
-        tokens = sum(map(sum, packing.rows))
-        predicted = sum(sum(completions) for _, *completions in packing.rows)
-        pairs = sum(
-            _causal_pairs(prompt) + sum(prompt * length + _causal_pairs(length) for length in completions)
-            for prompt, *completions in packing.rows
-        )
+    def add(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: object
+    ) -> None:
+        """Count a forward pass if it is packed; a forward hook."""
+        if not isinstance(packing := kwargs.get("packing"), Packing):
+            return
+        tokens, predicted, pairs = 0, 0, 0
+        for prompt, *completions in packing.rows:
+            tokens, predicted = tokens + prompt + sum(completions), predicted + sum(completions)
+            pairs += _causal_pairs(prompt)
+            pairs += sum(prompt * length + _causal_pairs(length) for length in completions)
         attention = self._per_pair * pairs
-        forward = 2.0 * self._weights * tokens + 2 * self._head * predicted + attention
+        forward = 2.0 * self._layers * tokens + 2 * self._head * predicted + attention
         self.flops += forward
         if (
-            with_gradient
-        ):  # the gradients of activations, then those of weights and of the attention's second operands
-            self.flops += (
-                forward + 2 * self._trained * tokens + 2 * self._trained_head * predicted + attention
-            )
+            torch.is_grad_enabled()
+        ):  # the gradients of activations and of weights; attention has two activations
+            self.flops += forward + 2 * self._trained_layers * tokens + 2 * self._trained_head * predicted
+            self.flops += attention
         # Kernels for sequences of any length use no blocks and so no padding.
         blocks = packing.blocks if "blocks" in vars(packing) else ()
         positions = sum(block.shape[0] * block.shape[1] for block in blocks)
@@ -381,16 +375,18 @@ class PackedWork:
             rollouts: the rollouts of the step.
             trained: the batches of the applied updates; their zero-variance groups count, too.
         """
-        sampled_tokens = sum(
-            len(rollout.completion.token_ids) for group in rollouts.sampled for rollout in group.rollouts_G
-        )
+        completions = [rollout.completion for group in rollouts.sampled for rollout in group.rollouts_G]
+        sampled_tokens = sum(len(completion.token_ids) for completion in completions)
         trained_tokens = sum(int(item.all_lengths.sum()) for item in trained)
         training = timer.seconds("logprobs", "update")
         counts = self._ranks.gather((self.flops, self.positions, self.padding))
         flops, positions, padding = map(sum, zip(*counts, strict=True))
-        metrics = {"perf/sampled_tokens_per_s": sampled_tokens / rollouts.seconds} if rollouts.seconds else {}
-        metrics["perf/trained_tokens_per_s"] = trained_tokens / training
-        metrics["perf/padding_fraction"] = padding / max(1, positions)
+        metrics = {
+            "perf/trained_tokens_per_s": trained_tokens / training,
+            "perf/padding_fraction": padding / max(1, positions),
+        }
+        if rollouts.seconds:
+            metrics["perf/sampled_tokens_per_s"] = sampled_tokens / rollouts.seconds
         if self.peak is not None:
             metrics["perf/model_flop_utilisation"] = flops / (training * self.peak * self._ranks.size)
         if self._device.type == "cuda":
@@ -405,12 +401,7 @@ class PackedWork:
 def packed_work(model: PreTrainedModel, ranks: Ranks = SINGLE) -> Iterator[PackedWork]:
     """Yield the counts of the model's packed forward passes within the context; other passes are not counted."""
     work = PackedWork(model, ranks)
-
-    def count(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: object) -> None:
-        if isinstance(packing := kwargs.get("packing"), Packing):
-            work.add(packing, torch.is_grad_enabled())
-
-    handle = model.base_model.register_forward_hook(count, with_kwargs=True)
+    handle = model.base_model.register_forward_hook(work.add, with_kwargs=True)
     try:
         yield work
     finally:

@@ -61,12 +61,8 @@ class Optimizer:
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._masters = {name: _master(parameter) for name, parameter in trained.items()}
         self._parameters = [*self._masters.values()]
-        self._narrow: list[torch.Tensor] = [
-            parameter for name, parameter in trained.items() if parameter is not self._masters[name]
-        ]
-        self._narrow_masters: list[torch.Tensor] = [
-            master for name, master in self._masters.items() if master is not trained[name]
-        ]
+        pairs = zip(trained.values(), self._parameters, strict=True)
+        self._narrow = [(parameter, master) for parameter, master in pairs if parameter is not master]
         # The weights of a sharded model are rounded in a checkpoint.
         saved = forward_dtype(cast(PreTrainedModel, model)) if is_sharded(model) else None
         self._with_master = {
@@ -120,12 +116,8 @@ class Optimizer:
         for key, shape in shapes.items():
             name, _, kind = key.rpartition(".")
             master = self._masters[name].detach()
-            if kind == "master":
-                state[key] = master
-            elif shape:
-                state[key] = torch.empty_like(master)
-            else:
-                state[key] = torch.zeros((), device=master.device if self._fused else "cpu")
+            moment = torch.empty_like(master) if shape else torch.zeros(())
+            state[key] = master if kind == "master" else moment
         return state
 
     def load_state(self, state: Mapping[str, torch.Tensor], update: int, skipped_in_a_row: int) -> None:
@@ -139,8 +131,7 @@ class Optimizer:
             name, _, kind = key.rpartition(".")
             master = self._masters[name]
             if kind == "master":
-                with torch.no_grad():
-                    master.copy_(tensor)
+                master.detach().copy_(tensor)
             else:
                 # AdamW keeps its step count on the CPU, unless the fused kernel reads it.
                 stays = tensor.ndim == 0 and not self._fused
@@ -153,9 +144,8 @@ class Optimizer:
         mismatched = {name for name, _, _ in parts} - self._masters.keys()
         mismatched |= self._with_master ^ {name for name, _, kind in parts if kind == "master"}
         if mismatched:
-            raise ValueError(
-                f"the optimizer state belongs to other parameters or types ({min(mismatched)} among them)"
-            )
+            others = f"other parameters or types ({min(mismatched)} among them)"
+            raise ValueError(f"the optimizer state belongs to {others}")
 
     def zero_grad(self) -> None:
         """Set all gradients to None."""
@@ -179,7 +169,8 @@ class Optimizer:
         self._adamw.step()
         if self._narrow:
             with torch.no_grad():
-                torch._foreach_copy_(self._narrow, self._narrow_masters)
+                parameters, masters = zip(*self._narrow, strict=True)
+                torch._foreach_copy_([*parameters], [*masters])
         self.update += 1
         self.skipped_in_a_row = 0
         return norm

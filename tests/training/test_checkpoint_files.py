@@ -19,12 +19,11 @@ from bandpo_cli.training import checkpoint_files
 from bandpo_cli.training.checkpoint_files import (
     RESERVED_BYTES,
     SampledGroups,
-    TrainedState,
     check_savable,
     load_checkpoint,
     write_tensors,
 )
-from tests.training.trained import STEP, fresh, save_checkpoint, tensors, update
+from tests.training.trained import STEP, fresh, save_checkpoint, state_of, tensors, update
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +103,7 @@ def test_a_full_disk_is_reported_before_anything_is_written(
     """Tied weights count once; moments, masters and the batch that was sampled ahead count too."""
     trained = fresh(embedded, torch.bfloat16)
     update(trained, 1)
-    state, folder = TrainedState.of(*trained, STEP), tmp_path / "step-000010"
+    state, folder = state_of(*trained), tmp_path / "step-000010"
     scalars = 4 * len([*trained.policy.model.parameters()])
     assert state.nbytes == 14 * trained.policy.model.num_parameters() + scalars
     ahead = SampledGroups(5, 0, 0, 0.0, [], [])

@@ -28,7 +28,17 @@ from bandpo_cli.training.checkpoint_files import TrainedState, load_checkpoint
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter, StateCopy
 from bandpo_cli.training.optimizer import NonFiniteError
 from tests.training.held_writes import Gate
-from tests.training.trained import STEP, State, Trained, contents, fresh, save_checkpoint, tensors, update
+from tests.training.trained import (
+    STEP,
+    State,
+    Trained,
+    contents,
+    fresh,
+    save_checkpoint,
+    state_of,
+    tensors,
+    update,
+)
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +117,12 @@ def test_a_thread_writes_the_state_of_its_step_whatever_changes_meanwhile(
 def test_a_second_copy_takes_the_new_state_and_no_further_memory(embedded: Policy) -> None:
     trained = fresh(embedded, torch.bfloat16)
     update(trained, 1)
-    copy, state = StateCopy(), TrainedState.of(*trained, STEP)
+    copy, state = StateCopy(), state_of(*trained)
     assert copy.missing_bytes(state) == state.nbytes
     first = copy.take(state)
     places = {name: value.data_ptr() for name, value in {**first.weights, **first.optimizer}.items()}
     update(trained, 2)
-    later = TrainedState.of(*trained, STEP)
+    later = state_of(*trained)
     assert copy.missing_bytes(later) == 0
     second = copy.take(later)
     now = {**second.weights, **second.optimizer}
@@ -208,7 +218,7 @@ def test_without_memory_for_a_copy_training_waits(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, available: str
 ) -> None:
     """The system reports how little is available, or the allocation fails."""
-    state = TrainedState.of(*setting.trained, STEP)
+    state = state_of(*setting.trained)
     found = 2 * state.nbytes - 1 if available == "little" else None
     monkeypatch.setattr(checkpoint_writer, "available_memory", lambda: found)
     if available == "unknown":

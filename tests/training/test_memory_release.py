@@ -40,7 +40,7 @@ def test_no_gradient_and_no_value_per_token_is_held_when_the_sampler_syncs(
         return sample_batches(*arguments, **settings)
 
     def observe(*arguments: Any) -> None:
-        gradients = [item.grad is not None for item in (*optimizer._narrow, *optimizer._parameters)]
+        gradients = [item.grad is not None for pair in optimizer._narrow for item in pair]
         at_sync.append((any(gradients), any(experience() is not None for experience in experiences)))
         sync(*arguments)
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from bandpo_cli.config.run import OptimConfig
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import Policy
+from bandpo_cli.models.weights import weights_to_save
 from bandpo_cli.storage.checkpoints import Progress
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training.checkpoint_files import (
@@ -57,9 +58,13 @@ class State:
         return replace(STEP, step=step, skipped_in_a_row=0)
 
 
+def state_of(policy: Policy, optimizer: Optimizer, progress: Progress = STEP) -> TrainedState:
+    return TrainedState(weights_to_save(policy.model, policy.ranks), optimizer.state(), progress)
+
+
 def save_checkpoint(policy: Policy, optimizer: Optimizer, progress: Progress, folder: Path) -> None:
     """Check the state and write it as the checkpoint `folder`."""
-    state = TrainedState.of(policy, optimizer, progress)
+    state = state_of(policy, optimizer, progress)
     check_savable(policy, state, folder)
     write_checkpoint(policy, state, folder)
 
