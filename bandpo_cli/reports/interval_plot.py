@@ -17,7 +17,7 @@ from bandpo_cli.reports.interval_table import PEERS, peer_name
 _SMALLEST_P, _RATIO_FLOOR, _RATIO_CEILING = 1e-4, 1e-2, 1e3
 _LEGEND_COLUMNS = 5
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
-_WIDTH = 1.9  # of the lines
+_WIDTH = {"linewidth": 1.9}
 _SIMPLEX = "#f1f2f4"
 
 _Curve = tuple[str, RatioBounds, dict[str, Any]]
@@ -49,15 +49,14 @@ def plot_intervals(
     for color, name in zip(cycle(style.LINE_COLORS), divergences, strict=False):
         for dash, delta in zip(cycle(_DASHES), deltas, strict=False):
             bounds = band_bounds(np.log(p), name, delta, max_ratio)
-            curves.append((f"{name} δ={delta:g}", bounds, {"color": color, "linestyle": dash}))
+            curves.append((f"{name} δ={delta:g}", bounds, {"color": color, "linestyle": dash, **_WIDTH}))
     for dash, name in zip(cycle(_DASHES[1:]), peers, strict=False):
-        bounds, line = ratio_bounds(PEERS[name])(np.log(p)), {"color": style.MUTED_COLOR, "linestyle": dash}
-        curves.append((peer_name(PEERS[name]), bounds, line))
+        line = {"color": style.MUTED_COLOR, "linestyle": dash, **_WIDTH}
+        curves.append((peer_name(PEERS[name]), ratio_bounds(PEERS[name])(np.log(p)), line))
     title = "Allowed ratio and probability change of a token"
     subtitle = "old probability p, new probability r·p; grey: outside the simplex"
     figure, (ratios, changes) = style.new_figure(title, subtitle, panels=2)
-    _plot_ratios(ratios, p, curves)
-    _plot_changes(changes, p, curves)
+    _plot_curves(ratios, changes, p, curves)
     handles, labels = ratios.get_legend_handles_labels()
     further_rows = (len(labels) - 1) // _LEGEND_COLUMNS
     for axes in (ratios, changes):
@@ -78,31 +77,31 @@ def plot_intervals(
         raise UserError(f"--plot {path}: cannot be written: {error.strerror or error}") from error
 
 
-def _plot_ratios(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
-    for name, bounds, line in curves:
-        axes.plot(p, np.clip(bounds.upper, None, 1e6), label=name, linewidth=_WIDTH, **line)
-        axes.plot(p, np.clip(bounds.lower, 1e-6, None), linewidth=_WIDTH, **line)
-    axes.fill_between(p, 1.0 / p, 1e7, color=_SIMPLEX, zorder=0)
-    axes.plot(p, 1.0 / p, color=style.TEXT_COLOR, linewidth=0.9, label="simplex, r = 1/p")
-    axes.axhline(1.0, color=style.MUTED_COLOR, linewidth=0.8)
-    axes.set_yscale("log")
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_ylim(_RATIO_FLOOR, _RATIO_CEILING)
-    axes.yaxis.set_major_formatter(style.PLAIN_NUMBERS)
-    style.label(axes, "old probability p", "probability ratio r = π / π_old")
-
-
-def _plot_changes(axes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
+def _plot_curves(ratios: Axes, changes: Axes, p: np.ndarray, curves: Sequence[_Curve]) -> None:
+    """Plot the bounds of the ratio, and the changes of the probability that they allow."""
     largest_gain = largest_loss = 0.02
-    for _, bounds, line in curves:
+    for name, bounds, line in curves:
+        ratios.plot(p, np.clip(bounds.upper, None, 1e6), label=name, **line)
+        ratios.plot(p, np.clip(bounds.lower, 1e-6, None), **line)
         gain, loss = p * (bounds.upper - 1.0), p * (1.0 - bounds.lower)
-        axes.plot(p, np.clip(gain, None, 2.0), linewidth=_WIDTH, **line)
-        axes.plot(p, -loss, linewidth=_WIDTH, **line)
+        changes.plot(p, np.clip(gain, None, 2.0), **line)
+        changes.plot(p, -loss, **line)
         largest_gain = max(largest_gain, float(np.minimum(gain, 1.0 - p).max()))
         largest_loss = max(largest_loss, float(loss.max()))
-    axes.set_ylim(-1.25 * largest_loss, 1.25 * largest_gain)
-    for limit, beyond in ((1.0 - p, 2.0), (-p, -2.0)):
-        axes.fill_between(p, limit, beyond, color=_SIMPLEX, zorder=0)
-        axes.plot(p, limit, color=style.TEXT_COLOR, linewidth=0.9)
-    axes.axhline(0.0, color=style.MUTED_COLOR, linewidth=0.8)
-    style.label(axes, "old probability p", "change of probability Δp = (r − 1)·p")
+    limit: dict[str, Any] = {"color": style.TEXT_COLOR, "linewidth": 0.9}
+    ratios.fill_between(p, 1.0 / p, 1e7, color=_SIMPLEX, zorder=0)
+    ratios.plot(p, 1.0 / p, label="simplex, r = 1/p", **limit)
+    for end, beyond in ((1.0 - p, 2.0), (-p, -2.0)):
+        changes.fill_between(p, end, beyond, color=_SIMPLEX, zorder=0)
+        changes.plot(p, end, **limit)
+    ratios.set_yscale("log")
+    ratios.yaxis.set_minor_locator(NullLocator())
+    ratios.yaxis.set_major_formatter(style.PLAIN_NUMBERS)
+    ratios.set_ylim(_RATIO_FLOOR, _RATIO_CEILING)
+    changes.set_ylim(-1.25 * largest_loss, 1.25 * largest_gain)
+    for axes, unchanged, text in (
+        (ratios, 1.0, "probability ratio r = π / π_old"),
+        (changes, 0.0, "change of probability Δp = (r − 1)·p"),
+    ):
+        axes.axhline(unchanged, color=style.MUTED_COLOR, linewidth=0.8)
+        style.label(axes, "old probability p", text)

@@ -59,30 +59,27 @@ def band_rows(probs: Sequence[float], name: str, delta: float, max_ratio: float 
         certain &= not (max_ratio is not None and high == max_ratio and high * prob < 1.0)
         # Saturation starts at an exact probability, which exp of its rounded logarithm may miss.
         low, high = 0.0 if vanishes else low, 1.0 / prob if certain else high
-        rows.append(_row(prob, name, delta, low, high, vanishes, certain))
+        ends = low, high, prob * low, min(prob * high, 1.0)
+        rows.append(IntervalRow(prob, name, delta, *ends, vanishes, certain))
     return rows
 
 
 def method_rows(probs: Sequence[float], name: str) -> list[IntervalRow]:
     """Return one row per probability for a method in `PEERS`."""
     settings = PEERS[name]
-    delta = settings.delta if isinstance(settings, TrustRegionSettings) else None
-    bounds = ratio_bounds(settings)(np.log(probs))
-    return [
-        _row(prob, peer_name(settings), delta, low, high, low <= 0.0, high * prob >= 1.0)
-        for prob, low, high in zip(probs, *(end.tolist() for end in bounds), strict=True)
-    ]
+    label, delta = peer_name(settings), settings.delta if isinstance(settings, TrustRegionSettings) else None
+    rows = []
+    for prob, low, high in zip(
+        probs, *map(np.ndarray.tolist, ratio_bounds(settings)(np.log(probs))), strict=True
+    ):
+        ends = low, high, prob * low, min(prob * high, 1.0)
+        rows.append(IntervalRow(prob, label, delta, *ends, low <= 0.0, high * prob >= 1.0))
+    return rows
 
 
 def peer_name(settings: MethodSettings) -> str:
     """Return the name of a method, with its divergence where it has one: `clip`, `dppo kl`."""
     return settings.region() if isinstance(settings, TrustRegionSettings) else settings.method
-
-
-def _row(
-    prob: float, name: str, delta: float | None, low: float, high: float, vanishes: bool, certain: bool
-) -> IntervalRow:
-    return IntervalRow(prob, name, delta, low, high, prob * low, min(prob * high, 1.0), vanishes, certain)
 
 
 def as_json(rows: Sequence[IntervalRow]) -> str:
@@ -94,7 +91,6 @@ def as_json(rows: Sequence[IntervalRow]) -> str:
 def as_csv(rows: Sequence[IntervalRow]) -> str:
     """Return the rows as CSV with a header line; a missing delta is an empty cell."""
     out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(field.name for field in fields(IntervalRow))
-    writer.writerows(map(astuple, rows))
+    names = [field.name for field in fields(IntervalRow)]
+    csv.writer(out, lineterminator="\n").writerows([names, *map(astuple, rows)])
     return out.getvalue().rstrip("\n")

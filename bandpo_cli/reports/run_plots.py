@@ -67,9 +67,10 @@ def plot_run(folder: Path, out: Path | None = None, suffix: str = ".png") -> lis
         "clip": plot_clip(records, subtitle),
         "clip_map": plot_clip_map(folder, subtitle),
     }
-    shown = {name: figure for name, figure in figures.items() if figure is not None}
     out = out or folder / "plots"
-    return [style.save(figure, out / f"{name}{suffix}") for name, figure in shown.items()]
+    return [
+        style.save(figure, out / f"{name}{suffix}") for name, figure in figures.items() if figure is not None
+    ]
 
 
 def plot_success_histogram(folder: Path) -> Path:
@@ -82,11 +83,7 @@ def plot_success_histogram(folder: Path) -> Path:
     ((first, scores), *others) = sets.items()
     about = f"{plural(scores['problems'], 'problem')} of {first}"
     if others:
-        about = (
-            f"{len(all_sets)} sets"
-            if len(sets) == len(all_sets)
-            else f"the first {len(sets)} of {len(all_sets)} sets"
-        )
+        about = f"{f'the first {len(sets)} of ' if len(sets) < len(all_sets) else ''}{len(all_sets)} sets"
     subtitle = _shorten(f"{about} · {folder.resolve().name}", _SUBTITLE_CHARS)
     figure, (axes,) = style.new_figure("Problems by correct completions", subtitle)
     sizes = {size for scores in sets.values() for size in scores["completions_per_problem"]}

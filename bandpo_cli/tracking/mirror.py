@@ -114,13 +114,8 @@ class MlflowMirror:
         client = mlflow_client(store.uri)
         for link in sorted(read_links(folder), key=lambda link: not link.is_for(store)):
             if (run := _find_run(client, store, link)) is not None:
-                current = replace(
-                    link,
-                    uri=redact_credentials(store.uri),
-                    experiment=store.experiment,
-                    run_id=str(run.info.run_id),
-                    experiment_id=str(run.info.experiment_id),
-                )
+                uri, ids = redact_credentials(store.uri), (str(run.info.run_id), str(run.info.experiment_id))
+                current = Link(uri, store.experiment, link.key, ids[0], link.files, ids[1])
                 if current != link:
                     write_link(folder, current)
                 return cls(client, run)
