@@ -15,8 +15,7 @@ from bandpo_cli.reports.run_plots import Curve, probability_bins, series
 from bandpo_cli.storage.run_folder import iterate_metrics
 from bandpo_cli.storage.run_record import read_summary
 
-_MAX_STEPS = 10**12
-_MAX_ABS_VALUE = 1e100  # larger than any real measurement; its square is a finite float64
+_MAX_STEPS, _MAX_ABS_VALUE = 10**12, 1e100  # larger than any real measurement; a finite float64 when squared
 
 
 @dataclass(frozen=True)
@@ -116,15 +115,16 @@ def _read_finished_run(run: VariantRun) -> VariantRunData:
     records = _read_records(run.folder)
     last = records[-1]["step"] if records else 0
     _check_finished(run.folder, last, settings.get("steps"))
-    sets = _evaluations(records)
-    if not sets:
+    if not (sets := _evaluations(records)):
         raise UserError(f"no evaluation at its last step, {last}")
     training = [record for record in records if record["step"] > 0]
     clipped = series(training, "clip/active_fraction").values()
     clipped_tokens, tokens = {}, {}
     for name, text in probability_bins({name for record in training for name in record}):
-        fractions = series(training, name)
-        shares = series(training, name.replace("active_fraction", "token_share"))
+        fractions, shares = (
+            series(training, name),
+            series(training, name.replace("active_fraction", "token_share")),
+        )
         if steps := [step for step in fractions if step in shares]:
             clipped_tokens[text] = sum(shares[step] * fractions[step] for step in steps)
             tokens[text] = sum(shares[step] for step in steps)
@@ -185,10 +185,11 @@ def _check_finished(folder: Path, last: int, steps: Any) -> None:
 def _evaluations(records: Sequence[Mapping[str, Any]]) -> dict[str, Evaluations]:
     """Return the sets that were evaluated at the last step, in the order of their keys in the last record."""
     last = records[-1] if records else {}
-    scores = list(filter(None, map(SCORE.fullmatch, last)))
-    means = [score for score in scores if score[2] == "mean"]
-    sets = {score[1]: Evaluations(score[3], series(records, score[0]), {}) for score in means}
-    for score in scores:
-        if score[2] == "pass" and score[1] in sets and score[3].isdecimal():
-            sets[score[1]].passes[int(score[3])] = float(last[score[0]])
+    scores = [match.group(1, 2, 3, 0) for match in map(SCORE.fullmatch, last) if match]
+    sets = {
+        label: Evaluations(n, series(records, key), {}) for label, kind, n, key in scores if kind == "mean"
+    }
+    for label, kind, k, key in scores:
+        if kind == "pass" and label in sets and k.isdecimal():
+            sets[label].passes[int(k)] = float(last[key])
     return sets

@@ -15,8 +15,7 @@ LEVEL = 0.95
 Limits = tuple[float, float]
 """Smallest and largest value that a metric can have."""
 
-NO_LIMITS: Limits = (-math.inf, math.inf)
-
+_NO_LIMITS: Limits = (-math.inf, math.inf)
 _ROUNDING = 1e-12  # relative; the order of summation changes a mean by less
 
 
@@ -55,7 +54,7 @@ class PairedTest:
     lower: int
 
 
-def estimate(values: ArrayLike, limits: Limits = NO_LIMITS) -> Estimate | None:
+def estimate(values: ArrayLike, limits: Limits = _NO_LIMITS) -> Estimate | None:
     """Return the mean of `values` [n] with its t-interval; None for no values.
 
     The interval is the part of Student's t-interval within `limits`. The mean that it estimates is within them too, so
@@ -77,16 +76,12 @@ def estimate(values: ArrayLike, limits: Limits = NO_LIMITS) -> Estimate | None:
 
 
 def paired_test(
-    arm: Mapping[int, float], baseline: Mapping[int, float], limits: Limits = NO_LIMITS
+    arm: Mapping[int, float], baseline: Mapping[int, float], limits: Limits = _NO_LIMITS
 ) -> PairedTest | None:
-    """Return the paired comparison of two variants over their common seeds; None without a common seed.
+    """Return the paired comparison of two variants, given as values by seed; None without a common seed.
 
-    Pairing removes what a seed changes in both variants alike, such as the order of the problems.
-
-    Args:
-        arm: value of the metric by seed.
-        baseline: the same for the baseline.
-        limits: smallest and largest value that the metric can have; its differences have those that follow from them.
+    Pairing removes what a seed changes in both variants alike, such as the order of the problems. `limits` are those of
+    the metric; those of its differences follow from them.
     """
     changes = np.array([arm[seed] - baseline[seed] for seed in sorted(arm.keys() & baseline.keys())])
     widest = limits[1] - limits[0]
@@ -107,7 +102,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     order = np.argsort(p, kind="stable")
     adjusted = np.empty_like(p)
     adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)))
-    return list(map(float, adjusted))
+    return [float(value) for value in adjusted]
 
 
 def area_under(steps: Sequence[float], values: Sequence[float]) -> float | None:
