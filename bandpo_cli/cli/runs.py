@@ -82,12 +82,11 @@ def report(
         by: Settings that define a variant, for example bounds,optim.lr; repeatable.
         out: Folder of the report.
     """
-    from bandpo_cli.reports.comparison import read_tuning, select_runs, write_report
+    from bandpo_cli.reports.comparison import select_runs, write_report
 
     chosen = select_runs(paths, runs_dir, baseline, [*filter(None, opt.split_commas(by or []))])
     folder = out or (Path() if chosen.sweep is None else chosen.sweep.path) / "report"
-    tuning = read_tuning(chosen.sweep)
-    written = write_report(chosen.runs, chosen.title, chosen.baseline, folder, chosen.notes, tuning)
+    written = write_report(chosen, folder)
     if format_ == "json":
         print_json(written.as_json())
     else:

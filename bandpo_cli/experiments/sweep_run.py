@@ -224,8 +224,8 @@ def sweep(
     else:
         _check_run_ranks((run.config for run in request.runs), executor)
         name = choose_run_name(runs_dir, name, timestamped("sweep"))
-        plan = request.runs, request.baseline, request.about
-        folder = SweepFolder.create(runs_dir, name, *plan, executor.ranks)
+        about = ({"gpus_per_run": executor.ranks} if executor.ranks > 1 else {}) | {**request.about}
+        folder = SweepFolder.create(runs_dir, name, request.runs, request.baseline, about)
     return _run_pending(folder, executor, runs_dir, Dispatcher(callbacks))
 
 
@@ -311,12 +311,10 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
                     events.phase("run")
                     failures = run_sweep(folder, pool, steps, events.step, flags, executor.stop_margin)
                 events.phase("report")
-                from bandpo_cli.reports.comparison import read_sweep, read_tuning, write_report
+                from bandpo_cli.reports.comparison import read_sweep, write_report
 
                 try:
-                    chosen, tuning = read_sweep(folder.path), read_tuning(folder)
-                    place = folder.path / "report"
-                    report = write_report(chosen.runs, chosen.title, chosen.baseline, place, tuning=tuning)
+                    report = write_report(read_sweep(folder.path), folder.path / "report")
                 except UserError as no_report:
                     report_error = str(no_report)
         except BaseException as raised:

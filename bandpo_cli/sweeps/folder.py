@@ -52,21 +52,16 @@ class SweepFolder:
         planned: Sequence[PlannedRun],
         baseline: str | None,
         about: Mapping[str, Any],
-        gpus_per_run: int = 1,
     ) -> SweepFolder:
-        """Create the folder and write the plan. Raises UserError for a name that is taken or not valid.
+        """Create the folder and write the plan; `about` has further keys of it. Raises UserError for an invalid name.
 
         The settings are written first and `sweep.yaml` last: where it exists, the plan is complete.
-
-        Args:
-            about: further keys of `sweep.yaml`.
         """
         path = create_folder(runs_dir, name)
         for run in planned:
             write_text(path / "plans" / f"{run.name}.yaml", to_yaml(run.config))
-        gpus = {"gpus_per_run": gpus_per_run} if gpus_per_run > 1 else {}
         runs = [{field.name: getattr(run, field.name) for field in fields(SweepRun)} for run in planned]
-        plan = {"name": path.name, "baseline": baseline, **gpus, **about, "runs": runs}
+        plan = {"name": path.name, "baseline": baseline, **about, "runs": runs}
         write_text(path / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False, allow_unicode=True))
         return cls(path, planned, plan)
 

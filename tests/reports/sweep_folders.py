@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,14 +64,9 @@ def write_sweep(folder: Path, finals: Mapping[str, Mapping[int, float]]) -> Path
     return folder
 
 
-def report_of(
-    folder: Path, baseline: str | None = "of the sweep", out: Path | None = None, **options: Any
-) -> Report:
-    """Write the report of a sweep."""
-    chosen = read_sweep(folder)
-    if baseline == "of the sweep":
-        baseline = chosen.baseline
-    return write_report(chosen.runs, chosen.title, baseline, out or folder / "report", **options)
+def report_of(folder: Path, out: Path | None = None, **changes: Any) -> Report:
+    """Write the report of a sweep, with changes of its selection."""
+    return write_report(replace(read_sweep(folder), **changes), out or folder / "report")
 
 
 def write_plan(folder: Path, plan: Any) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from bandpo_cli.reports.comparison import VariantRun, write_report
+from bandpo_cli.reports.comparison import Selection, VariantRun, write_report
 from bandpo_cli.reports.comparison.report_metrics import (
     EqualAccuracy,
     entropy_at_equal_accuracy,
@@ -193,7 +193,7 @@ def test_several_sets_are_compared_at_their_mean_accuracy(tmp_path, without_plot
     folders = [write_run(tmp_path / arm, accuracy={0: 0.2, 4: 0.4}, sets=["x", "y"]) for arm in "ab"]
     edit_line(folders[1], 4, **{"eval/y/mean_at_16": 0.8})
     report = write_report(
-        [VariantRun(folder.name, 0, folder) for folder in folders], "t", None, tmp_path / "out"
+        Selection("t", None, [VariantRun(folder.name, 0, folder) for folder in folders]), tmp_path / "out"
     )
     assert report.accuracy_level == pytest.approx(0.4)
     best = report.arms[0].figures["entropy_at_accuracy"]

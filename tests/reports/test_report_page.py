@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from bandpo_cli.reports.comparison import VariantRun, select_runs, write_report
+from bandpo_cli.reports.comparison import Selection, VariantRun, select_runs, write_report
 from tests.reports.sweep_folders import CLIP, report_of, write_run, write_sweep
 
 PLOTS = ["accuracy.png", "entropy.png", "accuracy_entropy.png", "clip_by_probability.png"]
@@ -60,7 +60,7 @@ def test_page_and_markdown_have_the_plots_and_need_no_network(tmp_path):
 def test_names_are_escaped_in_html_and_markdown(tmp_path):
     arm = "<script>alert(1)</script> | *a* $x$ [b](c)"
     folder = write_run(tmp_path / "a", CLIP)
-    report = write_report([VariantRun(arm, 0, folder)], "<b>t</b> & $", None, tmp_path / "out")
+    report = write_report(Selection("<b>t</b> & $", None, [VariantRun(arm, 0, folder)]), tmp_path / "out")
     page = _Page(report.files["report.html"].read_text())
     assert not {"script", "b"} & set(page.tags)
     assert arm in page.text
@@ -75,7 +75,7 @@ def test_runs_with_accuracy_only_give_a_report(tmp_path, figures):
     nothing = dict.fromkeys([*names, "clip/active_fraction/p_0.9_1"])
     folders = [write_run(tmp_path / f"{seed}", CLIP, seed, {4: 0.3 + seed}, **nothing) for seed in (0, 1)]
     runs = [VariantRun("clip", seed, folder) for seed, folder in enumerate(folders)]
-    report = write_report(runs, "t", None, tmp_path / "out")
+    report = write_report(Selection("t", None, runs), tmp_path / "out")
     assert [figure.key for figure in report.figures] == ["accuracy", "pass_at_16"]
     assert list(figures) == ["accuracy.png"]
 
@@ -89,7 +89,7 @@ def test_tables_scroll_inside_the_page_and_settings_are_rows(tmp_path, without_p
         write_run(folder / f"{arm}", settings, 0, accuracy, sets=("a-long-name", "math500"))
     write_run(folder / "failed", settings, 7, status="FAILED")
     selection = select_runs([folder], folder)
-    report = write_report(selection.runs, "a title", selection.runs[0].arm, tmp_path / "out")
+    report = write_report(Selection("a title", selection.runs[0].arm, selection.runs), tmp_path / "out")
     text = report.files["report.html"].read_text(encoding="utf-8")
     assert len(re.findall("<table>", text)) == 4
     assert len(re.findall(r'<div class="scroll"[^>]*>\s*<table>', text)) == 4

@@ -5,7 +5,7 @@ import pytest
 from matplotlib.patches import Patch
 
 from bandpo_cli.reports import style
-from bandpo_cli.reports.comparison import VariantRun, write_report
+from bandpo_cli.reports.comparison import Selection, VariantRun, write_report
 from bandpo_cli.reports.comparison.plots import MAX_VARIANTS_PLOTTED, common_curves, plot_accuracy_lr
 from bandpo_cli.reports.comparison.statistics import estimate
 from bandpo_cli.reports.style import legend_name, variant_styles
@@ -90,7 +90,9 @@ def test_accuracy_is_plotted_against_the_entropy_of_the_same_policy_and_names_ar
     tmp_path, figures
 ):
     folder = write_run(tmp_path / "a", accuracy={0: 0.2, 2: 0.3, 4: 0.4})
-    report = write_report([VariantRun(r"$\frac{$ and $x$", 0, folder)], "cost $1 $2", None, tmp_path / "out")
+    report = write_report(
+        Selection("cost $1 $2", None, [VariantRun(r"$\frac{$ and $x$", 0, folder)]), tmp_path / "out"
+    )
     (axes,) = figures["accuracy_entropy.png"].axes
     # The entropy 0.5 − 0.05·step is recorded before the update of the step; none is recorded after the last one.
     assert list(axes.get_lines()[0].get_xdata()) == pytest.approx([0.45, 0.35, 0.30])

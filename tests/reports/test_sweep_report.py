@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.comparison import VariantRun, read_sweep, write_report
+from bandpo_cli.reports.comparison import Selection, VariantRun, read_sweep, write_report
 from tests.reports.sweep_folders import CLIP, KL, edit_line, report_of, write_run, write_sweep
 
 CLEAR = {
@@ -148,7 +148,7 @@ def test_one_seed_has_no_interval_in_any_output(tmp_path):
 def test_without_baseline_there_are_no_differences_and_a_note(sweep):
     runs = read_sweep(sweep).runs
     gone = [run for run in runs if run.arm != "clip"] + [VariantRun("clip", 0, sweep / "gone")]
-    report = write_report(gone, "t", "clip", sweep / "report")
+    report = write_report(Selection("t", "clip", gone), sweep / "report")
     assert (report.baseline, report.differences) == (None, ())
     assert any("All runs of the baseline 'clip' were excluded" in note for note in report.notes)
     report = report_of(sweep, baseline=None)
@@ -172,7 +172,7 @@ def test_excluded_runs_are_listed_and_do_not_change_the_results(sweep):
     runs = read_sweep(sweep).runs
     failed = write_run(sweep / "failed", CLIP, 3, {0: 0.2, 4: 0.99}, status="FAILED")
     more = [*runs, VariantRun("clip", 3, failed), VariantRun("dcpo", 0, sweep / "gone")]
-    report = write_report(more, "t", "clip", sweep / "report")
+    report = write_report(Selection("t", "clip", more), sweep / "report")
     excluded = [(item.run, item.arm, item.seed) for item in report.left_out]
     assert excluded == [("failed", "clip", 3), ("gone", "dcpo", 0)]
     assert "All runs of dcpo were excluded." in report.notes
@@ -187,12 +187,12 @@ def test_excluded_runs_are_listed_and_do_not_change_the_results(sweep):
 def test_an_interrupted_report_leaves_no_partial_folder(sweep, monkeypatch, exists):
     runs = read_sweep(sweep).runs
     if exists:
-        write_report(runs, "earlier", "clip", sweep / "report")
+        write_report(Selection("earlier", "clip", runs), sweep / "report")
     before = {path: path.read_bytes() for path in sweep.rglob("*") if path.is_file()}
     render = mock.Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr("bandpo_cli.reports.comparison.write.render", render)
     with pytest.raises(KeyboardInterrupt):
-        write_report(runs, "t", "clip", sweep / "report")
+        write_report(Selection("t", "clip", runs), sweep / "report")
     assert {path: path.read_bytes() for path in sweep.rglob("*") if path.is_file()} == before
     assert (sweep / "report").exists() == exists
 
@@ -216,7 +216,7 @@ def test_errors_are_one_line(sweep, tmp_path):
         (runs, "clpi", "baseline = 'clpi': no variant of that name (did you mean 'clip'?)"),
     ):
         with pytest.raises(UserError, match=re.escape(message)) as refused:
-            write_report(listed, "t", baseline, tmp_path / "out")
+            write_report(Selection("t", baseline, listed), tmp_path / "out")
         assert "\n" not in str(refused.value)
         assert not (tmp_path / "out").exists()
     (tmp_path / "file").touch()
@@ -228,7 +228,7 @@ def test_several_sets_have_a_mean_and_values_per_set(tmp_path):
     sets = ["gsm8k", "math500"]
     folder = write_run(tmp_path / "a", CLIP, 0, sets=sets)
     edit_line(folder, 4, **{"eval/math500/mean_at_16": 0.1})
-    report = write_report([VariantRun("clip", 0, folder)], "t", None, tmp_path / "out")
+    report = write_report(Selection("t", None, [VariantRun("clip", 0, folder)]), tmp_path / "out")
     figures = report.arms[0].figures
     assert figures["accuracy"].mean == pytest.approx(0.25)
     assert (figures["accuracy/gsm8k"].mean, figures["accuracy/math500"].mean) == (0.4, 0.1)
@@ -239,12 +239,12 @@ def test_several_sets_have_a_mean_and_values_per_set(tmp_path):
 def test_notes_name_differences_that_make_runs_incomparable(tmp_path):
     longer = write_run(tmp_path / "b", (*CLIP, "task.max_number=8"), 1, steps=6)
     runs = [VariantRun("a", 0, write_run(tmp_path / "a", CLIP)), VariantRun("a", 1, longer)]
-    notes = " ".join(write_report(runs, "t", None, tmp_path / "out").notes)
+    notes = " ".join(write_report(Selection("t", None, runs), tmp_path / "out").notes)
     assert "Runs of unequal length in a" in notes
     assert "The runs of a differ in more than their seed: steps, task.max_number" in notes
     assert "their held-out accuracies come from different problems" in notes
     folders = write_run(tmp_path / "c", CLIP, sets=["x", "y"]), write_run(tmp_path / "d", KL, sets=["y"])
     runs = [VariantRun(folder.name, 0, folder) for folder in folders]
-    report = write_report(runs, "t", None, tmp_path / "out")
+    report = write_report(Selection("t", None, runs), tmp_path / "out")
     assert report.sets == ("y",)
     assert "Excluded, because not every run was evaluated on these sets: x." in report.notes

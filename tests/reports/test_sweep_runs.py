@@ -81,7 +81,7 @@ FAILED = '{"status": "FAILED", "error": "NonFiniteError: the loss is nan"}'
         (_written("summary.json", FAILED), "failed at step 4 of 4: NonFiniteError: the loss is nan"),
         (lambda folder: folder.rename(folder.with_name("gone")), "its folder does not exist"),
         (_deleted("config.yaml"), "no config.yaml"),
-        (_written("config.yaml", "a: ["), "config.yaml, line 1: not readable"),
+        (_written("config.yaml", "a: ["), ": not readable as YAML"),
         (_deleted("summary.json"), "not finished: step 4 of 4, no summary.json"),
         (_written("summary.json", "[]"), "summary.json is not readable"),
         (_deleted("metrics.jsonl"), "metrics.jsonl ends at step 0 of 4"),

@@ -98,7 +98,7 @@ RUN = "{name: a, arm: clip, seed: 1}"
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ("runs: [", "line 1: not readable as YAML"),
+        ("runs: [", ": not readable as YAML"),
         ("3", "the plan = '3': Input should be a dictionary"),
         ("runs: []", "runs = '[]': List should have at least 1 item"),
         ("runs: [a]", "runs.0 = 'a': Input should be a dictionary"),

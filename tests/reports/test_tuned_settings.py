@@ -11,9 +11,9 @@ from rich.console import Console
 
 from bandpo_cli.cli.sweep_view import print_report
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.comparison import Report, VariantRun, read_tuning, select_runs, write_report
+from bandpo_cli.reports.comparison import Report, Selection, VariantRun, select_runs, write_report
 from bandpo_cli.reports.comparison.runs import read_variant_run
-from bandpo_cli.reports.comparison.tuning import TunedVariant, Tuning, accuracy_by_learning_rate
+from bandpo_cli.reports.comparison.tuning import TunedVariant, Tuning, accuracy_by_learning_rate, read_tuning
 from bandpo_cli.reports.comparison.variants import group_by_variant
 from bandpo_cli.storage import run_folder
 from tests.reports.sweep_folders import CLIP, KL, report_of, write_plan, write_run, write_sweep
@@ -37,10 +37,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     folder = write_sweep(tmp_path_factory.mktemp("runs") / "tested", finals)
     plan = yaml.safe_load((folder / "sweep.yaml").read_text())
     write_plan(folder, {**plan, "tuning": asdict(TUNING)})
-    selection = select_runs([folder], folder.parent)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("matplotlib.figure.Figure.savefig", lambda _, path, **__: Path(path).touch())
-        return report_of(folder, tuning=read_tuning(selection.sweep))
+        return report_of(folder)
 
 
 def test_the_tables_list_all_candidates(report):
@@ -131,7 +130,7 @@ def test_runs_with_equal_other_settings_are_a_line_in_all_forms_of_the_report(gr
         "kl 0.05 schedule=constant": {1e-5: [0.5, 0.51], 1e-4: [0.7, 0.71]},
         "kl 0.05 schedule=linear": {1e-5: [0.9]},
     }
-    report = write_report(selection.runs, "t", None, tmp_path / "out")
+    report = write_report(Selection("t", None, selection.runs), tmp_path / "out")
     assert report.files["accuracy_lr.png"] == tmp_path / "out" / "accuracy_lr.png"
     caption, markdown = "Held-out accuracy against learning rate", report.files["report.md"].read_text()
     assert f"![{caption}](accuracy_lr.png)" in markdown

@@ -1,6 +1,7 @@
 """Writing a report: leaderboard.csv, report.md, the plots, and report.html, which needs no other file or network.
 
-The templates of Markdown and HTML are in `reports/templates`. They call the functions of this module as `texts`.
+The sentences of a report are its scope, its result, and notes on the limits of the comparison. The templates of
+Markdown and HTML are in `reports/templates`. They call the functions of this module as `texts`.
 """
 
 import base64
@@ -9,30 +10,32 @@ import io
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from bandpo_cli.errors import UserError
-from bandpo_cli.reports.comparison.findings import headline, report_notes, scope
+from bandpo_cli.errors import UserError, plural
 from bandpo_cli.reports.comparison.plots import MAX_VARIANTS_PLOTTED, plot_all
 from bandpo_cli.reports.comparison.report_metrics import (
+    MAX_LISTED,
     Metric,
     common_sets,
     entropy_at_equal_accuracy,
     measure,
+    shorten_list,
 )
-from bandpo_cli.reports.comparison.runs import ExcludedRun, VariantRunData, read_variant_run
-from bandpo_cli.reports.comparison.selection import VariantRun
+from bandpo_cli.reports.comparison.runs import Arms, ExcludedRun, VariantRunData, read_variant_run
+from bandpo_cli.reports.comparison.selection import Selection, differing_settings, is_within
 from bandpo_cli.reports.comparison.statistics import Estimate, PairedTest, p_text
-from bandpo_cli.reports.comparison.tuning import Tuning
+from bandpo_cli.reports.comparison.tuning import read_tuning
 from bandpo_cli.reports.comparison.variants import (
     SPREAD,
     Report,
     Variant,
+    VariantDifference,
     compare_variants,
     evaluate_variants,
     group_by_variant,
@@ -55,40 +58,31 @@ CAPTIONS = {
 }
 """Captions of the plots by file name without suffix, in the order of the report."""
 
+_MAX_NAMED = 3  # variants that the headline names in each direction
 
-def write_report(
-    runs: Sequence[VariantRun],
-    title: str,
-    baseline: str | None,
-    out: Path,
-    notes: Sequence[str] = (),
-    tuning: Tuning | None = None,
-) -> Report:
-    """Compare the variants of `runs` and write leaderboard.csv, report.md, report.html and the plots into `out`.
+_EVALUATION_KEYS = ("task", "evaluation.problems", "evaluation.temperature", "model.prompts")
+"""Settings and sections whose values make the accuracies of two runs incomparable."""
+
+
+def write_report(selection: Selection, out: Path) -> Report:
+    """Compare the variants of a selection and write leaderboard.csv, report.md, report.html and the plots into `out`.
 
     All results are computed from the run folders. Runs that are failed, unfinished or damaged are excluded and listed
-    with the reason.
-
-    Args:
-        runs: the runs with their variants and seeds.
-        title: heading of the report.
-        baseline: the variant that the others are compared with; None for no comparison.
-        out: folder to write to; it is created if needed.
-        notes: sentences to place before the report's own notes.
-        tuning: the variants that the settings of `runs` were chosen from; None for settings that no sweep chose.
+    with the reason. The notes of the selection come before those of the report.
 
     Raises:
         UserError: all runs are excluded, two runs of a variant have the same seed, the runs share no evaluation set,
-            `baseline` is not a variant, or `out` cannot be written to.
+            the baseline is not a variant, the plan of the sweep is damaged, or `out` cannot be written to.
     """
-    check_baseline(baseline, [run.arm for run in runs if run.arm])
-    read = [read_variant_run(run) for run in runs]
+    baseline, tuning = selection.baseline, read_tuning(selection.sweep)
+    check_baseline(baseline, [run.arm for run in selection.runs if run.arm])
+    read = [read_variant_run(run) for run in selection.runs]
     excluded = tuple(run for run in read if isinstance(run, ExcludedRun))
     records = [run for run in read if isinstance(run, VariantRunData)]
     if not records:
         reasons = [f"all runs are excluded: {run.run}: {run.reason}" for run in excluded[:1]]
         reasons += [f"{len(excluded) - 1} more"] if len(excluded) > 1 else []
-        raise UserError(f"{title}: {'; '.join(reasons) or 'no runs to report on'}")
+        raise UserError(f"{selection.title}: {'; '.join(reasons) or 'no runs to report on'}")
     arms = group_by_variant(records)
     sets = common_sets(records)
     equal = entropy_at_equal_accuracy(arms, sets)
@@ -100,7 +94,7 @@ def write_report(
         differences = compare_variants([arm.name for arm in evaluated], baseline, measured)
     in_accuracy = [difference for difference in differences if difference.figure == "accuracy"]
     report = Report(
-        title=title,
+        title=selection.title,
         about=scope(evaluated, sets),
         finding=headline(evaluated, baseline, in_accuracy, metrics[0]),
         baseline=baseline if baseline in arms else None,
@@ -114,7 +108,7 @@ def write_report(
         left_out=excluded,
         files={},
     )
-    all_notes = [*notes, *report_notes(report, arms, baseline), *equal.notes]
+    all_notes = [*selection.notes, *report_notes(report, arms, baseline), *equal.notes]
     all_notes += [] if tuning is None else tuning.notes_on_range()
     if len(arms) > MAX_VARIANTS_PLOTTED:
         all_notes += [f"The plots show the {MAX_VARIANTS_PLOTTED} most accurate variants and the baseline."]
@@ -137,6 +131,132 @@ def write_report(
     except OSError as error:
         raise UserError(f"{out}: cannot be written to: {error.strerror or error}") from error
     return report
+
+
+def scope(arms: Sequence[Variant], sets: Sequence[str]) -> str:
+    """Return `3 variants, 9 runs over seeds 0, 1, 2; 100 steps; evaluated on countdown`."""
+    seeds = sorted({seed for arm in arms for seed in arm.seeds})
+    least, most = min(arm.steps[0] for arm in arms), max(arm.steps[1] for arm in arms)
+    runs = plural(sum(len(arm.seeds) for arm in arms), "run")
+    steps = f"{most:,} steps" if least == most else f"{least:,} to {most:,} steps"
+    listed = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
+    over = listed if len(seeds) <= 8 else f"{len(seeds)} seeds"
+    return f"{plural(len(arms), 'variant')}, {runs} over {over}; {steps}; evaluated on {', '.join(sets)}"
+
+
+def headline(
+    arms: Sequence[Variant], baseline: str | None, differences: Sequence[VariantDifference], metric: Metric
+) -> str:
+    """Return the result in one sentence, which claims no more than the tests support.
+
+    Args:
+        arms: highest accuracy first.
+        baseline: name of the baseline; None for no comparison.
+        differences: the differences in `metric`, the accuracy.
+    """
+    tested = [difference for difference in differences if difference.p_holm is not None]
+    if not tested:
+        untested = f"; with these seeds no difference from {baseline} can be tested" if differences else ""
+        return f"{_ranking(arms, metric)}{untested}."
+    tested.sort(key=lambda difference: -abs(difference.change.mean))
+    groups, rest = [], len(differences)
+    for word in ("higher", "lower"):
+        group = [difference for difference in tested if difference.verdict == word]
+        texts = [
+            f"{difference.arm} ({_evidence(difference, metric, in_full=difference is group[0])})"
+            for difference in group[:_MAX_NAMED]
+        ]
+        if len(group) > _MAX_NAMED:
+            texts.append(plural(len(group) - _MAX_NAMED, "more variant"))
+        if texts:
+            groups.append(f"{word} for {' and '.join(filter(None, [', '.join(texts[:-1]), texts[-1]]))}")
+        rest -= len(group)
+    if groups:
+        others = "the other variant does" if rest == 1 else f"the other {rest} variants do"
+        more = f"; {others} not differ significantly from it" if rest else ""
+        return f"Against {baseline}, final held-out accuracy is {' and '.join(groups)}{more}."
+    largest, evidence = tested[0].arm, _evidence(tested[0], metric)
+    if len(differences) == 1:
+        return (
+            f"{largest} and {baseline} do not differ significantly in final held-out accuracy: the difference is "
+            f"{evidence}."
+        )
+    return (
+        f"No variant differs significantly from {baseline} in final held-out accuracy; the largest difference has "
+        f"{largest}: {evidence}."
+    )
+
+
+def _evidence(difference: VariantDifference, metric: Metric, in_full: bool = True) -> str:
+    """Return `+0.031`, `in_full` followed by `, 95% interval +0.010 to +0.052 over 3 seeds, p = 0.02`."""
+    change, pair, p_holm = difference.change, difference.paired, difference.p_holm
+    mean = metric.text(change.mean, sign=True)
+    if not in_full or pair is None or p_holm is None:
+        return mean
+    p = f"p = {p_text(p_holm)}".replace("= <", "<")
+    return (
+        f"{mean}, 95% interval {metric.interval(change, sign=True)} over {change.n} seeds, "
+        f"{'' if p_holm == pair.p else 'Holm-adjusted '}{p}"
+    )
+
+
+def _ranking(arms: Sequence[Variant], metric: Metric) -> str:
+    """Return a sentence on the final held-out accuracy of the first variant; it adds that a ranking is no test."""
+    value = arms[0].figures[metric.key]
+    seeds = f"{value.n} seeds" if value.n > 1 else "one seed, no interval"
+    if interval := metric.interval(value):
+        seeds = f"95% interval {interval.replace(' – ', ' to ')} over {seeds}"
+    mean = metric.text(value.mean)
+    if len(arms) == 1:
+        return f"{arms[0].name} ends at a held-out accuracy of {mean} ({seeds})"
+    untested = "; a ranking, not a test" if value.n > 1 else ""
+    return f"{arms[0].name} ends with the highest held-out accuracy, {mean} ({seeds}){untested}"
+
+
+def report_notes(report: Report, arms: Arms, baseline: str | None) -> Iterator[str]:
+    """Yield what limits the comparison, one sentence per note; all runs of the baseline may have been excluded."""
+    runs = [run for members in arms.values() for run in members]
+    if missing := sorted({run.arm for run in report.left_out if run.arm and run.arm not in arms}):
+        yield f"All runs of {shorten_list(missing)} were excluded."
+    if single := [name for name, members in arms.items() if len(members) == 1]:
+        yield f"Only one seed, and therefore no interval: {shorten_list(single)}."
+    if len({tuple(run.seed for run in members) for members in arms.values()}) > 1:
+        yield (
+            "The variants do not have the same seeds; each variant is compared over the seeds that it shares with the "
+            "baseline."
+        )
+    if len(arms) > 1 and baseline is None:
+        yield "No baseline was given, so there are no differences; choose one with --baseline ARM."
+    elif len(arms) > 1 and baseline not in arms:
+        yield f"All runs of the baseline '{baseline}' were excluded, so there are no differences."
+    elif len(arms) > 2:
+        metrics = len({difference.figure for difference in report.differences})
+        yield (
+            f"{plural(len(report.differences), 'comparison')}: {len(arms) - 1} variants against {baseline} in "
+            f"{metrics} metrics. p-values are adjusted over the variants for each metric (Holm), not over the metrics."
+        )
+    if unequal := [name for name, members in arms.items() if len({run.steps for run in members}) > 1]:
+        yield (
+            f"Runs of unequal length in {shorten_list(unequal)}: curves cover the common steps; final metrics are "
+            "taken at the last step of each run."
+        )
+    if len({run.steps for run in runs}) > 1:
+        yield "The numbers of steps of the runs differ."
+    for name, members in arms.items():
+        if keys := differing_settings(run.settings for run in members):
+            yield f"The runs of {name} differ in more than their seed: {', '.join(keys[:MAX_LISTED])}."
+    differing = differing_settings(run.settings for run in runs)
+    if incomparable := [key for key in differing if is_within(key, _EVALUATION_KEYS)]:
+        yield (
+            f"The runs differ in {', '.join(incomparable[:MAX_LISTED])}: their held-out accuracies come from different "
+            "problems or different sampling."
+        )
+    if others := sorted({label for run in runs for label in run.sets} - set(report.sets)):
+        yield f"Excluded, because not every run was evaluated on these sets: {', '.join(others)}."
+    if len(ns := sorted({run.sets[label].n for run in runs for label in report.sets})) > 1:
+        yield f"The number of completions per problem differs between the values of mean@n: {', '.join(ns)}."
+    if not any(metric.key.startswith("pass_at_") for metric in report.figures):
+        yield "No pass@k is common to all runs."
 
 
 def value_text(metric: Metric, estimate: Estimate | None) -> str:
