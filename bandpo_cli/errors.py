@@ -195,11 +195,6 @@ def find_out_of_memory(error: BaseException) -> BaseException | None:
     return None
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` is, or was caused by, a failed allocation of Python, torch or vLLM."""
-    return find_out_of_memory(error) is not None
-
-
 _MESSAGES_BY_ERRNO = {
     errno.ENOSPC: "no space is left on the disk; free some, then continue",
     errno.EDQUOT: "the disk quota is used up; free some space, then continue",

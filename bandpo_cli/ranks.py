@@ -148,8 +148,7 @@ class Ranks:
 
     def wait(self) -> None:
         """Wait until every rank has called this."""
-        if self.size > 1:
-            self.gather(None)
+        self.gather(None)
 
 
 def balanced_owners(

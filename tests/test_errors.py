@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from bandpo_cli.errors import closed_at_end, find_out_of_memory, is_out_of_memory, warn_on_failure
+from bandpo_cli.errors import closed_at_end, find_out_of_memory, warn_on_failure
 
 CUDA = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79 GiB"
 
@@ -39,7 +39,7 @@ def wrapped(inner: BaseException, raised_from: bool = True, hidden: bool = False
 def test_failed_allocations_are_recognised_also_when_wrapped(error: Exception) -> None:
     for outer in (error, wrapped(error), wrapped(wrapped(error)), wrapped(error, raised_from=False)):
         assert find_out_of_memory(outer) is error
-    assert not is_out_of_memory(wrapped(error, raised_from=False, hidden=True)), "raised `from None`"
+    assert not find_out_of_memory(wrapped(error, raised_from=False, hidden=True)), "raised `from None`"
 
 
 def test_other_errors_are_not() -> None:
@@ -47,7 +47,7 @@ def test_other_errors_are_not() -> None:
     cycle = wrapped(first)
     first.__cause__ = cycle
     others = [RuntimeError("shapes differ"), ValueError("a text about running out of memory")]
-    assert not any(map(is_out_of_memory, [*others, wrapped(others[1]), cycle]))
+    assert not any(map(find_out_of_memory, [*others, wrapped(others[1]), cycle]))
 
 
 def test_a_failure_after_the_end_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from bandpo_cli.cli.completion import complete_config, complete_task, one_of
-from bandpo_cli.datasets import split_member, tasks_text
+from bandpo_cli.datasets import TASKS, split_member, tasks_text
 from bandpo_cli.errors import UserError, unknown_choice
 from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS, METHODS, load_attribute
 
@@ -130,9 +130,10 @@ def print_members(context: typer.Context, tasks: list[str] | None) -> list[str] 
         return tasks
     for task, member in filter(None, map(split_member, tasks or [])):
         if member == "list":
-            from bandpo_cli.config.task import describe_members
+            from bandpo_cli.config.task import check_package
 
-            members = describe_members(task)
+            check_package(task)
+            members = load_attribute(str(TASKS[task].members))()
             width = max(map(len, members))
             typer.echo("\n".join(f"{name:{width}}  {text}".rstrip() for name, text in members.items()))
             raise typer.Exit

@@ -164,35 +164,25 @@ def describe_config(path: Path) -> str:
     return " ".join(line.removeprefix("#").strip() for line in comment).split(". ")[0].rstrip(".")
 
 
-def find_config(path: Path, where: str) -> Path:
-    """Return the file that `path` names: a file, or a configuration file of the package by its name.
+def read_config(path: Path, where: str = "--config") -> FileLayer:
+    """Return the settings of a file, or of a configuration file of the package by its name.
 
     `paper/base`, `paper/base.yaml` and `configs/paper/base.yaml` name the same file of the package.
 
     Args:
-        where: the option that named the file; the error message begins with it.
+        where: the option that named the file; error messages begin with it.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: there is no such file, it cannot be read, is not YAML, or does not hold a mapping.
     """
-    if path_exists(path):
-        return path
-    known = shipped_configs()
-    name = path.as_posix().removeprefix("configs/").removesuffix(".yaml")
-    if name not in known:
-        problem = f"no such file, and no configuration of that name{nearest(name, known)}"
-        raise ConfigError(f"{where} {path}: {problem}; `bandpo configs` lists them")
-    return known[name]
-
-
-def read_config(path: Path, where: str = "--config") -> FileLayer:
-    """Return the settings of a file, or of a configuration file of the package that `path` names.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or does not hold a mapping.
-    """
-    file, where = find_config(path, where), f"{where} {path}"
-    return FileLayer(read_mapping(file, where), where, file)
+    where = f"{where} {path}"
+    if not path_exists(path):
+        known, name = shipped_configs(), path.as_posix().removeprefix("configs/").removesuffix(".yaml")
+        if name not in known:
+            problem = f"no such file, and no configuration of that name{nearest(name, known)}"
+            raise ConfigError(f"{where}: {problem}; `bandpo configs` lists them")
+        path = known[name]
+    return FileLayer(read_mapping(path, where), where, path)
 
 
 def read_mapping(file: Path, where: str) -> dict[str, Any]:

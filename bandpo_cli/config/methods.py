@@ -81,10 +81,6 @@ class MethodSettings(TaggedSection):
         """Return the settings with the values of `scheduled`."""
         return self.model_copy(update=self.scheduled(step, steps))
 
-    def schedules_over_run(self) -> dict[str, str]:
-        """Return the schedules, by key, that end with the run: its number of steps is part of every step."""
-        return {}
-
 
 DELTA_SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "linear": lambda progress, power: 1.0 - progress,
@@ -119,10 +115,6 @@ class TrustRegionSettings(MethodSettings):
         progress = min(1.0, step / (self.delta_steps or steps))
         share = DELTA_SCHEDULES[self.delta_schedule](progress, self.delta_power or _DEFAULT_POWER)
         return {"delta": self.delta_end + (self.delta - self.delta_end) * share}
-
-    def schedules_over_run(self) -> dict[str, str]:
-        """Return the radius' schedule if it runs over all steps."""
-        return {"bounds.delta_schedule": self.delta_schedule} if self.delta_steps is None else {}
 
     def region(self) -> str:
         """Return the trust region without its radius, as names of variants have it: `kl`, `dppo kl`."""

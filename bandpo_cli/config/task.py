@@ -349,14 +349,3 @@ def check_package(name: str) -> None:
     entry = TASKS[task_kind(name)]
     if entry.package is not None and not is_installed(entry.package):
         raise ConfigError(f"task {name}: the package {entry.package} is not installed; {entry.install}")
-
-
-def describe_members(name: str) -> dict[str, str]:
-    """Return a description of each member of a task that has members, by name.
-
-    Raises:
-        ConfigError: the package of the task is not installed.
-    """
-    check_package(name)
-    members: dict[str, str] = load_attribute(str(TASKS[name].members))()
-    return members

@@ -25,7 +25,7 @@ from bandpo_cli.experiments.preflight import (
     resolve_model,
 )
 from bandpo_cli.paths import path_exists, user_path
-from bandpo_cli.storage.eval_folder import SAMPLES_FILE, EvalFolder
+from bandpo_cli.storage.eval_folder import RECORD_FILE, SAMPLES_FILE, EvalFolder, read_record
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import RunFolder, timestamped
 from bandpo_cli.tasks.completions import StoredProblem, read_completions
@@ -221,7 +221,7 @@ def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) ->
 
     Raises UserError if the record is damaged, or the model or the samples have changed or are missing.
     """
-    record, complete = folder.read_record(), folder.samples_path.exists()
+    record, complete = read_record(folder.path / RECORD_FILE), folder.samples_path.exists()
     try:
         samples, model, legacy = record["samples"], record["model"], bool(record["legacy_best_at_k"])
         layers = [without_secret(record["config"]), {"tracking": tracking or {}}]

@@ -34,7 +34,7 @@ from bandpo_cli.grading.pool import GraderPool, failure_warnings
 from bandpo_cli.grading.rewards import check_not_all_failed
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.environment import describe_environment
-from bandpo_cli.storage.eval_folder import EvalFolder, PartKey
+from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder, PartKey, read_record
 from bandpo_cli.storage.files import write_json
 from bandpo_cli.storage.tables import EvalRow, read_eval_table
 from bandpo_cli.tasks.task import Task, text_hash
@@ -225,7 +225,7 @@ def _open_folder(
         return folder, set()
     stored, failed = target.read_parts().items(), GRADER_ERROR.verdict
     parts |= {key: rows for key, rows in stored if any(row["verdict"] != failed for row in rows)}
-    if parts and target.read_record()["sets"] != source.planned():
+    if parts and read_record(target.path / RECORD_FILE)["sets"] != source.planned():
         raise UserError(f"--resume {target.name}: its tasks have other problems now; start a new evaluation")
     return target, {*parts}
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from bandpo_cli.callbacks import RunResult, TrainCallback
 from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yaml, with_values
+from bandpo_cli.config.methods import TrustRegionSettings
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.config.task import DataTask
@@ -266,7 +267,9 @@ def _roll_back(plan: ResumePlan, config: RunConfig, env: Mapping[str, object]) -
 
 def _schedules_over_run(config: RunConfig) -> dict[str, str]:
     """Return the schedules, by key, that end with the run; a run with one cannot be extended."""
-    schedules = {"optim.schedule": config.optim.schedule, **config.bounds.schedules_over_run()}
+    schedules: dict[str, str] = {"optim.schedule": config.optim.schedule}
+    if isinstance(config.bounds, TrustRegionSettings) and config.bounds.delta_steps is None:
+        schedules["bounds.delta_schedule"] = config.bounds.delta_schedule
     return {key: schedule for key, schedule in schedules.items() if schedule != "constant"}
 
 

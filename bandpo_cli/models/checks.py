@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from transformers import PreTrainedModel
 
-from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory
+from bandpo_cli.errors import RunError, UserError, find_out_of_memory, first_line
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.models.sharding import forward_dtype
@@ -49,7 +49,7 @@ def loading_errors(path: str, what: str = "cannot be loaded") -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, GeneratorExit, UserError, RunError):
         raise
     except BaseException as error:
-        if is_out_of_memory(error):
+        if find_out_of_memory(error):
             raise
         text = str(error).strip()
         if "trust_remote_code" in text:
@@ -171,7 +171,7 @@ def check_packed_forward(model: PreTrainedModel) -> None:
     try:
         packed = token_logprobs(model, collate(rows, model.device)).logprobs
     except (TypeError, AttributeError, KeyError, ValueError, RuntimeError) as error:
-        if is_out_of_memory(error):  # independent of the architecture
+        if find_out_of_memory(error):  # independent of the architecture
             raise
         raise UserError(f"{kind} models do not run on packed rows: {first_line(error)}") from None
     unpacked = []

@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from bandpo_cli.config.hardware import dtype_on, with_dtype
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig
-from bandpo_cli.errors import UserError, first_line, is_out_of_memory
+from bandpo_cli.errors import UserError, find_out_of_memory, first_line
 from bandpo_cli.models import checks
 from bandpo_cli.models.attention import has_torch_varlen
 from bandpo_cli.models.checks import loading_errors, model_error
@@ -280,7 +280,7 @@ def _device(name: str, ranks: Ranks = SINGLE) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        if is_out_of_memory(error):  # another process may hold all of its memory
+        if find_out_of_memory(error):  # another process may hold all of its memory
             raise
         raise UserError(f"model.device = {name!r}: not usable on this machine: {first_line(error)}") from None
     return device

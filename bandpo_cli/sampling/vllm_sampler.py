@@ -22,7 +22,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bandpo_cli.config.sampling import SamplingConfig, check_tensor_parallel
-from bandpo_cli.errors import RunError, UserError, is_out_of_memory, warn_on_failure
+from bandpo_cli.errors import RunError, UserError, find_out_of_memory, warn_on_failure
 from bandpo_cli.models.load import Policy, release_cached_memory
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.ranks import SINGLE, Ranks
@@ -155,7 +155,7 @@ class VllmSampler(Sampler):
             with engine_threads(self._threads):
                 yield
         except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
-            if is_out_of_memory(error):
+            if find_out_of_memory(error):
                 raise
             raise RunError(f"vLLM failed while sampling: {error_text(error)}") from error
 
@@ -199,7 +199,7 @@ class VllmSampler(Sampler):
             self._asleep = False
             cache_cleared = self._llm.reset_prefix_cache()
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-            if is_out_of_memory(error):
+            if find_out_of_memory(error):
                 raise
             raise StaleEngineError(
                 f"vLLM could not load version {version} of the weights: {error_text(error)}"
@@ -293,7 +293,7 @@ def _start(config: SamplingConfig, model: EngineModel, ranks: Ranks, sleeps: boo
     except ImportError as error:
         raise UserError(f"sampling.engine = 'vllm': vLLM cannot be imported: {error_text(error)}") from error
     except (ValueError, RuntimeError, OSError, AssertionError) as error:
-        if is_out_of_memory(error):
+        if find_out_of_memory(error):
             raise
         text, fraction = error_text(error), config.vllm.memory_fraction or UNESTIMATED_FRACTION
         if "memory" in text.lower():  # the names that vLLM uses in its errors about memory

@@ -38,10 +38,6 @@ class EvalFolder(ExperimentFolder):
         """Write `eval.json`."""
         return write_json(self.path / RECORD_FILE, record)
 
-    def read_record(self) -> dict[str, Any]:
-        """Return the content of `eval.json`. Raises UserError when it is damaged."""
-        return read_record(self.path / RECORD_FILE)
-
     def write_part(self, key: PartKey, rows: Sequence[EvalRow]) -> Path:
         """Store the completions of some problems until those of all problems exist."""
         return write_eval_table(self.path / "parts" / f"{key.set_index:03d}-{key.start:08d}.parquet", rows)

@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 from xxhash import xxh3_64
 
 from bandpo_cli.config.run import RewardConfig
-from bandpo_cli.errors import RunError, UserError, first_line, is_out_of_memory
+from bandpo_cli.errors import RunError, UserError, find_out_of_memory, first_line
 from bandpo_cli.models.load import Policy, save_policy
 from bandpo_cli.models.sharding import ShardError, read_shards, saved_shapes, write_shards
 from bandpo_cli.models.weights import load_weights
@@ -342,7 +342,7 @@ def reading_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError, ShardError) as error:
-        if is_out_of_memory(error):
+        if find_out_of_memory(error):
             raise
         raise UserError(
             f"{folder}: the checkpoint cannot be loaded: {_reason(error)}; remove {folder / STATE} to resume from the "

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.cli.sweep_view import SweepView
-from bandpo_cli.config.files import describe_config, find_config, shipped_configs
+from bandpo_cli.config.files import describe_config, read_config, shipped_configs
 from bandpo_cli.config.layers import flatten, resolve
 from bandpo_cli.config.methods import BandSettings, ClipSettings
 from bandpo_cli.config.sampling import is_installed
@@ -225,11 +225,11 @@ def test_suggested_settings_exist() -> None:
 
 def test_a_file_of_the_user_comes_before_a_shipped_one(folder: Path) -> None:
     for name in ("paper/base", "paper/base.yaml", "configs/paper/base.yaml"):
-        assert find_config(Path(name), "--config") == shipped_configs()["paper/base"]
+        assert read_config(Path(name)).path == shipped_configs()["paper/base"]
     (folder / "gsm8k").write_text("steps: 1\n")
-    assert find_config(Path("gsm8k"), "--config") == Path("gsm8k")
+    assert read_config(Path("gsm8k")).path == Path("gsm8k")
     with pytest.raises(ConfigError):
-        find_config(Path("nosuch"), "--config")
+        read_config(Path("nosuch"))
 
 
 def test_shipped_configs_are_those_of_the_repository() -> None:

@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import ConfigError, RunError, UserError, is_out_of_memory
+from bandpo_cli.errors import ConfigError, RunError, UserError, find_out_of_memory
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.models.weights import checkpoint_weights
@@ -299,14 +299,16 @@ def test_errors_are_raised_with_their_type_and_text(
     with pytest.raises(kind) as caught:
         stub.sample(PROMPTS, PARAMS, seed)
     assert (type(caught.value), str(caught.value)) == (kind, text)
-    assert not is_out_of_memory(caught.value)
+    assert not find_out_of_memory(caught.value)
     with pytest.raises(kind):
         list(stub.sample_stream([SampleRequest(PROMPTS, 0), SampleRequest(PROMPTS, seed)], PARAMS))
     assert stub.sample(PROMPTS, PARAMS, 0)
 
 
 @pytest.mark.parametrize("seed", [5, 6, 8])
-def test_out_of_memory_in_the_process_is_out_of_memory_in_the_trainer(stub: EngineProcess, seed: int) -> None:
+def test_out_of_memory_in_the_process_find_out_of_memory_in_the_trainer(
+    stub: EngineProcess, seed: int
+) -> None:
     size = "MemoryError" if seed == 8 else "CUDA out of memory. Tried to allocate 2.00 GiB"
     with (
         pytest.raises(RunError, match=rf"^out of memory \(engine process: {size}\); for less memory"),

@@ -7,7 +7,7 @@ import pytest
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.paths import path_exists
-from bandpo_cli.storage.eval_folder import EvalFolder, PartKey, read_record
+from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder, PartKey, read_record
 from bandpo_cli.storage.tables import EvalRow
 
 ROW = EvalRow(
@@ -49,7 +49,7 @@ def test_a_failed_write_keeps_the_old_file(folder: EvalFolder) -> None:
         folder.write_record({"status": object()})
     with pytest.raises((TypeError, ValueError)):
         folder.write_part(PartKey(0, 0), [{**ROW, "text": 5}])  # type: ignore[typeddict-item]
-    assert folder.read_record()["status"] == "running"
+    assert read_record(folder.path / RECORD_FILE)["status"] == "running"
     assert folder.read_parts() == {PartKey(0, 0): [ROW]}
 
 

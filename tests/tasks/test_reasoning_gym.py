@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.task import ReasoningGymTask, describe_members, task_from_arguments
+from bandpo_cli.config.task import ReasoningGymTask, task_from_arguments
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.tasks import reasoning_gym as module
@@ -190,7 +190,7 @@ def test_options_of_later_layers_are_merged_key_by_key() -> None:
 def test_the_list_has_every_generator_of_the_library_but_the_excluded_ones() -> None:
     from reasoning_gym.factory import DATASETS
 
-    found = describe_members("reasoning-gym")
+    found = describe_generators()
     assert {*found} == {*DATASETS} - {*EXCLUDED}
     assert found["gcd"] == "min_numbers=2 max_numbers=2 min_value=1 max_value=1000"
 
