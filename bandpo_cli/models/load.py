@@ -19,17 +19,9 @@ from transformers.utils.logging import disable_progress_bar
 from bandpo_cli.config.hardware import dtype_on, with_dtype
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig
 from bandpo_cli.errors import UserError, find_out_of_memory, first_line
-from bandpo_cli.models import checks
+from bandpo_cli.models import checks, lora
 from bandpo_cli.models.attention import has_torch_varlen
 from bandpo_cli.models.checks import loading_errors, model_error
-from bandpo_cli.models.lora import (
-    adapters_disabled,
-    add_adapters,
-    base_config,
-    has_adapters,
-    merge_adapter,
-    save_adapter,
-)
 from bandpo_cli.models.sharding import checkpointed_layers, forward_dtype, is_sharded, shard
 from bandpo_cli.paths import cached_commit, path_exists, user_path
 from bandpo_cli.ranks import SINGLE, Ranks
@@ -94,7 +86,7 @@ class Policy:
     @contextmanager
     def passes(self) -> Iterator[PreTrainedModel]:
         """Yield the model for passes of this policy: without its adapters if the policy is the base model."""
-        with adapters_disabled(self.model) if self.is_base else nullcontext():
+        with lora.adapters_disabled(self.model) if self.is_base else nullcontext():
             yield self.model
 
     @property
@@ -143,16 +135,17 @@ def load_policy(
             trained with these settings.
     """
     attention, device = _attention(config), _device(config.device, ranks)
-    config, adapter = base_config(config)
+    config, adapter = lora.base_config(config)
     model_config = read_config(config)
     folder = Path(model_location(config))
-    location = str(folder.absolute()) if path_exists(folder) else config.path
-    commit = None if path_exists(folder) else cached_commit(config.path, "model", config.revision)
-    if commit is not None:  # a repository that changes in between gives no mixture of two commits
-        config = config.model_copy(update={"revision": commit})
+    if path_exists(folder):
+        location, commit = str(folder.absolute()), None
+    else:  # a repository that changes in between gives no mixture of two commits
+        location, commit = config.path, cached_commit(config.path, "model", config.revision)
+        config = config.model_copy(update={"revision": commit or config.revision})
     model, tokenizer = _load(config, model_config, attention)
     if adapter is not None:
-        merge_adapter(model, adapter)
+        lora.merge_adapter(model, adapter)
         if path_exists(adapter / "tokenizer_config.json"):
             tokenizer = load_tokenizer(config.model_copy(update={"path": str(adapter)}))
     stop_ids, pad_id = _special_ids(model, tokenizer, config.path)
@@ -164,7 +157,7 @@ def load_policy(
             (new_name or model.gradient_checkpointing_enable)({"use_reentrant": False})
             model.disable_input_require_grads()  # only reentrant checkpointing needs inputs that require gradients
         if config.lora is not None:
-            add_adapters(model, config.lora, seed, location, commit)
+            lora.add_adapters(model, config.lora, seed, location, commit)
     shard(model, ranks if for_training else SINGLE, device)
     if for_training:
         checks.check_packed_forward(model)
@@ -177,7 +170,7 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
     Raises:
         UserError: the folder is not a model folder, or transformers does not support its architecture.
     """
-    config, _ = base_config(config)
+    config, _ = lora.base_config(config)
     checks.check_model_files(model_location(config), config.path)
     with loading_errors(config.path, "its config cannot be read"):
         return AutoConfig.from_pretrained(**_source(config))
@@ -223,10 +216,8 @@ def _load(
         try:
             options = _source(config) | {"dtype": resolved_dtype(config), "attn_implementation": attention}
             # check_loaded_weights refuses mismatched sizes, with the others
-            checked = dict.fromkeys(
-                ("use_safetensors", "ignore_mismatched_sizes", "output_loading_info"), True
-            )
-            model, info = AutoModelForCausalLM.from_pretrained(**options, **checked)
+            flags = ("use_safetensors", "ignore_mismatched_sizes", "output_loading_info")
+            model, info = AutoModelForCausalLM.from_pretrained(**options, **dict.fromkeys(flags, True))
         finally:
             logger.disabled = False
         checks.check_loaded_weights(model, info, config.path)
@@ -242,7 +233,7 @@ def load_reference(policy: Policy, config: ModelConfig) -> Policy:
     With LoRA it is the policy's own model, which is passed through without its adapters. A sharded model is loaded
     again with the settings that it was loaded with.
     """
-    if has_adapters(policy.model):
+    if lora.has_adapters(policy.model):
         return replace(policy, is_base=True)
     if not is_sharded(policy.model):
         return replace(policy, model=copy.deepcopy(policy.model).requires_grad_(False))
@@ -259,8 +250,8 @@ def save_policy(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | No
     Args:
         weights: what `models.weights.weights_to_save` returns, or a copy; None for the weights in use.
     """
-    if has_adapters(policy.model):
-        save_adapter(policy.model, folder, weights)
+    if lora.has_adapters(policy.model):
+        lora.save_adapter(policy.model, folder, weights)
     else:
         policy.model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
         if is_sharded(policy.model):
@@ -319,9 +310,9 @@ def uses_gradient_checkpointing(model: PreTrainedModel, config: ModelConfig, on_
 
 def _special_ids(model: PreTrainedModel, tokenizer: Tokenizer, path: str) -> tuple[tuple[int, ...], int]:
     """Return the end-of-sequence ids of the model's generation config and its tokenizer, and the padding id."""
-    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = list(eos) if isinstance(eos, (list, tuple)) else [eos]
-    stop_ids = [i for i in [*ids, tokenizer.eos_token_id] if i is not None]
+    eos = model.generation_config and model.generation_config.eos_token_id
+    ids = [*eos] if isinstance(eos, (list, tuple)) else [eos]
+    stop_ids = [i for i in (*ids, tokenizer.eos_token_id) if i is not None]
     if not stop_ids:
         files = "tokenizer_config.json (eos_token), or by id in its generation_config.json (eos_token_id)"
         raise model_error(path, f"its tokenizer has no end-of-sequence token; name one in its {files}")
