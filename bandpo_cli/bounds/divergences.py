@@ -50,26 +50,13 @@ def find_divergence(name: str) -> Divergence:
     """
     if name in DIVERGENCES:
         entry = DIVERGENCES[name]
-        f: Generator = load_attribute(entry.generator)
-        solve, in_float32 = (path and load_attribute(path) for path in (entry.bounds, entry.bounds_float32))
-        return Divergence(f, solve or partial(solver.solve_generic, f), in_float32 or None)
-    if ":" not in name:
+        paths = entry.generator, entry.bounds, entry.bounds_float32
+        f, solve, solve_float32 = (path and load_attribute(path) for path in paths)
+    elif ":" in name:
+        f, solve, solve_float32 = custom_generator(name), None, None
+    else:
         raise ConfigError(f"divergence '{name}' is not known{DIVERGENCES.suggestion(name)}")
-    f = custom_generator(name)
-    return Divergence(f, partial(solver.solve_generic, f))
-
-
-def divergence_at(divergence: Divergence, tokens: TokenProbs, ratio: float) -> float:
-    """Return g(p, r) of docs/bounds.md: the least divergence at which a token of probability p can have ratio r ≤ 1/p.
-
-    `tokens` holds one token, as numpy arrays of shape (1,). The result is inf where no radius is enough, as for r = 1/p
-    and kl.
-    """
-    xp, p, m = namespace(tokens.p), tokens.p, tokens.m
-    x = xp.zeros_like(p) + (ratio - 1.0)
-    other_x = xp.clip(-p * x / m, -1.0, None)
-    terms = p * divergence.f(1.0 + x, x) + m * divergence.f(1.0 + other_x, other_x)
-    return float(terms[0])
+    return Divergence(f, solve or partial(solver.solve_generic, f), solve_float32)
 
 
 def f_kl(u: Array, x: Array) -> Array:

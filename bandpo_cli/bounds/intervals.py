@@ -27,7 +27,7 @@ from bandpo_cli.bounds.arrays import (
     output_dtype,
 )
 from bandpo_cli.bounds.band import logprob_bounds
-from bandpo_cli.bounds.divergences import divergence_at, find_divergence
+from bandpo_cli.bounds.divergences import find_divergence
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import METHODS, load_attribute
 
@@ -152,8 +152,13 @@ def matching_delta(name: str, prob: float, upper: float) -> float | None:
         raise ConfigError(f"the upper bound to match must be > 1, not {upper!r}")
     if upper * prob > 1.0:
         return None
-    with np.errstate(all="ignore"):
-        delta = divergence_at(find_divergence(name), TokenProbs(np.log([prob])), upper)
+    f = find_divergence(name).f
+    with np.errstate(
+        all="ignore"
+    ):  # g(p, r) of docs/bounds.md; arrays of one element, as a custom f expects arrays
+        tokens, x = TokenProbs(np.log([prob])), np.array([upper - 1.0])
+        other_x = np.clip(-tokens.p * x / tokens.m, -1.0, None)
+        (delta,) = (tokens.p * f(1.0 + x, x) + tokens.m * f(1.0 + other_x, other_x)).tolist()
     return delta if math.isfinite(delta) and delta > 0.0 else None
 
 

@@ -20,19 +20,14 @@ NAMES = st.sampled_from(list(DIVERGENCES))
 BATCH = 10_000
 
 
-@settings(max_examples=40)
-@given(name=NAMES, logp=st.floats(-200, 0), delta=st.floats(1e-6, 30))
-def test_bounds_are_ordered(name: str, logp: float, delta: float) -> None:
-    lower, upper = band_bounds([logp], name, delta)
-    assert 0 <= lower[0] <= 1 <= upper[0] <= math.exp(-logp) * (1 + 1e-12)
-
-
-@settings(max_examples=40)
-@given(name=NAMES, logp=st.floats(-60, -1e-8), delta=st.floats(1e-4, 2), factor=st.floats(1.01, 3))
-def test_a_larger_radius_gives_a_wider_interval(name: str, logp: float, delta: float, factor: float) -> None:
-    small, large = band_bounds([logp], name, delta), band_bounds([logp], name, delta * factor)
-    assert large.lower[0] <= small.lower[0] * (1 + 1e-12)
-    assert large.upper[0] >= small.upper[0] * (1 - 1e-12)
+@given(name=NAMES, logp=st.floats(-200, 0), delta=st.floats(1e-6, 10), factor=st.floats(1.01, 3))
+def test_bounds_are_ordered_and_a_larger_radius_widens_them(
+    name: str, logp: float, delta: float, factor: float
+) -> None:
+    (lower,), (upper,) = band_bounds([logp], name, delta)
+    (lowest,), (highest,) = band_bounds([logp], name, delta * factor)
+    assert 0 <= lowest <= lower * (1 + 1e-12) <= 1 + 1e-12
+    assert 1 <= upper <= highest * (1 + 1e-12) <= math.exp(-logp) * (1 + 2e-12)
 
 
 @settings(max_examples=20)
@@ -69,7 +64,8 @@ def test_shapes_and_dtypes(name: str) -> None:
             assert [b.shape for b in bounds] == [shape, shape]
             assert {b.dtype for b in bounds} == {returned}
     assert band_bounds(np.float32([-1.0]), name).lower.dtype == np.float32
-    assert band_bounds(-1, name).lower.dtype == np.float64
+    for values in (-1, [-2, -1, 0], (-2.0, 0.0), torch.tensor([-2, 0])):
+        assert str(band_bounds(values, name).lower.dtype).endswith("float64")
     assert band_bounds(-torch.rand(6, 4).T[::2], name).upper.shape == (2, 6)
 
 
@@ -99,13 +95,6 @@ def test_bounds_do_not_depend_on_the_blocks(name: str, dtype: Any, monkeypatch: 
         torch.testing.assert_close(in_blocks, expected, rtol=rtol, atol=0)
 
 
-def test_limits_of_kl() -> None:
-    """As p → 1 the bounds go to (e^−δ, 1); as p → 0 the upper probability goes to 1−e^−δ."""
-    lower, upper = band_bounds([-1e-12, -60.0], "kl", 0.05)
-    assert (lower[0], upper[0]) == pytest.approx((math.exp(-0.05), 1.0), rel=1e-9)
-    assert upper[1] * math.exp(-60.0) == pytest.approx(-math.expm1(-0.05), rel=1e-12)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -129,22 +118,10 @@ def test_numbers_of_numpy_and_torch_are_accepted(number: float) -> None:
     assert band_bounds([-1.0], "tv", number, number + 2).upper == expected
 
 
-@pytest.mark.parametrize("values", [[-2, -1, 0], (-2.0, -1.0, 0.0), torch.tensor([-2, -1, 0])])
-def test_lists_and_integers_are_float64(values: object) -> None:
-    for bound, expected in zip(band_bounds(values), band_bounds(np.array([-2.0, -1.0, 0.0])), strict=True):
-        assert str(bound.dtype).endswith("float64")
-        np.testing.assert_allclose(np.asarray(bound), expected, rtol=1e-14)
-
-
 @pytest.mark.parametrize(
     ("dtype", "rounding", "too_much"),
-    [
-        (torch.float64, 5e-5, 2e-3),
-        (torch.float32, 5e-5, 2e-3),
-        (torch.float16, 0.06, 1.5),
-        (torch.bfloat16, 0.5, 1.5),
-    ],
-)
+    [(torch.float64, 5e-5, 2e-3), (torch.float32, 5e-5, 2e-3), (torch.float16, 0.06, 1.5), (torch.bfloat16, 0.5, 1.5)],
+)  # fmt: skip
 def test_values_above_zero_are_accepted_where_rounding_explains_them(
     dtype: torch.dtype, rounding: float, too_much: float
 ) -> None:

@@ -101,12 +101,9 @@ def test_a_saved_policy_loads_with_the_weights_that_the_sampler_gets(tmp_path: P
     assert "7" in loaded.tokenizer.all_special_tokens  # the tokenizer of the folder, not of the base
 
 
-def test_the_base_of_another_installation_is_the_embedded_model(adapter: Path) -> None:
+def test_the_base_is_the_bundled_model_of_any_installation_or_a_revision_on_the_hub(adapter: Path) -> None:
     setting(base_model_name_or_path="/elsewhere/bandpo_cli/models/embedded")(adapter)
     assert base_config(ModelConfig(path=str(adapter)))[0].path == "embedded"
-
-
-def test_a_base_on_the_hub_has_its_revision(adapter: Path) -> None:
     setting(base_model_name_or_path="owner/model", revision="abc")(adapter)
     config, _ = base_config(ModelConfig(path=str(adapter), dtype="bfloat16"))
     assert (config.path, config.revision, config.dtype) == ("owner/model", "abc", "bfloat16")

@@ -88,31 +88,31 @@ def test_solutions_are_complete() -> None:
 
 @pytest.mark.slow
 def test_demonstrations_have_the_requested_shares() -> None:
-    """Of wrong answers, which use the right numbers and sometimes reach the target by chance; and of products.
-
-    Without products, problems with a correct sum get a correct sum, and the others a wrong sum.
-    """
+    """Of wrong answers, which use the right numbers and sometimes reach the target by chance; and of products."""
     problems, correct = {problem.prompt: problem for problem in TRAIN}, dict(solved_problems(TRAIN))
     demonstrations = Demonstrations(TOKENIZER, TRAIN, seed=0)
 
     def answers(sampler: AnswerSampler) -> list[tuple[str, str]]:
         """Return prompts and answers of a batch, whose tokens end with the end of the sequence."""
-        rows = demonstrations.rows(sampler)
-        assert {answer[-1] for row in rows for answer in row.completions} == {TOKENIZER.eos_token_id}
-        pairs = [(row.prompt_ids, answer[:-1]) for row in rows for answer in row.completions]
-        return [(TOKENIZER.decode(prompt), TOKENIZER.decode(answer)) for prompt, answer in pairs]
+        pairs = [
+            (row.prompt_ids, answer) for row in demonstrations.rows(sampler) for answer in row.completions
+        ]
+        assert {answer[-1] for _, answer in pairs} == {TOKENIZER.eos_token_id}
+        return [(TOKENIZER.decode(prompt), TOKENIZER.decode(answer[:-1])) for prompt, answer in pairs]
 
     for share, low, high in ((0.0, 0.0, 0.0), (0.5, 0.35, 0.6)):
-        sampled = answers(partly_wrong(share))
-        verdicts = [grade_countdown(problems[prompt], text).verdict for prompt, text in sampled]
+        verdicts = [
+            grade_countdown(problems[prompt], text).verdict for prompt, text in answers(partly_wrong(share))
+        ]
         assert set(verdicts) <= {"correct", "wrong-value"}
         assert low <= verdicts.count("wrong-value") / len(verdicts) <= high
     rarely = answers(rarely_multiplying(0.2))
-    needs_product = {prompt: all("*" in answer for answer in correct[prompt]) for prompt, _ in rarely}
-    assert all(text in correct[prompt] for prompt, text in rarely if not needs_product[prompt])
-    products = [(text in correct[prompt], "*" in text) for prompt, text in rarely if needs_product[prompt]]
-    assert 0.12 < sum(is_correct for is_correct, _ in products) / len(products) < 0.28
+    needs_product = [
+        (prompt, text) for prompt, text in rarely if all("*" in answer for answer in correct[prompt])
+    ]
+    products = [(text in correct[prompt], "*" in text) for prompt, text in needs_product]
     assert all(is_correct == has_product for is_correct, has_product in products)
+    assert 0.12 < sum(is_correct for is_correct, _ in products) / len(products) < 0.28
 
 
 @pytest.mark.slow

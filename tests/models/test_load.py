@@ -60,12 +60,9 @@ def test_the_reference_does_not_change_with_the_policy() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="flash-attn may be installed")
 @pytest.mark.parametrize(
     ("attention", "needed"),
-    [
-        ("flash_attention_2", "the package flash-attn "),
-        ("flash_attention_3", "the package flash-attn-3 "),
-        ("varlen", "a GPU and torch 2.12 or later"),
-    ],
-)
+    [("flash_attention_2", "the package flash-attn "), ("flash_attention_3", "the package flash-attn-3 "),
+     ("varlen", "a GPU and torch 2.12 or later")],
+)  # fmt: skip
 def test_kernels_that_are_not_at_hand_are_refused(attention: str, needed: str) -> None:
     config = ModelConfig.model_validate({"attention": attention, "dtype": "bfloat16"})
     with pytest.raises(UserError, match=rf"'{attention}' needs {needed}.*model.attention=sdpa") as error:
@@ -79,19 +76,12 @@ def test_flash_attention_with_float32_is_refused(monkeypatch: pytest.MonkeyPatch
         load_policy(ModelConfig(attention="flash_attention_2"))
 
 
-def test_model_with_capped_logits_is_refused() -> None:
-    model = random_model()
-    model.config.final_logit_softcapping = 30.0
-    with pytest.raises(UserError, match="final_logit_softcapping"):
-        check_packed_forward(model)
-
-
 def test_common_architectures_are_accepted(model: torch.nn.Module) -> None:
     check_packed_forward(model)
 
 
-def test_scaled_logits_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check compares log-probs, so it does not depend on the name of the config's setting."""
+def test_changed_logits_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the name of the config's setting, and without such a name, since the check compares log-probs."""
     model = random_model("llama")
     forward = model.forward
 
@@ -102,6 +92,9 @@ def test_scaled_logits_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(model, "forward", scaled)
     with pytest.raises(UserError, match="llama models are not supported"):
+        check_packed_forward(model)
+    model.config.final_logit_softcapping = 30.0
+    with pytest.raises(UserError, match="final_logit_softcapping"):
         check_packed_forward(model)
 
 

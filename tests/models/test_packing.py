@@ -8,15 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandpo_cli.models import packing
-from bandpo_cli.models.packing import (
-    MAX_PROMPT_COPIES,
-    MAX_SHARED_ROW_TOKENS,
-    Packing,
-    Row,
-    batch_rows,
-    collate,
-    rows_from_groups,
-)
+from bandpo_cli.models.packing import Packing, Row, batch_rows, collate, rows_from_groups
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 
 CPU = torch.device("cpu")
@@ -27,17 +19,10 @@ LENGTHS = st.lists(st.integers(1, 9), min_size=2, max_size=6).map(tuple)
 def group(prompt: int, completions: list[int]) -> Group:
     """Return a group with consecutive token ids, so that all completions differ."""
     ids = itertools.count()
-    prompt_ids = tuple(next(ids) for _ in range(prompt))
-    return Group(
-        PROBLEM,
-        tuple(
-            Rollout(
-                PROBLEM, "", prompt_ids, Completion(tuple(next(ids) for _ in range(n)), (0.0,) * n, "stop", 0), "",
-                Grade(0.0, False, "wrong"),
-            )
-            for n in completions
-        ),
-    )  # fmt: skip
+    prompt_ids, *answers = (tuple(itertools.islice(ids, length)) for length in (prompt, *completions))
+    sampled = [Completion(answer, (0.0,) * len(answer), "stop", 0) for answer in answers]
+    grade = Grade(0.0, False, "wrong")
+    return Group(PROBLEM, tuple(Rollout(PROBLEM, "", prompt_ids, item, "", grade) for item in sampled))
 
 
 def test_batches_keep_the_order_and_the_token_limit() -> None:
@@ -68,9 +53,9 @@ def test_prompt_is_shared_within_limits(prompt: int, completions: list[int], exp
     flat = [token for row in rows[:-1] for completion in row.completions for token in completion]
     assert flat == list(range(prompt, prompt + sum(completions)))
     for row in rows:
-        assert len(row.completions) == 1 or len(row) <= MAX_SHARED_ROW_TOKENS
+        assert len(row.completions) == 1 or len(row) <= packing.MAX_SHARED_ROW_TOKENS
         with_copies = sum(len(row.prompt_ids) + len(completion) for completion in row.completions)
-        assert len(row.completions) == 1 or len(row) <= 512 or with_copies <= MAX_PROMPT_COPIES * len(row)
+        assert len(row.completions) == 1 or len(row) <= 512 or with_copies <= 4 * len(row)
 
 
 @given(rows=st.lists(LENGTHS, min_size=1, max_size=8), limit=st.sampled_from([0, 12, 512]))
@@ -144,15 +129,11 @@ def test_copies_to_a_gpu_start_from_pinned_memory_and_do_not_wait(monkeypatch: p
     """Pinned memory and a GPU are stand-ins: both need CUDA."""
     calls: list[str] = []
 
-    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:
-        calls.append("pin")
-        return tensor
-
     def to(tensor: torch.Tensor, device: torch.device, **options: bool) -> torch.Tensor:
         calls.append(f"to {device.type}, {options}")
         return tensor
 
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: (calls.append("pin"), tensor)[1])
     monkeypatch.setattr(torch.Tensor, "to", to)
     assert packing.device_tensor([[1, 2]], torch.device("cuda")).tolist() == [[1, 2]]
     assert calls == ["pin", "to cuda, {'non_blocking': True}"]

@@ -8,7 +8,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bandpo_cli.bounds.intervals import clip_state
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.methods import ClipSettings
 from bandpo_cli.config.run import ObjectiveConfig
@@ -16,7 +15,6 @@ from bandpo_cli.errors import ConfigError
 from bandpo_cli.objective.importance import importance_weights
 from bandpo_cli.objective.loss import AGGREGATIONS, LossBatch, LossOutputs, k3, policy_objective
 from bandpo_cli.objective.policy_losses import IntervalLoss
-from bandpo_cli.training.metrics import clip_metrics
 
 log_prob = st.floats(-12.0, -1e-3)
 advantage = st.just(0.0) | st.floats(0.01, 3.0) | st.floats(-3.0, -0.01)
@@ -60,24 +58,6 @@ def expected_loss(rows: list[tuple[float, ...]], dual_clip: float | None) -> flo
 def test_the_loss_equals_its_definition(rows: list[tuple[float, ...]], dual_clip: float | None) -> None:
     loss = clipped_objective(inputs_of(rows), dual_clip).loss.item()
     assert loss == pytest.approx(expected_loss(rows, dual_clip), rel=1e-9, abs=1e-12)
-
-
-@given(rows=tokens)
-def test_active_tokens_are_those_without_gradient(rows: list[tuple[float, ...]]) -> None:
-    """A token counts in `clip/active_fraction` if the clamp binds, so that its gradient is zero."""
-    inputs = inputs_of(rows)
-    batch = inputs[1]
-    out = clipped_objective(inputs, dual_clip=None)
-    state = clip_state(out.ratios, *batch.columns.values(), batch.advantages)
-    metrics = clip_metrics(state, batch.old_logprobs)
-    active, upper, lower, outside = (
-        metrics[f"clip/{name}_fraction"] * len(out.ratios) for name in ("active", "upper", "lower", "outside")
-    )
-    moved = batch.advantages != 0
-    assert active == pytest.approx(((out.gradient == 0) & moved).sum().item())
-    assert active == pytest.approx(((out.gradient_weights == 0) & moved).sum().item())
-    assert active == pytest.approx(upper + lower)
-    assert active <= outside
 
 
 float32_log_prob = st.floats(-1e4, 0.0, width=32)
@@ -173,7 +153,7 @@ def weights_by(rule: str, cap: float | None = 1.5, **more: Any) -> torch.Tensor 
     return importance_weights(sampler + ratios.log(), sampler, lengths, objective)
 
 
-@pytest.mark.parametrize("rule", [*BY_HAND, *RULES])
+@pytest.mark.parametrize("rule", sorted({*BY_HAND, *RULES}))
 def test_weights_are_those_computed_by_hand(rule: str) -> None:
     more, expected = BY_HAND[rule]
     found = weights_by(rule.partition(" ")[0], **more)
@@ -204,15 +184,14 @@ def test_weights_of_extreme_log_probs_are_limited(rule: str, rows: list[tuple[fl
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        ({"importance": "token-masked"}, ["objective.importance = 'token-masked'", "did you mean 'token-mask'"]),
-        ({"importance_floor": 0.5}, ["importance_floor = 0.5", "no effect", "'token-truncate'"]),
-        ({"importance": "token-mask", "importance_cap": None}, ["'token-mask'", "needs importance_cap"]),
-        ({"importance": "token-mask", "importance_cap": 0.5}, ["[2, 0.5]", "importance_floor ≤ 1 ≤"]),
-        ({"importance": "sequence-mask", "importance_floor": 1.2}, ["[1.2, 2]", "importance_floor ≤ 1 ≤"]),
+        ({"importance": "token-masked"}, "did you mean 'token-mask'"),
+        ({"importance_floor": 0.5}, "importance_floor = 0.5"),
+        ({"importance": "token-mask", "importance_cap": None}, "'token-mask' needs importance_cap"),
+        ({"importance": "sequence-mask", "importance_floor": 1.2}, "[1.2, 2]"),
     ],
-)  # fmt: skip
-def test_settings_that_cannot_be_meant_are_one_line(layer: dict[str, Any], words: list[str]) -> None:
+)
+def test_settings_that_cannot_be_meant_are_one_line(layer: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as raised:
         resolve([{"objective": layer}])
     assert "\n" not in str(raised.value)
-    assert [word for word in words if word not in str(raised.value)] == []
+    assert words in str(raised.value)

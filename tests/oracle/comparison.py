@@ -101,19 +101,12 @@ class GivenSampler(Sampler):
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        temperature: float,
-        noise: float,
-        shares_weights: bool,
-        seed: int,
-        ahead: bool,
+        self, model: Any, temperature: float, noise: float, shares_weights: bool, seed: int, ahead: bool
     ) -> None:
         self.shares_weights, self._ahead = shares_weights, ahead
-        self._entropies: dict[tuple[tuple[int, ...], tuple[int, ...]], tuple[float, ...]] = {}
         self.given: list[list[GivenGroup]] = []
         self._model = copy.deepcopy(model) if ahead else model
-        self._temperature, self._noise = temperature, noise
+        self._temperature, self._noise, self._reports_entropies = temperature, noise, not noise and not ahead
         self._random, self._version = random.Random(seed), 0
 
     def sample(self, prompts_P: Sequence[Any], params: SamplingParams, seed: int) -> list[list[Completion]]:
@@ -122,8 +115,8 @@ class GivenSampler(Sampler):
         return [[self._completion(rollout) for rollout in group] for group in groups]
 
     def _completion(self, rollout: GivenRollout) -> Completion:
-        entropies = self._entropies.get((rollout.prompt_ids, rollout.token_ids), ())
         reason = "length" if rollout.truncated else "stop"
+        entropies = rollout.sampler_entropies if self._reports_entropies else ()
         return Completion(rollout.token_ids, rollout.sampler_logprobs, reason, self._version, entropies)
 
     @torch.no_grad()
@@ -144,19 +137,16 @@ class GivenSampler(Sampler):
             entropy = torch.distributions.Categorical(logits=logits).entropy().tolist()
             for entry, value in zip(entropies, entropy, strict=True):
                 entry.append(value)
-        pairs = zip(rows, logprobs, strict=True)
-        rollouts = [self._rollout(prompt, row[len(prompt) :], value) for row, value in pairs]
-        if not self._noise and not self._ahead:
-            for rollout, values in zip(rollouts, entropies, strict=True):
-                self._entropies[prompt, rollout.token_ids] = tuple(values[: len(rollout.token_ids)])
+        columns = zip(rows, logprobs, entropies, strict=True)
+        rollouts = [self._rollout(prompt, row[len(prompt) :], *values) for row, *values in columns]
         # Every third group repeats one completion, so that its rewards are all equal.
         return [rollouts[0]] * SAMPLES if place % 3 == 2 else rollouts
 
-    def _rollout(self, prompt: tuple[int, ...], ids: list[int], logprobs: list[float]) -> GivenRollout:
+    def _rollout(self, prompt: tuple[int, ...], ids: list[int], *values: list[float]) -> GivenRollout:
         length = ids.index(END) + 1 if END in ids else len(ids)
         grade = grade_text(tokenizer().decode(ids[:length], skip_special_tokens=True))
-        verdict = grade.reward, grade.correct, grade.verdict
-        return GivenRollout(prompt, tuple(ids[:length]), tuple(logprobs[:length]), *verdict, END not in ids)
+        columns = (tuple(column[:length]) for column in (ids, *values))
+        return GivenRollout(prompt, *columns, grade.reward, grade.correct, grade.verdict, END not in ids)
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
         self._version = version
@@ -287,15 +277,13 @@ def relative(value: float, expected: float) -> float:
     return abs(value - expected) / max(abs(expected), 0.01)
 
 
-TABLE_COLUMNS = ("old_logprob", "ratio", "lower", "upper")
-
-
 def _column_difference(path: Path, result: StepResult) -> float:
     """Return the largest relative difference between the token table and the tokens of the reference."""
     table = pd.read_parquet(path)
     tokens = [token for update in result.updates for token in update.tokens if token.has_ratio]
     assert len(table) == len(tokens)
-    expected = {name: [getattr(token, name) for token in tokens] for name in TABLE_COLUMNS}
+    names = ("old_logprob", "ratio", "lower", "upper")
+    expected = {name: [getattr(token, name) for token in tokens] for name in names}
     expected["advantage"] = [token.advantage if token.importance else 0.0 for token in tokens]
     return max(
         relative(*values)

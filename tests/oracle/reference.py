@@ -31,6 +31,7 @@ class GivenRollout:
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     sampler_logprobs: tuple[float, ...]
+    sampler_entropies: tuple[float, ...]
     credit: float
     correct: bool
     verdict: str
@@ -114,16 +115,13 @@ class ReferenceTrainer:
         updates = [Update(self._tokens_under_old_policy(part)) for part in parts]
         for index, (part, update) in enumerate(zip(parts, updates, strict=True)):
             self._forward_backward(part, update)
-            self._mark_tokens_without_ratio(part, update)
-            self._mark_measured_tokens(index, update)
+            self._mark_tokens(index, part, update)
             given = update.gradient if take_gradient is None else take_gradient(index)
             lr = self._adamw(given)
         record = self._sample_metrics(sampled) | self._token_metrics(updates) | {"optim/lr": lr}
         if self._is_scheduled():
             record["bounds/delta"] = self._bounds()["delta"]
         return StepResult(record, trained, [self._reward(r) for group in trained for r in group], updates)
-
-    # -- rewards, groups, advantages --------------------------------------------------------------------------------
 
     def _is_graded(self, rollout: GivenRollout) -> bool:
         if rollout.verdict == "timeout":
@@ -167,8 +165,6 @@ class ReferenceTrainer:
             variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
             scale = math.sqrt(variance) + 1e-6
         return [(self._reward(r) - mean) / scale if self._is_graded(r) else 0.0 for r in group]
-
-    # -- values that depend on π_old alone --------------------------------------------------------------------------
 
     def _tokens_under_old_policy(self, groups: Sequence[GivenGroup]) -> list[Token]:
         objective = self.settings["objective"]
@@ -236,8 +232,6 @@ class ReferenceTrainer:
         chosen = scaled[torch.arange(len(scaled)), torch.tensor(rollout.token_ids)]
         return chosen - torch.logsumexp(scaled, dim=-1)
 
-    # -- one update -------------------------------------------------------------------------------------------------
-
     def _forward_backward(self, groups: Sequence[GivenGroup], update: Update) -> None:
         parameters = list(self.model.parameters())
         for parameter in parameters:
@@ -265,26 +259,21 @@ class ReferenceTrainer:
         update.gradient = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in parameters]
         update.grad_norm = math.sqrt(sum(float((g * g).sum()) for g in update.gradient))
 
-    def _mark_tokens_without_ratio(self, groups: Sequence[GivenGroup], update: Update) -> None:
-        """Mark the tokens of groups with equal rewards, except the first group where all groups are such."""
-        uniform = [self._uniform(group) for group in groups]
-        if self.settings["objective"]["reference_kl"] > 0:
-            return
+    def _mark_tokens(self, index: int, groups: Sequence[GivenGroup], update: Update) -> None:
+        """Set which tokens have a ratio: not those of zero-variance groups, except the first group if all are such.
+
+        A token is measured in a pass under π_old: the first update's own, or one that the loss or a setting needs.
+        """
+        objective = self.settings["objective"]
+        uniform = [self._uniform(group) and objective["reference_kl"] == 0 for group in groups]
         if all(uniform):
             uniform[0] = False
-        tokens = iter(update.tokens)
-        for group, is_uniform in zip(groups, uniform, strict=True):
-            for _ in range(sum(len(rollout.token_ids) for rollout in group)):
-                next(tokens).has_ratio = not is_uniform
-
-    def _mark_measured_tokens(self, index: int, update: Update) -> None:
-        """Mark the tokens that have a pass under π_old: the first update's own, or one that the loss needs."""
-        objective = self.settings["objective"]
+        lengths = [sum(len(rollout.token_ids) for rollout in group) for group in groups]
+        flags = [not is_uniform for is_uniform, n in zip(uniform, lengths, strict=True) for _ in range(n)]
         needs_pass = index == 0 or (objective["old_logprobs"] == "trainer" and not self.exact_sampler)
-        for token in update.tokens:
-            token.is_measured = token.has_ratio and needs_pass
-            if objective["all_token_metrics"] and not self.exact_sampler:
-                token.is_measured = True
+        measures_all = objective["all_token_metrics"] and not self.exact_sampler
+        for token, has_ratio in zip(update.tokens, flags, strict=True):
+            token.has_ratio, token.is_measured = has_ratio, measures_all or (has_ratio and needs_pass)
 
     def _token_loss(self, token: Token, logprob: torch.Tensor) -> torch.Tensor:
         """Return the loss of a token, by cases of the sign of its advantage instead of min and clamp."""
@@ -334,8 +323,6 @@ class ReferenceTrainer:
         if optim["schedule"] == "linear":
             return float(1 - progress)
         return 1.0 if optim["schedule"] == "constant" else (1 + math.cos(math.pi * progress)) / 2
-
-    # -- metrics ----------------------------------------------------------------------------------------------------
 
     def _sample_metrics(self, groups: Sequence[GivenGroup]) -> dict[str, float]:
         rollouts = [rollout for group in groups for rollout in group]
