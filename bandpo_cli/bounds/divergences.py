@@ -50,13 +50,14 @@ def find_divergence(name: str) -> Divergence:
     """
     if name in DIVERGENCES:
         entry = DIVERGENCES[name]
-        paths = entry.generator, entry.bounds, entry.bounds_float32
-        f, solve, solve_float32 = (path and load_attribute(path) for path in paths)
+        f: Generator = load_attribute(entry.generator)
+        solve = entry.bounds and load_attribute(entry.bounds)
+        solve_float32 = entry.bounds_float32 and load_attribute(entry.bounds_float32)
     elif ":" in name:
         f, solve, solve_float32 = custom_generator(name), None, None
     else:
         raise ConfigError(f"divergence '{name}' is not known{DIVERGENCES.suggestion(name)}")
-    return Divergence(f, solve or partial(solver.solve_generic, f), solve_float32)
+    return Divergence(f, solve or partial(solver.solve_generic, f), solve_float32 or None)
 
 
 def f_kl(u: Array, x: Array) -> Array:
