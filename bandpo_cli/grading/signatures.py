@@ -195,9 +195,11 @@ def adapt_trl(function: _Function) -> BatchGrader:
         grades = []
         for reward in _returned_list(function(**columns), len(batch)):
             value = reward.item() if hasattr(reward, "item") else reward
-            applies = value is not None and not (isinstance(value, float) and math.isnan(value))
-            value = _finite(value, "a number or None for each completion") if applies else 0.0
-            grades.append(_grade(value, accuracy=value) if applies else NOT_APPLICABLE)
+            if value is None or value != value:  # NaN
+                grades.append(NOT_APPLICABLE)
+            else:
+                value = _finite(value, "a number or None for each completion")
+                grades.append(_grade(value, accuracy=value))
         return grades
 
     return BatchGrader(grade, batched=True)

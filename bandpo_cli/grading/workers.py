@@ -26,8 +26,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from io import RawIOBase
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from bandpo_cli.errors import ConfigError, RunError, describe_exit, escape_controls
 from bandpo_cli.grading.signatures import BatchGrader, load_grader
@@ -112,9 +113,8 @@ class WorkerPool:
         """
         self._arguments, self._grades, self._on_wait = arguments, {}, on_wait
         try:
-            for worker in [*self._workers]:
-                if not self._read(worker):  # it exited between two calls: no answer caused it
-                    self._terminate(worker)
+            for worker in [worker for worker in self._workers if not self._read(worker)]:
+                self._terminate(worker)  # it exited between two calls: no answer caused it
             self.start()
             self._pending = deque(batches if self._batched else [(index,) for index in range(len(arguments))])
             more_workers_at = time.monotonic() + SPAWN_AFTER_S
@@ -239,7 +239,7 @@ class _Worker:
     def __init__(self, grader: str, function: str | None, config: GradingConfig) -> None:
         """Start the process, whose imports run concurrently with the caller; raise RunError if the system refuses."""
         path = [str(Path(entry).absolute()) for entry in (*sys.path, f"{Path(__file__).parents[2]}")]
-        arguments = [function or grader, function is None, config.deadline, config.memory_gb, path]
+        arguments = [grader, function, config.deadline, config.memory_gb, path]
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _WORKER_SOURCE, json.dumps(arguments)],
@@ -253,14 +253,14 @@ class _Worker:
         except OSError as error:
             raise RunError(f"cannot start a grading process: {error}; lower grading.workers") from error
         pipes = self._process.stdin, self._process.stdout, self._process.stderr
-        self._stdin, self._stdout, self._stderr = (cast("IO[bytes]", pipe) for pipe in pipes)
+        self._stdin, self._stdout, self._stderr = (cast("RawIOBase", pipe) for pipe in pipes)
         for pipe in (self._stdin, self._stdout, self._stderr):
             os.set_blocking(pipe.fileno(), False)
         self.ready = False  # the process has imported the function
         self.jobs: deque[Job] = deque()  # those that were sent and have no reply yet
         self.started_at = time.monotonic()  # of the process; once it is ready, of the work on the first job
         self._unsent = bytearray()
-        self._received = bytearray()
+        self._received = b""
 
     def send(self, job: Job, arguments: Sequence[GraderArguments]) -> None:
         """Queue the arguments of a job, and write as much as the pipe accepts now."""
@@ -273,23 +273,22 @@ class _Worker:
 
     def flush(self) -> None:
         """Write as much as the pipe accepts now; `receive` reports a closed pipe."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            while self._unsent:
-                del self._unsent[: os.write(self._stdin.fileno(), self._unsent[:_CHUNK_BYTES])]
+        with contextlib.suppress(BrokenPipeError):
+            while self._unsent and (written := self._stdin.write(self._unsent[:_CHUNK_BYTES])):
+                del self._unsent[:written]
 
     def register(self, poll: select.poll) -> None:
         """Let `poll` wait until a pipe is readable or has space for unsent data."""
-        poll.register(self._stdout.fileno(), select.POLLIN)
+        poll.register(self._stdout, select.POLLIN)
         if not self._stderr.closed:
-            poll.register(self._stderr.fileno(), select.POLLIN)
+            poll.register(self._stderr, select.POLLIN)
         if self._unsent:
-            poll.register(self._stdin.fileno(), select.POLLOUT)
+            poll.register(self._stdin, select.POLLOUT)
 
     def receive(self) -> list[dict[str, Any]] | None:
         """Return the replies that have arrived; None if the process ended or sent something that is not JSON."""
-        try:
-            data = os.read(self._stdout.fileno(), _CHUNK_BYTES)
-        except BlockingIOError:
+        data = self._stdout.read(_CHUNK_BYTES)
+        if data is None:  # nothing to read now; the end of the stream is b""
             return []
         *lines, self._received = (self._received + data).split(b"\n")
         with contextlib.suppress(ValueError):
@@ -298,13 +297,10 @@ class _Worker:
 
     def read_output(self) -> bytes:
         """Return what the function has printed since the last call, at most 64 KiB, as much as a pipe holds."""
-        output = b""
-        if not self._stderr.closed:
-            with contextlib.suppress(BlockingIOError):
-                output = os.read(self._stderr.fileno(), _CHUNK_BYTES)
-                if not output:
-                    self._stderr.close()
-        return output
+        output = None if self._stderr.closed else self._stderr.read(_CHUNK_BYTES)
+        if output == b"":
+            self._stderr.close()
+        return output or b""
 
     def kill(self) -> tuple[str, bytes]:
         """Kill the process and its process group; return how it ended, and its last output."""
@@ -317,12 +313,12 @@ class _Worker:
         return describe_exit(code), output
 
 
-def serve(name: str, custom: bool, deadline: float, memory_gb: float) -> None:
+def serve(grader_name: str, worker: str | None, deadline: float, memory_gb: float) -> None:
     """Serve requests for a function, in a worker process, until standard input closes.
 
     Args:
-        name: The function, as `module:function`; of a custom grader, its name.
-        custom: It is a custom grader; otherwise a function that an entry of `GRADERS` names.
+        grader_name: The grader.
+        worker: Its `worker` in `GRADERS`; None for a custom grader.
         deadline: Seconds per answer. The parent enforces it; see the comment on the alarm below.
         memory_gb: Memory limit in GiB, in addition to what the imports use.
     """
@@ -335,8 +331,7 @@ def serve(name: str, custom: bool, deadline: float, memory_gb: float) -> None:
         print(json.dumps(values), file=replies, flush=True)
 
     try:
-        function = None if custom else load_function(name)
-        grader = load_grader(name) if function is None else BatchGrader.of_calls(function)
+        grader = BatchGrader.of_calls(load_function(worker)) if worker else load_grader(grader_name)
     except ValueError as error:
         reply(error=str(error))
         return
@@ -349,11 +344,8 @@ def serve(name: str, custom: bool, deadline: float, memory_gb: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, 2 * deadline * len(answers) + ALARM_MARGIN_S)
         try:
             grades = grader.grade(answers)
-            outcome: dict[str, Any] = {
-                "results": [
-                    (grade.reward, grade.correct, grade.verdict, grade.has_reward) for grade in grades
-                ]
-            }
+            results = [(grade.reward, grade.correct, grade.verdict, grade.has_reward) for grade in grades]
+            outcome: dict[str, Any] = {"results": results}
         except BaseException as error:  # noqa: BLE001  (sys.exit in a custom function is an error like any other)
             message = f"{type(error).__name__}: {error!s:.300}"
             outcome = {"error": message, "out_of_memory": isinstance(error, MemoryError)}

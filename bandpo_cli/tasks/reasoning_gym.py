@@ -21,10 +21,11 @@ from itertools import chain
 from typing import Any
 
 from bandpo_cli.config.task import ReasoningGymTask
-from bandpo_cli.errors import ConfigError, first_line, nearest
+from bandpo_cli.errors import ConfigError, describe_exit, first_line, nearest, unknown_choice
 from bandpo_cli.seeds import derive_seed
+from bandpo_cli.tasks.prompts import build_prompt
 from bandpo_cli.tasks.task import hash_order, text_hash
-from bandpo_cli.types import Message, Problem
+from bandpo_cli.types import Problem
 
 EXCLUDED = {
     "composite": "it mixes generators, which task.names also does",
@@ -34,8 +35,9 @@ EXCLUDED = {
 references another correct answer, as 1."""
 
 _PROCESS_SOURCE = (
-    "import sys; sys.path[:] = {path!r}; from bandpo_cli.tasks.reasoning_gym import main; main()"
+    "import sys; sys.path[:] = {path!r}; import bandpo_cli.tasks.reasoning_gym as gym; gym.main()"
 )
+_GRADER = "reasoning-gym"
 _MAX_ROUNDS = 4
 """Data sets of the requested size that are made in the search for distinct problems."""
 
@@ -43,7 +45,7 @@ _MAX_ROUNDS = 4
 class ReasoningGym:
     """Problems of several generators: a training set that mixes all, and one held-out set of each."""
 
-    name = "reasoning-gym"
+    name = _GRADER
 
     def __init__(self, config: ReasoningGymTask) -> None:
         """Check the names and the options; raise ConfigError if the library does not have or accept them."""
@@ -52,17 +54,24 @@ class ReasoningGym:
                 "task.names: name at least one generator: --task reasoning-gym:NAME; --task reasoning-gym:list prints "
                 "the names"
             )
+        known = _registered()
         for key, names in (("task.names", config.names), ("task.options", config.options)):
             for name in names:
-                _check_name(key, name)
-        for name, count in Counter(config.names).items():
-            if count > 1:
-                raise ConfigError(f"task.names: {name} is named more than once; set its share with its size")
+                if name in EXCLUDED:
+                    raise ConfigError(f"{key}: the generator '{name}' cannot be used: {EXCLUDED[name]}")
+                if name not in known:
+                    raise ConfigError(
+                        f"{key}: reasoning-gym has no generator '{name}'{nearest(name, known)}; "
+                        "--task reasoning-gym:list prints all"
+                    )
+        if repeated := next((name for name, count in Counter(config.names).items() if count > 1), None):
+            raise ConfigError(f"task.names: {repeated} is named more than once; set its share with its size")
         for name, options in config.options.items():
             _check_options(name, options)
         self._config = config
         self._system = _system_message(config.system)
-        self._notes = [
+        self._notes = [f"reasoning-gym {metadata.version('reasoning-gym')}"]
+        self._notes += [
             f"{name}: options without effect, it is not in task.names"
             for name in config.options
             if name not in config.names
@@ -83,7 +92,7 @@ class ReasoningGym:
 
     def notes(self) -> list[str]:
         """Return the version of the library and the generators with fewer distinct problems than requested."""
-        return [f"reasoning-gym {metadata.version('reasoning-gym')}", *self._notes]
+        return list(self._notes)
 
     @cached_property
     def _heldout(self) -> dict[str, list[Problem]]:
@@ -96,45 +105,37 @@ class ReasoningGym:
     def _make(self, part: str, excluded: Mapping[str, Sequence[Problem]]) -> dict[str, list[Problem]]:
         """Return the problems of one part by generator, without those of `excluded`."""
         config = self._config
-        sizes: dict[str, Any] = dict.fromkeys(config.names, config.heldout_size)
-        if part == "train":
-            sizes = {name: config.options.get(name, {}).get("size", config.size) for name in config.names}
-        jobs = [
-            {
-                "name": name,
-                "options": self._options(name),
-                "seed": derive_seed(config.seed, "reasoning-gym", part, name),
-                "size": size,
-                "excluded": [problem.id for problem in excluded.get(name, ())],
-            }
-            for name, size in sizes.items()
-        ]
+        jobs = []
+        for name in config.names:
+            options = dict(config.options.get(name, {}))
+            size = options.pop("size", config.size)
+            job: dict[str, Any] = {"name": name, "options": options}
+            job["size"] = size if part == "train" else config.heldout_size
+            job["seed"] = derive_seed(config.seed, _GRADER, part, name)
+            job["excluded"] = [problem.id for problem in excluded.get(name, ())]
+            jobs.append(job)
         made = {}
-        for (name, size), entries in zip(sizes.items(), _run_generators(jobs), strict=True):
+        for job, entries in zip(jobs, _run_generators(jobs), strict=True):
+            name = job["name"]
             if not entries:
                 raise ConfigError(
                     f"task.names = '{name}': all problems that it makes with these options are held out; lower "
                     "task.heldout_size, or widen its options"
                 )
-            if len(entries) < size:
-                self._notes.append(f"{name}: only {len(entries):,} different {part} problems of {size:,}")
-            extra = {"generator": name, "options": json.dumps(self._options(name))}
-            made[name] = hash_order(
-                Problem(
-                    f"{name}/{text_hash(question)}", self._prompt(question), answer or "", source=name,
-                    grader="reasoning-gym", extra=extra | {"entry": entry},
+            if len(entries) < job["size"]:
+                self._notes.append(
+                    f"{name}: only {len(entries):,} different {part} problems of {job['size']:,}"
                 )
-                for question, answer, entry in entries
-            )  # fmt: skip
+            extra = {"generator": name, "options": json.dumps(job["options"])}
+            problems = []
+            for question, answer, entry in entries:
+                id_, prompt = (
+                    f"{name}/{text_hash(question)}",
+                    build_prompt(question, config.template, self._system),
+                )
+                problems.append(Problem(id_, prompt, answer or "", name, _GRADER, extra | {"entry": entry}))
+            made[name] = hash_order(problems)
         return made
-
-    def _options(self, name: str) -> dict[str, Any]:
-        """Return the options of a generator other than its size."""
-        return {key: value for key, value in self._config.options.get(name, {}).items() if key != "size"}
-
-    def _prompt(self, question: str) -> tuple[Message, ...]:
-        user = Message("user", self._config.template.replace("{question}", question))
-        return (user,) if self._system is None else (Message("system", self._system), user)
 
 
 def describe_generators() -> dict[str, str]:
@@ -172,16 +173,15 @@ def generate(
 
 
 def main() -> None:
-    """Read jobs, arguments of `generate`, as JSON from standard input, and write their results, or the error."""
-    reply: dict[str, Any] = {"results": []}
+    """Read jobs, arguments of `generate`, as JSON from standard input, and write their results."""
+    results = []
     with contextlib.redirect_stdout(sys.stderr):  # some generators print
         for job in json.load(sys.stdin):
             try:
-                reply["results"].append(generate(**job))
+                results.append(generate(**job))
             except Exception as error:  # noqa: BLE001 - what a generator raises for options that it cannot use
-                reply = {"error": f"{job['name']}: {type(error).__name__}: {first_line(error)}"}
-                break
-    json.dump(reply, sys.stdout)
+                sys.exit(f"{job['name']}: {type(error).__name__}: {first_line(error)}")
+    json.dump(results, sys.stdout)
 
 
 def _run_generators(jobs: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, str | None, str]]]:
@@ -194,14 +194,13 @@ def _run_generators(jobs: Sequence[Mapping[str, Any]]) -> list[list[tuple[str, s
         env={**os.environ, "PYTHONHASHSEED": "0"},
     )
     if done.returncode:
+        output = done.stderr.strip().splitlines() or ["no message"]
         raise ConfigError(
-            f"task: the generators of reasoning-gym ended with exit code {done.returncode}: "
-            f"{first_line(done.stderr[-200:])}"
+            f"task: a generator of reasoning-gym failed with these options: {output[-1]} (its process "
+            f"{describe_exit(done.returncode)})"
         )
-    reply: dict[str, Any] = json.loads(done.stdout)
-    if "error" in reply:
-        raise ConfigError(f"task: a generator of reasoning-gym failed with these options: {reply['error']}")
-    return list(reply["results"])
+    results: list[list[tuple[str, str | None, str]]] = json.loads(done.stdout)
+    return results
 
 
 def _plain(value: Any) -> Any:
@@ -230,17 +229,6 @@ def _registered() -> dict[str, Any]:
     return {name: classes for name, classes in datasets.items() if name not in EXCLUDED}
 
 
-def _check_name(key: str, name: str) -> None:
-    if name in EXCLUDED:
-        raise ConfigError(f"{key}: the generator '{name}' cannot be used: {EXCLUDED[name]}")
-    known = _registered()
-    if name not in known:
-        raise ConfigError(
-            f"{key}: reasoning-gym has no generator '{name}'{nearest(name, known)}; "
-            "--task reasoning-gym:list prints all"
-        )
-
-
 def _default_options(name: str) -> dict[str, Any]:
     """Return the defaults of the options that a configuration can have, which have no dates or objects as values."""
     settings = _registered()[name][1]
@@ -260,9 +248,7 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
         raise ConfigError(f"{where}.seed: the seed of all generators is task.seed")
     for key, value in options.items():
         if key not in known:
-            raise ConfigError(
-                f"{where}.{key}: no option of that name can be set{nearest(key, known)}; known: {', '.join(known)}"
-            )
+            raise ConfigError(f"{where}.{key}: {unknown_choice(key, known)}")
         # The annotations of the library are not used: some contradict its own defaults.
         kind = list if isinstance(known[key], tuple) else type(known[key])
         if known[key] is not None and type(value) is not kind and (kind, type(value)) != (float, int):
@@ -295,8 +281,5 @@ def _system_message(system: str | None) -> str | None:
     """Return the library's system message of that name, or the text itself; raise ConfigError for a wrong name."""
     known: dict[str, str] = _library("utils").SYSTEM_PROMPTS
     if system is not None and system not in known and " " not in system.strip():
-        raise ConfigError(
-            f"task.system = '{system}': reasoning-gym has no system message of that name{nearest(system, known)}; "
-            f"known: {', '.join(known)}, or a custom text"
-        )
+        raise ConfigError(f"task.system = '{system}': {unknown_choice(system, known)}, or a custom text")
     return None if system is None else known.get(system, system)
