@@ -49,7 +49,7 @@ from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import RunFolder, timestamped
 from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.tasks.task import Task
-from bandpo_cli.tracking.tracker import MlflowTracker
+from bandpo_cli.tracking.sync import MlflowTracker
 from bandpo_cli.types import RunStatus, status_of
 
 if TYPE_CHECKING:

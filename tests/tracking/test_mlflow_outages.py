@@ -22,7 +22,7 @@ from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage import run_folder
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking import store as stores
-from bandpo_cli.tracking import tracker as trackers
+from bandpo_cli.tracking import sync as senders
 from bandpo_cli.tracking.mirror import finite_metrics
 from bandpo_cli.tracking.store import Store, tracking_store
 from bandpo_cli.tracking.sync import RunSender
@@ -114,8 +114,8 @@ def server(one_server: MlflowServer, monkeypatch: pytest.MonkeyPatch) -> MlflowS
     """Return the running server, which all tests share; retries are frequent, and a stopped server is noticed soon."""
     one_server.start()
     monkeypatch.setattr(stores, "CONNECT_TIMEOUT_S", 2.0)
-    monkeypatch.setattr(trackers, "MAX_RETRY_DELAY_S", 0.2)
-    monkeypatch.setattr(trackers, "MIN_RETRY_DELAY_S", 0.2)
+    monkeypatch.setattr(senders, "MAX_RETRY_DELAY_S", 0.2)
+    monkeypatch.setattr(senders, "MIN_RETRY_DELAY_S", 0.2)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     return one_server
 
@@ -180,7 +180,7 @@ def test_a_server_gets_the_complete_record_and_the_run_prints_its_address(server
 
 
 def test_a_server_that_is_killed_and_restarted_during_the_run(server, folder, caplog, monkeypatch):
-    monkeypatch.setattr(trackers, "UNREACHABLE_GRACE_S", 60.0)  # the restarted server may be slow
+    monkeypatch.setattr(senders, "UNREACHABLE_GRACE_S", 60.0)  # the restarted server may be slow
     before: list[Values] = []
 
     def restart() -> None:

@@ -14,10 +14,10 @@ import pytest
 from bandpo_cli.callbacks import RunResult
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tracking import tracker
+from bandpo_cli.tracking import sync
 from bandpo_cli.tracking.mirror import MlflowMirror
 from bandpo_cli.tracking.store import Store, run_url, tracking_store
-from bandpo_cli.tracking.tracker import MlflowTracker
+from bandpo_cli.tracking.sync import MlflowTracker
 from bandpo_cli.types import RunStatus
 from tests.tracking.tracked import check_complete, client_of, history, runs_at, track, write_settings
 
@@ -28,7 +28,7 @@ NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there, so it
 def run(run: RunFolder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """Return the run of the storage tests with more settings; messages are recorded, and retries are immediate."""
     caplog.set_level(logging.INFO, "bandpo_cli")
-    monkeypatch.setattr(tracker, "MIN_RETRY_DELAY_S", 0.05)
+    monkeypatch.setattr(sync, "MIN_RETRY_DELAY_S", 0.05)
     write_settings(run)
     return run
 
@@ -125,7 +125,7 @@ def test_a_store_that_recovers_gets_every_step_once(run, mirror, monkeypatch):
         return sent
 
     monkeypatch.setattr(MlflowMirror, "send", flaky)
-    monkeypatch.setattr(tracker, "FINAL_RETRIES", 3)
+    monkeypatch.setattr(sync, "FINAL_RETRIES", 3)
     assert len(mirror(run, store)) == 1
     check_complete(store.uri, "FINISHED")
 
@@ -135,7 +135,7 @@ import sys, threading
 from pathlib import Path
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tracking.tracker import MlflowTracker
+from bandpo_cli.tracking.sync import MlflowTracker
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 
 folder, uri = RunFolder(Path(sys.argv[1])), sys.argv[2] or None

@@ -9,7 +9,7 @@ from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking.mirror import flat_params
 from bandpo_cli.tracking.store import Store
-from bandpo_cli.tracking.tracker import MlflowTracker
+from bandpo_cli.tracking.sync import MlflowTracker
 from bandpo_cli.types import RunStatus
 
 PARAMS = {"seed": 3, "bounds": {"method": "band", "delta": 0.05}, **{f"extra_{i}": i for i in range(150)}}
