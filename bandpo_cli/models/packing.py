@@ -134,19 +134,16 @@ def device_tensor(values: Any, device: torch.device, dtype: torch.dtype | None =
 
 def split_row(row: Row, max_tokens: int) -> list[Row]:
     """Split a row where it exceeds `max_tokens` or where attention would hold too many copies of its prompt."""
-    prompt_length = len(row.prompt_ids)
-    rows: list[Row] = []
-    completions: list[Sequence[int]] = []
-    for completion in row.completions:
-        completion_tokens = sum(map(len, completions)) + len(completion)
-        tokens = prompt_length + completion_tokens
-        tokens_with_copies = prompt_length * (len(completions) + 1) + completion_tokens
-        too_many_copies = tokens > MAX_MASKED_ROW_TOKENS and tokens_with_copies > MAX_PROMPT_COPIES * tokens
-        if completions and (tokens > max_tokens or too_many_copies):
-            rows.append(Row(row.prompt_ids, completions))
-            completions = []
-        completions.append(completion)
-    return [*rows, Row(row.prompt_ids, completions)]
+    rows = [Row(row.prompt_ids, row.completions[:1])]
+    for completion in row.completions[1:]:
+        longer = Row(row.prompt_ids, [*rows[-1].completions, completion])
+        tokens, copied = len(longer), len(row.prompt_ids) * len(rows[-1].completions)
+        too_many_copies = tokens > MAX_MASKED_ROW_TOKENS and tokens + copied > MAX_PROMPT_COPIES * tokens
+        if tokens > max_tokens or too_many_copies:
+            rows.append(Row(row.prompt_ids, [completion]))
+        else:
+            rows[-1] = longer
+    return rows
 
 
 @dataclass(frozen=True)

@@ -81,9 +81,11 @@ def test_model_is_as_accurate_as_its_card_states(model: Any) -> None:
     assert 0.4 < metrics.entropy < 0.8
 
 
-def test_solutions_are_complete() -> None:
+def test_solutions_are_complete_and_no_sum_reaches_the_first_product_target() -> None:
     assert solutions([1, 2]) == {3: ["1+2", "2+1"], -1: ["1-2"], 1: ["2-1"], 2: ["1*2", "2*1"]}
     assert solutions([2, 2]) == {4: ["2*2", "2+2"], 0: ["2-2"]}
+    task = CountdownTask()
+    assert task.numbers * task.max_number + 1 == FIRST_PRODUCT_TARGET
 
 
 @pytest.mark.slow
@@ -131,8 +133,3 @@ def test_training_command_is_deterministic(tmp_path: Any, monkeypatch: pytest.Mo
         for content in (made, shipped):
             content.pop("transformers_version", None)  # of the installation that wrote the file
         assert made == shipped, "train the shipped model again"
-
-
-def test_first_product_target_is_the_first_that_no_sum_reaches() -> None:
-    task = CountdownTask()
-    assert task.numbers * task.max_number + 1 == FIRST_PRODUCT_TARGET

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
@@ -15,6 +14,7 @@ from bandpo_cli.models.checks import check_packed_forward
 from bandpo_cli.models.load import embedded_model_path, load_policy, load_reference
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
+from bandpo_cli.models.sharding import checkpointed_layers
 from tests.conftest import SHAPE, random_model
 
 ROWS = [Row([2, 3, 4], [[5, 6], [7]]), Row([8], [[9, 10]])]
@@ -40,9 +40,7 @@ def test_gradient_checkpointing_is_off_without_a_gpu_and_enabled_silently(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         policy = load_policy(ModelConfig(device="cpu", gradient_checkpointing=setting))
-    layers = [module for module in policy.model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    assert layers
-    assert all(layer.gradient_checkpointing == enabled for layer in layers)
+    assert {layer.gradient_checkpointing for layer in checkpointed_layers(policy.model)} == {enabled}
 
 
 def test_the_reference_does_not_change_with_the_policy() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from bandpo_cli.bounds.intervals import clip_state, ratio_bounds
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.objective.loss import LossBatch, LossOutputs, policy_loss, policy_objective
+from bandpo_cli.objective.loss import LossBatch, LossOutputs, k3, policy_loss, policy_objective
 from bandpo_cli.registries import METHODS
 
 
@@ -224,23 +224,27 @@ def test_micro_batches_of_complete_completions_give_the_same_gradient(method: st
 
 
 log_prob = st.floats(-1e4, 0.0, width=32)
-extreme_token = st.tuples(log_prob, log_prob | st.just(-math.inf), st.floats(-1e6, 1e6, width=32))
-extreme = st.lists(extreme_token, min_size=2, max_size=8)
+extreme_token = st.tuples(log_prob, log_prob | st.just(-math.inf), st.floats(-1e6, 1e6, width=32), log_prob)
 
 
-@pytest.mark.slow
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=settings().max_examples // 3)
-@given(rows=extreme)
-def test_finite_inputs_give_a_finite_result(method: str, rows: list[tuple[float, float, float]]) -> None:
-    config = resolve([{"bounds": {"method": method}}])
+@given(rows=st.lists(extreme_token, min_size=2, max_size=8), dual_clip=st.sampled_from([None, 3.0]))
+@example(rows=[(0.0, -math.inf, 1e6, -1e4), (0.0, -1e4, -1e6, 0.0)], dual_clip=None)
+@example(rows=[(-1e4, 0.0, 1e6, 0.0), (0.0, -math.inf, 0.0, -1e4)], dual_clip=3.0)
+def test_finite_inputs_give_a_finite_result(
+    method: str, rows: list[tuple[float, ...]], dual_clip: float | None
+) -> None:
+    """In float32: log-probs down to −1e4, an old one of −inf too, advantages of ±1e6, a penalty to a reference."""
+    config = resolve([{"bounds": {"method": method}, "objective": {"dual_clip": dual_clip}}])
     loss = policy_loss(config.bounds, config.objective)
-    new, old, advantages = torch.tensor(rows, dtype=torch.float32).unbind(1)
+    new, old, advantages, ref = torch.tensor(rows, dtype=torch.float32).unbind(1)
     lengths, weights = torch.tensor([1, len(rows) - 1]), torch.full((len(rows),), 0.5)
-    columns = loss.prepare(old, advantages)
-    out = policy_objective(loss, new, LossBatch(lengths, advantages, old, columns), weights)
-    assert torch.isfinite(out.loss)
-    assert torch.isfinite(out.gradient).all()
+    batch = LossBatch(lengths, advantages, old, loss.prepare(old, advantages), ref_logprobs=ref)
+    out = policy_objective(loss, new, batch, weights, 0.1)
+    for values in (out.loss, out.ratios, out.gradient, out.gradient_weights, k3(new, old)):
+        assert torch.isfinite(values).all()
 
 
 @pytest.mark.parametrize(

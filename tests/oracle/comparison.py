@@ -201,38 +201,35 @@ class Case:
 def compare(
     folder: Path,
     model_folder: Path,
-    *layers: dict[str, Any],
+    layer: dict[str, Any],
     steps: int = 1,
     exact_sampler: bool = True,
-    noise: float | None = None,
-    given_gradients: bool = False,
     ahead: bool = False,
     seed: int = 0,
 ) -> Case:
     """Run `steps` steps of the package below `folder` and of the reference on the same rollouts.
 
+    In bfloat16, where gradients are inexact, the reference's AdamW uses the package's gradients.
+
     Args:
         exact_sampler: the sampler reports that it runs the trainer's own model.
-        noise: standard deviation of its log-probs in nats; None for 0 where it is exact, else 0.3.
-        given_gradients: the reference's AdamW uses the package's gradients, for dtypes whose gradients are inexact.
         ahead: the package samples each batch during the step before; the reference trains on them in their order.
         seed: of the completions.
     """
-    config = with_resolved_dtype(resolve([BASE, {"model": {"path": str(model_folder)}}, *layers]))
+    config = with_resolved_dtype(resolve([BASE, {"model": {"path": str(model_folder)}}, layer]))
     settings = config.model_dump()
     dtype = getattr(torch, config.model.dtype)
     start = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype).eval()
     built = build_components(config, GivenTask())
     if ahead:  # after the components, which would start the process of an engine
         config = resolve([config.model_dump(), {"sampling": {"max_lag": 1}}])
-    if noise is None:
-        noise = 0.0 if exact_sampler else 0.3
+    narrow = config.model.dtype == "bfloat16"
+    noise = 0.05 if narrow else 0.0 if exact_sampler else 0.3
     sampler = GivenSampler(built.policy.model, config.sampling.temperature, noise, exact_sampler, seed, ahead)
     grader = TextGrader(config.grading.timeout_reward)
     components = replace(built, sampler=sampler, grader=grader)  # type: ignore[arg-type]
     gradients = record_gradients(components)
     run = RunFolder.create(folder, "package")
-    narrow = config.model.dtype == "bfloat16"
     # In 16 bits no sampler is exact, not even one that runs the trainer's own model.
     reference = ReferenceTrainer(start, settings, exact_sampler and not narrow and not ahead, narrow=narrow)
     results = []
@@ -242,7 +239,7 @@ def compare(
     for step in range(1, steps + 1):
         done = len(gradients)
         assert next(loop).step == step
-        take = (lambda index, done=done: gradients[done + index]) if given_gradients else None
+        take = (lambda index, done=done: gradients[done + index]) if narrow else None
         batches = 1 if ahead else len(sampler.given)
         given, sampler.given = sampler.given[:batches], sampler.given[batches:]
         result = reference.step(given, take)
