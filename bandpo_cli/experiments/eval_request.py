@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from bandpo_cli.config.layers import Layer, nest, read_layer, resolve, without_secret
+from bandpo_cli.config.layers import Layer, nest, read_layer, resolve, with_values, without_secret
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, task_from_arguments
@@ -33,8 +33,7 @@ from bandpo_cli.tasks.rows import source_label
 from bandpo_cli.tasks.task import Task, build_task
 
 DEFAULT_K = (4, 16, 64, 256)
-"""The default k of pass@k and maj@k: the values below n, and n itself."""
-
+"""The default k of pass@k and maj@k, besides n: the values below n."""
 MAX_K = 10**6
 _MAX_STEM_CHARS = 100
 """Largest length of the part of an evaluation's name that says what was evaluated."""
@@ -92,12 +91,11 @@ class EvalRequest:
         config = self.config.model_dump(mode="json", include=_USED_SECTIONS)
         for source in (*config["task"].get("train", ()), *config["task"].get("heldout", ())):
             source["path"] = _absolute_path(source["path"])
-        model = samples = None
-        if isinstance(self.source, SamplesFile):
-            file = self.source
-            samples = {"path": str(file.path.absolute()), "sha256": file.digest, "grader": file.grader}
+        source, model, samples = self.source, None, None
+        if isinstance(source, SamplesFile):
+            samples = {"path": str(source.path.absolute()), "sha256": source.digest, "grader": source.grader}
         else:
-            ref, _ = self.source
+            ref, _ = source
             run = None if ref.run is None else str(ref.run.path.absolute())
             model = {"path": _absolute_path(ref.path), "run": run, "step": ref.step}
         return {"model": model, "samples": samples, "config": config, "legacy_best_at_k": self.legacy}
@@ -153,8 +151,12 @@ def plan_evaluation(
 
     Raises UserError if there is no such model, task or file, or a setting cannot be used.
     """
+    n, k = options.get("n"), options.get("k")
+    if n is not None and k and max(k) > n:
+        raise ConfigError(f"--k {max(k)}: needs --n {max(k)}; make it that, or --k of at most {n}")
     flags = {
-        "evaluation": _counts_layer(options.get("n"), options.get("k")) or None,
+        "evaluation.samples": n,
+        "evaluation.k": _default_k(n) if k is None and n is not None else k and [*k],
         "evaluation.temperature": options.get("temperature"),
         "evaluation.problems": options.get("limit"),
         "sampling.max_tokens": options.get("max_tokens"),
@@ -194,24 +196,18 @@ def _samples_request(path: Path, grader: str | None, layers: Sequence[Layer]) ->
     check_graders(stored.problem for stored_P in sets.values() for stored in stored_P)
     fewest = min(len(stored.completions_G) for stored_P in sets.values() for stored in stored_P)
 
-    def config_of(samples: int) -> RunConfig:
-        evaluation = {"samples": samples, "temperature": 1.0}
-        return resolve([{"evaluation": _counts_layer(fewest, None)}, *layers, {"evaluation": evaluation}])
-
-    # Settings of sampling are not used here, and must not forbid a k.
-    most = max(config_of(max(fewest, MAX_K)).evaluation.k, default=1)
-    if most > fewest:
+    # The settings of sampling are not used here, and must not forbid a k.
+    evaluation = {"samples": max(fewest, MAX_K), "temperature": 1.0}
+    config = resolve([{"evaluation": {"k": _default_k(fewest)}}, *layers, {"evaluation": evaluation}])
+    if (most := max(config.evaluation.k, default=1)) > fewest:
         raise ConfigError(f"--k {most}: at most {fewest}, the completions of a problem in {path}")
-    return EvalRequest(config_of(fewest), SamplesFile(path, file_digest(path), grader, sets))
+    config = with_values(config, {"evaluation.samples": fewest})
+    return EvalRequest(config, SamplesFile(path, file_digest(path), grader, sets))
 
 
-def _counts_layer(n: int | None, k: Sequence[int] | None) -> dict[str, Any]:
-    """Return the settings of `--n` and `--k`; without k it is the values of `DEFAULT_K` below n, and n itself."""
-    if n is not None and k and max(k) > n:
-        raise ConfigError(f"--k {max(k)}: needs --n {max(k)}; make it that, or --k of at most {n}")
-    if n is not None and k is None:
-        k = [*(value for value in DEFAULT_K if value < n), n]
-    return {key: value for key, value in (("samples", n), ("k", k and [*k])) if value is not None}
+def _default_k(n: int) -> list[int]:
+    """Return the k of pass@k and maj@k for n completions per problem."""
+    return [*(k for k in DEFAULT_K if k < n), n]
 
 
 def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) -> EvalRequest:

@@ -37,7 +37,7 @@ from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder, PartKey, read_record
 from bandpo_cli.storage.files import write_json
 from bandpo_cli.storage.tables import EvalRow, read_eval_table
-from bandpo_cli.tasks.task import Task, text_hash
+from bandpo_cli.tasks.task import text_hash
 from bandpo_cli.tracking.mirror import run_tags
 from bandpo_cli.tracking.store import short_error, tracking_store, ui_text
 from bandpo_cli.types import GRADER_ERROR, status_of
@@ -187,7 +187,14 @@ def _run(
         events = Dispatcher(callbacks if ranks.is_main else ())
         if isinstance(target, EvalFolder) and target.samples_path.exists():
             if ranks.is_main:
-                result = _rescore(request, target, events)
+                target.drop_parts()  # a kill between the table and this call leaves them
+                rows = read_eval_table(target.samples_path)
+                if not rows:
+                    raise UserError(
+                        f"{target.samples_path}: holds no completions; remove it to sample them again"
+                    )
+                info = EvalInfo(request, target.path, len(rows), len(rows), True, ())
+                result = _score(info, lambda: rows, events)
         else:
             source = _open_source(request, ranks, events, stack)
             request = replace(request, config=source.config)
@@ -228,15 +235,6 @@ def _open_folder(
     if parts and read_record(target.path / RECORD_FILE)["sets"] != source.planned():
         raise UserError(f"--resume {target.name}: its tasks have other problems now; start a new evaluation")
     return target, {*parts}
-
-
-def _rescore(request: EvalRequest, folder: EvalFolder, events: _Events) -> EvalResult:
-    """Score the stored completions of a complete evaluation."""
-    folder.drop_parts()  # a kill between the table and this call leaves them
-    rows = read_eval_table(folder.samples_path)
-    if not rows:
-        raise UserError(f"{folder.samples_path}: holds no completions; remove it to sample them again")
-    return _score(EvalInfo(request, folder.path, len(rows), len(rows), True, ()), lambda: rows, events)
 
 
 def _score(
@@ -341,29 +339,23 @@ def _send_to_mlflow(request: EvalRequest, result: EvalResult, runs_dir: Path) ->
 
 
 def _open_source(request: EvalRequest, ranks: Ranks, events: _Events, stack: ExitStack) -> _Source:
-    """Load the model, or read the file of completions; `stack` closes what was opened."""
-    pool = GraderPool(request.config.grading)
+    """Load the model, or use the stored completions; `stack` closes what was opened."""
+    config, source = request.config, request.source
+    pool = GraderPool(config.grading)
     stack.enter_context(closed_at_end("a grader", pool.close))
-    if not isinstance(request.source, SamplesFile):
-        return _open_model(request.config, request.source[1], pool, ranks, events, stack)
-    from bandpo_cli.evaluation.batches import regrade_batches
+    if isinstance(source, SamplesFile):
+        from bandpo_cli.evaluation.batches import regrade_batches
 
-    config, sets = request.config, request.source.sets
-    if ranks.size > 1:
-        raise UserError(f"{request.source.path}: a file is graded by one process; remove --nproc or torchrun")
-    pool.spawn({stored.problem.grader for stored_P in sets.values() for stored in stored_P})
-    return _Source(
-        config,
-        {label: [stored.problem.id for stored in stored_P] for label, stored_P in sets.items()},
-        sum(len(stored.completions_G) for stored_P in sets.values() for stored in stored_P),
-        lambda done: regrade_batches(pool.grade, sets, config.evaluation.batch, done),
-        pool,
-    )
-
-
-def _open_model(
-    config: RunConfig, task: Task, pool: GraderPool, ranks: Ranks, events: _Events, stack: ExitStack
-) -> _Source:
+        if ranks.size > 1:
+            raise UserError(f"{source.path}: a file is graded by one process; remove --nproc or torchrun")
+        pool.spawn({stored.problem.grader for stored_P in source.sets.values() for stored in stored_P})
+        return _Source(
+            config,
+            {label: [stored.problem.id for stored in stored_P] for label, stored_P in source.sets.items()},
+            sum(len(stored.completions_G) for stored_P in source.sets.values() for stored in stored_P),
+            lambda done: regrade_batches(pool.grade, source.sets, config.evaluation.batch, done),
+            pool,
+        )
     events.phase("load")
     use_expandable_segments(config)
     with out_of_memory_errors(config, training=False):
@@ -378,7 +370,7 @@ def _open_model(
         rollouts.check_context_length(policy, config)
         encoder = rollouts.PromptEncoder(policy.tokenizer, config.model.prompts)
         notes: list[str] = []
-        fitting = rollouts.drop_long_prompts_in_sets(encoder, task.heldout_sets(), config, notes)
+        fitting = rollouts.drop_long_prompts_in_sets(encoder, source[1].heldout_sets(), config, notes)
         problems = [problem for problems_P in fitting.values() for problem in problems_P]
         notes += encoder.notes(problems)
         stop_ids = rollouts.completion_stop_ids(policy, encoder, problems)
