@@ -93,10 +93,9 @@ def sweep(
     from bandpo_cli.config.layers import nest, read_assignments
     from bandpo_cli.experiments import sweep as run_sweep
     from bandpo_cli.experiments.sweep_request import SweepRequest, plan_sweep
-    from bandpo_cli.experiments.sweep_run import Executor, check_executor, dry_run_info
+    from bandpo_cli.experiments.sweep_run import Executor, dry_run_info
 
     chosen = Executor(executor, ray_address, jobs, stop_behind, gpus_per_run)
-    check_executor(chosen)
     request: SweepRequest | str
     if resume is not None:
         opt.refuse_with(

@@ -33,12 +33,11 @@ from bandpo_cli.sweeps.scheduler import (
     seconds_from_trial,
     total_seconds,
 )
-from bandpo_cli.tracking.mirror import flat_params, run_tags
+from bandpo_cli.tracking.mirror import MlflowMirror, flat_params, run_tags
 from bandpo_cli.tracking.store import Store, is_server, run_url, short_error, tracking_store, ui_text
 
 if TYPE_CHECKING:
     from bandpo_cli.reports.comparison.variants import Report
-    from bandpo_cli.tracking.mirror import MlflowMirror
 
 
 log = logging.getLogger("bandpo_cli")
@@ -60,7 +59,21 @@ def sweep_mlflow_run(
     `report` returns, at the end, the report over the sweep's runs. Yields the parent of the sweep's runs; None without
     MLflow, or where MLflow did not accept it.
     """
-    mirror = None if store is None else _connect(folder, store)
+    mirror: MlflowMirror | None = None
+    if store is not None:
+        variants = sorted({run.arm for run in folder.runs})
+        params = {"arms": variants, "runs": len(folder.runs), "baseline": folder.baseline}
+        try:
+            mirror = MlflowMirror.connect(store, folder.path, run_tags(describe_environment()))
+            mirror.send_missing("params", flat_params(params))
+            mirror.reopen()
+            if is_server(store.uri):
+                log.info("MLflow: %s", run_url(folder.path, store))
+        except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs continue without it
+            place, mirror = f"MLflow at {redact_credentials(store.uri)}", None
+            log.warning(
+                "%s did not accept the sweep (%s); its runs have no parent", place, short_error(error)
+            )
     status = "FAILED"
     try:
         yield None if mirror is None else mirror.run_id
@@ -77,24 +90,6 @@ def sweep_mlflow_run(
                 _send_report(mirror, folder, report())
             except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs are on the disk
                 log.warning("MLflow did not accept the sweep's end (%s)", short_error(error))
-
-
-def _connect(folder: SweepFolder, store: Store) -> MlflowMirror | None:
-    from bandpo_cli.tracking.mirror import MlflowMirror
-
-    variants = sorted({run.arm for run in folder.runs})
-    params = {"arms": variants, "runs": len(folder.runs), "baseline": folder.baseline}
-    try:
-        mirror = MlflowMirror.connect(store, folder.path, run_tags(describe_environment()))
-        mirror.send_missing("params", flat_params(params))
-        mirror.reopen()
-    except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs continue without it
-        place = f"MLflow at {redact_credentials(store.uri)}"
-        log.warning("%s did not accept the sweep (%s); its runs have no parent", place, short_error(error))
-        return None
-    if is_server(store.uri):
-        log.info("MLflow: %s", run_url(folder.path, store))
-    return mirror
 
 
 def _send_report(mirror: MlflowMirror, folder: SweepFolder, report: Report | None) -> None:
@@ -116,7 +111,7 @@ def _send_report(mirror: MlflowMirror, folder: SweepFolder, report: Report | Non
 
 @dataclass(frozen=True)
 class Executor:
-    """The place where runs are executed.
+    """The place where runs are executed. Raises ConfigError if it is unknown or not installed, or options do not fit.
 
     Attributes:
         address: address of a Ray cluster; None for a local cluster that ends with the sweep.
@@ -130,6 +125,20 @@ class Executor:
     jobs: int | None = None
     stop_margin: float | None = None
     gpus_per_run: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.name not in EXECUTORS:
+            raise ConfigError(f"--executor {self.name}: {unknown_choice(self.name, EXECUTORS)}")
+        if self.address is not None and self.name != "ray":
+            raise ConfigError(f"--ray-address {self.address}: goes with --executor ray")
+        if self.name == "ray" and find_spec("ray") is None:
+            raise ConfigError('--executor ray: Ray is not installed; pip install "bandpo[ray]"')
+        if self.stop_margin is not None and not 0 < self.stop_margin < 1:
+            margin = f"--stop-behind {self.stop_margin:g}"
+            raise ConfigError(f"{margin}: a difference of accuracies, between 0 and 1, as in 0.1")
+        gpus = visible_gpus(os.environ) if self.name == "local" and self.ranks > 1 else []
+        if gpus and len(gpus) < self.ranks:
+            raise ConfigError(f"--gpus-per-run {self.ranks}: this machine has {plural(len(gpus), 'GPU')}")
 
     @property
     def ranks(self) -> int:
@@ -213,14 +222,12 @@ def sweep(
         KeyboardInterrupt, SystemExit: after the running processes have been stopped; the sweep can be resumed.
     """
     runs_dir, executor = Path(runs_dir), executor or Executor()
-    check_executor(executor)
     if isinstance(request, SweepConfig):
         request = request_from_config(request, [], runs_dir)
     if isinstance(request, str):
         folder = SweepFolder.open(runs_dir, request)
         if executor.gpus_per_run is None:
             executor = replace(executor, gpus_per_run=folder.gpus_per_run)
-            check_executor(executor)
     else:
         _check_run_ranks((run.config for run in request.runs), executor)
         name = choose_run_name(runs_dir, name, timestamped("sweep"))
@@ -233,7 +240,7 @@ def dry_run_info(request: SweepRequest, executor: Executor) -> SweepInfo:
     """Return what `start` would receive for a new sweep on this machine."""
     configs = {run.name: run.config for run in request.runs}
     _check_run_ranks(configs.values(), executor)
-    with closing(_open_pool(replace(executor, name="local"), len(configs), {})) as pool:
+    with closing(_open_pool(executor, len(configs), {}, local=True)) as pool:
         return SweepInfo(None, request.runs, configs, request.runs, pool.slots, pool.threads, executor.ranks)
 
 
@@ -257,22 +264,6 @@ def estimate_time(
         method = "by a trial of three steps, without other runs on the machine"
     lengths = [seconds / first.steps * info.configs[run.name].steps for run in info.pending]
     return total_seconds(lengths, info.slots), seconds, method
-
-
-def check_executor(executor: Executor) -> None:
-    """Raise ConfigError for an executor that is unknown or not installed, or options that do not fit."""
-    name, address, margin, ranks = executor.name, executor.address, executor.stop_margin, executor.ranks
-    if name not in EXECUTORS:
-        raise ConfigError(f"--executor {name}: {unknown_choice(name, EXECUTORS)}")
-    if address is not None and name != "ray":
-        raise ConfigError(f"--ray-address {address}: goes with --executor ray")
-    if name == "ray" and find_spec("ray") is None:
-        raise ConfigError('--executor ray: Ray is not installed; pip install "bandpo[ray]"')
-    if margin is not None and not 0 < margin < 1:
-        raise ConfigError(f"--stop-behind {margin:g}: a difference of accuracies, between 0 and 1, as in 0.1")
-    gpus = visible_gpus(os.environ) if name == "local" and ranks > 1 else []
-    if gpus and len(gpus) < ranks:
-        raise ConfigError(f"--gpus-per-run {ranks}: this machine has {plural(len(gpus), 'GPU')}")
 
 
 def _check_run_ranks(configs: Iterable[RunConfig], executor: Executor) -> None:
@@ -329,9 +320,9 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
     return result
 
 
-def _open_pool(executor: Executor, runs: int, variables: Mapping[str, str]) -> Pool:
+def _open_pool(executor: Executor, runs: int, variables: Mapping[str, str], local: bool = False) -> Pool:
     """Return the pool that executes `runs` runs, with these environment variables, on this machine or with Ray."""
-    if executor.name == "ray":
+    if executor.name == "ray" and not local:
         from bandpo_cli.sweeps.ray_pool import RayPool  # an extra, and seconds to import
 
         return RayPool(executor.address, executor.jobs, variables, executor.ranks)

@@ -69,7 +69,7 @@ def sync(
     finally:
         events.end(reports)
     unsent = [*failed_stores.values()]
-    errors = [report.error for report in reports if report.error is not None and report.error not in unsent]
+    errors = [report.error for report in reports if report.error and report.error not in unsent]
     if unsent:
         errors.append(f"{'; '.join(unsent)}. Nothing is lost: sync again when it is back")
     for line in errors[:-1]:
@@ -86,17 +86,14 @@ def _choose_runs(names: Sequence[str], all_runs: bool, runs_dir: Path) -> dict[P
     """
     if all_runs == bool(names):
         raise UserError("name the runs to send, or give --all for every run; not both")
-    unique: dict[Path, tuple[Path, bool]] = {}
-    for name in names:
-        sweep = find_folder(name, runs_dir, PLAN_FILE)
-        paths = [RunFolder.open(runs_dir, name).path] if sweep is None else find_runs(sweep)
-        for path in paths:
-            unique.setdefault(path.resolve(), (path, sweep is None))
-    if all_runs:
-        unique = {path.resolve(): (path, False) for path in find_runs(runs_dir)}
-    if not unique:
+    chosen: dict[Path, tuple[Path, bool]] = {}
+    folders = {name: find_folder(name, runs_dir, PLAN_FILE) for name in names} or {"": runs_dir}
+    for name, folder in folders.items():
+        for path in [RunFolder.open(runs_dir, name).path] if folder is None else find_runs(folder):
+            chosen.setdefault(path.resolve(), (path, folder is None))
+    if not chosen:
         raise UserError(f"no runs in {runs_dir}; give another place with --runs-dir")
-    return dict(unique.values())
+    return dict(chosen.values())
 
 
 def _send(path: Path, named: bool, uri: str | None, failed_stores: dict[str, str]) -> SyncReport:
