@@ -57,10 +57,9 @@ def choose_run_name(runs_dir: Path, asked: str | None, default: str) -> str:
         raise UserError(f"--runs-dir {runs_dir}: {existing} is not writable; name another folder")
     if asked is None:
         return unused_name(default, runs_dir)
-    name = check_name(asked, runs_dir)
-    if path_exists(runs_dir / name):
-        raise UserError(f"--name {name}: exists already; try --name {unused_name(name, runs_dir)}")
-    return name
+    if path_exists(runs_dir / check_name(asked, runs_dir)):
+        raise UserError(f"--name {asked}: exists already; try --name {unused_name(asked, runs_dir)}")
+    return asked
 
 
 def read_numbers(option: str, text: str, first: int, last: int) -> list[int]:
@@ -104,9 +103,8 @@ def load_task(config: RunConfig) -> Task:
     check_embedded_task(config, f"task.name = {config.task.name!r}")
     task = build_task(config.task)
     check_graders(task.train_problems())
-    for reward in config.task.rewards or ():
-        if reward.grader is not None:
-            check_grader(reward.grader)
+    for grader in filter(None, (reward.grader for reward in config.task.rewards or ())):
+        check_grader(grader)
     return task
 
 
@@ -152,10 +150,10 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
     keeps_best = config.checkpoint.keep_best and (metric is None or metric.startswith("eval/"))
     if keeps_best and 0 < saved < last and 0 < evaluated < last <= math.lcm(saved, evaluated):
         better = max(every for every in range(1, min(saved, evaluated) + 1) if evaluated % every == 0)
-        never = (
-            f"checkpoints (every {saved}) and evaluations (every {evaluated} steps) never coincide before it"
+        warnings.append(
+            f"only the last checkpoint can be best: checkpoints (every {saved}) and evaluations (every {evaluated} "
+            f"steps) never coincide before it; use --set checkpoint.every={better}"
         )
-        warnings.append(f"only the last checkpoint can be best: {never}; use --set checkpoint.every={better}")
     sets = task.heldout_sets() if task is not None and config.evaluation.every else {}
     warnings += [
         f"the evaluation set '{label}' has only {plural(len(problems), 'problem')}: one problem moves its accuracy by "

@@ -79,21 +79,22 @@ def plan_sweep(
 
     Raises ConfigError if the file, an axis or a setting is not valid.
     """
-    written = None if file is None else read_config(file, "FILE")
-    pairs = [text.partition("=") for text in axes]
-    for text, (key, equals, _) in zip(axes, pairs, strict=True):
+    written: Mapping[str, Any] = {} if file is None else read_config(file, "FILE")
+    flags = dict(flags)
+    for text in axes:
+        key, equals, values = text.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"--axis {text!r}: write it as KEY=V,V, such as optim.lr=1e-5,1e-4")
+        flags[key.strip()] = values
+    changes: dict[str, Any] = {name: text for name, text in options.items() if text is not None}
+    if "seeds" in changes:
+        changes["seeds"] = read_numbers("--seeds", changes["seeds"], 0, 2**31 - 1)
     try:
-        config = SweepConfig.model_validate(dict(written or {}))
-        given = {key.strip(): values for key, _, values in pairs}
-        replaced = {**config.axes, **parse_axes(flags), **parse_axes(given)}
-        changes: dict[str, Any] = {name: text for name, text in options.items() if text is not None}
-        if "seeds" in changes:
-            changes["seeds"] = read_numbers("--seeds", changes["seeds"], 0, 2**31 - 1)
-        config = SweepConfig.model_validate({**config.model_dump(), "axes": replaced, **changes})
+        config = SweepConfig.model_validate(dict(written))
+        changes["axes"] = {**config.axes, **parse_axes(flags)}
+        config = SweepConfig.model_validate({**config.model_dump(), **changes})
     except ValidationError as error:
-        raise ConfigError(validation_message(error, [] if written is None else [written])) from None
+        raise ConfigError(validation_message(error, [written])) from None
     return request_from_config(config, layers, runs_dir)
 
 
@@ -103,16 +104,15 @@ def request_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: 
     Raises ConfigError if a setting of a run cannot be used.
     """
     about: dict[str, Any] = {}
-    tuning: Tuning | None = None
+    tuning, match = None, None
     if config.tuned_on is not None:
         tuned, tuning = _tuned_layers(config, config.tuned_on, runs_dir)
-        runs = plan_tuned_runs(config, tuned, layers)
-        about = {"tuning": asdict(tuning)}
-    elif config.recorded is not None:
-        about = {"recorded": config.recorded, "matched": {}}
-        runs = plan_runs(config, layers, _matcher(config.recorded, runs_dir, about["matched"]))
+        runs, about = plan_tuned_runs(config, tuned, layers), {"tuning": asdict(tuning)}
     else:
-        runs = plan_runs(config, layers, None)
+        if config.recorded is not None:
+            about = {"recorded": config.recorded, "matched": {}}
+            match = _matcher(config.recorded, runs_dir, about["matched"])
+        runs = plan_runs(config, layers, match)
     check_names(runs)
     checked: set[Any] = set()
     for run in runs:
