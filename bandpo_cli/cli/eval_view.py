@@ -259,26 +259,26 @@ def print_comparison(console: Console, result: ComparisonResult, show: int, styl
         print_json({"a": str(result.path_a), "b": str(result.path_b), "sets": sets})
         return
     print_rows(console, [("A", str(result.path_a)), ("B", str(result.path_b))])
-    for label, change in result.sets.items():
-        only = [f"{n:,} only in {name}" for name, n in (("A", change.only_a), ("B", change.only_b)) if n]
+    for label, compared in result.sets.items():
+        only = [f"{n:,} only in {name}" for name, n in (("A", compared.only_a), ("B", compared.only_b)) if n]
         console.print()
-        print_line(console, ", ".join([f"{plural(change.shared, 'problem')} in both", *only]), label)
+        print_line(console, ", ".join([f"{plural(compared.shared, 'problem')} in both", *only]), label)
         table = make_table("", ">A", ">B", ">B − A", ">95% interval")
-        for name, metric in change.metrics.items():
-            difference = metric_text(name, metric.change.value)
+        for name, (a, b, change) in compared.metrics.items():
+            difference = metric_text(name, change.value)
             if not difference.startswith("-") and float(difference.replace(",", "")):  # no sign before a zero
                 difference = f"+{difference}"
-            before, after = metric_text(name, metric.a), metric_text(name, metric.b)
-            table.add_row(metric_label(name), before, after, difference, interval_text(name, metric.change))
+            before, after = metric_text(name, a), metric_text(name, b)
+            table.add_row(metric_label(name), before, after, difference, interval_text(name, change))
         console.print(table)
         print_line(
             console,
-            f"share of correct completions: higher in B on {plural(change.wins, 'problem')}, lower on "
-            f"{change.losses:,}, the same on {change.ties:,}",
+            f"share of correct completions: higher in B on {plural(compared.wins, 'problem')}, lower on "
+            f"{compared.losses:,}, the same on {compared.ties:,}",
         )
-        if change.sign_test_p is not None:
-            print_line(console, _sign_test_line(change.wins + change.losses, change.sign_test_p))
-        for id_, share_a, share_b in change.changed_problems[:show]:
+        if compared.sign_test_p is not None:
+            print_line(console, _sign_test_line(compared.wins + compared.losses, compared.sign_test_p))
+        for id_, share_a, share_b in compared.changed_problems[:show]:
             print_line(console, f"  {share_a:.2f} → {share_b:.2f}  {id_}")
 
 

@@ -21,21 +21,12 @@ _COMPARED = ("pass_at_", "maj_at_", "answer_format", "truncation", "response_len
 
 
 @dataclass(frozen=True)
-class MetricDifference:
-    """The mean of a metric in A and in B over the shared problems; `change` is B − A with its interval."""
-
-    a: float
-    b: float
-    change: Interval
-
-
-@dataclass(frozen=True)
 class Comparison:
     """The comparison of one evaluation set in A and in B.
 
     Attributes:
         shared, only_a, only_b: number of problems in both, only in A and only in B.
-        metrics: by name, those that both evaluations have.
+        metrics: by name, those that both evaluations have: the means of A and B over the shared problems, and B − A.
         wins, losses, ties: problems with a higher, lower and equal share of correct completions in B.
         sign_test_p: two-sided p-value of the exact sign test of wins against losses; None where no share differs.
         changed_problems: (id, share in A, share in B) of the problems whose share differs, largest change first.
@@ -44,7 +35,7 @@ class Comparison:
     shared: int
     only_a: int
     only_b: int
-    metrics: dict[str, MetricDifference]
+    metrics: dict[str, tuple[float, float, Interval]]
     wins: int
     losses: int
     ties: int
@@ -56,8 +47,7 @@ class Comparison:
         return {
             "problems": {"shared": self.shared, "only_a": self.only_a, "only_b": self.only_b},
             "figures": {
-                name: {"a": difference.a, "b": difference.b, **difference.change._asdict()}
-                for name, difference in self.metrics.items()
+                name: {"a": a, "b": b, **change._asdict()} for name, (a, b, change) in self.metrics.items()
             },
             "wins": self.wins,
             "losses": self.losses,
@@ -143,14 +133,14 @@ def _compare_sets(label: str, scores_a: Any, scores_b: Any) -> Comparison:
     changes = mean_intervals([[y - x for x, y in zip(*pair, strict=True)] for pair in pairs.values()])
     changed = [(id_, x, y) for id_, x, y in zip(ids, *pairs[MEAN], strict=True) if x != y]
     wins = sum(y > x for _, x, y in changed)
-    differences = {
-        name: MetricDifference(sum(x) / len(ids), sum(y) / len(ids), change)
+    metrics = {
+        name: (sum(x) / len(ids), sum(y) / len(ids), change)
         for (name, (x, y)), change in zip(pairs.items(), changes, strict=True)
     }
     counts = len(ids), len(a) - len(ids), len(b) - len(ids)
     losses, ties = len(changed) - wins, len(ids) - len(changed)
     changed.sort(key=lambda change: -abs(change[2] - change[1]))
-    return Comparison(*counts, differences, wins, losses, ties, sign_test(wins, losses), changed)
+    return Comparison(*counts, metrics, wins, losses, ties, sign_test(wins, losses), changed)
 
 
 def _by_problem(scores: Any, label: str, which: str) -> dict[str, dict[str, Any]]:

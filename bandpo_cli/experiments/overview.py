@@ -288,10 +288,11 @@ def read_completions_of(
     steps = _sampled_steps(folder)
     if not steps:
         raise UserError(f"{folder.path} has no completions: the run has completed no step")
-    if step is not None and step not in steps:
+    step = steps[-1] if step is None else step
+    if step not in steps:
         near = min(steps, key=lambda stored: abs(stored - step))
         raise UserError(f"--step {step}: its completions are not stored; the nearest is --step {near}")
-    path = folder.path / "samples" / f"{step_name(steps[-1] if step is None else step)}.parquet"
+    path = folder.path / "samples" / f"{step_name(step)}.parquet"
     return path, read_graded_completions(path)
 
 

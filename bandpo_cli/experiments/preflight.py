@@ -134,12 +134,9 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
     # The ratio is 1 in every update if log π_old is as the trainer computes it.
     if updates == 1 and not method.control and (config.objective.old_logprobs == "trainer" or is_exact):
         others = " and ".join(entry.name for entry in METHODS.values() if entry.differs_at_ratio_one)
-        effect = f"{method.name} gives the same run as every method but {others}"
-        if method.differs_at_ratio_one:
-            effect = f"all that {method.name} changes is the gradient of the tokens that it chooses"
         warnings.append(
-            f"clipping never has an effect: with one update per batch the ratio is always 1, and {effect}; "
-            f"{method.name} needs several updates: use --set optim.updates=4 or more to compare methods"
+            "clipping never has an effect: with one update per batch the ratio is always 1, and all methods but "
+            f"{others} give the same run; use --set optim.updates=4 or more to compare methods"
         )
     if config.optim.warmup_steps >= last * updates:
         counts = f"the warm-up is {config.optim.warmup_steps} updates, the run {last * updates}"
@@ -220,12 +217,10 @@ def resolve_model(text: str, runs_dir: Path, option: str = "--model") -> ModelRe
     if match is not None:
         run, step = match
         checkpoints = model_checkpoints(run)
-        if not checkpoints:
-            raise UserError(f"{option} {run.name}: the run in {run.path} has no checkpoint yet")
-        step = max(checkpoints) if step is None else step
+        step = max(checkpoints, default=0) if step is None else step
         if step not in checkpoints:
-            there = ", ".join(map(str, checkpoints))
-            raise UserError(f"{option} {run.name}@{step}: no checkpoint of that step; there are: {there}")
+            there = f"there are: {', '.join(map(str, checkpoints))}" if checkpoints else "there is none yet"
+            raise UserError(f"{option} {text[:200]}: no such checkpoint in {run.path}; {there}")
         check_model_contents(checkpoints[step])
         return ModelRef(str(checkpoints[step]), run, step)
     # An id of the hub has at most 96 characters; the first part of a missing run's path may be the runs folder.

@@ -119,7 +119,7 @@ MISTAKES: dict[str, list[str]] = {
     "eval --model my-rum@3": ["no such run", "did you mean 'my-run'"],
     f"eval --model {LONG}": ["no such run or folder"],
     "eval --model '~nobody-of-this-name/x'": ["no such run or folder"],
-    "eval --model runs/my-run": ["my-run", "no checkpoint yet"],
+    "eval --model runs/my-run": ["my-run", "there is none yet"],
     "eval --task countdown --task gsm8k": ["--task countdown", "evaluate it without other tasks"],
     "eval --model a/b --task nowhere.jsonl": ["--task nowhere.jsonl: no such task or file"],
     "eval --model a/b --task empty.jsonl": ["empty.jsonl", "holds no rows"],

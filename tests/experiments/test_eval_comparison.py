@@ -42,12 +42,12 @@ def test_a_comparison_by_hand() -> None:
     comparison = compare_records(A, B)["math"]
     assert (comparison.shared, comparison.only_a, comparison.only_b) == (3, 1, 2)
     assert set(comparison.metrics) == {"mean", "pass_at_4", "response_length"}
-    mean = comparison.metrics["mean"]
-    assert (mean.a, mean.b) == pytest.approx((0.75 / 3, 1.375 / 3))
-    assert mean.change == mean_intervals([[0.0, -0.125, 0.75]])[0]
-    length = comparison.metrics["response_length"]
-    assert (length.a, length.b, length.change.value) == pytest.approx((200, 150, -50))
-    assert comparison.metrics["pass_at_4"].change.value == pytest.approx((1.0 - 0.1 - 0.2) / 3)
+    *means, change = comparison.metrics["mean"]
+    assert means == pytest.approx([0.75 / 3, 1.375 / 3])
+    assert change == mean_intervals([[0.0, -0.125, 0.75]])[0]
+    *lengths, change = comparison.metrics["response_length"]
+    assert [*lengths, change.value] == pytest.approx([200, 150, -50])
+    assert comparison.metrics["pass_at_4"][2].value == pytest.approx((1.0 - 0.1 - 0.2) / 3)
     assert (comparison.wins, comparison.losses, comparison.ties) == (1, 1, 1)
     assert comparison.changed_problems == [("r", 0.0, 0.75), ("q", 0.5, 0.375)]
 
@@ -75,10 +75,10 @@ def test_sign_test_by_hand() -> None:
 def test_a_swapped_comparison_has_the_opposite_signs() -> None:
     there, back = compare_records(A, B)["math"], compare_records(B, A)["math"]
     assert set(back.metrics) == set(there.metrics)
-    for name, metric in there.metrics.items():
-        other = back.metrics[name]
-        assert (other.a, other.b) == pytest.approx((metric.b, metric.a))
-        assert other.change == pytest.approx([-metric.change.value, -metric.change.high, -metric.change.low])
+    for name, (a, b, change) in there.metrics.items():
+        *means, opposite = back.metrics[name]
+        assert means == pytest.approx([b, a])
+        assert opposite == pytest.approx([-change.value, -change.high, -change.low])
     assert (back.wins, back.losses, back.only_a, back.only_b) == (1, 1, 2, 1)
     assert back.changed_problems == [("r", 0.75, 0.0), ("q", 0.375, 0.5)]
 
@@ -86,9 +86,9 @@ def test_a_swapped_comparison_has_the_opposite_signs() -> None:
 def test_a_comparison_with_itself_has_no_changes() -> None:
     comparison = compare_records(A, A)["math"]
     assert (comparison.wins, comparison.losses, comparison.ties, comparison.changed_problems) == (0, 0, 4, [])
-    for metric in comparison.metrics.values():
-        assert metric.change.value == 0
-        assert math.isnan(metric.change.low)
+    for _, _, change in comparison.metrics.values():
+        assert change.value == 0
+        assert math.isnan(change.low)
     plain = json.loads(json.dumps(replace_nonfinite(comparison.as_json()), allow_nan=False))
     assert plain["figures"]["mean"] == {"a": 0.4375, "b": 0.4375, "value": 0.0, "low": None, "high": None}
     assert plain["problems"] == {"shared": 4, "only_a": 0, "only_b": 0}
@@ -103,7 +103,7 @@ def test_pairing_removes_the_difficulty_of_problems() -> None:
         record(s={str(i): {"mean_at_64": float(value)} for i, value in values})
         for values in (enumerate(before), reversed([*enumerate(after)]))
     ]
-    change = compare_records(*sets)["s"].metrics["mean"].change
+    change = compare_records(*sets)["s"].metrics["mean"][2]
     assert change.value == pytest.approx((after - before).mean())
     a, b = mean_intervals([before, after])
     unpaired = math.hypot(a.high - a.low, b.high - b.low)
@@ -119,7 +119,7 @@ def test_only_shared_sets_problems_and_metrics_are_read() -> None:
     a = record(s={"p": row, "only a": {"mean_at_2": None}})
     b = record(s={"p": {"mean_at_2": 1, "legacy_best_at_2": None}})
     comparison = compare_records(a, b)["s"]
-    assert (list(comparison.metrics), comparison.metrics["mean"].b, comparison.shared) == (["mean"], 1.0, 1)
+    assert (list(comparison.metrics), comparison.metrics["mean"][1], comparison.shared) == (["mean"], 1.0, 1)
 
 
 def test_equal_shares_of_different_n_are_ties() -> None:

@@ -79,8 +79,8 @@ def test_the_home_folder_is_understood(runs: Path, tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("a@3", "no checkpoint of that step; there are: 2, 10"),
-        ("runs/a/checkpoints/step-000003", "no checkpoint of that step; there are: 2, 10"),
+        ("a@3", "no such checkpoint in .*runs/a; there are: 2, 10"),
+        ("runs/a/checkpoints/step-000003", "no such checkpoint in .*runs/a; there are: 2, 10"),
         ("a@", "expected a step after @"),
         ("a@last", "expected a step after @, as in a@100; not 'last'"),
         ("a@²", "expected a step after @"),
@@ -118,7 +118,7 @@ def test_unfinished_checkpoints_do_not_count(runs: Path) -> None:
     (runs / "a" / "checkpoints" / "step-000030").mkdir()
     assert resolve_model("a", runs).step == 10
     make_run(runs / "young")
-    with pytest.raises(UserError, match="no checkpoint yet"):
+    with pytest.raises(UserError, match="there is none yet"):
         resolve_model("young", runs)
 
 
@@ -129,14 +129,9 @@ def warnings_of(method: str, updates: int = 1, **sections: Any) -> list[str]:
 @pytest.mark.parametrize("method", METHODS)
 def test_one_update_per_batch_is_warned_about_with_the_methods_that_still_differ(method: str) -> None:
     assert warnings_of(method, updates=4) == []
-    expected = [f"{method} needs several updates"] if not METHODS[method].control else []
-    warnings = warnings_of(method)
-    for warning, part in zip(warnings, expected, strict=True):
+    warnings = ["all methods but clip-cov give the same run"] * (not METHODS[method].control)
+    for warning, part in zip(warnings_of(method), warnings, strict=True):
         assert part in warning
-        if METHODS[method].differs_at_ratio_one:
-            assert f"all that {method} changes is the gradient of the tokens that it chooses" in warning
-        else:
-            assert f"{method} gives the same run as every method but clip-cov" in warning
 
 
 @pytest.mark.parametrize(
