@@ -27,17 +27,6 @@ def test_shares_are_all_items_in_order_and_of_equal_numbers(count: int, size: in
         assert [*share] == items[Ranks(rank, size).share_start(count) :][: len(share)]
 
 
-# Tokens of 24 prompts and 96 completions of Qwen2.5-Coder-0.5B-Instruct on GSM8K, at most 256 per completion.
-PROMPT_LENGTHS = [
-    151, 150, 174, 138, 152, 160, 123, 158, 129, 138, 118, 113, 153, 137, 136, 222, 148, 132, 120, 134, 122, 122, 163,
-    146,
-]  # fmt: skip
-COMPLETION_LENGTHS = [
-    8, 11, 169, 10, 256, 9, 21, 256, 256, 7, 256, 7, 256, 7, 256, 10, 25, 7, 256, 8, 7, 256, 256, 10, 16, 71, 6, 14, 6,
-    12, 256, 8, 18, 54, 6, 4, 256, 256, 223, 256, 148, 189, 7, 256, 8, 256, 197, 256, 256, 256, 256, 256, 229, 6, 253,
-    256, 8, 12, 6, 7, 256, 256, 256, 9, 256, 256, 8, 8, 244, 256, 186, 7, 256, 6, 27, 7, 256, 5, 8, 17, 6, 5, 115, 5, 7,
-    232, 7, 209, 9, 6, 256, 11, 7, 7, 50, 255
-]  # fmt: skip
 GROUPS = st.lists(
     st.tuples(st.integers(0, 50), st.lists(st.integers(1, 100), min_size=1, max_size=6)), max_size=8
 )
@@ -74,8 +63,11 @@ def test_ranks_have_about_the_same_number_of_tokens(groups: int) -> None:
     """With consecutive groups on each of 8 ranks, the mean was 0.62 to 0.87 of the greatest number of tokens."""
     for seed in range(10):
         chance = random.Random(seed)
-        prompts = [chance.choice(PROMPT_LENGTHS) for _ in range(groups)]
-        lengths = [[chance.choice(COMPLETION_LENGTHS) for _ in range(16)] for _ in range(groups)]
+        prompts = [chance.randint(113, 222) for _ in range(groups)]
+        # As of a language model with a limit of 256 tokens: very short answers, and many at the limit.
+        lengths = [
+            [chance.choice([*range(4, 28, 2), 148, 229, *[256] * 10]) for _ in range(16)] for _ in prompts
+        ]
         loads = loads_of(prompts, lengths, 8)
         assert sum(loads) / 8 / max(loads) >= 0.95
         assert sum(loads) <= 1.1 * sum(loads_of(prompts, lengths, 1)), "few prompts are on several ranks"
@@ -88,18 +80,6 @@ def test_the_environment_of_torchrun_gives_the_rank() -> None:
     found = ranks_from_environment({"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"})
     assert found == Ranks(9, 16, 1)
     assert not found.is_main
-
-
-def test_a_single_rank_exchanges_nothing() -> None:
-    """No process group exists, so that any communication would raise."""
-    column = torch.arange(3.0)
-    assert SINGLE.gather("x") == ["x"]
-    assert SINGLE.gather_all([1, 2]) == [1, 2]
-    assert SINGLE.any(True)
-    assert not SINGLE.any(False)
-    assert SINGLE.max(2.5) == 2.5
-    assert [*SINGLE.concatenate([column])] == [column]
-    SINGLE.wait()
 
 
 def exchanged(ranks: Ranks) -> list[object]:
@@ -117,16 +97,6 @@ def test_every_rank_receives_the_values_of_all(tmp_path: Path) -> None:
     columns = [[0, 1, 0, 1, 2, 3], [0.5, 1.5, 0.5, 1.5, 2.5, 3.5]]
     expected = [[0, 1, 2], ["a", "a", "a"], [True, False], [-1.0, "nan"], columns]
     assert run_ranks(3, tmp_path, exchanged) == 3 * [expected]
-
-
-def failing(ranks: Ranks) -> None:
-    ranks.wait()  # until all are connected
-    raise ValueError(f"on rank {ranks.rank}")
-
-
-def test_an_error_of_a_rank_reaches_the_test(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="on rank 1"):
-        run_ranks(2, tmp_path, failing)
 
 
 class Exchange:
@@ -165,6 +135,13 @@ def fail(error: Exception | None) -> None:
 
 
 def test_without_further_ranks_nothing_is_exchanged() -> None:
+    """No process group exists, so that any communication would raise."""
+    column = torch.arange(3.0)
+    assert (SINGLE.gather("x"), SINGLE.gather_all([1, 2]), SINGLE.max(2.5)) == (["x"], [1, 2], 2.5)
+    assert SINGLE.any(True)
+    assert not SINGLE.any(False)
+    assert [*SINGLE.concatenate([column])] == [column]
+    SINGLE.wait()
     assert SINGLE.agree(lambda: 5) == [5]
     assert SINGLE.on_main(lambda: 5) == 5
     error = OtherPackageError("a", "b")

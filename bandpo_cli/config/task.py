@@ -29,15 +29,13 @@ from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.registries import GRADERS, load_attribute
 
-LABEL_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]*$"
-"""What is allowed as a part of a metric name."""
-
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """The suffixes of the local files that can be read."""
 
 DatasetName = Annotated[str, AfterValidator(DATASETS.check_name)]
 GraderName = Annotated[str, AfterValidator(GRADERS.check_name)]
-Label = Annotated[str, Field(pattern=LABEL_PATTERN, max_length=60)]
+Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=60)]
+"""A part of a metric name."""
 AsList = BeforeValidator(lambda value: [value] if isinstance(value, (str, dict)) else value)
 """A single item need not be in a list."""
 

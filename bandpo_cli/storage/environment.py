@@ -29,10 +29,6 @@ PACKAGES = (
     "reasoning-gym",
 )
 
-_AVAILABLE = re.compile(r"^MemAvailable:[ \t]*(\d+) kB$", re.MULTILINE)
-_GROUP = re.compile(r"^0::/?(.*)$", re.MULTILINE)
-_FILE_CACHE = re.compile(r"^inactive_file (\d+)$", re.MULTILINE)
-
 
 def describe_environment(
     command: Sequence[str] | None = None, sampler: Mapping[str, str] | None = None
@@ -50,9 +46,9 @@ def describe_environment(
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    cpu = re.search(r"^model name\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    cpu = _value(Path("/proc/cpuinfo"), r"model name\s*:\s*(.+)") or platform.processor()
     hardware: dict[str, Any] = {
-        "cpu": cpu[1].strip() if cpu else platform.processor() or platform.machine(),
+        "cpu": cpu.strip() or platform.machine(),
         "cores": os.cpu_count(),
         "usable_cores": usable_cores(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
@@ -98,18 +94,17 @@ def available_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cg
     Args:
         proc, groups: where the system's files are, other folders in tests.
     """
-    match = _AVAILABLE.search(_text(proc / "meminfo"))
-    if match is None:
+    kibibytes = _value(proc / "meminfo", r"MemAvailable:[ \t]*(\d+) kB")
+    if kibibytes is None:
         return None
-    available = [int(match[1]) * 1024]
-    group = _GROUP.search(_text(proc / "self" / "cgroup"))
-    folder = groups / (group[1] if group else "")
+    available = [int(kibibytes) * 1024]
+    folder = groups / (_value(proc / "self" / "cgroup", r"0::/?(.*)") or "")
     for path in (folder, *folder.parents):
         if path.is_relative_to(groups) and (limit := _text(path / "memory.max").strip()).isdecimal():
             used = int(_text(path / "memory.current").strip() or 0)
             # The file cache counts as used, and the system drops it when memory is needed.
-            cache = _FILE_CACHE.search(_text(path / "memory.stat"))
-            available.append(max(0, int(limit) - used + (int(cache[1]) if cache else 0)))
+            cache = int(_value(path / "memory.stat", r"inactive_file (\d+)") or 0)
+            available.append(max(0, int(limit) - used + cache))
     return min(available)
 
 
@@ -119,6 +114,12 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def _value(path: Path, pattern: str) -> str | None:
+    """Return the group of the first line of a file of the system that matches `pattern`, None without such a line."""
+    match = re.search(f"^{pattern}$", _text(path), re.MULTILINE)
+    return match and match[1]
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

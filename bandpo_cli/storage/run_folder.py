@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 from pydantic_core import from_json
 
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.paths import check_regular_file, folders_containing, path_exists, user_path
+from bandpo_cli.paths import check_regular_file, folders_containing, path_exists, relative_to_cwd, user_path
 from bandpo_cli.storage.files import (
     read_json_object,
     remove_temporary_files,
@@ -396,8 +396,7 @@ def _candidates(text: str, runs_dir: Path) -> list[Path]:
 def _name_arguments(folder: Path, runs_dir: Path) -> list[str]:
     """Return the arguments by which a command finds `folder`: its name in `runs_dir`, else its path."""
     if (runs_dir / folder.name).absolute() != folder.absolute():
-        here = Path.cwd()
-        return [str(folder.relative_to(here) if folder.is_relative_to(here) else folder)]
+        return [str(relative_to_cwd(folder))]
     return [folder.name, *([] if runs_dir == Path("runs") else ["--runs-dir", str(runs_dir)])]
 
 

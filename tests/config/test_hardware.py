@@ -68,13 +68,16 @@ def fits(config: RunConfig, report: MemoryEstimate, available: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
-def test_the_header_of_a_model_names_the_smallest_gpu_that_fits(tmp_path: Path, file: Path) -> None:
-    """Also with the files on top of it whose headers say that they need the same hardware."""
-    header = _MODEL_HEADER.match(file.read_text("utf-8"))
+def test_the_header_of_a_model_names_the_smallest_gpu_that_fits_and_the_memory_of_8(
+    tmp_path: Path, file: Path
+) -> None:
+    text, base = file.read_text("utf-8"), [read_layer(PAPER / "base.yaml"), read_layer(file)]
+    header, eight = _MODEL_HEADER.match(text), _EIGHT_GPUS.search(text)
     assert header is not None
+    assert eight is not None
     size, peak, held = map(int, header.groups())
-    model, layers = read_layer(file)["model"]["path"], [read_layer(PAPER / "base.yaml"), read_layer(file)]
-    config = config_on_disk(tmp_path, model, *layers)
+    model = base[1]["model"]["path"]
+    config = config_on_disk(tmp_path, model, *base)
     report = report_on_gpu(config, size)
     assert report.parameters == pytest.approx(PARAMETERS[model], rel=0.005)
     assert report.fits
@@ -83,9 +86,28 @@ def test_the_header_of_a_model_names_the_smallest_gpu_that_fits(tmp_path: Path, 
     assert report.vllm > 1.5 * report.always["weights"]  # the engine's weights, and room for its cache
     assert not fits(config, report, GPU_SIZES[GPU_SIZES.index(size) - 1] * 10**9)
     assert fits(config, report, size * 10**9)
-    for overlay in (PAPER / "dapo.yaml", PAPER / "dynamic-sampling.yaml"):
-        assert "the same hardware" in overlay.read_text("utf-8")
-        assert report_on_gpu(config_on_disk(tmp_path, model, *layers, read_layer(overlay)), size).fits
+
+    # Of 8 GPUs: masters and two moments of float32, and the reference in bfloat16, an eighth of each.
+    size, peak, held = map(int, eight.groups())
+    assert round((4 + 8 + 2) * PARAMETERS[model] / 8 / GIB) == held
+    report = report_on_gpu(
+        config_on_disk(tmp_path, model, *base, read_layer(PAPER / "eight-gpus.yaml")), size, 8
+    )
+    assert report.fits
+    assert round(report.peak / GIB) == peak
+    assert report.vllm > 1.5 * 2 * PARAMETERS[model]  # the engine has all weights, and room for its cache
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dapo", "dynamic-sampling"])
+def test_files_on_top_of_a_model_need_the_same_hardware(tmp_path: Path, name: str) -> None:
+    overlay, file = PAPER / f"{name}.yaml", MODELS[-1]
+    header = _MODEL_HEADER.match(file.read_text("utf-8"))
+    assert header is not None
+    assert "the same hardware" in overlay.read_text("utf-8")
+    layers = [*map(read_layer, (PAPER / "base.yaml", file, overlay))]
+    config = config_on_disk(tmp_path, layers[1]["model"]["path"], *layers)
+    assert report_on_gpu(config, int(header[1])).fits
 
 
 @pytest.mark.slow
@@ -102,36 +124,16 @@ def test_the_header_of_lora_names_the_smallest_gpus_that_fit(tmp_path: Path) -> 
     adapters = 28 * 32 * (2 * (3584 + 3584) + 2 * (3584 + 512) + 3 * (3584 + 18944))
     assert report.trained == adapters
     assert report.parameters - adapters == pytest.approx(PARAMETERS[model], rel=0.005)
+    assert report.fits
+    assert report.vllm > 1.5 * 2 * PARAMETERS[model]  # the engine's weights, and room for its cache
     assert round(report.peak / GIB) == peak
     assert sum(report.always.values()) / GIB == pytest.approx(held, abs=0.5)
     assert sum(report.always.values()) == pytest.approx(2 * PARAMETERS[model] + 14 * adapters, rel=0.005)
     less = {"sampling": {"vllm": {"memory_fraction": float(header[4])}}}
     reduced = resolve([config.model_dump(mode="json"), less])
-    for value, gigabytes, on_gpu in (
-        (config, size, report),
-        (reduced, smaller, report_on_gpu(reduced, smaller)),
-    ):
-        assert on_gpu.fits
-        assert on_gpu.vllm > 1.5 * 2 * PARAMETERS[model]  # the engine's weights, and room for its cache
-        before = GPU_SIZES[GPU_SIZES.index(gigabytes) - 1]
-        assert not fits(value, on_gpu, before * 10**9)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
-def test_the_header_of_a_model_names_the_memory_of_each_of_8_gpus(tmp_path: Path, file: Path) -> None:
-    header = _EIGHT_GPUS.search(file.read_text("utf-8"))
-    assert header is not None
-    size, peak, held = map(int, header.groups())
-    files = (PAPER / "base.yaml", file, PAPER / "eight-gpus.yaml")
-    model = read_layer(file)["model"]["path"]
-    config = config_on_disk(tmp_path, model, *map(read_layer, files))
-    report = report_on_gpu(config, size, ranks=8)
-    assert report.fits
-    assert round(report.peak / GIB) == peak
-    # Masters and two moments of float32, and the reference in bfloat16, an eighth of each.
-    assert round((4 + 8 + 2) * PARAMETERS[model] / 8 / GIB) == held
-    assert report.vllm > 1.5 * 2 * PARAMETERS[model]  # the engine has all weights, and room for its cache
+    for value, gigabytes in ((config, size), (reduced, smaller)):
+        assert fits(value, report, gigabytes * 10**9)
+        assert not fits(value, report, GPU_SIZES[GPU_SIZES.index(gigabytes) - 1] * 10**9)
 
 
 @pytest.mark.slow

@@ -104,8 +104,9 @@ def batches_of(engine: Any, per_batch: int = 3, seed: int = 7, **options: Any) -
     return sample_batches(engine, engine, engine.grade, SETS, PARAMS, per_batch * SAMPLES, seed, 0, **options)
 
 
-def test_batches_cover_each_problem_once_with_unique_keys_and_seeds() -> None:
-    engine = Engine()
+@pytest.mark.parametrize("kind", [Engine, Streaming])
+def test_batches_cover_each_problem_once_with_unique_keys_and_seeds(kind: type[Engine]) -> None:
+    engine = kind()
     batches = list(batches_of(engine))
     assert [batch.key for batch in batches] == [(0, 0), (0, 3), (0, 6), (0, 9), (1, 0), (2, 0), (2, 3)]
     assert [batch.label for batch in batches] == ["a"] * 4 + ["b"] + ["c"] * 2
@@ -113,6 +114,7 @@ def test_batches_cover_each_problem_once_with_unique_keys_and_seeds() -> None:
     ids = [row["problem_id"] for batch in batches for row in batch.rows]
     assert ids == [problem.id for problem in chain(*SETS.values()) for _ in range(SAMPLES)]
     assert {row["accuracy"] for batch in batches for row in batch.rows} == {0.0, 1.0}
+    assert batches == list(batches_of(Engine()))
     list(batches_of(engine, seed=8))
     assert len(engine.seeds) == len(set(engine.seeds)) == 2 * 7
 
@@ -130,10 +132,6 @@ def test_the_completions_of_a_problem_do_not_depend_on_the_size_of_the_batches()
     )
     assert small == large
     assert len({row["text"] for row in small[::SAMPLES]}) == 16
-
-
-def test_a_streaming_engine_gives_the_same_batches_in_the_same_order() -> None:
-    assert list(batches_of(Streaming())) == list(batches_of(Engine()))
 
 
 def test_the_batch_size_limits_batches_of_stored_completions() -> None:
@@ -229,18 +227,17 @@ def test_an_error_of_the_engine_cancels_the_answer_in_work(
             pool.grade(sets["a"], ["1"] * 4)
 
 
-def evaluated(ranks: Ranks, kind: type[Engine]) -> tuple[list[Batch], list[int]]:
+def evaluated(ranks: Ranks) -> tuple[list[Batch], list[int]]:
     """Return the batches, and the number of prompts of each sampling call on this rank."""
-    engine = kind(ranks)
+    engine = Streaming(ranks)
     return list(batches_of(engine, ranks=ranks)), engine.prompts
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "size"), [(Streaming, 2), (Engine, 3)])
-def test_several_ranks_give_the_batches_of_one(tmp_path: Path, kind: type[Engine], size: int) -> None:
+def test_several_ranks_give_the_batches_of_one(tmp_path: Path) -> None:
     """On every rank, whatever the times of sampling and grading."""
-    expected, prompts = evaluated(SINGLE, kind)
-    results = run_ranks(size, tmp_path, evaluated, kind)
+    expected, prompts = evaluated(SINGLE)
+    results = run_ranks(3, tmp_path, evaluated)
     for batches, _ in results:
         assert batches == expected
     shares = [share for _, share in results]

@@ -25,18 +25,18 @@ def check_refused(place: Path, *arguments: str | Path) -> None:
 @pytest.mark.slow
 def test_invalid_files_for_every_command(tmp_path: Path) -> None:
     good = to_yaml(resolve([{"steps": 1}])).encode()
-    for content in list(file_variants(good, YAML_TEXTS))[::7]:
+    for content in list(file_variants(good, YAML_TEXTS))[::14]:
         (tmp_path / "c.yaml").write_bytes(content)
         check_refused(tmp_path, "sweep", "--dry-run", "--config", "c.yaml", "--model", "no/such/model")
         check_refused(tmp_path, "train", "--config", "c.yaml", "--set", "optim.nosuch=1")
-    for content in list(file_variants(b'{"question": "1+1", "answer": "2"}\n', JSON_TEXTS))[::7]:
+    for content in list(file_variants(b'{"question": "1+1", "answer": "2"}\n', JSON_TEXTS))[::14]:
         (tmp_path / "t.jsonl").write_bytes(content)
         check_refused(tmp_path, "train", "--task", "t.jsonl")
         check_refused(tmp_path, "bounds", "--file", "t.jsonl")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["folder", "endless", "gone"])
+@pytest.mark.parametrize("kind", ["folder", "endless"])
 def test_paths_that_are_not_files_for_every_command(tmp_path: Path, kind: str) -> None:
     for name, arguments in {
         "c.yaml": ("train", "--config", "c.yaml"),

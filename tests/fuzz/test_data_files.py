@@ -35,7 +35,7 @@ from tests.fuzz.mutate import (
 from tests.fuzz.outcome import accepts, check_both_outcomes
 from tests.reports.sweep_folders import write_run
 
-COUNT = 50
+COUNT = 20
 """Files of a kind with changed bytes, and with changed values; every seed costs the same."""
 ROWS: list[dict[str, Any]] = [
     {"question": f"{i}+1?", "answer": str(i + 1), "level": i, "data_source": "x", "extra_info": {"a": [i]},
@@ -163,10 +163,10 @@ def test_files_of_an_untrusted_sweep(
 ) -> None:
     path = sweep / name
     good = path.read_bytes()
-    inputs = [*damaged_files(good, texts[::2], 5, 10)]
+    inputs = [*damaged_files(good, texts[::4], 5, 8)]
     if path.suffix != ".parquet":
         value = [*map(json.loads, good.splitlines())] if path.suffix == ".jsonl" else yaml.safe_load(good)
-        inputs += changed_files(path.suffix, value, 10)
+        inputs += changed_files(path.suffix, value, 8)
     before = {item for item in sweep.parent.rglob("*") if item != path}
     try:
         for content in inputs:

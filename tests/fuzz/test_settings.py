@@ -36,7 +36,7 @@ SWEEP: dict[str, Any] = {
     "seeds": [0, 1],
     "baseline": None,
 }
-COUNT = 40
+COUNT = 20
 """Files with changed bytes, and with changed values; every seed costs the same."""
 
 
@@ -58,13 +58,13 @@ def test_settings_files(empty_cwd: Path) -> None:
 
 @pytest.mark.slow
 def test_every_setting_with_unusual_values(empty_cwd: Path) -> None:
-    """2,500 values, each as a layer read from a file, on top of a valid config."""
+    """Hundreds of values, each as a layer read from a file, on top of a valid config."""
     value = yaml.safe_load(to_yaml(resolve([{"task": DATA_TASK}])))
     outcomes = [
         accepts(lambda entry=entry: resolve([value, entry]), entry)
-        for entry in each_entry_replaced(value, ODD[::4])
+        for entry in each_entry_replaced(value, ODD[::8])
     ]
-    assert len(outcomes) > 700
+    assert len(outcomes) > 350
     assert 0.05 < sum(outcomes) / len(outcomes) < 0.95
 
 

@@ -7,11 +7,7 @@ import sys
 import pytest
 
 from bandpo_cli.errors import has_secret, redact_credentials
-from bandpo_cli.storage.environment import (
-    available_memory,
-    describe_environment,
-    git_state,
-)
+from bandpo_cli.storage.environment import available_memory, describe_environment, git_state
 
 
 def test_environment_has_versions_and_hardware_and_no_secret(monkeypatch):
@@ -42,10 +38,8 @@ def test_git_state_detects_a_changed_tracked_file(tmp_path):
     (tmp_path / "a.txt").write_text("1")
     subprocess.run([*run, "add", "a.txt"], cwd=tmp_path, check=True)
     subprocess.run([*run, "commit", "-qm", "first"], cwd=tmp_path, check=True)
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert git_state(tmp_path) == {"commit": head.stdout.strip(), "dirty": False}
+    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=tmp_path, text=True)
+    assert git_state(tmp_path) == {"commit": head.strip(), "dirty": False}
     (tmp_path / "untracked.txt").write_text("runs and notes do not make a commit dirty")
     assert git_state(tmp_path)["dirty"] is False
     (tmp_path / "a.txt").write_text("2")

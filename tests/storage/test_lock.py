@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.errors import UserError
+from bandpo_cli.storage import files
 from bandpo_cli.storage.files import run_lock
 
 HOLD = (
@@ -27,12 +28,8 @@ HOLD = (
 @contextmanager
 def holder(folder: Path, how: str = "single") -> Iterator[subprocess.Popen[str]]:
     """Start a process that holds the lock of `folder` within the body; kill it and its children afterwards."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder), how],
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    command = [sys.executable, "-c", HOLD, str(folder), how]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
     try:
@@ -44,12 +41,11 @@ def holder(folder: Path, how: str = "single") -> Iterator[subprocess.Popen[str]]
         process.stdout.close()
 
 
-def test_a_second_process_is_refused_with_a_message_that_names_the_first(tmp_path: Path) -> None:
-    with (
-        holder(tmp_path) as process,
-        pytest.raises(UserError) as error,
-        run_lock(tmp_path),
-    ):
+def test_a_second_process_is_refused_with_a_message_that_names_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "ACQUIRE_TIMEOUT_S", 0.01)
+    with holder(tmp_path) as process, pytest.raises(UserError) as error, run_lock(tmp_path):
         pytest.fail("two processes have the lock")
     line = str(error.value)
     assert f"process {process.pid} on {socket.gethostname()}" in line
@@ -67,12 +63,9 @@ def test_a_killed_process_releases_the_lock_even_if_its_child_lives(tmp_path: Pa
 
 
 def test_the_lock_is_released_at_the_end_and_when_the_body_fails(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), run_lock(tmp_path):
-        raise ZeroDivisionError
-    with holder(tmp_path):
-        pass
-    with run_lock(tmp_path):
-        pass
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), run_lock(tmp_path):
+            raise ZeroDivisionError
 
 
 def test_a_folder_that_is_not_writable_raises(tmp_path: Path) -> None:

@@ -32,6 +32,8 @@ from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
     [
         ("../x", "x"), ("/etc/x", "x"), ("a\\b", "b"), ("", "run"), ("..", "run"), (".hidden", "hidden"), ("-rf", "rf"),
         ("my run", "my-run"), ("a\n", "a"), ("con", "run-con"), ("mlartifacts", "mlartifacts-2"), ("x" * 300, "xxx"),
+        ("NUL", "run-NUL"), ("aux.txt", "run-aux.txt"), ("COM1", "run-COM1"), ("lpt9.log", "run-lpt9.log"),
+        ("v1.", "v1"),
     ],
 )  # fmt: skip
 def test_an_invalid_name_is_refused_with_a_valid_one(tmp_path, name, instead):
@@ -200,6 +202,14 @@ def test_a_file_is_flushed_before_it_is_renamed_and_a_failed_write_keeps_the_old
         files.write_text(path, "new")
     assert json.loads(path.read_text()) == {"a": [None, 1]}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_apply_umask_gives_the_permissions_of_an_ordinary_file(tmp_path):
+    for name in ("private", "ordinary"):
+        (tmp_path / name).touch()
+    (tmp_path / "private").chmod(0o600)
+    files.apply_umask(tmp_path / "private")
+    assert (tmp_path / "private").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
 
 
 def test_step_names_round_trip(tmp_path):
