@@ -68,9 +68,7 @@ def plot_run(folder: Path, out: Path | None = None, suffix: str = ".png") -> lis
         "clip_map": plot_clip_map(folder, subtitle),
     }
     out = out or folder / "plots"
-    return [
-        style.save(figure, out / f"{name}{suffix}") for name, figure in figures.items() if figure is not None
-    ]
+    return [style.save(plot, out / f"{name}{suffix}") for name, plot in figures.items() if plot is not None]
 
 
 def plot_success_histogram(folder: Path) -> Path:
@@ -84,7 +82,8 @@ def plot_success_histogram(folder: Path) -> Path:
     about = f"{plural(scores['problems'], 'problem')} of {first}"
     if others:
         about = f"{f'the first {len(sets)} of ' if len(sets) < len(all_sets) else ''}{len(all_sets)} sets"
-    subtitle = _shorten(f"{about} · {folder.resolve().name}", _SUBTITLE_CHARS)
+    subtitle = f"{about} · {folder.resolve().name}"
+    subtitle = subtitle if len(subtitle) <= _SUBTITLE_CHARS else f"{subtitle[: _SUBTITLE_CHARS - 1]}…"
     figure, (axes,) = style.new_figure("Problems by correct completions", subtitle)
     sizes = {size for scores in sets.values() for size in scores["completions_per_problem"]}
     n = sizes.pop() if len(sizes) == 1 else None
@@ -93,7 +92,8 @@ def plot_success_histogram(folder: Path) -> Path:
         problems = scores["by_problem"].values()
         names, counts = zip(*success_histogram([next(iter(p.values())) for p in problems], n), strict=True)
         places = np.arange(len(counts)) + (index - (len(sets) - 1) / 2) * width
-        text = f"{_shorten(label, _LABEL_CHARS)} ({scores['problems']:,})"
+        short = label if len(label) <= _LABEL_CHARS else f"{label[: _LABEL_CHARS - 1]}…"
+        text = f"{short} ({scores['problems']:,})"
         axes.bar(places, np.array(counts) / len(problems), width, color=style.CYCLE[index], label=text)
         axes.set_xticks(range(len(names)), [name.replace(" ", "") for name in names])
         axes.set_xlim(-0.6, len(names) - 0.4)
@@ -283,10 +283,6 @@ def probability_bins(names: Iterable[str]) -> list[tuple[str, str]]:
     """Return (name, `0.1 – 0.5`) of the metrics `clip/active_fraction/p_0.1_0.5` in `names`, by probability."""
     matches = sorted(filter(None, map(_CLIP_BIN.fullmatch, names)), key=lambda match: float(match[1]))
     return [(match[0], f"{match[1]} – {match[2]}") for match in matches]
-
-
-def _shorten(text: str, max_chars: int) -> str:
-    return text if len(text) <= max_chars else text[: max_chars - 1] + "…"
 
 
 def _plot_smoothed(axes: Axes, curve: Curve, name: str, color: Any, show_values: bool = True) -> None:

@@ -134,10 +134,8 @@ def check_names(runs: Sequence[PlannedRun]) -> None:
     seen: dict[str, str] = {}
     for run in runs:
         if not is_valid_name(run.name):
-            raise ConfigError(
-                f"the variant '{run.arm:.100}' gives no valid folder name ({len(run.name)} characters, 200 at most); "
-                "give it a shorter name in arms:"
-            )
+            why = "gives no valid folder name of at most 200 characters; give it a shorter name in arms:"
+            raise ConfigError(f"the variant '{run.arm:.100}' {why}")
         other = seen.setdefault(run.name, run.arm)
         if other != run.arm:
             raise ConfigError(f"the variants '{other}' and '{run.arm}' have the same folder name; rename one")
@@ -191,7 +189,7 @@ def _is_excluded(excluded: Settings, base: Sequence[Layer], settings: Settings) 
 
 
 def _is_match(key: str, value: Any) -> bool:
-    return key == _DELTA and isinstance(value, str) and value.startswith(MATCH_PREFIX)
+    return key == _DELTA and str(value).startswith(MATCH_PREFIX)
 
 
 def _resolve_match(settings: Settings, base: Sequence[Layer], match: DeltaMatcher | None) -> Settings:
@@ -201,7 +199,7 @@ def _resolve_match(settings: Settings, base: Sequence[Layer], match: DeltaMatche
         return settings
     if match is None:
         raise ConfigError(
-            f"bounds.delta = {delta!r}: needs the recorded tokens of a run; add --recorded RUN (recorded: in a file)"
+            f"bounds.delta = {delta!r}: needs recorded tokens; add --recorded RUN (recorded: in a file)"
         )
     region = resolve([*base, nest({key: value for key, value in settings.items() if key != _DELTA})]).bounds
     if not isinstance(region, TrustRegionSettings):

@@ -76,9 +76,7 @@ class RayPool(Pool):
         most = max(int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"])
         if gpus and ranks > most:
             ray.shutdown()
-            raise UserError(
-                f"--gpus-per-run {ranks}: the machines of the Ray cluster have at most {most} GPUs"
-            )
+            raise UserError(f"--gpus-per-run {ranks}: machines of the Ray cluster have at most {most} GPUs")
         slots = max(1, jobs or (gpus or cores) // ranks)
         super().__init__(slots, threads=max(1, cores // (slots * ranks)))
         self._variables = {"OMP_NUM_THREADS": str(self.threads), **variables}

@@ -306,11 +306,8 @@ def run_tags(env: Mapping[str, Any], parent: str | None = None) -> dict[str, str
         user = getpass.getuser()
     except (ImportError, KeyError, OSError):  # a container may have no entry for the user
         user = "unknown"
-    tags = {
-        "mlflow.source.name": str(env.get("command", "bandpo")),
-        "mlflow.source.type": "LOCAL",
-        "mlflow.user": user,
-    }
+    tags = {"mlflow.source.name": str(env.get("command", "bandpo")), "mlflow.source.type": "LOCAL"}
+    tags["mlflow.user"] = user
     if parent is not None:
         tags["mlflow.parentRunId"] = parent
     if git := env.get("git"):

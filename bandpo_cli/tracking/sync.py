@@ -123,15 +123,13 @@ class RunSender:
                 # The status first: a file that cannot be stored must not leave a run as RUNNING forever.
                 if ended:
                     mirror.close(str(final), run.end_ms if status is None else None)
-                files, files_there = (0, 0) if final is None else self._send_files(mirror)
+                files = (0, 0) if final is None else self._send_files(mirror)
             except BaseException:
                 self._connection = None  # a batch may have arrived: MLflow is asked for what it has
                 raise
             finally:
                 self._link = link_version(self._folder)
-        return SyncResult(
-            metrics, params, tags, files, files_there, mirror.status, ended, writing=final is None
-        )
+        return SyncResult(metrics, params, tags, *files, mirror.status, ended, writing=final is None)
 
     def unsent_steps(self) -> list[int]:
         """Return the steps that MLflow has not accepted yet."""

@@ -73,9 +73,7 @@ def test_runs_of_several_ranks_share_the_cores_and_a_machine_needs_their_gpus(tm
     pool = RayPool(None, None, {}, ranks=2)
     assert (pool.slots, pool.threads) == (2, 2)
     assert pool._share == {"num_cpus": 4, "num_gpus": 2}
-    with pytest.raises(
-        UserError, match="--gpus-per-run 3: the machines of the Ray cluster have at most 2 GPUs"
-    ):
+    with pytest.raises(UserError, match="--gpus-per-run 3: machines of the Ray cluster have at most 2 GPUs"):
         RayPool(None, None, {}, ranks=3)
     resources.pop("GPU")
     pool = RayPool(None, None, {}, ranks=3)

@@ -70,8 +70,7 @@ def plot_all(arms: Arms, report: Report, out: Path) -> dict[str, Path]:
         title, sweep = "Tuning: held-out accuracy against learning rate", escape_mathtext(tuning.sweep)
         label = f"{'area under ' if tuning.metric == 'area' else ''}held-out accuracy"
         figures["tuning_lr"] = plot_accuracy_lr(tuning.by_learning_rate(), title, sweep, label)
-    shown = {name: figure for name, figure in figures.items() if figure is not None}
-    return {name: style.save(figure, out / f"{name}.png") for name, figure in shown.items()}
+    return {name: style.save(plot, out / f"{name}.png") for name, plot in figures.items() if plot is not None}
 
 
 def plot_accuracy_lr(

@@ -150,7 +150,6 @@ def shorten_list(names: Sequence[str]) -> str:
 
 SECONDS_PER_STEP = "seconds_per_step"  # the metric for which a report also shows the spread over the steps
 
-
 Values = Mapping[str, Mapping[int, float]]
 """Values of a metric by variant and seed, without the runs that have none."""
 
@@ -229,8 +228,7 @@ def measure(arms: Arms, sets: Sequence[str], equal: EqualAccuracy) -> list[tuple
         "without variants and runs whose best value is under half of the best variant's; linear between evaluations"
     )
     seconds = (
-        "seconds per step, without evaluations and checkpoints; the range covers the middle 80% of the steps of all "
-        "seeds"
+        "seconds per step, without evaluations and checkpoints; the range covers the middle 80% of all steps"
     )
     passes = f"pass_at_{k}"
     scores = {

@@ -121,10 +121,8 @@ def _read_finished_run(run: VariantRun) -> VariantRunData:
     clipped = series(training, "clip/active_fraction").values()
     clipped_tokens, tokens = {}, {}
     for name, text in probability_bins({name for record in training for name in record}):
-        fractions, shares = (
-            series(training, name),
-            series(training, name.replace("active_fraction", "token_share")),
-        )
+        fractions = series(training, name)
+        shares = series(training, name.replace("active_fraction", "token_share"))
         if steps := [step for step in fractions if step in shares]:
             clipped_tokens[text] = sum(shares[step] * fractions[step] for step in steps)
             tokens[text] = sum(shares[step] for step in steps)

@@ -17,10 +17,7 @@ from bandpo_cli.reports.comparison.selection import ABSENT, differing_settings, 
 from bandpo_cli.reports.comparison.statistics import LEVEL, Estimate, PairedTest, estimate, holm, paired_test
 from bandpo_cli.reports.comparison.tuning import Tuning
 
-SPREAD = (
-    0.1,
-    0.9,
-)  # quantiles of the single steps: the spread of a metric is that of the middle 80% of the steps
+SPREAD = (0.1, 0.9)  # quantiles of the single steps: a spread is the range of the middle 80% of the steps
 
 
 @dataclass(frozen=True)

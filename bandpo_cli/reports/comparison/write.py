@@ -177,14 +177,10 @@ def headline(
         return f"Against {baseline}, final held-out accuracy is {' and '.join(groups)}{more}."
     largest, evidence = tested[0].arm, _evidence(tested[0], metric)
     if len(differences) == 1:
-        return (
-            f"{largest} and {baseline} do not differ significantly in final held-out accuracy: the difference is "
-            f"{evidence}."
-        )
-    return (
-        f"No variant differs significantly from {baseline} in final held-out accuracy; the largest difference has "
-        f"{largest}: {evidence}."
-    )
+        equal = "do not differ significantly in final held-out accuracy"
+        return f"{largest} and {baseline} {equal}: the difference is {evidence}."
+    equal = f"No variant differs significantly from {baseline} in final held-out accuracy"
+    return f"{equal}; the largest difference has {largest}: {evidence}."
 
 
 def _evidence(difference: VariantDifference, metric: Metric, in_full: bool = True) -> str:
@@ -193,11 +189,8 @@ def _evidence(difference: VariantDifference, metric: Metric, in_full: bool = Tru
     mean = metric.text(change.mean, sign=True)
     if not in_full or pair is None or p_holm is None:
         return mean
-    p = f"p = {p_text(p_holm)}".replace("= <", "<")
-    return (
-        f"{mean}, 95% interval {metric.interval(change, sign=True)} over {change.n} seeds, "
-        f"{'' if p_holm == pair.p else 'Holm-adjusted '}{p}"
-    )
+    p = ("" if p_holm == pair.p else "Holm-adjusted ") + f"p = {p_text(p_holm)}".replace("= <", "<")
+    return f"{mean}, 95% interval {metric.interval(change, sign=True)} over {change.n} seeds, {p}"
 
 
 def _ranking(arms: Sequence[Variant], metric: Metric) -> str:
@@ -221,25 +214,19 @@ def report_notes(report: Report, arms: Arms, baseline: str | None) -> Iterator[s
     if single := [name for name, members in arms.items() if len(members) == 1]:
         yield f"Only one seed, and therefore no interval: {shorten_list(single)}."
     if len({tuple(run.seed for run in members) for members in arms.values()}) > 1:
-        yield (
-            "The variants do not have the same seeds; each variant is compared over the seeds that it shares with the "
-            "baseline."
-        )
+        yield "The variants do not have the same seeds; each is compared over the seeds that the baseline has too."
     if len(arms) > 1 and baseline is None:
         yield "No baseline was given, so there are no differences; choose one with --baseline ARM."
     elif len(arms) > 1 and baseline not in arms:
         yield f"All runs of the baseline '{baseline}' were excluded, so there are no differences."
     elif len(arms) > 2:
         metrics = len({difference.figure for difference in report.differences})
-        yield (
-            f"{plural(len(report.differences), 'comparison')}: {len(arms) - 1} variants against {baseline} in "
-            f"{metrics} metrics. p-values are adjusted over the variants for each metric (Holm), not over the metrics."
-        )
+        what = f"{len(arms) - 1} variants against {baseline} in {metrics} metrics"
+        adjusted = "p-values are adjusted over the variants for each metric (Holm), not over the metrics"
+        yield f"{plural(len(report.differences), 'comparison')}: {what}. {adjusted}."
     if unequal := [name for name, members in arms.items() if len({run.steps for run in members}) > 1]:
-        yield (
-            f"Runs of unequal length in {shorten_list(unequal)}: curves cover the common steps; final metrics are "
-            "taken at the last step of each run."
-        )
+        common = "curves cover the common steps; final metrics are taken at the last step of each run"
+        yield f"Runs of unequal length in {shorten_list(unequal)}: {common}."
     if len({run.steps for run in runs}) > 1:
         yield "The numbers of steps of the runs differ."
     for name, members in arms.items():
@@ -247,10 +234,8 @@ def report_notes(report: Report, arms: Arms, baseline: str | None) -> Iterator[s
             yield f"The runs of {name} differ in more than their seed: {', '.join(keys[:MAX_LISTED])}."
     differing = differing_settings(run.settings for run in runs)
     if incomparable := [key for key in differing if is_within(key, _EVALUATION_KEYS)]:
-        yield (
-            f"The runs differ in {', '.join(incomparable[:MAX_LISTED])}: their held-out accuracies come from different "
-            "problems or different sampling."
-        )
+        from_others = "their held-out accuracies come from different problems or different sampling"
+        yield f"The runs differ in {', '.join(incomparable[:MAX_LISTED])}: {from_others}."
     if others := sorted({label for run in runs for label in run.sets} - set(report.sets)):
         yield f"Excluded, because not every run was evaluated on these sets: {', '.join(others)}."
     if len(ns := sorted({run.sets[label].n for run in runs for label in report.sets})) > 1:
@@ -289,13 +274,9 @@ def difference_cells(metric: Metric, pair: PairedTest | None, p_holm: float | No
     """Return the cells of a difference: mean, interval, seeds, seeds higher and lower, p-value, adjusted p-value."""
     if pair is None:
         return ["–", "", "0", "", "", ""]
-    return [
-        metric.text(pair.change.mean, sign=True),
-        metric.interval(pair.change, sign=True),
-        str(pair.change.n),
-        f"{pair.higher} / {pair.lower}",
-        *("" if p is None else p_text(p) for p in (pair.p, p_holm)),
-    ]
+    change, ps = pair.change, ("" if p is None else p_text(p) for p in (pair.p, p_holm))
+    texts = metric.text(change.mean, sign=True), metric.interval(change, sign=True)
+    return [*texts, str(change.n), f"{pair.higher} / {pair.lower}", *ps]
 
 
 def leaderboard_csv(report: Report) -> str:
