@@ -19,7 +19,6 @@ Settings = dict[str, Any]
 
 GENERATORS: dict[str, Callable[[float], float]] = {
     "kl": lambda u: -math.log(u) + u - 1 if u > 0 else math.inf,
-    "tv": lambda u: abs(u - 1) / 2,
     "js": lambda u: (0.5 * u * math.log(2 * u / (1 + u)) if u > 0 else 0.0) + 0.5 * math.log(2 / (1 + u)),
 }
 
