@@ -129,14 +129,10 @@ class FileLayer(dict[str, Any]):
 
     def locate(self, keys: Sequence[str]) -> str | None:
         """Return `--config a.yaml, line 3` for the setting with these keys; None where the file does not have it."""
-        node = yaml.compose(read_text(self.path, self.where), Loader=_Loader)
-        line = None
+        line, node = 0, yaml.compose(read_text(self.path, self.where), Loader=_Loader)
         for key in keys:
-            entry = next(_entries(node, key), None)
-            if entry is None:
-                return None
-            line, node = entry
-        return None if line is None else f"{self.where}, line {line}"
+            line, node = next(_entries(node, key), (0, None))
+        return f"{self.where}, line {line}" if line else None
 
 
 def _entries(node: yaml.Node | None, key: str) -> Iterator[tuple[int, yaml.Node]]:

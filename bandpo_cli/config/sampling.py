@@ -79,9 +79,9 @@ class SamplingConfig(Section):
         return self
 
 
-def is_installed(package: str) -> bool:
-    """Return whether a package can be imported."""
-    return find_spec(package) is not None
+def is_installed(package: str | None) -> bool:
+    """Return whether a package can be imported; True for None, no package."""
+    return package is None or find_spec(package) is not None
 
 
 def check_engine(engine: str, device: str, max_lag: int = 0) -> None:
@@ -98,8 +98,7 @@ def check_engine(engine: str, device: str, max_lag: int = 0) -> None:
             f"model.device = '{device}': the {name} engine runs on the first visible GPU; type "
             f"CUDA_VISIBLE_DEVICES={chosen} before the command, and leave model.device out"
         )
-    package = None if engine == AUTO_ENGINE else ENGINES[engine].package
-    if package is not None and not is_installed(package):
+    if engine != AUTO_ENGINE and not is_installed(package := ENGINES[engine].package):
         raise ConfigError(
             f"sampling.engine = '{engine}': the package {package} is not installed; {ENGINES[engine].install}, "
             f"or use --sampler {resolve_engine(AUTO_ENGINE, on_gpu=False)}"
@@ -120,6 +119,6 @@ def resolve_engine(engine: str, on_gpu: bool) -> str:
     if engine != AUTO_ENGINE:
         return engine
     for name, entry in ENGINES.items():
-        if on_gpu and entry.preferred_on_gpu and (entry.package is None or is_installed(entry.package)):
+        if on_gpu and entry.preferred_on_gpu and is_installed(entry.package):
             return name
     return next(name for name, entry in ENGINES.items() if entry.package is None)

@@ -345,5 +345,5 @@ def task_defaults(task: Any) -> dict[str, Any]:
 def check_package(name: str) -> None:
     """Raise ConfigError, with the command that installs it, if the optional package of a task is not installed."""
     entry = TASKS[task_kind(name)]
-    if entry.package is not None and not is_installed(entry.package):
+    if not is_installed(entry.package):
         raise ConfigError(f"task {name}: the package {entry.package} is not installed; {entry.install}")

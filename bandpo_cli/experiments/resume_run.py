@@ -239,7 +239,7 @@ def pin(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
     changes: dict[str, Any] = {}
     if config.sampling.engine == AUTO_ENGINE and isinstance(engine, str) and engine in ENGINES:
         entry = ENGINES[engine]
-        if entry.package is not None and not is_installed(entry.package):
+        if not is_installed(entry.package):
             raise ConfigError(f"run {folder.name} samples with {engine}, not installed here: {entry.install}")
         changes["sampling.engine"] = engine
     if config.model.dtype == "auto" and dtype in ("float32", "bfloat16"):

@@ -179,9 +179,10 @@ def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
     check_engine(engine, device="auto")  # of the GPU, the commands have checked it
     if on_gpu and not ENGINES[engine].preferred_on_gpu:
         better = next(name for name, entry in ENGINES.items() if entry.preferred_on_gpu)
-        package = ENGINES[better].package
-        missing = package is not None and not is_installed(package)
-        how = f"install it with: {ENGINES[better].install}" if missing else f"use it with: --sampler {better}"
+        installed = is_installed(ENGINES[better].package)
+        how = (
+            f"use it with: --sampler {better}" if installed else f"install it with: {ENGINES[better].install}"
+        )
         slower = "on a GPU the %s engine is expected to sample 10 to 30 times slower than %s; %s"
         log.warning(slower, engine, better, how)
     sampler: Sampler = load_attribute(ENGINES[engine].build)(config.sampling, policy)

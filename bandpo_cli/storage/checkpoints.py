@@ -233,8 +233,7 @@ def prune_checkpoints(run: RunFolder, config: CheckpointConfig) -> None:
     if complete and complete[max(complete)].skipped_in_a_row:
         return
     run.sync_metrics()
-    records = [record for step in complete if (record := run.read_record(step)) is not None]
-    for step in complete.keys() - kept_steps(complete, records, config):
+    for step in complete.keys() - kept_steps(complete, run.read_records(complete), config):
         delete_checkpoint(run.checkpoint_dir(step))
 
 

@@ -6,12 +6,10 @@ The folder is the complete record of a run, with or without a tracker. Resume an
 from __future__ import annotations
 
 import json
-import math
 import re
 import shlex
 import time
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -144,27 +142,14 @@ class RunFolder(ExperimentFolder):
         """Return the records in file order; see `iterate_metrics`."""
         return [*iterate_metrics(self.metrics_path)]
 
-    def read_record(self, step: int) -> dict[str, Any] | None:
-        """Return the record of `step`, None where there is none.
-
-        The steps ascend, so a search by bisection reads a few lines of the file.
-        """
+    def read_records(self, steps: Iterable[int]) -> list[dict[str, Any]]:
+        """Return the records of `steps`, in file order. Other lines are not parsed: they begin with another step."""
         if not path_exists(self.metrics_path):
-            return None
+            return []
+        beginnings = tuple(f'{{"step": {step}{end}'.encode() for step in steps for end in ",}")
         with self.metrics_path.open("rb") as file:
-
-            def first_record(offset: int) -> dict[str, Any]:
-                """Return the record of the first line that begins after `offset`; the first of all for 0."""
-                file.seek(offset)
-                if offset > 0:
-                    file.readline()
-                line = file.readline()
-                return _parsed(line, self.metrics_path) if line.endswith(b"\n") else {"step": math.inf}
-
-            size = self.metrics_path.stat().st_size
-            offset = bisect_left(range(size), step, key=lambda offset: first_record(offset)["step"])
-            record = first_record(offset)
-        return record if record["step"] == step else None
+            lines = [line for line in file if line.startswith(beginnings) and line.endswith(b"\n")]
+        return [_parsed(line, self.metrics_path) for line in lines]
 
     def roll_back(self, step: int) -> None:
         """Remove the metrics and files of all steps after `step`, which a resume from its checkpoint does again.

@@ -6,19 +6,15 @@ import json
 import math
 import tracemalloc
 import warnings
-from collections.abc import Callable
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from scipy.special import betaln
-from scipy.stats import betabinom, norm, t
+from scipy.stats import norm, t
 
 from bandpo_cli.evaluation import metrics
-from bandpo_cli.evaluation.metrics import LEVEL, maj_at_k, mean_intervals, pass_at_k
+from bandpo_cli.evaluation.metrics import LEVEL, mean_intervals
 from bandpo_cli.storage.files import replace_nonfinite
-
-Array = NDArray[np.float64]
 
 
 def test_the_value_is_the_mean_and_the_ends_are_within_the_values() -> None:
@@ -102,48 +98,18 @@ def test_memory_is_bounded_for_a_large_set(monkeypatch: pytest.MonkeyPatch) -> N
     assert peak < 30e6
 
 
-def _pass_at_4(n: int) -> tuple[Array, Callable[[float, float], float]]:
-    values = np.array([pass_at_k(n, correct, 4) for correct in range(n + 1)])
-    return values, lambda a, b: 1 - math.exp(betaln(a, b + 4) - betaln(a, b))  # 1 − E[(1−p)⁴]
-
-
-def _maj_at_4(n: int) -> tuple[Array, Callable[[float, float], float]]:
-    """Return maj@4 by number correct, and its mean over p ~ Beta(a, b); all wrong completions have one answer."""
-    ballots = [
-        ("r" * right + "w" * (n - right), [1.0] * right + [0.0] * (n - right)) for right in range(n + 1)
-    ]
-    values = np.array([maj_at_k(votes, correct, 4) for votes, correct in ballots])
-    return values, lambda a, b: float(betabinom.pmf([2, 3, 4], 4, a, b) @ [0.5, 1, 1])
-
-
-def _simulated(
-    rng: np.random.Generator, a: float, b: float, problems: int, n: int, simulations: int
-) -> dict[str, float]:
-    """Return the coverage by metric: the share of simulated evaluations whose interval contains the true value."""
-    p = rng.beta(a, b, (simulations, problems))
-    correct = rng.binomial(n, p)
-    pass_at, pass_truth = _pass_at_4(n)
-    maj_at, maj_truth = _maj_at_4(n)
-    # Lengths: log-normal, harder problems e times as long; E[exp(1−p)] by the series of E[(1−p)^i] / i!.
-    length = rng.lognormal(6 + (1 - p), 0.7, (n, simulations, problems)).mean(axis=0)
-    moments = sum(math.exp(betaln(a, b + i) - betaln(a, b)) / math.factorial(i) for i in range(20))
-    simulated = {
-        "mean": (correct / n, a / (a + b)),
-        "pass@4": (pass_at[correct], pass_truth(a, b)),
-        "maj@4": (maj_at[correct], maj_truth(a, b)),
-        "length": (length, math.exp(6 + 0.7**2 / 2) * moments),
-    }
-    held = {}
-    for name, (values, truth) in simulated.items():
-        # Each simulated evaluation is one metric: sharing resamples is fast and does not change any interval.
-        intervals = mean_intervals(values, resamples=1000)
-        held[name] = sum(low <= truth <= high for _, low, high in intervals) / simulations
-    return held
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("a", "b", "n"), [(0.5, 0.5, 16), (0.3, 1.5, 8)])
 def test_the_coverage_is_95_percent(a: float, b: float, n: int) -> None:
-    """1,000 simulated evaluations: within 2 points, plus a standard error of the simulation (0.7 points)."""
-    held = _simulated(np.random.default_rng(8), a, b, 30, n, simulations=1000)
-    assert all(abs(share - LEVEL) <= 0.02 + 0.007 for share in held.values()), held
+    """1,000 simulated evaluations of 30 problems: within 2 points, plus a standard error of the simulation."""
+    rng, simulations = np.random.default_rng(8), 1000
+    p = rng.beta(a, b, (simulations, 30))
+    # Lengths: log-normal, harder problems e times as long; E[exp(1−p)] by the series of E[(1−p)^i] / i!.
+    length = rng.lognormal(6 + (1 - p), 0.7, (n, *p.shape)).mean(axis=0)
+    moments = sum(math.exp(betaln(a, b + i) - betaln(a, b)) / math.factorial(i) for i in range(20))
+    simulated = [(rng.binomial(n, p) / n, a / (a + b)), (length, math.exp(6 + 0.7**2 / 2) * moments)]
+    for values, truth in simulated:
+        # Each simulated evaluation is one metric: sharing resamples is fast and does not change any interval.
+        intervals = mean_intervals(values, resamples=1000)
+        share = sum(low <= truth <= high for _, low, high in intervals) / simulations
+        assert abs(share - LEVEL) <= 0.02 + 0.007

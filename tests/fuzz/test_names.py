@@ -109,16 +109,10 @@ def test_an_untrusted_plan_cannot_name_a_path_outside_the_sweep(tmp_path: Path, 
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UserError, match=r"sweep\.yaml|plans/5\.yaml"):
         SweepFolder.open(tmp_path / "runs", "s")
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_report_reads_no_run_outside_the_sweep(tmp_path: Path) -> None:
-    for name in ("../../x", "/tmp/x", "a/b", "..", "a\nb"):
-        (tmp_path / "sweep.yaml").write_text(
-            yaml.safe_dump({"runs": [{"name": name, "arm": "a", "seed": 0}]})
-        )
+    if isinstance(name, str):
         with pytest.raises(UserError, match="not a valid folder name"):
-            read_sweep(tmp_path)
+            read_sweep(folder)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_duplicate_run_or_an_invalid_seed_is_refused(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import time
-from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -232,19 +231,13 @@ def test_processes_that_start_in_the_same_second_get_folders_of_their_own(tmp_pa
     ]
 
 
-def test_a_record_is_found_among_many_without_reading_them(tmp_path, monkeypatch):
-    """The number of lines that are parsed grows with the logarithm; steps 3, 6, ... exist."""
+def test_records_are_found_among_many_without_parsing_the_others(tmp_path, monkeypatch):
+    """Steps 3, 6, ... exist; the last line is truncated."""
     run = RunFolder.create(tmp_path, "a")
-    parsed = Counter()
-    parse = run_folder._parsed
-    monkeypatch.setattr(run_folder, "_parsed", lambda *line: parsed.update(["line"]) or parse(*line))
-    text = "".join(json.dumps({"step": 3 * step, "a": "x" * (step % 50)}) + "\n" for step in range(4000))
-    for truncated in ("", '{"step": 12000, "a'):
-        run.metrics_path.write_text(text + truncated)
-        for step in (0, 3, 6000, 11997):
-            parsed.clear()
-            assert run.read_record(step)["step"] == step
-            assert parsed["line"] <= 22, "log2 of the 184,000 bytes of the file, and the line itself"
-        assert [run.read_record(step) for step in (-1, 4, 12000)] == [None, None, None]
-    run.metrics_path.unlink()
-    assert run.read_record(0) is None
+    assert run.read_records([0]) == []
+    lines = [json.dumps({"step": step, **({} if step == 6 else {"a": 1})}) for step in range(0, 300, 3)]
+    run.metrics_path.write_text("\n".join([*lines, '{"step": 300, "a": 1}']))
+    parsed = []
+    monkeypatch.setattr(run_folder, "_parsed", lambda line, path: parsed.append(line) or json.loads(line))
+    assert [record["step"] for record in run.read_records([297, 6, -1, 4, 29, 300, 0])] == [0, 6, 297]
+    assert len(parsed) == 3
