@@ -24,6 +24,8 @@ SAFE_KEYWORDS = {
     "trust_remote_code": ["False", "config.trust_remote_code"],
 }
 
+LAST_NAMES = {"load", *(name.rpartition(".")[2] for name in BUILTINS | CALLS)}
+
 
 def findings(source: str) -> Iterator[str]:
     """Yield the imports and calls of a module that could execute data."""
@@ -33,8 +35,11 @@ def findings(source: str) -> Iterator[str]:
         elif isinstance(node, ast.Import):
             yield from {alias.name.split(".")[0] for alias in node.names} & MODULES
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
-            name = ast.unparse(node.func)
             keywords = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+            last = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+            if last not in LAST_NAMES and not SAFE_KEYWORDS.keys() & keywords:
+                continue
+            name = ast.unparse(node.func)
             if name in BUILTINS or re.sub("^np", "numpy", re.sub("^pd", "pandas", name)) in CALLS:
                 yield name
             if name == "yaml.load" and ast.unparse(keywords.get("Loader", node)) not in SAFE_LOADERS:

@@ -34,12 +34,9 @@ def test_a_source_is_a_string_or_a_section(written: Any, source: Source) -> None
     [
         ({}, "give it a name"),
         ({"name": "gsm9"}, "gsm8k"),
-        ({"path": ""}, "at least 1"),
-        ({"path": "x", "limit": 0}, "greater than 0"),
         ({"path": "x", "grader": "maths"}, "did you mean 'math'"),
         ({"path": "x", "grader": "my-module:judge"}, "module:function"),
         ({"path": "x", "label": "a/b"}, "pattern"),
-        ({"path": "x", "label": "x" * 61}, "60"),
         ({"path": "x", "fields": {"question": "q", "anwser": "a"}}, "anwser"),
         ({"path": "x", "grader": "nosuch:a:b:c"}, "module:function"),
     ],

@@ -116,16 +116,6 @@ def changed_values(value: Any, seed: int, count: int) -> Iterator[Any]:
         yield changed
 
 
-def each_entry_replaced(value: Any, odd: tuple[Any, ...] = ODD) -> Iterator[Any]:
-    """Yield copies of `value` with each entry replaced by each of `odd`."""
-    for number in range(len(list(_places(value)))):
-        for other in odd:
-            changed = copy.deepcopy(value)
-            inside, key = list(_places(changed))[number]
-            inside[key] = copy.deepcopy(other)
-            yield changed
-
-
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in items:

@@ -47,11 +47,3 @@ def test_paths_that_are_not_files_for_every_command(tmp_path: Path, kind: str) -
     }.items():
         with not_a_file(tmp_path / name, kind):
             check_refused(tmp_path, *arguments)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["../x", "", "con", "a\nb", "x" * 300, "x\udcff"])
-def test_invalid_names_are_refused(tmp_path: Path, name: str) -> None:
-    check_refused(tmp_path, "train", "--name", name)
-    for command in (("report",), ("sweep", "--resume"), ("eval", "--resume")):
-        check_refused(tmp_path, *command, name or "nowhere")
