@@ -194,7 +194,10 @@ class ReferenceTrainer:
         bounds = self.settings["bounds"]
         if not self._is_scheduled():
             return bounds
-        return {**bounds, "delta": radius(bounds, self.steps_done, self.settings["steps"])}
+        # A polynomial of the progress, as BandPO's code defines it (decaying_clipbound.py).
+        rest = max(0.0, 1 - self.steps_done / bounds["delta_steps"])
+        start, end = bounds["delta"], bounds["delta_end"]
+        return {**bounds, "delta": end + (start - end) * rest ** bounds["delta_power"]}
 
     def _corrects(self) -> bool:
         objective = self.settings["objective"]
@@ -437,20 +440,6 @@ def ratio_bounds(bounds: Settings, old_logprob: float) -> tuple[float, float]:
         lower = min(lower, 1 - bounds["relax"]["eps_low"])
         upper = max(upper, 1 + bounds["relax"]["eps_high"])
     return lower, upper
-
-
-def radius(bounds: Settings, step: int, steps: int) -> float:
-    """Return the radius at a step of a run, as BandPO's code defines it (decaying_clipbound.py)."""
-    start, end = bounds["delta"], bounds["delta_end"]
-    last = steps if bounds["delta_steps"] is None else bounds["delta_steps"]
-    done = step / last if step < last else 1.0
-    power = 2.0 if bounds["delta_power"] is None else bounds["delta_power"]
-    value: float = {
-        "linear": start + (end - start) * done,
-        "cosine": end + (start - end) * (1 + math.cos(done * math.pi)) / 2,
-        "polynomial": end + (start - end) * (1 - done) ** power,
-    }[bounds["delta_schedule"]]
-    return value
 
 
 def band(f: Callable[[float], float], old_logprob: float, delta: float) -> tuple[float, float]:

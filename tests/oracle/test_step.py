@@ -139,14 +139,11 @@ VARIANTS = [
     Variant("no clipping", "bounds.method=none", never_clips),
     Variant("band js, capped and relaxed", "bounds.divergence=js bounds.delta=0.002 bounds.max_ratio=1.3 "
             "bounds.relax.eps_low=0.1 bounds.relax.eps_high=0.15", clips_both_ways),
-    # Two steps of five, or the first two of three: the radius differs between the steps and from `delta`.
-    Variant("radius and learning rate that fall linearly", "bounds.delta=0.02 bounds.delta_end=0.001 "
-            "bounds.delta_schedule=linear bounds.delta_steps=3 optim.schedule=linear", clips_both_ways, steps=2),
-    Variant("cosine radius, no gradient clipping", "bounds.delta=0.02 bounds.delta_end=0.001 "
-            "bounds.delta_schedule=cosine optim.max_grad_norm=null", clips_both_ways, steps=2),
-    Variant("polynomial radius that grows; betas, eps and decay", "bounds.delta=0.002 bounds.delta_end=0.02 "
-            "bounds.delta_schedule=polynomial bounds.delta_power=3 optim.betas=[0.7,0.95] optim.eps=0.001 "
-            "optim.weight_decay=0.3 optim.lr=0.01", clips_both_ways, steps=2),
+    # The first two steps of three: the radius differs between the steps and from `delta`.
+    Variant("polynomial radius that grows, falling learning rate, no gradient clipping; betas, eps and decay",
+            "bounds.delta=0.002 bounds.delta_end=0.02 bounds.delta_schedule=polynomial bounds.delta_power=3 "
+            "bounds.delta_steps=3 optim.schedule=linear optim.max_grad_norm=null optim.betas=[0.7,0.95] "
+            "optim.eps=0.001 optim.weight_decay=0.3 optim.lr=0.01", clips_both_ways, steps=2),
     # objective
     Variant("token-mean, one row per pass, gradient checkpointing", f"{KL} objective.aggregation=token-mean "
             "optim.micro_batch_tokens=1 model.gradient_checkpointing=true", clips_both_ways, seed=2),
