@@ -1,14 +1,45 @@
-"""`bandpo bounds`: ratio intervals of single probabilities. Does not import torch."""
+"""`bandpo bounds`: ratio intervals of single probabilities. Imports NumPy only where it computes, and never torch."""
 
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import compress, groupby
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console, JustifyMethod
+from rich.text import Text
 
 from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.completion import one_of
+from bandpo_cli.cli.console import make_table
 from bandpo_cli.errors import UserError
+from bandpo_cli.paths import read_text
 from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry, method_name
+
+if TYPE_CHECKING:
+    from bandpo_cli.reports.interval_table import IntervalRow
+
+_MAX_TEXT_BYTES = 2**28
+"""Maximum size of a file of probabilities in bytes: some ten million of them."""
+
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
+_COLUMNS: Mapping[str, tuple[int, JustifyMethod]] = {
+    "p": (10, "right"),
+    "lower": (9, "right"),
+    "upper": (9, "right"),
+    "probability range": (19, "center"),
+    "Δp": (9, "right"),
+    "saturated": (9, "left"),
+}
+"""The columns of the table of intervals: minimum width and alignment by heading."""
 
 
 def _is_comparable(method: MethodEntry) -> bool:
@@ -71,10 +102,11 @@ def bounds(
         at: The probability at which to match.
     """
     from bandpo_cli.bounds.divergences import find_divergence
-    from bandpo_cli.cli import bounds_view as view
     from bandpo_cli.reports.interval_table import as_csv, as_json, band_rows, method_rows
 
-    radii = view.radii(delta or ["0.05"])
+    expected = "a radius; allowed: a finite number > 0, such as 0.05"
+    deltas = opt.split_commas(delta or ["0.05"])
+    radii = [_number(word, "--delta", sys.float_info.max, expected) for word in deltas]
     regions = opt.split_commas(divergence or ["kl"])
     for name in regions:
         find_divergence(name)  # raises for an unknown name
@@ -93,11 +125,16 @@ def bounds(
                 "--match computes a delta: give it with --at, and with no other options than --divergence and "
                 "--format, as in: --match clip-higher --at 0.1"
             )
-        view.print_matches(opt.check_choice("--match", method_name(match), MATCHABLE), at, regions, format_)
+        _print_matches(opt.check_choice("--match", method_name(match), MATCHABLE), at, regions, format_)
         return
-    if plot is not None:
-        view.check_plot_file(plot)
-    wanted = view.probabilities(probs or [], file)
+    if plot is not None and (
+        plot.suffix.lower() not in PLOT_SUFFIXES
+        or plot.is_dir()
+        or not os.access(plot if plot.exists() else plot.parent, os.W_OK)
+    ):
+        allowed = f"a file that ends with {', '.join(PLOT_SUFFIXES)} in a folder that exists"
+        raise UserError(f"--plot {plot}: cannot be written; allowed: {allowed}")
+    wanted = probabilities(probs or [], file)
     if not wanted and plot is None:
         raise UserError(
             "give probabilities in (0, 1], as in: bandpo bounds 0.001 0.08 0.9 (- or --file F to read them)"
@@ -108,9 +145,104 @@ def bounds(
     if format_ != "table":
         print({"json": as_json, "csv": as_csv}[format_](rows))
     elif wanted:
-        view.print_intervals(rows, max_ratio)
+        _print_intervals(rows, max_ratio)
     if plot is not None:
         from bandpo_cli.reports.interval_plot import plot_intervals
 
         plot_intervals(plot, regions, radii, peers, max_ratio, wanted)
         typer.echo(f"wrote {plot}", err=True)
+
+
+def probabilities(words: Sequence[str], file: Path | None) -> list[float]:
+    """Return numbers in (0, 1] from the arguments (`-` is standard input), then from `file`."""
+    values: list[float] = []
+    for word in words:
+        values += _from_text(sys.stdin.read(), "standard input") if word == "-" else [_number(word, "PROB")]
+    if file is not None:
+        values += _from_text(read_text(file, f"--file {file}", _MAX_TEXT_BYTES), f"--file {file}")
+    return values
+
+
+def _from_text(text: str, source: str) -> list[float]:
+    """Return numbers separated by white space or commas; `#` begins a comment."""
+    values = [
+        _number(word, f"{source}, line {number}")
+        for number, line in enumerate(text.splitlines(), 1)
+        for word in line.partition("#")[0].replace(",", " ").split()
+    ]
+    if not values:
+        raise UserError(
+            f"{source}: no probability in it; give numbers in (0, 1] separated by spaces, commas or lines"
+        )
+    return values
+
+
+def _number(
+    word: str, source: str, most: float = 1.0, expected: str = "a probability; allowed: 0 < p ≤ 1"
+) -> float:
+    """Return a number above 0 and not above `most`."""
+    with suppress(ValueError):
+        if 0.0 < (value := float(word)) <= most:
+            return value
+    raise UserError(f"{source}: '{word}' is not {expected}")
+
+
+def _print_intervals(rows: Sequence[IntervalRow], max_ratio: float | None) -> None:
+    """Print one block per method under its name; the columns line up and fit 80 characters."""
+    console = Console(highlight=False)
+    blocks = groupby(rows, key=lambda row: (row.divergence, row.delta))
+    for number, ((name, delta), block) in enumerate(blocks):
+        table = make_table()
+        table.header_style, table.show_header = "dim", number == 0
+        for heading, (width, side) in _COLUMNS.items():
+            table.add_column(heading, justify=side, min_width=width, no_wrap=True)
+        for row in block:
+            table.add_row(
+                f"{row.prob:.4g}",
+                f"{row.lower:.4g}",
+                f"{row.upper:.4g}",
+                f"{row.prob_lower:.3g} – {row.prob_upper:.3g}",
+                f"+{row.prob_upper - row.prob:.3g}",
+                " ".join(compress(("0", "1/p"), (row.lower_saturated, row.upper_saturated))) or "·",
+            )
+        if number > 0:
+            console.print()
+        console.print(Text(name if delta is None else f"{name}, delta {delta:g}", style="bold"))
+        console.print(table)
+    lines = ["\nlower, upper: π/π_old.  Δp: the most that p can gain."]
+    if any(row.lower_saturated or row.upper_saturated for row in rows):
+        lines.append("saturated: 0 = the token may vanish; 1/p = it may become certain.")
+    cap = f"upper capped at {max_ratio:g}." if max_ratio else "No cap on upper (training caps it at 10)."
+    console.print("\n".join([*lines, cap]), style="dim")
+
+
+def _print_matches(method: str, at: str, regions: Sequence[str], style: str) -> None:
+    """Print the radius for each divergence; null or a reason if no Band has that upper bound."""
+    import numpy as np
+
+    from bandpo_cli.bounds import ratio_bounds
+    from bandpo_cli.bounds.intervals import matching_delta
+    from bandpo_cli.reports.interval_table import PEERS as SETTINGS
+
+    if (prob := _number(at, "--at")) == 1.0:
+        raise UserError("--at 1: a certain token cannot gain, whatever the radius; allowed: 0 < p < 1")
+    upper = float(ratio_bounds(SETTINGS[method])(np.log([prob])).upper[0])
+    common: dict[str, Any] = {"method": method, "prob": prob, "upper": upper}
+    rows = [{"divergence": name, **common, "delta": matching_delta(name, prob, upper)} for name in regions]
+    if style == "json":
+        print(json.dumps(rows, indent=1))
+    elif style == "csv":
+        writer = csv.DictWriter(sys.stdout, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    else:
+        console = Console(highlight=False)
+        console.print(f"{method} at p = {prob:g} has the upper bound {upper:.6g} (p → {prob * upper:.4g})\n")
+        limit = f"1/p = {1.0 / prob:.6g}"
+        reason = f"no such delta: only an infinite radius allows the token to become certain, r = {limit}"
+        if upper > 1.0 / prob:
+            reason = f"none: a Band never passes the simplex, r ≤ {limit}"
+        table = make_table("Band", "delta")
+        for row in rows:
+            table.add_row(row["divergence"], reason if row["delta"] is None else f"{row['delta']:.9g}")
+        console.print(table)

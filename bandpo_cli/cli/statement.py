@@ -97,11 +97,8 @@ def print_memory(console: Console, config: RunConfig, ranks: int = 1) -> bool:
 
     With several ranks it is the estimate of each. Return False if there is none because the model cannot be read.
     """
-    all_weights = config.model.model_copy(update={"lora": None})
     try:
         estimate = memory_report(config, ranks)
-        if config.model.lora is not None:
-            full = memory_report(config.model_copy(update={"model": all_weights}), ranks)
     except UserError as error:
         print_line(console, str(error), "no estimate of memory:", "yellow")
         return False
@@ -120,8 +117,10 @@ def print_memory(console: Console, config: RunConfig, ranks: int = 1) -> bool:
     console.print(table, highlight=False)
     print_line(console, f"{describe_memory(estimate)}: {'fits' if estimate.fits else 'too much'}")
     if config.model.lora is not None:
+        without = {"model": config.model.model_copy(update={"lora": None})}
+        peak = memory_report(config.model_copy(update=without), ranks).peak
         trained = f"{estimate.trained / 1e6:,.1f}M of {estimate.parameters / 1e6:,.1f}M parameters"
-        line = f"trains {trained}; training all weights takes {full.peak / GIB:,.1f} GiB at the peak"
+        line = f"trains {trained}; training all weights takes {peak / GIB:,.1f} GiB at the peak"
         print_line(console, line, "LoRA")
     if not estimate.fits:
         print_line(console, saving_advice(config, estimate), "warning:", "yellow")

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from bandpo_cli.cli.bounds_view import probabilities
+from bandpo_cli.cli.bounds import probabilities
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.task import Source, task_from_arguments
 from bandpo_cli.errors import ConfigError
