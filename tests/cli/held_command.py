@@ -1,7 +1,8 @@
-"""`bandpo` in a process that is held at one place: python -m tests.cli.held_command kill|hold|load|slow train|eval ...
+"""`bandpo` in a process that is held at one place: python -m tests.cli.held_command KIND train|eval ...
 
 kill: the process sends itself SIGKILL while a thread writes the checkpoint of step 4 and step 5 is done.
 hold: the thread that writes a checkpoint waits until the file `release` is in the current folder.
+step: the line of step 3 is written once the file `release` is in the current folder; until then there is `reached`.
 load: loading the model takes minutes; it has begun when the file `loading` is in the current folder.
 slow: the files of an evaluation take half a second each.
 """
@@ -19,10 +20,12 @@ import torch
 from bandpo_cli.__main__ import main
 from bandpo_cli.models import load as models_load
 from bandpo_cli.storage import eval_folder
+from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training import checkpoint_files
 
 WRITE = checkpoint_files.write_tensors
 WRITE_TABLE = eval_folder.write_eval_table
+APPEND = RunFolder.append_metrics
 
 
 def kill(path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> str:
@@ -45,6 +48,15 @@ def hold(path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], No
     return WRITE(path, tensors, check)
 
 
+def step(folder: RunFolder, record: Mapping[str, object]) -> None:
+    """Append a line to metrics.jsonl; the line of step 3 waits."""
+    if record["step"] == 3:
+        Path("reached").touch()
+        while not Path("release").exists():
+            time.sleep(0.002)
+    APPEND(folder, record)
+
+
 def load(config: object) -> None:
     """Do not resolve the dtype of the model, with which loading begins."""
     Path("loading").touch()
@@ -59,6 +71,8 @@ def slow(path: Path, rows: list) -> Path:
 if __name__ == "__main__":
     if (place := sys.argv.pop(1)) == "load":
         models_load.with_resolved_dtype = load
+    elif place == "step":
+        RunFolder.append_metrics = step
     elif place == "slow":
         eval_folder.write_eval_table = slow
     else:

@@ -3,22 +3,22 @@
 import os
 import signal
 import subprocess
-import threading
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.cli.eval_command import Done, bandpo, succeed, usage_error
+from tests.cli.eval_command import Done, usage_error
 from tests.cli.processes import check_ended, children, count_lines, descendants, ranks_of, wait_until
 from tests.cli.train_runs import SMALL, check_equal, drop_checkpoints, record, summary
 from tests.commands import Forked
+
+pytestmark = pytest.mark.slow
 
 STEPS = 10
 EVERY = 3
 SETTINGS = [
     "--steps", str(STEPS), *SMALL, "--set", f"evaluation.every={EVERY}", "--set", f"checkpoint.every={EVERY}",
-    "--set", "sampling.max_lag=1",
+    "--set", "sampling.max_lag=1", "--name", "a",
 ]  # fmt: skip
 AHEAD = "trainer/ahead/rollouts.safetensors"
 
@@ -35,51 +35,38 @@ def begin(place: Path, *arguments: str) -> Forked:
     return Forked("train", *arguments, cwd=place, fork_children=True, OMP_NUM_THREADS="1")
 
 
-def end_of(process: subprocess.Popen[str]) -> Done:
+def end_of(process: Forked) -> Done:
     """Wait for the end of a command and return its exit code and output."""
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert "Traceback" not in out + err
-    return Done(process.returncode, out, err)
+    return Done(process.returncode or 0, out, err)
 
 
-def checkpoints(folder: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
+def finish(place: Path, *arguments: str) -> None:
+    """Run a command to its end and require exit code 0."""
+    done = end_of(begin(place, *arguments))
+    assert done.code == 0, done
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of an uninterrupted run."""
     place = tmp_path_factory.mktemp("uninterrupted")
-    succeed("train", *SETTINGS, "--name", "a", cwd=place)
+    finish(place, *SETTINGS)
     folder = place / "runs" / "a"
-    kept = [
-        step for step in checkpoints(folder) if (folder / f"checkpoints/step-{step:06d}" / AHEAD).exists()
-    ]
-    assert kept == [*range(EVERY, STEPS, EVERY)], "every checkpoint but the last has the next batch"
+    ahead = sorted(path.parents[2].name for path in folder.glob(f"checkpoints/step-*/{AHEAD}"))
+    expected = [f"step-{step:06d}" for step in range(EVERY, STEPS, EVERY)]
+    assert ahead == expected, "every checkpoint but the last has the next batch"
     return folder
 
 
-class Interruption(threading.Thread):
-    """Sends a signal to the engine process of this process once metrics.jsonl has more than `lines` lines."""
-
-    def __init__(self, folder: Path, lines: int, number: int) -> None:
-        super().__init__(daemon=True)
-        self.engine = 0
-        self._folder, self._lines, self._number = folder, lines, number
-        self.start()
-
-    def run(self) -> None:
-        while count_lines(self._folder) <= self._lines:
-            time.sleep(0.02)
-        self.engine = engine_of(os.getpid())
-        os.kill(self.engine, self._number)
-
-
-@pytest.mark.slow
 def test_the_engine_process_is_killed(uninterrupted: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
-    killer = Interruption(folder, EVERY + 1, signal.SIGKILL)
-    done = bandpo("train", *SETTINGS, "--name", "a", cwd=tmp_path)
+    process = begin(tmp_path, *SETTINGS)
+    wait_until(process, lambda: count_lines(folder) > EVERY + 1)
+    engine = engine_of(process.pid)
+    os.kill(engine, signal.SIGKILL)
+    done = end_of(process)
     assert done.code == 1, done
     assert done.err == (
         "error: the engine process was killed by SIGKILL (as the system does when memory runs out); a new run with "
@@ -87,18 +74,17 @@ def test_the_engine_process_is_killed(uninterrupted: Path, tmp_path: Path) -> No
     )
     assert "resume with: bandpo train --resume a" in done.out
     assert summary(folder)["status"] == "FAILED"
-    check_ended([killer.engine], 0.0)
+    check_ended([engine], 0.0)
     refused = usage_error("train", "--resume", "a", "--set", "sampling.max_lag=0", cwd=tmp_path)
     assert "leave out sampling.max_lag" in refused  # which the line above therefore does not advise
-    succeed("train", "--resume", "a", cwd=tmp_path)
+    finish(tmp_path, "--resume", "a")
     check_equal(folder, uninterrupted)
 
 
-@pytest.mark.slow
 def test_the_trainer_is_killed_and_stopped(uninterrupted: Path, tmp_path: Path) -> None:
     """One run: SIGKILL, one SIGINT, then two SIGTERM while the engine does not answer."""
     folder = tmp_path / "runs" / "a"
-    process = begin(tmp_path, *SETTINGS, "--name", "a")
+    process = begin(tmp_path, *SETTINGS)
     wait_until(process, lambda: count_lines(folder) > EVERY + 1)
     left = descendants(process.pid)
     assert engine_of(process.pid) in left
@@ -136,17 +122,16 @@ def test_the_trainer_is_killed_and_stopped(uninterrupted: Path, tmp_path: Path) 
     assert "resume with: bandpo train --resume a" in done.out
     check_ended(left, 0.0)
 
-    succeed("train", "--resume", "a", cwd=tmp_path)
+    finish(tmp_path, "--resume", "a")
     if stopped % EVERY:
         drop_checkpoints(folder, stopped)
     check_equal(folder, uninterrupted)
 
 
-@pytest.mark.slow
 def test_the_engine_process_of_a_rank_is_killed(uninterrupted: Path, tmp_path: Path) -> None:
     """Two ranks, continued by one: the steps up to that of the stored batch are those of one rank."""
     folder = tmp_path / "runs" / "a"
-    process = begin(tmp_path, *SETTINGS, "--name", "a", "--nproc", "2")
+    process = begin(tmp_path, *SETTINGS, "--nproc", "2")
     wait_until(process, lambda: count_lines(folder) > EVERY + 1)
     left = descendants(process.pid)
     os.kill(engine_of(ranks_of(process.pid, folder)[1]), signal.SIGKILL)
@@ -156,7 +141,7 @@ def test_the_engine_process_of_a_rank_is_killed(uninterrupted: Path, tmp_path: P
     assert done.err.count("\n") == 1
     assert "resume with: bandpo train --resume a --nproc 2" in done.out
     check_ended(left, 0.0)
-    succeed("train", "--resume", "a", cwd=tmp_path)
+    finish(tmp_path, "--resume", "a")
     lines, others = record(folder), record(uninterrupted)
     assert [line["step"] for line in lines] == [*range(STEPS + 1)]
     assert [line.get("sampler/lag") for line in lines] == [line.get("sampler/lag") for line in others]

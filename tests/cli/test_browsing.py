@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,58 +19,64 @@ SETTINGS: dict[str, Any] = {
     "evaluation": {"problems": 3, "samples": 2, "k": [2], "every": 3},
     "tracking": {"mlflow": False},
 }
-Run = Callable[..., str]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    runs = tmp_path_factory.mktemp("trained") / "runs"
-    train(resolve([SETTINGS]), runs_dir=runs, name="first")
-    return runs
+    """Return a folder with the run `first`, which tests only read."""
+    place = tmp_path_factory.mktemp("trained")
+    train(resolve([SETTINGS]), runs_dir=place / "runs", name="first")
+    return place
 
 
 @pytest.fixture
-def bandpo(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Return a function that runs a command beside a copy of the trained run and returns its standard output."""
-    shutil.copytree(trained, tmp_path / "runs")
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments, columns=120: succeed(*arguments, cwd=tmp_path, COLUMNS=str(columns)).out
+def changed(trained: Path, tmp_path: Path) -> Path:
+    """Return a copy of that folder."""
+    return Path(shutil.copytree(trained, tmp_path, dirs_exist_ok=True))
 
 
-def records(runs: Path, name: str = "first") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+def bandpo(place: Path, *arguments: str, columns: int = 120) -> str:
+    return succeed(*arguments, cwd=place, COLUMNS=str(columns)).out
+
+
+def records(place: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (place / "runs/first/metrics.jsonl").read_text().splitlines()]
+
+
+def completions(place: Path, step: int) -> list[dict[str, Any]]:
+    return pq.read_table(place / f"runs/first/samples/step-{step:06d}.parquet").to_pylist()
 
 
 @pytest.mark.slow
-def test_runs_lists_values_of_metrics_jsonl(bandpo: Run, trained: Path) -> None:
-    (found,) = json.loads(bandpo("runs", "--format", "json"))
+def test_runs_lists_values_of_metrics_jsonl(trained: Path) -> None:
+    (found,) = json.loads(bandpo(trained, "runs", "--format", "json"))
     last = records(trained)[-1]
     assert (found["name"], found["method"], found["task"]) == ("first", "band-kl-0.05", "countdown")
     assert (found["status"], found["step"], found["steps"]) == ("FINISHED", 3, 3)
     assert found["heldout"] == last["eval/countdown/mean_at_2"]
     assert (found["accuracy"], found["entropy"]) == (last["train/accuracy"], last["train/entropy"])
-    (line,) = [line for line in bandpo("runs").splitlines() if line.startswith("first")]
+    (line,) = [line for line in bandpo(trained, "runs").splitlines() if line.startswith("first")]
     assert line.split()[:5] == ["first", "band-kl-0.05", "countdown", "finished", "3/3"]
     assert f"{last['train/entropy']:.3f}" in line
-    narrow = bandpo("runs", columns=80).splitlines()
+    narrow = bandpo(trained, "runs", columns=80).splitlines()
     assert all(len(line) <= 80 for line in narrow)
     assert any("finished" in line for line in narrow)
 
 
 @pytest.mark.slow
-def test_runs_are_filtered_and_sorted(bandpo: Run, tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
+def test_runs_are_filtered_and_sorted(changed: Path) -> None:
+    runs = changed / "runs"
     better, killed = runs / "deltas" / "kl-s1", runs / "other"
     for folder in (better, killed):
         shutil.copytree(runs / "first", folder)
     (runs / "deltas" / "sweep.yaml").write_text("name: deltas\n")
-    lines = records(runs)
+    lines = records(changed)
     lines[-1]["eval/countdown/mean_at_2"] = 1.0
     (better / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (killed / "summary.json").unlink()
 
     def names(*arguments: str) -> list[str]:
-        return [load["name"] for load in json.loads(bandpo("runs", "--format", "json", *arguments))]
+        return [load["name"] for load in json.loads(bandpo(changed, "runs", "--format", "json", *arguments))]
 
     def set_bounds(bounds: dict[str, Any]) -> None:
         (killed / "config.yaml").write_text(to_yaml(resolve([SETTINGS, {"bounds": bounds}])))
@@ -89,18 +94,22 @@ def test_runs_are_filtered_and_sorted(bandpo: Run, tmp_path: Path) -> None:
     assert names("--method", "grpo") == names("--method", "clip") == ["other"]
 
 
-def test_a_damaged_run_is_listed_with_the_reason(bandpo: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "runs" / "broken"
-    shutil.copytree(tmp_path / "runs" / "first", folder)
+def test_damaged_and_killed_runs_are_named(changed: Path) -> None:
+    folder = changed / "runs" / "broken"
+    shutil.copytree(changed / "runs" / "first", folder)
     (folder / "metrics.jsonl").write_text("{}\n")
-    out = bandpo("runs")
+    out = bandpo(changed, "runs")
     for part in ("first", "damaged", "line 1 is not a JSON object with a step"):
         assert part in out
-    usage_error("show", "broken", cwd=tmp_path)
+    usage_error("show", "broken", cwd=changed)
+    (changed / "runs" / "first" / "summary.json").unlink()
+    out = bandpo(changed, "show", "first")
+    assert "killed, step 3 of 3" in out
+    assert "bandpo train --resume first" in out
 
 
-def test_show_names_exactly_the_changed_settings(bandpo: Run, trained: Path) -> None:
-    found = json.loads(bandpo("show", "first", "--format", "json"))
+def test_show_names_exactly_the_changed_settings(trained: Path) -> None:
+    found = json.loads(bandpo(trained, "show", "first", "--format", "json"))
     assert sorted(found["changed"]) == [
         "evaluation.every", "evaluation.k", "evaluation.problems", "evaluation.samples", "optim.lr",
         "optim.updates", "sampling.prompts", "sampling.samples", "steps", "tracking.mlflow",
@@ -110,23 +119,16 @@ def test_show_names_exactly_the_changed_settings(bandpo: Run, trained: Path) -> 
     assert found["metrics"]["train/entropy"]["first"] == [1, lines[1]["train/entropy"]]
     assert found["metrics"]["train/entropy"]["last"] == [3, lines[3]["train/entropy"]]
     assert found["sampled_steps"] == [1, 2, 3]
-    out = bandpo("show", "first")
+    out = bandpo(trained, "show", "first")
     assert "optim.lr = 0.0002  (default 5e-05)" in out
     assert "finished, step 3 of 3" in out
     assert "grade/" not in out
-    assert "time/step" in bandpo("show", "first", "--all")
+    assert "time/step" in bandpo(trained, "show", "first", "--all")
 
 
-def test_show_prints_how_to_resume_a_run_that_did_not_finish(bandpo: Run, tmp_path: Path) -> None:
-    (tmp_path / "runs" / "first" / "summary.json").unlink()
-    out = bandpo("show", "first")
-    assert "killed, step 3 of 3" in out
-    assert "bandpo train --resume first" in out
-
-
-def test_samples_prints_the_stored_texts_and_the_prompt_of_a_group_once(bandpo: Run, trained: Path) -> None:
-    rows = pq.read_table(trained / "first" / "samples" / "step-000002.parquet").to_pylist()
-    out = bandpo("samples", "first", "--step", "2", "--limit", "0")
+def test_samples_prints_the_stored_texts_and_the_prompt_of_a_group_once(trained: Path) -> None:
+    rows = completions(trained, 2)
+    out = bandpo(trained, "samples", "first", "--step", "2", "--limit", "0")
     for row in rows:
         assert row["text"].rstrip() in out
         assert row["problem_id"] in out
@@ -135,12 +137,12 @@ def test_samples_prints_the_stored_texts_and_the_prompt_of_a_group_once(bandpo: 
     assert f"16 of 16 completions of runs/first/samples/step-000002.parquet, {right} correct" in out
 
 
-def test_samples_are_filtered(bandpo: Run, trained: Path) -> None:
-    rows = pq.read_table(trained / "first" / "samples" / "step-000003.parquet").to_pylist()
+def test_samples_are_filtered(trained: Path) -> None:
+    rows = completions(trained, 3)
     problem = rows[0]["problem_id"]
 
     def texts(*arguments: str) -> list[str]:
-        out = bandpo("samples", "first", "--format", "jsonl", "--limit", "0", *arguments)
+        out = bandpo(trained, "samples", "first", "--format", "jsonl", "--limit", "0", *arguments)
         return [json.loads(line)["text"] for line in out.splitlines()]
 
     assert texts() == [row["text"] for row in rows]
@@ -150,9 +152,11 @@ def test_samples_are_filtered(bandpo: Run, trained: Path) -> None:
 
 
 @pytest.mark.slow
-def test_samples_of_an_evaluation(bandpo: Run) -> None:
-    bandpo("eval", "--model", "first", "--name", "scored", "--limit", "2", "--n", "2", "--no-mlflow")
-    assert "1 of 4 completions of runs/scored/samples.parquet" in bandpo("samples", "scored", "--limit", "1")
+def test_samples_of_an_evaluation(changed: Path) -> None:
+    bandpo(changed, "eval", "--model", "first", "--name", "scored", "--limit", "2", "--n", "2", "--no-mlflow")
+    assert "1 of 4 completions of runs/scored/samples.parquet" in bandpo(
+        changed, "samples", "scored", "--limit", "1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,20 +170,20 @@ def test_samples_of_an_evaluation(bandpo: Run) -> None:
         ("plot first --out runs/first/config.yaml", "cannot be written"),
     ],
 )
-def test_mistakes_are_one_line(bandpo: Run, tmp_path: Path, arguments: str, message: str) -> None:
-    usage_error(*arguments.split(), cwd=tmp_path, parts=[message])
+def test_mistakes_are_one_line(trained: Path, arguments: str, message: str) -> None:
+    usage_error(*arguments.split(), cwd=trained, parts=[message])
 
 
 @pytest.mark.slow
-def test_plot_writes_the_format_that_is_asked_for(bandpo: Run, tmp_path: Path) -> None:
-    out = bandpo("plot", "first", "--format", "svg", "--out", "figures")
-    written = sorted((tmp_path / "figures").iterdir())
+def test_plot_writes_the_format_that_is_asked_for(changed: Path) -> None:
+    out = bandpo(changed, "plot", "first", "--format", "svg", "--out", "figures")
+    written = sorted((changed / "figures").iterdir())
     assert [path.stem for path in written] == ["accuracy", "clip", "clip_map", "entropy"]
     assert all(path.read_bytes().startswith(b"<?xml") for path in written)
     assert out.split() == [f"figures/{name}.svg" for name in ("accuracy", "entropy", "clip", "clip_map")]
 
 
-def test_plot_of_a_run_without_steps_is_a_user_error(bandpo: Run, tmp_path: Path) -> None:
-    shutil.rmtree(tmp_path / "runs" / "first" / "tokens")
-    (tmp_path / "runs" / "first" / "metrics.jsonl").unlink()
-    usage_error("plot", "first", cwd=tmp_path, parts=["nothing to plot"])
+def test_plot_of_a_run_without_steps_is_a_user_error(changed: Path) -> None:
+    shutil.rmtree(changed / "runs" / "first" / "tokens")
+    (changed / "runs" / "first" / "metrics.jsonl").unlink()
+    usage_error("plot", "first", cwd=changed, parts=["nothing to plot"])

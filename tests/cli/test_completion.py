@@ -111,9 +111,7 @@ def test_zsh_gets_values_with_descriptions(place: Path, capfd: pytest.CaptureFix
     assert complete(capfd, "zsh", "train", "--model", "").strip() == "_files"
 
 
-def test_fish_gets_a_value_and_its_description_per_line(
-    place: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_fish_gets_values_with_descriptions(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lines = complete(capfd, "fish", "show", "").splitlines()
     assert lines == ["deltas/kl-s0\trun", "first\trun", "second\trun"]
 
@@ -160,7 +158,7 @@ def test_the_script_is_for_the_command_bandpo(
     assert "python -m" not in out
 
 
-def test_installation_options_are_last_in_the_help(
+def test_installation_options_are_last(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["bandpo", "--help"])

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -16,18 +17,18 @@ RUN = "first@1"  # a run name may contain an @
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with `runs/first@1`: four steps, checkpoints and evaluations at 2 and 4, tracked with MLflow."""
+    """Return a folder with `runs/first@1`: four steps, checkpoints and evaluations at 2 and 4."""
     folder = tmp_path_factory.mktemp("trained")
     succeed(
         "train", *SMALL, "--steps", "4", "--name", RUN, "--set", "evaluation.every=2", "--set", "optim.lr=1e-3",
-        "--set", "checkpoint.every=2", "--seed", "5", cwd=folder,
+        "--set", "checkpoint.every=2", "--seed", "5", "--no-mlflow", cwd=folder,
     )  # fmt: skip
     return folder
 
 
 @pytest.fixture(scope="module")
 def latest(place: Path) -> Path:
-    """Return the evaluation of the latest checkpoint with the run's settings, sent to MLflow."""
+    """Return the evaluation of the latest checkpoint with the run's settings."""
     succeed("eval", "--model", RUN, "--name", "latest", cwd=place)
     return place / "runs" / "latest"
 
@@ -44,7 +45,7 @@ def test_metrics_of_a_checkpoint_equal_those_of_training(place: Path, latest: Pa
     assert record["sets"] != training_record(place, 2)["sets"], "the policy changes between the steps"
     assert record["model"]["step"] == 4
     assert sorted(path.name for path in latest.iterdir()) == [
-        ".mlflow.lock", "env.json", "eval.json", "plots", "samples.parquet",
+        "env.json", "eval.json", "plots", "samples.parquet",
     ]  # fmt: skip
     assert (latest / "plots" / "success.png").read_bytes().startswith(b"\x89PNG")
 
@@ -73,7 +74,7 @@ def test_metrics_agree_with_the_table_of_completions(latest: Path) -> None:
 )
 def test_an_earlier_checkpoint_by_every_form_of_reference(place: Path, tmp_path: Path, model: str) -> None:
     name = tmp_path.name
-    succeed("eval", "--model", model.format(place=place), "--name", name, "--no-mlflow", cwd=place)
+    succeed("eval", "--model", model.format(place=place), "--name", name, cwd=place)
     record = record_of(place / "runs" / name)
     assert record["sets"] == training_record(place, 2)["sets"]
     run = place / "runs" / RUN
@@ -99,14 +100,14 @@ def test_flags_override_the_settings_of_the_run(place: Path) -> None:
 
 
 def test_standard_output_is_the_json_record_only(place: Path) -> None:
-    flags = ["--name", "json", "--format", "json", "--no-mlflow", "--limit", "2"]
+    flags = ["--name", "json", "--format", "json", "--limit", "2"]
     done = succeed("eval", "--model", RUN, *flags, cwd=place)
     assert json.loads(done.out) == record_of(place / "runs" / "json")
     assert "runs/json" in done.err
 
 
 def test_plain_lines_and_the_default_name_with_model_tasks_n_and_seed(place: Path) -> None:
-    done = succeed("eval", "--model", RUN, "--limit", "1", "--no-mlflow", "--n", "1", cwd=place)
+    done = succeed("eval", "--model", RUN, "--limit", "1", "--n", "1", cwd=place)
     assert ("\x1b" in done.out, done.err) == (False, "")
     for part in ("countdown: 1/1 completions", "1 problem × 1 = 1 completions", "mean@1", "wrong"):
         assert part in done.out
@@ -189,49 +190,37 @@ def test_a_run_without_a_checkpoint_is_refused(place: Path, tmp_path: Path) -> N
     assert "not evaluated in training" in usage_error("eval", "compare", "young", "young", cwd=tmp_path)
 
 
-def test_mlflow_gets_the_metrics_in_the_run_of_the_model(place: Path, latest: Path) -> None:
-    """They go to the MLflow run of the training, at the checkpoint's step, with intervals; status and params stay."""
-    from mlflow import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{place}/runs/mlflow.db")
-    (run,) = client.search_runs([client.get_experiment_by_name("bandpo").experiment_id])
-    assert run.info.run_name == RUN
-    assert run.info.status == "FINISHED"
-    sent = record_of(latest)["metrics"]
-    assert "eval/countdown/mean_at_8_low" in sent
-    for name, value in sent.items():
-        points = {point.step: point.value for point in client.get_metric_history(run.info.run_id, name)}
-        assert points == {} if value is None else points[4] == value, name
-        assert not name.endswith("_low") or value is None or [*points] == [4]
-    files = [item.path for item in client.list_artifacts(run.info.run_id, "evals/latest")]
-    assert files == ["evals/latest/eval.json", "evals/latest/plots", "evals/latest/samples.parquet"]
-    copy = Path(client.download_artifacts(run.info.run_id, "evals/latest/samples.parquet"))
-    assert copy.read_bytes() == (latest / "samples.parquet").read_bytes()
-
-
 @pytest.mark.slow
-def test_mlflow_gets_a_new_run_for_other_models(tmp_path: Path) -> None:
+def test_mlflow_gets_the_metrics_in_the_right_run(tmp_path: Path, empty_database: Path) -> None:
+    """They are at the checkpoint's step of the run, with intervals and files; the status of the run stays."""
     from mlflow import MlflowClient
 
-    done = succeed("eval", "--n", "4", "--limit", "3", "--name", "embedded", cwd=tmp_path)
-    assert "run embedded" in done.out
+    (tmp_path / "runs").mkdir()
+    shutil.copy(empty_database, tmp_path / "runs")
+    succeed("train", *SMALL, "--set", "evaluation.every=0", "--steps", "1", "--name", "a", cwd=tmp_path)
+    few = ["--n", "4", "--limit", "3"]
+    succeed("eval", "--model", "a", *few, "--name", "of-a", cwd=tmp_path)
+    assert "run embedded" in succeed("eval", *few, "--name", "embedded", cwd=tmp_path).out
     client = MlflowClient(f"sqlite:///{tmp_path}/runs/mlflow.db")
-    (run,) = client.search_runs([client.get_experiment_by_name("bandpo").experiment_id])
-    assert (run.info.run_name, run.info.status) == ("embedded", "FINISHED")
-    assert run.data.params["evaluation.samples"] == "4"
-    assert run.data.params["model.path"] == "embedded"
-    record = record_of(tmp_path / "runs" / "embedded")
-    finite = {name: value for name, value in record["metrics"].items() if value is not None}
-    assert run.data.metrics == finite
-    files = [item.path for item in client.list_artifacts(run.info.run_id)]
-    assert files == ["eval.json", "plots", "samples.parquet"]
+    experiment = client.get_experiment_by_name("bandpo").experiment_id
+    runs = {run.info.run_name: run for run in client.search_runs([experiment])}
+    assert {name: run.info.status for name, run in runs.items()} == {"a": "FINISHED", "embedded": "FINISHED"}
+    for name, run, step, folder in (("of-a", "a", 1, "evals/of-a"), ("embedded", "embedded", 0, "")):
+        sent, id_ = record_of(tmp_path / "runs" / name)["metrics"], runs[run].info.run_id
+        assert "eval/countdown/mean_at_4_low" in sent
+        for metric, value in sent.items():
+            points = {point.step: point.value for point in client.get_metric_history(id_, metric)}
+            assert points == ({} if value is None else {step: value}), metric
+        files = {Path(item.path).name for item in client.list_artifacts(id_, folder)}
+        assert files == {"eval.json", "plots", "samples.parquet"}
+    assert runs["embedded"].data.params["evaluation.samples"] == "4"
     succeed("eval", "--resume", "embedded", cwd=tmp_path)
-    assert len(client.search_runs([run.info.experiment_id])) == 1, "the same MLflow run"
+    assert len(client.search_runs([experiment])) == 2, "the same MLflow run"
 
 
 def test_an_unreachable_server_gives_one_warning(place: Path) -> None:
-    arguments = ["--model", RUN, "--limit", "2", "--name", "away", "--tracking-uri", "http://127.0.0.1:9"]
-    done = bandpo("eval", *arguments, cwd=place)
+    flags = ["--limit", "2", "--name", "away", "--mlflow", "--tracking-uri", "http://127.0.0.1:9"]
+    done = bandpo("eval", "--model", RUN, *flags, cwd=place)
     assert done.code == 0
     (warning,) = [line for line in done.out.splitlines() if "warning" in line]
     assert "did not accept the metrics" in warning

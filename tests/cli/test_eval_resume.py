@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 
 from bandpo_cli.storage import eval_folder
-from tests.cli.eval_command import bandpo, record_of, samples_of, start, succeed, usage_error
+from tests.cli.eval_command import bandpo, record_of, samples_of, succeed, usage_error
 from tests.cli.processes import wait_until
 from tests.commands import Forked
 from tests.tasks.stored_completions import FOREIGN
@@ -22,23 +22,17 @@ SETTINGS = [
 ]  # fmt: skip
 """6 batches of one problem."""
 
-LONG = ["--n", "16", "--limit", "24", "--set", "evaluation.batch=16", *SETTINGS[6:]]
-"""24 batches of one problem, long enough for signals between batches."""
-
-
-def uninterrupted_evaluation(place: Path, settings: list[str]) -> Path:
-    succeed("eval", *settings, "--name", "complete", cwd=place)
-    return place / "runs" / "complete"
-
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return uninterrupted_evaluation(tmp_path_factory.mktemp("uninterrupted"), SETTINGS)
+    place = tmp_path_factory.mktemp("uninterrupted")
+    succeed("eval", *SETTINGS, "--name", "complete", cwd=place)
+    return place / "runs" / "complete"
 
 
-@pytest.fixture(scope="module")
-def long_evaluation(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return uninterrupted_evaluation(tmp_path_factory.mktemp("long"), LONG)
+def start_slowly(place: Path, *arguments: str) -> Forked:
+    """Start an evaluation whose batches take half a second each."""
+    return Forked("slow", "eval", *arguments, cwd=place, module="tests.cli.held_command", OMP_NUM_THREADS="1")
 
 
 def count_parts(folder: Path) -> int:
@@ -58,51 +52,48 @@ def check_equal(folder: Path, uninterrupted: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_a_signal_keeps_stored_completions_and_prints_the_resume_command(
-    tmp_path: Path, long_evaluation: Path, number: int
-) -> None:
+def test_a_signal_keeps_stored_completions(tmp_path: Path, uninterrupted: Path, number: int) -> None:
     """The signal goes to the process group, as from a terminal; then the printed command is run."""
-    words = ["slow", "eval", *LONG, "--name", "stopped", "--runs-dir", "my runs"]
-    process = Forked(*words, cwd=tmp_path, module="tests.cli.held_command")
+    process = start_slowly(tmp_path, *SETTINGS, "--name", "stopped", "--runs-dir", "my runs")
     folder = tmp_path / "my runs" / "stopped"
-    wait_until(process, lambda: count_parts(folder) >= 3)
+    wait_until(process, lambda: count_parts(folder) >= 2)
     os.killpg(process.pid, number)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 128 + number, err
     assert "Traceback" not in err
     stored = count_parts(folder)
-    assert 3 <= stored < 24
+    assert 2 <= stored < 6
     assert out.splitlines()[-1] == (
-        f"interrupted: {16 * stored:,} of 384 completions are stored; resume with: bandpo eval --resume stopped "
+        f"interrupted: {4 * stored} of 24 completions are stored; resume with: bandpo eval --resume stopped "
         "--runs-dir 'my runs'"
     )
     assert record_of(folder)["status"] == "interrupted"
     assert not (folder / "samples.parquet").exists()
     usage_error("eval", "compare", "stopped", "stopped", "--runs-dir", "my runs", cwd=tmp_path)
     done = succeed("eval", "--resume", "stopped", "--runs-dir", "my runs", cwd=tmp_path)
-    assert f"after {16 * stored:,} that were there" in done.out
-    check_equal(folder, long_evaluation)
+    assert f"after {4 * stored} that were there" in done.out
+    check_equal(folder, uninterrupted)
 
 
 @pytest.mark.slow
-def test_a_kill_loses_at_most_one_batch(tmp_path: Path, long_evaluation: Path) -> None:
+def test_a_kill_loses_at_most_one_batch(tmp_path: Path, uninterrupted: Path) -> None:
     """The evaluation is killed twice at random moments, resumed each time, and finally left to finish."""
     rng = random.Random(7)
     folder = tmp_path / "runs" / "killed"
-    process = start(tmp_path, "eval", *LONG, "--name", "killed")
+    process = start_slowly(tmp_path, *SETTINGS, "--name", "killed")
     stored = [0]
     for _ in range(2):
         wait_until(process, lambda: count_parts(folder) > stored[-1])
-        time.sleep(rng.uniform(0, 0.08))
+        time.sleep(rng.uniform(0, 0.3))
         process.kill()
         process.communicate()
         assert record_of(folder)["status"] == "running"
         stored.append(count_parts(folder))
-        process = start(tmp_path, "eval", "--resume", "killed", "--no-mlflow")
+        process = start_slowly(tmp_path, "--resume", "killed", "--no-mlflow")
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
-    assert 0 < stored[1] < stored[2] <= 24
-    check_equal(folder, long_evaluation)
+    assert 0 < stored[1] < stored[2] <= 6
+    check_equal(folder, uninterrupted)
 
 
 def interrupted_evaluation(place: Path, keep: int) -> Path:

@@ -33,9 +33,7 @@ def _printed(ups: int, downs: int, ties: int) -> str:
         ((30, 2, 9), "problems that differ: 32, p < 0.001\n"),
     ],
 )
-def test_a_comparison_counts_the_problems_and_tests_their_signs(
-    counts: tuple[int, int, int], line: str
-) -> None:
+def test_a_comparison_counts_problems_and_tests_signs(counts: tuple[int, int, int], line: str) -> None:
     up, down, same = counts
     text = _printed(*counts)
     assert f"higher in B on {up} problems, lower on {down}, the same on {same}" in text

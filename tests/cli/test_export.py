@@ -86,10 +86,3 @@ def test_a_custom_grader_that_cannot_be_imported_is_refused(setting: str, place:
     words = ["export", "verl", *arguments, "--out", "job", "--gpus-per-node", "1"]
     usage_error(*words, cwd=place, parts=["missing_module"])
     assert not (place / "job").exists()
-
-
-def test_help_and_a_missing_folder() -> None:
-    out = export("verl", "--help").out
-    for part in ("bandpo export verl -c paper/base", "--allow-differences", "--gpus-per-node"):
-        assert part in out
-    usage_error("export", "verl", cwd=Path.cwd(), parts=["--out"])

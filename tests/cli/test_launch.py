@@ -83,9 +83,7 @@ def send_when(number: int, *paths: Path) -> threading.Thread:
     return thread
 
 
-def test_ranks_have_their_place_and_rank_0_alone_prints(
-    in_folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_have_their_place_and_rank_0_prints(in_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = (
         "write(f'place-{rank}', ' '.join(os.environ[key] for key in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', "
         "'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'BANDPO_RUN_NAME')))\n"
@@ -158,9 +156,7 @@ def test_the_first_error_is_reported_once(
 
 
 @pytest.mark.slow
-def test_a_complete_run_does_not_wait_for_a_rank_that_hangs(
-    in_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_complete_run_waits_for_no_hanging_rank(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "OTHERS_S", 0.3)
     assert start("wait_for('pid-1') if rank == '0' else wait_forever()") == 0
     check_ended(in_folder / "pid-1")
@@ -182,9 +178,7 @@ write(f"received-{rank}", " ".join(received))
 
 
 @pytest.mark.slow
-def test_rank_0_alone_receives_the_first_signal_and_decides_the_exit_code(
-    in_folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_rank_0_alone_receives_the_first_signal(in_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGINT)
     sender = send_when(signal.SIGINT, in_folder / "ready")
     assert start(STOPS_AT_THE_END_OF_A_STEP) == 0
@@ -289,9 +283,7 @@ def test_the_cause_of_a_failure(exits: list[RankExit], signals: list[int], cause
         (None, failed("rank 0: a", received=True), "rank 0: a"),
     ],
 )
-def test_the_message_names_the_rank_that_failed_once(
-    first: RankError | None, second: RankError, message: str
-) -> None:
+def test_the_failed_rank_is_named_once(first: RankError | None, second: RankError, message: str) -> None:
     exits = [RankExit(0, int(first is not None), first, first is None), RankExit(1, 1, second)]
     with pytest.raises(RunError, match=f"^{message}$"):
         launcher._exit_code(exits, [], RESUME)
@@ -301,9 +293,7 @@ def test_the_message_names_the_rank_that_failed_once(
     ("count", "environ", "threads"),
     [(2, {}, max(1, usable_cores() // 2)), (10_000, {}, 1), (2, {"OMP_NUM_THREADS": "3"}, 3)],
 )
-def test_the_threads_of_a_rank_are_its_share_of_the_cores_unless_the_user_says(
-    count: int, environ: dict[str, str], threads: int
-) -> None:
+def test_the_threads_of_a_rank_are_its_share(count: int, environ: dict[str, str], threads: int) -> None:
     assert rank_variables(0, count, 1, "a", environ)["OMP_NUM_THREADS"] == str(threads)
 
 

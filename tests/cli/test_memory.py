@@ -103,12 +103,9 @@ def test_the_estimate_is_compared_with_the_gpu_that_the_run_uses(
     assert gib is None or device.total == gib * GIB
 
 
-def test_a_gpu_that_does_not_exist_has_no_estimate(gpus: list[int]) -> None:
+def test_no_estimate_without_the_gpu_or_the_config(gpus: list[int], tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'cuda:7': not usable on this machine: Invalid device id"):
         memory_report(resolve([{"model": {"device": "cuda:7"}}]))
-
-
-def test_a_model_without_a_readable_config_has_no_estimate(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert "no estimate of memory" in printed(resolve([{"model": {"path": str(tmp_path)}}]))
 
@@ -139,12 +136,9 @@ def test_an_engine_process_on_a_cpu_has_a_copy_of_the_weights_and_samples_during
     assert estimate.update == before.update
     assert estimate.peak == sum(estimate.always.values()) + sum(estimate.update.values())
     assert estimate.peak - before.peak == process, "the update is the larger phase"
-
-
-def test_adapters_are_merged_in_the_weights_of_the_engine_process() -> None:
-    config = lag_of_1()
     lora = config.model_copy(update={"model": config.model.model_copy(update={"lora": LoraSettings(rank=8)})})
-    assert estimate_on(lora, on_gpu=False).always["weights of the engine process"] == 4 * PARAMETERS
+    weights = estimate_on(lora, on_gpu=False).always["weights of the engine process"]
+    assert weights == 4 * PARAMETERS, "adapters are merged there"
 
 
 def test_an_engine_process_on_the_trainers_gpu_does_not_sleep() -> None:
@@ -267,9 +261,7 @@ def test_less_memory_without_a_lag(engine: str, on_gpu: bool, of_the_engine: lis
 
 
 @pytest.mark.parametrize(("cards", "helps"), [(1, True), (2, False)])
-def test_out_of_memory_of_an_engine_process_with_a_gpu_to_itself(
-    gpus: list[int], cards: int, helps: bool
-) -> None:
+def test_out_of_memory_of_an_engine_process(gpus: list[int], cards: int, helps: bool) -> None:
     """Settings of the updates, and no lag, are advised where the trainer shares its GPU, and only there."""
     gpus += [80] * cards
     with pytest.raises(RunError) as raised, out_of_memory_errors(lag_of_1()):

@@ -101,6 +101,7 @@ MISTAKES: dict[str, list[str]] = {
     "sweep --axis bounds.delt=1,2": ["did you mean 'delta'"],
     "sweep --delta 0.1,0.2 --executor slurm": ["--executor slurm: unknown"],
     "sweep bad-sweep.yaml": ["bad-sweep.yaml, line 3: seds: no such setting (did you mean 'seeds'?)"],
+    "export verl": ["--out"],
     "trian": ["No such command 'trian'"],
     # further settings and names of a run
     "train --method clip --delta 0.1": ["bounds.delta", "of 'clip'", "eps_high"],
@@ -196,9 +197,7 @@ def test_grpo_and_ppo_mean_clip(alias: str) -> None:
     assert merged.bounds == ClipSettings(eps_high=0.3)
 
 
-def test_flags_are_settings_also_if_their_value_is_zero(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flags_are_settings_also_with_value_0(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "seed.yaml").write_text("seed: 3\n")
     flags = ["-c", "seed.yaml", "--lr", "3e-6", "--max-tokens", "7", "--seed", "0", "--dry-run"]
     printed = succeed("train", *flags, cwd=folder).out

@@ -3,18 +3,18 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import mlflow
 import pytest
 
-from bandpo_cli.tracking.store import sqlite_uri
 from tests.cli.processes import check_ended, count_lines, ranks_of, wait_until
 from tests.cli.train_runs import SMALL, file_contents, record, summary
 from tests.commands import Forked
+from tests.training.several_ranks import free_port
+
+pytestmark = pytest.mark.slow
 
 STEPS = 12
 SETTINGS = ["--steps", str(STEPS), *SMALL, "--set", "evaluation.every=6", "--set", "checkpoint.every=3"]
@@ -38,15 +38,20 @@ Path(f"result-{os.environ['RANK']}.json").write_text(json.dumps(content))
 """
 
 
-def start_torchrun(place: Path, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *arguments],
-        cwd=place,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])},
-    )
+def start_as_torchrun(place: Path, module: str, *arguments: str) -> list[Forked]:
+    """Start two ranks with the environment that torchrun gives them."""
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    return [
+        Forked(
+            *arguments,
+            cwd=place,
+            module=module,
+            **common,
+            **{f"{scope}RANK": str(rank) for scope in ("", "LOCAL_")},
+            **{f"{scope}WORLD_SIZE": "2" for scope in ("", "LOCAL_")},
+        )
+        for rank in range(2)
+    ]
 
 
 def start_ranks(place: Path, *arguments: str) -> Forked:
@@ -66,25 +71,18 @@ def kill_rank(process: Forked, rank: int, folder: Path, lines: int) -> tuple[str
     return output
 
 
-@pytest.mark.slow
-def test_two_ranks_are_killed_stopped_and_resumed_and_the_run_is_the_same(
-    tmp_path: Path, empty_database: Path
-) -> None:
-    """Compared with a run that nothing interrupts. torchrun resumes it at last, through the Python function."""
-    runs = tmp_path / "runs"
-    runs.mkdir()
-    (runs / "mlflow.db").write_bytes(empty_database.read_bytes())
-    complete = Forked(
-        "train", *SETTINGS, "--mlflow", "--name", "complete", "--nproc", "2", cwd=tmp_path, fork_children=True,
-        OMP_NUM_THREADS="1",
-    )  # fmt: skip
+def test_two_ranks_are_killed_stopped_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compared with a run that nothing interrupts. Ranks of torchrun resume it at last, by the Python function."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    runs, store = tmp_path / "runs", (tmp_path / "mlruns").as_uri()
+    complete = start_ranks(tmp_path, *SETTINGS, "--mlflow", "--tracking-uri", store, "--name", "complete")
     out, err = complete.communicate(timeout=240)
     assert complete.returncode == 0, out + err
     assert "Traceback" not in err
     assert out.count("run folder") == 2  # at the start and in the summary, of rank 0 alone
     assert "2 processes, 2 of a step's 4 prompts each" in out
     assert json.loads((runs / "complete" / "env.json").read_text())["ranks"] == 2
-    client = mlflow.MlflowClient(sqlite_uri(runs / "mlflow.db"))
+    client = mlflow.MlflowClient(store)
     experiments = [experiment.experiment_id for experiment in client.search_experiments()]
     assert [run.info.run_name for run in client.search_runs(experiments)] == ["complete"]
 
@@ -121,11 +119,10 @@ def test_two_ranks_are_killed_stopped_and_resumed_and_the_run_is_the_same(
     assert err.count("\n") == 1
     assert not (folder / "summary.json").exists()
 
-    script = tmp_path / "resume.py"
-    script.write_text(RESUME_SCRIPT)
-    torchrun = start_torchrun(tmp_path, str(script), "a")
-    out, err = torchrun.communicate(timeout=120)
-    assert torchrun.returncode == 0, out + err
+    (tmp_path / "resume_script.py").write_text(RESUME_SCRIPT)
+    ranks = start_as_torchrun(tmp_path, "resume_script", "a")
+    outputs = [rank.communicate(timeout=120) for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], outputs
     results = [json.loads((tmp_path / f"result-{rank}.json").read_text()) for rank in range(2)]
     assert results[0][:3] == results[1][:3] == ["runs/a", "FINISHED", STEPS + 1]
     assert results[0][3] > 0  # callbacks of rank 0 receive the steps, those of others do not
@@ -141,23 +138,20 @@ def test_two_ranks_are_killed_stopped_and_resumed_and_the_run_is_the_same(
     assert not [name for name in kept if "/trainer/" not in name and ours[name] != theirs[name]]
 
 
-@pytest.mark.slow
-def test_sigterm_to_torchrun_writes_a_checkpoint(tmp_path: Path) -> None:
+def test_sigterm_of_torchrun_to_its_ranks_writes_a_checkpoint(tmp_path: Path) -> None:
     settings = ["--steps", "400", *SMALL, "--set", "checkpoint.every=400", "--set", "evaluation.every=0"]
-    process = start_torchrun(tmp_path, "-m", "bandpo_cli", "train", *settings, "--name", "a")
+    ranks = start_as_torchrun(tmp_path, "bandpo_cli", "train", *settings, "--name", "a")
     folder = tmp_path / "runs" / "a"
-    wait_until(process, lambda: count_lines(folder) > 1)
-    ranks = ranks_of(process.pid, folder)
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
-    check_ended(ranks, 0.0)
+    wait_until(ranks[0], lambda: count_lines(folder) > 1)
+    for rank in ranks:
+        rank.terminate()
+    (out, err), _ = (rank.communicate(timeout=60) for rank in ranks)
     done = summary(folder)
     assert done["status"] == "KILLED", out + err
     assert (folder / "checkpoints" / f"step-{done['steps']:06d}").is_dir()
     assert f"stopped by SIGTERM after step {done['steps']}" in out
 
 
-@pytest.mark.slow
 def test_two_ctrl_c_end_a_run_whose_rank_0_waits_for_another_rank(tmp_path: Path) -> None:
     """Both arrive while rank 0 runs native code, where Python calls no handler."""
     folder = tmp_path / "runs" / "a"

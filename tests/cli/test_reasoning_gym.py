@@ -1,17 +1,17 @@
-"""`--task reasoning-gym:NAME`: the list of names, messages for mistakes, and a run, its resume and its evaluation."""
+"""`--task reasoning-gym:NAME`: the list of names, messages for mistakes, and a run and its resume."""
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from bandpo_cli.storage.tables import read_eval_table
 from tests.cli import train_runs
-from tests.cli.eval_command import WITHOUT_TORCH, bandpo, record_of, succeed, usage_error
+from tests.cli.eval_command import WITHOUT_TORCH, bandpo, succeed, usage_error
 from tests.cli.train_runs import check_equal, drop_checkpoints, record, truncate_metrics
 from tests.text_model import save_text_model
 
@@ -97,7 +97,7 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_a_run_its_resume_and_its_evaluation(place: Path) -> None:
+def test_a_run_and_its_resume(place: Path) -> None:
     """Two steps on two generators; a resume after the first continues with the same problems and metrics."""
     done = succeed("train", *SMALL, "--name", "a", cwd=place)
     assert "reasoning-gym, 30 problems" in done.out
@@ -108,25 +108,14 @@ def test_a_run_its_resume_and_its_evaluation(place: Path) -> None:
         means, bests = ([step[f"eval/{label}/{name}_at_4"] for step in steps] for name in ("mean", "pass"))
         assert all(0 <= mean <= best <= 1 for mean, best in zip(means, bests, strict=True))
     assert all(step["grade/error_fraction"] == step["grade/timeout_fraction"] == 0 for step in steps[1:])
-    sources = {row.source for path in (a / "samples").glob("*.parquet") for row in table(path)}
-    assert sources == {"leg_counting", "spell_backward"}
+    sources = [pd.read_parquet(path)["source"] for path in (a / "samples").glob("*.parquet")]
+    assert {*pd.concat(sources)} == {"leg_counting", "spell_backward"}
 
     shutil.copytree(a, b)
     drop_checkpoints(b, 2)
     truncate_metrics(b, 1)
     succeed("train", "--resume", "b", "--no-mlflow", cwd=place)
     check_equal(b, a)
-
-    succeed("eval", "--model", "a", "--name", "own", "--no-mlflow", cwd=place)
-    trained = json.loads((a / "evals" / "step-000002.json").read_text())
-    assert record_of(place / "runs" / "own")["sets"] == trained["sets"]
-    succeed(
-        "eval", "--model", "a", "--task", "reasoning-gym:maze", "--name", "other", "--no-mlflow", cwd=place
-    )
-    assert [*record_of(place / "runs" / "other")["sets"]] == ["maze"]
-    assert read_eval_table(place / "runs" / "other" / "samples.parquet")[0]["prompt"].endswith(
-        " <answer><|im_end|>\n<|im_start|>assistant\n"
-    )
 
 
 @pytest.mark.slow
@@ -135,8 +124,6 @@ def test_stored_completions_are_scored_again_by_the_library(place: Path) -> None
     arguments = ["--model", "model", "--n", "2", "--max-tokens", "8", "--limit", "3", "--no-mlflow"]
     succeed("eval", *arguments, "--task", "reasoning-gym:gcd", "--name", "first", cwd=place)
     path = place / "runs" / "first" / "samples.parquet"
-    import pandas as pd
-
     frame = pd.read_parquet(path)
     frame.loc[0, "text"] = f"<answer>{frame.loc[0, 'reference']}</answer>"
     frame.to_parquet(place / "edited.parquet")
@@ -144,9 +131,3 @@ def test_stored_completions_are_scored_again_by_the_library(place: Path) -> None
     verdicts = [row["verdict"] for row in read_eval_table(place / "runs" / "again" / "samples.parquet")]
     assert verdicts[0] == "correct"
     assert verdicts[1:] == [row["verdict"] for row in read_eval_table(path)][1:]
-
-
-def table(path: Path) -> list[tuple[str, ...]]:
-    import pandas as pd
-
-    return [*pd.read_parquet(path).itertuples()]

@@ -3,11 +3,10 @@
 import json
 import subprocess
 import sys
-from itertools import product
 
 import pytest
 
-from tests.cli.eval_command import bandpo, succeed, usage_error
+from tests.cli.eval_command import bandpo, usage_error
 from tests.reports.sweep_folders import CLIP, KL, write_run, write_sweep
 
 FINALS = {"clip": {0: 0.40, 1: 0.42, 2: 0.41}, "kl 0.02": {0: 0.50, 1: 0.53, 2: 0.52}}
@@ -115,23 +114,3 @@ def test_reading_files_imports_no_large_package(tmp_path):
     arguments = [sys.executable, "-c", code, str(tmp_path / "s")]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-@pytest.mark.slow
-def test_runs_of_the_trainer_are_reported(report, tmp_path):
-    small = ["sampling.prompts=4", "sampling.samples=4", "evaluation.problems=4", "evaluation.samples=4"]
-    small += ["evaluation.k=[2,4]", "optim.updates=2", "optim.lr=1e-3"]
-    flags = [word for item in small for word in ("--set", item)]
-    for method, seed in product(("clip", "band"), ("0", "1")):
-        arguments = ["--method", method, "--seed", seed, "--steps", "1", "--name", f"{method}-{seed}"]
-        succeed("train", *arguments, *flags, "--no-mlflow", cwd=tmp_path)
-    found = json.loads(report("runs", "--baseline", "clip", "--format", "json").out)
-    assert sorted(arm["name"] for arm in found["arms"]) == ["clip", "kl 0.05"]
-    for arm in found["arms"]:
-        name = {"clip": "clip", "kl 0.05": "band"}[arm["name"]]
-        summaries = [
-            json.loads((tmp_path / f"runs/{name}-{seed}/summary.json").read_text()) for seed in (0, 1)
-        ]
-        evaluated = [content["last_eval"]["eval/countdown/mean_at_4"] for content in summaries]
-        assert arm["figures"]["accuracy"]["mean"] == pytest.approx(sum(evaluated) / 2)
-    assert len(found["differences"]) == 4

@@ -15,9 +15,7 @@ from bandpo_cli.cli.signals import FORWARDED, StopSignals, exit_on_sigterm, hand
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_first_signal_requests_a_stop_and_the_second_exits(
-    number: int, code: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_second_signal_exits(number: int, code: int, capfd: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(number)
     with StopSignals() as signals:
         signals.start(None)
@@ -133,7 +131,7 @@ def test_forwarded_signals_end_a_rank_that_does_not_train() -> None:
             signal.signal(number, handler)
 
 
-def test_a_rank_of_torchrun_writes_its_summary_after_the_sigterm_of_a_lost_rank(
+def test_a_rank_of_torchrun_ignores_sigterm_at_the_end(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """torchrun sends SIGTERM to the other ranks when one has ended, and kills them 30 s later."""

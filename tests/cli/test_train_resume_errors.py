@@ -38,9 +38,7 @@ def test_a_complete_run_is_refused_and_not_changed(placeholder_run: Path, tmp_pa
     assert file_contents(placeholder_run) == before
 
 
-def test_the_hint_for_a_complete_run_of_a_sweep_names_its_folder(
-    placeholder_run: Path, tmp_path: Path
-) -> None:
+def test_the_hint_for_a_run_of_a_sweep_names_its_folder(placeholder_run: Path, tmp_path: Path) -> None:
     (tmp_path / "runs" / "first").mkdir()
     shutil.move(placeholder_run, tmp_path / "runs" / "first" / "band-s0")
     line = usage_error("train", "--resume", "first/band-s0", cwd=tmp_path)
@@ -54,24 +52,18 @@ def test_the_hint_for_a_complete_run_of_a_sweep_names_its_folder(
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
-        (
-            ["--set", "optim.lr=1e-3"],
-            ["optim.lr = 0.001 (the run has 5e-05)", "a resume can change", "tracking"],
-        ),
-        (
-            ["--seed", "4", "--delta", "0.1"],
-            ["seed = 4 (the run has 3), bounds.delta = 0.1 (the run has 0.05)"],
-        ),
-        (["--steps", "5"], ["steps = 5: 5 are done"]),
-        (["--set", "checkpoint.best_metric=time/step"], ["best_metric", "metrics.jsonl"]),
+        ("--set optim.lr=1e-3", ["optim.lr = 0.001 (the run has 5e-05)", "a resume can change", "tracking"]),
+        ("--seed 4 --delta 0.1", ["seed = 4 (the run has 3), bounds.delta = 0.1 (the run has 0.05)"]),
+        ("--steps 5", ["steps = 5: 5 are done"]),
+        ("--set checkpoint.best_metric=time/step", ["best_metric", "metrics.jsonl"]),
     ],
 )
 def test_changed_settings_are_refused(
-    placeholder_run: Path, tmp_path: Path, arguments: list[str], parts: list[str]
+    placeholder_run: Path, tmp_path: Path, arguments: str, parts: list[str]
 ) -> None:
     truncate_metrics(placeholder_run, 5)
     before = file_contents(placeholder_run)
-    usage_error("train", "--resume", "a", *arguments, cwd=tmp_path, parts=parts)
+    usage_error("train", "--resume", "a", *arguments.split(), cwd=tmp_path, parts=parts)
     assert file_contents(placeholder_run) == before
 
 
@@ -114,6 +106,10 @@ def _change_metrics(change: Callable[[list[str]], list[str]]) -> Callable[[Path]
     return lambda folder: (folder / "metrics.jsonl").write_text("".join(change(metrics_lines(folder))))
 
 
+def _no_checkpoints(folder: Path) -> None:
+    shutil.rmtree(folder / "checkpoints")
+
+
 def _evaluation(folder: Path) -> None:
     (folder / "config.yaml").unlink()
     (folder / "eval.json").write_text("{}")
@@ -123,30 +119,22 @@ def _evaluation(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "arguments", "words"),
     [
-        (_replace("config.yaml", None), [], ["it has no config.yaml", "start a new run"]),
-        (_replace("config.yaml", "seed: ["), [], ["config.yaml", "not readable as YAML"]),
-        (_replace("metrics.jsonl", None), [], ["metrics.jsonl: ends before the checkpoint of step 2"]),
-        (_change_metrics(lambda lines: lines[:3]), [], ["ends before the checkpoint of step 4"]),
-        (_change_metrics(lambda lines: [*lines[:3], lines[2]]), [], ["line 4: step 2 where step 3 belongs"]),
-        (_change_metrics(lambda lines: [*lines[:3], "rubbish\n"]), [], ["line 4", "is not a JSON object"]),
-        (
-            lambda folder: shutil.rmtree(folder / "checkpoints"),
-            ["--steps", "8"],
-            ["no complete checkpoint", "start a new run", "--steps 8"],
-        ),
-        (_evaluation, [], ["bandpo eval --resume a"]),
+        (_replace("config.yaml", None), "", ["it has no config.yaml", "start a new run"]),
+        (_replace("config.yaml", "seed: ["), "", ["config.yaml", "not readable as YAML"]),
+        (_replace("metrics.jsonl", None), "", ["metrics.jsonl: ends before the checkpoint of step 2"]),
+        (_change_metrics(lambda lines: lines[:3]), "", ["ends before the checkpoint of step 4"]),
+        (_change_metrics(lambda lines: [*lines[:3], lines[2]]), "", ["line 4: step 2 where step 3 belongs"]),
+        (_change_metrics(lambda lines: [*lines[:3], "rubbish\n"]), "", ["line 4", "is not a JSON object"]),
+        (_no_checkpoints, "--steps 8", ["no complete checkpoint", "start a new run", "--steps 8"]),
+        (_evaluation, "", ["bandpo eval --resume a"]),
     ],
 )
 def test_a_damaged_run_is_one_line(
-    placeholder_run: Path,
-    tmp_path: Path,
-    damage: Callable[[Path], object],
-    arguments: list[str],
-    words: list[str],
+    placeholder_run: Path, tmp_path: Path, damage: Callable[[Path], object], arguments: str, words: list[str]
 ) -> None:
     damage(placeholder_run)
     before = file_contents(placeholder_run)
-    usage_error("train", "--resume", "a", *arguments, cwd=tmp_path, parts=words)
+    usage_error("train", "--resume", "a", *arguments.split(), cwd=tmp_path, parts=words)
     assert file_contents(placeholder_run) == before
 
 
@@ -167,7 +155,7 @@ def test_user_errors_are_raised_before_torch_is_loaded(placeholder_run: Path, tm
         (["--steps", "12"], None),  # evaluations before and after the run only: nothing to choose from
     ],
 )
-def test_a_warning_for_checkpoints_that_fall_on_no_evaluation(
+def test_checkpoints_that_fall_on_no_evaluation(
     tmp_path: Path, settings: list[str], advice: str | None
 ) -> None:
     flags = ["--set", "evaluation.every=20", *settings, "--dry-run"]

@@ -73,16 +73,8 @@ def test_a_terminal_shows_one_panel_with_curves_and_the_tokens_per_second_of_the
     last = text.split("╭")[-1]
     assert re.search(r"tokens per second +12,346 sampled +24,691 trained", last)
     assert "writing the plots, finishing the record in MLflow" in text
-    for part in (
-        "accuracy",
-        "entropy",
-        "clipped",
-        "5/5",
-        "held-out before",
-        "held-out now",
-        "1+2[bold]",
-        "correct",
-    ):
+    held_out = ("held-out before", "held-out now")
+    for part in ("accuracy", "entropy", "clipped", "5/5", *held_out, "1+2[bold]", "correct"):
         assert part in last
 
 
@@ -110,9 +102,7 @@ def test_the_cursor_is_below_a_live_display_until_its_end() -> None:
     assert out.getvalue().count(up) == 3, "three lines of the panel are above the empty one"
 
 
-def test_a_signal_is_shown_in_the_panel_and_not_written_between_its_lines(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_signal_is_shown_within_the_panel(capfd: pytest.CaptureFixture[str]) -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120)
     with StopSignals() as signals:
@@ -141,11 +131,8 @@ def test_a_resumed_run_shows_its_earlier_steps(tmp_path: Path) -> None:
     for step in range(41):
         record = dict(report(step, evaluated=step in (0, 40)).record)
         if step == 7:
-            record |= {
-                "train/entropy": math.nan,
-                "clip/active_fraction": math.inf,
-                "optim/skipped_updates": 2,
-            }
+            lost = {"train/entropy": math.nan, "clip/active_fraction": math.inf}
+            record |= lost | {"optim/skipped_updates": 2}
         folder.append_metrics(record)
     text = CONTROL.sub("", shown(True, [], 60, tmp_path)).split("╭")[-1]
     assert "40/60" in text
@@ -205,18 +192,12 @@ def test_shares_of_completions_that_are_flagged() -> None:
     assert flagged_shares(record | {"train/truncated_fraction": 0.875}) == f"{expected}, 87.5% truncated"
 
 
-def test_the_statement_has_the_batch_sizes_and_a_line_about_rollouts_one_step_ahead() -> None:
+def test_the_statement_has_batch_sizes_and_rollouts_ahead() -> None:
     config = resolve([{"sampling": {"max_lag": 1}}])
     assert dict(run_statement(config, build_task(config.task)))["sampling"].startswith("one step ahead")
     text = " ".join(text for _, text in run_statement(RunConfig(), build_task(RunConfig().task)))
-    sizes = (
-        "64 prompts × 16 = 1,024 completions",
-        "≤ 8,192 tokens",
-        "4 updates of 256",
-        "400 updates",
-        "102,400",
-    )
-    for part in (*sizes, "128 held-out problems × 16"):
+    sizes = ("64 prompts × 16 = 1,024 completions", "≤ 8,192 tokens", "4 updates of 256", "400 updates")
+    for part in (*sizes, "102,400", "128 held-out problems × 16"):
         assert part in text
 
 
