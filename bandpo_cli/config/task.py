@@ -184,8 +184,10 @@ class TaskSettings(TaggedSection):
             "this task has a fixed grader, which must be the first entry; remove `grader` from the first entry",
         )
         labels = [reward.label for reward in rewards]
-        repeated = next((label for label in labels if labels.count(label) > 1), None)
-        require(repeated is None, f"two entries have the name '{repeated}'; give each a different `name`")
+        for label in labels:
+            require(
+                labels.count(label) == 1, f"two entries have the name '{label}'; give each a different `name`"
+            )
         require(
             any(reward.weight for reward in rewards), "every weight is 0, so there is no reward to train on"
         )

@@ -1,6 +1,7 @@
 """Reading a run folder: its summary and final status, and its settings and metrics with the time of each step."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -72,23 +73,10 @@ def read_summary(run: Path) -> Summary | None:
 
 def is_finished(run: Path) -> bool:
     """Return whether the summary of the run in a folder has the status FINISHED; False if it is missing or damaged."""
-    try:
+    with suppress(UserError):
         summary = read_summary(run)
-    except UserError:
-        return False
-    return summary is not None and summary.status == "FINISHED"
-
-
-def final_status(summary: Summary | None, last_step: int) -> RunStatus:
-    """Return how a run ended that no process writes any more.
-
-    This is the status of its summary. A summary that is missing, or older than the last resume (its `steps` is not
-    `last_step`), means that the process was ended without a chance to write one (SIGKILL, out of memory, power),
-    which is KILLED. An exception and Ctrl-C leave a summary.
-    """
-    if summary is None or summary.content.get("steps", last_step) != last_step:
-        return "KILLED"
-    return summary.status or "KILLED"
+        return summary is not None and summary.status == "FINISHED"
+    return False
 
 
 def read_stored_run(path: Path, keep: Callable[[Record], Record] = dict) -> StoredRun:
@@ -111,7 +99,11 @@ def read_stored_run(path: Path, keep: Callable[[Record], Record] = dict) -> Stor
     end = max(start, _written_ms(path / "metrics.jsonl"), _written_ms(path / SUMMARY_FILE))
     if lines:
         start = min(start, clocks[lines[0]["step"]] - _milliseconds(lines[0], "time/step"))
-    status = None if writing else final_status(summary, lines[-1]["step"] if lines else 0)
+    # A process that had no chance to write a summary (SIGKILL, out of memory, power) left none, or an older one.
+    status: RunStatus | None = None if writing else "KILLED"
+    last = lines[-1]["step"] if lines else 0
+    if not writing and summary is not None and summary.content.get("steps", last) == last:
+        status = summary.status or "KILLED"
     return StoredRun(path, config, env, lines, clocks, status, start, end)
 
 

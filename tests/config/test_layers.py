@@ -219,10 +219,16 @@ def test_malformed_and_contradictory_dotted_settings_are_refused(settings: Any, 
         nest(settings)
 
 
-def test_config_imports_neither_torch_nor_numpy() -> None:
-    code = "import sys, bandpo_cli.config.layers; print(*sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert not {"torch", "transformers", "numpy", "pandas", "mlflow", "matplotlib"} & {*done.stdout.split()}
+def test_registries_settings_and_the_environment_import_no_large_package() -> None:
+    parts = (
+        "import bandpo_cli.registries",
+        "import bandpo_cli.config.layers",
+        "from bandpo_cli.storage.environment import describe_environment as call; call()",
+    )
+    code = "import sys\n" + "".join(f"{part}\nprint(*sys.modules)\n" for part in parts)
+    lines = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
+    assert not {"pydantic", "yaml", "typer"} & {*lines[0].split()}
+    assert not {"torch", "transformers", "numpy", "pandas", "mlflow", "matplotlib"} & {*lines[2].split()}
 
 
 @pytest.mark.parametrize(

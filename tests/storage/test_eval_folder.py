@@ -77,7 +77,6 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(tmp_path: Path, folder:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"", "not readable as JSON"),
         (b"{", "not readable as JSON"),
         (b"\xff\xfe", "not a text file"),
         (b"[" * 100_000, "not readable as JSON"),

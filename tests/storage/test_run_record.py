@@ -9,7 +9,7 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.storage import run_record
 from bandpo_cli.storage.checkpoints import complete_checkpoints, model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.storage.run_record import final_status, is_finished, read_stored_run, read_summary
+from bandpo_cli.storage.run_record import is_finished, read_stored_run, read_summary
 
 
 @pytest.fixture
@@ -31,16 +31,19 @@ def folder(tmp_path: Path) -> RunFolder:
 def test_the_status_is_one_of_three_words(
     folder: RunFolder, summary: dict[str, Any], status: str | None, finished: bool
 ) -> None:
+    folder.write_config("seed: 1\n")
+    folder.append_metrics({"step": 3})
     assert (read_summary(folder.path), is_finished(folder.path)) == (None, False)
-    assert final_status(None, 3) == "KILLED"
+    assert read_stored_run(folder.path).status == "KILLED"
     folder.write_summary(summary)
     found = read_summary(folder.path)
     assert found is not None
     assert (found.status, found.content) == (status, summary)
     assert is_finished(folder.path) is finished
-    assert final_status(found, 3) == (status or "KILLED")
+    assert read_stored_run(folder.path).status == (status or "KILLED")
     # `is_finished` does not compare the steps: resume and sweeps compare them with the settings themselves.
-    assert "steps" not in summary or final_status(found, 4) == "KILLED"
+    folder.append_metrics({"step": 4})
+    assert "steps" not in summary or read_stored_run(folder.path).status == "KILLED"
 
 
 def test_a_run_that_ends_while_it_is_read_has_its_final_status(
