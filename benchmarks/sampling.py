@@ -129,7 +129,7 @@ def measure(workload: Workload, rounds: int, eager: bool) -> None:
     print(f"  vllm / transformers, median over rounds: {ratio:.2f}")
     print(
         f"  start {start_seconds:.1f} s; sync with its check {1000 * statistics.median(syncs):.0f} ms, "
-        f"probe {vllm_sampler.probe_gap:.1e} nats\n"
+        f"probe {vllm_sampler.check.gap:.1e} nats\n"
         f"  the trainer's pass {1000 * seconds_without_engine:.0f} ms without the engine, "
         f"{1000 * seconds_with_engine:.0f} ms with it"
     )

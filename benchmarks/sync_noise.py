@@ -14,7 +14,6 @@ the number of second attempts, and for the stand-in the gaps after syncs that le
 import copy
 import statistics
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,32 +24,26 @@ from transformers import PreTrainedModel
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.sampling import sync_check
-from bandpo_cli.sampling.sampler import SamplingParams, TokenIds
 from bandpo_cli.sampling.sync_check import SyncCheck, mean_gap, probe_limit
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
-from bandpo_cli.types import Completion
 
 NOISE = 0.01
 """Standard deviation of the noise on the weights, in standard deviations of the tensor."""
 DEEP = (4096, 256, 768, 24, 4, 2)
 
 
-class StandIn:
+class StandIn(TransformersSampler):
     """The transformers sampler on its own copy of the model."""
 
     def __init__(self, policy: Policy, max_model_len: int) -> None:
-        self._model = copy.deepcopy(policy.model)
-        self._sampler = TransformersSampler(self._model, policy.pad_id)
+        super().__init__(copy.deepcopy(policy.model), policy.pad_id)
         self.check = SyncCheck(policy, max_model_len)
 
-    def sample_probe(self, prompt: TokenIds, params: SamplingParams, seed: int) -> Sequence[Completion]:
-        return self._sampler.sample([prompt], params, seed)[0]
-
     def sync(self, model: PreTrainedModel, version: int) -> None:
-        self.load(model)
-        self.check.check(model, version, self.sample_probe)
+        self.load_part(model)
+        self.check.check(model, version, self)
 
-    def load(self, model: PreTrainedModel, skip: str | None = None) -> None:
+    def load_part(self, model: PreTrainedModel, skip: str | None = None) -> None:
         """Load the weights, but for those whose names contain `skip`."""
         weights = {
             name: tensor for name, tensor in model.state_dict().items() if not skip or skip not in name
@@ -93,8 +86,6 @@ def start_engine(name: str, policy: Policy, max_model_len: int) -> Any:
         "vllm": {"kv_cache_gb": 0.5, "eager": True},
     }
     engine: Any = VllmSampler(RunConfig.model_validate({"sampling": settings}).sampling, policy)
-    engine.check = engine._check
-    engine.sample_probe = lambda prompt, params, seed: engine.sample([prompt], params, seed)[0]
     return engine
 
 
@@ -156,11 +147,11 @@ def report_incomplete(
             found = []
             for seed in range(20):
                 perturb(policy.model, base, generator, 0.0)
-                engine.load(policy.model)
+                engine.load_part(policy.model)
                 perturb(policy.model, base, generator, noise)
-                engine.load(policy.model, skip)
+                engine.load_part(policy.model, skip)
                 prompt, params = engine.check._prompt, engine.check._params
-                found.append(mean_gap(policy.model, prompt, engine.sample_probe(prompt, params, 4 * seed)))
+                found.append(mean_gap(policy.model, prompt, engine.sample([prompt], params, 4 * seed)[0]))
             print(
                 f"  not loaded: {skip} after a change of {noise:.0%}: gap {min(found):.2g} to {max(found):.2g}, "
                 f"{sum(gap > limit for gap in found)} of {len(found)} above the limit"

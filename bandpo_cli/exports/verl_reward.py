@@ -41,39 +41,30 @@ class RewardFunction:
     ) -> dict[str, float]:
         """Return `score`, the reward without the penalty for long completions, and `acc`, 1 for a correct answer.
 
-        `extra_info` is that of a row of `verl_files.write_problems`, which has the complete problem.
+        `extra_info` is that of a row of `verl_files.problem_table`, which has the complete problem.
         """
-        grade = self._grade(problem_from_json(extra_info["problem"]), solution_str)
-        reward = self._reward
-        return {
-            "score": reward.wrong + (reward.correct - reward.wrong) * grade.reward,
-            "acc": float(grade.correct),
-        }
-
-    def _grade(self, problem: Problem, text: str) -> Grade:
-        """Return the grade of a completion; grade all waiting ones if no other thread has done so meanwhile."""
         result: Future[Grade] = Future()
-        self._waiting.put((problem, text, result))
+        self._waiting.put((problem_from_json(extra_info["problem"]), solution_str, result))
         with self._pool_lock:
-            if not result.done():
-                self._grade_batch([self._waiting.get() for _ in range(self._waiting.qsize())])
-        return result.result()
+            if not result.done():  # else another thread has graded the completion meanwhile
+                self._grade_waiting()
+        grade, reward = result.result(), self._reward
+        score = reward.wrong + (reward.correct - reward.wrong) * grade.reward
+        return {"score": score, "acc": float(grade.correct)}
 
-    def _grade_batch(self, batch: list[tuple[Problem, str, Future[Grade]]]) -> None:
-        """Grade completions and set their results; an error is raised in every thread that waits."""
+    def _grade_waiting(self) -> None:
+        """Grade all waiting completions and set their results; an error is raised in every thread that waits."""
+        batch = [self._waiting.get() for _ in range(self._waiting.qsize())]
         problems, texts, results = zip(*batch, strict=True)
         try:
             parts = self._components or [None]
             by_part = [self._pool.grade(graded_by(part, problems), texts) for part in parts]
-            grades = by_part[0]
-            if self._components:
-                grades = [weighted_grade(self._components, values) for values in zip(*by_part, strict=True)]
         except Exception as error:  # noqa: BLE001 - each waiting thread raises it
             for result in results:
                 result.set_exception(error)
             return
-        for result, grade in zip(results, grades, strict=True):
-            result.set_result(grade)
+        for result, *grades in zip(results, *by_part, strict=True):
+            result.set_result(weighted_grade(self._components, grades) if self._components else grades[0])
         for name, message in self._pool.errors.items():
             if name not in self._reported:
                 self._reported.add(name)

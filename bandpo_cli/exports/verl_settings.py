@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from bandpo_cli.config.hardware import dtype_on
-from bandpo_cli.config.methods import BandSettings, DppoSettings, IntervalSettings
+from bandpo_cli.config.methods import BandSettings, DppoSettings
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.paths import path_exists, user_path
 
@@ -33,20 +33,14 @@ NEVER = 1e9
 def derived_overrides(config: RunConfig) -> dict[str, Overrides]:
     """Return the settings of verl whose values are not copied, by the setting here that they belong to."""
     model, sampling, objective, optim = config.model, config.sampling, config.objective, config.optim
-    evaluation, norm = config.evaluation, optim.max_grad_norm
+    evaluation, norm, penalty = config.evaluation, optim.max_grad_norm, objective.reference_kl
     cap = NEVER if objective.dual_clip is None else objective.dual_clip
     checkpointing, warmup = bool(model.gradient_checkpointing), math.ceil(optim.warmup_steps / optim.updates)
-    penalty = objective.reference_kl
     kl_loss = {f"{ACTOR}.kl_loss_coef": penalty, f"{ACTOR}.kl_loss_type": "low_var_kl"}
     means: Overrides = {f"{ACTOR}.loss_agg_mode": objective.aggregation}
     if objective.aggregation == "seq-sum-norm":  # a sum is divided by the longest completion
         means[f"{ACTOR}.loss_agg_mode"] = "seq-mean-token-sum-norm"
         means[f"{ACTOR}.loss_scale_factor"] = sampling.max_tokens
-    loggers = ["console", "mlflow"] if config.tracking.mlflow else ["console"]
-    evaluations = {
-        "trainer.test_freq": evaluation.every or -1,
-        "trainer.val_before_train": evaluation.every > 0,
-    }
     return {
         "seed": {f"{ROLLOUT}.seed": config.seed, f"{ACTOR}.data_loader_seed": config.seed},
         "steps": {"trainer.total_epochs": config.steps},
@@ -70,16 +64,14 @@ def derived_overrides(config: RunConfig) -> dict[str, Overrides]:
         "optim.warmup_steps": {f"{ACTOR}.optim.lr_warmup_steps": warmup or -1},
         "optim.updates": {f"{ACTOR}.ppo_mini_batch_size": sampling.prompts // optim.updates},
         "optim.micro_batch_tokens": {f"{ACTOR}.ppo_max_token_len_per_gpu": tokens_per_micro_batch(config)},
-        "evaluation.every": evaluations,
+        "evaluation.every": {
+            "trainer.test_freq": evaluation.every or -1,
+            "trainer.val_before_train": evaluation.every > 0,
+        },
         "evaluation.temperature": {f"{ROLLOUT}.val_kwargs.do_sample": evaluation.temperature > 0},
         "checkpoint.every": {"trainer.save_freq": config.checkpoint.every or config.steps},
-        "tracking.mlflow": {"trainer.logger": loggers},
+        "tracking.mlflow": {"trainer.logger": ["console", *["mlflow"] * config.tracking.mlflow]},
     }
-
-
-def is_corrected(config: RunConfig) -> bool:
-    """Return whether the loss has importance weights; with the sampler's log-probs as π_old there is nothing to do."""
-    return config.objective.importance_cap is not None and config.objective.old_logprobs == "trainer"
 
 
 def tokens_per_micro_batch(config: RunConfig) -> int:
@@ -137,24 +129,20 @@ def _overlong(config: RunConfig) -> Overrides:
     reward, key = config.reward, "+reward.reward_kwargs"
     if not reward.overlong_buffer:
         return {}
-    buffer = {
-        "enable": True,
-        "len": reward.overlong_buffer,
-        "penalty_factor": reward.overlong_penalty,
-        "log": False,
-    }
     return {
         "reward.reward_manager.name": "dapo",
         f"{key}.max_resp_len": config.sampling.max_tokens,
-        **{f"{key}.overlong_buffer_cfg.{name}": value for name, value in buffer.items()},
+        f"{key}.overlong_buffer_cfg.enable": True,
+        f"{key}.overlong_buffer_cfg.len": reward.overlong_buffer,
+        f"{key}.overlong_buffer_cfg.penalty_factor": reward.overlong_penalty,
+        f"{key}.overlong_buffer_cfg.log": False,
     }
 
 
 def _importance(config: RunConfig) -> Overrides:
     """Return the correction for the gap between the sampler's and the trainer's log-probs."""
-    objective = config.objective
-    cap = objective.importance_cap
-    if cap is None or not is_corrected(config):
+    objective, cap = config.objective, config.objective.importance_cap
+    if cap is None or objective.old_logprobs == "sampler":
         return {}
     floor = 1.0 / cap if objective.importance_floor is None else objective.importance_floor
     weights, rejection = f"{CORRECTION}.rollout_is", f"{CORRECTION}.rollout_rs"
@@ -184,10 +172,6 @@ def _band(bounds: BandSettings, dual_clip: float) -> Overrides:
     }
 
 
-def _clip(bounds: IntervalSettings, dual_clip: float) -> Overrides:
-    return _loss("vanilla", bounds.eps_low, bounds.eps_high, clip_ratio_c=dual_clip)
-
-
 def _dppo(bounds: DppoSettings, dual_clip: float) -> Overrides:
     cap = NEVER if bounds.max_weight is None else bounds.max_weight
     delta = bounds.delta
@@ -196,8 +180,10 @@ def _dppo(bounds: DppoSettings, dual_clip: float) -> Overrides:
 
 LOSSES: dict[str, Callable[[Any, float], Overrides]] = {
     "band": _band,
-    "clip": _clip,
-    "clip-higher": _clip,
+    **dict.fromkeys(
+        ("clip", "clip-higher"),
+        lambda bounds, dual_clip: _loss("vanilla", bounds.eps_low, bounds.eps_high, clip_ratio_c=dual_clip),
+    ),
     "none": lambda bounds, dual_clip: _loss("vanilla", 1.0, NEVER, clip_ratio_c=dual_clip),
     "dppo": _dppo,
     "cispo": lambda bounds, _: _loss("cispo", 1.0 - bounds.min_weight, bounds.max_weight - 1.0),
@@ -348,7 +334,9 @@ def _value(config: RunConfig, key: str) -> Any:
 def differences_of(config: RunConfig) -> list[str]:
     """Return what verl would compute differently, one line each, beginning with the setting."""
     model, sampling, objective, optim = config.model, config.sampling, config.objective, config.optim
-    method, corrected = config.bounds.method, is_corrected(config)
+    # With the sampler's log-probs as π_old there is nothing to correct.
+    corrected = objective.importance_cap is not None and objective.old_logprobs == "trainer"
+    method = config.bounds.method
     alpha = model.lora.scaling * model.lora.rank if model.lora else 0.0
     other_mean = method in ("sapo", "gmpo") and objective.aggregation != PER_COMPLETION
     importance = IMPORTANCE_DIFFERENCES.get(objective.importance, "") if corrected else ""

@@ -58,12 +58,6 @@ class BandPolicyLossConfig(PolicyLossConfig):  # type: ignore[misc]  # verl has 
                 "give both, or neither of them"
             )
 
-    @property
-    def relax(self) -> tuple[float, float] | None:
-        """The two settings of the relaxation; None without it."""
-        low, high = self.relax_eps_low, self.relax_eps_high
-        return None if low is None or high is None else (low, high)
-
 
 @register_policy_loss("band")  # type: ignore[untyped-decorator]
 def band_policy_loss(
@@ -93,7 +87,8 @@ def band_policy_loss(
     """
     settings, mask = config.policy_loss, response_mask.bool()
     old, new = (torch.where(mask, logprobs, 0.0) for logprobs in (old_log_prob, log_prob))
-    band = settings.divergence, settings.delta, settings.max_ratio, settings.relax
+    relax = None if settings.relax_eps_low is None else (settings.relax_eps_low, settings.relax_eps_high)
+    band = settings.divergence, settings.delta, settings.max_ratio, relax
     clipped, state = band_losses(new, old, advantages, *band)
     limit = -advantages * config.get("clip_ratio_c", DEFAULT_DUAL_CLIP)
     losses = torch.where(advantages < 0, torch.minimum(clipped, limit), clipped)

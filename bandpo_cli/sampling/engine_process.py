@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -29,8 +29,8 @@ from bandpo_cli.rank_process import local_rank_count
 from bandpo_cli.registries import ENGINES
 from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
 from bandpo_cli.sampling.engine_server import Answer, send_slots, send_weights
-from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, TokenIds, engine_model
-from bandpo_cli.sampling.sync_check import CheckSchedule, SyncCheck
+from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, engine_model
+from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.types import Completion
 
 CLOSE_S = 5.0
@@ -67,10 +67,8 @@ class EngineProcess(Sampler):
         self._child: EngineChild | None = None
         self._trainer_threads = torch.get_num_threads()
         self._entry = ENGINES[resolve_engine(config.sampling.engine, policy.device.type == "cuda")]
-        self._schedule = CheckSchedule()
-        self._check: SyncCheck | None = None
-        if not self._entry.shares_weights:
-            self._check = SyncCheck(policy, config.sampling.max_prompt_tokens + config.sampling.max_tokens)
+        checked = None if self._entry.shares_weights else policy
+        self.check = SyncCheck(checked, config.sampling.max_prompt_tokens + config.sampling.max_tokens)
         try:
             self._ranks.agree(lambda: self._start(config, policy))
             self.sync(policy.model, version=0)
@@ -78,89 +76,61 @@ class EngineProcess(Sampler):
             self.close()
             raise
 
-    def sample(
-        self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
-    ) -> list[list[Completion]]:
-        """Return completions [P][n], those of the same engine in the trainer's process; see `Sampler`.
-
-        Raises:
-            UserError: the engine does not support the request.
-            RunError: the engine failed, or its process ended or was closed by another thread.
-            EngineMemoryError: the engine ran out of memory.
-        """
-        (completions,) = self.sample_stream([SampleRequest(prompts_P, seed)], params)
-        if completions and self._check is not None:
-            self._check.observe(prompts_P[0], completions[0][0])
-        return completions
-
     def sample_stream(
         self, requests: Iterable[SampleRequest], params: SamplingParams
     ) -> Generator[list[list[Completion]], None, None]:
-        """Yield the completions [P][n] of each request; see `Sampler`. Errors as in `sample`.
+        """Yield the completions [P][n] of each request, as the same engine in the trainer's process.
 
         The process asks for requests as its engine has room for them. It waits while the caller uses completions.
         """
-        more = iter(requests)
-        failure: Exception | None = None
-        with self._conversation("stream", params) as pipe:
-            while not isinstance(message := pipe.recv(), Answer):
-                if message is None:  # the engine has room for a request
-                    request = None
+        more, taken = iter(requests), deque[SampleRequest | None]()
+        stopped: BaseException | None = None
+        try:
+            with self._conversation("stream", params) as pipe:
+                while not isinstance(message := pipe.recv(), Answer):
+                    reply: object = None if message is None else False  # it ends the stream
                     try:
-                        request = next(more, None)
-                    except Exception as error:  # noqa: BLE001 - raised below, after the end of the stream
-                        failure = error
-                    pipe.send(request)
-                    continue
-                try:
-                    if failure is None:
-                        yield message
-                except GeneratorExit:
-                    with suppress(*CLOSED):  # the process may have been closed in between
-                        pipe.send(False)
-                        pipe.recv()
-                    raise
-                pipe.send(failure is None)
-        if failure is not None:
-            raise failure
+                        if stopped is None and message is None:  # the engine has room for a request
+                            reply = next(more, None)
+                            taken.append(reply)
+                        elif stopped is None:
+                            request = taken.popleft()
+                            if message and request is not None:
+                                self.check.observe(request.prompts_P[0], message[0][0])
+                            yield message
+                            reply = True
+                    except (Exception, GeneratorExit) as error:  # noqa: BLE001 - raised below
+                        stopped = error
+                    pipe.send(reply)
+        except RunError:
+            if stopped is None:  # the process may have been closed before the stream
+                raise
+        if stopped is not None:
+            raise stopped
         _checked(message)
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
-        """Send the weights, and compare log-probs as `CheckSchedule` says; all ranks must call this together.
+        """Send the weights, and compare log-probs as `SyncCheck` says; all ranks must call this together.
 
-        Raises:
-            StaleEngineError: the engine does not run the given weights; on all ranks, if it is so on one.
-            RunError: the process ended.
-            EngineMemoryError: the engine ran out of memory.
+        Errors as in `Sampler`, on all ranks if one fails.
         """
         weights = checkpoint_weights(model)
 
         def send() -> None:
             try:
-                with self._conversation("sync", version) as pipe:
-                    send_weights(pipe, self._slots, weights)
-                    answer = pipe.recv()
-                _checked(answer)
+                self._call("sync", version, send=lambda pipe: send_weights(pipe, self._slots, weights))
             except RunError:
                 deque(weights, maxlen=0)  # a sharded model gathers each weight on all ranks together
                 raise
 
-        def sample(prompt: TokenIds, params: SamplingParams, seed: int) -> list[Completion]:
-            return self.sample([prompt], params, seed)[0]
-
-        with self._schedule.sync() as is_complete:
+        with self.check.scheduled() as is_complete:
             self._ranks.agree(send)
-            if self._check is not None and is_complete:
-                # All ranks sample the probe together, so an error on one of them is raised on all.
-                self._check.check(
-                    model, version, lambda *probe: self._ranks.agree(lambda: sample(*probe))[self._ranks.rank]
-                )
+            if is_complete:
+                self.check.check(model, version, self)
 
     def describe(self) -> dict[str, str]:
         """Return what the engine in the process describes."""
-        with self._conversation("describe") as pipe:
-            answer = pipe.recv()
-        return dict(_checked(answer))
+        return dict(self._call("describe"))
 
     def close(self) -> None:
         """End the process: an idle engine shuts down, one that works is killed. Further calls do nothing.
@@ -202,12 +172,20 @@ class EngineProcess(Sampler):
         sampling = config.sampling.model_copy(update={"engine": self._entry.name, "max_lag": 0, "vllm": vllm})
 
         trainers_gpu = None if gpu is None else len(cards) - 1
-        with self._conversation("build", model, sampling, threads, trainers_gpu) as pipe:
+
+        def send(pipe: Connection) -> None:
             self._slots = send_slots(pipe, largest, gpu)
-            answer = pipe.recv()
-        _checked(answer)
+
+        self._call("build", model, sampling, threads, trainers_gpu, send=send)
         if not on_gpu:
             torch.set_num_threads(max(1, self._trainer_threads - threads))
+
+    def _call(self, *command: object, send: Callable[[Connection], None] = lambda pipe: None) -> Any:
+        """Send a command, and what `send` sends after it; return the value of the answer, or raise its error."""
+        with self._conversation(*command) as pipe:
+            send(pipe)
+            answer = pipe.recv()
+        return _checked(answer)
 
     @contextmanager
     def _conversation(self, *command: object) -> Iterator[Connection]:
@@ -231,8 +209,6 @@ class EngineProcess(Sampler):
                     "process, which needs less memory"
                 )
                 raise RunError(self._error) from None
-            except GeneratorExit:  # a stream that has been ended
-                raise
             except BaseException:
                 self._error = self._error or "the engine process was ended in the middle of a call"
                 self._child.kill()

@@ -10,7 +10,7 @@ import os
 import sys
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from logging.handlers import BufferingHandler
 from multiprocessing import reduction
@@ -30,6 +30,7 @@ from bandpo_cli.sampling.sampler import (
     SampleRequest,
     SamplingParams,
     StaleEngineError,
+    Weights,
     build_sampler,
     engine_model,
     error_text,
@@ -41,8 +42,6 @@ SLOTS = 2
 _ALIGNMENT = 256
 _HANDLE_DEVICE = 6
 """Index of the number of the GPU in the arguments of `rebuild_cuda_tensor`."""
-
-Weights = Iterable[tuple[str, torch.Tensor]]
 
 
 class Answer(NamedTuple):

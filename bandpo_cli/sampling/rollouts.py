@@ -66,12 +66,12 @@ class PromptEncoder:
         # A plain-text prompt is in the task's own format, and a chat template writes special tokens itself. Only raw
         # joined messages get the special tokens that the tokenizer adds to a text (a beginning-of-sequence token).
         joined = [not self._chat and not isinstance(problem.prompt, str) for problem in problems_P]
-        ids: dict[int, tuple[int, ...]] = {}
+        ids = {}
         for special in {*joined}:
-            places = [place for place, is_joined in enumerate(joined) if is_joined == special]
-            encoded = self.tokenizer([texts[place] for place in places], add_special_tokens=special)
-            ids |= zip(places, map(tuple, encoded["input_ids"]), strict=True)
-        return [EncodedPrompt(text, ids[place]) for place, text in enumerate(texts)]
+            of_kind = [text for text, is_joined in zip(texts, joined, strict=True) if is_joined == special]
+            ids[special] = iter(self.tokenizer(of_kind, add_special_tokens=special)["input_ids"])
+        pairs = zip(texts, joined, strict=True)
+        return [EncodedPrompt(text, tuple(next(ids[special]))) for text, special in pairs]
 
     def applies_template(self, problem: Problem) -> bool:
         """Return whether the chat template formats the problem's prompt."""
@@ -79,12 +79,12 @@ class PromptEncoder:
 
     def notes(self, problems_P: Sequence[Problem]) -> list[str]:
         """Return a line for the user where a missing chat template may be a mistake: a chat model expects one."""
-        note = (
+        if not self._lacks_template or all(isinstance(problem.prompt, str) for problem in problems_P):
+            return []
+        return [
             "the model's tokenizer has no chat template, so it gets the messages as plain text; a chat model needs "
             "chat_template.jinja in its folder; --set model.prompts=raw removes this note"
-        )
-        has_messages = any(not isinstance(problem.prompt, str) for problem in problems_P)
-        return [note] * (self._lacks_template and has_messages)
+        ]
 
     def filter_by_length(self, problems_P: Sequence[Problem], max_tokens: int) -> list[Problem]:
         """Return the problems whose prompts have 1 to `max_tokens` tokens, in order."""

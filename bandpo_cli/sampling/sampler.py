@@ -19,6 +19,8 @@ from bandpo_cli.registries import ENGINES, load_attribute
 from bandpo_cli.types import Completion
 
 TokenIds = Sequence[int]
+Weights = Iterable[tuple[str, torch.Tensor]]
+"""Tensors under their names in a checkpoint."""
 
 log = logging.getLogger("bandpo_cli")
 
@@ -50,7 +52,7 @@ class SampleRequest(NamedTuple):
 
 
 class Sampler(ABC):
-    """Samples completions from the policy's current weights.
+    """Samples completions from the policy's current weights. An engine defines `sample` or `sample_stream`.
 
     A training step samples (in one or more calls), then calls `sleep`, and after the update `sync`.
 
@@ -62,7 +64,6 @@ class Sampler(ABC):
     shares_weights = False
     streams = False
 
-    @abstractmethod
     def sample(
         self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
     ) -> list[list[Completion]]:
@@ -70,12 +71,19 @@ class Sampler(ABC):
 
         The random numbers of prompt i depend on `seed + i` alone, so that prompts can be distributed over several
         calls and processes: the call for the prompts from i on has the seed `seed + i`.
+
+        Raises:
+            UserError: the engine does not support a prompt or the parameters.
+            RunError: the engine failed, or its process ended or was closed by another thread. An out-of-memory error
+                is raised unchanged, from another process as EngineMemoryError.
         """
+        (completions,) = self.sample_stream([SampleRequest(prompts_P, seed)], params)
+        return completions
 
     def sample_stream(
         self, requests: Iterable[SampleRequest], params: SamplingParams
     ) -> Generator[list[list[Completion]], None, None]:
-        """Yield the completions [P][n] of each request, in the order of the requests.
+        """Yield the completions [P][n] of each request, in the order of the requests; errors as in `sample`.
 
         The sampler takes requests as it has room for them. Closing the generator drops the unfinished ones.
         """
@@ -88,10 +96,11 @@ class Sampler(ABC):
 
         Raises:
             StaleEngineError: the engine does not run the given weights.
+            RunError: the process of the engine ended.
         """
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]], version: int) -> None:
-        """Load all weights, under their names in a checkpoint, without the policy; errors as in `sync`.
+    def load(self, weights: Weights, version: int) -> None:
+        """Load all weights without the policy; errors as in `sync`.
 
         Only an engine with weights of its own has the method. The caller checks what the engine then samples.
         """

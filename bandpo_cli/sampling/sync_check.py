@@ -6,7 +6,7 @@ decides: all ranks run the same number of probes, because a pass of a sharded mo
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.sharding import forward_dtype
-from bandpo_cli.sampling.sampler import SamplingParams, StaleEngineError, TokenIds
+from bandpo_cli.sampling.sampler import Sampler, SamplingParams, StaleEngineError, TokenIds
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion
 
@@ -38,33 +38,14 @@ HALF_PRECISION_LIMIT = 0.1
 _START = "1 + 1 ="
 """Text from which the policy samples the first prompt of the probe."""
 
-Sample = Callable[[TokenIds, SamplingParams, int], Sequence[Completion]]
-"""Returns the engine's completions of a prompt: (prompt, parameters, seed) → [n]."""
-
 
 def probe_limit(model: PreTrainedModel) -> float:
     """Return the largest mean difference, in nats, that rounding explains for the model's device and dtype."""
     return LIMITS.get((model.device.type, forward_dtype(model)), HALF_PRECISION_LIMIT)
 
 
-class CheckSchedule:
-    """Chooses the syncs that are checked completely: the first, one in ten, and the one after a sync that failed."""
-
-    _remaining = 0
-
-    @contextmanager
-    def sync(self, always: bool = False) -> Iterator[bool]:
-        """Yield whether the sync of the block is checked completely, in any case with `always`.
-
-        The sync counts if the block raises no error.
-        """
-        remaining, self._remaining = 0 if always else self._remaining, 0
-        yield remaining == 0
-        self._remaining = (remaining or CHECK_EVERY) - 1
-
-
 class SyncCheck:
-    """Compares the engine with the trainer after a sync.
+    """Compares the engine with the trainer after a sync: after the first, one in ten, and one that follows a failure.
 
     The engine continues a prompt; the trainer computes the log-probs of the sampled tokens. The prompt is the start of
     the latest rollout that was long enough, whose keys and values under the old weights are in the engine's cache: a
@@ -75,14 +56,29 @@ class SyncCheck:
             largest; NaN before the first.
     """
 
-    def __init__(self, policy: Policy, max_model_len: int) -> None:
-        """Sample the first prompt with the trainer's model; the engine allows `max_model_len` tokens, at least 2."""
+    gap = math.nan
+    _remaining = 0  # syncs before the next complete check
+
+    def __init__(self, policy: Policy | None, max_model_len: int) -> None:
+        """Sample the first prompt with the trainer's model; without a policy `check` compares nothing.
+
+        The engine allows `max_model_len` tokens, at least 2.
+        """
         completion = min(COMPLETION_TOKENS, max_model_len - 1)
         self._params = SamplingParams(SAMPLES, temperature=1.0, max_tokens=completion, stop_ids=())
         self._length = min(PROMPT_TOKENS, max_model_len - completion)
-        self._prompt = _sampled_prompt(policy, self._length)
-        self._ranks = policy.ranks
-        self.gap = math.nan
+        self._policy = policy
+        self._prompt = () if policy is None else _sampled_prompt(policy, self._length)
+
+    @contextmanager
+    def scheduled(self, always: bool = False) -> Iterator[bool]:
+        """Yield whether the sync of the block is checked completely, in any case with `always`.
+
+        The sync counts if the block raises no error.
+        """
+        remaining, self._remaining = 0 if always else self._remaining, 0
+        yield remaining == 0
+        self._remaining = (remaining or CHECK_EVERY) - 1
 
     def observe(self, prompt: TokenIds, completion: Completion) -> None:
         """Take the start of a rollout as the prompt of the next checks if it is long enough."""
@@ -90,16 +86,19 @@ class SyncCheck:
         if len(rollout) >= self._length:
             self._prompt = rollout[: self._length]
 
-    def check(self, model: PreTrainedModel, version: int, sample: Sample) -> None:
+    def check(self, model: PreTrainedModel, version: int, sampler: Sampler) -> None:
         """Compare log-probs of the engine's samples with those of the policy's model after `version` updates.
 
         Raises:
             StaleEngineError: the mean difference is above the limit in every attempt.
+            Exception: what the engine of any rank raises; all ranks sample together.
         """
-        limit = probe_limit(model)
-        for seed in range(ATTEMPTS):
-            gap = mean_gap(model, self._prompt, sample(self._prompt, self._params, SAMPLES * seed))
-            self.gap = self._ranks.max(gap)
+        if self._policy is None:
+            return
+        limit, ranks, prompt = probe_limit(model), self._policy.ranks, self._prompt
+        for seed in range(0, ATTEMPTS * SAMPLES, SAMPLES):
+            of_ranks = ranks.agree(lambda seed=seed: sampler.sample([prompt], self._params, seed)[0])  # type: ignore[misc]
+            self.gap = ranks.max(mean_gap(model, prompt, of_ranks[ranks.rank]))
             if self.gap <= limit:
                 return
         raise StaleEngineError(

@@ -13,8 +13,8 @@ import os
 import random
 import tempfile
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,7 @@ from bandpo_cli.sampling.sampler import (
     engine_model,
     error_text,
 )
-from bandpo_cli.sampling.sync_check import CheckSchedule, SyncCheck
+from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.sampling.vllm_worker import (
     ComparedWeights,
     Weights,
@@ -71,7 +71,11 @@ a few hundred MB of host memory at most."""
 
 
 class VllmSampler(Sampler):
-    """`vllm.LLM` in this process; see `Sampler` for the contract of each method."""
+    """`vllm.LLM` in this process; see `Sampler` for the contract of each method.
+
+    Attributes:
+        check: the comparison of log-probs with the policy's model after a sync.
+    """
 
     streams = True
 
@@ -91,12 +95,11 @@ class VllmSampler(Sampler):
         self._settings = config.vllm
         self._sleeps = config.vllm.sleep and policy.device.type == "cuda"
         self._asleep = False
-        self._check = None if own is None else SyncCheck(own, config.max_prompt_tokens + config.max_tokens)
+        self.check = SyncCheck(own, config.max_prompt_tokens + config.max_tokens)
         model = policy if isinstance(policy, EngineModel) else engine_model(policy.model)
         self._llm, self._threads = _start(config, model, ranks, self._sleeps)
         self._max_model_len: int = self._llm.model_config.max_model_len
         self._version = 0
-        self._schedule = CheckSchedule()
         self._converted: set[str] | None = None
         if own is None:
             return
@@ -111,53 +114,46 @@ class VllmSampler(Sampler):
         if policy.device.type == "cuda" and self._model_runner() == V1_RUNNER:
             log.warning("%s", V1_WARNING)
 
-    @property
-    def probe_gap(self) -> float:
-        """Mean difference in nats between the engine's and the trainer's log-probs, by the last complete check."""
-        assert self._check is not None
-        return self._check.gap
-
-    def sample(
-        self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
-    ) -> list[list[Completion]]:
-        """Return completions [P][n]; see `Sampler`.
-
-        Raises:
-            UserError: a prompt is too long for `max_tokens` more tokens, or vLLM does not support the temperature.
-            RunError: vLLM failed. An out-of-memory error is raised unchanged.
-        """
-        (groups,) = self.sample_stream([SampleRequest(prompts_P, seed)], params)
-        return groups
-
     def sample_stream(
         self, requests: Iterable[SampleRequest], params: SamplingParams
     ) -> Generator[list[list[Completion]], None, None]:
-        """Yield the completions [P][n] of each request; see `Sampler`. Errors as in `sample`."""
+        """Yield the completions [P][n] of each request; see `Sampler`."""
         assert not self._asleep, "sync wakes the engine before it samples"
-
-        def batches() -> Iterator[tuple[list[Any], list[vllm.SamplingParams]]]:
-            for prompts_P, seed in requests:
-                self._check_request(prompts_P, params)
-                prompts = [{"prompt_token_ids": list(prompt)} for prompt in prompts_P]
-                yield prompts, _requests(params, seed, len(prompts_P))
-
-        with closing(stream_outputs(self._llm, batches(), self._engine_call)) as stream:
-            for outputs in stream:
-                groups = [[self._completion(output) for output in request.outputs] for request in outputs]
-                if groups and self._check is not None:
-                    self._check.observe(outputs[0].prompt_token_ids, groups[0][0])
-                yield groups
+        more = iter(requests)
+        waiting = deque[list[str]]()  # the ids of the prompts of each request
+        outputs: dict[str, Any] = {}
+        try:
+            while True:
+                while sum(map(len, waiting)) * params.samples < MAX_QUEUED and (request := next(more, None)):
+                    self._check_request(request.prompts_P, params)
+                    prompts = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts_P]
+                    of_prompts = _requests(params, request.seed, len(prompts))
+                    with self._engine_call():
+                        ids = self._llm.enqueue(prompts, of_prompts, use_tqdm=False)
+                    # vLLM's ids are `<number>-<random>`, and its outputs have the number alone.
+                    waiting.append([item.partition("-")[0] for item in ids])
+                if not waiting:
+                    return
+                while waiting and all(number in outputs for number in waiting[0]):
+                    ended = [outputs.pop(number) for number in waiting.popleft()]
+                    groups = [[self._completion(output) for output in prompt.outputs] for prompt in ended]
+                    if groups:
+                        self.check.observe(ended[0].prompt_token_ids, groups[0][0])
+                    yield groups
+                if waiting:
+                    with self._engine_call():
+                        stepped = self._llm.llm_engine.step()
+                    outputs |= {output.request_id: output for output in stepped if output.finished}
+        finally:
+            if unfinished := [number for ids in waiting for number in ids if number not in outputs]:
+                with self._engine_call():
+                    self._llm.llm_engine.abort_request(unfinished)
 
     @contextmanager
     def _engine_call(self) -> Iterator[None]:
         """Set the engine's number of threads, and raise RunError where vLLM fails."""
-        try:
-            with engine_threads(self._threads):
-                yield
-        except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
-            if find_out_of_memory(error):
-                raise
-            raise RunError(f"vLLM failed while sampling: {error_text(error)}") from error
+        with _one_line_errors(RunError, "vLLM failed while sampling"), engine_threads(self._threads):
+            yield
 
     def sleep(self) -> None:
         """Free the GPU memory of weights and cache; the weights are not saved, since the next sync loads new ones."""
@@ -172,25 +168,25 @@ class VllmSampler(Sampler):
     def load(self, weights: Weights, version: int, model: PreTrainedModel | None = None) -> None:
         """Load the weights, clear the cache of the old ones, and check them; see `Sampler`.
 
-        The check is complete where `CheckSchedule` says so, and after sleep: it compares tensors, and with the policy's
-        model also log-probs. The other syncs check that all weights were loaded, and the version.
+        The check is complete where `SyncCheck.scheduled` says so, and after sleep: it compares tensors, and with the
+        policy's model also log-probs. The other syncs check that all weights were loaded, and the version.
 
         Raises:
             StaleEngineError: the engine does not run the new weights, or vLLM failed to load them. An out-of-memory
                 error is raised unchanged.
         """
-        with self._schedule.sync(always=self._asleep) as is_complete:
+        with self.check.scheduled(always=self._asleep) as is_complete:
             compared = ComparedWeights(weights, self._settings.tensor_parallel)
             self._transfer(compared if is_complete else weights, version)
             self._compare_tensors(compared, version)
             self._version = version
-            if is_complete and model is not None and self._check is not None:
-                self._check.check(model, version, lambda prompt, *call: self.sample([prompt], *call)[0])
+            if is_complete and model is not None:
+                self.check.check(model, version, self)
 
     def _transfer(self, weights: Weights, version: int) -> None:
         """Send the weights to all workers, and clear the cache of the old ones."""
         in_process = self._settings.tensor_parallel == 1
-        try:
+        with _one_line_errors(StaleEngineError, f"vLLM could not load version {version} of the weights"):
             self._wake_if_asleep(["weights"])
             # The worker in this process takes one tensor at a time; other processes get all of them from CPU memory.
             sent = iter(weights) if in_process else [(name, tensor.cpu()) for name, tensor in weights]
@@ -198,12 +194,6 @@ class VllmSampler(Sampler):
             self._wake_if_asleep(["kv_cache"])
             self._asleep = False
             cache_cleared = self._llm.reset_prefix_cache()
-        except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, AssertionError) as error:
-            if find_out_of_memory(error):
-                raise
-            raise StaleEngineError(
-                f"vLLM could not load version {version} of the weights: {error_text(error)}"
-            ) from error
         for lines in filter(None, skipped):
             raise StaleEngineError(
                 f"vLLM loaded version {version} of the weights only in part: {lines[0]} ({len(lines)} in total)"
@@ -279,6 +269,17 @@ class VllmSampler(Sampler):
             self._converted = {name for name in differing & matrices if "embed" not in name}
         for name in sorted(differing - self._converted):
             raise StaleEngineError(f"vLLM does not run version {version} of the weights: {name} differs")
+
+
+@contextmanager
+def _one_line_errors(kind: type[RunError], failure: str) -> Iterator[None]:
+    """Raise `kind` with the first line of an error of vLLM; an out-of-memory error is raised unchanged."""
+    try:
+        yield
+    except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as error:
+        if find_out_of_memory(error):
+            raise
+        raise kind(f"{failure}: {error_text(error)}") from error
 
 
 def _start(config: SamplingConfig, model: EngineModel, ranks: Ranks, sleeps: bool) -> tuple[vllm.LLM, int]:
@@ -372,42 +373,3 @@ def _requests(params: SamplingParams, seed: int, prompts: int) -> list[vllm.Samp
         )
         for index in range(prompts)
     ]
-
-
-def stream_outputs(
-    llm: vllm.LLM,
-    batches: Iterable[tuple[Sequence[Any], Sequence[vllm.SamplingParams]]],
-    engine_call: Callable[[], AbstractContextManager[None]],
-    max_queued: int = MAX_QUEUED,
-) -> Generator[list[Any], None, None]:
-    """Yield vLLM's `RequestOutput` of all prompts of each batch, in order; many batches are in the queue at once.
-
-    Args:
-        batches: prompts and their parameters; taken as the queue has room.
-        engine_call: context of every call of the engine. Between them other code of this process runs.
-        max_queued: see `MAX_QUEUED`.
-    """
-    waiting = deque[tuple[list[str], int]]()  # the requests of a batch, and the number of their completions
-    outputs: dict[str, Any] = {}
-    more = iter(batches)
-    try:
-        while True:
-            while sum(completions for _, completions in waiting) < max_queued and (batch := next(more, None)):
-                prompts, requests = batch
-                with engine_call():
-                    ids = llm.enqueue(prompts, requests, use_tqdm=False)
-                # vLLM's ids are `<number>-<random>`, and its outputs have the number alone.
-                numbers = [item.partition("-")[0] for item in ids]
-                waiting.append((numbers, sum(request.n for request in requests)))
-            if not waiting:
-                return
-            while waiting and all(number in outputs for number in waiting[0][0]):
-                yield [outputs.pop(number) for number in waiting.popleft()[0]]
-            if waiting:
-                with engine_call():
-                    stepped = llm.llm_engine.step()
-                outputs |= {output.request_id: output for output in stepped if output.finished}
-    finally:
-        if unfinished := [number for numbers, _ in waiting for number in numbers if number not in outputs]:
-            with engine_call():
-                llm.llm_engine.abort_request(unfinished)

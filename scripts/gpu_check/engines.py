@@ -44,11 +44,11 @@ def check_vllm(work: Work) -> Measured:
         if report is None:
             found.update(_engine_values(sampler))
             found["freed_by_sleep_gib"], found["wake_and_sync_s"] = _sleep_and_wake(components)
-            gaps.append(sampler.probe_gap)
+            gaps.append(sampler.check.gap)
             found["sync_s"], found["checked_sync_s"] = _sync_seconds(components)
-            gaps.append(sampler.probe_gap)
+            gaps.append(sampler.check.gap)
         else:
-            gaps.append(sampler.probe_gap)
+            gaps.append(sampler.check.gap)
 
     run = train_steps(work, work.config("0.5b", sampling=sampling), "vllm", observe)
     measured = step_limits(work, run)
@@ -129,7 +129,7 @@ def _sync_seconds(components: Components) -> tuple[float, float]:
     sampler: Any = components.sampler
     seconds = []
     for until_check in (1, 0):
-        sampler._schedule._remaining = until_check
+        sampler.check._remaining = until_check
         begin = time.perf_counter()
         sampler.sync(components.policy.model, 0)
         seconds.append(time.perf_counter() - begin)

@@ -51,20 +51,12 @@ def policy() -> Policy:
 
 
 def test_the_environment_has_no_ranks_and_the_gpus_of_the_engine() -> None:
-    of_ranks = (
-        *(
-            "RANK",
-            "WORLD_SIZE",
-            "LOCAL_RANK",
-            "LOCAL_WORLD_SIZE",
-            "GROUP_RANK",
-            "ROLE_NAME",
-            "ROLE_WORLD_SIZE",
-        ),
-        *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "BANDPO_NPROC", "BANDPO_RUN_NAME"),
+    names = (
+        "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK ROLE_NAME ROLE_WORLD_SIZE MASTER_ADDR MASTER_PORT "
+        "TORCHELASTIC_RUN_ID BANDPO_NPROC BANDPO_RUN_NAME"
     )
     others = {"PATH": "/bin", "LOCAL_SCRATCH": "/tmp", "RANKS": "1"}
-    assert engine_environment(others | dict.fromkeys(of_ranks, "1"), []) == others
+    assert engine_environment(others | dict.fromkeys(names.split(), "1"), []) == others
     assert engine_environment({}, [3]) == {"CUDA_VISIBLE_DEVICES": "3"}
     listed = {"CUDA_VISIBLE_DEVICES": "4, GPU-5f,MIG-7a"}
     for cards, expected in (([0], "4"), ([1], "GPU-5f"), ([2], "MIG-7a"), ([2, 0], "MIG-7a,4")):
@@ -131,11 +123,8 @@ def test_an_engine_that_cannot_start_is_an_error_and_leaves_no_process(
     error = pickle.dumps(Answer(error=ConfigError("vllm is not installed")))
     monkeypatch.setattr(engine_child, "_SOURCE", f"{before}pipe.send_bytes({error!r})\npipe.recv_bytes()")
     children: list[EngineChild] = []
-    monkeypatch.setattr(
-        engine_process,
-        "EngineChild",
-        lambda variables: children.append(EngineChild(variables)) or children[0],
-    )
+    start = lambda variables: children.append(EngineChild(variables)) or children[0]  # noqa: E731
+    monkeypatch.setattr(engine_process, "EngineChild", start)
     with pytest.raises(ConfigError, match=r"^vllm is not installed$"):
         EngineProcess(CONFIG, policy)
     assert [child.wait(0) for child in children] == [True]
@@ -172,40 +161,36 @@ KILLED = (
 )
 
 
-def test_a_process_that_is_killed_while_it_samples_is_an_error(monkeypatch: Patch, policy: Policy) -> None:
+def test_a_process_that_is_killed_is_an_error_of_the_call_and_of_all_later_ones(
+    monkeypatch: Patch, policy: Policy
+) -> None:
     engine = started(monkeypatch, policy, "time.sleep(600)")
     sampled = in_a_thread(engine.sample, PROMPTS, PARAMS, 0)
     os.kill(child_of(engine).pid, signal.SIGKILL)
     with pytest.raises(RunError, match=KILLED):
         sampled.result(WAIT_S)
-    with pytest.raises(RunError, match=KILLED):
-        engine.sample(PROMPTS, PARAMS, 0)
-    engine.close()
-    engine.close()
-
-
-def test_a_process_that_is_killed_while_it_is_idle_is_an_error_of_the_next_call(
-    monkeypatch: Patch, policy: Policy
-) -> None:
     for call in (
-        lambda engine: engine.sample(PROMPTS, PARAMS, 0),
-        lambda engine: engine.sync(policy.model, 1),
-        lambda engine: next(engine.sample_stream(REQUESTS, PARAMS)),
-        lambda engine: engine.describe(),
+        lambda: engine.sample(PROMPTS, PARAMS, 0),
+        lambda: engine.sync(policy.model, 1),
+        lambda: next(engine.sample_stream(REQUESTS, PARAMS)),
+        engine.describe,
     ):
-        engine = started(monkeypatch, policy, "")
-        os.kill(child_of(engine).pid, signal.SIGKILL)
         with pytest.raises(RunError, match=KILLED):
-            call(engine)
-        engine.close()
+            call()
+    engine.close()
+    engine.close()
+    idle = started(monkeypatch, policy, "")
+    os.kill(child_of(idle).pid, signal.SIGKILL)
+    with pytest.raises(RunError, match=KILLED):
+        idle.sync(policy.model, 1)
+    idle.close()
 
 
 def test_the_error_of_a_process_that_ended_has_the_last_line_of_its_output(
     monkeypatch: Patch, policy: Policy
 ) -> None:
-    engine = started(
-        monkeypatch, policy, "print('x' * 10**6); print('Fatal: no more', file=sys.stderr); sys.exit(3)"
-    )
+    line = "print('x' * 10**6); print('Fatal: no more', file=sys.stderr); sys.exit(3)"
+    engine = started(monkeypatch, policy, line)
     text = r"^the engine process ended with exit code 3 \(its last output: Fatal: no more\); "
     with pytest.raises(RunError, match=text):
         engine.sample(PROMPTS, PARAMS, 0)
@@ -237,7 +222,9 @@ def test_close_ends_a_process_that_samples(monkeypatch: Patch, policy: Policy) -
 
 def test_close_ends_a_process_with_an_open_stream(monkeypatch: Patch, policy: Policy) -> None:
     """The end of the stream is then no error."""
-    engine = started(monkeypatch, policy, "pipe.send([]); time.sleep(600)")
+    engine = started(
+        monkeypatch, policy, "pipe.send(None); pipe.recv_bytes(); pipe.send([]); time.sleep(600)"
+    )
     stream = engine.sample_stream(REQUESTS, PARAMS)
     assert next(stream) == []
     with pytest.raises(RunError, match="a call of another thread"):

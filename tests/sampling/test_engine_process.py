@@ -29,11 +29,13 @@ from bandpo_cli.sampling import engine_process, sync_check
 from bandpo_cli.sampling.engine_process import EngineProcess
 from bandpo_cli.sampling.engine_server import receive_slots, receive_weights, send_slots, send_weights
 from bandpo_cli.sampling.sampler import (
+    Sampler,
     SampleRequest,
     SamplingParams,
     StaleEngineError,
     is_exact,
 )
+from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion
 from tests.sampling import stub_engine
@@ -233,17 +235,13 @@ def test_two_ranks_have_an_engine_each_with_all_weights(tmp_path: Path) -> None:
     assert first_error == f"rank 1: {second_error}"
 
 
-class SampleOnce:
+class SampleOnce(SyncCheck):
     """Takes the place of the check after a sync: the stub's log-probs are none of a model."""
 
     seed = 0
 
-    def __init__(self, policy: Policy, max_model_len: int) -> None: ...
-
-    def check(self, model: PreTrainedModel, version: int, sample: Callable[..., object]) -> None:
-        sample(PROMPTS[0], PARAMS, self.seed)
-
-    def observe(self, prompt: Sequence[int], completion: Completion) -> None: ...
+    def check(self, model: PreTrainedModel, version: int, sampler: Sampler) -> None:
+        sampler.sample(PROMPTS[:1], PARAMS, self.seed)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.models.load import Policy, load_policy
-from bandpo_cli.sampling.sampler import SamplingParams, StaleEngineError, TokenIds
-from bandpo_cli.sampling.sync_check import ATTEMPTS, HALF_PRECISION_LIMIT, CheckSchedule, SyncCheck, mean_gap
+from bandpo_cli.models.sharding import shard
+from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.sampling.sampler import Sampler, SamplingParams, StaleEngineError, TokenIds
+from bandpo_cli.sampling.sync_check import ATTEMPTS, HALF_PRECISION_LIMIT, SyncCheck, mean_gap
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion
 from tests.conftest import random_model
+from tests.training.several_ranks import run_ranks
 
 LONG = 100
 """A limit of the engine's context that allows the longest prompt of the check."""
@@ -30,7 +34,7 @@ def shifted(completion: Completion, shifts: Sequence[float]) -> Completion:
     return replace(completion, logprobs=tuple(logprob + shift for logprob, shift in pairs))
 
 
-class Engine:
+class Engine(Sampler):
     """Samples from `model`, and shifts the log-probs of the first completions of its first `failing` calls."""
 
     def __init__(self, model: PreTrainedModel, *shifts: Sequence[float], failing: int = 9) -> None:
@@ -39,18 +43,23 @@ class Engine:
         self.lengths: list[int] = []
         self.seeds: list[int] = []
 
-    def __call__(self, prompt: TokenIds, params: SamplingParams, seed: int) -> Sequence[Completion]:
+    def sync(self, model: PreTrainedModel, version: int) -> None: ...
+
+    def sample(
+        self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
+    ) -> list[list[Completion]]:
+        (prompt,) = prompts_P
         self.prompts.append(prompt)
         self.lengths.append(params.max_tokens)
         self.seeds.append(seed)
         completions = TransformersSampler(self._model, 0).sample([prompt], params, seed)[0]
         count = len(self._shifts) if len(self.prompts) <= self._failing else 0
-        return [*map(shifted, completions[:count], self._shifts), *completions[count:]]
+        return [[*map(shifted, completions[:count], self._shifts), *completions[count:]]]
 
 
-def policy_of(model: PreTrainedModel) -> Policy:
+def policy_of(model: PreTrainedModel, ranks: Ranks = SINGLE) -> Policy:
     no_tokenizer: Any = None
-    return Policy(model, no_tokenizer, (2,), 0)
+    return Policy(model, no_tokenizer, (2,), 0, ranks=ranks)
 
 
 def check(model: PreTrainedModel, engine: Engine) -> float:
@@ -65,7 +74,7 @@ def test_the_gap_is_the_mean_of_all_absolute_differences() -> None:
     model, prompt = random_model(), (3, 1, 4, 1, 5)
     params = SamplingParams(samples=4, temperature=1.0, max_tokens=8, stop_ids=())
     exact, reported = copy.deepcopy(model).double(), []
-    for completion in Engine(model)(prompt, params, 0):
+    for completion in Engine(model).sample([prompt], params, 0)[0]:
         ids = torch.tensor([[*prompt, *completion.token_ids]])
         with torch.no_grad():
             logprobs = torch.log_softmax(exact(input_ids=ids).logits[0], dim=-1)
@@ -109,10 +118,10 @@ def test_log_probs_that_are_not_numbers_raise() -> None:
 
 
 def test_the_first_sync_one_in_ten_and_those_after_a_failure_are_checked_completely() -> None:
-    schedule, complete = CheckSchedule(), []
+    schedule, complete = SyncCheck(None, LONG), []
     for index in range(32):
         try:
-            with schedule.sync(always=index == 14) as is_complete:
+            with schedule.scheduled(always=index == 14) as is_complete:
                 complete += [index] * is_complete
                 if index == 27:
                     raise StaleEngineError("stale")
@@ -182,3 +191,31 @@ def test_short_contexts(max_model_len: int, prompt: int, completion: int) -> Non
     engine = Engine(model)
     SyncCheck(policy_of(model), max_model_len).check(model, 0, engine)
     assert (len(engine.prompts[0]), engine.lengths) == (prompt, [completion])
+
+
+def checked(ranks: Ranks) -> list[tuple[int, float, str | None]]:
+    """Run checks in which the first probes of rank 1 are off; return probes, gap and error of this rank."""
+    model = random_model()
+    shard(model, ranks, torch.device("cpu"))
+    results = []
+    for failing in (0, 1, 2):
+        engine = Engine(random_model(), *FAR_OFF, failing=failing if ranks.rank == 1 else 0)
+        sync_check, error = SyncCheck(policy_of(model, ranks), LONG), None
+        try:
+            sync_check.check(model, 5, engine)
+        except StaleEngineError as raised:
+            error = str(raised)
+        results.append((len(engine.prompts), sync_check.gap, error))
+    return results
+
+
+@pytest.mark.slow
+def test_all_ranks_repeat_the_probe_that_failed_on_one_and_stop_together(tmp_path: Path) -> None:
+    """Without a failure one probe is enough; two failures on one rank are an error on all."""
+    for agreed, repeated, stale in run_ranks(2, tmp_path / "ranks", checked):
+        assert (agreed[0], agreed[2]) == (1, None)
+        assert (repeated[0], repeated[2]) == (2, None)
+        assert repeated[1] < 1e-5
+        assert stale[0] == 2
+        assert stale[1] == pytest.approx(20.0, abs=1e-4)
+        assert "version 5 of the weights" in str(stale[2])

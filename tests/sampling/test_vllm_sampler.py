@@ -77,6 +77,7 @@ def calls(monkeypatch: Patch) -> list[str]:
     monkeypatch.setattr(vllm_sampler, "_start", lambda *_: (FakeEngine(recorded), 1))
     monkeypatch.setattr(SyncCheck, "check", lambda *_: recorded.append("probe"))
     monkeypatch.setattr(sync_check, "_sampled_prompt", lambda policy, length: (1,) * length)
+    monkeypatch.setattr(vllm_sampler, "release_cached_memory", lambda: recorded.append("release"))
     return recorded
 
 
@@ -94,7 +95,10 @@ def engine(device: str, **settings: Any) -> VllmSampler:
 
 
 def test_sleeping_engine_wakes_in_two_stages(calls: list[str]) -> None:
-    """Memory of the weights, the reload, memory of the cache; and no sampling before the check."""
+    """Memory of the weights, the reload, memory of the cache; and no sampling before the check.
+
+    vLLM allocates the memory of both stages beside torch's allocator, which must not cache what is free.
+    """
     sampler = engine("cuda")
     calls.clear()
     sampler.sleep()
@@ -102,9 +106,8 @@ def test_sleeping_engine_wakes_in_two_stages(calls: list[str]) -> None:
     with pytest.raises(AssertionError, match="sync wakes"):
         sampler.sample([], SimpleNamespace(), 0)  # type: ignore[arg-type]
     sampler.sync(random_model(), 1)
-    assert calls == [
-        "sleep 2", "wake weights", "policy_load", "wake kv_cache", "reset", "policy_state", "probe",
-    ]  # fmt: skip
+    waking = ["sleep 2", "release", "wake weights", "policy_load", "release", "wake kv_cache"]
+    assert calls == [*waking, "reset", "policy_state", "probe"]
 
 
 def test_the_first_every_tenth_and_every_waking_sync_are_checked_completely(calls: list[str]) -> None:
@@ -119,6 +122,7 @@ def test_the_first_every_tenth_and_every_waking_sync_are_checked_completely(call
         sampler.sync(random_model(), version)
         assert [call for call in calls if call.startswith("policy")] == ["policy_load", "policy_state"]
         assert ("probe" in calls) == bool(fake.compared)
+        assert ("release" in calls) == (version == 13), "an engine that is awake allocates nothing"
         checked += [version] * ("probe" in calls)
     assert checked == [10, 13]
 
@@ -149,15 +153,6 @@ def test_no_sleep_on_a_cpu_or_when_disabled(calls: list[str], device: str, sleep
     calls.clear()
     sampler.sleep()
     assert calls == []
-
-
-def test_old_version_after_a_sync_raises_stale_engine_error(calls: list[str], monkeypatch: Patch) -> None:
-    sampler = engine("cpu")
-    monkeypatch.setattr(
-        FakeEngine, "collective_rpc", lambda self, method, args: [[] if "load" in method else (4, {})]
-    )
-    with pytest.raises(StaleEngineError, match="runs version 4 of the weights, not 5"):
-        sampler.sync(random_model(), 5)
 
 
 def test_an_engine_over_several_gpus_with_several_ranks_is_refused(calls: list[str]) -> None:
@@ -260,26 +255,26 @@ def test_a_refusal_about_memory_names_the_settings_of_this_package(
     assert ("sampling.vllm.memory_fraction = 0.3" in str(raised.value)) == names_settings
 
 
-def test_other_errors_of_a_sync_mean_a_stale_engine(calls: list[str], monkeypatch: Patch) -> None:
-    sampler = engine("cuda")
-    monkeypatch.setattr(FakeEngine, "collective_rpc", failing(RuntimeError("shapes differ")))
-    with pytest.raises(StaleEngineError, match="shapes differ"):
-        sampler.sync(random_model(), 1)
-
-
-def test_cached_memory_is_released_before_each_stage_of_the_wake_up(
-    calls: list[str], monkeypatch: Patch
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            failing(RuntimeError("shapes differ")),
+            "load version 5 of the weights: RuntimeError: shapes differ",
+        ),
+        (
+            lambda _, method, args: [[] if "load" in method else (4, {})],
+            "runs version 4 of the weights, not 5",
+        ),
+    ],
+)
+def test_an_error_of_a_sync_or_an_old_version_after_it_means_a_stale_engine(
+    calls: list[str], monkeypatch: Patch, call: Any, message: str
 ) -> None:
-    """vLLM allocates the memory of both stages beside torch's allocator, which must not cache what is free."""
-    monkeypatch.setattr(vllm_sampler, "release_cached_memory", lambda: calls.append("release"))
     sampler = engine("cuda")
-    calls.clear()
-    sampler.sync(random_model(), 1)
-    assert "release" not in calls  # awake: nothing is allocated
-    sampler.sleep()
-    calls.clear()
-    sampler.sync(random_model(), 2)
-    assert calls[:5] == ["release", "wake weights", "policy_load", "release", "wake kv_cache"]
+    monkeypatch.setattr(FakeEngine, "collective_rpc", call)
+    with pytest.raises(StaleEngineError, match=message):
+        sampler.sync(random_model(), 5)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no answer"), None])
@@ -296,7 +291,7 @@ def test_an_engine_whose_first_sync_fails_is_closed_and_the_error_of_the_sync_is
     monkeypatch.setattr(FakeEngine, "collective_rpc", failing(OUT_OF_MEMORY[0]))
     with pytest.raises(torch.OutOfMemoryError):
         engine("cuda")
-    assert calls == ["shutdown"]
+    assert calls == ["shutdown", "release"]
 
 
 @pytest.mark.parametrize(

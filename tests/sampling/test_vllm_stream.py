@@ -1,4 +1,4 @@
-"""Batches in the queue of a vLLM engine, with a stand-in for the engine: it needs no vLLM."""
+"""Requests in the queue of a vLLM engine, with a stand-in for the engine: it needs no vLLM."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.sampling.vllm_sampler import stream_outputs
+from bandpo_cli.errors import RunError
+from bandpo_cli.sampling import vllm_sampler
+from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
+from bandpo_cli.sampling.vllm_sampler import VllmSampler
 
 SAMPLES = 4
+PARAMS = SamplingParams(SAMPLES, 1.0, 1, ())
 
 
 class Engine:
-    """`LLM` and its engine: each step ends the newest request, so that requests end in the reverse order."""
+    """`LLM` and its engine: each step ends the newest prompt, so that prompts end in the reverse order."""
 
     def __init__(self, failing_step: int = 0) -> None:
         self.llm_engine, self.failing_step = self, failing_step
@@ -38,14 +42,19 @@ class Engine:
             raise RuntimeError("out of order")
         number, prompt = self.queue.pop()
         running = [SimpleNamespace(request_id=value, finished=False) for value, _ in self.queue]
-        return [*running, SimpleNamespace(request_id=number, finished=True, prompt=prompt)]
+        ids = prompt["prompt_token_ids"]
+        logprobs = SimpleNamespace(logprobs=[-1.0] * len(ids))
+        output = SimpleNamespace(token_ids=ids, logprobs=logprobs, finish_reason="stop")
+        ended = SimpleNamespace(request_id=number, finished=True, prompt_token_ids=ids, outputs=[output])
+        return [*running, ended]
 
     def abort_request(self, ids: list[str]) -> None:
         assert self.in_call
         self.aborted += ids
 
     @contextmanager
-    def call(self) -> Iterator[None]:
+    def threads(self, count: int) -> Iterator[None]:
+        """Stand for `engine_threads`, the context of every call of the engine."""
         self.in_call = True
         try:
             yield
@@ -53,37 +62,51 @@ class Engine:
             self.in_call = False
 
 
-def stream(engine: Any, sizes: list[int], max_queued: int) -> Iterator[list[Any]]:
-    """Return the stream of batches of these sizes; prompts are numbered (batch, place)."""
-    request = SimpleNamespace(n=SAMPLES)
-    batches = (
-        ([(batch, place) for place in range(size)], [request] * size) for batch, size in enumerate(sizes)
-    )
-    return stream_outputs(engine, batches, engine.call, max_queued)
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that starts a stream of requests of these numbers of prompts; prompts are (request, place)."""
+
+    def started(engine: Engine, sizes: list[int], max_queued: int) -> Iterator[Any]:
+        monkeypatch.setattr(vllm_sampler, "_requests", lambda params, seed, prompts: [params] * prompts)
+        monkeypatch.setattr(vllm_sampler, "engine_threads", engine.threads)
+        monkeypatch.setattr(vllm_sampler, "MAX_QUEUED", max_queued)
+        sampler = object.__new__(VllmSampler)
+        about = {"_llm": engine, "_threads": 1, "_asleep": False, "_max_model_len": 9, "_version": 0}
+        vars(sampler).update(about, check=SimpleNamespace(observe=lambda *_: None))
+        requests = (
+            SampleRequest([(number, place) for place in range(size)], number)
+            for number, size in enumerate(sizes)
+        )
+        return sampler.sample_stream(requests, PARAMS)
+
+    return started
+
+
+def prompts_of(groups: Any) -> list[tuple[int, ...]]:
+    return [tuple(completion.token_ids) for (completion,) in groups]
 
 
 @pytest.mark.parametrize(("max_queued", "most"), [(1, 3), (3 * SAMPLES + 1, 5), (10**6, 9)])
-def test_batches_come_back_in_order_however_many_are_queued(max_queued: int, most: int) -> None:
+def test_requests_come_back_in_order_however_many_are_queued(start: Any, max_queued: int, most: int) -> None:
     """No code of the caller runs within a call of the engine."""
     engine, sizes, found = Engine(), [3, 1, 2, 3], []
-    for outputs in stream(engine, sizes, max_queued):
+    for groups in start(engine, sizes, max_queued):
         assert not engine.in_call
-        found.append([output.prompt for output in outputs])
-    assert found == [[(batch, place) for place in range(size)] for batch, size in enumerate(sizes)]
+        found.append(prompts_of(groups))
+    assert found == [[(number, place) for place in range(size)] for number, size in enumerate(sizes)]
     assert engine.most_queued == most
     assert engine.aborted == []
 
 
-def test_closing_the_stream_drops_unfinished_requests() -> None:
+def test_closing_the_stream_drops_unfinished_requests(start: Any) -> None:
     engine = Engine()
-    outputs = stream(engine, [1, 1, 3], 2 * SAMPLES)
-    assert [item.prompt for item in next(outputs)] == [(0, 0)]
-    assert [item.prompt for item in next(outputs)] == [(1, 0)]
-    outputs.close()  # type: ignore[attr-defined]
+    groups = start(engine, [1, 1, 3], 2 * SAMPLES)
+    assert prompts_of(next(groups)) == [(0, 0)]
+    assert prompts_of(next(groups)) == [(1, 0)]
+    groups.close()
     assert engine.aborted == []
     engine = Engine(failing_step=2)
-    outputs = stream(engine, [3], 10**6)
-    with pytest.raises(RuntimeError, match="out of order"):
-        next(outputs)
+    with pytest.raises(RunError, match="out of order"):
+        next(start(engine, [3], 10**6))
     assert sorted(engine.aborted) == sorted(number for number, _ in engine.queue)
     assert len(engine.aborted) == 2

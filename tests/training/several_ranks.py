@@ -18,18 +18,21 @@ from tests.commands import FORKSERVER
 LIMIT_S = 240
 
 
-def run_ranks(size: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
+def run_ranks(
+    size: int, folder: Path, function: Callable[..., Any], *args: Any, context: Any = FORKSERVER
+) -> list[Any]:
     """Return what `function(ranks, *args)` returns on each rank.
 
     Args:
         folder: an empty folder for the results.
         function: a function of a module, which the processes import; they do not inherit patches.
+        context: the context of multiprocessing that starts the processes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     environment = dict(os.environ)
     processes = [
-        FORKSERVER.Process(target=_run, args=(rank, size, port, environment, folder, function, args))
+        context.Process(target=_run, args=(rank, size, port, environment, folder, function, args))
         for rank in range(size)
     ]
     for process in processes:
