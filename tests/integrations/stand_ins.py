@@ -1,8 +1,4 @@
-"""Stand-ins for the trainers of `bandpo_cli.integrations`: their documented interfaces, in a few lines each.
-
-Tests that need a trainer's interface alone run with the stand-in, so that they run in every environment, and with the
-installed package where there is one.
-"""
+"""Stand-ins for prime-rl, which is on no package index, and for what parts of verl and SkyRL import."""
 
 import importlib
 import sys
@@ -109,47 +105,3 @@ class LossOutputs:
 
 
 PRIME_RL = with_parents({"prime_rl.trainer.rl.loss": {"LossInputs": LossInputs, "LossOutputs": LossOutputs}})
-
-
-# ---- TRL 1.16: trainer/grpo_config.py, trainer/grpo_trainer.py -------------------------------------------------------
-
-
-@dataclass
-class GRPOConfig:
-    """The settings that concern the ratio, with TRL's defaults."""
-
-    output_dir: str | None = None
-    gradient_accumulation_steps: int = 1
-    steps_per_generation: int | None = None
-    num_iterations: int = 1
-    epsilon: float = 0.2
-    epsilon_high: float | None = None
-    delta: float | None = None
-    loss_type: str = "dapo"
-    importance_sampling_level: str = "token"
-    num_generations: int = 8
-    use_cpu: bool = False
-    bf16: bool | None = None
-    report_to: str = "none"
-
-    def __post_init__(self) -> None:
-        self.steps_per_generation = self.steps_per_generation or self.gradient_accumulation_steps
-
-
-class GRPOTrainer:
-    """A trainer whose loss is the clipped objective, averaged over all tokens; the policy is a tensor of log-probs."""
-
-    def __init__(self, model: Any, reward_funcs: Any, args: GRPOConfig, train_dataset: Any = None) -> None:
-        self.args = args
-        self.epsilon_low = args.epsilon
-        self.epsilon_high = args.epsilon_high if args.epsilon_high is not None else args.epsilon
-
-    def _compute_loss(self, model: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        old = inputs.get("old_per_token_logps")
-        ratio = torch.exp(model - (model.detach() if old is None else old))
-        advantages = inputs["advantages"][:, None]
-        clamped = torch.clamp(ratio, 1 - self.epsilon_low, 1 + self.epsilon_high)
-        return -torch.min(ratio * advantages, clamped * advantages).mean()
-
-
-TRL = {"trl": {"__version__": "1.16.0", "GRPOConfig": GRPOConfig, "GRPOTrainer": GRPOTrainer}}

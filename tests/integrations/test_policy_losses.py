@@ -83,52 +83,7 @@ def interval(low: float, high: float) -> dict[str, float]:
     return {"clip_ratio_low": low, "clip_ratio_high": high}
 
 
-BOTH = ("token-mean", "seq-mean-token-mean")
-BY_COMPLETION = ("seq-mean-token-mean",)
-VERL: dict[str, tuple[dict[str, Any], float | None, dict[str, Any], tuple[str, ...]]] = {
-    "vanilla": ({"method": "clip"}, 3.0, {}, BOTH),
-    "vanilla higher": (
-        {"method": "clip-higher"}, 10.0, {**interval(0.2, 0.28), "clip_ratio_c": 10.0}, BOTH,
-    ),
-    "dppo_kl": ({"method": "dppo", "divergence": "kl", "delta": 0.05}, None, {"clip_ratio": 0.05}, BOTH),
-    "dppo_tv": ({"method": "dppo", "divergence": "tv", "delta": 0.15}, None, {"clip_ratio": 0.15}, BOTH),
-    "dppo_tv capped": (
-        {"method": "dppo", "divergence": "tv", "delta": 0.05, "max_weight": 2.0}, None,
-        {"clip_ratio": 0.05, "clip_ratio_c": 2.0}, BOTH,
-    ),
-    "gspo wide": ({"method": "gspo", "eps_low": 0.1, "eps_high": 0.2}, None, interval(0.1, 0.2), BOTH),
-    "sapo": ({"method": "sapo"}, None, {"tau_pos": 1.0, "tau_neg": 1.05}, BY_COMPLETION),
-    "sapo steep": (
-        {"method": "sapo", "tau_positive": 3.0, "tau_negative": 5.0}, None,
-        {"tau_pos": 3.0, "tau_neg": 5.0}, BY_COMPLETION,
-    ),
-    "geo_mean narrow": (
-        {"method": "gmpo", "log_eps_low": 0.1, "log_eps_high": 0.2}, None, interval(0.1, 0.2), BY_COMPLETION,
-    ),
-    "cispo narrow": (
-        {"method": "cispo", "min_weight": 0.8, "max_weight": 1.28}, None, interval(0.2, 0.28), BOTH,
-    ),
-}  # fmt: skip
-"""Case (verl's name, and a variant) → our settings and dual clip, verl's settings, aggregations."""
-
-
-@pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize(
-    ("case", "aggregation"),
-    [(case, aggregation) for case, (*_, aggregations) in VERL.items() for aggregation in aggregations],
-)
-def test_verl(case: str, aggregation: str, spread: str, verl_losses: dict[str, VerlLoss]) -> None:
-    bounds, dual_clip, config, _ = VERL[case]
-    for seed in SEEDS:
-        batch = random_batch(seed, SPREADS[spread])
-        found = ours(batch, bounds, aggregation, dual_clip).outputs
-        reference = verl_reference(verl_losses[case.split()[0]], batch, aggregation, **config)
-        compare(f"verl {case}, {aggregation}, {spread}", found, batch, reference)
-        if spread == "far":  # the batch reaches the part of the loss that differs from −r·a
-            weighted = batch.advantages[batch.mask] != 0
-            assert not torch.allclose(found.gradient_weights[weighted], found.ratios[weighted], rtol=0.01)
-
-
+# test_verl_export.py compares the other losses of verl, with the settings of an exported folder.
 # verl chooses the tokens of Clip-Cov and KL-Cov by the covariance under π, ours by that under π_old. The following
 # tests give our choice verl's covariance, so that everything but this departure is compared.
 

@@ -71,16 +71,26 @@ METHODS = "band-chi2 band-kl-relaxed cispo clip clip-higher dppo-kl dppo-tv gmpo
 """Files of the methods that verl computes equally; clip-cov and kl-cov choose other tokens."""
 
 
-def method_config(name: str) -> RunConfig:
-    return small(read_layer(CONFIGS / "methods" / f"{name}.yaml"), {"objective": {"importance_cap": None}})
+OTHER_SETTINGS: list[tuple[str, dict[str, float]]] = [
+    ("dppo-tv", {"max_weight": 2.0}),
+    ("gspo", {"eps_low": 0.1, "eps_high": 0.2}),
+    ("sapo", {"tau_positive": 3.0, "tau_negative": 5.0}),
+    ("gmpo", {"log_eps_low": 0.1, "log_eps_high": 0.2}),
+    ("cispo", {"min_weight": 0.8, "max_weight": 1.28}),
+]
 
 
-@pytest.mark.parametrize("name", METHODS.split())
+def method_config(name: str, **bounds: float) -> RunConfig:
+    layer = {"objective": {"importance_cap": None}, "bounds": bounds}
+    return small(read_layer(CONFIGS / "methods" / f"{name}.yaml"), layer)
+
+
+@pytest.mark.parametrize(("name", "bounds"), [*((name, {}) for name in METHODS.split()), *OTHER_SETTINGS])
 def test_the_loss_of_an_exported_method_is_that_of_a_run(
-    name: str, compose: Compose, verl_package: SimpleNamespace
+    name: str, bounds: dict[str, float], compose: Compose, verl_package: SimpleNamespace
 ) -> None:
     """From the settings by overrides, Hydra, verl's checks and classes to the function in its registry."""
-    config = method_config(name)
+    config = method_config(name, **bounds)
     assert is_runnable(config)
     assert differences_of(config) == []
     actor = dataclass_of(compose(config).actor_rollout_ref.actor)

@@ -158,7 +158,7 @@ def test_a_killed_run_resumes_with_equal_records(folder: Path, tmp_path: Path) -
     config = tmp_path / "run.yaml"
     layer = {"steps": 4, "checkpoint": {"every": 2, "keep_last": 1, "keep_best": 0}}
     config.write_text(json.dumps(settings(folder, tmp_path) | layer))
-    succeed("train", "-c", config, "--name", "complete", cwd=tmp_path)
+    succeed("train", "-c", config, "--name", "complete", "--set", "checkpoint.every=0", cwd=tmp_path)
     killed = tmp_path / "runs" / "killed"
     process = start(tmp_path, "train", "-c", str(config), "--name", "killed")
     wait_until(process, lambda: count_lines(killed) >= 3)

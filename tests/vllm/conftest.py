@@ -1,6 +1,10 @@
 """Engines that start once per module: each start takes seconds, and a process can have one engine at a time."""
 
+import os
+import signal
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +22,7 @@ SHAPE = {
     "num_key_value_heads": 2, "max_position_embeddings": 256,
 }  # fmt: skip
 SAMPLING: dict[str, Any] = {
-    "max_prompt_tokens": 100, "max_tokens": 24, "vllm": {"kv_cache_gb": 0.5, "eager": True},
+    "max_prompt_tokens": 100, "max_tokens": 24, "vllm": {"kv_cache_gb": 0.1, "eager": True},
 }  # fmt: skip
 
 
@@ -37,7 +41,7 @@ class Running:
 
 
 def random_policy(kind: str) -> Policy:
-    """Return a float32 policy with random weights, far from uniform; Qwen2 ties its embeddings, Llama does not."""
+    """Return a policy with random weights, far from uniform: tied in float32 (Qwen2), or untied in bfloat16 (Llama)."""
     torch.manual_seed(3)
     model: PreTrainedModel = (
         LlamaForCausalLM(LlamaConfig(**SHAPE))
@@ -49,7 +53,8 @@ def random_policy(kind: str) -> Policy:
             if parameter.ndim > 1:
                 parameter.mul_(2.5)
     no_tokenizer: Any = None  # tokens in, tokens out
-    return Policy(model.eval(), no_tokenizer, (2, 3), 0)
+    dtype = torch.bfloat16 if kind == "llama" else torch.float32
+    return Policy(model.eval().to(dtype), no_tokenizer, (2, 3), 0)
 
 
 def perturb(model: PreTrainedModel) -> None:
@@ -64,6 +69,30 @@ def start(policy: Policy, **sampling: Any) -> VllmSampler:
     return VllmSampler(config.sampling, policy)
 
 
+@contextmanager
+def silent() -> Iterator[None]:
+    """Check that the block writes nothing to standard error."""
+    original = os.dup(2)
+    with tempfile.TemporaryFile() as file, open(2, "w", closefd=False) as stderr, redirect_stderr(stderr):
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            stderr.flush()
+            os.dup2(original, 2)
+            os.close(original)
+        file.seek(0)
+        assert file.read() == b""
+
+
+def process_state() -> tuple[object, ...]:
+    """Return threads, cores, signals, torch's random state and the environment: an engine must not change them."""
+    return (
+        torch.get_num_threads(), torch.set_num_threads, os.sched_getaffinity(0), os.environ.get("LD_PRELOAD"),
+        signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM), torch.get_rng_state().tolist(),
+    )  # fmt: skip
+
+
 @pytest.fixture(scope="module", autouse=True)
 def every_sync_is_checked_completely() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
@@ -73,8 +102,11 @@ def every_sync_is_checked_completely() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def running(request: pytest.FixtureRequest) -> Iterator[Running]:
-    """Start the engine of `qwen2` or `llama`, by an indirect parameter."""
-    policy = random_policy(request.param)
-    sampler = start(policy)
+    """Start the engine of `qwen2` or `llama`, by an indirect parameter; a call of some tests exceeds its batch."""
+    policy, before = random_policy(request.param), process_state()
+    with silent():
+        sampler = start(policy, max_sequences=64)
+    assert process_state() == before
     yield Running(policy, sampler)
+    sampler.close()
     sampler.close()
