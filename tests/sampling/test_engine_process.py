@@ -304,9 +304,7 @@ def test_errors_are_raised_with_their_type_and_text(
 
 
 @pytest.mark.parametrize("seed", [5, 6, 8])
-def test_out_of_memory_in_the_process_find_out_of_memory_in_the_trainer(
-    stub: EngineProcess, seed: int
-) -> None:
+def test_out_of_memory_in_the_process_is_out_of_memory_in_the_trainer(stub: EngineProcess, seed: int) -> None:
     size = "MemoryError" if seed == 8 else "CUDA out of memory. Tried to allocate 2.00 GiB"
     with (
         pytest.raises(RunError, match=rf"^out of memory \(engine process: {size}\); for less memory"),
