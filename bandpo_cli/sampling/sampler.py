@@ -95,8 +95,8 @@ class Sampler(ABC):
         """Load the weights of the policy's model, which have had `version` optimizer updates.
 
         Raises:
-            StaleEngineError: the engine does not run the given weights.
-            RunError: the process of the engine ended.
+            StaleEngineError: the engine does not run the given weights, or it failed to load them.
+            RunError: the process of the engine ended. An out-of-memory error is raised as in `sample`.
         """
 
     def load(self, weights: Weights, version: int) -> None:

@@ -170,10 +170,6 @@ class VllmSampler(Sampler):
 
         The check is complete where `SyncCheck.scheduled` says so, and after sleep: it compares tensors, and with the
         policy's model also log-probs. The other syncs check that all weights were loaded, and the version.
-
-        Raises:
-            StaleEngineError: the engine does not run the new weights, or vLLM failed to load them. An out-of-memory
-                error is raised unchanged.
         """
         with self.check.scheduled(always=self._asleep) as is_complete:
             compared = ComparedWeights(weights, self._settings.tensor_parallel)
@@ -202,10 +198,7 @@ class VllmSampler(Sampler):
             raise StaleEngineError(f"vLLM kept cached prompts of the weights before version {version}")
 
     def describe(self) -> dict[str, str]:
-        """Return the engine's name, vLLM's version, and the class that runs the model.
-
-        vLLM has several of these classes, which batch and compute differently: one for CPUs and, in 0.32, two for GPUs.
-        """
+        """Return the engine's name, vLLM's version, and which of its classes runs the model (0.32 has two for GPUs)."""
         import vllm
 
         return {"engine": "vllm", "version": str(vllm.__version__), "model_runner": self._model_runner()}
