@@ -26,10 +26,15 @@ SAFE_KEYWORDS = {
 
 LAST_NAMES = {"load", *(name.rpartition(".")[2] for name in BUILTINS | CALLS)}
 
+SUSPECT = re.compile(
+    rf"\b({'|'.join(BUILTINS | LAST_NAMES)})\(|\b({'|'.join(SAFE_KEYWORDS)})="
+    rf"|\b(import|from)\b.*\b({'|'.join(MODULES)})\b"
+)
+
 
 def findings(source: str) -> Iterator[str]:
     """Yield the imports and calls of a module that could execute data."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(source if SUSPECT.search(source) else "")):
         if isinstance(node, ast.ImportFrom):
             yield from {(node.module or "").split(".")[0]} & MODULES
         elif isinstance(node, ast.Import):

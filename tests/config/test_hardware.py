@@ -86,6 +86,9 @@ def test_the_header_of_a_model_names_the_smallest_gpu_that_fits_and_the_memory_o
     assert report.vllm > 1.5 * report.always["weights"]  # the engine's weights, and room for its cache
     assert not fits(config, report, GPU_SIZES[GPU_SIZES.index(size) - 1] * 10**9)
     assert fits(config, report, size * 10**9)
+    for overlay in (PAPER / "dapo.yaml", PAPER / "dynamic-sampling.yaml") if file == MODELS[-1] else ():
+        assert "the same hardware" in overlay.read_text("utf-8")
+        assert report_on_gpu(config_on_disk(tmp_path, model, *base, read_layer(overlay)), size).fits
 
     # Of 8 GPUs: masters and two moments of float32, and the reference in bfloat16, an eighth of each.
     size, peak, held = map(int, eight.groups())
@@ -96,18 +99,6 @@ def test_the_header_of_a_model_names_the_smallest_gpu_that_fits_and_the_memory_o
     assert report.fits
     assert round(report.peak / GIB) == peak
     assert report.vllm > 1.5 * 2 * PARAMETERS[model]  # the engine has all weights, and room for its cache
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["dapo", "dynamic-sampling"])
-def test_files_on_top_of_a_model_need_the_same_hardware(tmp_path: Path, name: str) -> None:
-    overlay, file = PAPER / f"{name}.yaml", MODELS[-1]
-    header = _MODEL_HEADER.match(file.read_text("utf-8"))
-    assert header is not None
-    assert "the same hardware" in overlay.read_text("utf-8")
-    layers = [*map(read_layer, (PAPER / "base.yaml", file, overlay))]
-    config = config_on_disk(tmp_path, layers[1]["model"]["path"], *layers)
-    assert report_on_gpu(config, int(header[1])).fits
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def test_assignments(empty_cwd: Path) -> None:
 
 
 def test_sweep_flags(empty_cwd: Path) -> None:
-    for text in NAMES:
+    for text in NAMES[::2]:
         options = [{name: text} for name in ("seeds", "baseline", "recorded", "tuned_on")]
         for axes, option in [([text], {}), ([f"optim.lr={text}"], {}), *(([], option) for option in options)]:
             plan = functools.partial(sweep_request.plan_sweep, None, {}, axes, option, [], empty_cwd / "runs")
