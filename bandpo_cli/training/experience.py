@@ -36,8 +36,7 @@ from bandpo_cli.models.packing import (
     empty_batch,
     rows_from_groups,
 )
-from bandpo_cli.objective.importance import importance_weights
-from bandpo_cli.objective.loss import LossBatch, PolicyLoss
+from bandpo_cli.objective.loss import LossBatch, PolicyLoss, importance_weights
 from bandpo_cli.ranks import Ranks, balanced_owners
 from bandpo_cli.types import Group
 

@@ -23,8 +23,7 @@ from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.grading.rewards import training_grader
 from bandpo_cli.models.load import load_tokenizer
 from bandpo_cli.objective.advantages import group_advantages, shaped_reward
-from bandpo_cli.objective.importance import importance_weights
-from bandpo_cli.objective.loss import k3
+from bandpo_cli.objective.loss import importance_weights, k3
 from bandpo_cli.sampling.rollouts import PromptEncoder
 from bandpo_cli.training.optimizer import lr_factor
 from bandpo_cli.types import Message, Problem

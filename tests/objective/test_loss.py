@@ -12,8 +12,7 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.methods import ClipSettings
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.objective.importance import importance_weights
-from bandpo_cli.objective.loss import AGGREGATIONS, LossBatch, k3, policy_objective
+from bandpo_cli.objective.loss import AGGREGATIONS, LossBatch, importance_weights, k3, policy_objective
 from bandpo_cli.objective.policy_losses import IntervalLoss
 
 log_prob, float32 = st.floats(-12.0, -1e-3), st.floats(-1e4, 0.0, width=32)
