@@ -200,7 +200,14 @@ def not_found(kind: str, text: str, runs_dir: Path, marker: str) -> UserError:
     """
     existing = next(filter(path_exists, _candidates(text, runs_dir)), None)
     if kind == "run" and existing is not None:
-        return UserError(f"{existing} {_why_not_a_run(existing, runs_dir)}")
+        for file, command in (("eval.json", "eval"), ("sweep.yaml", "sweep")):
+            if (existing / file).is_file():
+                again = resume_command(command, existing, runs_dir)
+                return UserError(f"{existing} is not a training run; resume it with {again}")
+        for folder in filter(is_run_folder, existing.absolute().parents):
+            again = resume_command("train", folder, runs_dir)
+            return UserError(f"{existing} is in the folder of run {folder.name}; name the run: {again}")
+        return UserError(f"{existing} is not a run: it has no config.yaml; start a new run")
     names = folders_containing(runs_dir, marker)
     others = ", ".join(names[-5:]) or f"no {kind}s"
     return UserError(f"no {kind} {text[:200]!r} in {runs_dir}{nearest(text, names)}; it has {others}")
@@ -383,14 +390,3 @@ def _name_arguments(folder: Path, runs_dir: Path) -> list[str]:
     if (runs_dir / folder.name).absolute() != folder.absolute():
         return [str(relative_to_cwd(folder))]
     return [folder.name, *([] if runs_dir == Path("runs") else ["--runs-dir", str(runs_dir)])]
-
-
-def _why_not_a_run(path: Path, runs_dir: Path) -> str:
-    """Return why the existing folder `path` cannot be opened as a run."""
-    for file, command in (("eval.json", "eval"), ("sweep.yaml", "sweep")):
-        if (path / file).is_file():
-            return f"is not a training run; resume it with {resume_command(command, path, runs_dir)}"
-    for folder in filter(is_run_folder, path.absolute().parents):
-        again = resume_command("train", folder, runs_dir)
-        return f"is in the folder of run {folder.name}; name the run: {again}"
-    return "is not a run: it has no config.yaml, so its settings are lost; start a new run"
