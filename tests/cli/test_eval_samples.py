@@ -109,20 +109,6 @@ def test_different_numbers_of_completions_per_problem(tmp_path: Path) -> None:
     usage_error("eval", "--samples", path, "--k", "1,3", cwd=tmp_path, parts=["--k 3", "at most 1"])
 
 
-def test_one_completion_per_row_equals_a_list(tmp_path: Path) -> None:
-    texts = ["Answer: 2", "Answer: 3", "x", "Answer: 2"]
-    write_jsonl(tmp_path / "list.jsonl", {"question": "1+1?", "answer": "2", "completions": texts})
-    write_jsonl(
-        tmp_path / "rows.jsonl", *({"question": "1+1?", "answer": "2", "response": text} for text in texts)
-    )
-    found = [
-        record_of(rescore(tmp_path, f"{name}.jsonl", name=name))["sets"][name] for name in ("list", "rows")
-    ]
-    assert found[0] == found[1]
-    assert found[0]["figures"]["mean_at_4"]["value"] == 0.5
-    assert found[0]["figures"]["maj_at_4"]["value"] == 1.0
-
-
 MINE = '''
 def long(text, answer, extra):
     """Return whether the length of the text equals the answer."""
@@ -146,15 +132,6 @@ def test_a_custom_grader(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["samples"]["grader"] == "mine:long"
     assert list(samples_of(tmp_path / "runs" / "a")["accuracy"]) == [0, 0, 1, 0]
-
-
-def test_a_custom_grader_in_a_table_runs_only_with_the_grader_option(tmp_path: Path) -> None:
-    write_eval_table(
-        tmp_path / "a.parquet", [{**ROW, "grader": "shutil:rmtree", "text": str(tmp_path / "x")}]
-    )
-    (tmp_path / "x").mkdir()
-    assert "--grader shutil:rmtree" in usage_error("eval", "--samples", "a.parquet", cwd=tmp_path)
-    assert (tmp_path / "x").is_dir()
 
 
 def test_a_file_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:

@@ -63,17 +63,6 @@ def test_samples_of_a_set_do_not_depend_on_other_sets(place: Path) -> None:
     assert tables["alone"] == [row for row in tables["second"] if row["task"] == "test"]
 
 
-def test_an_unusual_file_name_gets_a_plain_label_and_markup_is_printed_literally(place: Path) -> None:
-    write_questions(place / "答え [x].jsonl", 2)
-    write_questions(place / "答え.jsonl", 2)
-    done = succeed(
-        "eval", "--model", "model", "--task", "答え [x].jsonl", "--task", "答え.jsonl", *SHORT,
-        "--runs-dir", "my runs [b]", "--name", "odd", cwd=place,
-    )  # fmt: skip
-    assert list(record_of(place / "my runs [b]" / "odd")["sets"]) == ["x", "data"]
-    assert "evaluation  my runs [b]/odd" in done.out
-
-
 @pytest.mark.slow
 def test_too_long_prompts_are_excluded_and_counted(place: Path) -> None:
     write_questions(place / "long.jsonl", 5, more=["so many words " * 60])

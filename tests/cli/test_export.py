@@ -43,29 +43,6 @@ def test_differences_are_refused_or_allowed(place: Path) -> None:
     assert "differs  optim.warmup_steps = 8" in out
 
 
-MISTAKES = {
-    "no such method in verl": (
-        ["--set", "bounds.method=dcpo", "--allow-differences"],
-        "verl has no such policy loss",
-    ),
-    "GPUs": (
-        ["--gpus-per-node", "7"],
-        "256 completions (sampling.prompts / optim.updates × sampling.samples)",
-    ),
-    "too few problems": (
-        ["--set", "sampling.prompts=4096", "--set", "sampling.max_sequences=9"],
-        "training problems, and verl drops",
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("arguments", "message"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_line_and_writes_nothing(arguments: list[str], message: str, place: Path) -> None:
-    usage_error("export", "verl", *SMALL, *arguments, "--out", "job", cwd=place, parts=[message])
-    assert list(place.iterdir()) == []
-
-
 def test_an_existing_folder_is_named(place: Path) -> None:
     (place / "job").mkdir()
     (place / "file").touch()

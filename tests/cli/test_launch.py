@@ -188,17 +188,6 @@ def test_rank_0_alone_receives_the_first_signal(in_folder: Path, capfd: pytest.C
     assert signal.getsignal(signal.SIGINT) == before
 
 
-@pytest.mark.slow
-def test_an_error_after_a_signal_is_reported(in_folder: Path) -> None:
-    sender = send_when(signal.SIGINT, in_folder / "ready")
-    with pytest.raises(RunError, match="rank 1: disk full"):
-        start(
-            f"{STOPS_AT_THE_END_OF_A_STEP}\n"
-            "if rank == '1': end(RunError('disk full'), 1)\ntime.sleep(0.3); end(LostRankError('lost'), 1)"
-        )
-    sender.join()
-
-
 def test_a_second_signal_ends_rank_0_while_it_waits_for_another_rank(in_folder: Path) -> None:
     """Rank 0 notices the signal when the other rank has ended, as in a collective."""
     script = (

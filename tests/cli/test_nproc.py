@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import time
 from pathlib import Path
 
 import mlflow
@@ -150,24 +149,3 @@ def test_sigterm_of_torchrun_to_its_ranks_writes_a_checkpoint(tmp_path: Path) ->
     assert done["status"] == "KILLED", out + err
     assert (folder / "checkpoints" / f"step-{done['steps']:06d}").is_dir()
     assert f"stopped by SIGTERM after step {done['steps']}" in out
-
-
-def test_two_ctrl_c_end_a_run_whose_rank_0_waits_for_another_rank(tmp_path: Path) -> None:
-    """Both arrive while rank 0 runs native code, where Python calls no handler."""
-    folder = tmp_path / "runs" / "a"
-    process = start_ranks(tmp_path, *SETTINGS, "--name", "a")
-    wait_until(process, lambda: count_lines(folder) > 2)
-    ranks = ranks_of(process.pid, folder)
-    os.kill(ranks[1], signal.SIGSTOP)
-    lines = -1
-    while lines != (lines := count_lines(folder)):  # until rank 0 waits
-        time.sleep(1)
-    for _ in range(2):
-        process.send_signal(signal.SIGINT)
-        time.sleep(0.1)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130, out + err
-    assert err == "stopped\n"
-    check_ended(ranks, 0.0)
-    assert (summary(folder)["status"], summary(folder)["error"]) == ("KILLED", "stopped by Ctrl-C")
-    assert "resume with: bandpo train --resume a --nproc 2" in out

@@ -9,7 +9,6 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from bandpo_cli.storage.tables import read_eval_table
 from tests.cli import train_runs
 from tests.cli.eval_command import WITHOUT_TORCH, bandpo, succeed, usage_error
 from tests.cli.train_runs import check_equal, drop_checkpoints, record, truncate_metrics
@@ -116,18 +115,3 @@ def test_a_run_and_its_resume(place: Path) -> None:
     truncate_metrics(b, 1)
     succeed("train", "--resume", "b", "--no-mlflow", cwd=place)
     check_equal(b, a)
-
-
-@pytest.mark.slow
-def test_stored_completions_are_scored_again_by_the_library(place: Path) -> None:
-    """The table has the complete problems, so that another pass gives the same grades."""
-    arguments = ["--model", "model", "--n", "2", "--max-tokens", "8", "--limit", "3", "--no-mlflow"]
-    succeed("eval", *arguments, "--task", "reasoning-gym:gcd", "--name", "first", cwd=place)
-    path = place / "runs" / "first" / "samples.parquet"
-    frame = pd.read_parquet(path)
-    frame.loc[0, "text"] = f"<answer>{frame.loc[0, 'reference']}</answer>"
-    frame.to_parquet(place / "edited.parquet")
-    succeed("eval", "--samples", "edited.parquet", "--name", "again", "--no-mlflow", cwd=place)
-    verdicts = [row["verdict"] for row in read_eval_table(place / "runs" / "again" / "samples.parquet")]
-    assert verdicts[0] == "correct"
-    assert verdicts[1:] == [row["verdict"] for row in read_eval_table(path)][1:]

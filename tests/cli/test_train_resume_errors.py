@@ -9,7 +9,7 @@ import pytest
 from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
 from bandpo_cli.storage.checkpoints import Progress, write_trainer_state
 from bandpo_cli.storage.run_folder import RunFolder
-from tests.cli.eval_command import succeed, usage_error, without_torch
+from tests.cli.eval_command import succeed, usage_error
 from tests.cli.train_runs import SMALL, file_contents, metrics_lines, truncate_metrics
 
 
@@ -136,15 +136,6 @@ def test_a_damaged_run_is_one_line(
     before = file_contents(placeholder_run)
     usage_error("train", "--resume", "a", *arguments.split(), cwd=tmp_path, parts=words)
     assert file_contents(placeholder_run) == before
-
-
-@pytest.mark.slow
-def test_user_errors_are_raised_before_torch_is_loaded(placeholder_run: Path, tmp_path: Path) -> None:
-    """A similar run name is suggested."""
-    (done,) = without_torch([(tmp_path, ["train", "--resume", "a", "--seed", "9"])])
-    assert (done.code, done.err.count("\n")) == (2, 1), done.err
-    assert "seed = 9" in done.err
-    assert "did you mean 'a'" in usage_error("train", "--resume", "aa", cwd=tmp_path)
 
 
 @pytest.mark.slow
