@@ -10,7 +10,7 @@ import pytest
 
 from bandpo_cli.__main__ import main
 from bandpo_cli.config.files import shipped_configs
-from tests.cli.eval_command import WITHOUT_TORCH
+from tests.cli.eval_command import WITHOUT_TORCH, succeed
 
 
 @pytest.fixture
@@ -158,13 +158,8 @@ def test_the_script_is_for_the_command_bandpo(
     assert "python -m" not in out
 
 
-def test_installation_options_are_last(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bandpo", "--help"])
-    with pytest.raises(SystemExit):
-        main()
-    out = capsys.readouterr().out
+def test_installation_options_are_last(tmp_path: Path) -> None:
+    out = succeed("--help", cwd=tmp_path).out
     names = ("--version", "--help", "--install-completion", "--show-completion")
     places = [out.index(name) for name in names]
     assert places == sorted(places)

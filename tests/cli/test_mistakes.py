@@ -26,15 +26,10 @@ GONE = {
 FILES = {
     "bad-key.yaml": "steps: 3\noptim:\n  lr: 1.0e-4\n  learning_rate: 3\n",
     "bad-value.yaml": "optim:\n  updates: 4\n  lr: -1\n",
-    "list.yaml": "- a\n",
-    "tabs.yaml": "optim:\n\tlr: 1\n",
     "bad-sweep.yaml": "axes:\n  bounds.delta: [0.1, 0.2]\nseds: [1]\n",
     "problems.csv": "question,answer\n1+1?,2\n",
-    "image.jsonl": '{"messages": [{"role": "user", "content": [{"type": "image"}]}], "answer": 1}\n',
-    "roles.json": '[{"prompt": [{"role": "usr", "content": "1+1?"}], "answer": 2}]',
     "runs/first/config.yaml": "steps: 3\n",
     "runs/first/checkpoints/step-000002/config.json": "{}",
-    "axes.yaml": "axis: {bounds.delta: [0.1]}\n",
     "empty.jsonl": "",
     "one.jsonl": '{"question": "q", "answer": "1"}\n',
     "runs/my-run/config.yaml": "seed: 1\n",
@@ -48,13 +43,11 @@ MISTAKES: dict[str, list[str]] = {
     "train --learning-rate 1e-5": ["No such option: --learning-rate; use --set optim.lr=VALUE"],
     "train --set lr=1e-5": ["lr: no such setting (did you mean 'optim.lr'?)"],
     "train --set actor.clip_ratio_high=0.28": ["actor: no such setting"],
-    "train --set optim.weight_deca=0": ["(did you mean 'weight_decay'?)"],
     # several values where one is expected
     "train --delta 0.01,0.05": [
         "--delta 0.01,0.05: train takes one value; bandpo sweep --delta 0.01,0.05 compares several",
     ],
     "train --delta big": ["--delta big: a number is expected"],
-    "train --max-tokens 1.5": ["--max-tokens 1.5: an integer is expected"],
     # values out of range
     "train --delta 0": ["bounds.delta = 0"],
     # names
@@ -63,20 +56,9 @@ MISTAKES: dict[str, list[str]] = {
     "train --method sapo --delta 0.1": ["bounds.delta: no such setting of 'sapo'; known: method, tau_positive"],
     "train --set objective.importance_floor=0.5": ["importance_floor = 0.5 has no effect"],
     "sweep --method clip,sapo --delta 0.1,0.2": ["the axis 'bounds.delta' applies to no variant"],
-    "bounds 0.1 --compare sapo": [
-        "sapo has no interval of ratios: its gate falls smoothly and has no edge; allowed: ",
-    ],
     "train --sampler vlm": ["vlm"],
     "train --task coutdown": ["(did you mean 'countdown'?)"],
     "train --task problem.csv": ["--task problem.csv: there is no such file (did you mean 'problems.csv'?)"],
-    # chat messages as questions
-    "train --model some/model --task image.jsonl": [
-        "image.jsonl, row 1: the chat messages of 'messages': message 1 has content that is no text",
-        "parts of the type 'text'",
-    ],
-    "train --model some/model --task roles.json": [
-        "roles.json, row 1: the chat messages of 'prompt': message 1 has the role 'usr'",
-    ],
     "train --name first": ["--name first: exists already; try --name first-2"],
     "train --set optim": ["write a setting as section.key=value"],
     "train --runs-dir problems.csv": ["is a file; name a folder"],
@@ -87,18 +69,14 @@ MISTAKES: dict[str, list[str]] = {
         "--config bad-key.yaml, line 4: optim.learning_rate: no such setting (did you mean 'optim.lr'?)",
     ],
     "train -c bad-value.yaml": ["--config bad-value.yaml, line 3: optim.lr = -1: "],
-    "train -c list.yaml": ["--config list.yaml: expected `section:` with `key: value` lines, found a list"],
-    "train -c tabs.yaml": ["--config tabs.yaml, line 2: not readable as YAML"],
     "configs show paper/bas": ["(did you mean 'paper/base'?)"],
     # resume
     "train --resume frist": ["no run 'frist' in runs (did you mean 'first'?)"],
     "train --resume runs/first/checkpoints/step-000002": ["name the run: bandpo train --resume first"],
     "train --resume first --name b": ["remove --name"],
-    "train --resume first --set optim.lr=1": ["optim.lr = 1.0 (the run has "],
     # sweeps and evaluations
     "sweep": ["nothing is swept: give a sweep file or values, as in: --delta 0.01,0.05 --seeds 0,1"],
     "sweep --delta 0.1,x": ["bounds.delta = 'x'"],
-    "sweep --axis bounds.delt=1,2": ["did you mean 'delta'"],
     "sweep --delta 0.1,0.2 --executor slurm": ["--executor slurm: unknown"],
     "sweep bad-sweep.yaml": ["bad-sweep.yaml, line 3: seds: no such setting (did you mean 'seeds'?)"],
     "export verl": ["--out"],
@@ -114,7 +92,6 @@ MISTAKES: dict[str, list[str]] = {
     "sweep --delta ''": ["--delta", "empty item"],
     "sweep --delta 0.1,0.2 --baseline 0.3": ["baseline = '0.3'", "variants: 0.1, 0.2"],
     "sweep --resume none --steps 3": ["--resume", "leave out --steps"],
-    "sweep axes.yaml": ["axes.yaml", "axis", "did you mean 'axes'"],
     "sweep --gpus-per-run 0 --seeds 0": ["--gpus-per-run", "greater than or equal to 1"],
     # evaluations
     "eval --model my-rum@3": ["no such run", "did you mean 'my-run'"],
@@ -128,7 +105,6 @@ MISTAKES: dict[str, list[str]] = {
     "eval --model a/b --task one.jsonl --grader nowhere:f": ["nowhere"],
     "eval --grader math": ["task.grader", "of 'countdown'"],
     "eval --n 4 --k 8": ["--k 8", "--n 8"],
-    "eval --k 64": ["k = 64", "samples is 16"],
     f"eval --k {'9' * 9000}": ["--k", "whole numbers from 1"],
     "eval --temperature 0": ["temperature = 0", "samples = 1"],
     "eval --seed 2147483648": ["seed ="],
@@ -141,7 +117,6 @@ MISTAKES: dict[str, list[str]] = {
     "eval --resume my-run --samples one.jsonl": ["--resume", "leave out --samples"],
     "eval --resume gone": ["nowhere.jsonl was changed or deleted"],
     "eval --samples nowhere.jsonl": ["nowhere.jsonl", "No such file"],
-    "eval --smaples one.jsonl": ["--smaples", "--samples"],
     "eval cmpare a b": ["cmpare", "compare"],
     "eval compare half half": ["no metrics by problem", "finish the evaluation first"],
     "eval compare my-run my-run": ["not evaluated in training"],

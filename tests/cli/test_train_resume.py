@@ -18,6 +18,8 @@ from tests.cli.train_runs import (
     truncate_metrics,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def crashed(six_steps: Path, tmp_path: Path) -> Path:
@@ -85,7 +87,6 @@ def crash(folder: Path, state: str) -> None:
     change(folder)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("state", STATES)
 def test_resume_after_a_crash(crashed: Path, six_steps: Path, tmp_path: Path, state: str) -> None:
     crash(crashed, state)
@@ -93,7 +94,6 @@ def test_resume_after_a_crash(crashed: Path, six_steps: Path, tmp_path: Path, st
     check_equal(crashed, six_steps)
 
 
-@pytest.mark.slow
 def test_resume_prints_its_starting_point(crashed: Path, six_steps: Path, tmp_path: Path) -> None:
     """The run has two kinds of leftovers and is given by path; `--dry-run` prints the same and changes nothing."""
     truncate_metrics(crashed, 5)
@@ -114,7 +114,6 @@ def test_resume_prints_its_starting_point(crashed: Path, six_steps: Path, tmp_pa
     assert "versions" not in resume, "nothing has changed"
 
 
-@pytest.mark.slow
 def test_a_complete_run_can_be_extended(six_steps: Path, tmp_path: Path) -> None:
     """4 steps and 2 more equal 6 steps in one command."""
     succeed("train", "--steps", "4", *SMALL, "--name", "b", cwd=tmp_path)
@@ -130,7 +129,6 @@ def test_a_complete_run_can_be_extended(six_steps: Path, tmp_path: Path) -> None
     assert len(there) <= 2, "the last and the best"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer/optimizer.safetensors"])
 def test_a_flipped_bit_is_noticed(crashed: Path, six_steps: Path, tmp_path: Path, name: str) -> None:
     truncate_metrics(crashed, 5)
@@ -148,7 +146,6 @@ def test_a_flipped_bit_is_noticed(crashed: Path, six_steps: Path, tmp_path: Path
     check_equal(crashed, six_steps)
 
 
-@pytest.mark.slow
 def test_resume_sends_the_steps_that_mlflow_lacks(
     crashed: Path, tmp_path: Path, empty_database: Path
 ) -> None:
@@ -165,7 +162,6 @@ def test_resume_sends_the_steps_that_mlflow_lacks(
     assert sorted(point.step for point in history) == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.slow
 def test_a_failed_run_prints_the_resume_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full at the second checkpoint: the first one stays, and the run resumes from it."""
     import bandpo_cli.training.checkpoint_files as checkpoint

@@ -55,13 +55,14 @@ def test_sigterm_finishes_the_step_and_a_second_process_is_refused(six_steps: Pa
 def test_a_second_ctrl_c_discards_the_step(tmp_path: Path) -> None:
     """The first Ctrl-C waits for the end of the step, the second does not."""
     process = start_held(tmp_path, "step", *SMALL)
+    folder = tmp_path / "runs" / "a"
     wait_until(process, (tmp_path / "reached").exists)
+    wait_until(process, (folder / "checkpoints" / "step-000002").exists)  # which a thread writes
     process.send_signal(signal.SIGINT)
     wait_for_line(process, "press Ctrl-C again")
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=120)
     assert (process.returncode, "Traceback" in err) == (130, False), out + err
-    folder = tmp_path / "runs" / "a"
     assert (summary(folder)["status"], summary(folder)["error"]) == ("KILLED", "stopped by Ctrl-C")
     assert "stopped by Ctrl-C after step 2" in out
     assert count_lines(folder) == 3
