@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from bandpo_cli.cli.signals import FORWARDED, STOPPED, signal_handlers, stop_signals, write_line
 from bandpo_cli.config.run import RunConfig
@@ -49,24 +49,18 @@ _KILLED_S = 5
 """Seconds to wait for a process after SIGKILL."""
 
 
-class RankExit(NamedTuple):
-    """The end of a rank.
+class RankProcess:
+    """The process of a rank, in a group of its own, with the file for its error.
 
     Attributes:
         rank: its number.
-        code: its exit code; minus the number of the signal that killed it.
-        error: the error that it recorded; None if there is none.
-        by_launcher: it was killed here.
+        killed: the launcher has killed it.
+        code: its exit code after `end`; minus the number of the signal that killed it.
+        error: the error that it has recorded, after `end`; None if there is none.
     """
 
-    rank: int
-    code: int
-    error: RankError | None
-    by_launcher: bool = False
-
-
-class RankProcess:
-    """The process of a rank, in a group of its own, with the file for its error."""
+    code = 0
+    error: RankError | None = None
 
     def __init__(
         self, rank: int, arguments: Sequence[str], variables: Mapping[str, str], folder: Path
@@ -85,13 +79,13 @@ class RankProcess:
         """Whether the rank has ended with an error or is about to."""
         return bool(self.process.returncode) or self._error_file.exists()
 
-    def end(self) -> RankExit:
+    def end(self) -> None:
         """Kill the rank if it is running, and the processes that it has left unless it succeeded."""
         if self.process.poll() != 0:
             self.send(signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_KILLED_S)
-        return RankExit(self.rank, self.process.returncode or 0, read_error(self._error_file), self.killed)
+        self.code, self.error = self.process.returncode or 0, read_error(self._error_file)
 
     def send(self, number: int) -> None:
         """Send a signal to the process; SIGKILL to all processes of the group, also those that the rank has left."""
@@ -174,12 +168,13 @@ def launch(
                 ranks.append(RankProcess(number, words, variables, Path(errors)))
             _watch(ranks)
         finally:
-            exits = [rank.end() for rank in ranks]
+            for rank in ranks:
+                rank.end()
     if path_exists(folder / {"train": "config.yaml", "eval": "eval.json"}[command]):
         advice = f"continue with: {resume_command(command, folder, runs_dir)} --nproc {count}"
     else:
         advice = "nothing has been written yet: repeat the command"
-    return _exit_code(exits, received, advice)
+    return _exit_code(ranks, received, advice)
 
 
 def rank_variables(rank: int, count: int, port: int, name: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -224,14 +219,14 @@ def _watch(ranks: Sequence[RankProcess]) -> None:
         time.sleep(POLL_INTERVAL_S)
 
 
-def _exit_code(exits: Sequence[RankExit], signals: Sequence[int], advice: str) -> int:
+def _exit_code(ranks: Sequence[RankProcess], signals: Sequence[int], advice: str) -> int:
     """Return the exit code of the run, or raise the error of the rank that failed first.
 
     Args:
         signals: those that this process has received and forwarded.
         advice: a clause about the command that continues the run.
     """
-    main, cause = exits[0], first_failure(exits, signals)
+    main, cause = ranks[0], first_failure(ranks, signals)
     if cause is None or (signals and cause.error is not None and cause.error.lost_rank):
         if main.code < 0 and signals:  # before it could handle a signal, or while it waited for another rank
             write_line(STOPPED)
@@ -249,7 +244,7 @@ def _exit_code(exits: Sequence[RankExit], signals: Sequence[int], advice: str) -
     raise UserError(message) if error.code == 2 else RunError(message)
 
 
-def first_failure(exits: Sequence[RankExit], signals: Collection[int] = ()) -> RankExit | None:
+def first_failure(ranks: Sequence[RankProcess], signals: Collection[int] = ()) -> RankProcess | None:
     """Return the rank whose failure ended the run; None where all ranks succeeded or were stopped.
 
     A rank that was killed comes before one with an error, and that before one that has received the error. A lost
@@ -261,16 +256,17 @@ def first_failure(exits: Sequence[RankExit], signals: Collection[int] = ()) -> R
     """
     asked = {*signals, *FORWARDED} if signals else set()
 
-    def place(end: RankExit) -> tuple[int, bool, int] | None:
+    def place(rank: RankProcess) -> tuple[int, bool, int] | None:
         """Return the place of a failure in this order; None for a rank that has not failed."""
-        was_killed = end.code < 0 and -end.code not in asked and not end.by_launcher
-        if was_killed and end.code != -signal.SIGABRT:
+        code, error = rank.code, rank.error
+        was_killed = code < 0 and -code not in asked and not rank.killed
+        if was_killed and code != -signal.SIGABRT:
             return 0, False, 0
-        if end.error is not None:
-            return (4, False, 0) if end.error.lost_rank else (1, end.error.received, end.error.time_ns)
-        if end.code > 0 and end.code - 128 not in asked:
+        if error is not None:
+            return (4, False, 0) if error.lost_rank else (1, error.received, error.time_ns)
+        if code > 0 and code - 128 not in asked:
             return 2, False, 0
         return (3, False, 0) if was_killed else None
 
-    failures = [(order, end.rank, end) for end in exits if (order := place(end)) is not None]
+    failures = [(order, rank.rank, rank) for rank in ranks if (order := place(rank)) is not None]
     return min(failures)[2] if failures else None

@@ -5,12 +5,14 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from bandpo_cli.cli import launch as launcher
-from bandpo_cli.cli.launch import RankExit, first_failure, launch, rank_variables, ranks_to_start
+from bandpo_cli.cli.launch import first_failure, launch, rank_variables, ranks_to_start
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.experiments.rank_group import check_gpu_count
@@ -234,32 +236,37 @@ def test_no_process_is_left_when_the_launcher_fails(in_folder: Path, monkeypatch
         check_ended(in_folder / f"pid-{rank}")
 
 
+def ended(rank: int, code: int, error: RankError | None, killed: bool = False) -> Any:
+    """Return the attributes of a rank that has ended."""
+    return SimpleNamespace(rank=rank, code=code, error=error, killed=killed)
+
+
 def failed(message: str, time_ns: int = 0, lost: bool = False, received: bool = False) -> RankError:
     return RankError(message, 1, lost_rank=lost, time_ns=time_ns, received=received)
 
 
 @pytest.mark.parametrize(
-    ("exits", "signals", "cause"),
+    ("ranks", "signals", "cause"),
     [
-        ([RankExit(0, 0, None), RankExit(1, 0, None)], [], None),
-        ([RankExit(0, 1, failed("a", 5)), RankExit(1, 1, failed("b", 3))], [], 1),
-        ([RankExit(0, 1, failed("rank 1: b", 3, received=True)), RankExit(1, 1, failed("b", 5))], [], 1),
-        ([RankExit(0, 1, failed("a", 1)), RankExit(1, -9, None)], [], 1),
-        ([RankExit(0, 1, failed("a", 1)), RankExit(1, -9, None, by_launcher=True)], [], 0),
-        ([RankExit(0, 1, failed("l", 1, lost=True)), RankExit(1, 1, failed("b", 2))], [], 1),
-        ([RankExit(0, 1, failed("l", 1, lost=True)), RankExit(1, 3, None)], [], 1),
-        ([RankExit(0, -signal.SIGABRT, None), RankExit(1, -9, None)], [], 1),
-        ([RankExit(0, 1, failed("l", 1, lost=True)), RankExit(1, -signal.SIGABRT, None)], [], 1),
-        ([RankExit(0, 130, None), RankExit(1, 1, failed("l", 1, lost=True))], [signal.SIGINT], 1),
-        ([RankExit(0, 130, None), RankExit(1, 0, None)], [signal.SIGINT], None),
-        ([RankExit(0, 130, None), RankExit(1, 0, None)], [], 0),
-        ([RankExit(0, -signal.SIGTERM, None), RankExit(1, 0, None)], [signal.SIGTERM], None),
-        ([RankExit(0, -signal.SIGTERM, None), RankExit(1, 0, None)], [], 0),
-        ([RankExit(0, -signal.SIGKILL, None), RankExit(1, 0, None)], [signal.SIGTERM], 0),
+        ([ended(0, 0, None), ended(1, 0, None)], [], None),
+        ([ended(0, 1, failed("a", 5)), ended(1, 1, failed("b", 3))], [], 1),
+        ([ended(0, 1, failed("rank 1: b", 3, received=True)), ended(1, 1, failed("b", 5))], [], 1),
+        ([ended(0, 1, failed("a", 1)), ended(1, -9, None)], [], 1),
+        ([ended(0, 1, failed("a", 1)), ended(1, -9, None, killed=True)], [], 0),
+        ([ended(0, 1, failed("l", 1, lost=True)), ended(1, 1, failed("b", 2))], [], 1),
+        ([ended(0, 1, failed("l", 1, lost=True)), ended(1, 3, None)], [], 1),
+        ([ended(0, -signal.SIGABRT, None), ended(1, -9, None)], [], 1),
+        ([ended(0, 1, failed("l", 1, lost=True)), ended(1, -signal.SIGABRT, None)], [], 1),
+        ([ended(0, 130, None), ended(1, 1, failed("l", 1, lost=True))], [signal.SIGINT], 1),
+        ([ended(0, 130, None), ended(1, 0, None)], [signal.SIGINT], None),
+        ([ended(0, 130, None), ended(1, 0, None)], [], 0),
+        ([ended(0, -signal.SIGTERM, None), ended(1, 0, None)], [signal.SIGTERM], None),
+        ([ended(0, -signal.SIGTERM, None), ended(1, 0, None)], [], 0),
+        ([ended(0, -signal.SIGKILL, None), ended(1, 0, None)], [signal.SIGTERM], 0),
     ],
 )
-def test_the_cause_of_a_failure(exits: list[RankExit], signals: list[int], cause: int | None) -> None:
-    found = first_failure(exits, signals)
+def test_the_cause_of_a_failure(ranks: list[Any], signals: list[int], cause: int | None) -> None:
+    found = first_failure(ranks, signals)
     assert (None if found is None else found.rank) == cause
 
 
@@ -273,9 +280,9 @@ def test_the_cause_of_a_failure(exits: list[RankExit], signals: list[int], cause
     ],
 )
 def test_the_failed_rank_is_named_once(first: RankError | None, second: RankError, message: str) -> None:
-    exits = [RankExit(0, int(first is not None), first, first is None), RankExit(1, 1, second)]
+    ranks = [ended(0, int(first is not None), first, first is None), ended(1, 1, second)]
     with pytest.raises(RunError, match=f"^{message}$"):
-        launcher._exit_code(exits, [], RESUME)
+        launcher._exit_code(ranks, [], RESUME)
 
 
 @pytest.mark.parametrize(
