@@ -5,7 +5,6 @@ Torch is not imported here: a caller that passes a tensor has imported it.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,12 +66,9 @@ def is_on_host(x: Array) -> bool:
     return not is_tensor(x) or x.device.type == "cpu"
 
 
-def no_grad_no_warnings(x: Array) -> AbstractContextManager[Any]:
+def no_grad_no_warnings(x: Array) -> Any:
     """Return a context that records no gradient and disables numpy's warnings of the infinities at p→0 and p→1."""
-    context: AbstractContextManager[Any] = (
-        namespace(x).no_grad() if is_tensor(x) else np.errstate(all="ignore")
-    )
-    return context
+    return namespace(x).no_grad() if is_tensor(x) else np.errstate(all="ignore")
 
 
 def output_dtype(x: Array) -> Any:

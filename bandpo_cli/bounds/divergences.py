@@ -156,10 +156,8 @@ def custom_generator(name: str) -> Generator:
         try:
             values, at_one = np.asarray(function(u), np.float64), float(function(np.ones(1))[0])
         except Exception as error:
-            what = f"calling it with a numpy array of ratios u failed: {type(error).__name__}: {error}"
-            raise ConfigError(
-                f"divergence '{name}': {what}; it must return f(u) of the same shape"
-            ) from error
+            what = f"calling it with an array of ratios u failed: {type(error).__name__}: {error}"
+            raise ConfigError(f"divergence '{name}': {what}; it must return f(u), of that shape") from error
     problem = None
     if values.shape != u.shape:
         problem = f"f(u) has shape {values.shape} for u of shape {u.shape}"

@@ -153,9 +153,8 @@ def matching_delta(name: str, prob: float, upper: float) -> float | None:
     if upper * prob > 1.0:
         return None
     f = find_divergence(name).f
-    with np.errstate(
-        all="ignore"
-    ):  # g(p, r) of docs/bounds.md; arrays of one element, as a custom f expects arrays
+    # g(p, r) of docs/bounds.md; in arrays of one element, since a custom f takes arrays
+    with np.errstate(all="ignore"):
         tokens, x = TokenProbs(np.log([prob])), np.array([upper - 1.0])
         other_x = np.clip(-tokens.p * x / tokens.m, -1.0, None)
         (delta,) = (tokens.p * f(1.0 + x, x) + tokens.m * f(1.0 + other_x, other_x)).tolist()
@@ -208,10 +207,8 @@ def match_clip_fraction(
         return clip_fraction(region.model_copy(update={"delta": delta}), tokens)
 
     if wanted == 0.0:
-        advice = "record a run in which its clip is active (more optim.updates, a higher optim.lr)"
-        raise ConfigError(
-            f"{method.method} clips none of the {len(tokens.ratios):,} recorded tokens; {advice}"
-        )
+        what = f"{method.method} clips none of the {len(tokens.ratios):,} recorded tokens"
+        raise ConfigError(f"{what}; record a run in which it does (more optim.updates, a higher optim.lr)")
     most, least = clipped(MIN_DELTA), clipped(MAX_DELTA)
     if not least <= wanted <= most:
         what = f"no radius of {region.region()} clips {wanted:.3%} of the recorded tokens, as {method.method} does"

@@ -47,11 +47,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_NAME = "default"
 """The name by which peft knows the adapters of a policy."""
 
-_PREFIX, _END_A, _END_B = (
-    "base_model.model.",
-    ".lora_A.weight",
-    ".lora_B.weight",
-)  # of the tensors in that file
+# Of the names of the tensors in that file.
+_PREFIX, _END_A, _END_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 # The end of the path of the shipped model, which another installation has elsewhere.
 _EMBEDDED_PARTS = ("bandpo_cli", "models", "embedded")
 # Settings of adapter_config.json with the values that are supported.

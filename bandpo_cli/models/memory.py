@@ -107,9 +107,8 @@ class MemoryEstimate:
     def fits(self) -> bool:
         """Whether every device has some memory left at the peak."""
         limit = self.engine_device.usable if self.engine_device else 0
-        return (
-            self.peak <= self.device.usable and self.engine_peak <= limit and self.vllm >= self.vllm_minimum
-        )
+        engine_fits = self.engine_peak <= limit and self.vllm >= self.vllm_minimum
+        return engine_fits and self.peak <= self.device.usable
 
     @property
     def can_start(self) -> bool:
