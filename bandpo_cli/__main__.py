@@ -43,14 +43,11 @@ finally:
 PROGRAM = "bandpo"
 """The name in messages and in the scripts of shell completion, also for `python -m bandpo_cli`."""
 
-COMPLETION_VARIABLE = "_BANDPO_COMPLETE"
-"""The environment variable with which a shell asks for completions, as the script of --show-completion sets it."""
-
 
 def main() -> None:
     """Run the command line and exit with code 0 (success), 1 (a run failed), 2 (user error) or 130 (Ctrl-C)."""
     protect_streams()
-    if COMPLETION_VARIABLE in os.environ:
+    if "_BANDPO_COMPLETE" in os.environ:  # a shell asks for completions, by the script of --show-completion
         with suppress(Exception):  # its text would appear within the line that the user types
             app(prog_name=PROGRAM)  # always raises SystemExit
         sys.exit(RUN_ERROR)

@@ -100,25 +100,19 @@ def available_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cg
     available = [int(kibibytes) * 1024]
     folder = groups / (_value(proc / "self" / "cgroup", r"0::/?(.*)") or "")
     for path in (folder, *folder.parents):
-        if path.is_relative_to(groups) and (limit := _text(path / "memory.max").strip()).isdecimal():
-            used = int(_text(path / "memory.current").strip() or 0)
+        if path.is_relative_to(groups) and (limit := _value(path / "memory.max", r"(\d+)")):
+            used = int(_value(path / "memory.current", r"(\d+)") or 0)
             # The file cache counts as used, and the system drops it when memory is needed.
             cache = int(_value(path / "memory.stat", r"inactive_file (\d+)") or 0)
             available.append(max(0, int(limit) - used + cache))
     return min(available)
 
 
-def _text(path: Path) -> str:
-    """Return the content of a file of the system, an empty text where it cannot be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
 def _value(path: Path, pattern: str) -> str | None:
     """Return the group of the first line of a file of the system that matches `pattern`, None without such a line."""
-    match = re.search(f"^{pattern}$", _text(path), re.MULTILINE)
+    match = None
+    with suppress(OSError):
+        match = re.search(f"^{pattern}$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
     return match and match[1]
 
 
