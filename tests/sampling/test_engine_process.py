@@ -201,7 +201,7 @@ def test_weights_arrive_with_every_bit() -> None:
 def sampled_by_two(ranks: Ranks) -> tuple[list[list[Completion]], str]:
     """Return the completions of one rank, and the error of a sync after the process of rank 1 has been killed."""
     sharded = load_policy(settings().model, ranks=ranks)
-    with closing(EngineProcess(settings(), sharded)) as engine:
+    with forked_engines(), closing(EngineProcess(settings(), sharded)) as engine:
         enlarge(sharded.model)
         engine.sync(sharded.model, 1)
         groups = engine.sample(PROMPTS, PARAMS, 7)
@@ -228,8 +228,7 @@ def test_two_ranks_have_an_engine_each_with_all_weights(tmp_path: Path) -> None:
     single = load_policy(settings().model)
     enlarge(single.model)
     expected = in_this_process(single, 1)
-    with forked_engines():
-        (first, first_error), (second, second_error) = run_ranks(2, tmp_path / "ranks", sampled_by_two)
+    (first, first_error), (second, second_error) = run_ranks(2, tmp_path / "ranks", sampled_by_two)
     assert first == second == expected
     assert "was killed by SIGKILL" in second_error
     assert first_error == f"rank 1: {second_error}"
