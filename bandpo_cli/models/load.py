@@ -1,4 +1,4 @@
-"""Loading and saving a policy: the model that is trained, its tokenizer, its special tokens, its device and dtype."""
+"""Loading and saving a policy: the model that is trained, its weights, tokenizer, special tokens, device and dtype."""
 
 import copy
 import gc
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -19,10 +20,10 @@ from transformers.utils.logging import disable_progress_bar
 from bandpo_cli.config.hardware import dtype_on, with_dtype
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig
 from bandpo_cli.errors import UserError, find_out_of_memory, first_line
-from bandpo_cli.models import checks, lora
+from bandpo_cli.models import checks, lora, sharding
 from bandpo_cli.models.attention import has_torch_varlen
 from bandpo_cli.models.checks import loading_errors, model_error
-from bandpo_cli.models.sharding import checkpointed_layers, forward_dtype, is_sharded, shard
+from bandpo_cli.models.sharding import forward_dtype, full_tensor, is_sharded, shard, sharded_like
 from bandpo_cli.paths import cached_commit, path_exists, user_path
 from bandpo_cli.ranks import SINGLE, Ranks
 
@@ -248,7 +249,7 @@ def save_policy(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | No
     """Write a folder that transformers and vLLM can load: weights, or with LoRA adapters for peft, and tokenizer.
 
     Args:
-        weights: what `models.weights.weights_to_save` returns, or a copy; None for the weights in use.
+        weights: what `weights_to_save` returns, or a copy; None for the weights in use.
     """
     if lora.has_adapters(policy.model):
         lora.save_adapter(policy.model, folder, weights)
@@ -259,6 +260,85 @@ def save_policy(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | No
             policy.model.config.dtype = forward_dtype(policy.model)
             policy.model.config.save_pretrained(folder)
     policy.tokenizer.save_pretrained(folder)
+
+
+def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and tensor of every weight, in the dtype of forward passes; tied weights appear once.
+
+    Adapters are merged into the weights of their layers, which have the names that they have without adapters. A
+    sharded model gathers each tensor when it is taken: at no time does a rank hold a second copy of the model. All
+    ranks must iterate together.
+    """
+    dtype = forward_dtype(model)
+    layers = lora.lora_layers(model)
+    adapters = {id(parameter) for _, parameter in lora.adapter_parameters(model)}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in adapters:
+            continue
+        # Rounded before it is gathered: half as many bytes to send.
+        weight = full_tensor(parameter.detach().to(dtype))
+        layer, _, kind = name.rpartition(".base_layer.")
+        if layer in layers:
+            name = f"{layer}.{kind}"  # without adapters
+            if kind == "weight":  # A and B are rounded first, since passes compute with them
+                adapter = layers[layer]
+                parts = (item[lora.ADAPTER_NAME].weight for item in (adapter.lora_A, adapter.lora_B))
+                a, b = (full_tensor(part.detach().to(dtype)) for part in parts)
+                weight = lora.merged_weight(name, weight, a, b, adapter.scaling[lora.ADAPTER_NAME])
+        yield name, weight
+
+
+def weights_to_save(model: PreTrainedModel, ranks: Ranks) -> Mapping[str, Tensor]:
+    """Return the weights of a checkpoint, which rank 0 writes: those of the model, or of its adapters alone.
+
+    Without further ranks this is the state dict, without a copy; tied weights share their memory. Of a sharded model
+    rank 0 gets a copy in host memory, gathered tensor by tensor, and the others get nothing; all ranks must call this
+    together.
+    """
+    saved = lora.adapter_weights(model) if lora.has_adapters(model) else checkpoint_weights(model)
+    if not is_sharded(model):
+        return dict(saved) if lora.has_adapters(model) else cast(Mapping[str, Tensor], model.state_dict())
+    weights = {name: tensor.cpu() for name, tensor in saved if ranks.is_main}
+    if ranks.is_main and not lora.has_adapters(model):
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
+        weights |= {name: buffer.cpu().clone() for name, buffer in buffers.items()}
+    return weights
+
+
+def load_weights(model: PreTrainedModel, folder: Path, ranks: Ranks) -> None:
+    """Load the weights of a model folder into the existing tensors; all ranks must call this together.
+
+    Of a sharded model each rank reads its shards. Where the folder has other names or forms than the parameters, which
+    transformers converts for some architectures, each rank loads the complete model into host memory instead.
+
+    Raises:
+        OSError, ValueError, RuntimeError, SafetensorError: the folder is damaged or belongs to another model.
+    """
+    if lora.has_adapters(model):
+        ranks.agree(lambda: lora.load_adapter(model, load_file(folder / lora.ADAPTER_WEIGHTS)))
+        return
+    if not is_sharded(model):
+        saved = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)
+        model.load_state_dict(saved.state_dict())
+        return
+    parameters = dict(model.named_parameters()).keys()
+    aliases = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters
+    targets = {name: value.detach() for name, value in model.state_dict().items() if name not in aliases}
+    shapes = ranks.agree(lambda: sharding.saved_shapes(folder))[0]
+    if all(shapes.get(name) == target.shape for name, target in targets.items()):
+        sharding.read_shards(folder, targets, ranks)
+        return
+
+    def copy_complete() -> None:
+        dtype = forward_dtype(model)
+        complete = type(model).from_pretrained(folder, dtype=dtype, use_safetensors=True)
+        with torch.no_grad():
+            for name, tensor in complete.state_dict().items():
+                if name in targets:
+                    targets[name].copy_(sharded_like(targets[name], tensor))
+
+    ranks.agree(copy_complete)
 
 
 def _device(name: str, ranks: Ranks = SINGLE) -> torch.device:
@@ -301,7 +381,7 @@ def uses_gradient_checkpointing(model: PreTrainedModel, config: ModelConfig, on_
     Raises:
         UserError: the setting is true, and the architecture has none that works outside of training mode.
     """
-    supported, setting = bool(checkpointed_layers(model)), config.gradient_checkpointing
+    supported, setting = bool(sharding.checkpointed_layers(model)), config.gradient_checkpointing
     if setting is True and not supported:
         kind = model.config.model_type
         raise UserError(f"model.gradient_checkpointing: {kind} models do not support it; set it to false")

@@ -33,9 +33,8 @@ from xxhash import xxh3_64
 
 from bandpo_cli.config.run import RewardConfig
 from bandpo_cli.errors import RunError, UserError, find_out_of_memory, first_line
-from bandpo_cli.models.load import Policy, save_policy
+from bandpo_cli.models.load import Policy, load_weights, save_policy
 from bandpo_cli.models.sharding import ShardError, read_shards, saved_shapes, write_shards
-from bandpo_cli.models.weights import load_weights
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.sampling.rollouts import PromptEncoder, decode_completions, graded_groups
 from bandpo_cli.storage.checkpoints import (

@@ -16,8 +16,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.experiments import evaluate, resume, train
 from bandpo_cli.metric_names import without_clock
-from bandpo_cli.models.load import load_policy
-from bandpo_cli.models.weights import checkpoint_weights
+from bandpo_cli.models.load import checkpoint_weights, load_policy
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
