@@ -29,7 +29,7 @@ from bandpo_cli.experiments.eval_comparison import ComparisonResult
 from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
 from bandpo_cli.experiments.eval_run import EvalInfo, EvalResult
 from bandpo_cli.storage.eval_folder import SAMPLES_FILE, EvalFolder
-from bandpo_cli.storage.run_folder import resume_command
+from bandpo_cli.storage.run_folder import shell_command
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class EvalView(ExperimentView):
                 self.spin("sending the metrics to MLflow …")
         elif not self._info.rescored:
             stored = EvalFolder(result.folder).count_stored()
-            again = resume_command("eval", result.folder, self.runs_dir)
+            again = shell_command("eval --resume", result.folder, self.runs_dir)
             line = f"{stored:,} of {self._total:,} completions are stored; resume with: {again}"
             print_line(self.console, f"{result.record['status']}: {line}")
 

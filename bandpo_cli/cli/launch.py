@@ -32,7 +32,7 @@ from bandpo_cli.rank_process import (
     read_error,
 )
 from bandpo_cli.storage.environment import usable_cores
-from bandpo_cli.storage.run_folder import resume_command
+from bandpo_cli.storage.run_folder import shell_command
 from bandpo_cli.sweeps.pool import PARENT_PID_VARIABLE
 
 POLL_INTERVAL_S = 0.1
@@ -171,7 +171,7 @@ def launch(
             for rank in ranks:
                 rank.end()
     if path_exists(folder / {"train": "config.yaml", "eval": "eval.json"}[command]):
-        advice = f"continue with: {resume_command(command, folder, runs_dir)} --nproc {count}"
+        advice = f"continue with: {shell_command(f'{command} --resume', folder, runs_dir)} --nproc {count}"
     else:
         advice = "nothing has been written yet: repeat the command"
     return _exit_code(ranks, received, advice)

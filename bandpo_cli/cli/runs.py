@@ -188,7 +188,7 @@ def _print_description(
     console: Console, described: RunDescription, runs_dir: Path, every_metric: bool
 ) -> None:
     from bandpo_cli.cli.statement import describe_model, print_statement
-    from bandpo_cli.storage.run_folder import resume_command
+    from bandpo_cli.storage.run_folder import shell_command
     from bandpo_cli.tracking.store import tracking_store, ui_text
 
     run, config = described.overview, described.config
@@ -223,7 +223,7 @@ def _print_description(
     console.print(table, highlight=False)
     if run.status in ("FAILED", "KILLED"):
         console.print()
-        print_line(console, resume_command("train", run.path, runs_dir), "resume with:")
+        print_line(console, shell_command("train --resume", run.path, runs_dir), "resume with:")
 
 
 def _steps(steps: tuple[int, ...]) -> str:

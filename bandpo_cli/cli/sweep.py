@@ -113,7 +113,7 @@ def sweep(
         options = {"seeds": seeds, "baseline": baseline, "recorded": recorded, "tuned_on": tuned_on}
         request = plan_sweep(file, axes, axis or [], options, layers, runs_dir)
     from bandpo_cli.cli.sweep_view import SweepView
-    from bandpo_cli.storage.run_folder import resume_command
+    from bandpo_cli.storage.run_folder import shell_command
 
     console = open_console(long_running=not dry_run)
     for kind, note in request.notes() if isinstance(request, SweepRequest) else ():
@@ -125,5 +125,5 @@ def sweep(
         with exit_on_sigterm():
             result = run_sweep(request, executor=chosen, runs_dir=runs_dir, name=name, callbacks=[view])
     if result.failures:
-        again = resume_command("sweep", result.folder, runs_dir)
+        again = shell_command("sweep --resume", result.folder, runs_dir)
         raise RunError(f"{len(result.failures)} of {result.runs} runs failed; try them again: {again}")

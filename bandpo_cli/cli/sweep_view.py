@@ -17,7 +17,7 @@ from bandpo_cli.paths import relative_to_cwd
 from bandpo_cli.reports.comparison.report_metrics import Metric
 from bandpo_cli.reports.comparison.variants import Report
 from bandpo_cli.reports.comparison.write import short_range_text, value_text
-from bandpo_cli.storage.run_folder import resume_command
+from bandpo_cli.storage.run_folder import shell_command
 from bandpo_cli.sweeps.folder import by_variant
 from bandpo_cli.sweeps.plan import SweepRun
 
@@ -98,7 +98,7 @@ class SweepView(ExperimentView):
         finished = f"{result.finished} of {len(self._info.runs)} runs"
         if isinstance(result.error, KeyboardInterrupt | SignalExit):
             how = str(result.error) or "stopped by Ctrl-C"
-            again = resume_command("sweep", result.folder, self.runs_dir)
+            again = shell_command("sweep --resume", result.folder, self.runs_dir)
             print_line(self.console, f"{how}, {finished} are finished; resume with: {again}")
         if result.error is not None:
             return

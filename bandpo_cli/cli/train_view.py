@@ -26,7 +26,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.metric_names import SCORE
 from bandpo_cli.rank_process import launched_ranks
 from bandpo_cli.storage.checkpoints import model_checkpoints
-from bandpo_cli.storage.run_folder import RunFolder, resume_command
+from bandpo_cli.storage.run_folder import RunFolder, shell_command
 from bandpo_cli.tracking.store import tracking_store, ui_text
 from bandpo_cli.types import Rollout
 
@@ -133,7 +133,7 @@ class TrainView(ExperimentView):
         print_line(self.console, f"{how}{after}; its files are in {result.folder}")
         if result.status == "KILLED" or model_checkpoints(RunFolder(result.folder)):
             nproc = "" if (ranks := launched_ranks()) is None else f" --nproc {ranks}"
-            again = resume_command("train", result.folder, self.runs_dir)
+            again = shell_command("train --resume", result.folder, self.runs_dir)
             print_line(self.console, f"resume with: {again}{nproc}")
 
     def line(self) -> str | None:

@@ -41,7 +41,7 @@ from bandpo_cli.storage.checkpoints import (
 )
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.files import read_json_object, remove_temporary_files, run_lock
-from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, iterate_metrics, resume_command
+from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, iterate_metrics, shell_command
 from bandpo_cli.storage.run_record import is_finished
 from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.tasks.task import Task
@@ -185,7 +185,7 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
     done = _last_step(folder, own)
     _check_changes(folder.name, own, config, done)
     if done >= config.steps and is_finished(folder.path):
-        command = resume_command("train", folder.path, runs_dir)
+        command = shell_command("train --resume", folder.path, runs_dir)
         further = f"; to train further: {command} --steps {2 * config.steps}"
         for schedule in _schedules_over_run(config).values():
             further = f" (its {schedule} schedule has ended)"

@@ -15,7 +15,7 @@ from bandpo_cli.config.methods import TrustRegionSettings
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.experiments.preflight import check_config, read_numbers
-from bandpo_cli.storage.run_folder import RunFolder, resume_command
+from bandpo_cli.storage.run_folder import RunFolder, shell_command
 from bandpo_cli.storage.run_record import read_summary
 from bandpo_cli.storage.tables import read_token_tables
 from bandpo_cli.sweeps.folder import SweepFolder, by_variant
@@ -153,7 +153,7 @@ def _runs_by_group(folder: SweepFolder, runs_dir: Path) -> dict[str, dict[str, l
     statuses = {name: getattr(read_summary(path), "status", None) for name, path in paths.items()}
     if unfinished := [name for name, status in statuses.items() if status not in ("FINISHED", "FAILED")]:
         counts = f"{len(unfinished)} of the {len(folder.runs)} runs of {folder.path.name} are not finished"
-        again = resume_command("sweep", folder.path, runs_dir)
+        again = shell_command("sweep --resume", folder.path, runs_dir)
         raise UserError(f"{counts} ({', '.join(unfinished[:3])}); finish them first: {again}")
     groups: dict[str, dict[str, list[VariantRunData]]] = {run.group: {} for run in folder.runs}
     for arm, runs in by_variant(folder.runs).items():

@@ -202,10 +202,10 @@ def not_found(kind: str, text: str, runs_dir: Path, marker: str) -> UserError:
     if kind == "run" and existing is not None:
         for file, command in (("eval.json", "eval"), ("sweep.yaml", "sweep")):
             if (existing / file).is_file():
-                again = resume_command(command, existing, runs_dir)
+                again = shell_command(f"{command} --resume", existing, runs_dir)
                 return UserError(f"{existing} is not a training run; resume it with {again}")
         for folder in filter(is_run_folder, existing.absolute().parents):
-            again = resume_command("train", folder, runs_dir)
+            again = shell_command("train --resume", folder, runs_dir)
             return UserError(f"{existing} is in the folder of run {folder.name}; name the run: {again}")
         return UserError(f"{existing} is not a run: it has no config.yaml; start a new run")
     names = folders_containing(runs_dir, marker)
@@ -243,14 +243,11 @@ def resolve_dots(path: Path) -> Path:
     return path if path.name.strip(".") else path.resolve()
 
 
-def resume_command(command: str, folder: Path, runs_dir: Path) -> str:
-    """Return the shell command (train, eval or sweep) that resumes the run, evaluation or sweep in `folder`."""
-    return shlex.join(["bandpo", command, "--resume", *_name_arguments(folder, runs_dir)])
-
-
-def sync_command(folder: Path, runs_dir: Path) -> str:
-    """Return the shell command that sends the run in `folder` to MLflow."""
-    return shlex.join(["bandpo", "sync", *_name_arguments(folder, runs_dir)])
+def shell_command(words: str, folder: Path, runs_dir: Path) -> str:
+    """Return the shell command `bandpo WORDS FOLDER` for words such as `train --resume`, with a name or a path."""
+    named = [folder.name, *([] if runs_dir == Path("runs") else ["--runs-dir", str(runs_dir)])]
+    is_there = (runs_dir / folder.name).absolute() == folder.absolute()
+    return shlex.join(["bandpo", *words.split(), *(named if is_there else [str(relative_to_cwd(folder))])])
 
 
 def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
@@ -383,10 +380,3 @@ def _parsed(line: bytes, where: Path | str) -> dict[str, Any]:
 def _candidates(text: str, runs_dir: Path) -> list[Path]:
     """Return the paths that `text` can mean, in the order in which they are tried; none for an empty text."""
     return [runs_dir / text, user_path(text)] if text else []
-
-
-def _name_arguments(folder: Path, runs_dir: Path) -> list[str]:
-    """Return the arguments by which a command finds `folder`: its name in `runs_dir`, else its path."""
-    if (runs_dir / folder.name).absolute() != folder.absolute():
-        return [str(relative_to_cwd(folder))]
-    return [folder.name, *([] if runs_dir == Path("runs") else ["--runs-dir", str(runs_dir)])]

@@ -18,7 +18,7 @@ from bandpo_cli.callbacks import CallbackBase, RunInfo, RunResult, StepReport
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.errors import UserError, redact_credentials
 from bandpo_cli.storage.files import file_digest
-from bandpo_cli.storage.run_folder import read_metrics_after, run_artifacts, sync_command
+from bandpo_cli.storage.run_folder import read_metrics_after, run_artifacts, shell_command
 from bandpo_cli.storage.run_record import StoredRun, read_stored_run
 from bandpo_cli.tracking.mirror import MlflowMirror, Sent, flat_params, run_tags
 from bandpo_cli.tracking.store import (
@@ -301,7 +301,7 @@ class MlflowTracker(CallbackBase):
         what = " and ".join(parts) or "the end of the run"
         return (
             f"MLflow at {redact_credentials(self._store.uri)} lacks {what}; {self._folder} has everything. "
-            f"Send it later with: {sync_command(self._folder, self._folder.parent)}"
+            f"Send it later with: {shell_command('sync', self._folder, self._folder.parent)}"
         )
 
 

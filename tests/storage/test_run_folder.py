@@ -17,8 +17,7 @@ from bandpo_cli.storage.run_folder import (
     RunFolder,
     find_folder,
     find_run,
-    resume_command,
-    sync_command,
+    shell_command,
     timestamped,
     unused_name,
 )
@@ -121,13 +120,13 @@ def test_find_run_reads_a_step_after_the_at_sign_unless_the_name_has_it(tmp_path
 
 def test_commands_name_a_run_in_the_runs_folder_and_give_the_path_of_any_other():
     runs = Path("runs")
-    assert resume_command("train", runs / "a", runs) == "bandpo train --resume a"
-    assert resume_command("eval", Path("my runs/a"), Path("my runs")) == (
+    assert shell_command("train --resume", runs / "a", runs) == "bandpo train --resume a"
+    assert shell_command("eval --resume", Path("my runs/a"), Path("my runs")) == (
         "bandpo eval --resume a --runs-dir 'my runs'"
     )
-    assert resume_command("sweep", Path("/else/a"), runs) == "bandpo sweep --resume /else/a"
-    assert sync_command(runs / "a", runs) == "bandpo sync a"
-    assert sync_command(Path("b/a"), Path("b")) == "bandpo sync a --runs-dir b"
+    assert shell_command("sweep --resume", Path("/else/a"), runs) == "bandpo sweep --resume /else/a"
+    assert shell_command("sync", runs / "a", runs) == "bandpo sync a"
+    assert shell_command("sync", Path("b/a"), Path("b")) == "bandpo sync a --runs-dir b"
 
 
 def test_metrics_lines_are_strict_json_with_step_first(tmp_path):
