@@ -155,22 +155,21 @@ def print_request(console: Console, request: EvalRequest) -> None:
     config, settings, file = request.config, request.config.evaluation, request.source
     if isinstance(file, SamplesFile):
         total = sum(len(stored.completions_G) for stored_P in file.sets.values() for stored in stored_P)
-        rows = [("samples", f"{file.path}, {total:,} completions"), ("tasks", counts(file.sets, "problem"))]
-        print_statement(console, rows)
+        about = ("samples", f"{file.path}, {total:,} completions")
+        print_statement(console, [about, ("tasks", counts(file.sets, "problem"))])
         return
     _, task = file
     sets = {label: problems[: settings.problems] for label, problems in task.heldout_sets().items()}
     total = sum(map(len, sets.values())) * settings.samples
-    samples = (
-        f"{settings.samples} per problem = {total:,} completions of at most {config.sampling.max_tokens:,} tokens, "
-        f"T = {settings.temperature:g}, seed {config.seed}"
-    )
-    tasks = counts(sets, "held-out problem")
+    rows = {
+        "model": describe_model(config),
+        "tasks": counts(sets, "held-out problem"),
+        "samples": f"{settings.samples} per problem = {total:,} completions of at most "
+        f"{config.sampling.max_tokens:,} tokens, T = {settings.temperature:g}, seed {config.seed}",
+    }
     # Notes that only count problems repeat the row "tasks".
     notes = [note for note in task.notes() if not note.endswith((" problem", " problems"))]
-    print_statement(
-        console, [("model", describe_model(config)), ("tasks", tasks), ("samples", samples)], notes
-    )
+    print_statement(console, [*rows.items()], notes)
 
 
 def print_files(console: Console, result: EvalResult) -> None:

@@ -40,40 +40,31 @@ def run_statement(config: RunConfig, task: Task, ranks: int = 1) -> list[tuple[s
     sampling, optim, evaluation = config.sampling, config.optim, config.evaluation
     completions = sampling.prompts * sampling.samples
     refills = f"zero-variance groups sampled again up to {sampling.dynamic_batches - 1} times, "
-    rows = [
-        ("model", describe_model(config)),
-        (
-            "task",
-            f"{config.task.title}, {len(task.train_problems()):,} problems, "
-            f"answers of at most {sampling.max_tokens} tokens, T = {sampling.temperature:g}",
-        ),
-        ("method", "\n".join(filter(None, [config.bounds.describe(), config.bounds.source()]))),
-        (
-            "each step",
-            f"{sampling.prompts} prompts × {sampling.samples} = {completions:,} completions "
-            f"(≤ {completions * sampling.max_tokens:,} tokens), {refills if sampling.dynamic else ''}"
-            f"{plural(optim.updates, 'update')} of {completions // optim.updates:,}",
-        ),
-        (
-            "the run",
-            f"{config.steps} steps = {config.steps * optim.updates:,} updates on {config.steps * completions:,} "
-            f"completions, lr {optim.lr:g}, seed {config.seed}",
-        ),
-    ]
+    rows = {
+        "model": describe_model(config),
+        "task": f"{config.task.title}, {len(task.train_problems()):,} problems, "
+        f"answers of at most {sampling.max_tokens} tokens, T = {sampling.temperature:g}",
+        "method": "\n".join(filter(None, [config.bounds.describe(), config.bounds.source()])),
+        "each step": f"{sampling.prompts} prompts × {sampling.samples} = {completions:,} completions "
+        f"(≤ {completions * sampling.max_tokens:,} tokens), {refills if sampling.dynamic else ''}"
+        f"{plural(optim.updates, 'update')} of {completions // optim.updates:,}",
+        "the run": f"{config.steps} steps = {config.steps * optim.updates:,} updates on "
+        f"{config.steps * completions:,} completions, lr {optim.lr:g}, seed {config.seed}",
+    }
     if sampling.max_lag:
-        rows.append(("sampling", "one step ahead: an engine process samples while the trainer updates"))
+        rows["sampling"] = "one step ahead: an engine process samples while the trainer updates"
     if ranks > 1:
         fewest, more = divmod(sampling.prompts, ranks)
         share = f"{fewest} or {fewest + 1}" if more else f"{fewest}"
-        rows.append(("ranks", f"{ranks} processes, {share} of a step's {sampling.prompts} prompts each"))
+        rows["ranks"] = f"{ranks} processes, {share} of a step's {sampling.prompts} prompts each"
     if evaluation.every:
         heldout = task.heldout_sets().items()
         counts = {label: len(problems[: evaluation.problems]) for label, problems in heldout}
         sets = ", ".join(f"{count:,} of {label}" for label, count in counts.items())
         if list(counts) == [config.task.name]:
             sets = f"{counts[config.task.name]:,} held-out problems"
-        rows.append(("evaluation", f"{sets} × {evaluation.samples}, every {evaluation.every} steps"))
-    return rows
+        rows["evaluation"] = f"{sets} × {evaluation.samples}, every {evaluation.every} steps"
+    return [*rows.items()]
 
 
 def print_statement(

@@ -195,11 +195,8 @@ def seconds_left(states: States, jobs: int) -> float | None:
 
     `jobs` runs share the remaining steps, but the time is not shorter than the time of the slowest running run.
     """
-    left = [
-        state
-        for state in states.values()
-        if state.status in ("waiting", "running") and state.step < state.steps
-    ]
+    active = [state for state in states.values() if state.status in ("waiting", "running")]
+    left = [state for state in active if state.step < state.steps]
     timed = [
         (state.seconds_left, state.steps - state.step) for state in left if state.seconds_left is not None
     ]
