@@ -27,9 +27,6 @@ from bandpo_cli.models.sharding import forward_dtype, full_tensor, is_sharded, s
 from bandpo_cli.paths import cached_commit, path_exists, user_path
 from bandpo_cli.ranks import SINGLE, Ranks
 
-# Patterns of the files of tokenizers: tokenizer.json, vocab.json, spiece.model, tokenization_custom.py, ...
-_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model")
-
 
 def is_on_cuda(config: ModelConfig) -> bool:
     """Return whether `model.device` is a CUDA GPU on this machine."""
@@ -180,7 +177,9 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
     """Return the model's tokenizer. Raise UserError if there is none that can be read."""
     folder = Path(model_location(config))
-    if path_exists(folder) and not any(next(folder.glob(name), None) for name in _TOKENIZER_FILES):
+    # tokenizer.json, vocab.json, spiece.model, tokenization_custom.py, ...
+    names = "*token*", "*vocab*", "*.model"
+    if path_exists(folder) and not any(next(folder.glob(name), None) for name in names):
         files = "tokenizer.json and tokenizer_config.json"
         raise model_error(config.path, f"it has no tokenizer; copy {files} of the model there")
     with loading_errors(config.path, "its tokenizer cannot be read"):

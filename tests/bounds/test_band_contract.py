@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bandpo_cli.bounds import RatioBounds, band_bounds
@@ -28,16 +28,6 @@ def test_bounds_are_ordered_and_a_larger_radius_widens_them(
     (lowest,), (highest,) = band_bounds([logp], name, delta * factor)
     assert 0 <= lowest <= lower * (1 + 1e-12) <= 1 + 1e-12
     assert 1 <= upper <= highest * (1 + 1e-12) <= math.exp(-logp) * (1 + 2e-12)
-
-
-@settings(max_examples=20)
-@given(name=NAMES, delta=st.floats(1e-4, 2))
-def test_new_probabilities_increase_with_the_old_one_and_are_symmetric(name: str, delta: float) -> None:
-    p = np.linspace(0.01, 0.99, 99)
-    lower, upper = band_bounds(np.log(p), name, delta)
-    assert (np.diff(p * lower) >= -1e-12).all()
-    assert (np.diff(p * upper) >= -1e-12).all()
-    np.testing.assert_allclose(p * upper, (1.0 - p * lower)[::-1], atol=1e-11)
 
 
 @pytest.mark.parametrize("count", [1, BATCH])
