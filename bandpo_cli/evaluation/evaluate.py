@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from typing import NamedTuple
 
 from bandpo_cli.config.run import EvaluationConfig
 from bandpo_cli.evaluation.batches import Batch, background_grading, chunks, eval_row
@@ -33,14 +32,8 @@ MAX_UNGRADED_BATCHES = 2
 """Batches that are sampled and not graded yet; before a further one is sampled, the caller waits for a grade. It bounds
 the memory, and what an interrupted evaluation loses."""
 
-
-class _Share(NamedTuple):
-    """This rank's problems of a batch, with their prompts; there may be none."""
-
-    key: PartKey
-    label: str
-    problems: Sequence[Problem]
-    prompts: Sequence[EncodedPrompt]
+_Share = tuple[Batch, Sequence[Problem], Sequence[EncodedPrompt]]
+"""A batch without rows, and this rank's problems of it with their prompts; there may be none."""
 
 
 def sample_batches(
@@ -86,20 +79,20 @@ def sample_batches(
                 if (key := PartKey(index, start)) not in done:
                     problems, first = ranks.share(chunk), start + ranks.share_start(len(chunk))
                     prompts = encoder.encode(problems)
-                    requested.append(_Share(key, label, problems, prompts))
+                    requested.append((Batch(key, label, []), problems, prompts))
                     # A sampler gives the prompt after the first the next seed: a seed per problem of the set.
                     yield SampleRequest([prompt.token_ids for prompt in prompts], set_seed + first)
 
     def next_batch() -> Batch:
         """Wait for the grades of the first sampled batch, and return it complete, on every rank."""
-        (key, label, problems, prompts), completions_PG, texts, grades = sampled.popleft()
+        (batch, problems, prompts), completions_PG, texts, grades = sampled.popleft()
         graded = zip(texts, grades.result(), strict=True)
         rows = []
         for problem, prompt, group in zip(problems, prompts, completions_PG, strict=True):
             for item, (text, grade) in zip(group, graded, strict=False):
                 stored = StoredCompletion(text, len(item.token_ids), item.finish_reason, sum(item.logprobs))
-                rows.append(eval_row(label, problem, prompt.text, stored, grade))
-        return Batch(key, label, ranks.gather_all(rows))
+                rows.append(eval_row(batch.label, problem, prompt.text, stored, grade))
+        return batch._replace(rows=ranks.gather_all(rows))
 
     with (
         background_grading(grade, cancel) as submit,
@@ -108,7 +101,7 @@ def sample_batches(
         for completions_PG in stream:
             share = requested.popleft()
             texts = decode_completions(encoder.tokenizer, completions_PG)
-            grades = submit(problem_per_completion(share.problems, completions_PG), texts)
+            grades = submit(problem_per_completion(share[1], completions_PG), texts)
             sampled.append((share, completions_PG, texts, grades))
             # Several ranks gather the grades, and sampling may communicate, too: the order must not depend on time.
             while len(sampled) > MAX_UNGRADED_BATCHES or (
