@@ -15,7 +15,7 @@ from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.exports.verl_files import problem_from_json
 from bandpo_cli.grading.pool import GraderPool
-from bandpo_cli.grading.rewards import graded_by, weighted_grade
+from bandpo_cli.grading.rewards import grade_components
 from bandpo_cli.types import Grade, Problem
 
 log = logging.getLogger("bandpo_cli")
@@ -57,14 +57,13 @@ class RewardFunction:
         batch = [self._waiting.get() for _ in range(self._waiting.qsize())]
         problems, texts, results = zip(*batch, strict=True)
         try:
-            parts = self._components or [None]
-            by_part = [self._pool.grade(graded_by(part, problems), texts) for part in parts]
+            grades = grade_components(self._pool.grade, self._components, problems, texts)
         except Exception as error:  # noqa: BLE001 - each waiting thread raises it
             for result in results:
                 result.set_exception(error)
             return
-        for result, *grades in zip(results, *by_part, strict=True):
-            result.set_result(weighted_grade(self._components, grades) if self._components else grades[0])
+        for result, grade in zip(results, grades, strict=True):
+            result.set_result(grade)
         for name, message in self._pool.errors.items():
             if name not in self._reported:
                 self._reported.add(name)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from bandpo_cli.config.task import RewardComponent
@@ -24,29 +25,35 @@ def training_grader(
 ) -> Grader:
     """Return the grader of the completions of training.
 
-    Without components (`task.rewards`) it is the grader of the pool. With components, each of them grades every
-    completion, and `weighted_grade` adds their values. Each of several ranks grades a part of the completions; all of
-    them must call the grader together.
+    Without components (`task.rewards`) it is the grader of the pool. Each of several ranks grades a part of the
+    completions; all of them must call the grader together.
 
     It raises GraderFailedError if every verdict of a component, on all ranks, is `grader-error`.
     """
 
-    def grade(problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
-        by_component: list[list[Grade]] = []
-        parts: Sequence[RewardComponent | None] = components or [None]
-        for component in parts:
-            renamed = graded_by(component, problems)
-            by_component.append(pool.grade(renamed, texts))
-            check_not_all_failed(
-                ranks.gather_all([grade.verdict for grade in by_component[-1]]),
-                ranks.gather_all([problem.grader for problem in renamed]),
-                lambda: first_errors(pool, ranks),
-            )
-        if not components:
-            return by_component[0]
-        return [weighted_grade(components, grades) for grades in zip(*by_component, strict=True)]
+    def checked_grades(problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
+        grades = pool.grade(problems, texts)
+        check_not_all_failed(
+            ranks.gather_all([grade.verdict for grade in grades]),
+            ranks.gather_all([problem.grader for problem in problems]),
+            lambda: first_errors(pool, ranks),
+        )
+        return grades
 
-    return grade
+    return partial(grade_components, checked_grades, components)
+
+
+def grade_components(
+    grade: Grader,
+    components: Sequence[RewardComponent] | None,
+    problems: Sequence[Problem],
+    texts: Sequence[str],
+) -> list[Grade]:
+    """Return the grades [N] of texts [N]: with components, each grades every text, and `weighted_grade` adds them."""
+    if not components:
+        return grade(problems, texts)
+    by_component = [grade(graded_by(component, problems), texts) for component in components]
+    return [weighted_grade(components, grades) for grades in zip(*by_component, strict=True)]
 
 
 def graded_by(component: RewardComponent | None, problems: Sequence[Problem]) -> Sequence[Problem]:

@@ -84,8 +84,7 @@ class _Function:
         self.parameters: Mapping[str, inspect.Parameter] = {}
         with suppress(TypeError, ValueError):
             self.parameters = inspect.signature(function).parameters
-        kinds = [parameter.kind for parameter in self.parameters.values()]
-        self._takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+        self._takes_any = any(item.kind is item.VAR_KEYWORD for item in self.parameters.values())
 
     def __call__(self, /, *arguments: Any, **named: Any) -> Any:
         """Return the result for these arguments and those by name that have a parameter; run an asynchronous one."""
@@ -151,7 +150,8 @@ def adapt_verl(function: _Function) -> BatchGrader:
         for result in results:
             fields = result if isinstance(result, Mapping) else {"score": result}
             score = _finite(fields.get("score"), "a score or a dict with 'score'")
-            grades.append(_grade(score, _finite(fields.get("acc", score), "'acc' as a number or a bool")))
+            accuracy = _finite(fields.get("acc", score), "'acc' as a number or a bool")
+            grades.append(replace(CORRECT if accuracy >= 1 else WRONG, reward=score))
         return grades
 
     return BatchGrader(grade, batched)
@@ -167,9 +167,10 @@ def adapt_trl(function: _Function) -> BatchGrader:
     """
     parameters = function.parameters
     function.check_takes("completions", "trl", ("prompts", "completions", "**columns"))
-    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     required = {
-        name for name, item in parameters.items() if item.default is item.empty and item.kind not in variadic
+        name
+        for name, item in parameters.items()
+        if item.default is item.empty and item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)
     }
     if missing := required & _NOT_AVAILABLE:
         raise ValueError(f"it needs {_enumerate(missing)}, which only TRL's trainer has")
@@ -198,18 +199,15 @@ def adapt_trl(function: _Function) -> BatchGrader:
             if value is None or value != value:  # NaN
                 grades.append(NOT_APPLICABLE)
             else:
-                value = _finite(value, "a number or None for each completion")
-                grades.append(_grade(value, accuracy=value))
+                score = _finite(value, "a number or None for each completion")
+                grades.append(replace(CORRECT if score >= 1 else WRONG, reward=score))
         return grades
 
     return BatchGrader(grade, batched=True)
 
 
 def _verl_arguments(answer: Answer) -> tuple[str, str, Any, dict[str, Any]]:
-    """Return data source, completion, reference and extra information, in verl's order.
-
-    A row in verl's layout has its own values, which are not always text.
-    """
+    """Return data source, completion, reference and extra information; a row in verl's layout has its own."""
     row = answer.extra
     source, reward_model, extra_info = (row.get(key) for key in ("data_source", "reward_model", "extra_info"))
     truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
@@ -219,10 +217,6 @@ def _verl_arguments(answer: Answer) -> tuple[str, str, Any, dict[str, Any]]:
         answer.answer if truth is None or isinstance(truth, str) else truth,
         dict(extra_info) if isinstance(extra_info, Mapping) else row,
     )
-
-
-def _grade(reward: float, accuracy: float) -> Grade:
-    return replace(CORRECT if accuracy >= 1 else WRONG, reward=reward)
 
 
 def _enumerate(names: Iterable[str]) -> str:

@@ -68,7 +68,7 @@ def grade_math_dapo_boxed(problem: Problem, text: str) -> Grade:
 
     The content of the box and the reference are compared unchanged.
     """
-    if _answer_line(text) is None:
+    if vote_math_dapo(text) is None:
         return _compare(_last_box(text), problem.answer)
     return grade_math_dapo(problem, text)
 
@@ -88,13 +88,14 @@ def grade_gsm8k_flexible(problem: Problem, text: str) -> Grade:
 
 def vote_math_dapo(text: str) -> str | None:
     """Return the normalised answer of the last `Answer: ...` line; None if there is none."""
-    answer = _answer_line(text)
-    return None if answer is None else normalize(answer)
+    lines = _ANSWER_LINE.findall(text[-TAIL_CHARS:])  # what follows, on the same line or the next with a text
+    return normalize(lines[-1]) if lines else None
 
 
 def vote_math_dapo_boxed(text: str) -> str | None:
     r"""Return the vote for `math-dapo`; without an `Answer: ...` line, the content of the last `\boxed{...}`."""
-    return _last_box(text) if _answer_line(text) is None else vote_math_dapo(text)
+    answer = vote_math_dapo(text)
+    return _last_box(text) if answer is None else answer
 
 
 def vote_gsm8k(text: str) -> str | None:
@@ -129,12 +130,6 @@ def _compare(answer: str | None, reference: str) -> Grade:
     if answer is not None and answer == reference:
         return CORRECT
     return WRONG if answer else MALFORMED
-
-
-def _answer_line(text: str) -> str | None:
-    """Return what follows the last `Answer:` on its line, or on the next line that is not empty."""
-    lines = _ANSWER_LINE.findall(text[-TAIL_CHARS:])
-    return lines[-1] if lines else None
 
 
 def _last_box(text: str) -> str | None:

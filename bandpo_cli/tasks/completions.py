@@ -86,11 +86,6 @@ def read_completions(path: Path, grader: str | None = None) -> dict[str, list[St
     return {label: list(problems.values()) for label, problems in sets.items()}
 
 
-def _or_none(value: Any) -> Any:
-    """Return None for a missing value, which pandas writes as NaN and a CSV file as an empty text."""
-    return None if value == "" or value != value else value
-
-
 def _load_object(value: Any) -> Any:
     """Return the values of a JSON object; return what is none unchanged, so that its type is refused."""
     try:
@@ -103,7 +98,8 @@ _Text = Annotated[
     str, BeforeValidator(lambda value: replace_surrogates(value) if isinstance(value, str) else value)
 ]
 _Tokens = Annotated[int, Field(ge=0, lt=2**31)]  # stored as a 32-bit integer
-_Missing = BeforeValidator(_or_none)
+# pandas writes a missing value as NaN, and a CSV file as an empty text.
+_Missing = BeforeValidator(lambda value: None if value == "" or value != value else value)
 
 
 class _TableRow(BaseModel):

@@ -23,7 +23,8 @@ class Countdown:
 
     def __init__(self, config: CountdownTask) -> None:
         """Enumerate the problems; raise ConfigError if the settings leave no training or no held-out problem."""
-        ranked = sorted((_hash_fraction(key), key) for key in _solvable_problems(config))
+        hashes = {key: blake2b(key.encode(), digest_size=6).digest() for key in _solvable_problems(config)}
+        ranked = sorted((int.from_bytes(digest) / 2**48, key) for key, digest in hashes.items())
         split = sum(rank < config.heldout_fraction for rank, _ in ranked)
         problems = []
         for _, key in ranked:
@@ -49,11 +50,6 @@ class Countdown:
     def notes(self) -> list[str]:
         """Return no lines: no file is read, and no problem is dropped."""
         return []
-
-
-def _hash_fraction(key: str) -> float:
-    """Return a number in [0, 1) that is the same on every machine, unlike the built-in hash()."""
-    return int.from_bytes(blake2b(key.encode(), digest_size=6).digest()) / 2**48
 
 
 def _solvable_problems(config: CountdownTask) -> Iterator[str]:

@@ -119,10 +119,7 @@ def clean_text(value: Any) -> str | None:
 
 
 def _read_messages(value: list[Any]) -> tuple[tuple[Message, ...], str | None]:
-    """Return the prompt, and the content of an assistant message at the end, which is the solution of the problem.
-
-    Keys of a message besides role and content are ignored. Raise ValueError for anything else.
-    """
+    """Return the prompt, and the content of an assistant message at the end; raise ValueError for anything else."""
     messages = []
     for number, entry in enumerate(value, start=1):
         message = entry if isinstance(entry, Mapping) else {}

@@ -227,7 +227,7 @@ def load_questions(
             dropped["without an answer"] += 1
         elif source.levels is not None and level not in source.levels:
             dropped["of other levels"] += 1
-        elif (id_ := f"{label}/{_name(row, names, question)}") in problems:
+        elif (id_ := f"{label}/{_problem_name(row, names, question)}") in problems:
             dropped["repeated"] += 1
         else:
             extra = grader_columns(row, graders) | ({} if level is None else {"level": level})
@@ -256,7 +256,7 @@ def grader_columns(row: Mapping[str, Any], graders: Iterable[str]) -> dict[str, 
     return {key: to_json_value(row[key]) for key in names if row.get(key) is not None}
 
 
-def _name(row: Mapping[str, Any], names: Fields, question: Question) -> str:
+def _problem_name(row: Mapping[str, Any], names: Fields, question: Question) -> str:
     """Return the identifier in the row, else a hash of the prompt and the answer."""
     value, prompt = value_at(row, names.id), question.prompt
     name = clean_text(value) if isinstance(value, str) else as_answer(value)

@@ -2,7 +2,6 @@
 
 import re
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -77,17 +76,16 @@ def test_depth_is_not_limited_below_the_longest_text() -> None:
     assert evaluate_expression("1+(" * 63 + "1" + ")" * 63) == (64, [1] * 64)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "(" * 10**6,
-        "9" * 10**7,
-        "1+" * 500_000 + "1",
-        "(" * 10**5 + "1" + ")" * 10**5,
-        " " * 10**6,
-        "1" * 255 + "x",
-    ],
-)
-def test_hostile_texts_are_rejected(text: str) -> None:
+HOSTILE = [
+    "(" * 10**6,
+    "9" * 10**7,
+    "1+" * 500_000 + "1",
+    f"{'(' * 10**5}1{')' * 10**5}",
+    " " * 10**6,
+    "1" * 255 + "x",
+]
+
+
+def test_hostile_texts_are_rejected() -> None:
     """Without the limit of the length, or with a regular expression that backtracks, they would take hours."""
-    assert evaluate_expression(text) is None
+    assert {evaluate_expression(text) for text in HOSTILE} == {None}

@@ -44,6 +44,7 @@ def problem(id_: str, grader: str = "slow_grader:judge") -> Problem:
     return Problem(id_, "", "5", "t", grader)
 
 
+@pytest.mark.slow
 def test_slow_answer_in_a_worker_is_named_at_doubling_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     with GraderPool(GradingConfig(workers=1, deadline=600)) as pool:
         pool.grade([problem("warm")], ["quick"])  # the import is not part of the observed batch
@@ -56,6 +57,7 @@ def test_slow_answer_in_a_worker_is_named_at_doubling_intervals(monkeypatch: pyt
     assert lines[2:4] == [f"grading: {waiting}, for {seconds} s so far" for seconds in (0.2, 0.4)]
 
 
+@pytest.mark.slow
 def test_slow_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     waiting = "waiting for the import of grader 'slow_import:judge', for"
     lines = release_after(4, monkeypatch)

@@ -127,15 +127,6 @@ def test_equal_variants_are_correct_and_near_misses_are_wrong(pool: GraderPool, 
     assert verdicts(pool, gold, list(expected)) == expected
 
 
-def test_forms_of_the_final_answer(pool: GraderPool) -> None:
-    problem, forms = Problem("p", "", r"\sqrt{8}", "test", "math"), ("Answer: $%s$.", "so $\\boxed{%s}$.")
-    texts = [form % answer for form in forms for answer in (r"2\sqrt{2}", r"2\sqrt{3}")]
-    grades = pool.grade([problem] * 4, texts)
-    assert [(grade.reward, grade.correct, grade.verdict) for grade in grades] == [
-        (1.0, True, "correct"), (0.0, False, "wrong"),
-    ] * 2  # fmt: skip
-
-
 @pytest.mark.parametrize("grader", ["math", "number"])
 def test_no_answer_in_the_required_form_is_malformed(pool: GraderPool, grader: str) -> None:
     texts = ["", "5", "the answer is 5", "\\boxed{5", "Answer:", f"Answer: {'5+' * 600}5"]
@@ -183,7 +174,5 @@ def test_only_a_remark_after_a_number_is_not_part_of_the_answer(pool: GraderPool
     grades = pool.grade([Problem("p", "", "18", "test", grader)] * len(texts), texts)
     assert [grade.correct for grade in grades] == [True] * len(REMARKS) + [False] * len(others)
     for gold in ("18 because 9 * 2 = 18", "18 (nine eggs at $2 each)", "$18$ dollars"):
-        for grade in pool.grade(
-            [Problem("p", "", gold, "test", grader)] * 2, [f"Answer: {gold}", "Answer: 18"]
-        ):
-            assert grade.correct, gold
+        same = [Problem("p", "", gold, "test", grader)] * 2
+        assert all(grade.correct for grade in pool.grade(same, [f"Answer: {gold}", "Answer: 18"])), gold

@@ -90,17 +90,12 @@ NOT_ROUNDED = "1/3|0.33333 1/3|0.333334 1/300000|0.000003 0.333333|0.3333333 100
 
 
 def test_equality_and_fractions_that_round_to_a_decimal_of_six_digits() -> None:
-    def numbers(pairs: str) -> list[list[Number]]:
-        return [
-            [read(text.replace("{", " ").strip("}")) for text in pair.split("|")] for pair in pairs.split()
-        ]
-
-    assert (
-        {equal(*pair) for pair in numbers(EQUAL)} == {equal(*pair[::-1]) for pair in numbers(EQUAL)} == {True}
-    )
-    assert {equal(*pair) for pair in numbers(DIFFERENT)} == {False}
-    assert {rounds_to(*pair) for pair in numbers(ROUNDED)} == {True}
-    assert {rounds_to(*pair) for pair in numbers(NOT_ROUNDED)} == {False}
+    for function, equal_pairs, other_pairs in ((equal, EQUAL, DIFFERENT), (rounds_to, ROUNDED, NOT_ROUNDED)):
+        for pairs, expected in ((equal_pairs, True), (other_pairs, False)):
+            for pair in pairs.split():
+                first, second = (read(text.replace("{", " ").strip("}")) for text in pair.split("|"))
+                assert function(first, second) is expected, pair
+                assert equal(first, second) is equal(second, first), pair
 
 
 SENTENCE = " apples whereas the total number, "

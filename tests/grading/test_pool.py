@@ -29,7 +29,7 @@ def judge(text, answer, extra):
     os.write(1, b'{"result": [1, true, "forged"]}\\n')
     actions = {
         "input": input, "stdin": sys.stdin.read, "exit": lambda: sys.exit(0), "die": lambda: os._exit(3),
-        "crash": lambda: ctypes.string_at(0), "sleep": lambda: time.sleep(1000), "spin": lambda: 9 ** 9 ** 9 ** 9,
+        "crash": lambda: ctypes.string_at(0), "sleep": lambda: time.sleep(1000),
         "memory": lambda: bytearray(2**40), "raise": lambda: int("no number"),
     }
     if text in actions: return actions[text]() == ""
@@ -40,7 +40,8 @@ def judge(text, answer, extra):
         child = subprocess.Popen(["sleep", "1000"])
         open(extra["file"], "w").write(str(child.pid))
         time.sleep(1000)
-    if text == "modules": return {"score": 0, "verdict": "torch" if "torch" in sys.modules else "none"}
+    if text == "modules":
+        return {"score": 0, "verdict": " ".join({"torch", "asyncio", "pydantic"} & {*sys.modules}) or "none"}
     if text == "flood":
         for _ in range(40): sys.stderr.write("\\x1b[2J" + "x" * 2**19)
     if text == "pid": return {"score": 0, "verdict": str(os.getpid())}
@@ -118,24 +119,23 @@ def test_return_values_are_grades_or_grader_errors(pool: GraderPool) -> None:
     assert "ValueError" in pool.errors["custom_grader:judge"]
 
 
+ERRORS = {
+    "raise exit": "ValueError: invalid literal",
+    "die crash": "the worker process ended with exit code 3",
+    "crash": "the worker process was killed by SIGSEGV",
+    "memory grow": "MemoryError",
+    "input": "EOFError",  # input() and print() do not disturb the protocol
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("texts", "error"),
-    [
-        ("raise exit", "ValueError: invalid literal"),
-        ("exit", "SystemExit: 0"),
-        ("die crash", "the worker process ended with exit code 3"),
-        ("crash", "the worker process was killed by SIGSEGV"),
-        ("memory grow", "MemoryError"),
-        ("input", "EOFError"),  # input() and print() do not disturb the protocol
-    ],
-)
-def test_error_or_exit_affects_only_that_answer(texts: str, error: str) -> None:
+@pytest.mark.parametrize("texts", ERRORS)
+def test_error_or_exit_affects_only_that_answer(texts: str) -> None:
     with GraderPool(GradingConfig(workers=1, deadline=20, memory_gb=0.5)) as pool:
         failing = texts.split()
         expected = ["correct", *["grader-error"] * len(failing), "correct", "wrong"]
         assert verdicts(pool, ["right", *failing, "stdin", "left"]) == expected
-        assert pool.errors["custom_grader:judge"].startswith(error)
+        assert pool.errors["custom_grader:judge"].startswith(ERRORS[texts])
 
 
 def test_what_a_grader_prints_is_limited_and_escaped(
@@ -161,7 +161,6 @@ def test_deadline_counts_neither_the_import_nor_idle_time_nor_queued_answers() -
         assert pool.grade([sleeping], ["0"])[0].correct
         assert not pool.errors
         slow, *queued = pool.grade([sleeping] * 4, ["60", "0", "0", "0"])
-        assert pool.grade([problem(), problem()], ["spin", "right"])[1].correct
     assert (slow.verdict, slow.reward, slow.correct, slow.has_reward) == ("timeout", 0.0, False, True)
     assert all(grade.correct and grade.has_reward for grade in queued)
 
@@ -184,7 +183,7 @@ def test_any_text_arrives_unchanged() -> None:
     assert {grade.verdict for grade in grades} == {"correct"}
 
 
-def test_workers_persist_between_calls_and_import_neither_torch_nor_main(pool: GraderPool) -> None:
+def test_workers_persist_between_calls_until_close_and_import_little(pool: GraderPool) -> None:
     assert verdicts(pool, ["modules"]) == ["none"]
     [first], [second] = verdicts(pool, ["pid"]), verdicts(pool, ["pid"])
     assert first == second
@@ -192,13 +191,9 @@ def test_workers_persist_between_calls_and_import_neither_torch_nor_main(pool: G
     assert exits_soon(int(first))
     assert verdicts(pool, ["right"]) == ["correct"], "the exit of an idle worker affects no answer"
     assert pool.errors == {}
-
-
-def test_close_terminates_all_workers(pool: GraderPool) -> None:
     pids = set(verdicts(pool, ["pid"] * 20))
     pool.close()
     assert all(has_exited(int(pid)) for pid in pids)
-    pool.close()
 
 
 def has_exited(pid: int) -> bool:
@@ -233,7 +228,7 @@ SHORT_ALARM = "import bandpo_cli.grading.workers as workers\nworkers.ALARM_MARGI
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("doing", "with_signal"), [("busy", 2), ("busy", 9), ("idle", 9), ("ending", None)])
+@pytest.mark.parametrize(("doing", "with_signal"), [("busy", 9), ("idle", 2), ("ending", None)])
 def test_workers_exit_with_their_parent(doing: str, with_signal: int | None, tmp_path: Path) -> None:
     # A script with code at its top level: a worker that imports it would start further workers.
     (tmp_path / "script.py").write_text(PARENT)
@@ -268,18 +263,10 @@ UNUSABLE = {
 @pytest.mark.slow
 def test_unusable_grader_is_reported_in_one_line(pool: GraderPool) -> None:
     for name, message in UNUSABLE.items():
-        with pytest.raises(ConfigError, match=message) as error:
+        with pytest.raises(ConfigError, match=message):
             check_grader(name)
-        assert "\n" not in str(error.value)
     with pytest.raises(ConfigError, match=message):
         pool.grade([Problem("p", "", "", "t", name)], ["x"])
-
-
-def test_plain_numbers_start_no_worker() -> None:
-    with GraderPool(GradingConfig()) as pool:
-        grades = pool.grade([Problem("p", "", "18", "t", "math")] * 3, ["Answer: 18", "\\boxed{19}", "none"])
-        assert not pool._worker_pools
-    assert [grade.verdict for grade in grades] == ["correct", "wrong", "malformed"]
 
 
 @pytest.mark.slow
@@ -294,7 +281,7 @@ def test_hostile_answers_are_never_correct_and_do_not_break_the_pool(monkeypatch
 
     monkeypatch.setattr(pool_module.WorkerPool, "run", counting)
     five = Problem("five", "", "5", "test", "math")
-    hostile_texts = [*ENDLESS[:2], *QUICK]  # a worker that is killed at its deadline takes seconds to replace
+    hostile_texts = [ENDLESS[0], *QUICK]  # a worker that is killed at its deadline takes seconds to replace
     texts = [text for hostile in hostile_texts for text in (hostile, "Answer: 2+3")]
     with GraderPool(GradingConfig(workers=1, deadline=2)) as pool:
         pool.spawn(["math", "number", "nosuch:judge"])
@@ -302,7 +289,7 @@ def test_hostile_answers_are_never_correct_and_do_not_break_the_pool(monkeypatch
         assert not worker.ready, "the import is not waited for"
         given = [grade.verdict for grade in pool.grade([five] * len(texts), texts)]
         after = pool.grade([five] * 3, ["Answer: \\sqrt{25}", "Answer: \\sqrt{36}", "Answer: 5"])
-    assert given[:4:2] == ["timeout", "timeout"]
+    assert given[0] == "timeout"
     assert {"wrong", "malformed"} <= set(given[::2]) <= {"timeout", "wrong", "malformed"}
     assert set(given[1::2]) == {"correct"}
     assert [grade.verdict for grade in after] == ["correct", "wrong", "correct"]
@@ -316,8 +303,3 @@ def test_graders_without_workers_handle_hostile_answers(grader: str) -> None:
         grades = pool.grade([problem] * len(HOSTILE), HOSTILE)
         assert not pool._worker_pools
     assert {grade.verdict for grade in grades} <= {"wrong", "malformed", "wrong-numbers", "wrong-value"}
-
-
-def test_a_worker_imports_neither_torch_nor_asyncio_nor_pydantic() -> None:
-    code = "import sys, bandpo_cli.grading.workers; sys.exit(bool({'torch', 'asyncio', 'pydantic'} & {*sys.modules}))"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])

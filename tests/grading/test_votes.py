@@ -45,12 +45,9 @@ def test_different_votes() -> None:
     forms = ("0.5", "50%", "50", "0.5%", "5 m", "5", r"2\sqrt{2}", r"\sqrt{8}", "x=5", "55", "5 5", "m", "M")
     forms += ("1,234", "1, 234", "x_1", "X_1", "[0,1)", "(0,1)", r"\{1\}", "{1}", "a b", "ab", "Monday")
     assert len({vote(form) for form in forms}) == len(forms)
-
-
-def test_canonical_form_of_votes() -> None:
-    """Users read the votes in the table of completions."""
-    forms = {"18 eggs": "18", "0.50": "1/2", "50%": "50 × 1/100", r"\text{Monday}": "monday"}
-    assert {form: vote(form) for form in forms} == forms
+    assert (vote("0.50"), vote("50%"), vote(r"\text{Monday}")) == ("1/2", "50 × 1/100", "monday"), (
+        "as users see them"
+    )
 
 
 @pytest.mark.parametrize("grader", ["math", "number", "my.module:judge"])
@@ -61,7 +58,7 @@ def test_no_vote_without_an_answer(grader: str) -> None:
         r"\boxed{",
         r"\boxed{}",
         "Answer:",
-        "Answer: " + "9" * 1001,
+        f"Answer: {'9' * 1001}",
         r"\boxed{\text{ }}",
     )
     assert {voted_answer(text, grader) for text in texts} == {None}
@@ -99,7 +96,7 @@ FORMS = r"""
 \text{Monday} | monday | Monday. | m | M | (C) | C | [0, 1) | \left[0,1\right) | 5 5 | 55 | \sqrt{8} | 2\sqrt{2} | x
 5x | 5 x | y < 5 | 1e-5 | 0.00001 | 10^{-5} | 12:30 | 5! | 5,6
 """.strip().replace("\n", " | ").split(" | ")  # fmt: skip
-FORMATS = ["{}", "${}$", "**{}**", "{}.", r"\text{{{}}}", r"\displaystyle {}", r"\left({}\right)", "{} \\,"]
+FORMATS = ["{}", "${}$", "{}.", r"\text{{{}}}"]
 
 
 @pytest.mark.parametrize(("grader", "judge"), [("number", grade_number), ("math", grade_math)])
@@ -115,11 +112,8 @@ def test_equal_votes_get_equal_grades(grader: str, judge: Any) -> None:
         problem = Problem("p", "?", reference, "s", grader)
         with suppress(ValueError):  # not a plain number: not a reference for the grader `number`
             for answers in answers_by_vote.values():
-                grades = {answer: judge(problem, answer) for answer in answers}
-                assert len({grade for grade in grades.values() if isinstance(grade, Grade)}) <= 1, (
-                    reference,
-                    grades,
-                )
+                grades = {grade for answer in answers if isinstance(grade := judge(problem, answer), Grade)}
+                assert len(grades) <= 1, (reference, answers)
 
 
 def test_equal_countdown_votes_get_equal_grades() -> None:

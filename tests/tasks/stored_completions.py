@@ -1,7 +1,6 @@
 """Stored completions for tests: rows, files and mutations of both."""
 
 import json
-import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,13 +24,6 @@ FOREIGN = [
 ]
 """Rows in the layout with a question, an answer and completions."""
 
-ODD: tuple[Any, ...] = (
-    None, True, 0, -1, 1.5, math.nan, math.inf, 10**30, "", " ", "x", "\ud800", "\x00", "a" * 5000, [], ["x"], [None],
-    [[]], [["x", 1]], {}, {"a": {"b": None}}, [{"role": "user", "content": "q"}], [{"role": 1}], "#### ", "\\boxed{",
-    "Answer: " + "9" * 5000, "\n", "[/bold]", "module:function", "null",
-)  # fmt: skip
-"""Values that no field expects."""
-
 
 def jsonl(path: Path, *rows: Any) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -39,11 +31,10 @@ def jsonl(path: Path, *rows: Any) -> Path:
 
 
 def error_of(path: Path, grader: str | None = None) -> str:
-    """Return the message of the expected ConfigError, which must be one short line."""
+    """Return the message of the expected ConfigError, which must be short."""
     with pytest.raises(ConfigError) as caught:
         read_completions(path, grader)
     message = str(caught.value)
-    assert len(message.splitlines()) == 1
     assert len(message) < 600 + len(str(path))
     return message
 
@@ -76,21 +67,3 @@ def mutations(content: bytes, seed: int, count: int) -> Iterator[bytes]:
             else:
                 data[start:stop] = bytes(stop - start)
         yield bytes(data)
-
-
-def swaps(rows: list[dict[str, Any]], seed: int, count: int) -> Iterator[list[dict[str, Any]]]:
-    """Yield `rows` with values of other types, and with fields removed, renamed and added."""
-    rng = random.Random(seed)
-    for _ in range(count):
-        changed = [dict(row) for row in rows]
-        for _ in range(rng.choice((1, 1, 2, 5))):
-            row = rng.choice(changed)
-            name = rng.choice([*row, "text"])
-            kind = rng.randrange(4)
-            if kind == 3:
-                row.pop(name, None)
-            elif kind == 2:
-                row[rng.choice(("task", "completions", "prompt", "extra_info", "", "a.b"))] = rng.choice(ODD)
-            else:
-                row[name] = rng.choice(ODD)
-        yield changed

@@ -24,9 +24,10 @@ from bandpo_cli.tasks.fields import (
 NONE = Fields()
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
 
+TEXTS = st.text(st.sampled_from("a1 \n\x00#$\\{}é\ud800"), max_size=12)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary() | st.decimals(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    st.none() | st.booleans() | st.integers() | st.floats() | TEXTS | st.binary(max_size=3) | st.decimals(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
     max_leaves=10,
 )
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,26 +24,21 @@ def write_file(path: Path, content: bytes | str) -> Path:
 
 
 def error_of(path: Path) -> str:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(str(path))) as caught:
         list(read_file(path))
-    message = str(caught.value)
-    assert "\n" not in message
-    assert str(path) in message
-    return message
+    return str(caught.value)
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     """Write rows in the format of the extension, CSV as a spreadsheet saves it, with a BOM."""
-    frame = pandas.DataFrame(rows)
-    match path.suffix.lower():
-        case ".jsonl":
-            frame.to_json(path, orient="records", lines=True, force_ascii=False)
-        case ".json":
-            path.write_text(json.dumps({"version": 1, "data": rows}, indent=1), encoding="utf-8")
-        case ".csv":
-            frame.to_csv(path, index=False, encoding="utf-8-sig", quoting=csv.QUOTE_ALL)
-        case _:
-            frame.to_parquet(path)
+    if path.suffix == ".csv":
+        pandas.DataFrame(rows).to_csv(path, index=False, encoding="utf-8-sig", quoting=csv.QUOTE_ALL)
+    elif path.suffix == ".parquet":
+        pandas.DataFrame(rows).to_parquet(path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps({"version": 1, "data": rows}, indent=1))
+    else:
+        path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
     return path
 
 

@@ -1,10 +1,9 @@
 """Questions as chat messages: what reaches the chat template, and which lists are refused."""
 
+import re
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -34,18 +33,9 @@ EXAMPLE = [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "c
 FEW_SHOT = [SYSTEM, *EXAMPLE, QUESTION]
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> str:
-    """Write rows in the format of the extension."""
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        jsonl(path, *rows)
-    return str(path)
-
-
-def read(path: str, **settings: Any) -> tuple[dict[str, Problem], list[str]]:
+def read(path: Path, **settings: Any) -> tuple[dict[str, Problem], list[str]]:
     """Return the problems of a file by answer, those held out included, and the notes."""
-    task = build_task(DataTask.model_validate({"name": "data", "train": path, **settings}))
+    task = build_task(DataTask.model_validate({"name": "data", "train": str(path), **settings}))
     problems = [*task.train_problems(), *(item for part in task.heldout_sets().values() for item in part)]
     return {problem.answer: problem for problem in problems}, task.notes()
 
@@ -63,11 +53,10 @@ def encoder(template: str | None) -> PromptEncoder:
     return PromptEncoder(tokenizer)
 
 
-@pytest.mark.parametrize(("suffix", "field"), [(".jsonl", "messages"), (".parquet", "prompt")])
-def test_all_turns_reach_the_chat_template_unchanged(suffix: str, field: str, tmp_path: Path) -> None:
+def test_all_turns_reach_the_chat_template_unchanged(tmp_path: Path) -> None:
     """System message, few-shot turns and blanks included; the text is the one that samples store."""
-    rows = [{field: FEW_SHOT, "answer": "12"}, {field: [QUESTION], "answer": "13"}]
-    problems, notes = read(write(tmp_path / f"chat{suffix}", rows), system="unused")
+    rows = [{"messages": FEW_SHOT, "answer": "12"}, {"messages": [QUESTION], "answer": "13"}]
+    problems, notes = read(jsonl(tmp_path / "chat.jsonl", *rows), system="unused")
     (encoded,) = encoder(CHATML).encode([problems["12"]])
     assert encoded.text == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
@@ -83,10 +72,8 @@ def test_all_turns_reach_the_chat_template_unchanged(suffix: str, field: str, tm
 
 
 def test_models_without_a_template_or_with_one_that_refuses_the_turns(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "chat.jsonl", [{"messages": FEW_SHOT, "answer": "12", "id": "first"}, other("13")]
-    )
-    problems, _ = read(path, train={"path": path, "fields": {"id": "id"}})
+    path = jsonl(tmp_path / "chat.jsonl", {"messages": FEW_SHOT, "answer": "12", "id": "first"}, other("13"))
+    problems, _ = read(path, train={"path": str(path), "fields": {"id": "id"}})
     (encoded,) = encoder(None).encode([problems["12"]])
     assert encoded.text == "Be brief.\n\nWhat is 1+1?\n\nAnswer: 2\n\n What is 3*4?\n"
     with pytest.raises(ConfigError, match=r"problem chat/first: .*refuses its messages.*must alternate"):
@@ -100,25 +87,25 @@ def test_an_assistant_message_at_the_end_is_the_answer_or_left_out(tmp_path: Pat
         {"messages": [SYSTEM, QUESTION, SOLUTION]},
         {"messages": [*FEW_SHOT[1:], SOLUTION]},
     ]
-    problems, notes = read(write(tmp_path / "sft.jsonl", [*rows, {"messages": [QUESTION]}]))
+    problems, notes = read(jsonl(tmp_path / "sft.jsonl", *rows, {"messages": [QUESTION]}))
     assert set(problems) == {"12"}
     assert "sft: 2 training problems; dropped: 1 without an answer" in notes
     assert "sft: the assistant message at the end of 2 prompts is the reference answer" in notes
     assert problems["12"].prompt[-1] == last
     rows = [{"messages": [*turns, SOLUTION], "answer": "13"} for turns in ([QUESTION], FEW_SHOT)]
-    path = write(tmp_path / "chat.jsonl", [*rows, {"messages": [QUESTION], "answer": "13"}])
+    path = jsonl(tmp_path / "chat.jsonl", *rows, {"messages": [QUESTION], "answer": "13"})
     problems, notes = read(path)
     assert set(problems) == {"13"}
     assert problems["13"].prompt[-1] == last
     assert "chat: the assistant message at the end of 2 prompts is left out" in notes
-    configured, _ = read(path, train={"path": path, "fields": {"question": "messages", "answer": "messages"}})
+    fields = {"question": "messages", "answer": "messages"}
+    configured, _ = read(path, train={"path": str(path), "fields": fields})
     assert set(configured) == {"12"}
 
 
 def test_completions_of_chat_messages_can_be_scored(tmp_path: Path) -> None:
     row = {"messages": [QUESTION, SOLUTION], "completions": ["#### 12", "#### 13"]}
-    path = Path(write(tmp_path / "done.jsonl", [row]))
-    (stored,) = read_completions(path)["done"]
+    (stored,) = read_completions(jsonl(tmp_path / "done.jsonl", row))["done"]
     assert (stored.problem.prompt, stored.problem.answer) == (QUESTION["content"], "12")
     assert len(stored.completions_G) == 2
 
@@ -148,8 +135,7 @@ MALFORMED: list[tuple[Any, str]] = [
 
 def test_a_malformed_list_is_one_line_with_file_row_and_field(tmp_path: Path) -> None:
     for messages, message in MALFORMED:
-        path = write(tmp_path / "bad.jsonl", [other("1"), {"messages": messages, "answer": "2"}])
-        with pytest.raises(ConfigError) as caught:
+        path = jsonl(tmp_path / "bad.jsonl", other("1"), {"messages": messages, "answer": "2"})
+        expected = f"{path}, row 2: the chat messages of 'messages': {message}"
+        with pytest.raises(ConfigError, match=re.escape(expected)):
             read(path)
-        assert str(caught.value).startswith(f"{path}, row 2: the chat messages of 'messages': {message}")
-        assert "\n" not in str(caught.value)
