@@ -23,7 +23,7 @@ from tests.experiments.test_api import SMALL
 
 RUN: list[Any] = [
     SMALL,
-    {"steps": 2, "sampling": {"max_tokens": 5}, "optim": {"updates": 2}},
+    {"steps": 2, "sampling": {"max_tokens": 3}, "optim": {"updates": 2}},
     {"evaluation": {"every": 50, "samples": 1, "k": [1]}, "checkpoint": {"every": 0}},
 ]
 
