@@ -169,26 +169,22 @@ def saving_advice(
         savings.insert(0, ("sampling.vllm.memory_fraction", "null"))
     if changeable is not None:
         savings = [(key, value) for key, value in savings if key in ("--nproc", *changeable)]
-    flags = settings_that_fit(savings, fits)
+    flags = _fewest(savings, fits)
     advice = "no setting tried makes it fit; use a smaller model or more GPUs"
     if flags is not None:
         advice = f"it fits with {' '.join(_flag_text(*flag) for flag in flags.items())}"
     return advice if estimate.device.is_idle else f"{_FREE_GPU}; without that, {advice}"
 
 
-def settings_that_fit(
+def _fewest(
     savings: Sequence[tuple[str, str]], fits: Callable[[Mapping[str, str]], bool]
 ) -> dict[str, str] | None:
-    """Return settings with which a run fits, as few as possible; None if it does not fit with all of them.
-
-    The first of `savings` that are enough together are left out again where they are not needed; a later value of a
-    setting needs less memory.
-    """
+    """Return as few of the first settings as fit together; None if all do not. A later value needs less memory."""
     enough = next((n for n in range(1, len(savings) + 1) if fits(dict(savings[:n]))), None)
     if enough is None:
         return None
     together, last = dict(savings[:enough]), savings[enough - 1][0]
-    for key, value in savings[enough - 1 :]:
+    for key, value in savings[enough - 1 :]:  # one alone rather than two with smaller changes
         if key == last and fits({key: value}):
             return {key: value}
     for key in list(together):

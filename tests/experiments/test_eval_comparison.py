@@ -52,8 +52,7 @@ def test_a_comparison_by_hand() -> None:
     assert comparison.changed_problems == [("r", 0.0, 0.75), ("q", 0.5, 0.375)]
 
 
-@pytest.mark.parametrize("ups", [0, 1, 4, 8])
-@pytest.mark.parametrize("downs", [0, 1, 3, 25])
+@pytest.mark.parametrize(("ups", "downs"), [(0, 0), (1, 0), (4, 1), (8, 3), (4, 25)])
 def test_the_sign_test_is_scipys_exact_binomial_test(ups: int, downs: int) -> None:
     changes = [0.25] * ups + [-0.5] * downs + [0.0] * 4
     a = record(s={str(i): {"mean_at_4": 0.5} for i, _ in enumerate(changes)})
@@ -122,12 +121,6 @@ def test_only_shared_sets_problems_and_metrics_are_read() -> None:
     assert (list(comparison.metrics), comparison.metrics["mean"][1], comparison.shared) == (["mean"], 1.0, 1)
 
 
-def test_equal_shares_of_different_n_are_ties() -> None:
-    a = record(s={str(count): {"mean_at_3": count / 3} for count in range(4)})
-    b = record(s={str(count): {"mean_at_6": 2 * count / 6} for count in range(4)})
-    assert compare_records(a, b)["s"].ties == 4
-
-
 GOOD = {"p": {"mean_at_2": 0.5, "pass_at_2": 1.0}, "q": {"mean_at_2": 0.0, "pass_at_2": 0.0}}
 
 
@@ -161,10 +154,3 @@ def test_damaged_records_give_one_error_line(damaged: dict[str, Any], words: str
         assert "\n" not in str(error.value)
         assert len(str(error.value)) < 300
         assert expected in str(error.value)
-
-
-def test_names_with_line_breaks_do_not_break_the_message() -> None:
-    damaged = record(s={"p\nq": {"mean_at_2": None}})
-    with pytest.raises(UserError) as error:
-        compare_records(damaged, damaged)
-    assert "\n" not in str(error.value)

@@ -16,7 +16,7 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.evaluation.batches import Batch
 from bandpo_cli.experiments.eval_request import plan_evaluation
 from bandpo_cli.experiments.eval_run import EvalInfo, EvalResult, evaluate, resume_evaluation
-from bandpo_cli.grading.pool import GraderPool, GraderUse, failure_warnings
+from bandpo_cli.grading.pool import GraderPool, GraderUse
 from bandpo_cli.ranks import SINGLE, Ranks
 from tests.training.several_ranks import run_ranks
 
@@ -134,13 +134,3 @@ def test_stored_completions_are_graded_by_one_process(tmp_path: Path) -> None:
     connected = mock.patch("bandpo_cli.experiments.eval_run.connected_ranks", return_value=ranks)
     with connected, pytest.raises(UserError, match=r"answers.jsonl: a file is graded by one process"):
         evaluate(samples=path, grader="number", runs_dir=tmp_path)
-
-
-def test_warnings_of_graders_count_the_answers_of_all_ranks() -> None:
-    first = {"a": GraderUse(10, 0, None), "b": GraderUse(4, 1, "ValueError: x")}
-    second = {"b": GraderUse(4, 1, "KeyError: y"), "c": GraderUse(1, 1, "OSError: z")}
-    assert [line.partition(",")[0] for line in failure_warnings([first, second])] == [
-        "grader 'b' failed on 2 of 8 answers (25.0%)",
-        "grader 'c' failed on 1 of 1 answers (100.0%)",
-    ]
-    assert "the first error: ValueError: x" in failure_warnings([first, second])[0]

@@ -86,40 +86,33 @@ def test_out_of_memory_in_an_evaluation(tmp_path: Path, monkeypatch: pytest.Monk
     assert "gradient_checkpointing" not in str(raised.value)
 
 
-@pytest.fixture
-def closed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Make the sampler impossible to close, and return the list of what was closed."""
-    calls: list[str] = []
-    create = GraderPool.__init__
-
-    def create_grader(pool: GraderPool, *arguments: Any) -> None:
-        create(pool, *arguments)
-        pool.close = lambda: calls.append("grader")  # type: ignore[assignment]
-
-    def close_sampler(sampler: TransformersSampler) -> None:
-        calls.append("sampler")
-        raise RuntimeError("the engine does not answer")
-
-    monkeypatch.setattr(TransformersSampler, "close", close_sampler)
-    monkeypatch.setattr(GraderPool, "__init__", create_grader)
-    return calls
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["train", "evaluate"])
 def test_a_sampler_that_cannot_be_closed_does_not_hide_the_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: list[str], caplog: pytest.LogCaptureFixture, command: str
-) -> None:  # fmt: skip
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, command: str
+) -> None:
+    closed: list[str] = []
+    create = GraderPool.__init__
+
+    def close_sampler(sampler: TransformersSampler) -> None:
+        closed.append("sampler")
+        raise RuntimeError("the engine does not answer")
+
+    def create_grader(pool: GraderPool, *arguments: Any) -> None:
+        create(pool, *arguments)
+        pool.close = lambda: closed.append("grader")  # type: ignore[assignment]
+
+    monkeypatch.setattr(TransformersSampler, "close", close_sampler)
+    monkeypatch.setattr(GraderPool, "__init__", create_grader)
+    start: Any = partial(evaluate, n=2, k=[2], limit=2, settings=[SMALL])
     if command == "train":  # without an error, it is reported
-        assert train(resolve(ONE_STEP), runs_dir=tmp_path, name="complete").status == "FINISHED"
+        start = partial(train, resolve(ONE_STEP))
+        assert start(runs_dir=tmp_path, name="complete").status == "FINISHED"
         assert closed == ["sampler", "grader"]
         assert "RuntimeError: the engine does not answer" in caplog.text
         closed.clear()
         caplog.clear()
     monkeypatch.setattr(TransformersSampler, "sample", out_of_memory)
-    start: Any = partial(train, resolve(ONE_STEP))
-    if command == "evaluate":
-        start = partial(evaluate, n=2, k=[2], limit=2, settings=[SMALL])
     with pytest.raises(RunError, match=r"^out of memory"):
         start(runs_dir=tmp_path, name="a")
     assert sorted(closed) == ["grader", "sampler"]

@@ -7,7 +7,8 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any, ClassVar
+from typing import Any
+from unittest import mock
 
 import pytest
 from mlflow import MlflowClient
@@ -122,28 +123,25 @@ def test_mistakes_write_nothing(job: Path, tmp_path: Path) -> None:
     assert not [*runs.iterdir()]
 
 
-class FailingServer(BaseHTTPRequestHandler):
-    """Answers the check of its health, and requests of MLflow with 503, which MLflow by itself retries for minutes."""
-
-    requests: ClassVar[list[str]] = []
-
-    def do_GET(self) -> None:
-        self.requests.append(self.path)
-        self.send_response(200 if self.path == "/health" else 503)
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.mark.slow
 def test_a_server_that_fails_ends_the_import_in_one_line_without_retries(
     job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The server answers the check of its health, and MLflow with 503, which MLflow by itself retries for minutes."""
+    requests: list[str] = []
+
+    def answer(handler: BaseHTTPRequestHandler) -> None:
+        requests.append(handler.path)
+        handler.send_response(200 if handler.path == "/health" else 503)
+        handler.end_headers()
+
     for name in ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_DISABLE_TELEMETRY"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), FailingServer)
+    handler = type(
+        "FailingHandler", (BaseHTTPRequestHandler,), {"do_GET": answer, "log_message": mock.Mock()}
+    )
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     Thread(target=server.serve_forever, daemon=True).start()
     uri = f"http://user:hunter2@127.0.0.1:{server.server_port}"
     place = ("--tracking-uri", uri, "--runs-dir", str(tmp_path / "r"))
@@ -152,7 +150,7 @@ def test_a_server_that_fails_ends_the_import_in_one_line_without_retries(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: MLflow at http://***@127.0.0.1")
     assert "MlflowException: API request" in line
-    assert [path for path in FailingServer.requests if path != "/health"] == FailingServer.requests[1:2]
+    assert [path for path in requests if path != "/health"] == requests[1:2]
     assert os.environ["MLFLOW_DISABLE_TELEMETRY"] == "true"
     assert not (tmp_path / "r").exists()
 

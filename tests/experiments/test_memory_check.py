@@ -233,21 +233,6 @@ def test_a_resume_keeps_the_share_of_vllm(tmp_path: Path, monkeypatch: pytest.Mo
     assert read_layer(tmp_path / "a" / "config.yaml")["sampling"]["vllm"]["memory_fraction"] == 0.31
 
 
-@pytest.mark.parametrize(
-    ("savings", "limit", "expected"),
-    [
-        ([("a", "1"), ("b", "3"), ("c", "9")], 2, {"b": "3"}),  # the first that is enough
-        ([("a", "1"), ("b", "3"), ("c", "2")], 5, {"b": "3", "c": "2"}),  # not those that are not needed
-        ([("a", "1"), ("a", "2"), ("b", "3")], 5, {"a": "2", "b": "3"}),  # the last value of a setting
-        # one alone rather than two with smaller changes
-        ([("a", "1"), ("b", "3"), ("b", "4")], 4, {"b": "4"}),
-        ([("a", "1"), ("b", "3")], 5, None),
-    ],
-)
-def test_fewest_settings(savings: list[tuple[str, str]], limit: int, expected: dict[str, str] | None) -> None:
-    assert memory.settings_that_fit(savings, lambda flags: sum(map(int, flags.values())) >= limit) == expected
-
-
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 ROW = re.compile(r"\| (\S+)(, LoRA of rank 16)? \| (\d) × (\d+) GB \| (\S+) GiB \| (\S+) \|")
 

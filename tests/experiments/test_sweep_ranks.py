@@ -1,6 +1,5 @@
 """Sweeps of runs with several ranks: slots, commands, the plan on disk, and what is refused."""
 
-import io
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,9 +8,7 @@ from unittest import mock
 
 import pytest
 import yaml
-from rich.console import Console
 
-from bandpo_cli.cli.sweep_view import SweepView
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import sweep as run_sweep
 from bandpo_cli.experiments.sweep_request import SweepRequest, plan_sweep
@@ -107,17 +104,6 @@ def test_a_resume_takes_as_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyP
     machine(monkeypatch, "4")
     with pytest.raises(ConfigError, match="--gpus-per-run 2: this machine has 1 GPU"):
         commands(monkeypatch, "s", None, tmp_path)
-
-
-def test_the_printed_plan_has_the_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine(monkeypatch, "", cores=4)
-    monkeypatch.setattr("bandpo_cli.cli.sweep_view.estimate_time", lambda *_: None)
-    request, out = request_of(tmp_path, "0"), io.StringIO()
-    view = SweepView(Console(file=out, width=120), tmp_path)
-    for ranks in (1, 2):
-        view.print_plan(dry_run_info(request, Executor(gpus_per_run=ranks)))
-    assert "1 runs, 1 at a time, 4 threads each" in out.getvalue()
-    assert "1 runs, 1 at a time, 2 processes of 2 threads each" in out.getvalue()
 
 
 def test_the_trial_has_as_many_ranks_as_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

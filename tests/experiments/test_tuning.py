@@ -97,20 +97,16 @@ def test_the_area_can_decide(runs_dir: Path) -> None:
     assert settings_of(runs_dir, config) == {"clip": (1e-4, None), "kl": (1e-5, 0.02)}
 
 
-def test_an_arm_with_a_failed_run_is_not_chosen(runs_dir: Path) -> None:
-    set_status(runs_dir, "clip-lr=1e-05-s100", "FAILED")
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_arm_with_a_failed_or_stopped_run_is_not_chosen(runs_dir: Path, stopped: bool) -> None:
+    set_status(runs_dir, "clip-lr=1e-05-s100", "KILLED" if stopped else "FAILED")
+    if stopped:
+        SweepFolder.open(runs_dir, "tuning").record_stopped("clip-lr=1e-05-s100", "far behind")
     assert settings_of(runs_dir, SweepConfig(tuned_on="tuning"))["clip"] == (1e-4, None)
     for arm in ("0.02", "0.1"):
         set_status(runs_dir, f"kl-{arm}-lr=1e-05-s100", "FAILED")
     with pytest.raises(ConfigError, match="no variant of kl has finished with every seed"):
         settings_of(runs_dir, SweepConfig(tuned_on="tuning"))
-
-
-def test_a_run_that_was_stopped_early_counts_as_failed(runs_dir: Path) -> None:
-    set_status(runs_dir, "clip-lr=1e-05-s100", "KILLED")
-    folder = SweepFolder.open(runs_dir, "tuning")
-    folder.record_stopped("clip-lr=1e-05-s100", "far behind")
-    assert settings_of(runs_dir, SweepConfig(tuned_on="tuning"))["clip"] == (1e-4, None)
 
 
 @pytest.mark.parametrize(
