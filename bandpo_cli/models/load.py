@@ -4,7 +4,7 @@ import copy
 import gc
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -81,11 +81,9 @@ class Policy:
     ranks: Ranks = SINGLE
     is_base: bool = False
 
-    @contextmanager
-    def passes(self) -> Iterator[PreTrainedModel]:
-        """Yield the model for passes of this policy: without its adapters if the policy is the base model."""
-        with lora.adapters_disabled(self.model) if self.is_base else nullcontext():
-            yield self.model
+    def passes(self) -> AbstractContextManager[PreTrainedModel]:
+        """Return a context with the model for passes of this policy: without its adapters if it is the base model."""
+        return lora.adapters_disabled(self.model) if self.is_base else nullcontext(self.model)
 
     @property
     def device(self) -> torch.device:

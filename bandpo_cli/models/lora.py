@@ -174,8 +174,8 @@ def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
 
 @contextmanager
-def adapters_disabled(model: nn.Module) -> Iterator[None]:
-    """Compute with the model's own weights within the block: passes without gradient only."""
+def adapters_disabled(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Yield the model, which computes with its own weights within the block: passes without gradient only."""
     layers = lora_layers(model).values()
     try:
         for layer in layers:
@@ -183,7 +183,7 @@ def adapters_disabled(model: nn.Module) -> Iterator[None]:
             # peft also freezes them. Sharding notes at its first pass which parameters are trained.
             for adapter in (layer.lora_A, layer.lora_B):
                 adapter.requires_grad_(True)
-        yield
+        yield model
     finally:
         for layer in layers:
             layer.enable_adapters(True)
