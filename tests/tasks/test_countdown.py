@@ -4,7 +4,6 @@ import itertools
 import math
 
 import pytest
-from pydantic import ValidationError
 
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError
@@ -66,9 +65,6 @@ def test_order_is_fixed() -> None:
     assert (len(TASK.train_problems()), len(HELDOUT)) == (9548, 1077)
 
 
-def test_settings_out_of_range_or_without_a_heldout_problem_are_rejected() -> None:
-    for name, value in {"numbers": 6, "max_number": 11, "max_target": -1, "heldout_fraction": 0.2}.items():
-        with pytest.raises(ValidationError, match=name):
-            CountdownTask.model_validate({name: value})
+def test_settings_without_a_heldout_problem_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"max_number=2.*heldout_fraction=0\.001"):
         Countdown(CountdownTask(numbers=2, max_number=2, max_target=3, heldout_fraction=0.001))

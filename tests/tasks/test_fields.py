@@ -12,7 +12,6 @@ from bandpo_cli.config.task import Fields
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.tasks.fields import (
     ANSWER_NAMES,
-    Question,
     as_answer,
     as_level,
     find_fields,
@@ -54,10 +53,6 @@ def test_levels() -> None:
     assert (as_level(3.0), as_level(True)) == (3, None)
 
 
-def read(value: Any) -> Question | None:
-    return read_question({"q": value}, Fields(question="q"), "row 1")
-
-
 @settings(max_examples=15)
 @given(VALUES)
 def test_any_value_is_converted_or_none(value: Any) -> None:
@@ -65,7 +60,7 @@ def test_any_value_is_converted_or_none(value: Any) -> None:
     if (answer := as_answer(value)) is not None:
         assert answer.encode().strip()
     with contextlib.suppress(ConfigError):
-        question = read(value)
+        question = read_question({"q": value}, Fields(question="q"), "row 1")
         assert question is None or question.prompt
     as_level(value)
     json.dumps(to_json_value(value), allow_nan=False)
@@ -96,10 +91,7 @@ USUAL_NAMES: list[tuple[dict[str, Any], tuple[str | None, str | None]]] = [
     ({"question": None, "problem": "q", "ground_truth": 1}, ("problem", "ground_truth")),
     ({"question": "q", "text": "a"}, ("question", None)),
     ({"text": "q", "answer": "a"}, (None, "answer")),
-    (
-        {"messages": [{"role": "user", "content": "m"}], "problem": "q", "solution": "1"},
-        ("problem", "solution"),
-    ),
+    ({"messages": CHAT, "problem": "q", "solution": "1"}, ("problem", "solution")),
     ({}, (None, None)),
 ]
 

@@ -59,11 +59,6 @@ def test_downloaded_copy_of_a_known_dataset_keeps_its_subset_and_splits(tmp_path
         assert [q.prompt for q in load_questions(asked, part)[0]] == [prompt]  # type: ignore[arg-type]
 
 
-def test_unknown_split_is_reported_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"sums', split 'dev': .*dev.*; give a local copy"):
-        list(read_rows(Source(path=str(folder(tmp_path)), split="dev"), "train"))
-
-
 def test_folders_written_by_save_to_disk(tmp_path: Path) -> None:
     single = datasets.Dataset.from_list(ROWS)
     single.save_to_disk(tmp_path / "single")
