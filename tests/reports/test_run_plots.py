@@ -153,11 +153,13 @@ def test_clip_map_of_a_method_without_bounds_marks_the_tokens_without_gradient(r
     ("columns", "plots"),
     [
         ({"lower": [0.0, 0.0], "upper": [np.inf, np.inf]}, 1),  # no bounds
-        ({"ratio": [1.0, 1.0]}, 1),  # as in the first update of a batch
         ({"ratio": [np.nan, 0.0]}, 0),  # not visible on log axes
         ({"old_logprob": [-200.0, 0.0], "ratio": [1e30, 1e-30]}, 1),
         ({name: [] for name in TOKEN_COLUMNS}, 0),
-        ({name: [-1.0 if name == "old_logprob" else 1.0] for name in TOKEN_COLUMNS}, 1),
+        (
+            {name: [-1.0 if name == "old_logprob" else 1.0] for name in TOKEN_COLUMNS},
+            1,
+        ),  # as in a first update
     ],
 )
 def test_unusual_tokens_give_a_clip_map_or_none(run, figures, columns, plots):

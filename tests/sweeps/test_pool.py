@@ -18,11 +18,11 @@ def start(pool: LocalPool, tmp_path: Path, name: str, code: str) -> None:
 
 
 def wait_for(holds: Callable[[], object]) -> None:
-    for _ in range(3000):
+    for _ in range(6000):
         if holds():
             return
         time.sleep(0.02)
-    raise AssertionError("the condition did not hold within a minute")
+    raise AssertionError("the condition did not hold within two minutes")
 
 
 def wait(pool: Pool, count: int) -> dict[str, int]:

@@ -8,7 +8,6 @@ import socket
 import sqlite3
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
@@ -26,6 +25,7 @@ from bandpo_cli.tracking import sync as senders
 from bandpo_cli.tracking.mirror import finite_metrics
 from bandpo_cli.tracking.store import Store, tracking_store
 from bandpo_cli.tracking.sync import RunSender
+from tests.sweeps.test_pool import wait_for
 from tests.tracking.tracked import check_complete, end_tracker, report, start_tracker, track, write_settings
 
 pytestmark = pytest.mark.slow
@@ -92,14 +92,6 @@ class MlflowServer:
         uri = f"file:{self.folder}/server.db?mode=ro"
         with closing(sqlite3.connect(uri, uri=True, timeout=30)) as database:
             return list(database.execute(query, (run,)))
-
-
-def wait_for(holds: Callable[[], object]) -> None:
-    for _ in range(2400):
-        if holds():
-            return
-        time.sleep(0.05)
-    raise AssertionError("the condition did not hold within two minutes")
 
 
 @pytest.fixture(scope="module")

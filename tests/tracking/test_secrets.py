@@ -12,7 +12,7 @@ from tests.cli.train_runs import SMALL
 
 SECRET = "s3cr3t"
 ADDRESS = f"http://me:{SECRET}@127.0.0.1:9/?token={SECRET}#{SECRET}"
-TRAIN = ["train", *(item for item in SMALL if item != "--no-mlflow"), "--steps", "2"]
+TRAIN = ["train", *(item for item in SMALL if item != "--no-mlflow"), "--steps", "1"]
 EVAL = ["eval", "--n", "1", "--k", "1", "--limit", "1"]
 
 
@@ -41,14 +41,10 @@ def test_a_secret_of_the_environment_or_a_flag_is_stored_and_printed_nowhere(tmp
         fails = arguments[0] in ("sync", "import")  # nobody answers at the address
         assert done.code == (1 if fails else 0), (arguments, done)
     assert run_command(tmp_path, "sync", "a", "--tracking-uri", ADDRESS).code == 1
-    for arguments in (TRAIN, EVAL, ["train", "--resume", "a", "--steps", "6"]):
+    for arguments in (TRAIN, EVAL, ["train", "--resume", "a", "--steps", "2"]):
         done = run_command(tmp_path, *arguments, "--tracking-uri", ADDRESS)
         assert (done.code, done.err.count("\n")) == (2, 1), done
         assert "set MLFLOW_TRACKING_URI" in done.err
-    assert (
-        run_command(tmp_path, "train", "--resume", "a", "--steps", "4").code == 0
-    )  # with a database without a secret
-    assert (tmp_path / "runs" / "mlflow.db").exists()
 
 
 def test_a_secret_that_an_earlier_version_has_stored_is_not_shown(run):
