@@ -317,11 +317,10 @@ def _close_record(config: RunConfig, folder: RunFolder, result: RunResult) -> No
     from bandpo_cli.reports.run_plots import plot_run
 
     status, records, error = result.status, result.records, result.error
-    evaluations = [
-        {key: value for key, value in record.items() if key == "step" or key.startswith("eval/")}
-        for record in records
-        if any(key.startswith("eval/") for key in record)
-    ]
+    scores = (
+        {key: record[key] for key in record if key == "step" or key.startswith("eval/")} for record in records
+    )
+    evaluations = [record for record in scores if len(record) > 1]
     message = "stopped by request" if status == "KILLED" else None
     if error is not None:
         message = str(error) if isinstance(error, SignalExit) else f"{type(error).__name__}: {error}"

@@ -13,18 +13,17 @@ from unittest import mock
 
 import datasets
 import pytest
-import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors.torch import load_file, save_file
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import resume, train
 from bandpo_cli.experiments.preflight import check_config
 from bandpo_cli.experiments.resume_run import pin
 from bandpo_cli.metric_names import without_clock
-from bandpo_cli.models.load import embedded_model_path, load_policy
+from bandpo_cli.models.load import embedded_model_path
 from bandpo_cli.paths import cached_commit
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
@@ -75,16 +74,6 @@ def test_the_commit_in_the_cache_is_that_of_the_hubs_library(hub: Path) -> None:
     assert cached_commit("nobody/nothing", "model", SECOND) == SECOND
     set_main(hub, MODEL, "model", "no commit", branch="damaged")
     assert cached_commit(MODEL, "model", "damaged") is None
-
-
-@pytest.mark.slow
-def test_a_model_is_loaded_at_its_revision(hub: Path) -> None:
-    add_model(hub, FIRST)
-    add_model(hub, SECOND, scale=2.0)
-    first, second = (load_policy(ModelConfig(path=MODEL, revision=commit)) for commit in (FIRST, None))
-    norms = [policy.model.get_submodule("model.norm").weight for policy in (first, second)]
-    assert torch.equal(norms[1], 2 * norms[0])
-    assert (first.commit, second.commit, load_policy(ModelConfig()).commit) == (FIRST, SECOND, None)
 
 
 @pytest.mark.slow
