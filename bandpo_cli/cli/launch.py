@@ -55,6 +55,7 @@ class RankProcess:
     Attributes:
         rank: its number.
         killed: the launcher has killed it.
+        error_file: exists when the rank has failed or is about to.
         code: its exit code after `end`; minus the number of the signal that killed it.
         error: the error that it has recorded, after `end`; None if there is none.
     """
@@ -67,17 +68,12 @@ class RankProcess:
     ) -> None:
         """Start the process; rank 0 alone prints."""
         self.rank, self.killed = rank, False
-        self._error_file = folder / f"error-{rank}.json"
-        variables = {**os.environ, **variables, ERROR_FILE_VARIABLE: str(self._error_file)}
+        self.error_file = folder / f"error-{rank}.json"
+        variables = {**os.environ, **variables, ERROR_FILE_VARIABLE: str(self.error_file)}
         words, output = [sys.executable, *arguments], None if rank == 0 else subprocess.DEVNULL
         self.process = subprocess.Popen(
             words, env=variables, stdout=output, stderr=output, start_new_session=True
         )
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the rank has ended with an error or is about to."""
-        return bool(self.process.returncode) or self._error_file.exists()
 
     def end(self) -> None:
         """Kill the rank if it is running, and the processes that it has left unless it succeeded."""
@@ -85,7 +81,7 @@ class RankProcess:
             self.send(signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(_KILLED_S)
-        self.code, self.error = self.process.returncode or 0, read_error(self._error_file)
+        self.code, self.error = self.process.returncode or 0, read_error(self.error_file)
 
     def send(self, number: int) -> None:
         """Send a signal to the process; SIGKILL to all processes of the group, also those that the rank has left."""
@@ -208,7 +204,7 @@ def _watch(ranks: Sequence[RankProcess]) -> None:
     deadline = math.inf
     while running := [rank for rank in ranks if rank.process.poll() is None]:
         now = time.monotonic()
-        if any(rank.has_failed for rank in ranks):
+        if any(rank.process.returncode or rank.error_file.exists() for rank in ranks):
             deadline = min(deadline, now + ENDING_S)
         if running[0].rank != 0:
             deadline = min(deadline, now + OTHERS_S)
