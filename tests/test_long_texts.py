@@ -1,7 +1,7 @@
 """Time and outcome for long and unusual texts: linear time everywhere, a verdict for every completion.
 
 The functions that read text of models and data are called with 200,000 characters of many shapes in a process with a
-limit on its time: `python -m tests.test_long_texts 12` takes every twelfth shape, and those that took quadratic time
+limit on its time: `python -m tests.test_long_texts 24` takes every 24th shape, and those that took quadratic time
 once; without a number it takes all.
 """
 
@@ -141,7 +141,7 @@ long_text_settings = settings(deadline=None, max_examples=25)
 
 @pytest.mark.slow
 def test_texts_of_many_shapes_take_linear_time() -> None:
-    command = [sys.executable, "-m", "tests.test_long_texts", "12"]
+    command = [sys.executable, "-m", "tests.test_long_texts", "24"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     lines = done.stdout.splitlines()
     assert lines[-1:] == ["END"], f"used up its CPU time or failed after: {lines[-1:]} {done.stderr[-500:]}"
