@@ -231,8 +231,7 @@ def _registered() -> dict[str, Any]:
 
 def _default_options(name: str) -> dict[str, Any]:
     """Return the defaults of the options that a configuration can have, which have no dates or objects as values."""
-    settings = _registered()[name][1]
-    values = {field.name: getattr(settings(), field.name) for field in dataclasses.fields(settings)}
+    values = dataclasses.asdict(_registered()[name][1]())
     kinds = (type(None), bool, int, float, str, list, tuple)
     return {
         key: value for key, value in values.items() if key not in ("seed", "size") and type(value) in kinds

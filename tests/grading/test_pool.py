@@ -281,10 +281,8 @@ def test_hostile_answers_are_never_correct_and_do_not_break_the_pool(monkeypatch
 
     monkeypatch.setattr(pool_module.WorkerPool, "run", counting)
     five = Problem("five", "", "5", "test", "math")
-    hostile_texts = [
-        ENDLESS[0],
-        *QUICK[::3],
-    ]  # a worker that is killed at its deadline takes seconds to replace
+    # One of the endless answers: a worker that is killed at its deadline takes seconds to replace.
+    hostile_texts = [ENDLESS[0], *QUICK[::3]]
     texts = [text for hostile in hostile_texts for text in (hostile, "Answer: 2+3")]
     with GraderPool(GradingConfig(workers=1, deadline=2)) as pool:
         pool.spawn(["math", "number", "nosuch:judge"])
