@@ -1,11 +1,11 @@
 """A small training run that records every call of the loop: to the sampler, grader, optimizer and run folder."""
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -55,8 +55,7 @@ def save_small_model(folder: Path) -> Path:
     return folder
 
 
-@dataclass(frozen=True)
-class SampleCall:
+class SampleCall(NamedTuple):
     """A call of `Sampler.sample` and what it returned."""
 
     prompts_P: list[tuple[int, ...]]
@@ -65,8 +64,7 @@ class SampleCall:
     completions_PG: list[list[Completion]]
 
 
-@dataclass(frozen=True)
-class GradeCall:
+class GradeCall(NamedTuple):
     """A call of the grader and what it returned."""
 
     problems: list[Problem]
@@ -74,8 +72,7 @@ class GradeCall:
     grades: list[Grade]
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(NamedTuple):
     """A completion, with what the grader received and returned for it."""
 
     problem: Problem
@@ -85,16 +82,14 @@ class Sampled:
     grade: Grade
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """An AdamW step: the largest gradient entry, and the weights after it."""
 
     largest_gradient: float
     weights: Weights
 
 
-@dataclass(frozen=True)
-class Sync:
+class Sync(NamedTuple):
     """A call of `Sampler.sync`: the model object, its weights at that moment, and the version."""
 
     model: PreTrainedModel
@@ -258,22 +253,12 @@ class RecordingFolder(RunFolder):
 
     recording: Recording
 
-    def write_samples(self, step: int, groups: Any) -> Path:
-        self.recording.current.order.append("write samples")
-        return super().write_samples(step, groups)
-
-    def write_tokens(self, step: int, columns: Any) -> Path:
-        self.recording.current.order.append("write tokens")
-        return super().write_tokens(step, columns)
-
-    def write_eval(self, step: int, result: Mapping[str, object]) -> Path:
-        self.recording.current.order.append("write eval")
-        return super().write_eval(step, result)
-
-    def append_metrics(self, record: Mapping[str, object]) -> None:
-        self.recording.current.order.append("write line")
-        self.recording.current.checkpoints_at_line = list(model_checkpoints(self))
-        super().append_metrics(record)
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("write_samples", "write_tokens", "write_eval", "append_metrics"):
+            self.recording.current.order.append(name.replace("_", " "))
+        if name == "append_metrics":
+            self.recording.current.checkpoints_at_line = list(model_checkpoints(self))
+        return super().__getattribute__(name)
 
 
 def prepare_run(

@@ -1,10 +1,8 @@
-"""Several ranks, connected by gloo: forked from a process that has imported torch, and those of torchrun."""
+"""Several ranks, connected by gloo: forked from a process that has imported torch."""
 
 import os
 import pickle
 import socket
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -53,26 +51,6 @@ def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
-
-
-def run_module(size: int, *arguments: str) -> None:
-    """Run `python -m ARGUMENTS` as torchrun's ranks of one thread each; one rank runs without torchrun."""
-    launcher = [
-        "torch.distributed.run",
-        "--nproc-per-node",
-        str(size),
-        "--master-port",
-        str(free_port()),
-        "-m",
-    ]
-    done = subprocess.run(
-        [sys.executable, "-m", *(launcher if size > 1 else []), *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def _run(

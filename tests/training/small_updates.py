@@ -98,16 +98,9 @@ def weights_of(policy: Policy) -> torch.Tensor:
 
 def shifted_groups(groups: list[Group], by: float) -> list[Group]:
     """Return the groups as reported by an engine whose log-probs are off by `by` nats."""
-    return [
-        replace(
-            group,
-            rollouts_G=tuple(
-                replace(
-                    r,
-                    completion=replace(r.completion, logprobs=tuple(lp + by for lp in r.completion.logprobs)),
-                )
-                for r in group.rollouts_G
-            ),
-        )
-        for group in groups
-    ]
+
+    def shifted(rollout: Rollout) -> Rollout:
+        logprobs = tuple(logprob + by for logprob in rollout.completion.logprobs)
+        return replace(rollout, completion=replace(rollout.completion, logprobs=logprobs))
+
+    return [replace(group, rollouts_G=tuple(map(shifted, group.rollouts_G))) for group in groups]

@@ -4,7 +4,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from bandpo_cli.training import checkpoint_files, checkpoint_writer
 from bandpo_cli.training.checkpoint_files import TrainedState, load_checkpoint
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter, StateCopy
 from bandpo_cli.training.optimizer import NonFiniteError
-from tests.training.held_writes import Gate
 from tests.training.trained import (
     STEP,
     State,
@@ -75,6 +74,31 @@ def setting(embedded: Policy, tmp_path: Path) -> Setting:
     trained = fresh(embedded, torch.float32)
     update(trained, 1)
     return Setting(trained, RunFolder.create(tmp_path, "a"))
+
+
+class Gate:
+    """Holds a checkpoint that a thread writes: its weights are in the hidden folder, the optimizer state is not.
+
+    Attributes:
+        reached: set when a write is held.
+        open: set it to let this write and all others pass.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reached, self.open = threading.Event(), threading.Event()
+        self._write = checkpoint_files.write_tensors
+        monkeypatch.setattr(checkpoint_files, "write_tensors", self._held)
+
+    def _held(self, path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> str:
+        if threading.current_thread() is not threading.main_thread():
+            self.reached.set()
+            while not self.open.wait(0.002):
+                check()
+        return self._write(path, tensors, check)
+
+    def wait_until_reached(self) -> None:
+        """Return when a write is held."""
+        assert self.reached.wait(60)
 
 
 @pytest.fixture

@@ -30,11 +30,6 @@ def test_60_of_256_groups_give_each_of_4_updates_15() -> None:
     assert in_order == sorted(in_order, key=int)
 
 
-def test_groups_with_a_gradient_keep_their_order_where_they_fill_the_step() -> None:
-    sampled = [group(f"{index}", 0.0, float(index % 2)) for index in range(12)]
-    assert [select_group.problem.id for select_group in select_groups(sampled, 4, 2)] == ["1", "3", "5", "7"]
-
-
 @pytest.mark.parametrize(
     ("sampled", "updates", "expected"),
     [

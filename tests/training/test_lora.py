@@ -1,4 +1,4 @@
-"""Training with LoRA: the base stays as it is, checkpoints hold the adapters, and any number of ranks resumes them."""
+"""Training with LoRA: the base stays as it is, and checkpoints hold the adapters."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +15,6 @@ from bandpo_cli.models.load import load_policy
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.lora import adapter_parameters, add_adapters
 from bandpo_cli.models.packing import Row, collate
-from bandpo_cli.models.sharding import full_tensor, shard
-from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.checkpoint_files import load_checkpoint
@@ -26,10 +24,7 @@ from bandpo_cli.training.metrics import packed_work
 from bandpo_cli.training.optimizer import Optimizer
 from tests.conftest import random_model
 from tests.training.recording import SETTINGS
-from tests.training.several_ranks import run_ranks
-from tests.training.trained import STEP, Trained, save_checkpoint, update
-
-LORA = LoraSettings(rank=3)
+from tests.training.trained import STEP, Trained, save_checkpoint
 
 
 @pytest.mark.slow
@@ -82,7 +77,7 @@ def test_the_flops_of_frozen_weights_have_no_gradient() -> None:
     plain = sum(
         value.numel() for name, value in model.named_parameters() if "layers" in name and value.ndim == 2
     )
-    add_adapters(model, LORA, seed=0, base="")
+    add_adapters(model, LoraSettings(rank=3), seed=0, base="")
     adapters = sum(adapter_parameter.numel() for _, adapter_parameter in adapter_parameters(model))
     with packed_work(model) as work:
         token_logprobs(model, collate([Row([1, 2, 3], [[4, 5]])], torch.device("cpu")))
@@ -97,57 +92,17 @@ def test_the_flops_of_frozen_weights_have_no_gradient() -> None:
     assert with_gradient == work.flops + backward
 
 
-def trained(dtype: torch.dtype, ranks: Ranks = SINGLE, seed: int = 0) -> Trained:
-    """Return a policy with adapters, whose start depends on the seed, and its optimizer."""
-    model = random_model().to(dtype)
-    add_adapters(model, LORA, seed, base="base")
-    if ranks.size > 1:
-        shard(model, ranks, torch.device("cpu"))
-    policy = replace(load_policy(ModelConfig(device="cpu")), model=model, ranks=ranks)
-    return Trained(policy, Optimizer(model, OptimConfig(lr=1e-2, warmup_steps=0, max_grad_norm=None), 100))
-
-
-def masters_of(one: Trained) -> dict[str, torch.Tensor]:
-    """Return float32 masters and moments, complete; a sharded model has the masters as its parameters."""
-    state = {name: full_tensor(value).clone() for name, value in one.optimizer.state().items()}
-    for name, parameter in one.policy.model.named_parameters():
-        if parameter.requires_grad and f"{name}.master" not in state:
-            state[f"{name}.master"] = full_tensor(parameter).clone()
-    return state
-
-
-def continued(ranks: Ranks, root: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Resume from the checkpoint of one rank, update and save; return the state after it."""
-    one = trained(dtype, ranks, seed=5)
-    assert load_checkpoint(*one, root / "one" / "step-000010") == STEP
-    update(one, 2)
-    save_checkpoint(*one, replace(STEP, updates=3), root / "two" / "step-000010")
-    return masters_of(one)
-
-
-@pytest.mark.slow
-def test_adapters_resume_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """1 → 2 → 1, bit for bit those of one process that did all updates."""
-    dtype = torch.bfloat16  # with masters
-    one, uninterrupted = trained(dtype), trained(dtype)
-    update(one, 1)
-    save_checkpoint(*one, STEP, tmp_path / "one" / "step-000010")
-    results = run_ranks(2, tmp_path / "results", continued, tmp_path, dtype)
-    last = trained(dtype, seed=7)
-    load_checkpoint(*last, tmp_path / "two" / "step-000010")
-    update(uninterrupted, 1, 2)
-    expected = masters_of(uninterrupted)
-    assert any("lora_B" in name and value.any() for name, value in expected.items())
-    for result in (*results, masters_of(last)):
-        assert result.keys() == expected.keys()
-        assert [name for name in expected if not torch.equal(result[name], expected[name])] == []
+def trained(rank: int) -> Trained:
+    """Return a policy with adapters and its optimizer."""
+    model: Any = random_model()
+    add_adapters(model, LoraSettings(rank=rank), 0, base="base")
+    return Trained(
+        replace(load_policy(ModelConfig(device="cpu")), model=model), Optimizer(model, OptimConfig(), 10)
+    )
 
 
 def test_a_checkpoint_of_other_adapters_is_refused(tmp_path: Path) -> None:
-    save_checkpoint(*trained(torch.float32), STEP, tmp_path / "step-000010")
-    model: Any = random_model()
-    add_adapters(model, LoraSettings(rank=2), 0, base="base")
-    policy = replace(load_policy(ModelConfig(device="cpu")), model=model)
+    save_checkpoint(*trained(rank=3), STEP, tmp_path / "step-000010")
     with pytest.raises(UserError, match="the adapters have another rank") as error:
-        load_checkpoint(policy, Optimizer(model, OptimConfig(), 10), tmp_path / "step-000010")
+        load_checkpoint(*trained(rank=2), tmp_path / "step-000010")
     assert "\n" not in str(error.value)

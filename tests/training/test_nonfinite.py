@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.models.load import Policy
-from bandpo_cli.storage.checkpoints import Progress, model_checkpoints
+from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import MAX_BAD_BATCHES
 from bandpo_cli.tasks.task import build_task
@@ -28,7 +28,6 @@ from bandpo_cli.training.metrics import update_metrics
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
 from bandpo_cli.training.update import check_finite_weights, handle_bad_update, update_policy
 from tests.training.small_updates import config_of, experiences_of, policy_of, weights_of
-from tests.training.trained import save_checkpoint
 
 STEADY = {"warmup_steps": 0, "lr": 1e-3}
 
@@ -179,13 +178,16 @@ def test_the_batch_is_stored_with_every_computed_value(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "norm"), [("float32", 1.0), ("bfloat16", None)])
-def test_suggestions_leave_out_settings_in_use(tmp_path: Path, dtype: str, norm: float | None) -> None:
+def test_suggestions_leave_out_settings_in_use_and_an_unwritable_disk_is_named(
+    tmp_path: Path, dtype: str, norm: float | None
+) -> None:
+    (tmp_path / "bad_batches").write_text("a file where the folder should be")
     config = config_of(model={"dtype": dtype}, optim={"max_grad_norm": norm})
     policy = policy_of()
     optimizer = Optimizer(policy.model, config.optim, total_updates=1)
     (experience,) = experiences_of(policy, updates=1)
     bad = with_value(experience, "advantages", math.nan)
-    with pytest.raises(NonFiniteError) as caught:
+    with pytest.raises(NonFiniteError, match=r"are not finite.*batch could not be written") as caught:
         update_policy(
             policy, optimizer, [bad], config, partial(handle_bad_update, config, optimizer, 1, tmp_path)
         )
@@ -216,20 +218,6 @@ def test_consecutive_skips_and_stored_batches_are_limited(tmp_path: Path) -> Non
     assert names[-1] == "step-000002-update-1.parquet", "the batch that stops the run is always stored"
 
 
-def test_an_unwritable_disk_does_not_hide_the_fault(tmp_path: Path) -> None:
-    (tmp_path / "bad_batches").write_text("a file where the folder should be")
-    config, policy = config_of(), policy_of()
-    optimizer = Optimizer(policy.model, config.optim, total_updates=1)
-    (experience,) = experiences_of(policy, updates=1)
-    bad = with_value(experience, "advantages", math.nan)
-    with pytest.raises(
-        NonFiniteError, match=r"the advantages are not finite.*its batch could not be written"
-    ):
-        update_policy(
-            policy, optimizer, [bad], config, partial(handle_bad_update, config, optimizer, 1, tmp_path)
-        )
-
-
 SMALL: dict[str, Any] = {
     "steps": 3,
     "task": {"max_number": 5},
@@ -257,16 +245,6 @@ def test_a_run_with_a_broken_weight_skips_up_to_the_limit_and_stops(tmp_path: Pa
     assert "optim/loss" not in record
     names = sorted(path.stem for path in (folder.path / "bad_batches").iterdir())
     assert names == [f"step-00000{step}-update-{update}" for step in (1, 2) for update in (1, 2)]
-
-
-def test_non_finite_weights_are_not_saved(tmp_path: Path) -> None:
-    policy = policy_of()
-    optimizer = Optimizer(policy.model, config_of().optim, total_updates=1)
-    progress = Progress(step=1, updates=0, skipped_in_a_row=0, position=0, problems="")
-    spoil_a_weight(policy)
-    with pytest.raises(NonFiniteError, match=r"the weights are not finite .*embed_tokens"):
-        save_checkpoint(policy, optimizer, progress, tmp_path / "checkpoints" / "step-000001")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -83,15 +83,6 @@ def test_completions_of_a_row_do_not_attend_to_each_other(policy: Any) -> None:
     assert flops[1] + flops[2] - flops[0] == prompt.flops - head
 
 
-def test_only_packed_passes_within_the_context_count(policy: Any) -> None:
-    with packed_work(policy.model) as work, torch.no_grad():
-        policy.model(torch.ones(1, 4, dtype=torch.int64))
-        assert work.flops == 0
-    with torch.no_grad():
-        token_logprobs(policy.model, collate(ROWS, policy.device))
-    assert work.flops == 0
-
-
 def test_utilisation_and_peak_memory_of_a_card(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The card is a stand-in: 1e12 FLOP in 2 seconds on a card of 10e12 FLOP/s are 5 percent."""
     resets: list[Any] = []

@@ -17,10 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 from xxhash import xxh3_64_hexdigest
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.run import ModelConfig, OptimConfig
+from bandpo_cli.config.run import LoraSettings, ModelConfig, OptimConfig
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.models import sharding
 from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.models.lora import add_adapters
 from bandpo_cli.models.sharding import full_tensor, local_tensor, shard
 from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.storage.checkpoints import complete_checkpoints, remove_checkpoints_after
@@ -33,8 +34,16 @@ from tests.conftest import SHAPE, random_model
 from tests.training.several_ranks import run_ranks
 from tests.training.trained import STEP, State, Trained, save_checkpoint, update
 
-CASES = [("qwen2", torch.float32), ("narrow", torch.bfloat16)]
-"""Models and the dtype of their forward passes. `narrow` has matrices of 2 rows, fewer than 4 ranks have shards for."""
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CASES = [
+    ("qwen2", torch.float32),
+    ("narrow", torch.bfloat16),
+    ("adapters", torch.bfloat16),
+    ("mixture", torch.float32),
+]
+"""Models and the dtype of their forward passes. `narrow` has matrices of 2 rows, fewer than 3 ranks have shards for;
+transformers stores the weights of `mixture` (of experts) under other names and in other forms."""
 
 
 @cache
@@ -48,9 +57,15 @@ def trained(kind: str, dtype: torch.dtype, ranks: Ranks = SINGLE, seed: int = 0)
         torch.manual_seed(seed)
         shape = {**SHAPE, "hidden_size": 8, "num_key_value_heads": 1, "head_dim": 2}
         model: Any = LlamaForCausalLM(LlamaConfig(**shape)).eval()
+    elif kind == "mixture":
+        torch.manual_seed(seed)
+        config = MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2)
+        model = MixtralForCausalLM(config).eval()
     else:
-        model = random_model(kind, seed)
+        model = random_model("qwen2" if kind == "adapters" else kind, seed)
     model.to(dtype)
+    if kind == "adapters":
+        add_adapters(model, LoraSettings(rank=3), seed, base="base")
     if ranks.size > 1:
         shard(model, ranks, torch.device("cpu"))
     policy = replace(embedded(), model=model, ranks=ranks)
@@ -62,8 +77,9 @@ def complete_state(one: Trained) -> dict[str, torch.Tensor]:
     """Return weights in the dtype of a checkpoint, moments and masters, complete on every rank."""
     state = {name: full_tensor(value).clone() for name, value in one.optimizer.state().items()}
     for name, parameter in one.policy.model.named_parameters():
-        dtype = torch.bfloat16 if f"{name}.master" in state else torch.float32
-        state[name] = full_tensor(parameter).to(dtype)
+        if parameter.requires_grad:
+            dtype = torch.bfloat16 if f"{name}.master" in state else torch.float32
+            state[name] = full_tensor(parameter).to(dtype)
     return state
 
 
@@ -83,14 +99,6 @@ def files_of(folder: Path) -> dict[str, int]:
     }
 
 
-def describe(kind: str, dtype: torch.dtype, different: list[str], folder: Path) -> str:
-    """Return what is different, and whether one process, which gathers nothing, loads the checkpoint as expected."""
-    alone = trained(kind, dtype, seed=6)
-    load_checkpoint(*alone, folder / "step-000010")
-    wrong = differences(complete_state(alone), load_file(folder / "state.safetensors"))
-    return f"{kind}: {different}; loaded by one process: {wrong}"
-
-
 def continue_on_ranks(ranks: Ranks, root: Path, source: str, result: str) -> None:
     """Resume every case from the checkpoint of `source`, update, save as `result`; runs in each of the ranks."""
     for kind, dtype in CASES:
@@ -100,8 +108,7 @@ def continue_on_ranks(ranks: Ranks, root: Path, source: str, result: str) -> Non
         assert progress == STEP
         assert (one.optimizer.update, one.optimizer.skipped_in_a_row) == (3, 1)
         expected = load_file(root / source / name / "state.safetensors")
-        different = differences(complete_state(one), expected)
-        assert not different, describe(kind, dtype, different, root / source / name)
+        assert not differences(complete_state(one), expected), name
         update(one, ranks.size)
         save_checkpoint(*one, replace(STEP, updates=3), root / result / name / "step-000010")
         state = complete_state(one)
@@ -111,51 +118,29 @@ def continue_on_ranks(ranks: Ranks, root: Path, source: str, result: str) -> Non
 
 @pytest.mark.slow
 def test_a_checkpoint_resumes_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """1 → 2 → 4 → 1, bit for bit; the last state is that of one process that did all updates."""
+    """1 → 2 → 3 → 1, bit for bit; the last state is that of one process that did all updates."""
     for kind, dtype in CASES:
         folder = tmp_path / "1" / f"{kind}-{dtype}"
         one = trained(kind, dtype)
         update(one, 1)
         save_checkpoint(*one, STEP, folder / "step-000010")
         save_file(complete_state(one), folder / "state.safetensors")
-    for before, size in ((1, 2), (2, 4)):
+    for before, size in ((1, 2), (2, 3)):
         run_ranks(size, tmp_path / f"results-{size}", continue_on_ranks, tmp_path, str(before), str(size))
     for kind, dtype in CASES:
         uninterrupted = trained(kind, dtype)
-        update(uninterrupted, 1, 2, 4)
-        folder = tmp_path / "4" / f"{kind}-{dtype}"
+        update(uninterrupted, 1, 2, 3)
+        folder = tmp_path / "3" / f"{kind}-{dtype}"
         one = trained(kind, dtype, seed=7)
         load_checkpoint(*one, folder / "step-000010")
         assert not differences(complete_state(one), load_file(folder / "state.safetensors"))
-        check_files(folder / "step-000010", dtype)
+        if kind != "adapters":
+            check_files(folder / "step-000010", dtype)
         torch.testing.assert_close(complete_state(one), complete_state(uninterrupted), rtol=1e-6, atol=1e-7)
-
-
-def mixture(ranks: Ranks, seed: int) -> Trained:
-    """Return a sharded mixture of experts, whose weights transformers stores under other names and in other forms."""
-    torch.manual_seed(seed)
-    config = MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2)
-    model: Any = MixtralForCausalLM(config).eval()
-    if ranks.size > 1:
-        shard(model, ranks, torch.device("cpu"))
-    return Trained(replace(embedded(), model=model, ranks=ranks), Optimizer(model, OptimConfig(), 100))
-
-
-def save_and_load_mixture(ranks: Ranks, folder: Path) -> list[str]:
-    one, other = mixture(ranks, 0), mixture(ranks, 1)
-    save_checkpoint(*one, STEP, folder)
-    load_checkpoint(*other, folder)
-    return differences(complete_state(one), complete_state(other))
-
-
-@pytest.mark.slow
-def test_weights_that_are_stored_in_another_form_are_loaded(tmp_path: Path) -> None:
-    assert run_ranks(2, tmp_path / "results", save_and_load_mixture, tmp_path / "step-000010") == [[], []]
-    stored, one = load_file(tmp_path / "step-000010" / "model.safetensors"), mixture(SINGLE, 0)
-    assert stored.keys() ^ dict(one.policy.model.named_parameters()).keys(), "the names differ"
-    loaded = mixture(SINGLE, 2)
-    load_checkpoint(*loaded, tmp_path / "step-000010")
-    assert not differences(complete_state(loaded), complete_state(one))
+        stored = (
+            load_file(folder / "step-000010" / "model.safetensors").keys() if kind == "mixture" else set()
+        )
+        assert bool(stored - dict(one.policy.model.named_parameters()).keys()) == (kind == "mixture")
 
 
 def check_files(folder: Path, dtype: torch.dtype) -> None:

@@ -21,17 +21,19 @@ from tests.training.recording import SETTINGS
 from tests.training.several_ranks import run_ranks
 
 LAYER: dict[str, Any] = {
-    "steps": 3,
+    "steps": 2,
+    "sampling": {"max_lag": 1},
     "optim": {"lr": 5e-5, "warmup_steps": 0},
+    "evaluation": {"every": 0},
     "checkpoint": {"every": 1, "background": True},
 }
 
 Result = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
 
 
-def part(ranks: Ranks, folder: Path, model: Path, first: int, stop_after: int, max_lag: int) -> Result:
+def part(ranks: Ranks, folder: Path, model: Path, first: int, stop_after: int) -> Result:
     """Train from step `first` up to a stop after a step; return the lines, and the weights and optimizer state."""
-    config = resolve([SETTINGS, LAYER, {"model": {"path": str(model)}, "sampling": {"max_lag": max_lag}}])
+    config = resolve([SETTINGS, LAYER, {"model": {"path": str(model)}}])
     run = RunFolder(folder)
     components = build_components(config, build_task(config.task), ranks)
     lines: list[dict[str, float]] = []
@@ -54,30 +56,18 @@ def part(ranks: Ranks, folder: Path, model: Path, first: int, stop_after: int, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "max_lag", "tolerance"), [(2, 0, 0.0), (1, 1, 1e-5)])
-def test_a_run_of_two_ranks_stopped_after_a_step_resumes(
-    tmp_path: Path, small_model: Path, ranks: int, max_lag: int, tolerance: float
-) -> None:
-    """On two ranks it equals an uninterrupted run of two ranks exactly, on one the run of one process nearly."""
+def test_a_run_of_two_ranks_stopped_after_a_step_resumes_with_one(tmp_path: Path, small_model: Path) -> None:
+    """It is nearly the uninterrupted run of one process, which adds in another order."""
     stopped = RunFolder(tmp_path / "stopped")
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()
-
-    def on(size: int, name: str, first: int, last: int) -> Result:
-        arguments = (tmp_path / name, small_model, first, last, max_lag)
-        if size == 1:
-            return part(SINGLE, *arguments)
-        return run_ranks(size, tmp_path / f"{name}-{first}", part, *arguments)[0]
-
     with forked_engines():
-        expected, state = on(ranks, "whole", 0, 3)
-        on(2, "stopped", 0, 1)
-        assert max(complete_checkpoints(stopped).complete) == 1
-        lines, resumed = on(ranks, "stopped", 2, 3)
-    assert [line["step"] for line in lines] == [2, 3]
-    assert [line.get("sampler/lag", 0) for line in lines] == [2 * max_lag] * 2
-    for line, other in zip(lines, expected[2:], strict=True):
-        assert line == pytest.approx(other, abs=tolerance, rel=tolerance, nan_ok=True)
+        expected, state = part(SINGLE, tmp_path / "whole", small_model, 0, 2)
+        run_ranks(2, tmp_path / "ranks", part, stopped.path, small_model, 0, 1)
+        assert list(complete_checkpoints(stopped).complete) == [1]
+        (line,), resumed = part(SINGLE, stopped.path, small_model, 2, 2)
+    assert (line["step"], line["sampler/lag"]) == (2, 2)
+    assert line == pytest.approx(expected[-1], abs=1e-5, rel=1e-5, nan_ok=True)
     assert resumed.keys() == state.keys()
     for name, tensor in state.items():
-        torch.testing.assert_close(resumed[name], tensor, atol=tolerance, rtol=0)
+        torch.testing.assert_close(resumed[name], tensor, atol=1e-5, rtol=0)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -56,54 +57,80 @@ def run(config: RunConfig, folder: RunFolder, resume: bool = False, copy_after: 
     return folder
 
 
-def check_resume(tmp_path: Path, layer: dict[str, Any], after: dict[str, Any] | None = None) -> RunFolder:
-    """Compare a run with its resume after a kill at step 3, with other settings; return the resumed run.
-
-    The gradients before and after step 3 must not be zero.
-    """
-    whole = run(resolve([SMALL, layer]), RunFolder.create(tmp_path, "whole"), copy_after=3)
-    resumed = run(resolve([SMALL, layer, after or {}]), RunFolder(tmp_path / "killed"), resume=True)
-    learned = [line["step"] for line in record(whole) if line.get("optim/grad_norm", 0) > 0]
-    assert min(learned) < 3 < max(learned)
-    check_equal(whole, resumed)
-    return resumed
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "schedule, radius, reference, micro-batches": {
-        "seed": 3,
-        "optim": {"schedule": "cosine", "warmup_steps": 3, "micro_batch_tokens": 128, "weight_decay": 0.1},
-        "objective": {"reference_kl": 1e-3},
-        "bounds": {"delta": 0.05, "delta_end": 0.01, "delta_schedule": "linear"},
-    },
-    "dynamic sampling with a reference and masters, no evaluation": {  # steps below the spacing of bfloat16
-        "sampling": {"dynamic": True, "dynamic_batches": 3},
-        "model": {"dtype": "bfloat16"},
-        "objective": {"reference_kl": 1e-2},
-        "optim": {"lr": 1e-5},
-        "evaluation": {"every": 0},
-    },
-    "dynamic sampling one step ahead, adapters in bfloat16": {
-        "sampling": {"max_lag": 1, "dynamic": True, "dynamic_batches": 2},
-        "model": {"dtype": "bfloat16", "lora": {"rank": 4}},
-        "optim": {"lr": 1e-3},
-    },
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # 21 problems, 42 per step: each step is two epochs, and the checkpoint is exactly at a boundary.
-    "the boundary of an epoch": {
-        "task": {"max_number": 4, "min_target": 8, "max_target": 8},
-        "sampling": {"prompts": 42, "samples": 2},
-        "evaluation": {"problems": 2, "samples": 4},
-    },
+    "schedule, radius, reference, the boundary of an epoch; then micro-batches and gradient checkpointing": (
+        {
+            "seed": 3,
+            "optim": {"schedule": "cosine", "warmup_steps": 3, "weight_decay": 0.1},
+            "objective": {"reference_kl": 1e-3},
+            "bounds": {"delta": 0.05, "delta_end": 0.01, "delta_schedule": "linear"},
+            "task": {"max_number": 4, "min_target": 8, "max_target": 8},
+            "sampling": {"prompts": 42, "samples": 2},
+            "evaluation": {"problems": 2, "samples": 4},
+        },
+        {"model": {"gradient_checkpointing": True}},
+    ),
+    "dynamic sampling with a reference and masters, no evaluation": (  # steps below the spacing of bfloat16
+        {
+            "sampling": {"dynamic": True, "dynamic_batches": 3},
+            "model": {"dtype": "bfloat16"},
+            "objective": {"reference_kl": 1e-2},
+            "optim": {"lr": 1e-5, "micro_batch_tokens": 128},
+            "evaluation": {"every": 0},
+        },
+        {},
+    ),
+    "dynamic sampling one step ahead, adapters in bfloat16": (
+        {
+            "sampling": {"max_lag": 1, "dynamic": True, "dynamic_batches": 2},
+            "model": {"dtype": "bfloat16", "lora": {"rank": 4}},
+            "optim": {"lr": 1e-3},
+        },
+        {},
+    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path: Path, name: str) -> None:
+    """After a kill at step 3; the gradients before and after it are not zero."""
+    layer, after = VARIANTS[name]
+    keep = {"every": 2, "keep_last": 1, "keep_best": 1, "best_metric": "train/accuracy"}
+    layers = [SMALL, layer, {"checkpoint": keep}]
     if "epoch" in name:
-        assert len(build_task(resolve([SMALL, VARIANTS[name]]).task).train_problems()) == 21
+        assert len(build_task(resolve(layers).task).train_problems()) == 21
     with forked_engines():
-        check_resume(tmp_path, VARIANTS[name])
+        whole = run(resolve(layers), RunFolder.create(tmp_path, "whole"), copy_after=3)
+        resumed = run(resolve([*layers, after]), RunFolder(tmp_path / "killed"), resume=True)
+    learned = [line["step"] for line in record(whole) if line.get("optim/grad_norm", 0) > 0]
+    assert min(learned) < 3 < max(learned)
+    check_equal(whole, resumed)
+
+
+@pytest.mark.slow
+def test_checkpoints_in_the_background_change_no_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With checkpoints removed meanwhile; threads write all but the last one."""
+    keep = {"every": 1, "keep_last": 1, "keep_best": 1}
+    threads: list[str] = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda self: (threads.append(self.name), start(self)))
+    runs = [
+        run(
+            resolve([SMALL, {"checkpoint": {**keep, "background": background}}]),
+            RunFolder.create(tmp_path, name),
+        )
+        for name, background in (("waits", False), ("trains", True))
+    ]
+    check_equal(*runs)
+    assert threads.count("checkpoint") == 3
+    for folder in runs:
+        lines = folder.read_metrics()
+        assert [line["step"] for line in lines if "time/checkpoint" in line] == [1, 2, 3, 4]
+        assert all(0 < line.get("time/checkpoint", 1e-9) < line["time/step"] for line in lines)
 
 
 @pytest.mark.slow
@@ -134,16 +161,6 @@ def test_settings_without_effect_change_no_number(tmp_path: Path) -> None:
     assert any(line["optim/grad_norm"] > 0 for line in record(one)[1:])
     for name in ("samples", "tokens", "evals"):
         assert contents(one.path / name) == contents(two.path / name)
-
-
-@pytest.mark.slow
-def test_pruning_and_numbers_are_the_same_across_a_resume_with_gradient_checkpointing(tmp_path: Path) -> None:
-    """The best checkpoints follow from metrics.jsonl and the disk alone; --resume accepts the changed setting."""
-    keep = {"every": 1, "keep_last": 1, "keep_best": 1, "best_metric": "train/accuracy"}
-    resumed = check_resume(tmp_path, {"checkpoint": keep}, {"model": {"gradient_checkpointing": True}})
-    lines = [line for line in record(resumed) if line["step"]]
-    best = min(lines, key=lambda line: (-line["train/accuracy"], line["step"]))
-    assert sorted(complete_checkpoints(resumed).complete) == sorted({4, best["step"]})
 
 
 def test_resume_with_other_problems_is_refused(tmp_path: Path) -> None:
