@@ -256,11 +256,10 @@ def _write_sharded_optimizer(state: TrainedState, folder: Path, ranks: Ranks) ->
             )
 
     @_write_errors(folder)
-    def checksums() -> list[str]:
-        return [file_checksum(shards / name) for name in ranks.share(names)]
+    def checksums() -> dict[str, str]:
+        return {f"{SHARDS}/{name}": file_checksum(shards / name) for name in ranks.share(names)}
 
-    values = [value for part in ranks.agree(checksums) for value in part]
-    return {f"{SHARDS}/{name}": value for name, value in zip(names, values, strict=True)}
+    return {name: value for part in ranks.agree(checksums) for name, value in part.items()}
 
 
 @contextmanager
@@ -382,9 +381,9 @@ def read_sampled(
     """
     with safe_open(path, framework="pt") as file:
         metadata = json.loads(file.metadata()["rollouts"])
-        columns = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118 - not a dict
-    tokens, logprobs, entropies = (columns[name] for name in ("token_ids", "logprobs", "entropies"))
-    spans = pairwise(accumulate(columns["lengths"], initial=0))
+        names = ("lengths", "token_ids", "logprobs", "entropies")
+        lengths, tokens, logprobs, entropies = (file.get_tensor(name).tolist() for name in names)
+    spans = pairwise(accumulate(lengths, initial=0))
     completions = [
         Completion(tokens[start:end], logprobs[start:end], reason, metadata["version"], entropies[start:end])
         for (start, end), reason in zip(spans, metadata["finish_reasons"], strict=True)

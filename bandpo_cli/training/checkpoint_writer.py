@@ -16,6 +16,7 @@ import copy
 import logging
 import socket
 import threading
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
@@ -43,9 +44,6 @@ from bandpo_cli.training.components import Components
 MAX_SHARE = 0.5
 """Largest share of the available memory that the copy may take: the next step needs memory, too."""
 
-Place = tuple[torch.device, int, torch.Size, torch.dtype]
-"""Device, address, shape and type of a tensor: what tied weights have in common."""
-
 log = logging.getLogger("bandpo_cli")
 
 
@@ -66,7 +64,7 @@ class StateCopy:
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
         self._mesh = mesh
-        self._copies: dict[Place, torch.Tensor] = {}
+        self._copies: dict[Hashable, torch.Tensor] = {}
 
     def missing_bytes(self, state: TrainedState) -> int:
         """Return the bytes that `take` would allocate; torch allocates pinned memory in powers of two."""
@@ -106,11 +104,12 @@ class StateCopy:
         return DTensor.from_local(copied, mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
 
 
-def _place(tensor: torch.Tensor) -> Place:
+def _place(tensor: torch.Tensor) -> Hashable:
+    """Return device, address, shape and type of a tensor: what tied weights have in common."""
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
-def _by_place(state: TrainedState) -> dict[Place, torch.Tensor]:
+def _by_place(state: TrainedState) -> dict[Hashable, torch.Tensor]:
     """Return the tensors of this rank that are to be copied, tied weights once."""
     is_sharded = any(isinstance(tensor, DTensor) for tensor in state.optimizer.values())
     weights = [] if is_sharded else [*state.weights.values()]
@@ -132,10 +131,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         self._in_background = is_written_in_background(config)
         if self._in_background:
             # With a tokenizer of its own: a tokenizer refuses calls from two threads.
-            tokenizer = copy.deepcopy(components.policy.tokenizer)
-            self._thread_policy = replace(
-                components.policy, tokenizer=tokenizer, ranks=self._ranks.for_thread()
-            )
+            own = {"tokenizer": copy.deepcopy(components.policy.tokenizer), "ranks": self._ranks.for_thread()}
+            self._thread_policy = replace(components.policy, **own)
         on_gpus = self._ranks.size > 1 and components.policy.device.type == "cuda"
         self._copy = StateCopy(init_device_mesh("cpu", (self._ranks.size,)) if on_gpus else None)
         self._pending: TrainedState | None = None  # a copy that is not being written yet

@@ -105,13 +105,11 @@ class Components:
 
     def _read_ahead(self, checkpoint: Path, step: int) -> None:
         """Load the batch of the step after `step`, if the checkpoint has it."""
-        path = checkpoint / ROLLOUTS
-        if not path.exists():
-            return
-        with reading_errors(checkpoint):
-            self.ahead = read_sampled(path, self.stream, self.encoder, self.policy.tokenizer)
-            if self.ahead.step != step + 1:
-                raise ValueError(f"{ROLLOUTS} holds step {self.ahead.step}")
+        if (path := checkpoint / ROLLOUTS).exists():
+            with reading_errors(checkpoint):
+                self.ahead = read_sampled(path, self.stream, self.encoder, self.policy.tokenizer)
+                if self.ahead.step != step + 1:
+                    raise ValueError(f"{ROLLOUTS} holds step {self.ahead.step}")
 
     def close(self) -> None:
         """Shut down the sampling engine and the grading processes.

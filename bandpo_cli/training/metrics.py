@@ -126,16 +126,12 @@ def token_metrics(experiences: Sequence[Experience]) -> dict[str, float]:
     share = (0 if entropy is None else len(entropy)) / sum(len(part.sampler_logprobs) for part in parts)
     if share < 1:
         metrics["train/entropy_token_share"] = share
-    gap = _joined(
-        (part.sampler_logprobs - part.trainer_logprobs).abs()
-        for part in parts
-        if part.trainer_logprobs is not None
-    )
+    pairs = [(part.sampler_logprobs, part.trainer_logprobs) for part in parts]
+    gap = _joined(None if trainer is None else (sampler - trainer).abs() for sampler, trainer in pairs)
     if gap is not None:
         metrics["sampler/logprob_gap_mean"] = gap.mean().item()
         metrics["sampler/logprob_gap_max"] = gap.max().item()
-    weights = _joined(part.importance_weights for part in parts)
-    if weights is not None:
+    if (weights := _joined(part.importance_weights for part in parts)) is not None:
         metrics["sampler/importance_mean"] = weights.mean().item()
         metrics["sampler/importance_max"] = weights.max().item()
         metrics["sampler/importance_masked_fraction"] = (weights == 0).double().mean().item()
@@ -219,23 +215,19 @@ def gradient_metrics(
     if not used.any():
         return {}
     weights, positive = gradient_weights[used].double(), advantages[used] > 0
-    metrics = _weight_metrics(weights, "")
     bins = probability_bins(old_logprobs[used])
+    parts = {"": weights}
     for sign, has_sign in (("positive", positive), ("negative", ~positive)):
         for index, name in enumerate(BIN_NAMES):
-            chosen = weights[has_sign & (bins == index)]
-            if len(chosen):
-                metrics |= _weight_metrics(chosen, f"/{sign}/{name}")
+            parts[f"/{sign}/{name}"] = weights[has_sign & (bins == index)]
+    metrics = {}
+    for suffix, part in parts.items():
+        if len(part):
+            metrics[f"gradient/zero_fraction{suffix}"] = (part == 0).double().mean().item()
+            metrics[f"gradient/weight_mean{suffix}"] = part.mean().item()
+            metrics[f"gradient/weight_min{suffix}"] = part.min().item()
+            metrics[f"gradient/weight_max{suffix}"] = part.max().item()
     return metrics
-
-
-def _weight_metrics(weights: torch.Tensor, suffix: str) -> dict[str, float]:
-    return {
-        f"gradient/zero_fraction{suffix}": (weights == 0).double().mean().item(),
-        f"gradient/weight_mean{suffix}": weights.mean().item(),
-        f"gradient/weight_min{suffix}": weights.min().item(),
-        f"gradient/weight_max{suffix}": weights.max().item(),
-    }
 
 
 def clip_map_columns(updates: AppliedUpdates) -> dict[str, NDArray[np.float32]]:
@@ -381,12 +373,9 @@ class PackedWork:
         training = timer.seconds("logprobs", "update")
         counts = self._ranks.gather((self.flops, self.positions, self.padding))
         flops, positions, padding = map(sum, zip(*counts, strict=True))
-        metrics = {
-            "perf/trained_tokens_per_s": trained_tokens / training,
-            "perf/padding_fraction": padding / max(1, positions),
-        }
-        if rollouts.seconds:
-            metrics["perf/sampled_tokens_per_s"] = sampled_tokens / rollouts.seconds
+        metrics = {"perf/sampled_tokens_per_s": sampled_tokens / rollouts.seconds} if rollouts.seconds else {}
+        metrics["perf/trained_tokens_per_s"] = trained_tokens / training
+        metrics["perf/padding_fraction"] = padding / max(1, positions)
         if self.peak is not None:
             metrics["perf/model_flop_utilisation"] = flops / (training * self.peak * self._ranks.size)
         if self._device.type == "cuda":

@@ -131,8 +131,10 @@ def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConf
     lengths = experience.lengths
     weights = aggregate(experience.all_lengths, config.sampling.max_tokens)[: len(lengths)]
     weights = weights.repeat_interleave(lengths)
-    losses: list[torch.Tensor] = []
-    columns: list[list[torch.Tensor]] = []  # per micro-batch: log-probs, ratios, gradient weights, entropies
+    losses, columns = (
+        [],
+        [],
+    )  # of each micro-batch; columns are log-probs, ratios, gradient weights, entropies
     own_pass = experience.needs_own_pass
     with_entropy = own_pass and not (experience.sampler_is_exact and experience.entropy is not None)
     for batch in experience.micro_batches:
@@ -226,12 +228,7 @@ def _check_tokens(named: Mapping[str, torch.Tensor | None]) -> None:
 
 
 def _token_columns(experience: Experience, forward: Forward | None) -> dict[str, list[list[float] | None]]:
-    """Return the columns of a bad batch with token values; None for each completion where a value was not computed.
-
-    `old_logprobs` are those that ratios are computed against, the trainer's or the sampler's. `new_logprobs` and
-    `ratios` are under the weights that the update would have changed. `importance` is π_old/π_sampler as truncated or
-    masked by `objective.importance`, where it weights the loss; `lower` and `upper` are the ratio bounds.
-    """
+    """Return the columns of a bad batch with token values (docs/metrics.md); None where a value was not computed."""
     lengths = experience.lengths.tolist()
     columns: dict[str, torch.Tensor | None] = {
         "old_logprobs": None if experience.needs_own_pass else experience.old_logprobs,
@@ -245,9 +242,8 @@ def _token_columns(experience: Experience, forward: Forward | None) -> dict[str,
         "importance": experience.importance_weights,
         "advantages": experience.advantages,
     }
+    nothing: list[list[float] | None] = [None] * len(lengths)
     return {
-        name: [None] * len(lengths)
-        if column is None
-        else [item.tolist() for item in torch.split(column, lengths)]
+        name: nothing if column is None else [item.tolist() for item in torch.split(column, lengths)]
         for name, column in columns.items()
     }

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,15 +133,16 @@ class Step:
     def _groups(self, calls: slice) -> list[list[Sampled]]:
         groups = []
         for sampled, graded in zip(self.samples[calls], self.grades[calls], strict=True):
-            grades = zip(graded.problems, graded.texts, graded.grades, strict=True)
+            answers = iter(zip(*graded, strict=True))
             for prompt, completions in zip(sampled.prompts_P, sampled.completions_PG, strict=True):
+                of_prompt = zip(completions, islice(answers, len(completions)), strict=True)
                 groups.append(
                     [
-                        Sampled(problem, prompt, completion, text, grade)
-                        for completion, (problem, text, grade) in zip(completions, grades)  # noqa: B905
+                        Sampled(problem, prompt, value, text, grade)
+                        for value, (problem, text, grade) in of_prompt
                     ]
                 )
-            assert next(grades, None) is None
+            assert next(answers, None) is None
         return groups
 
 

@@ -24,7 +24,7 @@ from bandpo_cli.training.checkpoint_files import (
     load_checkpoint,
     write_tensors,
 )
-from tests.training.trained import STEP, fresh, save_checkpoint, state_of, tensors, update
+from tests.training.trained import STEP, contents, fresh, save_checkpoint, state_of, tensors, update
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +65,7 @@ def test_other_loaders_find_only_the_model_in_a_checkpoint(embedded: Policy, tmp
         assert torch.equal(loaded.state_dict()[name], tensor), name
     assert AutoTokenizer.from_pretrained(folder).get_vocab() == embedded.tokenizer.get_vocab()
     listed = json.loads((folder / "trainer" / "state.json").read_text())["files"]
-    there = {
-        path.relative_to(folder).as_posix(): path.stat().st_size
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    there = {name: len(data) for name, data in contents(folder).items()}
     there.pop("trainer/state.json")
     assert listed == there
 

@@ -134,14 +134,9 @@ def test_the_batch_is_stored_with_every_computed_value(tmp_path: Path) -> None:
     )
     optimizer = Optimizer(policy.model, config.optim, total_updates=1)
     spoil_a_weight(policy)
+    handler = partial(handle_bad_update, config, optimizer, 12, tmp_path)
     with pytest.raises(NonFiniteError) as caught:
-        update_policy(
-            policy,
-            optimizer,
-            [experience],
-            config,
-            partial(handle_bad_update, config, optimizer, 12, tmp_path),
-        )
+        update_policy(policy, optimizer, [experience], config, handler)
     path = tmp_path / "bad_batches" / "step-000012-update-1.parquet"
     line = str(caught.value)
     assert line.startswith("step 12, update 1 of 4: the policy's log-probs under update are not finite at ")
@@ -187,10 +182,9 @@ def test_suggestions_leave_out_settings_in_use_and_an_unwritable_disk_is_named(
     optimizer = Optimizer(policy.model, config.optim, total_updates=1)
     (experience,) = experiences_of(policy, updates=1)
     bad = with_value(experience, "advantages", math.nan)
+    handler = partial(handle_bad_update, config, optimizer, 1, tmp_path)
     with pytest.raises(NonFiniteError, match=r"are not finite.*batch could not be written") as caught:
-        update_policy(
-            policy, optimizer, [bad], config, partial(handle_bad_update, config, optimizer, 1, tmp_path)
-        )
+        update_policy(policy, optimizer, [bad], config, handler)
     assert ("model.dtype=float32" in str(caught.value)) == (dtype != "float32")
     assert ("optim.max_grad_norm=1" in str(caught.value)) == (norm is None)
 

@@ -32,7 +32,7 @@ from bandpo_cli.training.checkpoint_writer import CheckpointWriter
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
 from tests.conftest import SHAPE, random_model
 from tests.training.several_ranks import run_ranks
-from tests.training.trained import STEP, State, Trained, save_checkpoint, update
+from tests.training.trained import STEP, State, Trained, contents, save_checkpoint, update
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -84,19 +84,12 @@ def complete_state(one: Trained) -> dict[str, torch.Tensor]:
 
 
 def differences(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    return [
-        name
-        for name in one.keys() | other.keys()
-        if name not in one or not torch.equal(one[name], other[name])
-    ]
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
 
 
 def files_of(folder: Path) -> dict[str, int]:
-    return {
-        path.relative_to(folder).as_posix(): path.stat().st_size
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+    return {name: len(data) for name, data in contents(folder).items()}
 
 
 def continue_on_ranks(ranks: Ranks, root: Path, source: str, result: str) -> None:
@@ -298,15 +291,11 @@ def test_ranks_that_are_killed_while_they_write_leave_the_older_checkpoint(
     load_checkpoint(*trained("qwen2", torch.float32), run.checkpoint_dir(5))
 
 
-def plain_state(folder: Path) -> dict[str, object]:
-    """Return the content of `state.json` without checksums."""
-    state = json.loads((folder / "trainer" / "state.json").read_text())
-    return {name: value for name, value in state.items() if "xxh3" not in name}
-
-
 def write_plain_state(folder: Path, files: dict[str, int]) -> None:
     """Write `state.json` as earlier versions did: with sizes, without checksums."""
-    (folder / "trainer" / "state.json").write_text(json.dumps({**plain_state(folder), "files": files}))
+    path = folder / "trainer" / "state.json"
+    state = {name: value for name, value in json.loads(path.read_text()).items() if "xxh3" not in name}
+    path.write_text(json.dumps({**state, "files": files}))
 
 
 def split_by_hand(folder: Path, parts: int) -> None:
