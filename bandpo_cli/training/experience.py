@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from bandpo_cli.config.run import ObjectiveConfig, RunConfig
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
@@ -66,7 +66,6 @@ class Experience(LossBatch):
             one rank, where both orders are the same.
         sampler_logprobs: [N] float32, log-probs of π_old as the sampler reported them.
         loss: the policy loss of the method.
-        objective: the settings of the importance weights.
         uses_sampler: the ratio is taken to the sampler's log-probs. Otherwise `old_logprobs` are those of the sampler
             only until the trainer's are known.
         sampler_is_exact: the sampler's log-probs are the trainer's; see `sampling.sampler.is_exact`.
@@ -83,7 +82,6 @@ class Experience(LossBatch):
     order: torch.Tensor | None
     sampler_logprobs: torch.Tensor
     loss: PolicyLoss
-    objective: ObjectiveConfig
     uses_sampler: bool
     sampler_is_exact: bool
     is_first: bool
@@ -141,7 +139,7 @@ class Experience(LossBatch):
             return measured
         columns, weights = self.loss.prepare(logprobs, self.advantages), None
         if not self.sampler_is_exact:
-            weights = importance_weights(logprobs, self.sampler_logprobs, self.lengths, self.objective)
+            weights = importance_weights(logprobs, self.sampler_logprobs, self.lengths, self.loss.objective)
         return replace(measured, old_logprobs=logprobs, importance_weights=weights, columns=columns)
 
 
@@ -188,7 +186,6 @@ def prepare_updates(
         sampled = partial(
             _sampled,
             loss=loss,
-            objective=config.objective,
             uses_sampler=uses_sampler,
             sampler_is_exact=sampler_is_exact,
             is_first=is_first,
