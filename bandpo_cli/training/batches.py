@@ -104,20 +104,18 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         """Sample and grade the rollouts of a step; `version` is the number of updates of the engine's weights.
 
         One batch of `sampling.prompts` groups; with dynamic sampling as many batches as it takes until that many groups
-        have rewards that differ, at most `sampling.dynamic_batches`.
+        have rewards that differ, at most `sampling.dynamic_batches`. `timer` has measured no other sampling before.
         """
         config, position = self._config, self._components.stream.position
         wanted, dynamic = config.sampling.prompts, config.sampling.dynamic
-        before = timer.seconds("sample")
         sampled: list[Group] = []
         for batch in range(config.sampling.dynamic_batches if dynamic else 1):
             seed = derive_seed(config.seed, "sample", step, *([batch] if batch else []))
             sampled += self._sample_batch(seed, version, timer, ranks)
             if not dynamic or sum(map(has_reward_spread, sampled)) >= wanted:
                 break
-        seconds = timer.seconds("sample") - before
         groups = select_groups(sampled, wanted, config.optim.updates) if dynamic else sampled
-        return SampledGroups(step, version, position, seconds, groups, sampled)
+        return SampledGroups(step, version, position, timer.seconds("sample"), groups, sampled)
 
     def _sample_batch(self, seed: int, version: int, timer: StepTimer, ranks: Ranks) -> list[Group]:
         """Return the graded groups of the next `sampling.prompts` problems, those of all ranks."""
