@@ -293,11 +293,11 @@ def flat_params(config: Mapping[str, object]) -> dict[str, str]:
 
     Passwords in addresses are redacted.
     """
-    params = {}
-    for key, value in flatten(config, keep_empty=True).items():
-        text = value if isinstance(value, str) else json.dumps(value, default=str)
-        params[mlflow_name(key)] = redact_credentials(text)[:MAX_PARAM_CHARS]
-    return params
+    settings = flatten(config, keep_empty=True).items()
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value, default=str) for key, value in settings
+    }
+    return {mlflow_name(key): redact_credentials(text)[:MAX_PARAM_CHARS] for key, text in texts.items()}
 
 
 def run_tags(env: Mapping[str, Any], parent: str | None = None) -> dict[str, str]:

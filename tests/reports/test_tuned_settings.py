@@ -163,9 +163,3 @@ def test_lines_of_the_same_name_are_numbered_and_a_run_without_a_numeric_learnin
     path = runs[1].folder / "config.yaml"
     path.write_text(path.read_text().replace("lr: 0.0001", "lr: fast"))
     assert _lines(runs) == {"4-1e-5": {1e-5: [0.4]}, "clip": {1e-5: [0.4], 1e-4: [0.4]}}
-
-
-def test_arms_that_differ_in_more_than_the_learning_rate_are_two_lines(tmp_path):
-    other = ("optim.lr=1e-4", "optim.updates=8")
-    runs = [_run(tmp_path, "a", *CLIP, "optim.lr=1e-5"), _run(tmp_path, "b", *CLIP, *other)]
-    assert _lines(runs) == {"a": {1e-5: [0.4]}, "b": {1e-4: [0.4]}}

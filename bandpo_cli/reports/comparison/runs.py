@@ -184,9 +184,8 @@ def _evaluations(records: Sequence[Mapping[str, Any]]) -> dict[str, Evaluations]
     """Return the sets that were evaluated at the last step, in the order of their keys in the last record."""
     last = records[-1] if records else {}
     scores = [match.group(1, 2, 3, 0) for match in map(SCORE.fullmatch, last) if match]
-    sets = {
-        label: Evaluations(n, series(records, key), {}) for label, kind, n, key in scores if kind == "mean"
-    }
+    means = [(label, n, key) for label, kind, n, key in scores if kind == "mean"]
+    sets = {label: Evaluations(n, series(records, key), {}) for label, n, key in means}
     for label, kind, k, key in scores:
         if kind == "pass" and label in sets and k.isdecimal():
             sets[label].passes[int(k)] = float(last[key])
