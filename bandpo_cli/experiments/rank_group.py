@@ -42,10 +42,7 @@ def check_gpu_count(model: ModelConfig, count: int, what: str) -> None:
 
     from bandpo_cli.models.load import is_on_cuda
 
-    if not is_on_cuda(model):
-        return
-    gpus = torch.cuda.device_count()
-    if count > gpus:
+    if is_on_cuda(model) and count > (gpus := torch.cuda.device_count()):
         have = f"every rank needs its own GPU, and this machine has {gpus}"
         raise UserError(f"{what}: {have}; start at most {plural(gpus, 'rank')}, or set model.device=cpu")
 
