@@ -93,6 +93,7 @@ def test_the_trained_parameters_are_those_of_the_adapters(dtype: torch.dtype) ->
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
 
 
+@pytest.mark.slow
 def test_the_start_is_the_model_itself_and_depends_on_the_seed_of_the_run() -> None:
     model = random_model()
     expected = logprobs_of(model)
