@@ -38,8 +38,8 @@ SETTINGS: dict[str, Any] = {
     "checkpoint": {"every": 3, "keep_last": None, "background": False},
 }
 """Training and evaluation differ in every setting, so that a test fails if one is used for the other. Checkpoints are
-written in the main thread, so that tests know when each is on the disk; test_background_checkpoints.py has runs that
-train meanwhile."""
+written in the main thread, so that tests know when each is on the disk; test_resume.py has a run that
+trains meanwhile."""
 
 
 def save_small_model(folder: Path) -> Path:
