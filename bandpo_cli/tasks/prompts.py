@@ -6,13 +6,15 @@ from bandpo_cli.types import Message, Prompt
 _SLOT = "{question}"
 
 
-def build_prompt(question: str, template: str, system: str | None = None) -> Prompt:
+def build_prompt(question: Prompt, template: str, system: str | None = None) -> Prompt:
     """Return the chat messages: the system message, if any, then the template filled with the question.
 
     The template is a name in `TEMPLATES` or a text with `{question}` in it. An instruction of a known template replaces
     one that came with the question; it is not added around it. The slot is replaced literally, because questions
-    contain many braces.
+    contain many braces. Chat messages are a complete prompt, and are returned unchanged.
     """
+    if not isinstance(question, str):
+        return question
     text = TEMPLATES.get(template, template)
     if template in TEMPLATES and text != _SLOT:
         question = bare_question(question)

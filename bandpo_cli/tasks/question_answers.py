@@ -151,14 +151,9 @@ class QuestionAnswerTask:
         return questions
 
     def _with_prompts(self, questions: Iterable[Problem]) -> list[Problem]:
-        """Return the questions in the template of the config; chat messages are complete prompts already."""
+        """Return the questions in the template of the config."""
         template, system = self._config.template, self._config.system
-        return [
-            replace(question, prompt=build_prompt(prompt, template, system))
-            if isinstance(prompt := question.prompt, str)
-            else question
-            for question in questions
-        ]
+        return [replace(q, prompt=build_prompt(q.prompt, template, system)) for q in questions]
 
 
 def hub_ids(config: DataTask) -> list[str]:
