@@ -181,12 +181,8 @@ class MlflowMirror:
 
     def files(self, under: Iterable[str] = ("",)) -> dict[str, int]:
         """Return the sizes in bytes of the run's files directly in the folders `under`, by path."""
-        return {
-            file.path: file.file_size
-            for folder in under
-            for file in self._client.list_artifacts(self.run_id, folder or None)
-            if not file.is_dir
-        }
+        listed = (self._client.list_artifacts(self.run_id, folder or None) for folder in under)
+        return {file.path: file.file_size for files in listed for file in files if not file.is_dir}
 
     def reopen(self) -> None:
         """Set the status of a run that had ended to RUNNING."""

@@ -162,10 +162,7 @@ def headline(
     groups, rest = [], len(differences)
     for word in ("higher", "lower"):
         group = [difference for difference in tested if difference.verdict == word]
-        texts = [
-            f"{difference.arm} ({_evidence(difference, metric, in_full=difference is group[0])})"
-            for difference in group[:_MAX_NAMED]
-        ]
+        texts = [f"{item.arm} ({_evidence(item, metric, item is group[0])})" for item in group[:_MAX_NAMED]]
         if len(group) > _MAX_NAMED:
             texts.append(plural(len(group) - _MAX_NAMED, "more variant"))
         if texts:
