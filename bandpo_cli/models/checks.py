@@ -125,8 +125,7 @@ def check_declared_size(model: PreTrainedModel, location: str, path: str) -> Non
             stored += sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
     declared = sum(parameter.numel() for parameter in model.parameters())
     if files and declared > 2 * stored:  # a tied output embedding is stored once
-        sizes = f"{declared:,} parameters, but the weights hold {stored:,}"
-        raise model_error(path, f"{_CONFIG}: describes {sizes}")
+        raise model_error(path, f"{_CONFIG}: {declared:,} parameters, but the weights hold {stored:,}")
 
 
 def check_loaded_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str) -> None:

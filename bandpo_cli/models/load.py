@@ -176,8 +176,7 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer:
     """Return the model's tokenizer. Raise UserError if there is none that can be read."""
     folder = Path(model_location(config))
     # tokenizer.json, vocab.json, spiece.model, tokenization_custom.py, ...
-    names = "*token*", "*vocab*", "*.model"
-    if path_exists(folder) and not any(next(folder.glob(name), None) for name in names):
+    if path_exists(folder) and not any(next(folder.glob(n), None) for n in ("*token*", "*vocab*", "*.model")):
         files = "tokenizer.json and tokenizer_config.json"
         raise model_error(config.path, f"it has no tokenizer; copy {files} of the model there")
     with loading_errors(config.path, "its tokenizer cannot be read"):

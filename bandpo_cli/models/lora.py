@@ -168,9 +168,8 @@ def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 
     All ranks must iterate together. The tensors of a model that is not sharded are those in use.
     """
-    dtype = forward_dtype(model)
     for name, parameter in adapter_parameters(model):
-        yield name, full_tensor(parameter.detach().to(dtype))
+        yield name, full_tensor(parameter.detach().to(forward_dtype(model)))
 
 
 @contextmanager
