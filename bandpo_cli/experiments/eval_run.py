@@ -385,5 +385,4 @@ def _open_source(request: EvalRequest, ranks: Ranks, events: _Events, stack: Exi
             yield from sample_batches(*about, version=0, done=done, cancel=pool.cancel, ranks=ranks)
 
     ids = {label: [problem.id for problem in problems_P] for label, problems_P in fitting.items()}
-    total = len(problems) * settings.samples
-    return _Source(config, ids, total, batches, pool, notes, sampler.describe())
+    return _Source(config, ids, len(problems) * settings.samples, batches, pool, notes, sampler.describe())

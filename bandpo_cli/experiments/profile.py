@@ -34,9 +34,8 @@ def check_profile_steps(steps: int, first_step: int, last_step: int) -> None:
     """Raise UserError if a run from step `first_step` to `last_step` is too short to trace `steps` after its first."""
     count = last_step - max(1, first_step) + 1
     if not 1 <= steps < count:
-        raise UserError(
-            f"--profile {steps}: the first step is not traced; give 1 to {count - 1} or more --steps"
-        )
+        allowed = f"give 1 to {count - 1} or more --steps"
+        raise UserError(f"--profile {steps}: the first step is not traced; {allowed}")
 
 
 class ProfileCallback(CallbackBase):

@@ -290,11 +290,11 @@ def _last_step(folder: RunFolder, config: RunConfig) -> int:
 def _check_changes(name: str, own: RunConfig, config: RunConfig, done: int) -> None:
     """Raise ConfigError where a setting differs from the run's own, except `CHANGEABLE_SETTINGS` and more steps."""
     before, after = (flatten(settings.model_dump(mode="json")) for settings in (own, config))
+    values = {key: (before.get(key, "nothing"), after.get(key, "nothing")) for key in {**before, **after}}
     refused = [
-        f"{key} = {after.get(key, 'nothing')} (the run has {before.get(key, 'nothing')})"
-        for key in {**before, **after}
-        if before.get(key, "nothing") != after.get(key, "nothing")
-        and not key.startswith(_CHANGEABLE_PREFIXES)
+        f"{key} = {new} (the run has {old})"
+        for key, (old, new) in values.items()
+        if old != new and not key.startswith(_CHANGEABLE_PREFIXES)
     ]
     if refused:
         allowed = ", ".join((*CHANGEABLE_SETTINGS, "steps"))

@@ -162,9 +162,8 @@ def _runs_by_group(folder: SweepFolder, runs_dir: Path) -> dict[str, dict[str, l
         if len(finished) == len(runs):
             groups[runs[0].group][arm] = finished
     if without := [group for group, arms in groups.items() if not arms]:
-        raise UserError(
-            f"{folder.path.name}: no variant of {', '.join(without)} has finished with every seed"
-        )
+        names = ", ".join(without)
+        raise UserError(f"{folder.path.name}: no variant of {names} has finished with every seed")
     return groups
 
 
