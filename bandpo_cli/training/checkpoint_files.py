@@ -396,14 +396,9 @@ def read_sampled(
     # The rewards are shaped already.
     unshaped = RewardConfig(), 0
     sampled = graded_groups(problems, encoder.encode(problems), completions_PG, texts, grades, *unshaped)
-    return SampledGroups(
-        step=metadata["step"],
-        version=metadata["version"],
-        position=metadata["position"],
-        seconds=0.0,
-        groups=[sampled[index] for index in metadata["trained"]],
-        sampled=sampled,
-    )
+    groups = [sampled[index] for index in metadata["trained"]]
+    step, version, position = (metadata[name] for name in ("step", "version", "position"))
+    return SampledGroups(step, version, position, 0.0, groups, sampled)
 
 
 def _joined(arrays: Iterable[array[int] | array[float]]) -> torch.Tensor:
