@@ -230,7 +230,7 @@ def test_damaged_json_files_raise_user_errors(folder: Path, name: str) -> None:
     if name in ("config.json", "tokenizer.json"):
         inputs += [*mutate.file_variants(content, JSON_TEXTS[::12])][::2]
     else:
-        odd = [changed for size in ODD_SIZES for changed in mutate.each_entry_replaced(value, (size,))]
+        odd = [{**value, key: size} for size in ODD_SIZES for key in value]
         inputs += map(as_json, odd[:: len(odd) // 6])
     check_both_outcomes(lambda: load(folder), folder / name, inputs)
 
