@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.evaluation.metrics import Interval, mean_intervals, sign_test
@@ -20,13 +20,21 @@ _COMPARED = ("pass_at_", "maj_at_", "answer_format", "truncation", "response_len
 """Beginnings of the names of the compared metrics, besides `MEAN`."""
 
 
+class MetricDifference(NamedTuple):
+    """The mean of a metric in A and in B over the shared problems; `change` is B − A with its interval."""
+
+    a: float
+    b: float
+    change: Interval
+
+
 @dataclass(frozen=True)
 class Comparison:
     """The comparison of one evaluation set in A and in B.
 
     Attributes:
         shared, only_a, only_b: number of problems in both, only in A and only in B.
-        metrics: by name, those that both evaluations have: the means of A and B over the shared problems, and B − A.
+        metrics: by name, those that both evaluations have.
         wins, losses, ties: problems with a higher, lower and equal share of correct completions in B.
         sign_test_p: two-sided p-value of the exact sign test of wins against losses; None where no share differs.
         changed_problems: (id, share in A, share in B) of the problems whose share differs, largest change first.
@@ -35,7 +43,7 @@ class Comparison:
     shared: int
     only_a: int
     only_b: int
-    metrics: dict[str, tuple[float, float, Interval]]
+    metrics: dict[str, MetricDifference]
     wins: int
     losses: int
     ties: int
@@ -134,7 +142,7 @@ def _compare_sets(label: str, scores_a: Any, scores_b: Any) -> Comparison:
     changed = [(id_, x, y) for id_, x, y in zip(ids, *pairs[MEAN], strict=True) if x != y]
     wins = sum(y > x for _, x, y in changed)
     metrics = {
-        name: (sum(x) / len(ids), sum(y) / len(ids), change)
+        name: MetricDifference(sum(x) / len(ids), sum(y) / len(ids), change)
         for (name, (x, y)), change in zip(pairs.items(), changes, strict=True)
     }
     counts = len(ids), len(a) - len(ids), len(b) - len(ids)
