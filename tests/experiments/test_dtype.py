@@ -20,6 +20,7 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import evaluate, resume, train
 from bandpo_cli.experiments.memory import GIB, memory_savings
 from bandpo_cli.experiments.overview import changed_settings
+from bandpo_cli.exports.verl_settings import overrides_of
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models import load
 from bandpo_cli.models.load import load_policy
@@ -86,6 +87,12 @@ def test_the_estimate_and_the_advice_follow_the_device() -> None:
     assert "master weights" not in on_cpu.always
     assert ("model.dtype", "bfloat16") in memory_savings(config, on_gpu=False)
     assert "model.dtype" not in dict(memory_savings(config, on_gpu=True))
+
+
+def test_an_exported_job_is_on_gpus() -> None:
+    for dtype, exported in (("auto", "bfloat16"), ("float32", "float32")):
+        overrides = overrides_of(resolve([{"model": {"dtype": dtype}}]))
+        assert overrides["actor_rollout_ref.rollout.dtype"] == exported
 
 
 def test_the_dtype_that_auto_was_is_no_changed_setting() -> None:

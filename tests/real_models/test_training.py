@@ -157,7 +157,9 @@ def test_lora_trains_the_adapters_that_peft_reads(folder: Path, tmp_path: Path) 
 def test_a_killed_run_resumes_with_equal_records(folder: Path, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     layer = {"steps": 4, "checkpoint": {"every": 2, "keep_last": 1, "keep_best": 0}}
-    config.write_text(json.dumps(settings(folder, tmp_path) | layer))
+    content = settings(folder, tmp_path) | layer
+    content["sampling"] |= {"prompts": 2}
+    config.write_text(json.dumps(content))
     succeed("train", "-c", config, "--name", "complete", "--set", "checkpoint.every=0", cwd=tmp_path)
     killed = tmp_path / "runs" / "killed"
     process = start(tmp_path, "train", "-c", str(config), "--name", "killed")
