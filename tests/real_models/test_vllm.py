@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.models.load import load_policy
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
-from tests.real_models.conftest import (
+from tests.real_models.pretrained import (
     check_logprobs,
     completion_logprobs,
     encoded_prompts,
