@@ -95,3 +95,13 @@ def test_saturation_is_where_the_bounds_reach_the_ends_of_the_simplex(name: str)
         ends = lower == 0, upper == 1 / mp.exp(mp.mpf(math.log(prob)))
         assert saturation(find_divergence(name), prob, delta) == ends, (prob, delta)
     assert saturation(find_divergence(name), 1.0, 1e-3)[1]
+
+
+@pytest.mark.parametrize("delta", [1e-4, 0.05, 1.0])
+def test_many_float32_tokens_have_the_kl_bounds_of_float64(delta: float) -> None:
+    logp = -40.0 * torch.rand(20_000, generator=torch.Generator().manual_seed(0)) ** 3
+    for found, exact in zip(
+        band_bounds(logp, "kl", delta), band_bounds(logp.double(), "kl", delta), strict=True
+    ):
+        large = exact > 1e-30
+        assert ((found.double() - exact).abs() / exact)[large].max() <= 1e-6
