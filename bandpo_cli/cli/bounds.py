@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from itertools import compress, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -50,9 +50,8 @@ def _is_matchable(method: MethodEntry) -> bool:
     return _is_comparable(method) and method.bounded and not method.trust_region
 
 
-PEERS, MATCHABLE = (
-    [name for name, method in METHODS.items() if suits(method)] for suits in (_is_comparable, _is_matchable)
-)
+PEERS = [name for name, method in METHODS.items() if _is_comparable(method)]
+MATCHABLE = [name for name in PEERS if _is_matchable(METHODS[name])]
 
 _D_HELP = f"{DIVERGENCES.names_text()}; repeatable."
 _DIVERGENCE = opt.option(
@@ -203,7 +202,7 @@ def _print_intervals(rows: Sequence[IntervalRow], max_ratio: float | None) -> No
                 f"{row.upper:.4g}",
                 f"{row.prob_lower:.3g} – {row.prob_upper:.3g}",
                 f"+{row.prob_upper - row.prob:.3g}",
-                " ".join(compress(("0", "1/p"), (row.lower_saturated, row.upper_saturated))) or "·",
+                " ".join(["0"] * row.lower_saturated + ["1/p"] * row.upper_saturated) or "·",
             )
         if number > 0:
             console.print()
