@@ -26,7 +26,8 @@ FORKSERVER.set_forkserver_preload(
     ["torch", "transformers.models.qwen2.modeling_qwen2", "transformers.models.auto.tokenization_auto",
      "transformers.tokenization_utils_fast", "pandas", "pyarrow.parquet", "scipy.stats", "matplotlib.figure",
      "matplotlib.backends.backend_agg", "jinja2", "rich.console", "typer", "bandpo_cli.cli.statement",
-     "bandpo_cli.experiments.train_run", "bandpo_cli.training.components", "bandpo_cli.training.loop"]
+     "bandpo_cli.experiments.train_run", "bandpo_cli.training.components", "bandpo_cli.training.loop", "peft",
+     "torch.distributed.checkpoint.hf_storage", "tests.training.recording", "tests.preloaded"]
 )  # fmt: skip
 
 

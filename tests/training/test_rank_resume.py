@@ -1,5 +1,6 @@
 """A run that resumes with another number of ranks continues as the uninterrupted one."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -35,23 +36,19 @@ def part(ranks: Ranks, folder: Path, model: Path, first: int, stop_after: int) -
     """Train from step `first` up to a stop after a step; return the lines, and the weights and optimizer state."""
     config = resolve([SETTINGS, LAYER, {"model": {"path": str(model)}}])
     run = RunFolder(folder)
-    components = build_components(config, build_task(config.task), ranks)
     lines: list[dict[str, float]] = []
 
     def stop() -> bool:
         return ranks.is_main and len(lines) > 0 and lines[-1]["step"] == stop_after
 
-    try:
+    with forked_engines(), closing(build_components(config, build_task(config.task), ranks)) as components:
         if first:
             components.resume_from(run.checkpoint_dir(first - 1))
         for report in train(config, components, run, first=first, stop=stop):
             lines.append(without_clock(report.record))
-        state = {
-            f"weight {key}": weight.clone() for key, weight in checkpoint_weights(components.policy.model)
-        }
+        weights = checkpoint_weights(components.policy.model)
+        state = {f"weight {key}": weight.clone() for key, weight in weights}
         state |= {key: full_tensor(value).clone() for key, value in components.optimizer.state().items()}
-    finally:
-        components.close()
     return lines, state
 
 
@@ -61,11 +58,10 @@ def test_a_run_of_two_ranks_stopped_after_a_step_resumes_with_one(tmp_path: Path
     stopped = RunFolder(tmp_path / "stopped")
     for name in ("whole", "stopped"):
         (tmp_path / name).mkdir()
-    with forked_engines():
-        expected, state = part(SINGLE, tmp_path / "whole", small_model, 0, 2)
-        run_ranks(2, tmp_path / "ranks", part, stopped.path, small_model, 0, 1)
-        assert list(complete_checkpoints(stopped).complete) == [1]
-        (line,), resumed = part(SINGLE, stopped.path, small_model, 2, 2)
+    expected, state = part(SINGLE, tmp_path / "whole", small_model, 0, 2)
+    run_ranks(2, tmp_path / "ranks", part, stopped.path, small_model, 0, 1)
+    assert list(complete_checkpoints(stopped).complete) == [1]
+    (line,), resumed = part(SINGLE, stopped.path, small_model, 2, 2)
     assert (line["step"], line["sampler/lag"]) == (2, 2)
     assert line == pytest.approx(expected[-1], abs=1e-5, rel=1e-5, nan_ok=True)
     assert resumed.keys() == state.keys()
