@@ -39,14 +39,14 @@ def settings(folder: Path, place: Path) -> dict[str, Any]:
     The commands run in that folder.
     """
     (place / "even_length.py").write_text("def judge(text, answer, extra):\n    return len(text) % 2 == 0\n")
-    question = "Anna has {} apples and gets {} more. How many apples does Anna have?"
+    question = "Anna has {} apples and gets {} more."
     rows = [{"question": question.format(a, b), "answer": a + b} for a in range(2, 10) for b in range(2, 10)]
-    template = "Write a funny line about this: {question}"
+    template = "A funny line about this: {question}"
     train = [{"path": str(jsonl(place / "sums.jsonl", *rows))}]
     return {
         "model": {"path": str(folder), "device": "cpu", "dtype": "float32"},
         "task": {"name": "data", "train": train, "template": template, "grader": "even_length:judge"},
-        "sampling": {"prompts": 4, "samples": 4, "max_tokens": 8, "max_prompt_tokens": 100},
+        "sampling": {"prompts": 2, "samples": 4, "max_tokens": 8, "max_prompt_tokens": 100},
         "optim": {"updates": 2, "lr": 2e-5, "warmup_steps": 0},
         "evaluation": {"every": 0},
         "tracking": {"mlflow": False},
@@ -89,7 +89,8 @@ def test_a_step_is_that_of_the_models_own_logits(
     """
     bounds = {"method": "band", "divergence": "tv", "delta": DELTA}
     layer = {"steps": 1, "bounds": bounds, "optim": {"lr": LR, "eps": EPS}, "checkpoint": {"every": 0}}
-    config = resolve([settings(folder, tmp_path), layer])
+    own = {"model": {"prompts": "raw"}, "sampling": {"samples": 6}}
+    config = resolve([settings(folder, tmp_path), layer, own])
     monkeypatch.chdir(tmp_path)
     run = RunFolder.create(tmp_path, "run")
     report, prompts, groups, trained = train_one_step(config, run)
@@ -139,9 +140,9 @@ def test_lora_trains_the_adapters_that_peft_reads(folder: Path, tmp_path: Path) 
     config = tmp_path / "lora.yaml"
     layer = {"model": {"lora": {"rank": 4}}, "optim": {"lr": 1e-2}}
     config.write_text(json.dumps(settings(folder, tmp_path)))
-    (tmp_path / "more.yaml").write_text(json.dumps(layer | {"steps": 2, "checkpoint": {"every": 2}}))
+    (tmp_path / "more.yaml").write_text(json.dumps(layer | {"steps": 1, "checkpoint": {"every": 1}}))
     succeed("train", "-c", config, "-c", tmp_path / "more.yaml", "--name", "lora", cwd=tmp_path)
-    checkpoint = tmp_path / "runs" / "lora" / "checkpoints" / "step-000002"
+    checkpoint = tmp_path / "runs" / "lora" / "checkpoints" / "step-000001"
     assert not (checkpoint / "model.safetensors").exists()
     succeed("export", "merged", "lora", "--out", "merged", cwd=tmp_path)
     base, prompts = plain_model(folder), encoded_prompts(folder)
@@ -157,9 +158,7 @@ def test_lora_trains_the_adapters_that_peft_reads(folder: Path, tmp_path: Path) 
 def test_a_killed_run_resumes_with_equal_records(folder: Path, tmp_path: Path) -> None:
     config, runs = tmp_path / "run.yaml", tmp_path / "runs"
     layer = {"steps": 2, "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0, "background": False}}
-    content = settings(folder, tmp_path) | layer
-    content["sampling"] |= {"prompts": 2}
-    config.write_text(json.dumps(content))
+    config.write_text(json.dumps(settings(folder, tmp_path) | layer))
     succeed("train", "-c", config, "--name", "complete", "--set", "checkpoint.every=0", cwd=tmp_path)
     process = start(tmp_path, "train", "-c", str(config), "--name", "killed")
     wait_until(process, (runs / "killed" / "checkpoints" / "step-000001").exists)
