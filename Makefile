@@ -42,7 +42,7 @@ test-integrations: $(VENV)-integrations/installed $(VENV)-verl/installed  ## com
 	OMP_NUM_THREADS=1 $(VENV)-integrations/bin/python -m pytest $(PYTEST_FLAGS) tests/integrations
 	OMP_NUM_THREADS=1 $(VENV)-verl/bin/python -m pytest $(PYTEST_FLAGS) tests/integrations/test_verl_loss.py tests/integrations/test_verl_export.py
 
-mutants: $(VENV)/installed-dev      ## deliberate errors in copies of the code, each of which the fast tests must catch
+mutants: $(VENV)/installed-dev      ## deliberate errors in copies of the code, each of which the tests named for it must catch
 	$(BIN)/python scripts/mutants.py --jobs $(JOBS)
 
 lint: $(VENV)/installed-dev         ## style, types, and who may import whom

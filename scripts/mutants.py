@@ -13,6 +13,7 @@ torch and transformers takes longer than most of the tests.
 """
 
 import argparse
+import ast
 import difflib
 import importlib
 import multiprocessing
@@ -44,7 +45,7 @@ PRELOADED = [
 PRELOADED += ["matplotlib.pyplot", "hypothesis", "pytest", "typer.testing", "mpmath", "rich.live"]
 LIMIT_S = 300.0
 """Seconds after which the tests of an error count as failed: an endless loop is caught as well."""
-PYTEST = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", "--no-header", "--tb=line"]
+PYTEST = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=line"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def modules() -> dict[str, tuple[str, list[str]]]:
 
 
 def listed() -> tuple[list[Mutant], list[str]]:
-    """Return the errors of mutants.toml, and a line for every error that does not fit the code or names no test."""
+    """Return the errors of mutants.toml, and a line for every error that does not fit the code."""
     mutants, problems = [], []
     for errors in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).values():
         for description, old, new, *tests in errors:
@@ -86,7 +87,12 @@ def listed() -> tuple[list[Mutant], list[str]]:
                 )
                 continue
             text, usual = modules()[places[0]]
-            mutants.append(Mutant(places[0], description, text.replace(old, new), tuple(tests or usual)))
+            changed = text.replace(old, new)
+            try:
+                ast.parse(changed)
+            except SyntaxError as error:
+                problems.append(f"{description}: {error}")
+            mutants.append(Mutant(places[0], description, changed, tuple(tests or usual)))
     return mutants, problems
 
 
@@ -158,7 +164,9 @@ def _run_tests(copy: Path, tests: Sequence[str], log: Path) -> None:
     sys.path.insert(0, str(copy))
     import pytest
 
-    os._exit(pytest.main([*PYTEST, *tests]))
+    # The slow tests of a file are run, because some errors show only there; those of a folder would take too long.
+    marker = [] if all(test.endswith(".py") for test in tests) else ["-m", "not slow"]
+    os._exit(pytest.main([*PYTEST, *marker, *tests]))
 
 
 def _preload() -> None:

@@ -167,12 +167,13 @@ def test_a_failed_run_prints_the_resume_command(tmp_path: Path, monkeypatch: pyt
     import bandpo_cli.training.checkpoint_files as checkpoint
 
     usage = shutil.disk_usage(tmp_path)
-    free = iter([usage.free, 0])
+    free = iter([usage.free, 3 * 2**20])
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.shutil, "disk_usage", lambda _: usage._replace(free=next(free)))
         done: Done = bandpo("train", "--steps", "6", *SMALL, "--name", "a", cwd=tmp_path)
     assert (done.code, done.err.count("\n")) == (1, 1)
     assert "error: not enough disk space for the checkpoint step-000004" in done.err
+    assert "has 3 MiB;" in done.err
     assert "resume with: bandpo train --resume a" in done.out
     folder = tmp_path / "runs" / "a"
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-000002"]
