@@ -36,6 +36,7 @@ from tests.training.trained import STEP, State, Trained, contents, save_checkpoi
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+ONE_LAYER = {**SHAPE, "num_hidden_layers": 1}
 CASES = [("narrow", torch.bfloat16), ("adapters", torch.bfloat16), ("mixture", torch.float32)]
 """Models and the dtype of their forward passes. `narrow` has matrices of 2 rows, fewer than 3 ranks have shards for;
 transformers stores the weights of `mixture` (of experts) under other names and in other forms."""
@@ -50,11 +51,11 @@ def trained(kind: str, dtype: torch.dtype, ranks: Ranks = SINGLE, seed: int = 0)
     """Return a random policy with its optimizer, sharded if there are several ranks."""
     if kind == "narrow":
         torch.manual_seed(seed)
-        shape = {**SHAPE, "hidden_size": 8, "num_key_value_heads": 1, "head_dim": 2}
-        model: Any = LlamaForCausalLM(LlamaConfig(**shape)).eval()
+        shape = {"hidden_size": 8, "num_key_value_heads": 1, "head_dim": 2}
+        model: Any = LlamaForCausalLM(LlamaConfig(**ONE_LAYER | shape)).eval()
     elif kind == "mixture":
         torch.manual_seed(seed)
-        config = MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2)
+        config = MixtralConfig(**ONE_LAYER, num_local_experts=4, num_experts_per_tok=2)
         model = MixtralForCausalLM(config).eval()
     else:
         model = random_model("qwen2" if kind == "adapters" else kind, seed)

@@ -49,7 +49,7 @@ ROWS = [Row([3, 4, 5], [[6, 7], [8, 9, 10]]), Row([4, 4], [[5, 5]]), Row([1, 2, 
 COMMON: dict[str, Any] = {
     "steps": 3,
     "optim": {"lr": 5e-5, "warmup_steps": 0},
-    "evaluation": {"every": 2},
+    "evaluation": {"every": 50, "problems": 3},
     "checkpoint": {"every": 0},
 }
 
@@ -86,6 +86,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "optim": {"micro_batch_tokens": 24},
         "model": {"lora": {"rank": 4}},
         "objective": {"reference_kl": 0.05},
+        "evaluation": {"every": 2, "problems": 5},
     },
     "all tokens at once": {
         "bounds": {"method": "kl-cov", "share": 0.1},
