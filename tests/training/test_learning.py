@@ -1,6 +1,8 @@
-"""Training raises the accuracy of the bundled model."""
+"""Training raises the reward of the bundled model."""
 
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,17 +14,19 @@ from bandpo_cli.training.loop import train
 
 
 @pytest.mark.slow
-def test_a_few_steps_improve_the_bundled_model(tmp_path: Path) -> None:
-    """10 steps of the default size with twice the learning rate raise mean@4 from 0.26 to 0.37."""
-    evaluation = {"every": 10, "samples": 4, "k": [1], "problems": 100}
-    config = resolve(
-        [{"steps": 10, "optim": {"lr": 1e-4}, "evaluation": evaluation, "checkpoint": {"every": 0}}]
-    )
+def test_a_few_steps_teach_the_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the answers to new problems 25% have no multiplication in the first step, and 83% in the fifth step."""
+    monkeypatch.chdir(tmp_path)
+    Path("sums.py").write_text("def sums(text, answer, extra):\n    return '*' not in text\n")
+    settings: dict[str, Any] = {
+        "steps": 5,
+        "optim": {"lr": 2e-4, "warmup_steps": 0},
+        "sampling": {"prompts": 16},
+    }
+    task = {"max_number": 5, "rewards": [{"weight": 0}, "sums:sums"]}
+    config = resolve([settings, {"task": task, "evaluation": {"every": 0}, "checkpoint": {"every": 0}}])
     folder = RunFolder.create(tmp_path, "a")
-    for _ in train(config, build_components(config, build_task(config.task)), folder):
-        pass
-    records = folder.read_metrics()
-    first, last = (records[step]["eval/countdown/mean_at_4"] for step in (0, 10))
-    assert first <= 0.30
-    assert last >= first + 0.05
-    assert records[10]["train/entropy"] < 0.9 * records[1]["train/entropy"]
+    with closing(build_components(config, build_task(config.task))) as components:
+        rewards = [report.record["train/reward"] for report in train(config, components, folder)]
+    assert rewards[0] <= 0.35
+    assert rewards[-1] >= 0.6
