@@ -28,6 +28,8 @@ def pluses(prompts, completions, numbers, **kwargs):
     # The mean over the call shows that one call has all completions of a step.
     counts = [turns[0]["content"].count("+") for turns in completions]
     return [None if "*" in turns[0]["content"] else count - len(counts) for turns, count in zip(completions, counts)]
+def none(completions):
+    return [None for _ in completions]
 """
 BROKEN = "def judge(answer):\n    return True\n"
 REPAIRED = "def judge(text, answer, extra):\n    return True\n"
@@ -60,7 +62,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_the_records_of_weighted_rewards_also_after_a_resume() -> None:
     """The values are computed again from the texts in the samples. The first evaluation is that of the task alone."""
-    rewards = ({"weight": 2}, {"grader": "pluses_reward:pluses", "weight": 0.5})
+    zero = {"grader": "pluses_reward:pluses", "weight": 0, "name": "zero"}
+    rewards = (
+        {"weight": 2}, {"grader": "pluses_reward:pluses", "weight": 0.5}, zero, {"grader": "pluses_reward:none"}
+    )  # fmt: skip
     folder = run_with(*rewards, steps=2)
     samples = pd.read_parquet(folder / "samples" / "step-000001.parquet")
     applies = ~samples.text.str.contains("*", regex=False)
@@ -68,6 +73,8 @@ def test_the_records_of_weighted_rewards_also_after_a_resume() -> None:
     pluses = (samples.text.str.count(r"\+") - len(samples)).where(applies)
     assert samples["reward/answer"].equals(samples.accuracy)
     assert samples["reward/pluses"].equals(pluses.astype(float))
+    assert samples["reward/zero"].equals(samples["reward/pluses"])
+    assert samples["reward/none"].isna().all()
     expected = 2 * samples.accuracy + 0.5 * pluses.fillna(0)
     assert samples.reward.tolist() == pytest.approx(expected.tolist())
     first, line, last = read_metrics(folder)
@@ -75,6 +82,7 @@ def test_the_records_of_weighted_rewards_also_after_a_resume() -> None:
     assert line["train/reward/answer"] == pytest.approx(samples.accuracy.mean())
     assert line["train/reward/pluses"] == pytest.approx(pluses.mean())
     assert line["train/accuracy"] == samples.accuracy.mean()
+    assert "train/reward/none" not in line
     assert "grade/not_applicable_fraction" not in line
     plain = train(resolve([SMALL]), name="plain", stop_requested=lambda: True)
     assert [*map(without_clock, plain.records)] == [first]
@@ -109,18 +117,6 @@ def test_answers_that_were_not_graded_are_in_no_mean(timeout_reward: str, reward
     assert line["train/accuracy"] == samples.accuracy.mean()
     spread = samples.groupby("problem_id", sort=False).reward.nunique() > 1
     assert line["train/uniform_group_fraction"] == 1 - spread.mean()
-
-
-@pytest.mark.slow
-def test_a_weight_of_zero_records_values_without_training_on_them() -> None:
-    Path("no_reward.py").write_text("def none(completions):\n    return [None for _ in completions]\n")
-    folder = run_with({"weight": 0}, {"grader": "no_reward:none"}, evaluation={"every": 0})
-    (line,) = read_metrics(folder)
-    samples = pd.read_parquet(folder / "samples" / "step-000001.parquet")
-    assert 0 < line["train/accuracy"] < 1
-    assert line["optim/grad_norm"] == 0
-    assert "train/reward/none" not in line
-    assert samples["reward/none"].isna().all()
 
 
 @pytest.mark.slow
