@@ -4,6 +4,7 @@ A new interpreter needs five seconds of processor time for these imports, more t
 start an interpreter of their own.
 """
 
+import base64
 import inspect
 import multiprocessing
 import os
@@ -25,14 +26,22 @@ FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
     ["torch", "transformers.models.qwen2.modeling_qwen2", "transformers.models.auto.tokenization_auto",
      "transformers.tokenization_utils_fast", "pandas", "pyarrow.parquet", "scipy.stats", "matplotlib.figure",
-     "matplotlib.backends.backend_agg", "jinja2", "rich.console", "typer", "bandpo_cli.cli.statement",
+     "matplotlib.backends.backend_agg", "jinja2", "rich.progress", "typer", "bandpo_cli.cli.statement",
      "bandpo_cli.experiments.train_run", "bandpo_cli.training.components", "bandpo_cli.training.loop", "peft",
+     "transformers.models.qwen2.tokenization_qwen2", "pyarrow.dataset", "bandpo_cli.reports.run_plots",
      "torch.distributed.checkpoint.hf_storage", "tests.training.recording", "tests.preloaded"]
 )  # fmt: skip
+
+EMPTY_PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
+)
+"""An image of one pixel."""
 
 
 class Forked:
     """`python -m bandpo_cli` in a forked process, in a session of its own, with the interface of `subprocess.Popen`.
+
+    As in the process of the tests, PNG files are empty images and `os.fsync` returns at once; not on a terminal.
 
     Args:
         words: arguments of the command.
@@ -153,6 +162,18 @@ class ForkedChild(subprocess.Popen[Any]):
             os._exit(code if isinstance(code, int) else 1 if code else 0)
 
 
+def save_empty_images(savefig: Callable[..., None]) -> Callable[..., None]:
+    """Return a function in place of `Figure.savefig` that writes an empty image for the format PNG."""
+
+    def save(figure: Any, path: Any, **options: Any) -> None:
+        if options.get("format") == "png":
+            Path(path).write_bytes(EMPTY_PNG)
+        else:
+            savefig(figure, path, **options)
+
+    return save
+
+
 _PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
@@ -173,6 +194,11 @@ def _start(
         descriptors = [os.open(outputs, os.O_RDWR) for _ in range(2)]
     else:
         descriptors = [output.fileno() for output in outputs]
+        os.fsync = lambda descriptor: None  # type: ignore[assignment]
+        with suppress(ImportError):
+            from matplotlib.figure import Figure
+
+            Figure.savefig = save_empty_images(Figure.savefig)  # type: ignore[method-assign]
     _enter(cwd, descriptors, variables)
     sys.path[0] = str(cwd)  # as for `python -m`
     if before is not None:

@@ -5,7 +5,6 @@ torch and transformers are imported by the functions that need them: most tests 
 
 from __future__ import annotations
 
-import base64
 import logging
 import os
 import signal
@@ -13,10 +12,12 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+from tests.commands import save_empty_images
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,12 +96,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.slow)
 
 
-EMPTY_PNG = base64.b64decode(
-    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAQAAAC1HAwCAAAAC0lEQVR42mNk+A8AAQUBAScY42YAAAAASUVORK5CYII="
-)
-"""An image of one pixel."""
-
-
 @pytest.fixture(scope="session", autouse=True)
 def no_waiting_for_the_disk() -> Iterator[None]:
     """Return from `os.fsync` at once: a run calls it 40 times. Tests of the order of writes replace it themselves."""
@@ -117,16 +112,8 @@ def no_plots(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     from matplotlib.figure import Figure
 
-    savefig = Figure.savefig
-
-    def save(figure: Figure, path: Any, **options: Any) -> None:
-        if options.get("format") == "png":
-            Path(path).write_bytes(EMPTY_PNG)
-        else:
-            savefig(figure, path, **options)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Figure, "savefig", save)
+        patch.setattr(Figure, "savefig", save_empty_images(Figure.savefig))
         yield
 
 

@@ -14,7 +14,7 @@ from tests.commands import Forked
 
 pytestmark = pytest.mark.slow
 
-STEPS = 10
+STEPS = 12
 EVERY = 3
 SETTINGS = [
     "--steps", str(STEPS), *SMALL, "--set", f"evaluation.every={EVERY}", "--set", f"checkpoint.every={EVERY}",
@@ -60,7 +60,8 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_engine_process_is_killed(uninterrupted: Path, tmp_path: Path) -> None:
+def test_engine_and_trainer_are_killed_and_stopped(uninterrupted: Path, tmp_path: Path) -> None:
+    """One run: SIGKILL to the engine, SIGKILL, one SIGINT, then two SIGTERM while the engine does not answer."""
     folder = tmp_path / "runs" / "a"
     process = begin(tmp_path, *SETTINGS)
     wait_until(process, lambda: count_lines(folder) > EVERY + 1)
@@ -77,15 +78,10 @@ def test_the_engine_process_is_killed(uninterrupted: Path, tmp_path: Path) -> No
     check_ended([engine], 0.0)
     refused = usage_error("train", "--resume", "a", "--set", "sampling.max_lag=0", cwd=tmp_path)
     assert "leave out sampling.max_lag" in refused  # which the line above therefore does not advise
-    finish(tmp_path, "--resume", "a")
-    check_equal(folder, uninterrupted)
 
-
-def test_the_trainer_is_killed_and_stopped(uninterrupted: Path, tmp_path: Path) -> None:
-    """One run: SIGKILL, one SIGINT, then two SIGTERM while the engine does not answer."""
-    folder = tmp_path / "runs" / "a"
-    process = begin(tmp_path, *SETTINGS)
-    wait_until(process, lambda: count_lines(folder) > EVERY + 1)
+    before = count_lines(folder)
+    process = begin(tmp_path, "--resume", "a")
+    wait_until(process, lambda: count_lines(folder) > before)
     left = descendants(process.pid)
     assert engine_of(process.pid) in left
     process.kill()
@@ -131,7 +127,8 @@ def test_the_trainer_is_killed_and_stopped(uninterrupted: Path, tmp_path: Path) 
 def test_the_engine_process_of_a_rank_is_killed(uninterrupted: Path, tmp_path: Path) -> None:
     """Two ranks, continued by one: the steps up to that of the stored batch are those of one rank."""
     folder = tmp_path / "runs" / "a"
-    process = begin(tmp_path, *SETTINGS, "--nproc", "2")
+    steps = 9
+    process = begin(tmp_path, *SETTINGS, "--nproc", "2", "--steps", str(steps))
     wait_until(process, lambda: count_lines(folder) > EVERY + 1)
     left = descendants(process.pid)
     os.kill(engine_of(ranks_of(process.pid, folder)[1]), signal.SIGKILL)
@@ -142,8 +139,8 @@ def test_the_engine_process_of_a_rank_is_killed(uninterrupted: Path, tmp_path: P
     assert "resume with: bandpo train --resume a --nproc 2" in done.out
     check_ended(left, 0.0)
     finish(tmp_path, "--resume", "a")
-    lines, others = record(folder), record(uninterrupted)
-    assert [line["step"] for line in lines] == [*range(STEPS + 1)]
+    lines, others = record(folder), record(uninterrupted)[: steps + 1]
+    assert [line["step"] for line in lines] == [*range(steps + 1)]
     assert [line.get("sampler/lag") for line in lines] == [line.get("sampler/lag") for line in others]
     for line, other in zip(lines[1 : EVERY + 2], others[1:], strict=False):  # the last is of the stored batch
         assert line["train/reward"] == other["train/reward"]

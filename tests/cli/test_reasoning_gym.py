@@ -1,8 +1,7 @@
 """`--task reasoning-gym:NAME`: the list of names, messages for mistakes, and a run and its resume."""
 
-import os
+import importlib.util
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,44 +9,25 @@ import pandas as pd
 import pytest
 
 from tests.cli import train_runs
-from tests.cli.eval_command import WITHOUT_TORCH, bandpo, succeed, usage_error
+from tests.cli.eval_command import bandpo, succeed, usage_error, without_torch
 from tests.cli.train_runs import check_equal, drop_checkpoints, record, truncate_metrics
 from tests.text_model import save_text_model
 
 pytest.importorskip("reasoning_gym")
 
-ROOT = Path(__file__).parents[2]
-WITHOUT_THE_LIBRARY = (
-    "import importlib.util as u, sys; find = u.find_spec;"
-    "u.find_spec = lambda name, *a: None if name == 'reasoning_gym' else find(name, *a);"
-    "sys.modules['reasoning_gym'] = None;"
-    "from bandpo_cli.__main__ import main; main()"
-)
-
-
-def run_python(code: str, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
 
 @pytest.mark.slow
 def test_the_list_is_printed_without_torch(tmp_path: Path) -> None:
-    done = run_python(WITHOUT_TORCH, "train", "--task", "reasoning-gym:list", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+    ((code, out, err),) = without_torch([(tmp_path, ["train", "--task", "reasoning-gym:list"])])
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
     assert len(lines) > 100
     assert [line.split()[0] for line in lines] == sorted(line.split()[0] for line in lines)
     assert lines[[line.split()[0] for line in lines].index("maze")].split()[1:] == [
         "min_dist=5", "max_dist=10", "min_grid_size=5", "max_grid_size=10",
     ]  # fmt: skip
     for command in ("eval", "sweep"):
-        assert bandpo(command, "--task", "reasoning-gym:list", cwd=tmp_path).out == done.stdout
+        assert bandpo(command, "--task", "reasoning-gym:list", cwd=tmp_path).out == out
     assert not [*tmp_path.iterdir()]
 
 
@@ -58,13 +38,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
-def test_the_missing_extra_is_named(place: Path) -> None:
-    done = run_python(
-        WITHOUT_THE_LIBRARY, "train", "--model", "model", "--task", "reasoning-gym:gcd", cwd=place
+def test_the_missing_extra_is_named(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "reasoning_gym" else find_spec(name, *a)
     )
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    line = usage_error("train", "--model", "model", "--task", "reasoning-gym:gcd", cwd=place)
     message = 'the package reasoning_gym is not installed; pip install "bandpo[gym]"'
-    assert (done.returncode, done.stderr) == (2, f"error: task reasoning-gym: {message}\n")
+    assert line == f"error: task reasoning-gym: {message}\n"
 
 
 @pytest.mark.parametrize(
