@@ -64,7 +64,7 @@ def limit_file_size() -> None:
 @pytest.mark.slow
 def test_a_limit_that_a_thread_meets_ends_the_run_at_its_next_step(tmp_path: Path) -> None:
     """The line of the checkpoint's step is written, the checkpoint is not."""
-    done = train("--steps", "8", *SMALL, cwd=tmp_path, before=limit_file_size)
+    done = train("--steps", "5", *SMALL, cwd=tmp_path, before=limit_file_size)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert done.stderr.startswith("error: runs/a/checkpoints/step-000002: the checkpoint cannot be written: ")
     content = json.loads((tmp_path / "runs/a/summary.json").read_text())
