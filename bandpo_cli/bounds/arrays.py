@@ -5,6 +5,7 @@ Torch is not imported here: a caller that passes a tensor has imported it.
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,8 +42,11 @@ class TokenProbs:
     """
 
     def __init__(self, logp: Array) -> None:
-        xp = namespace(logp)
-        self.logp, self.p, self.m = logp, xp.exp(logp), -xp.expm1(logp)
+        self.logp, self.p = logp, namespace(logp).exp(logp)
+
+    @cached_property
+    def m(self) -> Array:
+        return -namespace(self.logp).expm1(self.logp)
 
 
 def is_tensor(x: Array) -> bool:
