@@ -67,14 +67,10 @@ def main() -> None:
     except typer.TyperException as error:
         if len(sys.argv) == 1:  # no command was given, and the help has been printed
             sys.exit(USER_ERROR)
-        from bandpo_cli.config.section import setting_for
-
         message = error.format_message() if hasattr(error, "format_message") else str(error)
-        # Other trainers have this option.
-        if key := setting_for(getattr(error, "option_name", None) or ""):
-            message += f"; use --set {key}=VALUE"
-        command = getattr(getattr(error, "ctx", None), "command_path", PROGRAM)
-        _fail(UserError(f"{message} (see {command} --help)"), USER_ERROR)
+        context = getattr(error, "ctx", None)
+        command = getattr(context, "command_path", PROGRAM)
+        _fail(UserError(f"{_with_setting(message, error, context)} (see {command} --help)"), USER_ERROR)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(INTERRUPTED)
     except Exception as error:
@@ -85,6 +81,21 @@ def main() -> None:
             sys.exit(RUN_ERROR)
         raise
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _with_setting(message: str, error: Exception, context: Any) -> str:
+    """Return the message, for an unknown option of a command with --set with the settings of that name.
+
+    The settings replace Typer's list of options with similar letters: `--sampler` for `--template`.
+    """
+    from bandpo_cli.config.run import RunConfig
+    from bandpo_cli.config.section import settings_named
+
+    option = getattr(error, "option_name", None)
+    if not option or not any("--set" in parameter.opts for parameter in context.command.params):
+        return message
+    uses = " or ".join(f"--set {key}=VALUE" for key in settings_named(option, RunConfig))
+    return f"{message.partition(' (')[0]}; use {uses}" if uses else message
 
 
 def _skip_last_collection() -> None:

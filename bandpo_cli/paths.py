@@ -3,8 +3,10 @@
 File system errors become False, an empty list, or a one-line ConfigError.
 """
 
+import difflib
 import re
 import stat
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
@@ -51,6 +53,19 @@ def gguf_file(path: Path) -> Path | None:
     if path.is_file():
         return path if path.suffix.lower() == ".gguf" else None
     return next(iter(sorted(path.glob("*.[gG][gG][uU][fF]"))), None)
+
+
+def nearest_file(path: Path, suffixes: Collection[str]) -> str:
+    """Return `` (did you mean 'x'?)`` for a file beside `path` with a similar name, or an empty string.
+
+    Only files with one of `suffixes` count. A common suffix does not make two names similar.
+    """
+    try:
+        files = {file.stem: file for file in path.parent.glob("*.*") if file.suffix.lower() in suffixes}
+    except (OSError, ValueError):
+        return ""
+    stems = difflib.get_close_matches(path.stem[:100], files, n=1, cutoff=0.7)
+    return f" (did you mean '{files[stems[0]]}'?)" if stems else ""
 
 
 def relative_to_cwd(path: Path) -> Path:

@@ -69,6 +69,8 @@ def evaluate(
 
     [bold]bandpo eval --model NAME@40 --n 64 --k 1,8,64[/bold]  an earlier one, more samples
 
+    [bold]bandpo eval --model NAME@0[/bold]  the model before training, on the run's own problems
+
     [bold]bandpo eval --model Qwen/Qwen2.5-0.5B-Instruct --task gsm8k --task math500[/bold]
 
     [bold]bandpo eval --samples completions.jsonl --grader math[/bold]  completions from anywhere
@@ -76,8 +78,8 @@ def evaluate(
     [bold]bandpo eval compare EVAL_A EVAL_B[/bold]  the difference, problem by problem
 
     Args:
-        model: A run: NAME or its folder for the latest checkpoint, NAME@STEP for another. Or a Hugging Face
-            folder, an adapter folder of peft, or a hub id.
+        model: A run: NAME or its folder for the latest checkpoint, NAME@STEP for another, NAME@0 for the model
+            before training. Or a Hugging Face folder, an adapter folder of peft, or a hub id.
         samples: Score stored completions, without a model: .jsonl, .json, .csv or .parquet rows with question,
             answer and completions, or an earlier samples.parquet.
         n: Completions per problem.
@@ -153,7 +155,8 @@ def compare(
     """Compare two evaluations problem by problem: B − A, with paired 95% intervals.
 
     An evaluation is its name in --runs-dir, its folder, or its eval.json. A
-    problem is a win if B has a higher share of correct completions than A.
+    problem is a win if B has a higher share of correct completions than A. Only
+    problems that both have are compared, and settings that differ are listed.
 
     [bold]bandpo eval compare before after[/bold]  two evaluations
 

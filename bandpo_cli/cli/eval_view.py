@@ -255,9 +255,13 @@ def print_comparison(console: Console, result: ComparisonResult, show: int, styl
     """Print what changed from A to B, with the `show` most changed problems of each set."""
     if style == "json":
         sets = {label: value.as_json() for label, value in result.sets.items()}
-        print_json({"a": str(result.path_a), "b": str(result.path_b), "sets": sets})
+        differences = {key: {"a": a, "b": b} for key, (a, b) in result.differences.items()}
+        paths = {"a": str(result.path_a), "b": str(result.path_b)}
+        print_json({**paths, "differences": differences, "sets": sets})
         return
     print_rows(console, [("A", str(result.path_a)), ("B", str(result.path_b))])
+    for key, (a, b) in result.differences.items():
+        print_line(console, f"{key} is {a!r} in A and {b!r} in B", "differs", "yellow")
     for label, compared in result.sets.items():
         only = [f"{n:,} only in {name}" for name, n in (("A", compared.only_a), ("B", compared.only_b)) if n]
         console.print()

@@ -125,13 +125,18 @@ def runs(
     """
     from bandpo_cli.experiments.overview import list_runs
 
-    runs = list_runs(runs_dir, patterns or (), method=method, task=task, status=status, sort=sort)
+    runs = []
+    if runs_dir != opt.RUNS or runs_dir.exists():  # a new folder has no runs yet, which is no mistake
+        runs = list_runs(runs_dir, patterns or (), method=method, task=task, status=status, sort=sort)
     if format_ == "json":
         print_json([asdict(run) for run in runs])
         return
     console = open_console()
     if not runs:
-        print_line(console, "no runs")
+        filtered = patterns or method or task or status
+        print_line(
+            console, f"no such runs in {runs_dir}" if filtered else "no runs yet; bandpo train starts a run"
+        )
         return
     wide = console.width >= 100
     headings = ["run", "method", "task", "status", ">steps", ">held-out", ">training", ">entropy"]
@@ -238,9 +243,10 @@ def _steps(steps: tuple[int, ...]) -> str:
 def samples(
     run: Annotated[str, opt.argument("RUN", complete=folder_of("run", "evaluation"))],
     step: Annotated[int | None, opt.option("N", "the last step with samples", min=0)] = None,
-    correct: Annotated[bool | None, opt.option(default="both", flags=["--correct/--wrong"])] = None,
+    correct: Annotated[bool, opt.option(flags=["--correct"])] = False,
+    wrong: Annotated[bool, opt.option(flags=["--wrong"])] = False,
     problem: Annotated[str | None, opt.option("ID")] = None,
-    limit: Annotated[int, opt.option("N", min=0)] = 8,
+    limit: Annotated[int, opt.option("N", flags=["--limit", "-n"], min=0)] = 8,
     format_: Annotated[str, opt.choice("--format", "text", "jsonl")] = "text",
     runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
@@ -257,14 +263,17 @@ def samples(
     Args:
         run: A run or an evaluation: its name in --runs-dir, or its folder.
         step: Step of the run.
-        correct: Only these completions.
+        correct: Only correct completions.
+        wrong: Only completions that are not correct.
         problem: Only completions of this problem.
         limit: Maximum number of completions to print; 0 prints all.
     """
     from bandpo_cli.experiments.overview import read_completions_of, select_completions
 
+    if correct and wrong:
+        raise UserError("--correct --wrong: give one of them; without either flag, both kinds are printed")
     path, completions = read_completions_of(run, runs_dir, step)
-    chosen = select_completions(completions, problem, correct)
+    chosen = select_completions(completions, problem, correct if correct or wrong else None)
     shown = chosen[:limit] if limit else chosen
     if format_ == "jsonl":
         for completion in shown:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from bandpo_cli.errors import ConfigError, nearest
-from bandpo_cli.paths import path_exists, read_text
+from bandpo_cli.paths import nearest_file, path_exists, read_text
 
 MAX_VALUES, MAX_DEPTH, MAX_DIGITS = 100_000, 50, 100
 """Limits on the values of a file (aliases expanded), on their nesting, and on the characters of a number."""
@@ -175,7 +175,8 @@ def read_config(path: Path, where: str = "--config") -> FileLayer:
     if not path_exists(path):
         known, name = shipped_configs(), path.as_posix().removeprefix("configs/").removesuffix(".yaml")
         if name not in known:
-            problem = f"no such file, and no configuration of that name{nearest(name, known)}"
+            near = nearest_file(path, (".yaml", ".yml")) or nearest(name, known)
+            problem = f"no such file, and no configuration of that name{near}"
             raise ConfigError(f"{where}: {problem}; `bandpo configs` lists them")
         path = known[name]
     return FileLayer(read_mapping(path, where), where, path)

@@ -26,7 +26,7 @@ from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.config.section import NotEmpty, Section, TaggedSection, require
 from bandpo_cli.datasets import DATA_TASK, DATASETS, TASKS, generated_tasks, split_member, task_kind
 from bandpo_cli.errors import ConfigError, nearest
-from bandpo_cli.paths import path_exists, user_path
+from bandpo_cli.paths import nearest_file, path_exists, user_path
 from bandpo_cli.registries import GRADERS, load_attribute
 
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -330,8 +330,7 @@ def task_from_arguments(texts: Sequence[str]) -> dict[str, Any]:
     (text,) = texts
     path, is_file = user_path(text), Path(text).suffix.lower() in FILE_SUFFIXES
     if is_file and not path_exists(path):
-        names = [item.name for item in path.parent.glob("*.*")] if path_exists(path.parent) else []
-        raise ConfigError(f"--task {text}: there is no such file{nearest(path.name, names)}")
+        raise ConfigError(f"--task {text}: there is no such file{nearest_file(path, FILE_SUFFIXES)}")
     if is_file or (text not in TaskSettings.classes() and path_exists(Path(text))):
         return {"name": DATA_TASK, "train": [{"path": text}]}
     return {"name": text}

@@ -6,18 +6,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.config.layers import flatten, read_layer
+from bandpo_cli.errors import UserError, nearest, plural
 from bandpo_cli.evaluation.metrics import Interval, mean_intervals, sign_test
 from bandpo_cli.paths import folders_containing, user_path
 from bandpo_cli.storage.eval_folder import RECORD_FILE, read_record
 from bandpo_cli.storage.files import step_of
-from bandpo_cli.storage.run_folder import find_folder, find_run
+from bandpo_cli.storage.run_folder import RunFolder, find_folder, find_run, is_run_folder
 
 MEAN = "mean"
 """Name of mean@n in a comparison: its expectation does not depend on n, so n may differ between A and B."""
 
 _COMPARED = ("pass_at_", "maj_at_", "answer_format", "truncation", "response_length")
 """Beginnings of the names of the compared metrics, besides `MEAN`."""
+
+_SETTINGS = (
+    "seed", "task.", "sampling.max_", "sampling.engine", "model.prompts", "grading.deadline", "evaluation.problems",
+    "evaluation.samples", "evaluation.temperature",
+)  # fmt: skip
+"""Beginnings of the settings that change completions or verdicts, besides the model."""
+_SOURCES = ("task.name", "task.train", "task.heldout", "task.heldout_fraction", "task.revisions")
+"""The settings that only choose the problems, which are compared by their ids."""
 
 
 class MetricDifference(NamedTuple):
@@ -67,10 +76,17 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """Two evaluations compared: the files of their records, and the comparison by evaluation set."""
+    """Two evaluations compared.
+
+    Attributes:
+        path_a, path_b: the files of their records.
+        differences: the settings that differ, with their values in A and in B; see `differing_settings`.
+        sets: the comparison by evaluation set.
+    """
 
     path_a: Path
     path_b: Path
+    differences: Mapping[str, tuple[Any, Any]]
     sets: Mapping[str, Comparison]
 
 
@@ -84,7 +100,8 @@ def compare(a: str, b: str, runs_dir: Path | str = "runs") -> ComparisonResult:
     Raises UserError if there is no such evaluation, or the two share no problem.
     """
     path_a, path_b = _find_record(a, Path(runs_dir)), _find_record(b, Path(runs_dir))
-    return ComparisonResult(path_a, path_b, compare_records(read_record(path_a), read_record(path_b)))
+    records = _read_with_settings(path_a), _read_with_settings(path_b)
+    return ComparisonResult(path_a, path_b, differing_settings(*records), compare_records(*records))
 
 
 def _find_record(text: str, runs_dir: Path) -> Path:
@@ -108,6 +125,30 @@ def _find_record(text: str, runs_dir: Path) -> Path:
     return records[max(steps) if step is None else step]
 
 
+def _read_with_settings(path: Path) -> dict[str, Any]:
+    """Return a record. The record of an evaluation in training gets `config`, the settings of the run."""
+    record, run = read_record(path), path.absolute().parent.parent
+    if "config" not in record and is_run_folder(run):
+        record["config"] = read_layer(run / RunFolder.marker)
+    return record
+
+
+def differing_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that differ and that change completions or verdicts, with their values in A and in B.
+
+    The records have them as `config`. They are not known for scored files of completions, which give no differences.
+    """
+    known = [record for record in (a, b) if record.get("config") and not record.get("samples")]
+    if len(known) < 2:
+        return {}
+    values_a, values_b = (flatten(record["config"]) for record in known)
+    return {
+        key: (values_a.get(key), values_b.get(key))
+        for key in {**values_a, **values_b}
+        if key.startswith(_SETTINGS) and key not in _SOURCES and values_a.get(key) != values_b.get(key)
+    }
+
+
 def compare_records(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Comparison]:
     """Compare the evaluation sets that two records (`eval.json`) share.
 
@@ -122,14 +163,18 @@ def compare_records(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Com
     if not labels:
         in_a, in_b = (", ".join(sets) or "no sets" for sets in (sets_a, sets_b))
         raise UserError(f"nothing to compare: A has {in_a}, B has {in_b}")
-    return {label: _compare_sets(label, sets_a[label], sets_b[label]) for label in labels}
+    return {label: _compare_sets(label, a, b) for label in labels}
 
 
-def _compare_sets(label: str, scores_a: Any, scores_b: Any) -> Comparison:
-    a, b = _by_problem(scores_a, label, "A"), _by_problem(scores_b, label, "B")
+def _compare_sets(label: str, record_a: Mapping[str, Any], record_b: Mapping[str, Any]) -> Comparison:
+    a, b = _by_problem(record_a, label, "A"), _by_problem(record_b, label, "B")
     ids = [id_ for id_ in a if id_ in b]
     if not ids:
-        raise UserError(f"nothing to compare: A and B share no problem of '{label}'")
+        differing = ", ".join(differing_settings(record_a, record_b)) or "no other setting"
+        raise UserError(
+            f"nothing to compare: A and B share no problem of '{label}'; A has {plural(len(a), 'problem')}, B "
+            f"{len(b):,}; apart from the data, they differ in {differing}"
+        )
     names = [MEAN, *(name for name in a[ids[0]] if name in b[ids[0]] and name.startswith(_COMPARED))]
     pairs = {
         name: [
@@ -151,8 +196,9 @@ def _compare_sets(label: str, scores_a: Any, scores_b: Any) -> Comparison:
     return Comparison(*counts, metrics, wins, losses, ties, sign_test(wins, losses), changed)
 
 
-def _by_problem(scores: Any, label: str, which: str) -> dict[str, dict[str, Any]]:
+def _by_problem(record: Mapping[str, Any], label: str, which: str) -> dict[str, dict[str, Any]]:
     """Return the metrics of a set by problem id and name, not yet checked, mean@n under `MEAN`."""
+    scores = record["sets"][label]
     rows = scores.get("by_problem") if isinstance(scores, Mapping) else None
     if not isinstance(rows, Mapping) or not all(isinstance(row, Mapping) for row in rows.values()):
         raise UserError(f"{which} has no metrics by problem of '{label}'; finish the evaluation first")

@@ -24,10 +24,10 @@ from bandpo_cli.experiments.preflight import (
     check_model_path,
     resolve_model,
 )
-from bandpo_cli.paths import path_exists, user_path
+from bandpo_cli.paths import nearest_file, path_exists, user_path
 from bandpo_cli.storage.eval_folder import RECORD_FILE, SAMPLES_FILE, EvalFolder, read_record
 from bandpo_cli.storage.files import file_digest
-from bandpo_cli.storage.run_folder import RunFolder, timestamped
+from bandpo_cli.storage.run_folder import RunFolder, find_run, timestamped
 from bandpo_cli.tasks.completions import StoredProblem, read_completions
 from bandpo_cli.tasks.rows import source_label
 from bandpo_cli.tasks.task import Task, build_task
@@ -178,7 +178,7 @@ def plan_evaluation(
 
 def _model_request(model: str, tasks: Sequence[str], runs_dir: Path, layers: Sequence[Layer]) -> EvalRequest:
     """Return the evaluation of a model, with the settings of its run, then `layers`."""
-    ref = resolve_model(model, runs_dir)
+    ref = _untrained_model(model, runs_dir) or resolve_model(model, runs_dir)
     base = [] if ref.run is None else [read_layer(ref.run.path / "config.yaml")]
     task_layer = _task_layer(tasks, resolve(base) if base else None)
     # Adapters are merged into the weights when a model is loaded.
@@ -188,6 +188,14 @@ def _model_request(model: str, tasks: Sequence[str], runs_dir: Path, layers: Seq
     task = build_task(config.task)
     check_graders(problem for problems in task.heldout_sets().values() for problem in problems)
     return EvalRequest(config, (ref, task))
+
+
+def _untrained_model(text: str, runs_dir: Path) -> ModelRef | None:
+    """Return the model that a run started from if `text` is RUN@0: a run has no checkpoint of step 0."""
+    run, step = find_run(text, runs_dir) or (None, None)
+    if run is None or step != 0:
+        return None
+    return ModelRef(resolve([read_layer(run.path / RunFolder.marker)]).model.path, run, step)
 
 
 def _samples_request(path: Path, grader: str | None, layers: Sequence[Layer]) -> EvalRequest:
@@ -265,7 +273,8 @@ def _sources(tasks: Sequence[str]) -> list[Any]:
     for name in files:
         if not name or not path_exists(user_path(name)):
             known = [*generated_tasks(), *DATASETS]
-            hint = f"{nearest(name, known)}; known: {', '.join(known)}, or a {', '.join(FILE_SUFFIXES)} file"
+            near = nearest_file(user_path(name), FILE_SUFFIXES) or nearest(name, known)
+            hint = f"{near}; known: {', '.join(known)}, or a {', '.join(FILE_SUFFIXES)} file"
             raise ConfigError(f"--task {name[:200]}: no such task or file{hint}")
     labels = Counter(map(_label_of, files))
     sources: list[Any] = []

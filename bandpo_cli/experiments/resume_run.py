@@ -183,7 +183,7 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
     if tracking.mlflow and is_redacted(tracking_store(tracking, runs_dir).uri):
         raise ConfigError(f"tracking.uri = {tracking.uri} lacks its secret: set MLFLOW_TRACKING_URI")
     done = _last_step(folder, own)
-    _check_changes(folder.name, own, config, done)
+    _check_changes(folder, own, config, done)
     if done >= config.steps and is_finished(folder.path):
         command = shell_command("train --resume", folder.path, runs_dir)
         further = f"; to train further: {command} --steps {2 * config.steps}"
@@ -287,7 +287,7 @@ def _last_step(folder: RunFolder, config: RunConfig) -> int:
     return last
 
 
-def _check_changes(name: str, own: RunConfig, config: RunConfig, done: int) -> None:
+def _check_changes(folder: RunFolder, own: RunConfig, config: RunConfig, done: int) -> None:
     """Raise ConfigError where a setting differs from the run's own, except `CHANGEABLE_SETTINGS` and more steps."""
     before, after = (flatten(settings.model_dump(mode="json")) for settings in (own, config))
     values = {key: (before.get(key, "nothing"), after.get(key, "nothing")) for key in {**before, **after}}
@@ -298,11 +298,16 @@ def _check_changes(name: str, own: RunConfig, config: RunConfig, done: int) -> N
     ]
     if refused:
         allowed = ", ".join((*CHANGEABLE_SETTINGS, "steps"))
-        raise ConfigError(f"--resume {name}: leave out {', '.join(refused)}; a resume can change {allowed}")
+        again = f"bandpo train --config {folder.path / 'config.yaml'} with the other values starts a new run"
+        raise ConfigError(
+            f"--resume {folder.name}: leave out {', '.join(refused)}; a resume can change {allowed}; {again}"
+        )
     if own.steps == config.steps:
         return
     for key, schedule in _schedules_over_run(own).items():
         ends = f"{key} = '{schedule}' ends with step {own.steps}; only a constant schedule can be extended"
-        raise ConfigError(f"--resume {name}: steps = {config.steps}: {ends}")
+        raise ConfigError(f"--resume {folder.name}: steps = {config.steps}: {ends}")
     if config.steps <= done:
-        raise ConfigError(f"--resume {name}: steps = {config.steps}: {done} are done; give more than that")
+        raise ConfigError(
+            f"--resume {folder.name}: steps = {config.steps}: {done} are done; give more than that"
+        )

@@ -49,6 +49,17 @@ _STEP_FOLDERS = ("samples", "tokens", "evals", "bad_batches")
 """Folders whose files each belong to one step."""
 
 
+_OTHER_FOLDERS = (
+    ("eval.json", "an evaluation", {"samples": "prints its completions", "eval --resume": "continues it"}),
+    (
+        "sweep.yaml",
+        "a sweep",
+        {"report": "compares its runs", "runs": "lists them", "sweep --resume": "continues it"},
+    ),
+)
+"""The file of a folder that is not a run, what the folder is, and the commands that take it with their uses."""
+
+
 class ExperimentFolder:
     """`runs/<name>/` of a run or an evaluation.
 
@@ -200,13 +211,14 @@ def not_found(kind: str, text: str, runs_dir: Path, marker: str) -> UserError:
     """
     existing = next(filter(path_exists, _candidates(text, runs_dir)), None)
     if kind == "run" and existing is not None:
-        for file, command in (("eval.json", "eval"), ("sweep.yaml", "sweep")):
+        for file, what, commands in _OTHER_FOLDERS:
             if (existing / file).is_file():
-                again = shell_command(f"{command} --resume", existing, runs_dir)
-                return UserError(f"{existing} is not a training run; resume it with {again}")
+                uses = [
+                    f"{shell_command(words, existing, runs_dir)} {use}" for words, use in commands.items()
+                ]
+                return UserError(f"{existing} is {what} and not a run: {', '.join(uses)}")
         for folder in filter(is_run_folder, existing.absolute().parents):
-            again = shell_command("train --resume", folder, runs_dir)
-            return UserError(f"{existing} is in the folder of run {folder.name}; name the run: {again}")
+            return UserError(f"{existing} is in the folder of a run; name the run: {relative_to_cwd(folder)}")
         return UserError(f"{existing} is not a run: it has no config.yaml; start a new run")
     names = folders_containing(runs_dir, marker)
     others = ", ".join(names[-5:]) or f"no {kind}s"

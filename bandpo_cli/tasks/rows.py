@@ -146,7 +146,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                 try:
                     yield _row(_parse_json(text), where)
                 except (ValueError, RecursionError) as error:
-                    raise ConfigError(f"{where}: not readable as JSON: {first_line(error)}") from None
+                    raise ConfigError(f"{where}: not readable as JSON: {_problem(error)}") from None
 
 
 def _read_json(path: Path) -> Iterator[Row]:
@@ -154,7 +154,8 @@ def _read_json(path: Path) -> Iterator[Row]:
         content = _parse_json(_text(path.read_bytes(), str(path)))
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
-            raise ConfigError(f"{path}, line {error.lineno}: not readable as JSON: {error.msg}") from None
+            where = f"{path}, line {error.lineno}"
+            raise ConfigError(f"{where}: not readable as JSON: {_problem(error)}") from None
         yield from _read_jsonl(path)  # one object per line, although the extension is .json
         return
     if isinstance(content, dict):
@@ -227,6 +228,13 @@ def _parse_json(text: str) -> Any:
         return fields
 
     return json.loads(text, object_pairs_hook=unique_keys)
+
+
+def _problem(error: Exception) -> str:
+    """Return what is wrong with a JSON text, without the line: a line of a .jsonl file is a text of its own."""
+    return (
+        f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else first_line(error)
+    )
 
 
 def _row(value: Any, where: str) -> Row:

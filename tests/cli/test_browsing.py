@@ -155,8 +155,25 @@ def test_samples_are_filtered(trained: Path) -> None:
 def test_samples_of_an_evaluation(changed: Path) -> None:
     bandpo(changed, "eval", "--model", "first", "--name", "scored", "--limit", "2", "--n", "2", "--no-mlflow")
     assert "1 of 4 completions of runs/scored/samples.parquet" in bandpo(
-        changed, "samples", "scored", "--limit", "1"
+        changed, "samples", "scored", "-n", "1"
     )
+
+
+@pytest.mark.slow
+def test_step_0_of_a_run_is_its_model_before_training(changed: Path) -> None:
+    """The evaluation of RUN@0 equals the evaluation that the run made before its first step."""
+    bandpo(changed, "eval", "--model", "first@0", "--name", "before", "--no-mlflow")
+    compared = json.loads(bandpo(changed, "eval", "compare", "before", "first@0", "--format", "json"))
+    assert compared["differences"] == {}
+    assert compared["sets"]["countdown"]["problems"] == {"shared": 3, "only_a": 0, "only_b": 0}
+    assert {metric["value"] for metric in compared["sets"]["countdown"]["figures"].values()} == {0.0}
+    bandpo(changed, "eval", "--model", "first", "--seed", "7", "--name", "after", "--no-mlflow")
+    assert "differs  seed is 0 in A and 7 in B" in bandpo(changed, "eval", "compare", "first@0", "after")
+
+
+def test_a_new_folder_has_no_runs_yet(tmp_path: Path) -> None:
+    assert bandpo(tmp_path, "runs") == "no runs yet; bandpo train starts a run\n"
+    assert json.loads(bandpo(tmp_path, "runs", "--format", "json")) == []
 
 
 @pytest.mark.parametrize(

@@ -35,12 +35,17 @@ FILES = {
     "runs/my-run/config.yaml": "seed: 1\n",
     "runs/half/eval.json": json.dumps(HALF),
     "runs/gone/eval.json": json.dumps(GONE),
+    "runs/deltas/sweep.yaml": "name: deltas\n",
+    "broken.jsonl": '{"question": "q", "answer": "1"}\n{"question": "r" "answer": "2"}\n',
 }
 """A folder with runs with and without checkpoints, damaged evaluations, and files of every kind."""
 
 MISTAKES: dict[str, list[str]] = {
     # words of other trainers
     "train --learning-rate 1e-5": ["No such option: --learning-rate; use --set optim.lr=VALUE"],
+    "train --samples 8": ["use --set sampling.samples=VALUE or --set evaluation.samples=VALUE (see bandpo train"],
+    "sweep --schedule cosine": ["No such option: --schedule; use --set optim.schedule=VALUE (see bandpo sweep"],
+    "samples first -k 3": ["No such option: -k (see bandpo samples --help)"],
     "train --set lr=1e-5": ["lr: no such setting (did you mean 'optim.lr'?)"],
     "train --set actor.clip_ratio_high=0.28": ["actor: no such setting"],
     # several values where one is expected
@@ -59,11 +64,15 @@ MISTAKES: dict[str, list[str]] = {
     "train --sampler vlm": ["vlm"],
     "train --task coutdown": ["(did you mean 'countdown'?)"],
     "train --task problem.csv": ["--task problem.csv: there is no such file (did you mean 'problems.csv'?)"],
+    "train --task zzz.csv": ["--task zzz.csv: there is no such file\n"],
+    "eval --model a/b --task problem.csv": ["no such task or file (did you mean 'problems.csv'?)"],
+    "eval --model a/b --task broken.jsonl": ["broken.jsonl, line 2: not readable as JSON: Expecting ',' delim"],
     "train --name first": ["--name first: exists already; try --name first-2"],
     "train --set optim": ["write a setting as section.key=value"],
     "train --runs-dir problems.csv": ["is a file; name a folder"],
     # files of settings
     "train -c nosuch.yaml": ["--config nosuch.yaml: no such file, and no configuration of that name"],
+    "train -c bad-keys.yaml": ["(did you mean 'bad-key.yaml'?)"],
     "train -c paper/bse": ["(did you mean 'paper/base'?); `bandpo configs` lists them"],
     "train -c bad-key.yaml": [
         "--config bad-key.yaml, line 4: optim.learning_rate: no such setting (did you mean 'optim.lr'?)",
@@ -72,8 +81,13 @@ MISTAKES: dict[str, list[str]] = {
     "configs show paper/bas": ["(did you mean 'paper/base'?)"],
     # resume
     "train --resume frist": ["no run 'frist' in runs (did you mean 'first'?)"],
-    "train --resume runs/first/checkpoints/step-000002": ["name the run: bandpo train --resume first"],
+    "train --resume runs/first/checkpoints/step-000002": ["name the run: runs/first"],
     "train --resume first --name b": ["remove --name"],
+    "train --resume first --lr 1": ["leave out optim.lr = 1.0", "bandpo train --config runs/first/config.yaml with"],
+    # folders that are not runs
+    "show deltas": ["runs/deltas is a sweep and not a run: bandpo report deltas compares its runs"],
+    "plot half": ["runs/half is an evaluation and not a run: bandpo samples half prints its completions"],
+    "samples first --correct --wrong": ["--correct --wrong: give one of them"],
     # sweeps and evaluations
     "sweep": ["nothing is swept: give a sweep file or values, as in: --delta 0.01,0.05 --seeds 0,1"],
     "sweep --delta 0.1,x": ["bounds.delta = 'x'"],

@@ -9,7 +9,7 @@ from scipy.stats import binomtest
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.evaluation.metrics import mean_intervals, sign_test
-from bandpo_cli.experiments.eval_comparison import compare_records
+from bandpo_cli.experiments.eval_comparison import compare_records, differing_settings
 from bandpo_cli.storage.files import replace_nonfinite
 
 
@@ -88,6 +88,44 @@ def test_only_shared_sets_problems_and_metrics_are_read() -> None:
     b = record(s={"p": {"mean_at_2": 1, "legacy_best_at_2": None}})
     comparison = compare_records(a, b)["s"]
     assert (list(comparison.metrics), comparison.metrics["mean"][1], comparison.shared) == (["mean"], 1.0, 1)
+
+
+SETTINGS: dict[str, Any] = {
+    "seed": 0,
+    "task": {
+        "name": "data",
+        "template": "{question}",
+        "train": [{"path": "a.jsonl"}],
+        "heldout_fraction": 0.1,
+    },
+    "sampling": {"max_tokens": 8, "prompts": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "differences"),
+    [
+        ({}, {}),
+        ({"seed": 1}, {"seed": (0, 1)}),
+        ({"sampling": {"max_tokens": 9, "prompts": 5}}, {"sampling.max_tokens": (8, 9)}),
+        ({"task": {"name": "gsm8k", "template": "boxed"}}, {"task.template": ("{question}", "boxed")}),
+        ({"model": {"path": "x", "prompts": "raw"}}, {"model.prompts": (None, "raw")}),
+    ],
+)
+def test_settings_that_change_completions_are_compared(changes: Any, differences: Any) -> None:
+    """Not those of training, and not the data, whose problems have ids; scored files have no such settings."""
+    a, b = {"config": SETTINGS}, {"config": {**SETTINGS, **changes}}
+    assert differing_settings(a, b) == differences
+    assert differing_settings(a, {**b, "samples": {"path": "a.parquet"}}) == differing_settings(a, {}) == {}
+
+
+def test_records_without_a_shared_problem_name_the_settings_that_differ() -> None:
+    a = record(s={"p": GOOD["p"]}) | {"config": SETTINGS}
+    b = record(s={"x": GOOD["p"], "y": GOOD["q"]}) | {"config": {**SETTINGS, "seed": 1}}
+    with pytest.raises(
+        UserError, match=r"of 's'; A has 1 problem, B 2; apart from the data, they differ in seed$"
+    ):
+        compare_records(a, b)
 
 
 GOOD = {"p": {"mean_at_2": 0.5, "pass_at_2": 1.0}, "q": {"mean_at_2": 0.0, "pass_at_2": 0.0}}
