@@ -84,17 +84,16 @@ def main() -> None:
 
 
 def _with_setting(message: str, error: Exception, context: Any) -> str:
-    """Return the message, for an unknown option of a command with --set with the settings of that name.
+    """Return the message about an unknown option with the settings of that name, if the command has --set.
 
-    The settings replace Typer's list of options with similar letters: `--sampler` for `--template`.
+    They replace Typer's list of options with similar letters, such as `--baseline` for `--schedule`.
     """
-    from bandpo_cli.config.run import RunConfig
-    from bandpo_cli.config.section import settings_named
+    from bandpo_cli.config.layers import settings_named
 
     option = getattr(error, "option_name", None)
     if not option or not any("--set" in parameter.opts for parameter in context.command.params):
         return message
-    uses = " or ".join(f"--set {key}=VALUE" for key in settings_named(option, RunConfig))
+    uses = " or ".join(f"--set {key}=VALUE" for key in settings_named(option))
     return f"{message.partition(' (')[0]}; use {uses}" if uses else message
 
 

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from bandpo_cli.config.files import FileLayer, parse_yaml, read_mapping
 from bandpo_cli.config.methods import MethodSettings
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.section import TaggedSection
+from bandpo_cli.config.section import TaggedSection, setting_for
 from bandpo_cli.config.task import TaskSettings, task_defaults
 from bandpo_cli.errors import ConfigError, has_secret, redact_credentials, unknown_choice
 
@@ -182,6 +182,14 @@ def flatten(
     for key, value in settings.items():
         flat |= flatten(value, expand_lists, keep_empty, f"{path}.{key}" if path else str(key))
     return flat
+
+
+def settings_named(option: str) -> list[str]:
+    """Return the settings that an unknown option may mean: that of `setting_for`, else those with the option's name."""
+    if known := setting_for(option):
+        return [known]
+    end = f".{option.lstrip('-').replace('-', '_')}"
+    return [key for key in flatten(RunConfig().model_dump()) if key.endswith(end)]
 
 
 def validation_message(error: ValidationError, layers: Sequence[Layer] = ()) -> str:

@@ -97,6 +97,7 @@ class TrustRegionSettings(MethodSettings):
     """Base class of the settings of a method with a trust region, whose radius may change over training."""
 
     divergence: DivergenceName = "kl"
+    """The f-divergence of the trust region; dppo has kl and tv only."""
     delta: Positive = 0.05
     """The radius of the trust region, in nats for kl."""
     delta_schedule: Literal["constant", "linear", "cosine", "polynomial"] = "constant"
@@ -164,6 +165,7 @@ class Relax(Section):
 
     eps_low: float = Field(0.2, gt=0, lt=1)
     eps_high: float = Field(0.28, gt=0)
+    """The fixed interval of ratios is [1 − eps_low, 1 + eps_high]."""
 
 
 class BandSettings(TrustRegionSettings):
@@ -186,6 +188,7 @@ class IntervalSettings(MethodSettings):
 
     eps_low: float = Field(0.2, gt=0, le=1)
     eps_high: float = Field(0.2, gt=0)
+    """The interval of ratios is [1 − eps_low, 1 + eps_high]."""
 
     @property
     def interval(self) -> str:
@@ -215,7 +218,9 @@ class DcpoSettings(MethodSettings):
     method: Literal["dcpo"] = "dcpo"
     eps_low: float = Field(0.16, gt=0)
     eps_high: float = Field(0.2, gt=0)
+    """The ε of the lower and of the upper bound, in the formula of the paper."""
     max_ratio: MaxRatio | None = 10.0
+    """Cap on the upper bound; null for none."""
 
 
 class NoClipSettings(MethodSettings):
@@ -256,6 +261,7 @@ class CispoSettings(MethodSettings):
     method: Literal["cispo"] = "cispo"
     min_weight: NotNegative = 0.0
     max_weight: Positive = 5.0
+    """The range that the ratio, as the weight of the gradient, is truncated to."""
 
 
 class SapoSettings(MethodSettings):
@@ -265,6 +271,7 @@ class SapoSettings(MethodSettings):
     method: Literal["sapo"] = "sapo"
     tau_positive: Positive = 1.0
     tau_negative: Positive = 1.05
+    """Temperature of the gate for positive and for negative advantages."""
 
 
 class GspoSettings(MethodSettings):
@@ -274,6 +281,7 @@ class GspoSettings(MethodSettings):
     method: Literal["gspo"] = "gspo"
     eps_low: Positive = 3e-4
     eps_high: Positive = 4e-4
+    """The interval of the ratio of a completion is [1 − eps_low, 1 + eps_high]."""
 
 
 class GmpoSettings(MethodSettings):
@@ -283,6 +291,7 @@ class GmpoSettings(MethodSettings):
     method: Literal["gmpo"] = "gmpo"
     log_eps_low: Positive = 0.4
     log_eps_high: Positive = 0.4
+    """The interval of a token's log ratio is [−log_eps_low, log_eps_high]."""
 
 
 class CeGppoSettings(IntervalSettings):

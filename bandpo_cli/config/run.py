@@ -126,6 +126,7 @@ class RewardConfig(Section):
     """Soft over-long penalty (DAPO): over this many tokens before sampling.max_tokens the reward falls linearly by
     `overlong_penalty`; 0 for none."""
     overlong_penalty: NotNegative = 1.0
+    """The reward that is subtracted from a completion of `sampling.max_tokens` tokens."""
 
     @model_validator(mode="after")
     def _check_correct_above_wrong(self) -> Self:
@@ -140,6 +141,8 @@ class ObjectiveConfig(Section):
     advantage_std: bool = True
     """Divide advantages by the group's standard deviation (GRPO); false only centres them (Dr. GRPO)."""
     aggregation: Literal["seq-mean-token-mean", "token-mean", "seq-sum-norm"] = "seq-mean-token-mean"
+    """How token losses are averaged: within completions, then over them (GRPO); over all tokens (DAPO); or summed per
+    completion and divided by `sampling.max_tokens` (Dr. GRPO)."""
     dual_clip: Annotated[float, Field(gt=1)] | None = 10.0
     """For a negative advantage a, a token's loss never exceeds −dual_clip·a; null disables this."""
     reference_kl: NotNegative = 0.0
@@ -191,13 +194,17 @@ class OptimConfig(Section):
     """AdamW, its schedule, and the split of a batch into updates."""
 
     lr: Annotated[float, Field(gt=0, le=1e30)] = 5e-5
+    """The peak learning rate, after the warm-up."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
     eps: Positive = 1e-8
     weight_decay: NotNegative = 0.0
+    """AdamW's decay rates of the moments (`betas`), term in the denominator (`eps`) and decoupled weight decay."""
     max_grad_norm: Positive | None = 1.0
+    """The gradient's norm is clipped to this; null for no clipping."""
     warmup_steps: NonNegativeInt = 5
     """Number of updates over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The learning rate after the warm-up: constant, or falling to 0 at the last step."""
     updates: PositiveInt = 4
     """Optimizer updates per batch of rollouts. With 1 the ratio is always 1 and no bound is active."""
     micro_batch_tokens: PositiveInt = 16384
@@ -288,9 +295,12 @@ class RunConfig(Section):
     """All settings that determine what a run computes. The same configuration gives the same run."""
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """The seed of every random choice."""
     steps: PositiveInt = 100
+    """Batches of rollouts."""
     model: ModelConfig = ModelConfig()
     task: SerializeAsAny[TaskSettings] = CountdownTask()
+    """The problems, the text of the prompts, and the graders of the answers."""
     sampling: SamplingConfig = SamplingConfig()
     grading: GradingConfig = GradingConfig()
     reward: RewardConfig = RewardConfig()

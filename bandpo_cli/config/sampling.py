@@ -40,6 +40,7 @@ class SamplingConfig(Section):
     samples: Annotated[int, Field(ge=2)] = 16
     """Completions per prompt (G): the group that advantages are relative to."""
     temperature: Positive = 1.0
+    """Logits are divided by this before sampling, and in the policy that is trained."""
     max_tokens: PositiveInt = 8
     """Maximum number of tokens in a completion, its end-of-sequence token included."""
     max_prompt_tokens: PositiveInt = 64
@@ -60,6 +61,7 @@ class SamplingConfig(Section):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    """Truncated sampling is refused for training: the ratio needs the full distribution."""
     vllm: VllmConfig = VllmConfig()
 
     @model_validator(mode="after")

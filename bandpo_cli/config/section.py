@@ -1,10 +1,9 @@
 """Base classes of the settings sections: plain sections, and sections whose class a tag chooses."""
 
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Self, get_args
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
-from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from bandpo_cli.errors import nearest, unknown_choice
@@ -21,7 +20,7 @@ SETTINGS_ELSEWHERE = {
     "evaluation.k": "k",
     "model.gradient_checkpointing": "gradient_checkpointing",
     "model.lora.alpha": "lora_alpha",
-    "model.lora.rank": "lora_r lora_rank",
+    "model.lora.rank": "lora_r lora_rank rank",
     "model.lora.target_modules": "lora_target_modules",
     "model.path": "model_name_or_path",
     "objective.advantage_std": "scale_rewards",
@@ -131,39 +130,5 @@ def setting_for(name: str) -> str | None:
 
     `--learning-rate`, `learning_rate` and `actor.learning_rate` are the same name.
     """
-    word = _last_word(name)
+    word = name.lstrip("-").replace("-", "_").rpartition(".")[2].lower()
     return next((key for key, names in SETTINGS_ELSEWHERE.items() if word in names.split()), None)
-
-
-def _last_word(name: str) -> str:
-    return name.lstrip("-").replace("-", "_").rpartition(".")[2].lower()
-
-
-def settings_named(name: str, root: type[Section]) -> list[str]:
-    """Return the settings below `root` that an unknown flag may mean: `setting_for`, else all with this last word."""
-    if known := setting_for(name):
-        return [known]
-    keys = dict.fromkeys(key for key, _, _ in setting_fields(root) if "[]" not in key)
-    return [key for key in keys if key.rpartition(".")[2] == _last_word(name)]
-
-
-def setting_fields(section: type[Section], path: str = "") -> Iterator[tuple[str, type[Section], FieldInfo]]:
-    """Yield the dotted name, the class and the field of the settings of `section` and of the sections in it.
-
-    A section with a tag has the settings of all its classes. The items of a list are `task.train[]`.
-    """
-    for name, field in section.model_fields.items():
-        key = f"{path}.{name}" if path else name
-        yield key, section, field
-        brackets = "[]" if "tuple" in str(field.annotation) else ""
-        for inner in sections_in(field.annotation):
-            yield from setting_fields(inner, key + brackets)
-
-
-def sections_in(annotation: Any) -> list[type[Section]]:
-    """Return the sections that a field with this annotation can hold, one per tag of a section with a tag."""
-    if not (isinstance(annotation, type) and issubclass(annotation, Section)):
-        return [section for part in get_args(annotation) for section in sections_in(part)]
-    if issubclass(annotation, TaggedSection) and TaggedSection in annotation.__bases__:
-        return [*dict.fromkeys(annotation.classes().values())]
-    return [annotation]
