@@ -1,8 +1,9 @@
 """Names of metrics, and the prefix of profiler labels."""
 
+import math
 import re
 from collections.abc import Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 CLOCK_PREFIXES = ("time/", "perf/")
 """Metrics with these prefixes depend on the machine and its load. Two runs of one configuration are equal if all other
@@ -14,12 +15,39 @@ PROFILER_PREFIX = "bandpo/"
 SCORE = re.compile(r"eval/(.+)/(mean|pass)_at_(\d+|n)")
 """The name of mean@n or pass@k of an evaluation set: the set, the kind, and n or k."""
 
+HELDOUT_ACCURACY = re.compile(r"eval/.+/mean_at_(\d+|n)")
+HELDOUT_REWARD = re.compile(r"eval/.+/reward")
+
 Value = TypeVar("Value")
 
 
-def is_heldout_accuracy(key: str) -> bool:
-    """Return whether the metric `key` is mean@n of an evaluation set."""
-    return (match := SCORE.fullmatch(key)) is not None and match[2] == "mean"
+def heldout_mean(record: Mapping[str, Any], name: re.Pattern[str]) -> float | None:
+    """Return the mean over the evaluation sets of a metric; None without an evaluation, or if a value is None."""
+    values = [value for key, value in record.items() if name.fullmatch(key)]
+    return sum(values) / len(values) if values and None not in values else None
+
+
+def heldout_score(record: Mapping[str, Any]) -> float | None:
+    """Return the mean held-out reward; in a record of an earlier version, which has none, the held-out accuracy.
+
+    Both are equal if the rewards are 1 for a correct answer and 0 for any other.
+    """
+    reward = heldout_mean(record, HELDOUT_REWARD)
+    return heldout_mean(record, HELDOUT_ACCURACY) if reward is None else reward
+
+
+def has_nonbinary_rewards(record: Mapping[str, Any]) -> bool:
+    """Return whether a mean reward of a step shows other rewards than 1 for a correct answer and 0 for any other.
+
+    `train/reward` is the mean over the completions with a reward, `train/accuracy` the mean over all completions.
+    """
+    if heldout_score(record) != heldout_mean(record, HELDOUT_ACCURACY):
+        return True
+    reward, accuracy = record.get("train/reward"), record.get("train/accuracy")
+    without = record.get("train/ungraded_fraction", 0.0) + record.get("grade/not_applicable_fraction", 0.0)
+    if reward is None or accuracy is None:
+        return False
+    return not math.isclose(reward * (1 - without), accuracy, abs_tol=1e-9)
 
 
 def is_clock_metric(key: str) -> bool:

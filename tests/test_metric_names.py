@@ -1,6 +1,16 @@
-"""Prefixes of metrics that comparisons of runs leave out."""
+"""Metrics that comparisons of runs leave out, and records that show rewards other than 0 and 1."""
 
-from bandpo_cli.metric_names import CLOCK_PREFIXES, is_clock_metric, without_clock
+from typing import Any
+
+import pytest
+
+from bandpo_cli.metric_names import (
+    CLOCK_PREFIXES,
+    has_nonbinary_rewards,
+    heldout_score,
+    is_clock_metric,
+    without_clock,
+)
 from scripts.compare_checkouts.compare import CLOCK_KEYS, without_keys
 
 
@@ -17,3 +27,46 @@ def test_times_and_performance_are_left_out_and_nothing_else() -> None:
     assert [key for key in record if is_clock_metric(key)] == ["time/step", "perf/padding_fraction"]
     assert without_keys(record, list(CLOCK_KEYS)) == kept, "make compare has the same rule"
     assert set(CLOCK_PREFIXES) == {"time/", "perf/"}
+
+
+@pytest.mark.parametrize(
+    ("record", "nonbinary"),
+    [
+        ({}, False),
+        ({"train/accuracy": 0.5}, False),
+        ({"train/reward": None, "train/accuracy": 0.0}, False),
+        ({"train/reward": 0.3, "train/accuracy": 0.3}, False),
+        # 2 of 5 answers were not graded, and 2 of the other 3 are correct.
+        ({"train/reward": 2 / 3, "train/accuracy": 0.4, "train/ungraded_fraction": 0.4}, False),
+        ({"train/reward": 2 / 3, "train/accuracy": 0.4, "grade/not_applicable_fraction": 0.4}, False),
+        ({"train/reward": 0.059, "train/accuracy": 0.0}, True),
+        ({"train/reward": -0.4, "train/accuracy": 0.3}, True),  # rewards of 1 and -1
+        (
+            {
+                "eval/a/mean_at_4": 0.25,
+                "eval/a/reward": 0.25,
+                "eval/b/c/mean_at_n": 0.5,
+                "eval/b/c/reward": 0.5,
+            },
+            False,
+        ),
+        (
+            {
+                "eval/a/mean_at_4": 0.25,
+                "eval/a/reward": 0.25,
+                "eval/b/c/mean_at_n": 0.5,
+                "eval/b/c/reward": 0.6,
+            },
+            True,
+        ),
+    ],
+)
+def test_records_with_rewards_other_than_0_and_1(record: dict[str, Any], nonbinary: bool) -> None:
+    assert has_nonbinary_rewards(record) == nonbinary
+
+
+def test_the_score_of_an_evaluation_is_its_reward_or_in_earlier_versions_its_accuracy() -> None:
+    accuracies = {"eval/a/mean_at_4": 0.25, "eval/b/mean_at_4": 0.5}
+    assert heldout_score(accuracies) == 0.375
+    assert heldout_score(accuracies | {"eval/a/reward": 0.5, "eval/b/reward": 0.75}) == 0.625
+    assert heldout_score(accuracies | {"eval/b/mean_at_4": None}) is None

@@ -30,7 +30,7 @@ from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
 from bandpo_cli.experiments.eval_run import EvalInfo, EvalResult
 from bandpo_cli.storage.eval_folder import SAMPLES_FILE, EvalFolder
 from bandpo_cli.storage.run_folder import shell_command
-from bandpo_cli.types import GRADER_ERROR, TIMEOUT
+from bandpo_cli.types import UNGRADED_VERDICTS
 
 if TYPE_CHECKING:
     from bandpo_cli.evaluation.batches import Batch
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _MIN_SIGNIFICANT, _FEW_PROBLEMS = 6, 20
 """5 problems that all change in one direction have p = 2 · 2⁻⁵ = 0.0625."""
 
+_UNGRADED_RATES = ("timeout_rate", "grader_error_rate", "not_applicable_rate")
 _BAR_WIDTH = 40
 _LABEL_WIDTH = 20  # of a set's name beside the bar: 80 columns hold it with the counts
 
@@ -184,13 +185,19 @@ def print_scores(console: Console, scores: Mapping[str, Scores]) -> None:
     for label, score in scores.items():
         n = f"{score.fewest}" if score.fewest == score.most else f"{score.fewest} to {score.most}"
         size = f"{plural(len(score.by_problem), 'problem')} × {n} = {score.completions:,} completions"
-        table = make_table("", ">mean", ">95% interval")
-        for name, metric in score.metrics.items():
-            if metric.value or not name.endswith(("timeout_rate", "error_rate")):
-                cells = metric_text(name, metric.value), interval_text(name, metric)
-                table.add_row(metric_label(name), *cells)
         console.print()
         print_line(console, size, label)
+        if not score.graded:
+            counts = ", ".join(f"{count:,} {verdict}" for verdict, count in score.verdicts.items())
+            print_line(console, f"no answer was graded ({counts}): there is no accuracy and no reward")
+            continue
+        table = make_table("", ">mean", ">95% interval")
+        first = ["reward"] if score.nonbinary_rewards else []
+        for name in [*first, *(name for name in score.metrics if name != "reward")]:
+            metric = score.metrics[name]
+            if metric.value or not name.endswith(_UNGRADED_RATES):
+                cells = metric_text(name, metric.value), interval_text(name, metric)
+                table.add_row(metric_label(name), *cells)
         console.print(table)
         console.print()
         if ungraded := ungraded_line(score):
@@ -201,19 +208,18 @@ def print_scores(console: Console, scores: Mapping[str, Scores]) -> None:
 
 def ungraded_line(scores: Scores) -> str:
     """Return how many answers have no verdict, and the mean with all of them correct; '' where there are none."""
-    failures = (GRADER_ERROR.verdict, TIMEOUT.verdict)
-    counts = {name: scores.verdicts[name] for name in failures if name in scores.verdicts}
+    counts = {name: scores.verdicts[name] for name in sorted(UNGRADED_VERDICTS) if name in scores.verdicts}
     if not counts:
         return ""
     name, mean = next(iter(scores.metrics.items()))
     problems = scores.by_problem.values()
-    most = fmean(
-        math.fsum(row[key] for key in (name, "timeout_rate", "grader_error_rate")) for row in problems
-    )
+    most = fmean(math.fsum(row[key] for key in (name, *_UNGRADED_RATES)) for row in problems)
+    reward = " and as a reward of 0" if scores.nonbinary_rewards else ""
     parts = ", ".join(f"{count:,} {verdict}" for verdict, count in counts.items())
     return (
         f"{sum(counts.values()):,} of {scores.completions:,} answers were not graded ({parts}) and count as not "
-        f"correct; with all of them correct, {metric_label(name)} would be {most:.3f} instead of {mean.value:.3f}"
+        f"correct{reward}; with all of them correct, {metric_label(name)} would be {most:.3f} instead of "
+        f"{mean.value:.3f}"
     )
 
 
@@ -274,9 +280,10 @@ def print_comparison(console: Console, result: ComparisonResult, show: int, styl
             before, after = metric_text(name, a), metric_text(name, b)
             table.add_row(metric_label(name), before, after, difference, interval_text(name, change))
         console.print(table)
+        compared_by = "mean reward" if "reward" in compared.metrics else "share of correct completions"
         print_line(
             console,
-            f"share of correct completions: higher in B on {plural(compared.wins, 'problem')}, lower on "
+            f"{compared_by}: higher in B on {plural(compared.wins, 'problem')}, lower on "
             f"{compared.losses:,}, the same on {compared.ties:,}",
         )
         if compared.sign_test_p is not None:

@@ -41,7 +41,8 @@ _STYLES = {"running": "cyan", "finished": "green", "failed": "red", "killed": "y
 """The status of a run, and its color."""
 
 _STATUS = opt.choice("--status", *_STYLES, metavar="STATUS", help=f"Only runs that are {', '.join(_STYLES)}.")
-_SORT = opt.choice("--sort", "time", "name", "heldout", "accuracy", "entropy", "step", metavar="KEY")
+_SORTS = ("time", "name", "heldout", "heldout_reward", "accuracy", "reward", "entropy", "step")
+_SORT = opt.choice("--sort", *_SORTS, metavar="KEY")
 
 _SHOWN_STEPS = 6
 _FIRST_METRICS = (
@@ -111,6 +112,7 @@ def runs(
 
     Held-out is the mean of mean@n over the evaluation sets at the last
     evaluation; training is the accuracy of the completions of the last step.
+    If rewards are not just 0 and 1, the mean rewards come first.
 
     [bold]bandpo runs[/bold]  all runs, the latest last
 
@@ -139,16 +141,25 @@ def runs(
         )
         return
     wide = console.width >= 100
-    headings = ["run", "method", "task", "status", ">steps", ">held-out", ">training", ">entropy"]
+    metrics = {"held-out": "heldout", "training": "accuracy", "entropy": "entropy"}
+    if any(run.nonbinary_rewards for run in runs):
+        metrics = {
+            "held-out\nreward": "heldout_reward",
+            "training\nreward": "reward",
+            "held-out\naccuracy": "heldout",
+            "training\naccuracy": "accuracy",
+            "entropy": "entropy",
+        }
+    headings = ["run", "method", "task", "status", ">steps", *(f">{heading}" for heading in metrics)]
     table = make_table(*headings, *([">started"] if wide else []), gap=2 if wide else 1)
     table.columns[0].min_width, table.columns[3].no_wrap = 12, True
     for run in runs:
         status = (run.status or "DAMAGED").lower()
         cells = [Text(run.name), Text(run.method), Text(run.task), Text(status, _STYLES[status])]
         if run.status is not None:
-            metrics = (run.heldout, run.accuracy, run.entropy)
             started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started_ms / 1000))
-            numbers = ["" if value is None else f"{value:.3f}" for value in metrics]
+            values = (getattr(run, field) for field in metrics.values())
+            numbers = ["" if value is None else f"{value:.3f}" for value in values]
             cells += map(Text, [f"{run.step:,}/{run.steps:,}", *numbers, started])
         table.add_row(*cells[: len(table.columns)])
     console.print(table, highlight=False)
@@ -220,8 +231,15 @@ def _print_description(
     table = make_table("metric", ">first", ">step", ">last", ">step")
     order = {key: index for index, key in enumerate(_FIRST_METRICS)}
     scores = re.compile(r"eval/.*/(mean|pass|maj)_at_[^/]*")
+    if run.nonbinary_rewards:
+        order["train/reward"] = -1
+        scores = re.compile(rf"{scores.pattern}|eval/.*/reward")
     chosen = [key for key in described.metrics if every_metric or key in order or scores.fullmatch(key)]
-    for key in sorted(chosen, key=lambda key: order.get(key, len(order) * key.startswith("eval/"))):
+
+    def place(key: str) -> tuple[int, bool]:
+        return order.get(key, len(order) * key.startswith("eval/")), not key.endswith("/reward")
+
+    for key in sorted(chosen, key=place):
         (first_step, first), (last_step, last) = described.metrics[key]
         table.add_row(Text(key), f"{first:.4g}", f"{first_step}", f"{last:.4g}", f"{last_step}")
     console.print()

@@ -155,19 +155,20 @@ def plan_table(runs: Sequence[SweepRun], steps: Mapping[str, int]) -> Table:
 
 
 def variants_table(runs: Sequence[SweepRun], states: States) -> Table:
-    """Return one row per variant: finished runs, steps of the running ones, accuracy and entropy so far.
+    """Return one row per variant: finished runs, steps of the running ones, accuracy or reward and entropy so far.
 
-    The accuracy is the held-out accuracy, or the accuracy of the last training step if the runs evaluate nothing.
+    The accuracy or reward is the held-out one, or that of the last training step if the runs evaluate nothing.
     """
-    known = [state for state in states.values() if state.accuracy is not None]
+    known = [state for state in states.values() if state.score is not None]
     held_out = not known or any(state.evaluations for state in known)
-    accuracy = "held-out accuracy" if held_out else "training accuracy"
-    table = make_table("variant", ">finished", "running at step", f">{accuracy}", ">entropy", ">left")
+    metric = "reward" if any(state.metric == "reward" for state in known) else "accuracy"
+    heading = f">{'held-out' if held_out else 'training'} {metric}"
+    table = make_table("variant", ">finished", "running at step", heading, ">entropy", ">left")
     for arm, members in by_variant(runs).items():
         variant = [states[run.name] for run in members]
         counts = Counter(state.status for state in variant)
         running = [state for state in variant if state.status == "running"]
-        accuracies = [state.accuracy for state in variant if state.evaluations or not held_out]
+        scores = [state.score for state in variant if state.evaluations or not held_out]
         left = [state.seconds_left for state in running if state.seconds_left is not None]
         table.add_row(
             Text(arm),
@@ -177,7 +178,7 @@ def variants_table(runs: Sequence[SweepRun], states: States) -> Table:
                 (f" {counts['stopped']} stopped" if counts["stopped"] else "", "yellow"),
             ),
             "  ".join(f"{state.step}/{state.steps}" for state in running) or "·",
-            _mean_text(accuracies),
+            _mean_text(scores),
             _mean_text(state.entropy for state in variant),
             format_duration(max(left)) if left else "·",
         )
@@ -222,7 +223,7 @@ def print_report(console: Console, report: Report) -> None:
     console.print(_report_table(report, over_sets, separator))
     if len(report.sets) > 1:
         console.print()
-        by_set = [metric for metric in report.figures if metric.key.startswith("accuracy/")]
+        by_set = [metric for metric in report.figures if metric.key.startswith(("reward/", "accuracy/"))]
         console.print(_report_table(report, by_set, separator))
     for line in report.tuning.notes() if report.tuning is not None else ():
         print_text(line, "tuned: ", "dim")

@@ -23,7 +23,7 @@ from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 from bandpo_cli.cli.console import PLAIN_LINES, ExperimentView, print_line, print_rows
 from bandpo_cli.cli.signals import STOPPING, StopSignals
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.metric_names import SCORE
+from bandpo_cli.metric_names import SCORE, has_nonbinary_rewards
 from bandpo_cli.rank_process import launched_ranks
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, shell_command
@@ -43,11 +43,12 @@ PHASES = {
 """Text beside the bar for the phases of a step that may take long; the keys are the names under `time/`."""
 
 CURVES = {
+    "train/reward": ("reward", "{:.3f}"),
     "train/accuracy": ("training accuracy", "{:.3f}"),
     "train/entropy": ("entropy", "{:.3f} nats"),
     "clip/active_fraction": ("clipped tokens", "{:.2%}"),
 }
-"""The metrics of the panel, with their labels and formats."""
+"""The metrics of the panel, with their labels and formats; the reward only if rewards are not just 0 and 1."""
 
 FLAGGED = (
     ("grade/malformed_fraction", 0.2, "without a readable answer"),
@@ -72,6 +73,7 @@ class TrainView(ExperimentView):
         self._held_out: list[tuple[int, str]] = []
         self._last: Mapping[str, Any] = {}
         self._skipped = 0
+        self._shows_reward = False
         self._bar = Progress(
             "step",
             MofNCompleteColumn(),
@@ -146,6 +148,7 @@ class TrainView(ExperimentView):
         clipped, skipped = record.get("clip/active_fraction", math.nan), record.get("optim/skipped_updates")
         parts = [
             f"step {step}/{self._steps}",
+            f"reward {record['train/reward']:.3f}" if self._shows_reward and "train/reward" in record else "",
             f"training accuracy {record['train/accuracy']:.3f}  entropy {record['train/entropy']:.3f} nats  "
             f"clipped {clipped:.2%}  {record['time/step']:.2f} s/step"
             if step
@@ -160,6 +163,8 @@ class TrainView(ExperimentView):
         """Return the panel; a request to stop appears at once, and not after the step that it waits for."""
         grid = Table.grid(padding=(0, 2))
         for key, (label, form) in CURVES.items():
+            if key == "train/reward" and not self._shows_reward:
+                continue
             values = self._history[key]
             last = form.format(values[-1]) if values else "…"
             grid.add_row(label, last, Text(sparkline(values), style="cyan"))
@@ -187,6 +192,7 @@ class TrainView(ExperimentView):
                 values.append(value)
         if held_out := eval_metrics_text(known):
             self._held_out.append((known["step"], held_out))
+        self._shows_reward = self._shows_reward or has_nonbinary_rewards(known)
         self._skipped += int(known.get("optim/skipped_updates", 0))
         self._last = known
 
@@ -206,12 +212,16 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 def eval_metrics_text(record: Mapping[str, float]) -> str:
     """Return an evaluation's metrics in one line, empty when the step had none: `mean@16 0.31 · pass@4 0.62`.
 
-    With several evaluation sets, each one's metrics follow its label.
+    The mean reward is the first metric unless it is equal to mean@n, as with rewards of 0 and 1. With several
+    evaluation sets, each one's metrics follow its label.
     """
     by_set: dict[str, list[str]] = {}
     for key, value in record.items():
         if match := SCORE.fullmatch(key):
-            by_set.setdefault(match[1], []).append(f"{match[2]}@{match[3]} {value:.3f}")
+            metrics, reward = by_set.setdefault(match[1], []), record.get(f"eval/{match[1]}/reward")
+            if match[2] == "mean" and reward is not None and reward != value:
+                metrics.append(f"reward {reward:.3f}")
+            metrics.append(f"{match[2]}@{match[3]} {value:.3f}")
     if len(by_set) == 1:
         return " · ".join(*by_set.values())
     return "  ".join(f"{label}: {' · '.join(metrics)}" for label, metrics in by_set.items())
@@ -243,11 +253,13 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
     held_out = [(record["step"], text) for record in result.records if (text := eval_metrics_text(record))]
     lines = [f"step {step:>4}  {text}" for step, text in [*held_out[:1], *held_out[-1:]]]
     rows.append(("held-out", "\n".join(lines)))
+    reward = [("reward", "train/reward", "{:.3f} → {:.3f}")]
     for heading, key, form in (
+        *(reward if any(map(has_nonbinary_rewards, result.records)) else ()),
         ("training", "train/accuracy", "accuracy {:.3f} → {:.3f}"),
         ("entropy", "train/entropy", "{:.3f} → {:.3f} nats per token"),
     ):
-        values = [value for record in steps if (value := record[key]) is not None]
+        values = [value for record in steps if (value := record.get(key)) is not None]
         rows += [(heading, form.format(values[0], values[-1]))] if values else []
     rows += [("run folder", str(result.folder)), ("plots", str(result.folder / "plots"))]
     if config.tracking.mlflow:

@@ -67,6 +67,7 @@ def eval_row(
         extra=encode_extra(problem.extra),
         text=completion.text,
         answer=voted_answer(completion.text, problem.grader),
+        reward=grade.reward if grade.has_reward else None,
         accuracy=float(grade.correct),
         verdict=grade.verdict,
         length=completion.length,

@@ -9,6 +9,7 @@ from typing import Any
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.evaluation.metrics import Interval, legacy_best_at_k, maj_at_k, mean_intervals, pass_at_k
 from bandpo_cli.storage.tables import EvalRow
+from bandpo_cli.types import UNGRADED_VERDICTS
 
 MAX_BINS = 15
 """Largest number of bins of `success_histogram` between never and always."""
@@ -38,6 +39,17 @@ class Scores:
         """Return the number of completions of all problems."""
         return sum(self.verdicts.values())
 
+    @property
+    def graded(self) -> bool:
+        """Return whether any completion was graded."""
+        return not UNGRADED_VERDICTS.issuperset(self.verdicts)
+
+    @property
+    def nonbinary_rewards(self) -> bool:
+        """Return whether there are other rewards than 1 for a correct answer and 0 for any other."""
+        mean, *others = self.metrics
+        return "reward" in others and any(row["reward"] != row[mean] for row in self.by_problem.values())
+
     def as_json(self) -> dict[str, Any]:
         """Return the scores as stored in `eval.json`."""
         return {
@@ -53,7 +65,8 @@ class Scores:
 def score(label: str, rows: Iterable[EvalRow], k: Sequence[int], legacy: bool = False) -> Scores:
     """Return the scores of the graded completions of one evaluation set, in any order.
 
-    A metric that needs a column (length, finish reason) is left out if any completion lacks it.
+    A metric that needs a column (length, finish reason) is left out if any completion lacks it, the mean reward if no
+    completion has a reward.
 
     Args:
         label: name of the set, for error messages.
@@ -80,6 +93,7 @@ def score(label: str, rows: Iterable[EvalRow], k: Sequence[int], legacy: bool = 
     every_row = [*itertools.chain.from_iterable(problems.values())]
     columns = "length", "finish_reason"
     known = {column for column in columns if all(row.get(column) is not None for row in every_row)}
+    known |= {"reward"} if any(row.get("reward") is not None for row in every_row) else set()
     by_problem = {id_: _problem_metrics(rows_G, n, k, legacy, known) for id_, rows_G in problems.items()}
     names = list(next(iter(by_problem.values())))
     intervals = mean_intervals([[values[name] for values in by_problem.values()] for name in names])
@@ -150,6 +164,8 @@ def _problem_metrics(
     correct, votes = accuracies.count(1), [row["answer"] for row in rows_G]
     verdicts = Counter(row["verdict"] for row in rows_G)
     metrics = {f"mean_at_{n}": correct / size}
+    if "reward" in known:
+        metrics["reward"] = sum(row["reward"] or 0.0 for row in rows_G) / size
     metrics |= {f"pass_at_{size_k}": pass_at_k(size, correct, size_k) for size_k in k}
     metrics |= {f"maj_at_{size_k}": maj_at_k(votes, accuracies, size_k) for size_k in k}
     if legacy:
@@ -161,4 +177,5 @@ def _problem_metrics(
         metrics["response_length"] = sum(row["length"] or 0 for row in rows_G) / size
     metrics["timeout_rate"] = verdicts["timeout"] / size
     metrics["grader_error_rate"] = verdicts["grader-error"] / size
+    metrics["not_applicable_rate"] = verdicts["not-applicable"] / size
     return metrics

@@ -43,10 +43,12 @@ class Comparison:
 
     Attributes:
         shared, only_a, only_b: number of problems in both, only in A and only in B.
-        metrics: by name, those that both evaluations have.
-        wins, losses, ties: problems with a higher, lower and equal share of correct completions in B.
-        sign_test_p: two-sided p-value of the exact sign test of wins against losses; None where no share differs.
-        changed_problems: (id, share in A, share in B) of the problems whose share differs, largest change first.
+        metrics: by name, those that both evaluations have; `reward` first, and only if rewards are not just 0 and 1.
+        wins, losses, ties: problems with a higher, lower and equal share of correct completions in B; with a higher,
+            lower and equal mean reward if rewards are not just 0 and 1.
+        sign_test_p: two-sided p-value of the exact sign test of wins against losses; None where no problem differs.
+        changed_problems: (id, value in A, value in B) of the problems whose share or mean reward differs, largest
+            change first.
     """
 
     shared: int
@@ -175,7 +177,9 @@ def _compare_sets(label: str, record_a: Mapping[str, Any], record_b: Mapping[str
             f"nothing to compare: A and B share no problem of '{label}'; A has {plural(len(a), 'problem')}, B "
             f"{len(b):,}; apart from the data, they differ in {differing}"
         )
-    names = [MEAN, *(name for name in a[ids[0]] if name in b[ids[0]] and name.startswith(_COMPARED))]
+    shared = [name for name in a[ids[0]] if name in b[ids[0]]]
+    names = [*(name for name in shared if name == "reward"), MEAN]
+    names += [name for name in shared if name.startswith(_COMPARED)]
     pairs = {
         name: [
             [_number(rows[id_], name, f"problem {id_!r:.80} of '{label}' in {which}") for id_ in ids]
@@ -183,8 +187,12 @@ def _compare_sets(label: str, record_a: Mapping[str, Any], record_b: Mapping[str
         ]
         for name in names
     }
+    if pairs.get("reward") == pairs[MEAN]:
+        del pairs["reward"]
     changes = mean_intervals([[y - x for x, y in zip(*pair, strict=True)] for pair in pairs.values()])
-    changed = [(id_, x, y) for id_, x, y in zip(ids, *pairs[MEAN], strict=True) if x != y]
+    changed = [
+        (id_, x, y) for id_, x, y in zip(ids, *pairs.get("reward", pairs[MEAN]), strict=True) if x != y
+    ]
     wins = sum(y > x for _, x, y in changed)
     metrics = {
         name: MetricDifference(sum(x) / len(ids), sum(y) / len(ids), change)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
@@ -31,7 +32,7 @@ from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors
 from bandpo_cli.experiments.preflight import ModelRef, choose_run_name
 from bandpo_cli.experiments.rank_group import Dispatcher, connected_ranks
 from bandpo_cli.grading.pool import GraderPool, failure_warnings
-from bandpo_cli.grading.rewards import check_not_all_failed
+from bandpo_cli.grading.rewards import check_not_all_failed, grade_components
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder, PartKey, read_record
@@ -380,7 +381,8 @@ def _open_source(request: EvalRequest, ranks: Ranks, events: _Events, stack: Exi
     params = SamplingParams(settings.samples, settings.temperature, config.sampling.max_tokens, stop_ids)
 
     def batches(done: set[PartKey]) -> Iterator[Batch]:
-        about = sampler, encoder, pool.grade, fitting, params, settings.batch, config.seed
+        grade = partial(grade_components, pool.grade, config.task.rewards)
+        about = sampler, encoder, grade, fitting, params, settings.batch, config.seed
         with out_of_memory_errors(config, training=False):
             yield from sample_batches(*about, version=0, done=done, cancel=pool.cancel, ranks=ranks)
 

@@ -16,9 +16,9 @@ from bandpo_cli.config.layers import flatten, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.metric_names import is_heldout_accuracy
+from bandpo_cli.metric_names import HELDOUT_ACCURACY, HELDOUT_REWARD, has_nonbinary_rewards, heldout_mean
 from bandpo_cli.registries import method_name
-from bandpo_cli.storage.checkpoints import complete_checkpoints, record_score
+from bandpo_cli.storage.checkpoints import complete_checkpoints
 from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder
 from bandpo_cli.storage.files import file_checksum, is_locked, step_name, step_of
 from bandpo_cli.storage.run_folder import RunFolder, find_folder
@@ -41,7 +41,10 @@ class RunOverview:
         task: the task, or the names of the files of questions that it reads.
         status: how the run ended; None where the folder is damaged.
         heldout: mean of mean@n over the evaluation sets at the last evaluation, in [0, 1].
+        heldout_reward: mean over the evaluation sets of the mean reward at the last evaluation.
         accuracy: training accuracy of the last step, in [0, 1].
+        reward: mean reward of the last step.
+        nonbinary_rewards: whether rewards are not just 1 for a correct answer and 0 for any other.
         entropy: entropy of the policy at the last step, nats per token.
         started_ms: start of the run, milliseconds since 1970.
         error: the exception that ended the run, or the defect of the folder.
@@ -57,7 +60,10 @@ class RunOverview:
     step: int | None = None
     steps: int | None = None
     heldout: float | None = None
+    heldout_reward: float | None = None
     accuracy: float | None = None
+    reward: float | None = None
+    nonbinary_rewards: bool = False
     entropy: float | None = None
     started_ms: int = 0
     error: str | None = None
@@ -109,8 +115,8 @@ def list_runs(
         method: only runs whose method begins with this: `band`, `band-kl`, `clip`, or its alias `grpo`.
         task: only runs of this task; a task of files has their names.
         status: only runs with this status, in any case: `running`, `finished`, `failed`, `killed`.
-        sort: `time` or `name`, ascending; or `heldout`, `accuracy`, `entropy` or `step`, the largest first. Runs
-            without the value come last.
+        sort: `time` or `name`, ascending; or `heldout`, `heldout_reward`, `accuracy`, `reward`, `entropy` or `step`,
+            the largest first. Runs without the value come last.
 
     Raises UserError if there is no folder `runs_dir`.
     """
@@ -176,17 +182,25 @@ def _listed(line: Mapping[str, Any]) -> dict[str, Any]:
     return {key: line[key] for key in filter(_is_listed, line)}
 
 
+_LISTED = {
+    "step", "time/step", "time/checkpoint", "train/accuracy", "train/reward", "train/entropy",
+    "train/ungraded_fraction", "grade/not_applicable_fraction",
+}  # fmt: skip
+
+
 @cache
 def _is_listed(key: str) -> bool:
-    needed = ("step", "time/step", "time/checkpoint", "train/accuracy", "train/entropy")
-    return key in needed or is_heldout_accuracy(key)
+    heldout = HELDOUT_ACCURACY.fullmatch(key) or HELDOUT_REWARD.fullmatch(key)
+    return key in _LISTED or heldout is not None
 
 
 def _overview(name: str, run: StoredRun, config: RunConfig, summary: Summary | None) -> RunOverview:
     lines = run.records
 
-    def last(key: str) -> float | None:
-        values = (line.get(key) for line in reversed(lines))
+    def last(name: str | re.Pattern[str]) -> float | None:
+        values = (
+            line.get(name) if isinstance(name, str) else heldout_mean(line, name) for line in reversed(lines)
+        )
         return next((float(value) for value in values if isinstance(value, int | float)), None)
 
     return RunOverview(
@@ -199,8 +213,11 @@ def _overview(name: str, run: StoredRun, config: RunConfig, summary: Summary | N
         status=run.status or "RUNNING",
         step=int(lines[-1]["step"]) if lines else 0,
         steps=config.steps,
-        heldout=next((score for line in reversed(lines) if (score := record_score(line)) is not None), None),
+        heldout=last(HELDOUT_ACCURACY),
+        heldout_reward=last(HELDOUT_REWARD),
         accuracy=last("train/accuracy"),
+        reward=last("train/reward"),
+        nonbinary_rewards=any(map(has_nonbinary_rewards, lines)),
         entropy=last("train/entropy"),
         started_ms=run.start_ms,
         error=None if summary is None or run.status is None else summary.error,

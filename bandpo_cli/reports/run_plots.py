@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from bandpo_cli.bounds.intervals import clip_state
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.evaluation.scores import success_axis, success_histogram
-from bandpo_cli.metric_names import SCORE
+from bandpo_cli.metric_names import HELDOUT_REWARD, SCORE, has_nonbinary_rewards
 from bandpo_cli.reports import style
 from bandpo_cli.storage.eval_folder import RECORD_FILE, read_record
 from bandpo_cli.storage.files import step_of
@@ -36,6 +36,10 @@ _LABEL_CHARS, _SUBTITLE_CHARS = 24, 105  # three legend names fit side by side, 
 _SETTING_SYMBOLS = {
     "divergence": "", "delta": "δ ", "delta_end": "to δ ", "eps_low": "ε₋ ", "eps_high": "ε₊ ", "eps": "ε ",
     "tau_positive": "τ₊ ", "tau_negative": "τ₋ ", "max_weight": "w ≤ ",
+}  # fmt: skip
+
+_HELDOUT_LINE: dict[str, Any] = {
+    "marker": "o", "linestyle": "-", "linewidth": 2.2, "markersize": 6, "zorder": 3,
 }  # fmt: skip
 
 _PASS_MARKERS = ("s", "^", "D", "v", "P")  # one per k, since the pass@k lines of a task share its colour
@@ -61,8 +65,10 @@ def plot_run(folder: Path, out: Path | None = None, suffix: str = ".png") -> lis
         UserError: `metrics.jsonl` or the record of an evaluation is damaged.
     """
     records, subtitle = RunFolder(folder).read_metrics(), run_subtitle(folder)
+    intervals = read_intervals(folder)
     figures = {
-        "accuracy": plot_accuracy(records, read_intervals(folder), subtitle),
+        "reward": plot_reward(records, intervals, subtitle),
+        "accuracy": plot_accuracy(records, intervals, subtitle),
         "entropy": plot_entropy(records, subtitle),
         "clip": plot_clip(records, subtitle),
         "clip_map": plot_clip_map(folder, subtitle),
@@ -121,6 +127,28 @@ def read_intervals(folder: Path) -> Intervals:
     return intervals
 
 
+def plot_reward(records: Sequence[Record], intervals: Intervals, subtitle: str) -> Figure | None:
+    """Plot the mean reward of training and, with its interval, of every evaluation set over the steps.
+
+    None if rewards are just 0 and 1: their mean is the accuracy.
+    """
+    if not any(map(has_nonbinary_rewards, records)):
+        return None
+    train = series(records, "train/reward")
+    names = sorted(filter(HELDOUT_REWARD.fullmatch, {name for record in records for name in record}))
+    curves = [series(records, name) for name in names]
+    figure, (axes,) = style.new_figure("Reward", subtitle)
+    if train:
+        _plot_smoothed(axes, train, "training reward", style.MUTED_COLOR)
+    for name, curve, color in zip(names, curves, cycle(style.CYCLE), strict=False):
+        _plot_interval(axes, curve, intervals.get(name, {}), color)
+        label = f"held-out {style.legend_name(name.split('/', 1)[1].removesuffix('/reward'))}"
+        axes.plot(list(curve), list(curve.values()), color=color, label=label, **_HELDOUT_LINE)
+    _explain_interval(axes, "95% interval over problems")
+    style.label(axes, "step", "mean reward")
+    return _finish(figure, [axes], [step for curve in (train, *curves) for step in curve])
+
+
 def plot_accuracy(records: Sequence[Record], intervals: Intervals, subtitle: str) -> Figure | None:
     """Plot training accuracy and, for every evaluation set, mean@n with its interval and pass@k over the steps.
 
@@ -140,17 +168,16 @@ def plot_accuracy(records: Sequence[Record], intervals: Intervals, subtitle: str
     ks = sorted({count for _, measure, count, _ in names if measure == "pass"})
     for (task, measure, count, name), curve in zip(names, curves, strict=True):
         color = style.CYCLE[tasks.index(task) % len(style.CYCLE)]
-        line: dict[str, Any] = {"marker": "o", "linestyle": "-", "linewidth": 2.2}
+        line = _HELDOUT_LINE
         if measure == "mean":
             _plot_interval(axes, curve, intervals.get(name, {}), color)
         else:
             marker = _PASS_MARKERS[ks.index(count) % len(_PASS_MARKERS)]
-            line = {"marker": marker, "linestyle": (0, (4, 2)), "linewidth": 1.6, "markerfacecolor": "white"}
-        line |= {"color": color, "label": f"held-out {style.legend_name(task)} {measure}@{count}"}
-        axes.plot(list(curve), list(curve.values()), markersize=6, clip_on=False, zorder=3, **line)
-    if axes.collections:
-        meaning = "mean: 95% interval over problems"
-        axes.fill_between([], [], color=style.MUTED_COLOR, alpha=0.25, label=meaning)
+            line = {**_HELDOUT_LINE, "marker": marker, "linestyle": (0, (4, 2)), "linewidth": 1.6}
+            line["markerfacecolor"] = "white"
+        name = f"held-out {style.legend_name(task)} {measure}@{count}"
+        axes.plot(list(curve), list(curve.values()), color=color, label=name, clip_on=False, **line)
+    _explain_interval(axes, "mean: 95% interval over problems")
     axes.set_ylim(0, 1)
     style.label(axes, "step", "correct answers", percent=True)
     return _finish(figure, [axes], steps)
@@ -306,6 +333,12 @@ def _plot_interval(
         axes.vlines(known, low, high, color=color, alpha=0.5, linewidth=1.4)
     elif known:
         axes.fill_between(known, low, high, color=color, alpha=0.14, linewidth=0)
+
+
+def _explain_interval(axes: Axes, meaning: str) -> None:
+    """Add an entry of the legend for the shaded intervals, if there are any."""
+    if axes.collections:
+        axes.fill_between([], [], color=style.MUTED_COLOR, alpha=0.25, label=meaning)
 
 
 def _finish(figure: Figure, panels: Sequence[Axes], steps: Sequence[int]) -> Figure:

@@ -22,7 +22,7 @@ from xxhash import xxh3_64_hexdigest
 
 from bandpo_cli.config.run import CheckpointConfig, RunConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.metric_names import is_heldout_accuracy
+from bandpo_cli.metric_names import heldout_score
 from bandpo_cli.paths import ADAPTER_CONFIG, MODEL_CONFIG
 from bandpo_cli.storage.files import file_checksum, json_bytes, read_json_object, step_of, sync, write_json
 from bandpo_cli.storage.run_folder import RunFolder
@@ -209,15 +209,9 @@ def kept_steps(
 
 
 def record_score(record: Mapping[str, Any], metric: str | None = None) -> float | None:
-    """Return the value of `metric`; without a metric, the mean of mean@n over the evaluation sets.
-
-    None where the record does not have it.
-    """
-    if metric is not None:
-        value = record.get(metric)
-        return float(value) if isinstance(value, int | float) else None
-    means = [value for key, value in record.items() if is_heldout_accuracy(key)]
-    return sum(means) / len(means) if means and None not in means else None
+    """Return the value of `metric`, by default `heldout_score`; None where the record does not have it."""
+    value = heldout_score(record) if metric is None else record.get(metric)
+    return float(value) if isinstance(value, int | float) else None
 
 
 def prune_checkpoints(run: RunFolder, config: CheckpointConfig) -> None:

@@ -43,6 +43,8 @@ class EvalRow(TypedDict):
     text: str
     answer: str | None
     """Its vote in maj@k; null where it has no readable answer."""
+    reward: float | None
+    """The sum of weight times value with `task.rewards`; null where grading failed or no reward function applies."""
     accuracy: float
     verdict: str
     length: int | None
@@ -63,7 +65,7 @@ class GradedCompletion(TypedDict):
     accuracy: float
     verdict: str
     reward: float | None
-    """None in an evaluation, which has no rewards, where grading failed, and where no reward function applies."""
+    """None where grading failed, where no reward function applies, and in evaluations of earlier versions."""
     length: int | None
     finish_reason: str | None
 

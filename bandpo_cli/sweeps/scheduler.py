@@ -22,6 +22,7 @@ from bandpo_cli.config.files import read_yaml
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
+from bandpo_cli.metric_names import has_nonbinary_rewards
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
 from bandpo_cli.storage.checkpoints import complete_checkpoints, record_score
 from bandpo_cli.storage.files import read_json_object
@@ -47,16 +48,18 @@ class RunState:
     Attributes:
         status: `stopped` means that the sweep stopped the run early.
         step, steps: the last complete step, and the total number of steps.
-        accuracy: held-out accuracy of the latest evaluation; without one, the training accuracy of the last step.
+        metric: `reward` if rewards are not just 0 and 1, else `accuracy`.
+        score: the held-out metric of the latest evaluation; without one, the metric of the last training step.
         entropy: entropy of the last step in nats per token.
         seconds_left: estimate from the mean time of the steps so far; None before the first step.
-        evaluations: held-out accuracy by step, the mean over evaluation sets.
+        evaluations: the held-out metric by step, the mean over evaluation sets.
     """
 
     status: Status
     step: int
     steps: int
-    accuracy: float | None = None
+    metric: Literal["reward", "accuracy"] = "accuracy"
+    score: float | None = None
     entropy: float | None = None
     seconds_left: float | None = None
     evaluations: Mapping[int, float] = field(default_factory=dict)
@@ -79,7 +82,8 @@ def run_sweep(
         steps: number of steps of each run, by name.
         on_states: called with the state of every run, by name, every `POLL_S` seconds.
         flags: additional flags for the command of every run.
-        margin: stop runs whose held-out accuracy is this far below another variant's (`runs_to_stop`); None stops none.
+        margin: stop runs whose held-out accuracy or reward is this far below another variant's (`runs_to_stop`); None
+            stops none.
     """
     stopped = folder.stopped()
     waiting = [run.name for run in folder.pending()]
@@ -127,9 +131,9 @@ def runs_to_stop(runs: Sequence[SweepRun], states: Mapping[str, RunState], margi
     """Return the running runs to stop early, each with the reason in one line.
 
     A run is stopped if at its latest evaluation, after at least half of its steps and before the last one, its held-out
-    accuracy is more than `margin` below that of another variant at the same step (the mean over the runs of that
-    variant evaluated there). Stopped runs are missing from the report, and the remaining variants are those that did
-    well: use this to find good settings, not for a fair comparison.
+    accuracy (the reward if rewards are not just 0 and 1) is more than `margin` below that of another variant at the
+    same step (the mean over the runs of that variant evaluated there). Stopped runs are missing from the report, and
+    the remaining variants are those that did well: use this to find good settings, not for a fair comparison.
     """
     reasons = {}
     for run in runs:
@@ -138,14 +142,15 @@ def runs_to_stop(runs: Sequence[SweepRun], states: Mapping[str, RunState], margi
         is_trained = state.step >= state.steps  # it only writes its last files
         if state.status != "running" or is_trained or step < MIN_PROGRESS * state.steps:
             continue
-        accuracies = defaultdict(list)
+        scores = defaultdict(list)
         for other in runs:
             if other.arm != run.arm and step in states[other.name].evaluations:
-                accuracies[other.arm].append(states[other.name].evaluations[step])
-        means = {arm: fmean(values) for arm, values in accuracies.items()}
+                scores[other.arm].append(states[other.name].evaluations[step])
+        means = {arm: fmean(values) for arm, values in scores.items()}
         best, own = max(means, key=means.__getitem__, default=""), state.evaluations[step]
         if best and means[best] - own > margin:
-            reasons[run.name] = f"held-out accuracy {own:.3f} at step {step}, {best} had {means[best]:.3f}"
+            below = f"held-out {state.metric} {own:.3f} at step {step}"
+            reasons[run.name] = f"{below}, {best} had {means[best]:.3f}"
     return reasons
 
 
@@ -159,10 +164,13 @@ def read_run_state(folder: SweepFolder, name: str, steps: int, status: Status) -
     trained = [record for record in records if record["step"] > 0]
     last = trained[-1] if trained else {}
     evaluations = {record["step"]: score for record in records if (score := record_score(record)) is not None}
-    accuracy = evaluations[max(evaluations)] if evaluations else last.get("train/accuracy")
+    metric: Literal["reward", "accuracy"] = (
+        "reward" if any(map(has_nonbinary_rewards, records)) else "accuracy"
+    )
+    score = evaluations[max(evaluations)] if evaluations else last.get(f"train/{metric}")
     seconds = [record.get("time/step", 0.0) for record in trained]
     left = fmean(seconds) * (steps - step) if seconds else None
-    return RunState(status, step, steps, accuracy, last.get("train/entropy"), left, evaluations)
+    return RunState(status, step, steps, metric, score, last.get("train/entropy"), left, evaluations)
 
 
 def train_command(folder: SweepFolder, name: str) -> list[str]:

@@ -23,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 from bandpo_cli.config.layers import flatten
 from bandpo_cli.errors import redact_credentials
+from bandpo_cli.metric_names import HELDOUT_ACCURACY, HELDOUT_REWARD, heldout_mean
 from bandpo_cli.tracking.store import KEY_TAG, Link, Store, mlflow_client, new_link, read_links, write_link
 
 log = logging.getLogger("bandpo_cli")
@@ -35,13 +36,18 @@ MAX_METRICS_PER_BATCH = 1000
 """MLflow's limits (mlflow/utils/validation.py); for tags the smaller limit of servers before 2.9."""
 
 FIRST_SECTION = "Main"
-"""Section of MLflow's charts with copies of `FIRST_METRICS`.
+"""Section of MLflow's charts with copies of `FIRST_METRICS` and the means over the evaluation sets.
 
 MLflow 3.17 makes a section of the charts whose names are equal up to the last `/`, and sorts sections and charts by
 code point, in which capital letters are first. Only names decide: a rearrangement stays in the user's browser.
 """
 
-FIRST_METRICS = ("train/accuracy", "train/entropy", "train/reward")
+FIRST_METRICS = {
+    "train/accuracy": "accuracy",
+    "train/reward": "reward",
+    "train/entropy": "entropy",
+    "clip/active_fraction": "clip_fraction",
+}
 
 _BIN = re.compile(r"(?:clip|gradient)/(.+)/p_([0-9.]+)_([0-9.]+)")
 
@@ -256,17 +262,20 @@ def mlflow_name(name: str) -> str:
 def finite_metrics(record: Mapping[str, object]) -> dict[str, float]:
     """Return the finite numbers of `record` by the names that MLflow gets, without `step`.
 
-    Copies of `FIRST_METRICS` are added under `FIRST_SECTION`.
+    Copies of `FIRST_METRICS` and the means of held-out accuracy and reward over the evaluation sets are added under
+    `FIRST_SECTION`.
     """
-    metrics = {}
-    for key, value in record.items():
-        if key == "step" or isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if math.isfinite(value):
-            metrics[mlflow_name(_sortable_name(key))] = float(value)
-            if key in FIRST_METRICS:
-                metrics[f"{FIRST_SECTION}/{key.rpartition('/')[2]}"] = float(value)
-    return metrics
+    named = {_sortable_name(key): value for key, value in record.items() if key != "step"}
+    first = {name: record.get(key) for key, name in FIRST_METRICS.items()}
+    if "time/step" in record:  # a step of training, and not `bandpo eval` of its checkpoint
+        first["heldout_accuracy"] = heldout_mean(record, HELDOUT_ACCURACY)
+        first["heldout_reward"] = heldout_mean(record, HELDOUT_REWARD)
+    named |= {f"{FIRST_SECTION}/{name}": value for name, value in first.items()}
+    return {
+        mlflow_name(name): float(value)
+        for name, value in named.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
 
 
 def _sortable_name(key: str) -> str:

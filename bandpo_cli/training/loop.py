@@ -24,7 +24,7 @@ from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.evaluate import is_evaluation_due, sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
-from bandpo_cli.grading.rewards import check_not_all_failed, first_errors
+from bandpo_cli.grading.rewards import check_not_all_failed, first_errors, grade_components
 from bandpo_cli.models.load import release_cached_memory
 from bandpo_cli.objective.advantages import group_advantages
 from bandpo_cli.objective.loss import policy_loss
@@ -176,7 +176,7 @@ def _evaluate(config: RunConfig, components: Components, folder: RunFolder, step
     batches = sample_batches(
         components.sampler,
         components.encoder,
-        components.grader.grade,
+        partial(grade_components, components.grader.grade, config.task.rewards),
         components.heldout,
         replace(components.params, samples=settings.samples, temperature=settings.temperature, entropy=False),
         settings.batch,

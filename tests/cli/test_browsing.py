@@ -204,3 +204,26 @@ def test_plot_of_a_run_without_steps_is_a_user_error(changed: Path) -> None:
     shutil.rmtree(changed / "runs" / "first" / "tokens")
     (changed / "runs" / "first" / "metrics.jsonl").unlink()
     usage_error("plot", "first", cwd=changed, parts=["nothing to plot"])
+
+
+@pytest.mark.slow
+def test_rewards_other_than_0_and_1_come_first(changed: Path) -> None:
+    lines = records(changed)
+    for line in lines:
+        line |= {"eval/countdown/reward": -0.125} if "eval/countdown/mean_at_2" in line else {}
+        line |= {"train/reward": line["step"] / 4} if line["step"] else {}
+    (changed / "runs/first/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    other = shutil.copytree(changed / "runs/first", changed / "runs/other")
+    lines[-1]["train/reward"] = 0.875
+    (other / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = json.loads(bandpo(changed, "runs", "--format", "json", "--sort", "reward"))
+    assert [(run["name"], run["reward"], run["heldout_reward"]) for run in found] == [
+        ("other", 0.875, -0.125), ("first", 0.75, -0.125),
+    ]  # fmt: skip
+    for columns in (80, 120):
+        *_, line = bandpo(changed, "runs", columns=columns).splitlines()
+        assert line.split()[-6 if columns == 120 else -4 :][:2] == ["-0.125", "0.875"]
+    shown = [line.split()[0] for line in bandpo(changed, "show", "first").splitlines() if "/" in line]
+    metrics = [name for name in shown if name.startswith(("train/", "eval/"))]
+    assert metrics[:2] == ["train/reward", "train/accuracy"]
+    assert metrics.index("eval/countdown/reward") < metrics.index("eval/countdown/mean_at_2")

@@ -101,8 +101,13 @@ def test_different_numbers_of_completions_per_problem(tmp_path: Path) -> None:
     assert "3 problems × 1 to 3 = 5 completions" in done.out
     scores = record_of(tmp_path / "runs" / "a")["sets"]["mine"]
     values = {name: figure["value"] for name, figure in scores["figures"].items()}
-    expected = dict.fromkeys(("mean_at_n", "pass_at_1", "maj_at_1"), (2 / 3 + 0 + 1) / 3)
-    expected |= {"answer_format_rate": 2 / 3, "timeout_rate": 0, "grader_error_rate": 0}
+    expected = dict.fromkeys(("mean_at_n", "reward", "pass_at_1", "maj_at_1"), (2 / 3 + 0 + 1) / 3)
+    expected |= {
+        "answer_format_rate": 2 / 3,
+        "timeout_rate": 0,
+        "grader_error_rate": 0,
+        "not_applicable_rate": 0,
+    }
     assert values == pytest.approx(expected)
     assert scores["completions_per_problem"] == [1, 3]
     assert scores["verdicts"] == {"correct": 3, "wrong": 1, "malformed": 1}

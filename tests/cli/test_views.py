@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -15,16 +16,17 @@ from rich.panel import Panel
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 from bandpo_cli.cli.console import ExperimentView
-from bandpo_cli.cli.eval_view import histogram, print_comparison, ungraded_line
+from bandpo_cli.cli.eval_view import histogram, print_comparison, print_scores, ungraded_line
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.cli.statement import print_statement, run_statement
 from bandpo_cli.cli.sweep_view import plan_table, seconds_left, variants_table
-from bandpo_cli.cli.train_view import TrainView, eval_metrics_text, flagged_shares, sparkline
+from bandpo_cli.cli.train_view import TrainView, eval_metrics_text, flagged_shares, print_summary, sparkline
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.scores import Scores, score
 from bandpo_cli.experiments.eval_comparison import ComparisonResult, compare_records
 from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.tables import EvalRow
 from bandpo_cli.sweeps.plan import SweepRun
 from bandpo_cli.sweeps.scheduler import RunState
 from bandpo_cli.tasks.task import build_task
@@ -151,8 +153,8 @@ def test_a_resumed_run_shows_its_earlier_steps(tmp_path: Path) -> None:
 
 def test_the_accuracy_of_a_sweep_is_held_out_where_its_runs_evaluate() -> None:
     runs = [SweepRun("r", "kl", 0), SweepRun("s", "clip", 0)]
-    trained = RunState("running", 3, 10, accuracy=0.7)
-    evaluated = RunState("running", 3, 10, accuracy=0.25, evaluations={0: 0.2, 3: 0.25})
+    trained = RunState("running", 3, 10, score=0.7)
+    evaluated = RunState("running", 3, 10, score=0.25, evaluations={0: 0.2, 3: 0.25})
 
     def table(**states: RunState) -> str:
         console = Console(file=io.StringIO(), width=120)
@@ -186,6 +188,27 @@ def test_eval_metrics_are_formatted_with_at_signs() -> None:
     assert eval_metrics_text({"train/reward": 1.0}) == ""
     two_sets = {"eval/aime24/mean_at_32": 0.1, "eval/aime24/pass_at_32": 0.5, "eval/amc23/mean_at_32": 0.25}
     assert eval_metrics_text(two_sets) == "aime24: mean@32 0.100 · pass@32 0.500  amc23: mean@32 0.250"
+
+
+def test_rewards_other_than_0_and_1_come_before_the_accuracy() -> None:
+    """The panel shows the reward from the first step that has one; the evaluation before training has none yet."""
+    scores = {"eval/countdown/mean_at_16": 0.0, "eval/countdown/reward": 0.0}
+    reports = [report(0), report(1), report(2)]
+    reports[0].record.update(scores)
+    for step in (1, 2):
+        reports[step].record.update({"train/reward": 0.125 * step, "train/accuracy": 0.0})
+    reports[2].record.update(scores | {"eval/countdown/reward": 0.5})
+    lines = shown(False, reports, steps=2).splitlines()
+    assert "step 0/2  held-out mean@16 0.000" in lines
+    assert any(line.startswith("step 2/2  reward 0.250  training accuracy 0.000  entropy") for line in lines)
+    assert lines[-1].endswith("held-out reward 0.500 · mean@16 0.000")
+    panel = shown(True, reports, steps=2).split("╭")[-1]
+    assert re.search(r"reward +0.250 .*\n.*training accuracy +0.000 ", panel)
+    assert "reward" not in shown(True, [report(0), report(1)], steps=1)
+    out = io.StringIO()
+    result = RunResult(Path("runs/r"), "FINISHED", [item.record for item in reports])
+    print_summary(Console(file=out, width=100), resolve([{"tracking": {"mlflow": False}}]), result)
+    assert re.search(r"reward +0.125 → 0.250\n.*training +accuracy 0.000 → 0.000", out.getvalue())
 
 
 def test_shares_of_completions_that_are_flagged() -> None:
@@ -283,6 +306,39 @@ def test_answers_without_a_verdict_are_counted_with_the_accuracy_they_could_add(
     )
     verdicts["r"] = ["wrong", "malformed"]
     assert lines("r") == ""
+
+
+def test_the_scores_of_rewards_other_than_0_and_1_and_of_an_evaluation_without_grades() -> None:
+    def printed(*rows: EvalRow) -> str:
+        out = io.StringIO()
+        print_scores(Console(file=out, width=200), {"set": score("set", rows, (1,))})
+        return out.getvalue()
+
+    nonbinary = printed(row("p", None, "wrong", reward=0.5), row("q", None, "not-applicable"))
+    assert re.search(r"mean +95% interval\n +reward +0.250 .*\n +mean@1 +0.000 ", nonbinary)
+    assert (
+        "1 of 2 answers were not graded (1 not-applicable) and count as not correct and as a reward of 0"
+        in nonbinary
+    )
+    assert "reward" not in printed(row("p", None, "wrong", reward=0.0), row("q", None, "correct", reward=1.0))
+    ungraded = printed(row("p", None, "not-applicable"), row("q", None, "timeout"))
+    assert (
+        "no answer was graded (1 not-applicable, 1 timeout): there is no accuracy and no reward" in ungraded
+    )
+    assert "mean@1" not in ungraded
+
+
+def test_a_comparison_of_rewards_other_than_0_and_1_decides_by_the_reward() -> None:
+    def evaluation(*rewards: float) -> dict[str, Any]:
+        rows = {str(i): {"mean_at_4": 0.0, "reward": reward} for i, reward in enumerate(rewards)}
+        return {"sets": {"s": {"by_problem": rows}}}
+
+    (compared,) = compare_records(evaluation(0.25, 0.5), evaluation(0.5, 0.5)).values()
+    assert list(compared.metrics) == ["reward", "mean"]
+    assert compared.metrics["reward"][:2] == (0.375, 0.5)
+    assert (compared.wins, compared.losses, compared.ties) == (1, 0, 1)
+    (binary,) = compare_records(evaluation(0.0, 0.0), evaluation(0.0, 0.0)).values()
+    assert list(binary.metrics) == ["mean"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from bandpo_cli.storage.tables import EvalRow
 
 
 def row(problem: str, answer: str | None, verdict: str, **other: Any) -> EvalRow:
-    columns = {"length": 10, "finish_reason": "stop", **other}
+    columns = {"reward": None, "length": 10, "finish_reason": "stop", **other}
     return EvalRow(
         task="set", problem_id=problem, prompt="?", reference="18", grader="math", extra="{}", text="", answer=answer,
         accuracy=float(verdict == "correct"), verdict=verdict, logprob_sum=None, **columns,
@@ -43,6 +43,7 @@ BY_HAND = {
     "response_length": (40.0, 10.0),
     "timeout_rate": (0.0, 1 / 4),
     "grader_error_rate": (0.0, 1 / 4),
+    "not_applicable_rate": (0.0, 0.0),
 }
 LEGACY = {"legacy_best_at_1": (1 / 2, 1 / 4), "legacy_best_at_2": (1 - 0.5**2, 1 - 0.75**2)}
 
@@ -119,3 +120,24 @@ def test_names_in_metrics_jsonl() -> None:
     assert set(found) == set(plain) | {f"{name}_{end}" for name in plain for end in ("low", "high")}
     names = {name.removeprefix("eval/aime-2024/") for name in plain if "aime" in name}
     assert names == set(BY_HAND) - {"pass_at_1", "maj_at_1"}
+
+
+def test_the_mean_reward_counts_an_answer_without_a_reward_as_0() -> None:
+    rows = [
+        row("p", None, "wrong", reward=0.5),
+        row("p", None, "timeout"),
+        row("q", None, "wrong", reward=-1.0),
+    ]
+    scores = score("set", rows, ())
+    assert {id_: values["reward"] for id_, values in scores.by_problem.items()} == {"p": 0.25, "q": -1.0}
+    assert scores.metrics["reward"] == mean_intervals([[0.25, -1.0]])[0]
+    assert scores.nonbinary_rewards
+    binary = [
+        row("p", None, "correct", reward=1.0),
+        row("p", None, "timeout"),
+        row("q", None, "wrong", reward=0.0),
+    ]
+    assert not score("set", binary, ()).nonbinary_rewards
+    ungraded = score("set", [row("p", None, "not-applicable"), row("q", None, "timeout")], ())
+    assert "reward" not in ungraded.metrics
+    assert (ungraded.graded, ungraded.nonbinary_rewards) == (False, False)

@@ -23,9 +23,12 @@ def write_run(
     steps: int = 4,
     sets: Iterable[str] = ("countdown",),
     status: str | None = "FINISHED",
+    reward: Mapping[int, float] | None = None,
     **record: Any,
 ) -> Path:
-    """Write a run with an evaluation at each step of `accuracy`; `record` is added to the record of every step."""
+    """Write a run with an evaluation at each step of `accuracy`, and its mean `reward`; `record` is added to the record
+    of every step.
+    """
     accuracy = {0: 0.2, steps: 0.4} if accuracy is None else accuracy
     folder.parent.mkdir(parents=True, exist_ok=True)
     run = RunFolder.create(folder.parent, folder.name)
@@ -43,6 +46,7 @@ def write_run(
         for label in sets if step in accuracy else ():
             value = accuracy[step]
             line |= {f"eval/{label}/mean_at_16": value, f"eval/{label}/pass_at_4": value + 0.1}
+            line |= {} if reward is None else {f"eval/{label}/reward": reward[step]}
             line |= {f"eval/{label}/pass_at_16": value + 0.3, f"eval/{label}/maj_at_16": value}
         run.append_metrics(line)
     if status is not None:

@@ -98,6 +98,21 @@ def test_curves_show_the_values_of_the_records_and_the_intervals(run, figures):
     assert [line.get_label() for line in right.get_lines()] == ["p 0.9 – 1"]
 
 
+def test_rewards_other_than_0_and_1_have_a_plot_before_the_accuracy(run, figures):
+    for step in (10, 20):
+        scores = {"eval/countdown/mean_at_16": 0.0, "eval/countdown/reward": -step / 100}
+        run.append_metrics({"step": step, "train/accuracy": 0.0, "train/reward": step / 50, **scores})
+        values = {"figures": {"reward": {"value": -step / 100, "low": -0.5, "high": 0.1}}}
+        run.write_eval(step, {"step": step, "sets": {"countdown": values}})
+    assert _plotted(run) == ["reward.png", "accuracy.png"]
+    (axes,) = figures["reward.png"].axes
+    training, heldout = axes.get_lines()
+    assert (training.get_label(), heldout.get_label()) == ("training reward", "held-out countdown")
+    assert training.get_xydata().tolist() == [[10, 0.2], [20, 0.4]]
+    assert heldout.get_xydata().tolist() == [[10, -0.1], [20, -0.2]]
+    assert [item.get_label() for item in axes.collections][-1] == "95% interval over problems"
+
+
 @pytest.mark.parametrize(("ends", "segments"), [((0.1, 0.5), 1), ((None, None), 0)])
 def test_interval_of_a_single_evaluation_is_a_line_and_there_may_be_none(run, figures, ends, segments):
     run.append_metrics({"step": 10, "eval/countdown/mean_at_16": 0.3})

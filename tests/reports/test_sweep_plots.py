@@ -6,7 +6,12 @@ from matplotlib.patches import Patch
 
 from bandpo_cli.reports import style
 from bandpo_cli.reports.comparison import Selection, VariantRun, write_report
-from bandpo_cli.reports.comparison.plots import MAX_VARIANTS_PLOTTED, common_curves, plot_accuracy_lr
+from bandpo_cli.reports.comparison.plots import (
+    MAX_VARIANTS_PLOTTED,
+    SHARE,
+    common_curves,
+    plot_by_learning_rate,
+)
 from bandpo_cli.reports.comparison.statistics import estimate
 from bandpo_cli.reports.style import legend_name, variant_styles
 from tests.reports.sweep_folders import report_of, write_run, write_sweep
@@ -110,7 +115,7 @@ LINES = {
 
 
 def test_accuracy_against_learning_rate_has_means_intervals_and_the_best_rate():
-    figure = plot_accuracy_lr(LINES, "title", "tuning", "held-out accuracy, mean@16")
+    figure = plot_by_learning_rate(LINES, "title", "tuning", "held-out accuracy, mean@16", SHARE)
     (axes,) = figure.axes
     assert axes.get_xscale() == "log"
     assert [text.get_text() for text in axes.get_xticklabels()] == ["1e-5", "1e-4", "1e-3"]
@@ -135,11 +140,11 @@ def test_accuracy_against_learning_rate_has_means_intervals_and_the_best_rate():
 def test_accuracy_against_learning_rate_shows_the_most_accurate_of_many_lines():
     names = [f"kl 0.05 schedule=linear updates={index:02d}" for index in range(20)]
     lines = {name: {1e-5: [0.0], 1e-4: [index / 100]} for index, name in enumerate(names)}
-    figure = plot_accuracy_lr(lines, "t", "s", "held-out accuracy, mean@16")
+    figure = plot_by_learning_rate(lines, "t", "s", "held-out accuracy, mean@16", SHARE)
     assert list(_lines(figure)) == [legend_name(name) for name in list(lines)[:-13:-1]]
-    assert "the 12 most accurate of 20 methods" in figure.texts[1].get_text()
+    assert "the 12 best of 20 methods" in figure.texts[1].get_text()
     for one_rate_each in ({}, {"clip": {1e-4: [0.1, 0.2]}, "kl": {1e-5: [0.2]}}):
-        assert plot_accuracy_lr(one_rate_each, "t", "s", "y") is None
+        assert plot_by_learning_rate(one_rate_each, "t", "s", "y", SHARE) is None
 
 
 def test_every_variant_has_its_own_line_style():
@@ -157,7 +162,10 @@ def test_of_many_variants_the_most_accurate_and_the_baseline_are_plotted(tmp_pat
     finals = {"clip": {0: 0.3}}
     finals |= {f"kl 0.05 learning_rate=1e-4 arm={index:02d}": {0: 0.4 + index / 100} for index in range(13)}
     report = report_of(write_sweep(tmp_path / "s", finals))
-    assert report.notes[-1] == "The plots show the 12 most accurate variants and the baseline."
+    assert (
+        report.notes[-1]
+        == "The plots show the 12 variants with the highest held-out accuracy, and the baseline."
+    )
     texts = _texts(figures["accuracy.png"])
     assert len(texts) == MAX_VARIANTS_PLOTTED + 1  # one seed per variant: no shading
     assert "clip (baseline)" in texts

@@ -103,6 +103,32 @@ def test_differences_are_paired_by_seed_and_adjusted_and_the_finding_names_the_s
     )
 
 
+def _report_with_rewards(folder, finals, rewards):
+    """Return the report of runs with these final accuracies, and these final rewards by seed."""
+    runs = []
+    for name, settings in (("clip", CLIP), ("kl", KL)):
+        for seed, reward in enumerate(rewards[name]):
+            runs.append(VariantRun(name, seed, folder / f"{name}-s{seed}"))
+            curves = {"accuracy": {0: 0.0, 4: finals[name]}, "reward": {0: 0.0, 4: reward}}
+            write_run(runs[-1].folder, settings, seed, **curves)
+    return write_report(Selection("t", "clip", runs), folder / "report")
+
+
+def test_rewards_other_than_0_and_1_come_before_the_accuracy_and_decide(tmp_path):
+    finals, rewards = {"clip": 0.2, "kl": 0.1}, {"clip": (-0.5, -0.3), "kl": (-0.1, 0.1)}
+    report = _report_with_rewards(tmp_path / "nonbinary", finals, rewards)
+    assert [metric.key for metric in report.figures][:3] == ["reward", "accuracy", "area"]
+    assert [arm.name for arm in report.arms] == ["kl", "clip"]
+    kl = report.arms[0].figures
+    assert (kl["reward"].mean, kl["accuracy"].mean, kl["area"].mean) == pytest.approx((0.0, 0.1, 0.0))
+    assert kl["reward"].low < -1, "the interval of a reward has no limits"
+    assert report.finding == "no"
+    equal = {name: (final,) * 2 for name, final in finals.items()}
+    report = _report_with_rewards(tmp_path / "binary", finals, equal)
+    assert [metric.key for metric in report.figures][:2] == ["accuracy", "area"]
+    assert [arm.name for arm in report.arms] == ["clip", "kl"]
+
+
 def test_finding_on_several_variants_in_both_directions(tmp_path):
     finals = {"clip": CLEAR["clip"]}
     for index, change in enumerate((0.1, 0.2, 0.3, 0.4, -0.1, 0.0)):

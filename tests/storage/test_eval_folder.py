@@ -12,7 +12,7 @@ from bandpo_cli.storage.tables import EvalRow
 
 ROW = EvalRow(
     task="a", problem_id="p", prompt="q", reference="1", grader="math", extra="{}", text="Answer: 1 🙂", answer="1",
-    accuracy=1.0, verdict="correct", length=None, finish_reason=None, logprob_sum=-0.1234567890123456,
+    reward=0.25, accuracy=1.0, verdict="correct", length=None, finish_reason=None, logprob_sum=-0.1234567890123456,
 )  # fmt: skip
 
 

@@ -14,15 +14,15 @@ from tests.tasks.stored_completions import ROW
 
 _SCHEMA = pa.schema(
     [(name, pa.string()) for name in ("task", "problem_id", "prompt", "reference", "grader", "extra", "text", "answer")]
-    + [("accuracy", pa.float64()), ("verdict", pa.string()), ("length", pa.int32()), ("finish_reason", pa.string())]
-    + [("logprob_sum", pa.float64())]
+    + [("reward", pa.float64()), ("accuracy", pa.float64()), ("verdict", pa.string()), ("length", pa.int32())]
+    + [("finish_reason", pa.string()), ("logprob_sum", pa.float64())]
 )  # fmt: skip
 _VALUES = {
     pa.string(): st.text(max_size=20),
     pa.float64(): st.floats(),
     pa.int32(): st.integers(-(2**31), 2**31 - 1),
 }
-_NULLABLE = ("answer", "length", "finish_reason", "logprob_sum")
+_NULLABLE = ("answer", "reward", "length", "finish_reason", "logprob_sum")
 _ROWS = st.fixed_dictionaries(
     {item.name: (st.none() if item.name in _NULLABLE else st.nothing()) | _VALUES[item.type] for item in _SCHEMA}
 )  # fmt: skip

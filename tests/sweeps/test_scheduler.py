@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,9 @@ def test_a_run_far_behind_another_arm_is_stopped_with_its_reason():
     behind, ahead = state("running", {0: 0.2, 60: 0.3}), state("finished", {0: 0.2, 60: 0.45, 100: 0.5})
     reasons = runs_to_stop(RUNS, {"a-s0": behind, "a-s1": NOTHING, "b-s0": ahead}, 0.1)
     assert reasons == {"a-s0": "held-out accuracy 0.300 at step 60, b had 0.450"}
+    rewarded = replace(behind, metric="reward")
+    reasons = runs_to_stop(RUNS, {"a-s0": rewarded, "a-s1": NOTHING, "b-s0": ahead}, 0.1)
+    assert reasons == {"a-s0": "held-out reward 0.300 at step 60, b had 0.450"}
 
 
 A0, A1 = state("finished", {60: 0.5}), state("finished", {60: 0.3})  # 0.4 on average

@@ -56,7 +56,7 @@ def test_the_charts_of_accuracy_entropy_and_reward_are_first_and_those_of_bins_l
     charts = sorted(tuple(name.rpartition("/")[::2]) for name in names)
     sections = {section: [name for _, name in of] for section, of in groupby(charts, lambda chart: chart[0])}
     assert list(sections) == ["Main", "clip", "eval/a", "time", "train", "vs_probability"]
-    assert sections["Main"] == ["accuracy", "entropy", "reward"]
+    assert sections["Main"] == ["accuracy", "clip_fraction", "entropy", "heldout_accuracy", "reward"]
     assert sections["train"] == ["accuracy", "entropy", "response_length", "reward"]
     edges = ["0.000_0.001", "0.001_0.010", "0.010_0.100", "0.100_0.500", "0.500_0.900", "0.900_1.000"]
     assert sections["vs_probability"] == [
@@ -76,6 +76,14 @@ def test_bins_with_close_edges_have_different_names_and_the_copy_of_a_missing_me
     assert finite_metrics({**bins, "train/reward": 0.5, "train/entropy": None}) == {
         f"vs_probability/{low}": 0.25, f"vs_probability/{high}": 0.5, "train/reward": 0.5, "Main/reward": 0.5,
     }  # fmt: skip
+
+
+def test_held_out_metrics_are_first_with_their_means_but_not_those_of_another_evaluation():
+    scores = {"eval/a/mean_at_4": 0.25, "eval/b/mean_at_8": 0.75, "eval/a/reward": 0.5, "eval/b/reward": 1.0}
+    assert finite_metrics({"time/step": 1.0, **scores}) == {
+        "time/step": 1.0, **scores, "Main/heldout_accuracy": 0.5, "Main/heldout_reward": 0.75,
+    }  # fmt: skip
+    assert finite_metrics(scores) == scores
 
 
 def test_params_are_flat_and_short_and_contain_no_password():

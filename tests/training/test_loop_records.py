@@ -133,6 +133,7 @@ def evaluation_by_hand(recording: Recording, step: int) -> dict[str, dict[str, d
                 "response_length": mean([len(item.completion.token_ids) for item in group]),
                 "timeout_rate": verdicts.count("timeout") / 3,
                 "grader_error_rate": verdicts.count("grader-error") / 3,
+                "not_applicable_rate": verdicts.count("not-applicable") / 3,
             }
     assert next(groups, None) is None
     return by_hand

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from bandpo_cli.reports import style
 from bandpo_cli.reports.comparison.report_metrics import common_n, percent_text
-from bandpo_cli.reports.comparison.runs import Arms
+from bandpo_cli.reports.comparison.runs import Arms, Score, scores_of
 from bandpo_cli.reports.comparison.selection import format_setting
-from bandpo_cli.reports.comparison.statistics import interval_band
-from bandpo_cli.reports.comparison.tuning import accuracy_by_learning_rate
+from bandpo_cli.reports.comparison.statistics import Limits, interval_band
+from bandpo_cli.reports.comparison.tuning import Lines, by_learning_rate
 from bandpo_cli.reports.comparison.variants import Report
 from bandpo_cli.reports.run_plots import Curve, smooth_curve
 from bandpo_cli.reports.style import HEADER, HEIGHT, LineStyles, escape_mathtext, side_legend, variant_styles
@@ -35,7 +35,11 @@ Curves = Mapping[str, tuple[Floats, Floats]]
 """By variant: the S steps that all its R runs have, [S], and the values of the runs, [R, S]."""
 
 MAX_VARIANTS_PLOTTED = 12
-"""Lines of more variants cannot be distinguished: only the most accurate ones and the baseline are plotted."""
+"""Lines of more variants cannot be distinguished: only the best ones and the baseline are plotted."""
+
+_ENTROPY = "entropy, nats per token"
+SHARE: Limits = (0.0, 1.0)
+_LIMITS: Mapping[Score, Limits] = {"reward": (-np.inf, np.inf), "accuracy": SHARE}
 
 _MAX_RATE_TICKS = 8  # learning rates up to this number are the ticks of their axis
 _SPREAD_POINTS = 24.0  # width over which the lines of different methods at a learning rate are spread
@@ -52,34 +56,50 @@ def plot_all(arms: Arms, report: Report, out: Path) -> dict[str, Path]:
     order = [arm.name for arm in report.arms]
     names = [name for name in order if name in order[:MAX_VARIANTS_PLOTTED] or name == report.baseline]
     styles = variant_styles([name for name in arms if name in names], report.baseline)
-    accuracy = common_curves({name: [run.accuracy(sets) for run in arms[name]] for name in names})
+    scores = scores_of(run for runs in arms.values() for run in runs)
+    curves = {
+        score: common_curves({name: [run.curve(score, sets) for run in arms[name]] for name in names})
+        for score in scores
+    }
     entropy = common_curves({name: [smooth_curve(run.entropy) for run in arms[name]] for name in names})
     over_sets = f", mean of {len(sets)} sets" if len(sets) > 1 else ""
     n = common_n([run for runs in arms.values() for run in runs], sets)
-    y_label = f"held-out accuracy, mean@{n}{over_sets}"
-    rates = accuracy_by_learning_rate(arms, sets)
-    level = report.accuracy_level
-    figures = {
-        "accuracy": _plot_over_steps(accuracy, styles, "Held-out accuracy", subtitle, y_label),
-        "accuracy_lr": plot_accuracy_lr(rates, "Held-out accuracy against learning rate", subtitle, y_label),
-        "entropy": _plot_over_steps(entropy, styles, "Entropy of the policy", subtitle),
-        "accuracy_entropy": _plot_accuracy_entropy(accuracy, entropy, styles, level, subtitle, y_label),
+    y_labels = {
+        "reward": f"held-out reward{over_sets}",
+        "accuracy": f"held-out accuracy, mean@{n}{over_sets}",
+    }
+    figures: dict[str, Figure | None] = {}
+    for score in scores:
+        title, y_label = f"Held-out {score}", y_labels[score]
+        figures[score] = _plot_over_steps(curves[score], styles, title, subtitle, y_label, _LIMITS[score])
+        rates = by_learning_rate(arms, score, sets)
+        title += " against learning rate"
+        figures[f"{score}_lr"] = plot_by_learning_rate(rates, title, subtitle, y_label, _LIMITS[score])
+    figures |= {
+        "entropy": _plot_over_steps(
+            entropy, styles, "Entropy of the policy", subtitle, _ENTROPY, (0, np.inf)
+        ),
+        "accuracy_entropy": _plot_accuracy_entropy(
+            curves["accuracy"], entropy, styles, report.accuracy_level, subtitle, y_labels["accuracy"]
+        ),
         "clip_by_probability": _plot_clip_table({name: arms[name] for name in names}, styles, subtitle),
     }
     if (tuning := report.tuning) is not None:
-        title, sweep = "Tuning: held-out accuracy against learning rate", escape_mathtext(tuning.sweep)
-        label = f"{'area under ' if tuning.metric == 'area' else ''}held-out accuracy"
-        figures["tuning_lr"] = plot_accuracy_lr(tuning.by_learning_rate(), title, sweep, label)
+        score = scores[0] if tuning.metric == "area" else tuning.metric
+        title, sweep = f"Tuning: held-out {score} against learning rate", escape_mathtext(tuning.sweep)
+        label = f"{'area under ' if tuning.metric == 'area' else ''}held-out {score}"
+        lines = tuning.by_learning_rate()
+        figures["tuning_lr"] = plot_by_learning_rate(lines, title, sweep, label, _LIMITS[score])
     return {name: style.save(plot, out / f"{name}.png") for name, plot in figures.items() if plot is not None}
 
 
-def plot_accuracy_lr(
-    lines: Mapping[str, Mapping[float, Sequence[float]]], title: str, subtitle: str, y_label: str
+def plot_by_learning_rate(
+    lines: Lines, title: str, subtitle: str, y_label: str, limits: Limits
 ) -> Figure | None:
-    """Plot the final accuracy against the learning rate, a line per method; None for fewer than two learning rates.
+    """Plot the final values against the learning rate, a line per method; None for fewer than two learning rates.
 
-    `lines` have one accuracy per seed, by name of the line and learning rate. Of more than `MAX_VARIANTS_PLOTTED`
-    lines, those with the highest best mean are plotted.
+    `lines` have one value per seed, by name of the line and learning rate. Of more than `MAX_VARIANTS_PLOTTED` lines,
+    those with the highest best mean are plotted. Values within the limits of a share are shown in percent.
     """
     if max((len(line) for line in lines.values()), default=0) < 2:
         return None
@@ -89,7 +109,7 @@ def plot_accuracy_lr(
     styles = variant_styles([name for name in lines if name in names], None)
     subtitle += " · means over seeds, a large dot for the best"
     if len(names) < len(lines):
-        subtitle += f"; the {len(names)} most accurate of {len(lines)} methods"
+        subtitle += f"; the {len(names)} best of {len(lines)} methods"
     figure, (axes,) = style.new_figure(title, subtitle)
     axes.set_xscale("log")
     shown: list[Floats] = []
@@ -100,19 +120,19 @@ def plot_accuracy_lr(
         for rate in means[name]:
             values_R1 = np.array(lines[name][rate], dtype=np.float64)[:, np.newaxis]
             edges = interval_band(values_R1)
-            shown.append(values_R1 if edges is None else np.clip(edges, 0, 1))
+            shown.append(values_R1 if edges is None else np.clip(edges, *limits))
             axes.plot([rate, rate], [shown[-1].min(), shown[-1].max()], color=line["color"], **bar)
         dots: dict[str, Any] = {"clip_on": False, **place}  # a dot at an accuracy of 0 is not cut off
         axes.plot(*zip(*means[name].items(), strict=True), marker="o", markersize=5, zorder=3, **line, **dots)
         best_rate = max(means[name], key=means[name].__getitem__)
         axes.plot(best_rate, best[name], color=line["color"], **style.LARGE_DOT, **dots)
-    _fit_y_axis(axes, shown)
+    _fit_y_axis(axes, shown, limits)
     all_rates = sorted({rate for name in names for rate in lines[name]})
     axes.set_xlim(all_rates[0] / 1.5, all_rates[-1] * 1.5)
     if len(all_rates) <= _MAX_RATE_TICKS:
         axes.set_xticks(all_rates, [format_setting(rate) for rate in all_rates])
         axes.xaxis.set_minor_locator(NullLocator())
-    style.label(axes, "learning rate", y_label, percent=True)
+    style.label(axes, "learning rate", y_label, percent=limits == SHARE)
     seeds = {len(accuracies) for name in names for accuracies in lines[name].values()}
     side_legend(figure, axes, {name: best[name] for name in names}, styles, _describe_bands(seeds))
     return figure
@@ -129,9 +149,9 @@ def common_curves(by_variant: Mapping[str, Sequence[Curve]]) -> Curves:
 
 
 def _plot_over_steps(
-    curves: Curves, styles: LineStyles, title: str, subtitle: str, share_label: str = ""
+    curves: Curves, styles: LineStyles, title: str, subtitle: str, y_label: str, limits: Limits
 ) -> Figure | None:
-    """Plot one line per variant with its band. A `share_label` stands for shares in [0, 1], shown in percent."""
+    """Plot one line per variant with its band; values within the limits of a share are shown in percent."""
     if not curves:
         return None
     bands = _describe_bands({len(values_RS) for _, values_RS in curves.values()})
@@ -141,7 +161,7 @@ def _plot_over_steps(
     for name, (steps, values_RS) in curves.items():
         color, edges = styles[name]["color"], interval_band(values_RS)
         if edges is not None:
-            low, high = np.clip(edges, 0, 1 if share_label else None)
+            low, high = np.clip(edges, *limits)
             shown += [low, high]
             alpha = 0.12 if len(curves) <= 2 else 0.07
             axes.fill_between(steps, low, high, color=color, alpha=alpha, linewidth=0)
@@ -149,9 +169,9 @@ def _plot_over_steps(
                 axes.plot(steps, edge, color=color, alpha=0.45, linewidth=0.8)
         marker = "o" if len(steps) <= 12 else None
         axes.plot(steps, values_RS.mean(axis=0), marker=marker, markersize=5, zorder=3, **styles[name])
-    _fit_y_axis(axes, shown)
+    _fit_y_axis(axes, shown, limits)
     style.steps_axis(axes, [step for steps, _ in curves.values() for step in steps])
-    style.label(axes, "step", share_label or "entropy, nats per token", percent=bool(share_label))
+    style.label(axes, "step", y_label, percent=limits == SHARE)
     final_values = {name: float(values_RS[:, -1].mean()) for name, (_, values_RS) in curves.items()}
     side_legend(figure, axes, final_values, styles, bands)
     return figure
@@ -182,7 +202,7 @@ def _plot_accuracy_entropy(
         axes.annotate(text, (1, level), xycoords=across, color=style.MUTED_COLOR, **place)
     axes.margins(0.06)
     axes.grid(axis="x", color=style.GRID_COLOR, linewidth=1)
-    style.label(axes, "entropy, nats per token", y_label, percent=True)
+    style.label(axes, _ENTROPY, y_label, percent=True)
     side_legend(figure, axes, final_values, styles)
     return figure
 
@@ -238,9 +258,9 @@ def _describe_bands(runs: Collection[int]) -> str:
     return "\n".join(text for kind, text in texts.items() if kind in kinds)
 
 
-def _fit_y_axis(axes: Axes, shown: Sequence[Floats]) -> None:
+def _fit_y_axis(axes: Axes, shown: Sequence[Floats], limits: Limits) -> None:
     """Set the y limits to the values of all runs and the ends of all bands, with some space."""
     low, high = min(float(values.min()) for values in shown), max(float(values.max()) for values in shown)
     pad = 0.06 * (high - low) or 0.05 * max(abs(high), 0.1)
-    axes.set_ylim(max(0.0, low - pad), high + pad)
+    axes.set_ylim(max(limits[0], low - pad), high + pad)
     axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]))

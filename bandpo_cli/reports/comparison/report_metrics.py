@@ -6,14 +6,14 @@ same held-out accuracy, a difference in entropy is a difference between the vari
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import NamedTuple
 
 import numpy as np
 
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.reports.comparison.runs import Arms, VariantRunData
+from bandpo_cli.reports.comparison.runs import Arms, VariantRunData, scores_of
 from bandpo_cli.reports.comparison.statistics import Estimate, Limits
 from bandpo_cli.reports.run_plots import Curve
 
@@ -165,7 +165,7 @@ class Metric:
         compared: whether variants are compared by this metric; tables then show its interval.
         pattern: format specification of a value.
         percent: whether a value is shown in percent.
-        largest: largest possible value, null for none; the smallest possible value of every metric is 0.
+        smallest, largest: smallest and largest possible value, null for none.
     """
 
     key: str
@@ -174,12 +174,17 @@ class Metric:
     compared: bool = True
     pattern: str = ".3f"
     percent: bool = False
+    smallest: float | None = 0.0
     largest: float | None = 1.0
 
     @property
     def limits(self) -> Limits:
         """Smallest and largest possible value."""
-        return 0.0, math.inf if self.largest is None else self.largest
+        low, high = (
+            infinite if end is None else end
+            for end, infinite in ((self.smallest, -math.inf), (self.largest, math.inf))
+        )
+        return low, high
 
     def text(self, value: float, sign: bool = False) -> str:
         """Return `value` as tables show it, with a plus sign for positive values if `sign`."""
@@ -213,10 +218,10 @@ def common_n(records: Sequence[VariantRunData], sets: Sequence[str]) -> str:
 
 
 def measure(arms: Arms, sets: Sequence[str], equal: EqualAccuracy) -> list[tuple[Metric, Values]]:
-    """Return the metrics that at least one run has a value of, accuracy first; with several sets their mean first.
+    """Return the metrics that at least one run has a value of, the mean over several sets first.
 
-    Variants are compared by the accuracy in a single set, not by its area and pass@k. `equal` has the values of the
-    entropy at equal accuracy.
+    The first metrics are those of `scores_of`; only they are compared in a single set, not its area and pass@k. `equal`
+    has the values of the entropy at equal accuracy.
     """
     runs = [run for members in arms.values() for run in members]
     n, passes_of = common_n(runs, sets), [set(run.sets[label].passes) for run in runs for label in sets]
@@ -231,18 +236,25 @@ def measure(arms: Arms, sets: Sequence[str], equal: EqualAccuracy) -> list[tuple
         "seconds per step, without evaluations and checkpoints; the range covers the middle 80% of all steps"
     )
     passes = f"pass_at_{k}"
+    compared = scores_of(runs)
+    under = f"mean@{n}" if compared[0] == "accuracy" else "the mean reward"
     scores = {
+        "reward": ("held-out reward", "mean reward of the last evaluation"),
         "accuracy": ("held-out accuracy", f"mean@{n} of the last evaluation"),
-        "area": ("area", f"area under mean@{n} over the steps, divided by the steps"),
+        "area": ("area", f"area under {under} over the steps, divided by the steps"),
         passes: (f"pass@{k}", f"pass@{k} of the last evaluation"),
     }
 
     def score(key: str, label: str = "") -> tuple[Metric, Callable[[VariantRunData], float | None]]:
         name, about = scores[key]
+        is_reward = key == "reward" or (key == "area" and "reward" in compared)
+        smallest, largest = (None, None) if is_reward else (0.0, 1.0)
         if label:
-            in_set = Metric(f"{key}/{label}", f"{name}, {label}", about, compared=key == "accuracy")
-            return in_set, lambda run: run.score(key, [label])
-        return Metric(key, name, over + about), lambda run: run.score(key, sets)
+            metric = Metric(f"{key}/{label}", f"{name}, {label}", about, compared=key in compared)
+        else:
+            metric = Metric(key, name, over + about)
+        metric = replace(metric, smallest=smallest, largest=largest)
+        return metric, lambda run: run.score(key, [label] if label else sets)
 
     last_tenth = "mean over the last tenth of the steps, nats per token"
     entropy = Metric("entropy", "entropy", last_tenth, largest=None)
@@ -251,14 +263,14 @@ def measure(arms: Arms, sets: Sequence[str], equal: EqualAccuracy) -> list[tuple
                      compared=False, pattern=".2f", percent=True)  # fmt: skip
     time = Metric(SECONDS_PER_STEP, "s/step", seconds, compared=False, pattern=".2f", largest=None)
     table = [
-        score("accuracy"),
+        *map(score, compared),
         score("area"),
         (entropy, lambda run: run.final_entropy),
         (at_equal, lambda run: equal.values.get((run.arm, run.seed))),
         score(passes),
         (clipped, lambda run: run.clipped),
         (time, lambda run: fmean(run.step_seconds) if run.step_seconds else None),
-        *(score(key, label) for label in sets if len(sets) > 1 for key in scores),
+        *(score(key, label) for label in sets if len(sets) > 1 for key in (*compared, "area", passes)),
     ]
     measured: list[tuple[Metric, Values]] = []
     for metric, value_of in table:

@@ -1,11 +1,11 @@
 """Data of one run for a report: curves and scalar metrics, read from the run folder, or the reason for excluding it."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.metric_names import SCORE
@@ -18,6 +18,9 @@ from bandpo_cli.storage.run_record import read_summary
 _MAX_STEPS, _MAX_ABS_VALUE = 10**12, 1e100  # larger than any real measurement; a finite float64 when squared
 
 
+Score = Literal["reward", "accuracy"]
+
+
 @dataclass(frozen=True)
 class Evaluations:
     """Results of one evaluation set over a run.
@@ -25,19 +28,22 @@ class Evaluations:
     Attributes:
         n: completions per problem, as written in the metric name mean@n: a number, or "n".
         accuracy: mean@n by training step, in [0, 1].
+        reward: mean reward by training step; mean@n for a run of an earlier version, which recorded no reward.
         passes: pass@k of the last evaluation, by k.
     """
 
     n: str
     accuracy: Curve
+    reward: Curve
     passes: dict[int, float]
 
     @property
     def scores(self) -> dict[str, float | None]:
-        """Values of the last evaluation and area under mean@n, by key of the metric in a report."""
+        """Values of the last evaluation and area under the mean reward, by key of the metric in a report."""
         return {
+            "reward": self.reward[max(self.reward)],
             "accuracy": self.accuracy[max(self.accuracy)],
-            "area": area_under(list(self.accuracy), list(self.accuracy.values())),
+            "area": area_under(list(self.reward), list(self.reward.values())),
             **{f"pass_at_{k}": value for k, value in self.passes.items()},
         }
 
@@ -80,13 +86,24 @@ class VariantRunData(VariantRun):
 
     def accuracy(self, sets: Sequence[str]) -> Curve:
         """Return mean@n, averaged over `sets`, at the steps at which all of them were evaluated."""
-        curves = [self.sets[label].accuracy for label in sets]
+        return self.curve("accuracy", sets)
+
+    def curve(self, metric: Score, sets: Sequence[str]) -> Curve:
+        """Return mean@n or the mean reward, averaged over `sets`, at the steps at which all of them were evaluated."""
+        curves = [getattr(self.sets[label], metric) for label in sets]
         steps = sorted(set.intersection(*map(set, curves)))
         return {step: fmean(curve[step] for curve in curves) for step in steps}
 
 
 Arms = Mapping[str, Sequence[VariantRunData]]
 """The runs of each variant, by name."""
+
+
+def scores_of(runs: Iterable[VariantRunData]) -> Sequence[Score]:
+    """Return what runs are compared by: the accuracy, and before it the reward if rewards are not just 0 and 1."""
+    evaluated = [scores for run in runs for scores in run.sets.values()]
+    nonbinary = any(scores.reward != scores.accuracy for scores in evaluated)
+    return ("reward", "accuracy") if nonbinary else ("accuracy",)
 
 
 @dataclass(frozen=True)
@@ -185,7 +202,10 @@ def _evaluations(records: Sequence[Mapping[str, Any]]) -> dict[str, Evaluations]
     last = records[-1] if records else {}
     scores = [match.group(1, 2, 3, 0) for match in map(SCORE.fullmatch, last) if match]
     means = [(label, n, key) for label, kind, n, key in scores if kind == "mean"]
-    sets = {label: Evaluations(n, series(records, key), {}) for label, n, key in means}
+    sets = {}
+    for label, n, key in means:
+        accuracy, reward = series(records, key), series(records, f"eval/{label}/reward")
+        sets[label] = Evaluations(n, accuracy, reward if len(reward) == len(accuracy) else accuracy, {})
     for label, kind, k, key in scores:
         if kind == "pass" and label in sets and k.isdecimal():
             sets[label].passes[int(k)] = float(last[key])

@@ -1,4 +1,4 @@
-"""Tuned settings of a sweep, chosen from the variants of an earlier sweep, and the accuracies by learning rate."""
+"""Tuned settings of a sweep, chosen from the variants of an earlier sweep, and the scores by learning rate."""
 
 import re
 from collections import defaultdict
@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeGuard
 
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.reports.comparison.report_metrics import common_sets
-from bandpo_cli.reports.comparison.runs import Arms, VariantRunData
+from bandpo_cli.reports.comparison.runs import Arms, Score, VariantRunData, scores_of
 from bandpo_cli.reports.comparison.selection import (
     differing_settings,
     format_setting,
@@ -20,7 +20,7 @@ from bandpo_cli.reports.comparison.selection import (
 from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder, validated
 
 Lines = dict[str, dict[float, list[float]]]
-"""Accuracies by name of the line and learning rate, for the plot against the learning rate."""
+"""Accuracies or rewards by name of the line and learning rate, for the plot against the learning rate."""
 
 _LEARNING_RATE = "optim.lr"
 _LR_PART = re.compile(r"(?:^|\s)(?:optim\.)?lr=\S+")
@@ -68,13 +68,13 @@ class Tuning:
 
     Attributes:
         sweep: name of the tuning sweep.
-        metric: the metric that decides, `accuracy` or `area` of the report.
+        metric: the metric that decides, `accuracy`, `reward` or `area` of the report.
         seeds: the tuning seeds.
         arms: the variants of the tuning sweep, group by group.
     """
 
     sweep: str
-    metric: Literal["accuracy", "area"]
+    metric: Literal["accuracy", "reward", "area"]
     seeds: Sequence[int]
     arms: Sequence[TunedVariant]
 
@@ -127,19 +127,20 @@ class Tuning:
         return lines
 
 
-def choose(sweep: str, metric: Literal["accuracy", "area"], groups: Mapping[str, Arms]) -> Tuning:
+def choose(sweep: str, by: Literal["accuracy", "area"], groups: Mapping[str, Arms]) -> Tuning:
     """Return the variants with their values, the best of each group chosen; of equal variants the first.
 
     Args:
         sweep: name of the tuning sweep.
-        metric: the metric that decides; more is better.
+        by: the metric that decides; more is better. The reward takes the place of the accuracy if rewards are not just
+            0 and 1.
         groups: the runs of each variant of each group, with the same seeds for every variant.
 
     Raises:
         UserError: the runs share no evaluation set, or have no value of the metric.
     """
     records = [run for arms in groups.values() for runs in arms.values() for run in runs]
-    sets = common_sets(records)
+    sets, metric = common_sets(records), by if by == "area" else scores_of(records)[0]
     candidates: list[TunedVariant] = []
     for group, arms in groups.items():
         differing = differing_settings(run.settings for runs in arms.values() for run in runs)
@@ -162,12 +163,12 @@ def read_tuning(sweep: SweepFolder | None) -> Tuning | None:
     return validated(Tuning, sweep.plan["tuning"], sweep.path / PLAN_FILE, "tuning")
 
 
-def accuracy_by_learning_rate(arms: Arms, sets: Sequence[str]) -> Lines:
-    """Return the last accuracies of the runs, the learning rates ascending.
+def by_learning_rate(arms: Arms, score: Score, sets: Sequence[str]) -> Lines:
+    """Return the last accuracies or rewards of the runs, the learning rates ascending.
 
     A line has the runs whose settings are equal except for the learning rate and the seed. Its name is the name of its
     variants without `lr=...`, or the name of its method where these names differ; a second line of a name ends with `
-    #2`. The accuracy is the mean over `sets`.
+    #2`. The value is the mean over `sets`.
     """
     runs = [run for members in arms.values() for run in members if _learning_rate(run) > 0]
     keys = [key for key in differing_settings(run.settings for run in runs) if key != _LEARNING_RATE]
@@ -181,7 +182,7 @@ def accuracy_by_learning_rate(arms: Arms, sets: Sequence[str]) -> Lines:
         numbered = chain([stem], (f"{stem} #{number}" for number in count(2)))
         line = lines.setdefault(next(name for name in numbered if name not in lines), {})
         for run in sorted(group, key=_learning_rate):
-            line.setdefault(_learning_rate(run), []).append(run.accuracy(sets)[run.steps])
+            line.setdefault(_learning_rate(run), []).append(run.curve(score, sets)[run.steps])
     return lines
 
 

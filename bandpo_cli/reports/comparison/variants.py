@@ -77,8 +77,8 @@ class Report:
         baseline: the variant that the others are compared with; None for no comparison.
         sets: evaluation sets that all runs have. With several sets, a metric without a set's name is the plain mean.
         accuracy_level: held-out accuracy of the metric `entropy_at_accuracy`; None without this metric.
-        figures: the metrics, accuracy first.
-        arms: highest accuracy first.
+        figures: the metrics; the first is the accuracy, or the reward if rewards are not just 0 and 1.
+        arms: highest value of the first metric first.
         differences: ordered by metric, then by variant.
         tuning: the variants that the settings were chosen from; None for settings that no sweep chose.
         notes: sentences about limits of the comparison.
@@ -119,7 +119,7 @@ def group_by_variant(records: Iterable[VariantRunData]) -> dict[str, list[Varian
 
 
 def evaluate_variants(arms: Arms, measured: Sequence[tuple[Metric, Values]]) -> list[Variant]:
-    """Return the variants with the estimates of their metrics, highest accuracy first."""
+    """Return the variants with the estimates of their metrics, the highest value of the first metric first."""
     keys = differing_settings(run.settings for runs in arms.values() for run in runs)
     evaluated = []
     for name, runs in arms.items():
@@ -136,7 +136,8 @@ def evaluate_variants(arms: Arms, measured: Sequence[tuple[Metric, Values]]) -> 
                 spreads={SECONDS_PER_STEP: np.quantile(seconds, SPREAD).tolist()} if len(seconds) > 1 else {},
             )
         )
-    return sorted(evaluated, key=lambda arm: -arm.figures["accuracy"].mean)
+    decisive = measured[0][0].key
+    return sorted(evaluated, key=lambda arm: -arm.figures[decisive].mean)
 
 
 def compare_variants(

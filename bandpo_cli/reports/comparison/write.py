@@ -49,9 +49,11 @@ LEADERBOARD_CAPTION = (
 )
 
 CAPTIONS = {
+    "reward": "Held-out reward over steps",
+    "reward_lr": "Held-out reward against learning rate",
     "accuracy": "Held-out accuracy over steps",
     "accuracy_lr": "Held-out accuracy against learning rate",
-    "tuning_lr": "Tuning: held-out accuracy against learning rate",
+    "tuning_lr": "Tuning: held-out accuracy or reward against learning rate",
     "entropy": "Entropy of the policy over steps",
     "accuracy_entropy": "Held-out accuracy against entropy",
     "clip_by_probability": "Share of clipped tokens by probability",
@@ -92,11 +94,11 @@ def write_report(selection: Selection, out: Path) -> Report:
     differences = []
     if baseline is not None and baseline in arms and len(arms) > 1:
         differences = compare_variants([arm.name for arm in evaluated], baseline, measured)
-    in_accuracy = [difference for difference in differences if difference.figure == "accuracy"]
+    decisive = [difference for difference in differences if difference.figure == metrics[0].key]
     report = Report(
         title=selection.title,
         about=scope(evaluated, sets),
-        finding=headline(evaluated, baseline, in_accuracy, metrics[0]),
+        finding=headline(evaluated, baseline, decisive, metrics[0]),
         baseline=baseline if baseline in arms else None,
         sets=tuple(sets),
         accuracy_level=equal.level,
@@ -111,7 +113,8 @@ def write_report(selection: Selection, out: Path) -> Report:
     all_notes = [*selection.notes, *report_notes(report, arms, baseline), *equal.notes]
     all_notes += [] if tuning is None else tuning.notes_on_range()
     if len(arms) > MAX_VARIANTS_PLOTTED:
-        all_notes += [f"The plots show the {MAX_VARIANTS_PLOTTED} most accurate variants and the baseline."]
+        best = f"{MAX_VARIANTS_PLOTTED} variants with the highest {metrics[0].name}"
+        all_notes += [f"The plots show the {best}, and the baseline."]
     report = replace(report, notes=tuple(all_notes))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -150,9 +153,10 @@ def headline(
     """Return the result in one sentence, which claims no more than the tests support.
 
     Args:
-        arms: highest accuracy first.
+        arms: highest value of `metric` first.
         baseline: name of the baseline; None for no comparison.
-        differences: the differences in `metric`, the accuracy.
+        metric: the first of the report, held-out accuracy or reward.
+        differences: the differences in `metric`.
     """
     tested = [difference for difference in differences if difference.p_holm is not None]
     if not tested:
@@ -171,12 +175,12 @@ def headline(
     if groups:
         others = "the other variant does" if rest == 1 else f"the other {rest} variants do"
         more = f"; {others} not differ significantly from it" if rest else ""
-        return f"Against {baseline}, final held-out accuracy is {' and '.join(groups)}{more}."
+        return f"Against {baseline}, final {metric.name} is {' and '.join(groups)}{more}."
     largest, evidence = tested[0].arm, _evidence(tested[0], metric)
     if len(differences) == 1:
-        equal = "do not differ significantly in final held-out accuracy"
+        equal = f"do not differ significantly in final {metric.name}"
         return f"{largest} and {baseline} {equal}: the difference is {evidence}."
-    equal = f"No variant differs significantly from {baseline} in final held-out accuracy"
+    equal = f"No variant differs significantly from {baseline} in final {metric.name}"
     return f"{equal}; the largest difference has {largest}: {evidence}."
 
 
@@ -191,16 +195,16 @@ def _evidence(difference: VariantDifference, metric: Metric, in_full: bool = Tru
 
 
 def _ranking(arms: Sequence[Variant], metric: Metric) -> str:
-    """Return a sentence on the final held-out accuracy of the first variant; it adds that a ranking is no test."""
+    """Return a sentence on the first variant's final value of `metric`; it adds that a ranking is no test."""
     value = arms[0].figures[metric.key]
     seeds = f"{value.n} seeds" if value.n > 1 else "one seed, no interval"
     if interval := metric.interval(value):
         seeds = f"95% interval {interval.replace(' – ', ' to ')} over {seeds}"
     mean = metric.text(value.mean)
     if len(arms) == 1:
-        return f"{arms[0].name} ends at a held-out accuracy of {mean} ({seeds})"
+        return f"{arms[0].name} ends at a {metric.name} of {mean} ({seeds})"
     untested = "; a ranking, not a test" if value.n > 1 else ""
-    return f"{arms[0].name} ends with the highest held-out accuracy, {mean} ({seeds}){untested}"
+    return f"{arms[0].name} ends with the highest {metric.name}, {mean} ({seeds}){untested}"
 
 
 def report_notes(report: Report, arms: Arms, baseline: str | None) -> Iterator[str]:
@@ -277,7 +281,7 @@ def difference_cells(metric: Metric, pair: PairedTest | None, p_holm: float | No
 
 
 def leaderboard_csv(report: Report) -> str:
-    """Return one row per variant, highest accuracy first, with unrounded numbers; a missing value is an empty cell.
+    """Return one row per variant, the best first, with unrounded numbers; a missing value is an empty cell.
 
     The last columns are the quantiles of metrics with a spread: `seconds_per_step_p10`, `seconds_per_step_p90`.
     """
