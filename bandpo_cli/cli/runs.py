@@ -140,16 +140,18 @@ def runs(
             console, f"no such runs in {runs_dir}" if filtered else "no runs yet; bandpo train starts a run"
         )
         return
-    wide = console.width >= 100
-    metrics = {"held-out": "heldout", "training": "accuracy", "entropy": "entropy"}
+    metrics, wide = (
+        {"held-out": "heldout", "training": "accuracy", "entropy": "entropy"},
+        console.width >= 100,
+    )
     if any(run.nonbinary_rewards for run in runs):
+        wide = console.width >= 120
         metrics = {
             "held-out\nreward": "heldout_reward",
             "training\nreward": "reward",
             "held-out\naccuracy": "heldout",
-            "training\naccuracy": "accuracy",
-            "entropy": "entropy",
         }
+        metrics |= {"training\naccuracy": "accuracy", "entropy": "entropy"} if wide else {}
     headings = ["run", "method", "task", "status", ">steps", *(f">{heading}" for heading in metrics)]
     table = make_table(*headings, *([">started"] if wide else []), gap=2 if wide else 1)
     table.columns[0].min_width, table.columns[3].no_wrap = 12, True

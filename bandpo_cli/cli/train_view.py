@@ -54,6 +54,7 @@ FLAGGED = (
     ("grade/malformed_fraction", 0.2, "without a readable answer"),
     ("grade/timeout_fraction", 0.0, "timed out"),
     ("grade/error_fraction", 0.0, "grader errors"),
+    ("grade/not_applicable_fraction", 0.2, "without a reward (None or NaN)"),
     ("train/truncated_fraction", 0.2, "truncated"),
 )
 """Shares of completions that are shown above a threshold. Answers that are unreadable or truncated are common until the

@@ -259,7 +259,7 @@ class CheckpointConfig(Section):
     checkpoint can be one."""
     best_metric: str | None = None
     """The metric that "best" refers to: a key of metrics.jsonl, higher is better; null for the mean over evaluation
-    sets of eval/<set>/mean_at_<n>."""
+    sets of eval/<set>/reward, which is mean@n if rewards are just 0 and 1."""
     background: bool = True
     """Write checkpoints while training continues, from a copy of weights and optimizer state in memory (on a GPU in the
     memory of the host); false makes training wait. The last step waits in either case."""

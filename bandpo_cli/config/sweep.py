@@ -32,7 +32,8 @@ class SweepConfig(Section):
     """A finished sweep in place of axes and arms: each of its groups (the variants without the values of the axes,
     except method and divergence) is a variant here, with the settings that were best there."""
     tuned_by: Literal["accuracy", "area"] = "accuracy"
-    """The metric of the report that decides which settings were best: the mean over the seeds of that sweep."""
+    """The metric of the report that decides which settings were best: the mean over the seeds of that sweep. The reward
+    takes the place of the accuracy if rewards are not just 0 and 1."""
     baseline: str | None = None
     """The variant with which the report compares the others."""
 

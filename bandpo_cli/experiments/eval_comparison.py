@@ -190,9 +190,8 @@ def _compare_sets(label: str, record_a: Mapping[str, Any], record_b: Mapping[str
     if pairs.get("reward") == pairs[MEAN]:
         del pairs["reward"]
     changes = mean_intervals([[y - x for x, y in zip(*pair, strict=True)] for pair in pairs.values()])
-    changed = [
-        (id_, x, y) for id_, x, y in zip(ids, *pairs.get("reward", pairs[MEAN]), strict=True) if x != y
-    ]
+    decisive = pairs.get("reward", pairs[MEAN])
+    changed = [(id_, x, y) for id_, x, y in zip(ids, *decisive, strict=True) if x != y]
     wins = sum(y > x for _, x, y in changed)
     metrics = {
         name: MetricDifference(sum(x) / len(ids), sum(y) / len(ids), change)

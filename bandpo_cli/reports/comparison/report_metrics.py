@@ -180,11 +180,8 @@ class Metric:
     @property
     def limits(self) -> Limits:
         """Smallest and largest possible value."""
-        low, high = (
-            infinite if end is None else end
-            for end, infinite in ((self.smallest, -math.inf), (self.largest, math.inf))
-        )
-        return low, high
+        smallest = -math.inf if self.smallest is None else self.smallest
+        return smallest, math.inf if self.largest is None else self.largest
 
     def text(self, value: float, sign: bool = False) -> str:
         """Return `value` as tables show it, with a plus sign for positive values if `sign`."""
