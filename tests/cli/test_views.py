@@ -315,7 +315,7 @@ def test_the_scores_of_rewards_other_than_0_and_1_and_of_an_evaluation_without_g
         return out.getvalue()
 
     nonbinary = printed(row("p", None, "wrong", reward=0.5), row("q", None, "not-applicable"))
-    assert re.search(r"mean +95% interval\n +reward +0.250 .*\n +mean@1 +0.000 ", nonbinary)
+    assert re.search(r"mean +95% interval\nreward +0.250 .*\nmean@1 +0.000 ", nonbinary)
     assert (
         "1 of 2 answers were not graded (1 not-applicable) and count as not correct and as a reward of 0"
         in nonbinary

@@ -54,7 +54,7 @@ def test_every_metric() -> None:
     assert set(scores.metrics) == set(expected)
     for name, (p, q) in expected.items():
         assert (scores.by_problem["p"][name], scores.by_problem["q"][name]) == pytest.approx((p, q)), name
-        assert scores.metrics[name] == pytest.approx(mean_intervals([[p, q]])[0]), name
+        assert scores.metrics[name] == pytest.approx(mean_intervals([[p, q]])[0], nan_ok=True), name
         assert scores.metrics[name].value == pytest.approx((p + q) / 2), name
     assert (scores.fewest, scores.most, scores.completions) == (4, 4, 8)
     assert scores.verdicts == {"correct": 3, "wrong": 2, "malformed": 1, "timeout": 1, "grader-error": 1}
