@@ -29,7 +29,7 @@ def _entropy(of_policies: Sequence[float]) -> dict[int, float]:
 
 
 def _run(accuracy: Mapping[int, float], entropy: Sequence[float], arm: str, seed: int = 0) -> VariantRunData:
-    sets = {"countdown": Evaluations("16", dict(accuracy), {})}
+    sets = {"countdown": Evaluations("16", dict(accuracy), dict(accuracy), {})}
     return VariantRunData(
         arm, seed, Path("unused"), {}, max(accuracy), sets, _entropy(entropy), None, {}, {}, []
     )

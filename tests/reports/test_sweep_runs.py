@@ -56,7 +56,7 @@ def test_set_names_with_slashes_and_mean_at_n_are_read(tmp_path):
     record = _read(folder)
     scores = record.sets["a/b"]
     assert (scores.n, scores.accuracy, scores.passes) == ("n", {4: 0.7}, {2: 0.6})
-    assert scores.scores == {"accuracy": 0.7, "area": None, "pass_at_2": 0.6}
+    assert scores.scores == {"reward": 0.7, "accuracy": 0.7, "area": None, "pass_at_2": 0.6}
 
 
 def _written(name, text):

@@ -94,7 +94,7 @@ def test_a_damaged_tuning_is_refused(tmp_path):
     assert read_tuning(select_runs([folder], tmp_path).sweep) is None
     write_plan(folder, {**plan, "tuning": {**asdict(TUNING), "metric": "speed"}})
     with pytest.raises(
-        UserError, match=r"sweep\.yaml: tuning\.metric = 'speed': Input should be 'accuracy' or"
+        UserError, match=r"sweep\.yaml: tuning\.metric = 'speed': Input should be 'accuracy', 'reward' or"
     ):
         read_tuning(select_runs([folder], tmp_path).sweep)
 
