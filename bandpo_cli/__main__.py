@@ -84,10 +84,7 @@ def main() -> None:
 
 
 def _with_setting(message: str, error: Exception, context: Any) -> str:
-    """Return the message about an unknown option with the settings of that name, if the command has --set.
-
-    They replace Typer's list of options with similar letters, such as `--baseline` for `--schedule`.
-    """
+    """Return the message about an unknown option, if the command has --set with the settings of that name."""
     from bandpo_cli.config.layers import settings_named
 
     option = getattr(error, "option_name", None)

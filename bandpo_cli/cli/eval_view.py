@@ -267,7 +267,7 @@ def print_comparison(console: Console, result: ComparisonResult, show: int, styl
         return
     print_rows(console, [("A", str(result.path_a)), ("B", str(result.path_b))])
     for key, (a, b) in result.differences.items():
-        print_line(console, f"{key} is {a!r} in A and {b!r} in B", "differs", "yellow")
+        print_line(console, f"{key} is {a!r:.200} in A and {b!r:.200} in B", "differs", "yellow")
     for label, compared in result.sets.items():
         only = [f"{n:,} only in {name}" for name, n in (("A", compared.only_a), ("B", compared.only_b)) if n]
         console.print()

@@ -127,9 +127,12 @@ def runs(
     """
     from bandpo_cli.experiments.overview import list_runs
 
-    runs = []
-    if runs_dir != opt.RUNS or runs_dir.exists():  # a new folder has no runs yet, which is no mistake
-        runs = list_runs(runs_dir, patterns or (), method=method, task=task, status=status, sort=sort)
+    is_new = runs_dir == opt.RUNS and not runs_dir.exists()  # no runs yet, which is no mistake
+    runs = (
+        []
+        if is_new
+        else list_runs(runs_dir, patterns or (), method=method, task=task, status=status, sort=sort)
+    )
     if format_ == "json":
         print_json([asdict(run) for run in runs])
         return

@@ -78,13 +78,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class ComparisonResult:
-    """Two evaluations compared.
-
-    Attributes:
-        path_a, path_b: the files of their records.
-        differences: the settings that differ, with their values in A and in B; see `differing_settings`.
-        sets: the comparison by evaluation set.
-    """
+    """Two evaluations compared: the files of their records, their `differing_settings`, the comparison by set."""
 
     path_a: Path
     path_b: Path
@@ -136,9 +130,9 @@ def _read_with_settings(path: Path) -> dict[str, Any]:
 
 
 def differing_settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that differ and that change completions or verdicts, with their values in A and in B.
+    """Return the settings that change completions or verdicts and differ, with their values in A and in B.
 
-    The records have them as `config`. They are not known for scored files of completions, which give no differences.
+    They are `config` of the records. Scored files of completions have no such settings, so nothing differs.
     """
     known = [record for record in (a, b) if record.get("config") and not record.get("samples")]
     if len(known) < 2:
