@@ -127,20 +127,15 @@ def runs(
     """
     from bandpo_cli.experiments.overview import list_runs
 
-    is_new = runs_dir == opt.RUNS and not runs_dir.exists()  # no runs yet, which is no mistake
-    runs = (
-        []
-        if is_new
-        else list_runs(runs_dir, patterns or (), method=method, task=task, status=status, sort=sort)
-    )
+    runs = list_runs(runs_dir, patterns or (), method=method, task=task, status=status, sort=sort)
     if format_ == "json":
         print_json([asdict(run) for run in runs])
         return
     console = open_console()
     if not runs:
-        filtered = patterns or method or task or status
+        asked = patterns or method or task or status
         print_line(
-            console, f"no such runs in {runs_dir}" if filtered else "no runs yet; bandpo train starts a run"
+            console, f"no such runs in {runs_dir}" if asked else "no runs yet; bandpo train starts one"
         )
         return
     metrics, wide = (

@@ -118,10 +118,10 @@ def list_runs(
         sort: `time` or `name`, ascending; or `heldout`, `heldout_reward`, `accuracy`, `reward`, `entropy` or `step`,
             the largest first. Runs without the value come last.
 
-    Raises UserError if there is no folder `runs_dir`.
+    Raises UserError if there is no folder `runs_dir`, except the default one, which the first run makes.
     """
     root = Path(runs_dir)
-    if not root.is_dir():
+    if not root.is_dir() and root != Path("runs"):
         raise UserError(f"--runs-dir {root}: there is no such folder; bandpo train makes it")
     method = None if method is None else method_name(method)
     matcher = re.compile("|".join(map(fnmatch.translate, patterns)) if patterns else "")

@@ -289,6 +289,7 @@ def _last_step(folder: RunFolder, config: RunConfig) -> int:
 
 def _check_changes(folder: RunFolder, own: RunConfig, config: RunConfig, done: int) -> None:
     """Raise ConfigError where a setting differs from the run's own, except `CHANGEABLE_SETTINGS` and more steps."""
+    name = folder.name
     before, after = (flatten(settings.model_dump(mode="json")) for settings in (own, config))
     values = {key: (before.get(key, "nothing"), after.get(key, "nothing")) for key in {**before, **after}}
     refused = [
@@ -299,15 +300,12 @@ def _check_changes(folder: RunFolder, own: RunConfig, config: RunConfig, done: i
     if refused:
         allowed = ", ".join((*CHANGEABLE_SETTINGS, "steps"))
         again = f"bandpo train --config {folder.path / 'config.yaml'} with the other values starts a new run"
-        raise ConfigError(
-            f"--resume {folder.name}: leave out {', '.join(refused)}; a resume can change {allowed}; {again}"
-        )
+        text = f"leave out {', '.join(refused)}; a resume can change {allowed}; {again}"
+        raise ConfigError(f"--resume {name}: {text}")
     if own.steps == config.steps:
         return
     for key, schedule in _schedules_over_run(own).items():
         ends = f"{key} = '{schedule}' ends with step {own.steps}; only a constant schedule can be extended"
-        raise ConfigError(f"--resume {folder.name}: steps = {config.steps}: {ends}")
+        raise ConfigError(f"--resume {name}: steps = {config.steps}: {ends}")
     if config.steps <= done:
-        raise ConfigError(
-            f"--resume {folder.name}: steps = {config.steps}: {done} are done; give more than that"
-        )
+        raise ConfigError(f"--resume {name}: steps = {config.steps}: {done} are done; give more than that")

@@ -49,15 +49,11 @@ _STEP_FOLDERS = ("samples", "tokens", "evals", "bad_batches")
 """Folders whose files each belong to one step."""
 
 
-_OTHER_FOLDERS = (
-    ("eval.json", "an evaluation", {"samples": "prints its completions", "eval --resume": "continues it"}),
-    (
-        "sweep.yaml",
-        "a sweep",
-        {"report": "compares its runs", "runs": "lists them", "sweep --resume": "continues it"},
-    ),
-)
-"""The file of a folder that is not a run, what the folder is, and the commands that take it with their uses."""
+_OTHER_FOLDERS = {
+    "eval.json": ("an evaluation", ("samples", "eval --resume")),
+    "sweep.yaml": ("a sweep", ("runs", "report", "sweep --resume")),
+}
+"""What a folder with this file is if it is not a run, and the commands that take it."""
 
 
 class ExperimentFolder:
@@ -211,12 +207,10 @@ def not_found(kind: str, text: str, runs_dir: Path, marker: str) -> UserError:
     """
     existing = next(filter(path_exists, _candidates(text, runs_dir)), None)
     if kind == "run" and existing is not None:
-        for file, what, commands in _OTHER_FOLDERS:
+        for file, (what, commands) in _OTHER_FOLDERS.items():
             if (existing / file).is_file():
-                uses = [
-                    f"{shell_command(words, existing, runs_dir)} {use}" for words, use in commands.items()
-                ]
-                return UserError(f"{existing} is {what} and not a run: {', '.join(uses)}")
+                choices = " or ".join(shell_command(words, existing, runs_dir) for words in commands)
+                return UserError(f"{existing} is {what}, not a run; type {choices}")
         for folder in filter(is_run_folder, existing.absolute().parents):
             return UserError(f"{existing} is in the folder of a run; name the run: {relative_to_cwd(folder)}")
         return UserError(f"{existing} is not a run: it has no config.yaml; start a new run")

@@ -172,7 +172,7 @@ def test_step_0_of_a_run_is_its_model_before_training(changed: Path) -> None:
 
 
 def test_a_new_folder_has_no_runs_yet(tmp_path: Path) -> None:
-    assert bandpo(tmp_path, "runs") == "no runs yet; bandpo train starts a run\n"
+    assert bandpo(tmp_path, "runs") == "no runs yet; bandpo train starts one\n"
     assert json.loads(bandpo(tmp_path, "runs", "--format", "json")) == []
 
 

@@ -85,8 +85,8 @@ MISTAKES: dict[str, list[str]] = {
     "train --resume first --name b": ["remove --name"],
     "train --resume first --lr 1": ["leave out optim.lr = 1.0", "bandpo train --config runs/first/config.yaml with"],
     # folders that are not runs
-    "show deltas": ["runs/deltas is a sweep and not a run: bandpo report deltas compares its runs"],
-    "plot half": ["runs/half is an evaluation and not a run: bandpo samples half prints its completions"],
+    "show deltas": ["runs/deltas is a sweep, not a run; type bandpo runs deltas or bandpo report deltas or"],
+    "plot half": ["runs/half is an evaluation, not a run; type bandpo samples half or bandpo eval"],
     "samples first --correct --wrong": ["--correct --wrong: give one of them"],
     # sweeps and evaluations
     "sweep": ["nothing is swept: give a sweep file or values, as in: --delta 0.01,0.05 --seeds 0,1"],
