@@ -13,7 +13,7 @@ from bandpo_cli.cli.console import make_table, print_line
 from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.experiments.memory import GIB, describe_memory, memory_report, saving_advice
+from bandpo_cli.experiments.memory import GIB, describe_memory, memory_of_task, memory_report, saving_advice
 from bandpo_cli.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -83,13 +83,13 @@ def print_statement(
         print_line(console, warning, "warning:", "yellow")
 
 
-def print_memory(console: Console, config: RunConfig, ranks: int = 1) -> bool:
+def print_memory(console: Console, config: RunConfig, task: Task | None = None, ranks: int = 1) -> bool:
     """Print the memory estimate by component, and whether the run fits the GPU or, without a GPU, this machine.
 
     With several ranks it is the estimate of each. Return False if there is none because the model cannot be read.
     """
     try:
-        estimate = memory_report(config, ranks)
+        config, estimate = memory_of_task(config, task, ranks)
     except UserError as error:
         print_line(console, str(error), "no estimate of memory:", "yellow")
         return False

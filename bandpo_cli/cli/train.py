@@ -117,7 +117,7 @@ def _run(
     if dry_run:
         if not isinstance(plan, ResumePlan):
             console.print(to_yaml(config), markup=False, highlight=False)
-            if print_memory(console, config, ranks):
+            if print_memory(console, config, task, ranks):
                 check_prompt_lengths(config, plan.task)
         return
     start = partial(resume, plan) if isinstance(plan, ResumePlan) else partial(train, plan)

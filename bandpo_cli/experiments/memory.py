@@ -9,6 +9,8 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from heapq import nlargest
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from bandpo_cli.config.hardware import dtype_on, engine_cards
@@ -22,9 +24,14 @@ from bandpo_cli.registries import ENGINES
 
 if TYPE_CHECKING:
     from bandpo_cli.models.memory import MemoryEstimate
+    from bandpo_cli.tasks.task import Task
+    from bandpo_cli.types import Problem
 
 GIB = 2**30
 _FREE_GPU = "end the other processes (nvidia-smi lists them) or choose another GPU with CUDA_VISIBLE_DEVICES"
+
+_LONGEST_TEXTS = 64
+"""Prompts whose tokens are counted to find the longest: those with the most characters."""
 
 log = logging.getLogger("bandpo_cli")
 
@@ -67,6 +74,37 @@ def memory_report(config: RunConfig, ranks: int = 1, training: bool = True) -> M
     return estimate_memory(config, device, ranks, engine, training)
 
 
+def memory_of_task(
+    config: RunConfig, task: Task | None, ranks: int = 1, training: bool = True
+) -> tuple[RunConfig, MemoryEstimate]:
+    """Return the estimate of a run on this task, and the settings that it is made of. Imports torch.
+
+    If the run does not fit with prompts of `sampling.max_prompt_tokens`, this setting is the length of the longest
+    prompt of the task. The other arguments and the errors are those of `memory_report`.
+    """
+    estimate = memory_report(config, ranks, training)
+    if estimate.fits or task is None:
+        return config, estimate
+    longest = min(_longest_prompt(config, task), config.sampling.max_prompt_tokens)
+    config = with_values(config, {"sampling.max_prompt_tokens": longest})
+    return config, memory_report(config, ranks, training)
+
+
+def _longest_prompt(config: RunConfig, task: Task) -> int:
+    """Return the number of tokens of the longest prompt, by the tokenizer alone. Imports transformers."""
+    from bandpo_cli.models.load import load_tokenizer
+    from bandpo_cli.sampling.rollouts import PromptEncoder
+
+    def characters(problem: Problem) -> int:
+        prompt = problem.prompt
+        return len(prompt) if isinstance(prompt, str) else sum(len(message.content) for message in prompt)
+
+    heldout = task.heldout_sets().values() if config.evaluation.every else ()
+    problems = nlargest(_LONGEST_TEXTS, chain(task.train_problems(), *heldout), key=characters)
+    prompts = PromptEncoder(load_tokenizer(config.model), config.model.prompts).encode(problems)
+    return max(len(prompt.token_ids) for prompt in prompts)
+
+
 def _cards(config: RunConfig, local_ranks: int) -> tuple[int, list[int]]:
     """Return the GPU of this rank, and those of the engine processes if they are not the GPUs of the trainers."""
     import torch
@@ -80,7 +118,11 @@ def _cards(config: RunConfig, local_ranks: int) -> tuple[int, list[int]]:
 
 
 def check_memory(
-    config: RunConfig, ranks: Ranks, training: bool = True, changeable: Sequence[str] | None = None
+    config: RunConfig,
+    ranks: Ranks,
+    training: bool = True,
+    changeable: Sequence[str] | None = None,
+    task: Task | None = None,
 ) -> RunConfig:
     """Log the estimate of a run on a GPU, and return its settings with vLLM's share of the GPU. Imports torch.
 
@@ -89,30 +131,31 @@ def check_memory(
     Args:
         training: False for an evaluation, which has no updates.
         changeable: settings that a message may advise to change; None for all.
+        task: the problems, whose prompts may be shorter than `sampling.max_prompt_tokens`; None if not known.
 
     Raises UserError if the run needs more memory than its GPU has, or than other processes leave of it.
     """
     from bandpo_cli.models.memory import NoEstimateError
 
-    def line(estimate: MemoryEstimate) -> str:
-        advice = "" if estimate.fits else f"; {saving_advice(config, estimate, training, changeable)}"
+    def line(estimated: RunConfig, estimate: MemoryEstimate) -> str:
+        advice = "" if estimate.fits else f"; {saving_advice(estimated, estimate, training, changeable)}"
         return f"{describe_memory(estimate)}{advice}"
 
-    def checked() -> MemoryEstimate:
-        estimate = memory_report(config, ranks.size, training)
+    def checked() -> tuple[RunConfig, MemoryEstimate]:
+        estimated, estimate = memory_of_task(config, task, ranks.size, training)
         if estimate.device.on_gpu and not estimate.can_start:
-            raise UserError(line(estimate))
-        return estimate
+            raise UserError(line(estimated, estimate))
+        return estimated, estimate
 
     try:
         estimates = ranks.agree(checked)
     except NoEstimateError as error:
         log.info("%s", error)
         return config
-    estimate = estimates[ranks.rank]
+    estimated, estimate = estimates[ranks.rank]
     if ranks.is_main and (estimate.device.on_gpu or not estimate.fits):
-        log.log(logging.INFO if estimate.fits else logging.WARNING, "%s", line(estimate))
-    fractions = [rank.memory_fraction for rank in estimates if rank.memory_fraction is not None]
+        log.log(logging.INFO if estimate.fits else logging.WARNING, "%s", line(estimated, estimate))
+    fractions = [rank.memory_fraction for _, rank in estimates if rank.memory_fraction is not None]
     return with_values(config, {"sampling.vllm.memory_fraction": min(fractions)}) if fractions else config
 
 

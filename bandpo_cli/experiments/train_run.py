@@ -210,7 +210,7 @@ def loaded_components(
     config = with_resolved_dtype(config)
     with ExitStack() as stack:
         ranks = stack.enter_context(connected_ranks(config))
-        config = check_memory(config, ranks, changeable=changeable)
+        config = check_memory(config, ranks, changeable=changeable, task=task)
         with out_of_memory_errors(config):
             from bandpo_cli.training.components import build_components
 

@@ -217,9 +217,7 @@ class _Run:
     def pass_bytes(self) -> Bytes:
         """Return the bytes of a forward and backward pass of one micro-batch."""
         config, text = self.config, self.text
-        samples = config.sampling.prompts * config.sampling.samples
-        completions = math.ceil(samples / config.optim.updates / self.ranks)
-        tokens = min(max(config.optim.micro_batch_tokens, self.longest), completions * self.longest)
+        tokens = min(max(config.optim.micro_batch_tokens, self.longest), update_tokens(config, self.ranks))
         attention = attention_elements(config, text, tokens)
         activations = activation_bytes(self.model, tokens, config.model, attention, self.on_gpu)
         tile = min(TILE_BYTES["cuda" if self.on_gpu else "cpu"], tokens * text.vocab_size * _FLOAT32)
@@ -334,6 +332,30 @@ def _heads(text: PreTrainedConfig) -> tuple[int, int, int]:
     return heads, getattr(text, "num_key_value_heads", None) or heads, width
 
 
+def _full_rows(config: RunConfig, length: int) -> list[Row]:
+    """Return the rows of a prompt of the maximum length whose completions all have `length` tokens."""
+    row = Row(range(config.sampling.max_prompt_tokens), [range(length)] * config.sampling.samples)
+    return split_row(row, MAX_SHARED_ROW_TOKENS)
+
+
+def _completion_lengths(config: RunConfig) -> tuple[int, ...]:
+    """Return the lengths that the estimates look at: each power of two up to the maximum, and the maximum."""
+    longest = config.sampling.max_tokens
+    return *(2**i for i in range(longest.bit_length())), longest
+
+
+def update_tokens(config: RunConfig, ranks: int = 1) -> int:
+    """Return the most tokens of an update on a rank: completions share their prompt unless their row is split."""
+    sampling, groups = config.sampling, config.sampling.prompts // config.optim.updates
+    completions = math.ceil(groups * sampling.samples / ranks)
+
+    def tokens(length: int) -> int:
+        prompts = min(completions, groups * len(_full_rows(config, length)))
+        return prompts * sampling.max_prompt_tokens + completions * length
+
+    return max(map(tokens, _completion_lengths(config)))
+
+
 def attention_elements(config: RunConfig, text: PreTrainedConfig, tokens: int) -> int:
     """Return the most elements of queries, keys, values, output and masks that attention saves in a layer.
 
@@ -341,20 +363,19 @@ def attention_elements(config: RunConfig, text: PreTrainedConfig, tokens: int) -
     (`models.packing`). Micro-batches of `tokens` tokens are taken of prompts of the maximum length, with completions of
     each power of two up to the maximum.
     """
-    prompt, longest = range(config.sampling.max_prompt_tokens), config.sampling.max_tokens
     heads, key_value_heads, width = _heads(text)
     has_masks = config.model.attention in ("auto", "sdpa", "eager")
 
     def elements(length: int) -> int:
-        row = split_row(Row(prompt, [range(length)] * config.sampling.samples), MAX_SHARED_ROW_TOKENS)[0]
+        row = _full_rows(config, length)[0]
         samples = len(row.completions)
         if samples > 1 and len(row) <= MAX_MASKED_ROW_TOKENS and has_masks:
             # Keys and values are repeated for the query heads; the kernel converts masks to the dtype of the model.
             return 4 * heads * tokens * width + tokens * len(row)
-        copies = math.ceil(tokens / len(row) * samples * (len(prompt) + length))
+        copies = math.ceil(tokens / len(row) * samples * (len(row.prompt_ids) + length))
         return 2 * (heads + key_value_heads) * copies * width
 
-    return max(map(elements, (*(2**i for i in range(longest.bit_length())), longest)))
+    return max(map(elements, _completion_lengths(config)))
 
 
 def activation_bytes(

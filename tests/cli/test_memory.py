@@ -31,7 +31,7 @@ def raise_cuda_error() -> None:
 
 def printed(config: RunConfig, ranks: int = 1) -> str:
     out = io.StringIO()
-    print_memory(Console(file=out, width=300), config, ranks)
+    print_memory(Console(file=out, width=300), config, ranks=ranks)
     return out.getvalue()
 
 
@@ -52,7 +52,7 @@ def test_out_of_memory_is_one_line_with_valid_settings(fail: object) -> None:
 
 def test_the_estimate_of_several_ranks_is_that_of_each() -> None:
     text = printed(resolve([]), ranks=2)
-    parts = ("weights (float32)", "complete parameters", "gradients", "activations of 9,216 tokens", "fits")
+    parts = ("weights (float32)", "complete parameters", "gradients", "activations of 2,048 tokens", "fits")
     for part in ("1.1M parameters, a rank of 2", *parts):
         assert part in text
     assert "at the peak of each rank by the estimate, this machine / 2 ranks (no GPU) has" in text

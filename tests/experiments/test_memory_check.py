@@ -21,12 +21,13 @@ from bandpo_cli.config.layers import read_assignments, read_layer, resolve, with
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import memory, resume, train
-from bandpo_cli.experiments.memory import GIB, check_memory, memory_report
+from bandpo_cli.experiments.memory import GIB, check_memory, memory_of_task, memory_report
 from bandpo_cli.experiments.resume_run import CHANGEABLE_SETTINGS
 from bandpo_cli.experiments.train_run import loaded_components
 from bandpo_cli.models import load
 from bandpo_cli.models.memory import SLEEPING_ENGINE_BYTES, Device, estimate_memory
 from bandpo_cli.ranks import SINGLE
+from bandpo_cli.tasks.task import build_task
 from tests.config.shapes import config_on_disk
 from tests.experiments.test_api import SMALL
 
@@ -204,6 +205,20 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
             check_memory(resolve([]), SINGLE)
         assert [record.levelno for record in caplog.records] == levels
     assert "it fits with --set " in caplog.text
+
+
+def test_a_run_that_does_not_fit_is_estimated_with_the_longest_prompt_of_its_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt such as `2 2 4 5=42:` has 4 digits, 3 spaces, `=`, at most 2 digits, and `:`, each a token."""
+    config = resolve([SMALL, {"sampling": {"max_prompt_tokens": 4096, "samples": 16}}])
+    task = build_task(config.task)
+    for gib, limit in ((4, 4096), (0.25, 4 + 3 + 1 + 2 + 1)):
+        sizes = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": int(gib * GIB)}
+        monkeypatch.setattr(memory, "os", SimpleNamespace(sysconf=sizes.__getitem__))
+        estimated, estimate = memory_of_task(config, task)
+        assert (estimated.sampling.max_prompt_tokens, estimate.fits) == (limit, True)
+        assert memory_report(config).fits == (limit == 4096)
 
 
 @pytest.mark.slow

@@ -68,9 +68,9 @@ def test_components_of_the_estimate_computed_by_hand(tmp_path: Path, numel: int)
     }
     assert estimate.update["gradients"] == 4 * numel
     assert estimate.update["gradient of the output layer"] == 23 * 32 * 2
-    # 4 updates of 8 completions. 2 tiles of 400 tokens and 23 words, smaller than the maximum of a tile; 3 times the
-    # hidden states of width 32
-    assert estimate.update["log-probs and their gradient"] == 8 * 50 * 4 * (2 * 23 + 3 * 32)
+    # 4 updates of 2 prompts with 4 completions. 2 tiles of 220 tokens and 23 words, smaller than the maximum of a tile;
+    # 3 times the hidden states of width 32
+    assert estimate.update["log-probs and their gradient"] == 2 * (30 + 4 * 20) * 4 * (2 * 23 + 3 * 32)
     cache = next(size for name, size in estimate.sampling.items() if "cache" in name)
     # sequences × tokens × (keys and values) × layers × key-value heads × head size × bytes
     assert cache == 32 * 50 * 2 * 2 * 2 * 8 * 2
@@ -112,8 +112,8 @@ def test_tokens_of_a_micro_batch(tmp_path: Path) -> None:
     for prompts, micro_batch_tokens, ranks, tokens in (
         (8, 8, 1, 50),  # a row with one completion is never split, so a row of 30 + 20 tokens is one pass
         (8, 100, 1, 100),
-        (2, 16384, 1, 200),  # all tokens of an update: 4 of 8 rows
-        (2, 16384, 2, 100),  # shared by the ranks
+        (2, 16384, 1, 110),  # all tokens of an update: a prompt and its 4 completions
+        (2, 16384, 2, 70),  # shared by the ranks, which all have the prompt
     ):
         layer = {
             "model": {"path": str(tmp_path)},
