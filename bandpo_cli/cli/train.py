@@ -33,6 +33,7 @@ def train(
     nproc: opt.Nproc = None,
     profile: Annotated[int | None, opt.option("N")] = None,
     dry_run: Annotated[bool, opt.option()] = False,
+    probe: Annotated[bool, opt.option()] = False,
 ) -> int | None:
     """Train a policy with a trust-region policy loss and record the run.
 
@@ -54,11 +55,15 @@ def train(
 
     [bold]bandpo train --dry-run[/bold]  every setting, and stop
 
+    [bold]bandpo train --probe[/bold]  try the untrained model on 32 problems, and stop
+
     Args:
         name: Name of the run's folder.
         resume: Resume a run that ended early: its name in --runs-dir, or its folder.
         profile: Trace N steps after the first with torch's profiler.
         dry_run: Print the settings, the batch arithmetic and the memory it takes, and stop.
+        probe: Sample 32 problems with the untrained model, print what can be learned from them and what to change, and
+            stop.
     """
     from bandpo_cli.cli.launch import launch, ranks_to_start
     from bandpo_cli.config.files import read_config
@@ -69,11 +74,18 @@ def train(
     layers = [*map(read_config, config or []), nest(settings | tracking), read_assignments(set_ or [])]
     to_start = ranks_to_start(nproc)
     ranks = to_start or rank_count()
+    if probe:
+        others = {"--resume": resume, "--profile": profile, "--dry-run": dry_run, "several ranks": ranks > 1}
+        if given := [flag for flag, value in others.items() if value]:
+            raise UserError(f"--probe: it tries a new run in one process; leave out {' and '.join(given)}")
     plan: TrainPlan | ResumePlan
     with ExitStack() as lock:
         if resume is None:
             plan = plan_training(resolve(layers), runs_dir, launched_name() if name is None else name, ranks)
             folder, first_step, is_trained = runs_dir / plan.name, 0, False
+            if probe:
+                _probe(plan, runs_dir)
+                return None
         else:
             if name is not None:
                 raise UserError(f"--resume {resume}: the run continues in its folder; remove --name")
@@ -129,3 +141,17 @@ def _run(
         print_summary(console, config, result)
         if profiler is not None and profiler.phases:
             print_profile(console, profiler)
+
+
+def _probe(plan: TrainPlan, runs_dir: Path) -> None:
+    """Print the statement, sample and grade with the untrained model, and print the results and what to change."""
+    from bandpo_cli.cli.probe_view import ProbeView, print_probe
+    from bandpo_cli.cli.statement import print_statement, run_statement
+    from bandpo_cli.experiments.probe_run import probe
+
+    console = open_console(long_running=True)
+    rows = run_statement(plan.config, plan.task)
+    print_statement(console, rows, plan.task.notes(), plan.warnings)
+    with closing(ProbeView(console, runs_dir)) as view:
+        report = probe(plan, [view])
+    print_probe(console, plan, report)

@@ -31,6 +31,7 @@ from bandpo_cli.errors import (
     redact_credentials,
     warn_on_failure,
 )
+from bandpo_cli.experiments.advice import NothingLearned
 from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors
 from bandpo_cli.experiments.overview import summary_fields
 from bandpo_cli.experiments.preflight import check_config, choose_run_name, run_warnings
@@ -184,12 +185,13 @@ def run_environment(config: RunConfig, components: Components) -> dict[str, Any]
 
 
 def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> TrainEvents:
-    """Return the dispatcher of a run: the MLflow tracker if it is on, then `callbacks`.
+    """Return the dispatcher of a run: the MLflow tracker if it is on, `callbacks`, then the advice to the user.
 
     On a rank other than 0 it has only the callbacks that receive the events of every rank.
     """
     if is_main_process():
-        return Dispatcher([*([MlflowTracker(config.tracking)] if config.tracking.mlflow else []), *callbacks])
+        tracker = [MlflowTracker(config.tracking)] if config.tracking.mlflow else []
+        return Dispatcher([*tracker, *callbacks, NothingLearned(config)])
     return Dispatcher([callback for callback in callbacks if getattr(callback, "on_every_rank", False)])
 
 

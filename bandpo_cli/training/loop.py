@@ -96,7 +96,7 @@ def train(
             batches.start(step + 1)  # only with sampling.max_lag
             with timer.phase("logprobs"):
                 # → advantages → token batches → old log-probs → bounds
-                advantages_PG = _advantages(config, rollouts.groups)
+                advantages_PG = step_advantages(config, rollouts.groups)
                 loss = policy_loss(config.bounds.at_step(step, config.steps), config.objective)
                 # The log-probs of older weights are not the trainer's, whichever engine computed them.
                 exact = config.sampling.max_lag == 0 and is_exact(components.sampler, policy)
@@ -132,7 +132,7 @@ def train(
             yield _finish_step(config, components, folder, writer, step, record, timer, sample)
 
 
-def _advantages(config: RunConfig, groups: Sequence[Group]) -> torch.Tensor:
+def step_advantages(config: RunConfig, groups: Sequence[Group]) -> torch.Tensor:
     """Return the advantage of each completion, [P, G] float32."""
     grades_PG = [[rollout.grade for rollout in group.rollouts_G] for group in groups]
     pairs_PG = [[(grade.reward, grade.has_reward) for grade in grades] for grades in grades_PG]

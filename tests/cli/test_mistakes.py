@@ -97,6 +97,7 @@ MISTAKES: dict[str, list[str]] = {
     "trian": ["No such command 'trian'"],
     # further settings and names of a run
     "train --method clip --delta 0.1": ["bounds.delta", "of 'clip'", "eps_high"],
+    "train --probe --resume first --dry-run": ["--probe: it tries a new run", "leave out --resume and --dry-run"],
     "train --steps 2 --profile 2": ["--profile 2", "give 1 to 1"],
     "train --model ./nowhere": ["./nowhere", "no such folder"],
     "train --divergence nomodule:f": ["nomodule"],

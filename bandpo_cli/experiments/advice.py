@@ -1,0 +1,88 @@
+"""Advice where nothing can be learned: what the completions of a step look like, and the settings to try."""
+
+import logging
+from collections.abc import Mapping
+
+from bandpo_cli.callbacks import CallbackBase, StepReport
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.task import DataTask
+from bandpo_cli.errors import one_line
+from bandpo_cli.types import Rollout
+
+STEPS_WITHOUT_GRADIENT = 3
+"""Steps in a row without a group of different rewards after which a run gives advice."""
+
+COMMON = 0.2
+"""Share of completions, or of groups with a gradient, that decides whether advice mentions it; the console view flags
+truncated and unreadable completions from the same share on."""
+
+_SHORTEST_ANSWER = 256
+"""Tokens that advice gives a completion at least: a worked answer to a school problem takes 100 to 300."""
+
+_EXCERPT = 80
+"""Characters of a completion that a message quotes from its beginning, and from its end."""
+
+log = logging.getLogger("bandpo_cli")
+
+
+def advice(config: RunConfig, metrics: Mapping[str, float]) -> list[str]:
+    """Return the settings to try, each with its reason, the most likely cause first; empty if nothing stands out.
+
+    Args:
+        metrics: the metrics of a step's completions (`training.metrics.rollout_metrics`).
+    """
+    truncated, unreadable = metrics["train/truncated_fraction"], metrics["grade/malformed_fraction"]
+    useful, accuracy = 1 - metrics["train/uniform_group_fraction"], metrics["train/accuracy"]
+    lines = []
+    if truncated > COMMON:
+        tokens = max(_SHORTEST_ANSWER, 2 * config.sampling.max_tokens)
+        cut = f"{truncated:.1%} of the completions are truncated at {config.sampling.max_tokens:,} tokens"
+        lines.append(f"--max-tokens {tokens}, since {cut}")
+    if unreadable > COMMON:
+        form = "a model that knows the form of the answers, or another --task"
+        if isinstance(config.task, DataTask):
+            form = "a prompt that asks for the form of the answer (task.template), or another --grader"
+        lines.append(f"{form}, since {unreadable:.1%} have no readable answer")
+    if (ungraded := metrics["train/ungraded_fraction"]) > COMMON:
+        lines.append(f"a repaired grader or a longer grading.deadline, since {ungraded:.1%} were not graded")
+    if useful <= COMMON and accuracy > 1 - COMMON:
+        lines.append(f"harder problems, since {accuracy:.1%} of the completions are correct")
+    elif useful <= COMMON and not lines:
+        problems = "problems that the model solves sometimes, or a reward function with partial credit"
+        samples = f"--set sampling.samples={2 * config.sampling.samples}"
+        lines.append(f"{problems}, or {samples}, since {accuracy:.1%} of the completions are correct")
+    if 0 < useful <= COMMON:
+        share = f"only {useful:.1%} of the groups have different rewards"
+        lines.append(f"--set sampling.dynamic=true, which samples more groups in a step, since {share}")
+    return lines
+
+
+class NothingLearned(CallbackBase):
+    """Warns once when several steps in a row had no group of different rewards, so that no token had a gradient."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config, self._in_a_row = config, 0
+
+    def step(self, report: StepReport) -> None:
+        """Count the steps without a gradient; a step without rollouts (step 0) does not count."""
+        if report.sample is None or self._in_a_row == STEPS_WITHOUT_GRADIENT:
+            return
+        record = report.record
+        self._in_a_row = self._in_a_row + 1 if record["train/uniform_group_fraction"] == 1 else 0
+        if self._in_a_row == STEPS_WITHOUT_GRADIENT:
+            log.warning(
+                "nothing was learned in the last %d steps: the rewards of every group were equal (last step: mean "
+                "reward %.3g, %.1f%% truncated, %.1f%% without a readable answer); a completion: '%s'; try: %s",
+                STEPS_WITHOUT_GRADIENT,
+                record.get("train/reward", float("nan")),
+                100 * record["train/truncated_fraction"],
+                100 * record["grade/malformed_fraction"],
+                excerpt(report.sample),
+                "; ".join(advice(self._config, record)),
+            )
+
+
+def excerpt(rollout: Rollout) -> str:
+    """Return the beginning and the end of a completion in one line."""
+    text = one_line(rollout.text)
+    return text if len(text) <= 2 * _EXCERPT else f"{text[:_EXCERPT]} … {text[-_EXCERPT:]}"

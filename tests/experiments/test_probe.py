@@ -1,0 +1,111 @@
+"""Advice where nothing can be learned, and the probe of a run that is not trained."""
+
+import logging
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from bandpo_cli.callbacks import StepReport
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.experiments import train
+from bandpo_cli.experiments.advice import NothingLearned, advice
+from bandpo_cli.experiments.probe_run import probe
+from bandpo_cli.experiments.train_run import plan_training
+from tests.cli.eval_command import succeed
+from tests.cli.train_runs import SMALL as SMALL_FLAGS
+from tests.experiments.test_api import SMALL
+
+DATA = {"model": {"path": "org/none"}, "task": {"name": "gsm8k"}}
+
+
+def metrics(
+    accuracy: float = 0.5,
+    useful: float = 0.6,
+    truncated: float = 0,
+    unreadable: float = 0,
+    ungraded: float = 0,
+) -> dict[str, float]:
+    return {
+        "train/accuracy": accuracy,
+        "train/reward": accuracy,
+        "train/uniform_group_fraction": 1 - useful,
+        "train/truncated_fraction": truncated,
+        "grade/malformed_fraction": unreadable,
+        "train/ungraded_fraction": ungraded,
+    }
+
+
+@pytest.mark.parametrize(
+    ("layer", "record", "parts"),
+    [
+        (DATA, metrics(), []),
+        (DATA, metrics(0, 0), ["solves sometimes|partial credit|--set sampling.samples=32, since 0.0%"]),
+        (DATA, metrics(0.5, 0), ["solves sometimes"]),
+        (DATA, metrics(1, 0), ["harder problems, since 100.0%"]),
+        (
+            DATA,
+            metrics(0.02, 0.1),
+            ["sampling.samples=32", "--set sampling.dynamic=true|only 10.0% of the groups"],
+        ),
+        (DATA, metrics(0, 0, truncated=1), ["--max-tokens 2048, since 100.0%|truncated at 1,024 tokens"]),
+        (DATA, metrics(0, 0, unreadable=0.9), ["task.template|--grader, since 90.0%"]),
+        (DATA, metrics(0, 0, ungraded=0.5), ["grading.deadline, since 50.0%"]),
+        ({}, metrics(0, 0, 0.5, 0.9), ["--max-tokens 256|at 8 tokens", "another --task, since 90.0%"]),
+    ],
+)
+def test_advice_names_settings_with_their_reasons(
+    layer: dict[str, Any], record: dict[str, float], parts: list[str]
+) -> None:
+    lines = advice(resolve([layer]), record)
+    assert len(lines) == len(parts)
+    for line, words in zip(lines, parts, strict=True):
+        assert all(word in line for word in words.split("|")), line
+
+
+def test_a_run_warns_once_after_three_steps_without_a_gradient(caplog: pytest.LogCaptureFixture) -> None:
+    callback, sample = NothingLearned(RunConfig()), mock.Mock(text="the\nanswer " * 50)
+    callback.step(StepReport(0, {}, None))
+    for step, useful in enumerate((0, 0, 0.1, 0, 0, 0, 0, 0, 0, 0), start=1):
+        callback.step(StepReport(step, metrics(0, useful, truncated=1), sample))
+        assert len(caplog.records) == (step >= 6)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    for part in (
+        "in the last 3 steps",
+        "100.0% truncated",
+        "the answer the",
+        " … ",
+        "try: --max-tokens 256, since",
+    ):
+        assert part in record.message
+    assert "\n" not in record.message
+
+
+@pytest.mark.slow
+def test_a_probe_has_the_metrics_of_a_first_step_and_writes_nothing(tmp_path: Path) -> None:
+    """The training run has as many prompts; both have the random numbers of step 1."""
+    whole = {"sampling": {"prompts": 32, "samples": 4}, "evaluation": {"every": 0}, "steps": 1}
+    config = resolve([SMALL, whole, {"optim": {"updates": 2, "warmup_steps": 5}}])
+    report = probe(plan_training(config, tmp_path))
+    assert not list(tmp_path.iterdir())
+    (record,) = train(config, tmp_path, "a").records
+    assert report.metrics == {key: record[key] for key in report.metrics}
+    assert report.trial_groups == 32
+    assert report.trial is not None
+    assert report.trial["optim/lr"] == config.optim.lr
+    assert report.trial["ratio/max"] > 1
+    assert report.run_seconds == pytest.approx(report.sample_seconds + report.update_seconds)
+
+
+@pytest.mark.slow
+def test_probe_from_the_command_line(tmp_path: Path) -> None:
+    printed = succeed("train", *SMALL_FLAGS, "--probe", cwd=tmp_path).out
+    for part in (
+        "32 problems × 4 = 128 completions of the untrained model", "pass rate", "have different rewards", "truncated",
+        "in a trial step of 2 updates on 32 groups", "s per step", "GiB at the peak", "a sample",
+    ):  # fmt: skip
+        assert part in printed
+    assert not list(tmp_path.iterdir())
