@@ -13,6 +13,7 @@ from bandpo_cli.paths import folders_containing, user_path
 from bandpo_cli.storage.eval_folder import RECORD_FILE, read_record
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import RunFolder, find_folder, find_run, is_run_folder
+from bandpo_cli.types import UNGRADED_VERDICTS
 
 MEAN = "mean"
 """Name of mean@n in a comparison: its expectation does not depend on n, so n may differ between A and B."""
@@ -203,6 +204,11 @@ def _by_problem(record: Mapping[str, Any], label: str, which: str) -> dict[str, 
     rows = scores.get("by_problem") if isinstance(scores, Mapping) else None
     if not isinstance(rows, Mapping) or not all(isinstance(row, Mapping) for row in rows.values()):
         raise UserError(f"{which} has no metrics by problem of '{label}'; finish the evaluation first")
+    verdicts = scores.get("verdicts")
+    if verdicts and isinstance(verdicts, Mapping) and UNGRADED_VERDICTS.issuperset(verdicts):
+        raise UserError(
+            f"nothing to compare: no answer of '{label}' in {which} was graded: {', '.join(verdicts)}"
+        )
     return {
         id_: {MEAN if name.startswith("mean_at_") else name: value for name, value in row.items()}
         for id_, row in rows.items()

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,9 @@ def test_rewards_other_than_0_and_1_come_before_the_accuracy() -> None:
     reports[0].record.update(scores)
     for step in (1, 2):
         reports[step].record.update({"train/reward": 0.125 * step, "train/accuracy": 0.0})
+    rollout = reports[2].sample
+    assert rollout is not None
+    reports[2] = replace(reports[2], sample=replace(rollout, grade=Grade(0.25, False, "wrong")))
     reports[2].record.update(scores | {"eval/countdown/reward": 0.5})
     lines = shown(False, reports, steps=2).splitlines()
     assert "step 0/2  held-out mean@16 0.000" in lines
@@ -204,6 +208,7 @@ def test_rewards_other_than_0_and_1_come_before_the_accuracy() -> None:
     assert lines[-1].endswith("held-out reward 0.500 · mean@16 0.000")
     panel = shown(True, reports, steps=2).split("╭")[-1]
     assert re.search(r"reward +0.250 .*\n.*training accuracy +0.000 ", panel)
+    assert re.search(r"reward 0.250  \S*wrong", panel)
     assert "reward" not in shown(True, [report(0), report(1)], steps=1)
     out = io.StringIO()
     result = RunResult(Path("runs/r"), "FINISHED", [item.record for item in reports])

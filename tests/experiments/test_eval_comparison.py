@@ -51,6 +51,12 @@ def test_a_comparison_by_hand() -> None:
     assert comparison.changed_problems == [("r", 0.0, 0.75), ("q", 0.5, 0.375)]
 
 
+def test_an_evaluation_without_grades_is_not_compared() -> None:
+    ungraded = {"sets": {"math": B["sets"]["math"] | {"verdicts": {"not-applicable": 20, "timeout": 4}}}}
+    with pytest.raises(UserError, match="no answer of 'math' in B was graded: not-applicable, timeout"):
+        compare_records(A, ungraded)
+
+
 @pytest.mark.parametrize(("ups", "downs"), [(0, 0), (1, 0), (4, 1), (8, 3), (4, 25)])
 def test_the_sign_test_is_scipys_exact_binomial_test(ups: int, downs: int) -> None:
     changes = [0.25] * ups + [-0.5] * downs + [0.0] * 4
