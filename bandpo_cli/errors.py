@@ -10,6 +10,8 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType
 
 log = logging.getLogger("bandpo_cli")
 
@@ -166,6 +168,32 @@ def first_line(error: BaseException | str, max_chars: int = 200) -> str:
     """Return the first non-empty line of an error's text, cut to `max_chars`; its class name where it has no text."""
     lines = (line for line in map(str.strip, str(error).splitlines()) if line)
     return next(lines, "" if isinstance(error, str) else type(error).__name__)[:max_chars]
+
+
+def user_code_location(error: BaseException) -> str:
+    """Return ` (rewards.py:12, in judge)` for the innermost line of an error that is in a user's file.
+
+    Files of this package, of Python and of installed packages are not a user's. Return "" if there are no others.
+    """
+    import sysconfig  # not at module level, since every command imports this module
+    import traceback
+
+    paths = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+    folders = (f"{path}/" for path in (Path(__file__).parent, *paths))
+    others = (*folders, "<")  # Python's own frozen modules are <frozen ...>
+    places = [
+        (frame.f_code, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith(others)
+    ]
+    return f" ({code_location(*places[-1])})" if places else ""
+
+
+def code_location(code: CodeType, line: int) -> str:
+    """Return `rewards.py:12, in judge`; the file is relative to the current folder if it lies in it."""
+    file = Path(code.co_filename)
+    relative = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    return f"{relative}:{line}" + ("" if code.co_name == "<module>" else f", in {code.co_name}")
 
 
 _OUT_OF_MEMORY_TEXTS = (

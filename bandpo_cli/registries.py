@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from bandpo_cli.errors import nearest
+from bandpo_cli.errors import nearest, user_code_location
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ def load_function(name: str) -> Callable[..., Any]:
             module = importlib.import_module(module_name)
         except Exception as error:
             raise ValueError(
-                f"importing '{module_name}' failed: {type(error).__name__}: {error} "
-                f"(searched the current folder {here} and the Python path)"
+                f"importing '{module_name}' failed: {type(error).__name__}: {error}"
+                f"{user_code_location(error)} (searched the current folder {here} and the Python path)"
             ) from error
         finally:
             if here in sys.path:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
@@ -165,7 +166,7 @@ def runs(
     console.print(table, highlight=False)
     for run in runs:
         if run.error is not None and run.status != "KILLED":
-            print_line(console, run.error.splitlines()[0][:200], run.name, "yellow")
+            print_line(console, shorten(run.error, 400, placeholder=" …"), run.name, "yellow")
 
 
 @opt.documented

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from bandpo_cli.cli.console import make_table, print_line
 from bandpo_cli.config.hardware import dtype_on
+from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.experiments.memory import GIB, describe_memory, memory_of_task, memory_report, saving_advice
@@ -81,6 +82,28 @@ def print_statement(
     console.print(grid, highlight=False)
     for warning in warnings:
         print_line(console, warning, "warning:", "yellow")
+
+
+def print_dry_run(console: Console, config: RunConfig, task: Task, ranks: int = 1) -> None:
+    """Print all settings, a trial of every grader, the memory estimate, and the first prompt.
+
+    A mistake in a custom function is reported before torch is imported.
+    """
+    from bandpo_cli.experiments.dry_run import first_prompt, try_graders
+
+    console.print(to_yaml(config), markup=False, highlight=False)
+    for trial in try_graders(config, task):
+        problem, grade = trial.problem, trial.grade
+        dummy = f"the dummy completion {trial.completion!r:.80} for the reference {problem.answer!r:.80}"
+        line = f"{problem.grader} grades {dummy} as {grade.verdict}, reward {grade.reward:g}"
+        print_line(console, line, "grader")
+        for warning in trial.warnings:
+            print_line(console, warning, "warning:", "yellow")
+    if print_memory(console, config, task, ranks):
+        prompt, most = first_prompt(config, task), config.sampling.max_prompt_tokens
+        count = f"{len(prompt.token_ids):,} tokens (sampling.max_prompt_tokens = {most:,})"
+        print_line(console, f"of problem {task.train_problems()[0].id}, {count}:", "prompt")
+        console.print(Text(prompt.text), soft_wrap=True)
 
 
 def print_memory(console: Console, config: RunConfig, task: Task | None = None, ranks: int = 1) -> bool:

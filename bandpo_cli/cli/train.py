@@ -53,7 +53,7 @@ def train(
 
     [bold]bandpo train --nproc 8[/bold]  on the eight GPUs of this machine
 
-    [bold]bandpo train --dry-run[/bold]  every setting, and stop
+    [bold]bandpo train --dry-run[/bold]  every setting, a prompt and a trial of the grader
 
     [bold]bandpo train --probe[/bold]  try the untrained model on 32 problems, and stop
 
@@ -61,7 +61,7 @@ def train(
         name: Name of the run's folder.
         resume: Resume a run that ended early: its name in --runs-dir, or its folder.
         profile: Trace N steps after the first with torch's profiler.
-        dry_run: Print the settings, the batch arithmetic and the memory it takes, and stop.
+        dry_run: Print the settings, the memory it takes and a prompt, try the graders, and stop.
         probe: Sample 32 problems with the untrained model, print what can be learned from them and what to change, and
             stop.
     """
@@ -109,16 +109,15 @@ def _run(
 ) -> None:
     """Print the statement, then train with the console view and the signal handlers, and print the summary.
 
-    A dry run prints the settings and the memory of a new run instead.
+    A dry run prints the settings, the memory and the first prompt of a new run instead.
 
     Raises:
         SystemExit: a signal has stopped the run.
     """
-    from bandpo_cli.cli.statement import print_memory, print_profile, print_statement, run_statement
+    from bandpo_cli.cli.statement import print_dry_run, print_profile, print_statement, run_statement
     from bandpo_cli.cli.train_view import TrainView, print_summary
-    from bandpo_cli.config.layers import to_yaml
     from bandpo_cli.experiments.resume_run import ResumePlan, resume
-    from bandpo_cli.experiments.train_run import check_prompt_lengths, train
+    from bandpo_cli.experiments.train_run import train
 
     console = open_console(long_running=True)
     task, config = plan.task, plan.config
@@ -128,9 +127,7 @@ def _run(
     print_statement(console, rows, [] if task is None else task.notes(), plan.warnings)
     if dry_run:
         if not isinstance(plan, ResumePlan):
-            console.print(to_yaml(config), markup=False, highlight=False)
-            if print_memory(console, config, task, ranks):
-                check_prompt_lengths(config, plan.task)
+            print_dry_run(console, config, plan.task, ranks)
         return
     start = partial(resume, plan) if isinstance(plan, ResumePlan) else partial(train, plan)
     with StopSignals() as signals, closing(TrainView(console, runs_dir, signals)) as view:

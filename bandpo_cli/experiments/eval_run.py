@@ -37,6 +37,7 @@ from bandpo_cli.ranks import Ranks
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder, PartKey, read_record
 from bandpo_cli.storage.files import write_json
+from bandpo_cli.storage.run_folder import GRADER_ERRORS
 from bandpo_cli.storage.tables import EvalRow, read_eval_table
 from bandpo_cli.tasks.task import text_hash
 from bandpo_cli.tracking.mirror import run_tags
@@ -288,6 +289,8 @@ def _collect(
 ) -> list[EvalRow]:
     """Get every completion that `parts` lacks, storing each batch before the next; return all of them."""
     events.phase("sample")
+    if ranks.is_main:
+        source.grader.error_folder = folder.path / GRADER_ERRORS
     imports = Thread(target=_import_scoring, name="scoring imports", daemon=True)
     imports.start()
     for batch in source.batches(set(parts)):

@@ -6,14 +6,14 @@ Functions here do not import torch; `check_config` imports numpy.
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sampling import check_engine
-from bandpo_cli.config.task import CountdownTask
+from bandpo_cli.config.task import CountdownTask, RewardComponent
 from bandpo_cli.errors import ConfigError, UserError, nearest, plural
 from bandpo_cli.grading.pool import check_grader
 from bandpo_cli.paths import (
@@ -102,9 +102,7 @@ def load_task(config: RunConfig) -> Task:
         raise ConfigError(f"model.path = {path!r}: an adapter; first: bandpo export merged {path} --out DIR")
     check_embedded_task(config, f"task.name = {config.task.name!r}")
     task = build_task(config.task)
-    check_graders(task.train_problems())
-    for grader in filter(None, (reward.grader for reward in config.task.rewards or ())):
-        check_grader(grader)
+    check_graders(task.train_problems(), config.task.rewards)
     return task
 
 
@@ -114,10 +112,20 @@ def check_embedded_task(config: RunConfig, setting: str) -> None:
         raise ConfigError(f"{setting}: the bundled model was trained on countdown only; give a --model")
 
 
-def check_graders(problems: Iterable[Problem]) -> None:
-    """Raise ConfigError if a grader of these problems is unknown or cannot be imported."""
-    for grader in sorted({problem.grader for problem in problems}):
-        check_grader(grader)
+def check_graders(problems: Iterable[Problem], rewards: Sequence[RewardComponent] | None = None) -> None:
+    """Raise ConfigError if a grader of these problems, or of `rewards`, cannot be used."""
+    for grader, its_problems in problems_by_grader([*problems], rewards).items():
+        check_grader(grader, its_problems)
+
+
+def problems_by_grader(
+    problems: Sequence[Problem], rewards: Sequence[RewardComponent] | None
+) -> dict[str, Sequence[Problem]]:
+    """Return the problems of every grader by its name; the graders of `rewards` have all problems."""
+    by_grader: dict[str, list[Problem]] = {}
+    for problem in problems:
+        by_grader.setdefault(problem.grader, []).append(problem)
+    return by_grader | {reward.grader: problems for reward in rewards or () if reward.grader is not None}
 
 
 def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:

@@ -47,7 +47,7 @@ from bandpo_cli.paths import cached_commit
 from bandpo_cli.rank_process import is_main_process, rank_count
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.files import run_lock
-from bandpo_cli.storage.run_folder import RunFolder, timestamped
+from bandpo_cli.storage.run_folder import GRADER_ERRORS, RunFolder, timestamped
 from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.sync import MlflowTracker
@@ -99,17 +99,6 @@ def plan_training(
     check_ranks(config, rank_count() if ranks is None else ranks)
     task = check_config(config)
     return TrainPlan(config, task, runs_dir, name, run_warnings(config, task))
-
-
-def check_prompt_lengths(config: RunConfig, task: Task) -> None:
-    """Raise ConfigError if all prompts of a set are too long, by the tokenizer alone. Imports torch."""
-    from bandpo_cli.models.load import load_tokenizer
-    from bandpo_cli.sampling.rollouts import PromptEncoder, check_some_prompt_fits
-
-    encoder = PromptEncoder(load_tokenizer(config.model), config.model.prompts)
-    heldout = task.heldout_sets().items() if config.evaluation.every else ()
-    for label, problems in (("training", task.train_problems()), *heldout):
-        check_some_prompt_fits(encoder, label, problems, config)
 
 
 def train(
@@ -256,6 +245,8 @@ def run_steps(
         # Before the last step, a stop was requested, perhaps of another rank.
         return "KILLED" if last < config.steps else "FINISHED"
 
+    if components.ranks.is_main:
+        components.grader.error_folder = folder.path / GRADER_ERRORS
     result = record_run(config, folder, events, tuple(components.notes), first, train_steps)
     return components.ranks.gather(result)[0]
 

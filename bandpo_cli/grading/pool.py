@@ -1,21 +1,24 @@
 """Graders by name: bounded work in this process, unbounded work in worker processes that a deadline ends."""
 
 import logging
+import re
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
+from pathlib import Path
 
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.errors import RunError, one_line
-from bandpo_cli.grading.signatures import answer_of
-from bandpo_cli.grading.workers import GraderArguments, WorkerPool
+from bandpo_cli.errors import ConfigError, RunError, one_line, plural
+from bandpo_cli.grading.signatures import Answer, answer_of
+from bandpo_cli.grading.workers import Failure, GraderArguments, WorkerPool
 from bandpo_cli.rank_process import local_rank_count
 from bandpo_cli.registries import GRADERS, load_attribute
 from bandpo_cli.storage.environment import usable_cores
+from bandpo_cli.storage.files import write_text
 from bandpo_cli.types import GRADER_ERROR, Grade, Problem
 
 DELAY_NOTICE_S = 30.0
@@ -54,6 +57,8 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         """Number of graded answers, name of the grader, and the problem of the answer that has been in work for the
         longest time, or None while a worker imports the grader. A thread reads it for delay warnings."""
         self._cancelled = threading.Event()
+        self.error_folder: Path | None = None
+        """Folder for the traceback and the completion of a custom function's first error, a file per function."""
         self._closing = ExitStack()
         self.close = weakref.finalize(self, self._closing.close)
         """Terminate the workers; the pool cannot be used afterwards."""
@@ -101,7 +106,7 @@ class GraderPool(AbstractContextManager["GraderPool"]):
                     first = _first_stage(problem, text)
                 except (KeyError, ValueError) as error:  # the problem lacks a field that this grader reads
                     use = self._uses[problem.grader]
-                    use.error = use.error or one_line(f"problem {problem.id}: {error}")
+                    use.error = use.error or _first_stage_error(problem, error)
                     first = GRADER_ERROR
                 if isinstance(first, Grade):
                     grades[index] = first
@@ -130,9 +135,25 @@ class GraderPool(AbstractContextManager["GraderPool"]):
 
         pool = self._worker_pool(name)
         grades = pool.run([answers[index] for index in firsts], on_wait, _batches(ids, self._config.batch))
-        self._uses[name].error = self._uses[name].error or pool.error
+        if pool.failure is not None and self._uses[name].error is None:
+            self._uses[name].error = f"{pool.failure.error}{self._write_failure(name, pool.failure)}"
         by_answer = zip(grades, equal_answers.values(), strict=True)
         return {index: grade for grade, indices in by_answer for index in indices}
+
+    def _write_failure(self, name: str, failure: Failure) -> str:
+        """Write the error of a custom function with its answers; return the end of a message that names the file."""
+        if self.error_folder is None or name in GRADERS:
+            return ""
+        path = self.error_folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)}.txt"
+        parts = [f"grader '{name}': {failure.error}", failure.traceback.rstrip()]
+        for number, arguments in enumerate(failure.answers, start=1):
+            answer = Answer(*arguments)
+            parts += [f"Completion {number} of {len(failure.answers)} in the call:", answer.text]
+            parts += [f"Reference: {answer.answer}", f"Columns: {answer.extra}", f"Prompt: {answer.prompt}"]
+        path.parent.mkdir(exist_ok=True)
+        content = "\n\n".join(filter(None, parts)) + "\n"
+        write_text(path, content.encode(errors="replace").decode())  # it may have lone surrogates
+        return f"; traceback and completion: {path}"
 
     def _report_progress(self, graded: int, grader: str, problem_id: str | None) -> None:
         """Store what a delay warning describes; raise RunError if grading was cancelled."""
@@ -178,13 +199,36 @@ def delay_warnings(describe: Callable[[], str]) -> Iterator[None]:
         thread.join()
 
 
-def check_grader(name: str) -> None:
-    """Raise ConfigError if there is no such grader, or its function cannot be imported in a separate process."""
+def check_grader(name: str, problems: Sequence[Problem] = ()) -> None:
+    """Raise ConfigError if the grader cannot be used on these problems.
+
+    There is no such grader, or the function of a custom grader cannot be imported in a separate process or has other
+    parameters, or none of the problems has what a grader of this package reads.
+    """
     if name in GRADERS:
+        errors = (problem_error(name, problem) for problem in problems)
+        if (first := next(errors, None)) is not None and all(errors):
+            raise ConfigError(
+                f"grader '{name}': can grade none of {plural(len(problems), 'problem')}; {first}"
+            )
         return
     pool = WorkerPool(name, GradingConfig(), size=1)
     with closing(pool), delay_warnings(lambda: f"waiting for the import of grader '{name}'"):
         pool.start()
+
+
+def problem_error(name: str, problem: Problem) -> str | None:
+    """Return why a grader of this package can grade no answer to the problem; None if it can."""
+    try:
+        _first_stage(replace(problem, grader=name), "1")
+    except (KeyError, ValueError) as error:
+        return _first_stage_error(problem, error)
+    return None
+
+
+def _first_stage_error(problem: Problem, error: KeyError | ValueError) -> str:
+    missing = f"it has no {error}, which the grader reads" if isinstance(error, KeyError) else f"{error}"
+    return one_line(f"problem {problem.id}: {missing}")
 
 
 def _batches(problem_ids: Sequence[str], size: int) -> list[list[int]]:

@@ -14,12 +14,16 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any, NamedTuple
 
+from bandpo_cli.errors import code_location
 from bandpo_cli.registries import SIGNATURES, load_attribute, load_function, split_signature
 from bandpo_cli.types import CORRECT, NOT_APPLICABLE, UNGRADED_VERDICTS, WRONG, Grade, Message, Problem
 
 MAX_VERDICT_CHARS = 40
 """Maximal length of the verdict of a custom grader."""
 
+_ANY_SCORE = (
+    "; scale it, or use TRL's or verl's signature, whose scores have no limits (trl: or verl:module:function)"
+)
 # Arguments of TRL's rewards: those besides the columns, columns with other names, and those that do not exist here.
 _TRL_ARGUMENTS = frozenset({"prompts", "completions", "log_extra", "log_metric"})
 _TRL_PROMPT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
@@ -42,11 +46,12 @@ class Answer(NamedTuple):
 class BatchGrader(NamedTuple):
     """A grader function with its signature adapted: `grade` takes answers [N] and returns grades [N].
 
-    N is 1 unless the function is `batched`.
+    N is 1 unless the function is `batched`. `location` is the end of an error message: where the function is defined.
     """
 
     grade: Callable[[Sequence[Any]], list[Grade]]
     batched: bool = False
+    location: str = ""
 
     @classmethod
     def of_calls(cls, function: Callable[..., Any], arguments: int | None = None) -> BatchGrader:
@@ -72,8 +77,9 @@ def load_grader(name: str) -> BatchGrader:
         is_recognised = any(function.parameters.keys() >= names for names in entry.parameters)
         if signature == key or (signature is None and is_recognised):
             adapted: BatchGrader = load_attribute(entry.adapter)(function)
-            return adapted
-    return BatchGrader.of_calls(function, arguments=3)
+            return adapted._replace(location=function.location())
+    function.check_call("text", "answer", "extra")
+    return BatchGrader.of_calls(function, arguments=3)._replace(location=function.location())
 
 
 class _Function:
@@ -81,15 +87,15 @@ class _Function:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self.parameters: Mapping[str, inspect.Parameter] = {}
+        self._signature: inspect.Signature | None = None
         with suppress(TypeError, ValueError):
-            self.parameters = inspect.signature(function).parameters
+            self._signature = inspect.signature(function)
+        self.parameters = self._signature.parameters if self._signature else {}
         self._takes_any = any(item.kind is item.VAR_KEYWORD for item in self.parameters.values())
 
     def __call__(self, /, *arguments: Any, **named: Any) -> Any:
         """Return the result for these arguments and those by name that have a parameter; run an asynchronous one."""
-        takes = {name: value for name, value in named.items() if self._takes_any or name in self.parameters}
-        result = self._function(*arguments, **takes)
+        result = self._function(*arguments, **self._accepted(named))
         if not inspect.isawaitable(result):
             return result
         import asyncio  # not at module level: every worker imports this module, and few functions are asynchronous
@@ -99,12 +105,33 @@ class _Function:
 
         return asyncio.run(wait())
 
+    def _accepted(self, named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments that have a parameter."""
+        return {name: value for name, value in named.items() if self._takes_any or name in self.parameters}
+
+    def check_call(self, *arguments: str, **named: str) -> None:
+        """Raise ValueError unless the function can be called with arguments of these names; see `__call__`."""
+        if self._signature is None:
+            return
+        try:
+            self._signature.bind(*arguments, **self._accepted(named))
+        except TypeError as error:
+            raise ValueError(
+                f"it is called with ({', '.join([*arguments, *named])}) and is defined as "
+                f"{getattr(self._function, '__name__', 'function')}{self._signature}: {error}{self.location()}"
+            ) from None
+
+    def location(self) -> str:
+        """Return ` (rewards.py:12, in judge)`, where the function is defined; "" for a function in C."""
+        code = getattr(inspect.unwrap(self._function), "__code__", None)
+        return f" ({code_location(code, code.co_firstlineno)})" if code else ""
+
     def check_takes(self, name: str, signature: str, arguments: Sequence[str]) -> None:
         """Raise ValueError unless the function takes an argument of that name."""
         if name not in self.parameters and not self._takes_any:
             raise ValueError(
                 f"'{signature}:' calls it with {', '.join(arguments)}, and its parameters are "
-                f"{_enumerate(self.parameters)}"
+                f"{_enumerate(self.parameters)}{self.location()}"
             )
 
 
@@ -115,7 +142,7 @@ def grade_from_result(result: Any) -> Grade:
     `verdict` (1 to 40 characters, not one of `UNGRADED_VERDICTS`).
     """
     fields = result if isinstance(result, Mapping) else {"score": result}
-    score = _finite(fields.get("score"), "a bool, a score in [0, 1] or a dict with 'score'", 0, 1)
+    score = _finite(fields.get("score"), "a bool, a score in [0, 1] or a dict with 'score'", 0, 1, _ANY_SCORE)
     correct = fields.get("correct", score >= 1)
     if not isinstance(correct, bool):
         raise ValueError(f"'correct' must be true or false, not {correct!r:.60}")
@@ -138,6 +165,7 @@ def adapt_verl(function: _Function) -> BatchGrader:
     plural = "s" if batched else ""
     names = [f"{name}{plural}" for name in ("data_source", "solution_str", "ground_truth", "extra_info")]
     function.check_takes(names[1], "verl", names)
+    function.check_call(**dict.fromkeys(names, ""))
 
     def grade(answers: Sequence[Any]) -> list[Grade]:
         rows = [_verl_arguments(Answer(*answer)) for answer in answers]
@@ -233,9 +261,15 @@ def _returned_list(result: Any, count: int) -> list[Any]:
     return results
 
 
-def _finite(value: Any, expected: str, low: float = -math.inf, high: float = math.inf) -> float:
-    """Return a finite number from `low` to `high`, also of NumPy or torch; raise ValueError for anything else."""
+def _finite(
+    value: Any, expected: str, low: float = -math.inf, high: float = math.inf, advice: str = ""
+) -> float:
+    """Return a finite number from `low` to `high`, also of NumPy or torch; raise ValueError for anything else.
+
+    `advice` is the end of the message about a finite number that is not from `low` to `high`.
+    """
     number = value.item() if hasattr(value, "item") else value
-    if not isinstance(number, Real) or not math.isfinite(number) or not low <= float(number) <= high:
-        raise ValueError(f"it must return {expected}, not {number!r:.60}")
+    is_finite = isinstance(number, Real) and math.isfinite(number)
+    if not is_finite or not low <= float(number) <= high:
+        raise ValueError(f"it must return {expected}, not {number!r:.60}{advice if is_finite else ''}")
     return float(number)

@@ -7,7 +7,7 @@ answers of that job get their verdict, and the other jobs go to another worker.
 
 Messages are lines of JSON, never pickles. A request is the list of the answers of one job, each a list of arguments.
 The first reply, after the import of the function, is `{"batched": ...}`; a later one is `{"results": [[reward, correct,
-verdict, has_reward], ...]}` or `{"error": ..., "out_of_memory": ...}`.
+verdict, has_reward], ...]}` or `{"error": ..., "traceback": ..., "out_of_memory": ...}`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from io import RawIOBase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from bandpo_cli.errors import ConfigError, RunError, describe_exit, escape_controls
+from bandpo_cli.errors import ConfigError, RunError, describe_exit, escape_controls, user_code_location
 from bandpo_cli.grading.signatures import BatchGrader, load_grader
 from bandpo_cli.registries import GRADERS, is_custom_grader, load_function, split_signature
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade
@@ -54,6 +54,8 @@ MAX_WAIT_S = 0.5
 MAX_PRINTED_BYTES = 1 << 16
 """What a grader prints beyond this is discarded: prints for every answer of a run would hide all other lines."""
 
+MAX_TRACEBACK_CHARS = 20_000
+
 _JOBS_PER_WORKER = 4
 _CHUNK_BYTES = 1 << 16
 # The worker gets the module search path of this process. It runs neither the __main__ of the user nor files of the
@@ -71,6 +73,15 @@ GraderArguments = Sequence[Any]
 Job = Sequence[int]
 """The indices of the answers of one call."""
 
+
+class Failure(NamedTuple):
+    """The first error of a function, or exit of a worker: one line, the traceback if there is one, and the answers."""
+
+    error: str
+    traceback: str
+    answers: Sequence[GraderArguments]
+
+
 OnWait = Callable[[int, int | None], None]
 """Receives the number of graded answers, and the index of the answer that has been in work for the longest time, or
 None while no worker is ready."""
@@ -87,7 +98,7 @@ class WorkerPool:
         function = GRADERS[grader].worker if grader in GRADERS else None
         if function is None and not is_custom_grader(grader):
             raise ConfigError(f"grader '{grader}': none of that name{GRADERS.suggestion(grader)}")
-        self.error: str | None = None  # the first error of the function, or the first exit of a worker
+        self.failure: Failure | None = None
         self._grader, self._function, self._config, self._size = grader, function, config, size
         self._workers: list[_Worker] = []
         self._batched = False  # as a worker reports that has imported the function
@@ -182,7 +193,7 @@ class WorkerPool:
             elif not worker.jobs:
                 return False  # a reply without a request
             elif "error" in reply:
-                self._store_error(worker.jobs.popleft(), reply["error"])
+                self._store_failure(worker.jobs.popleft(), reply["error"], reply["traceback"])
             else:
                 results = zip(worker.jobs.popleft(), reply["results"], strict=True)
                 self._grades |= {index: Grade(*result) for index, result in results}
@@ -191,8 +202,8 @@ class WorkerPool:
                 return True
         return replies is not None
 
-    def _store_error(self, job: Job, error: str) -> None:
-        self.error = self.error or error
+    def _store_failure(self, job: Job, error: str, traceback: str = "") -> None:
+        self.failure = self.failure or Failure(error, traceback, [self._arguments[index] for index in job])
         self._grades |= dict.fromkeys(job, GRADER_ERROR)
 
     def _end(self, worker: _Worker, timed_out: bool) -> None:
@@ -207,7 +218,7 @@ class WorkerPool:
             has_reward = self._config.timeout_reward == "wrong"
             self._grades |= dict.fromkeys(job, replace(TIMEOUT, has_reward=has_reward))
         elif job:
-            self._store_error(job, f"the worker process {end}")
+            self._store_failure(job, f"the worker process {end}")
 
     def _terminate(self, worker: _Worker) -> str:
         """Kill a worker and return how it ended; its remaining jobs are the next to be assigned."""
@@ -347,10 +358,20 @@ def serve(grader_name: str, worker: str | None, deadline: float, memory_gb: floa
             results = [(grade.reward, grade.correct, grade.verdict, grade.has_reward) for grade in grades]
             outcome: dict[str, Any] = {"results": results}
         except BaseException as error:  # noqa: BLE001  (sys.exit in a custom function is an error like any other)
-            message = f"{type(error).__name__}: {error!s:.300}"
-            outcome = {"error": message, "out_of_memory": isinstance(error, MemoryError)}
+            outcome = _describe(error, grader)
         signal.setitimer(signal.ITIMER_REAL, 0)
         reply(**outcome)
+
+
+def _describe(error: BaseException, grader: BatchGrader) -> dict[str, Any]:
+    """Return the reply about an error of the function."""
+    message = f"{type(error).__name__}: {error!s:.300}"
+    if isinstance(error, MemoryError):  # a traceback may need more memory than is left
+        return {"error": message, "traceback": "", "out_of_memory": True}
+    import traceback  # not at module level, since few functions fail
+
+    text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARS:]
+    return {"error": message + (user_code_location(error) or grader.location), "traceback": text}
 
 
 def _limit_memory(memory_gb: float) -> None:

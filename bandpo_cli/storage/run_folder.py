@@ -35,6 +35,9 @@ RECORD_FILES = ("config.yaml", "env.json", "metrics.jsonl", "summary.json")
 VERL_FILE = "verl.json"
 """The file of a run that verl trained and `bandpo import verl` brought here: its MLflow run."""
 
+GRADER_ERRORS = "grader_errors"
+"""The folder with a file for each custom function that failed, in a run or an evaluation."""
+
 MAX_SAMPLE_FILES = 20
 """Largest number of files of completions that MLflow gets of a run."""
 

@@ -28,6 +28,9 @@ FILES = {
     "bad-value.yaml": "optim:\n  updates: 4\n  lr: -1\n",
     "bad-sweep.yaml": "axes:\n  bounds.delta: [0.1, 0.2]\nseds: [1]\n",
     "problems.csv": "question,answer\n1+1?,2\n",
+    "words.csv": "question,answer\nItaly?,Rome\nJapan?,Tokyo\n",
+    "rewards.py": "def judge(text):\n    return 1\n\n\nprint(undefined)\n",
+    "one_argument.py": "def judge(text):\n    return 1\n",
     "runs/first/config.yaml": "steps: 3\n",
     "runs/first/checkpoints/step-000002/config.json": "{}",
     "empty.jsonl": "",
@@ -67,6 +70,15 @@ MISTAKES: dict[str, list[str]] = {
     "train --task zzz.csv": ["--task zzz.csv: there is no such file\n"],
     "eval --model a/b --task problem.csv": ["no such task or file (did you mean 'problems.csv'?)"],
     "eval --model a/b --task broken.jsonl": ["broken.jsonl, line 2: not readable as JSON: Expecting ',' delim"],
+    # graders
+    "train --model a/b --task words.csv --grader number": [
+        "grader 'number': can grade none of 1 problem; problem words/", "is not a plain number; use the grader 'math'",
+    ],
+    "train --model a/b --task words.csv --grader countdown": ["it has no 'numbers', which the grader reads"],
+    "train --model a/b --task words.csv --grader one_argument:judge": [
+        "called with (text, answer, extra) and is defined as judge(text): too many", "(one_argument.py:1, in judge)",
+    ],
+    "train --model a/b --task words.csv --grader rewards:judge": ["name 'undefined' is not defined (rewards.py:5)"],
     "train --name first": ["--name first: exists already; try --name first-2"],
     "train --set optim": ["write a setting as section.key=value"],
     "train --runs-dir problems.csv": ["is a file; name a folder"],
@@ -162,7 +174,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
     folder = write_files(tmp_path_factory.mktemp("mistakes"))
     before = sorted(folder.rglob("*"))
     done = without_torch([(folder, shlex.split(command)) for command in MISTAKES])
-    assert [path for path in sorted(folder.rglob("*")) if path.name != ".lock"] == before
+    after = [path for path in sorted(folder.rglob("*")) if "__pycache__" not in path.parts]
+    assert [path for path in after if path.name != ".lock"] == before
     return dict(zip(MISTAKES, done, strict=True))
 
 

@@ -69,4 +69,10 @@ def test_dry_run_prints_every_setting_and_writes_nothing(tmp_path: Path) -> None
     assert "never has an effect" not in printed, "the warning is for one update per batch"
     assert "1.1M parameters" in printed
     assert "GiB at the peak" in printed
+    for part in (
+        "countdown grades the dummy completion",
+        "wrong-value, reward 0",
+        "tokens (sampling.max_prompt",
+    ):
+        assert part in " ".join(printed.split())
     assert not list(tmp_path.iterdir())

@@ -31,7 +31,7 @@ def pluses(prompts, completions, numbers, **kwargs):
 def none(completions):
     return [None for _ in completions]
 """
-BROKEN = "def judge(answer):\n    return True\n"
+BROKEN = "def judge(text, answer, extra):\n    return text + 1\n"
 REPAIRED = "def judge(text, answer, extra):\n    return True\n"
 UNSTABLE = """
 import time
@@ -122,7 +122,7 @@ def test_answers_that_were_not_graded_are_in_no_mean(timeout_reward: str, reward
 @pytest.mark.slow
 def test_a_failing_grader_stops_the_run_and_its_repair_resumes_it() -> None:
     Path("failing_judge.py").write_text(BROKEN)
-    message = r"all 16 answers are grader errors.*'failing_judge:judge'.*1 po"
+    message = r"all 16 answers are grader errors.*'failing_judge:judge'.*failing_judge.py:2, in judge"
     with pytest.raises(GraderFailedError, match=message):
         run_with({}, {"grader": "failing_judge:judge"})
     folder = Path("runs/a")
@@ -139,10 +139,19 @@ def test_answers_of_a_failed_evaluation_are_graded_again(caplog: pytest.LogCaptu
     rows = [{"question": f"{n}?", "answer": n, "completions": ["a", "b"]} for n in range(3)]
     Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings = [{"tracking": {"mlflow": False}, "evaluation": {"k": [2]}}]
-    message = r"all 6 answers are grader errors.*'failing_eval:judge': TypeError"
+    file = "runs/e/grader_errors/failing_eval-judge.txt"
+    message = rf"all 6 answers are .*'failing_eval:judge': TypeError: .* \(failing_eval.py:2, in judge\); .*: {file};"
     with pytest.raises(GraderFailedError, match=message):
         evaluate(samples="a.jsonl", grader="failing_eval:judge", settings=settings, name="e")
     assert json.loads(Path("runs/e/eval.json").read_text())["status"] == "failed"
+    record = Path(file).read_text()
+    for part in (
+        "return text + 1\n",
+        "TypeError: can only",
+        "Completion 1 of 1 in the call:\n\na\n",
+        "Reference: 0",
+    ):
+        assert part in record
     Path("failing_eval.py").write_text(REPAIRED.replace("return", "assert text == 'a', 'not a'; return"))
     result = resume_evaluation("e")
     assert result.scores["a"].metrics["mean_at_2"].value == 0.5

@@ -20,6 +20,8 @@ def _note(arguments):
 
 def plain(text, answer, extra): return text == answer
 async def plain_async(text, answer, extra): return text == answer
+def two(text, answer): return True
+def result_of_three(solution_str, ground_truth, more): return True
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     _note([data_source, solution_str, ground_truth, extra_info])
     return {"score": 1.0 if solution_str == ground_truth else -1.0, "acc": solution_str == ground_truth, "pred": "x"}
@@ -156,6 +158,8 @@ def test_the_column_answer_of_the_row_comes_before_the_reference_and_annotated_f
 
 
 OTHER_SIGNATURES = {
+    "foreign_rewards:two": r"called with \(text, answer, extra\) .* two\(text, answer\): too many .*:10, in two",
+    "foreign_rewards:result_of_three": "missing a required argument: 'more'",
     "verl:foreign_rewards:plain": "its parameters are answer, extra, text",
     "trl:foreign_rewards:plain": "calls it with prompts, completions",
     "trl:foreign_rewards:needs_ids": "it needs completion_ids, which only TRL's trainer has",
@@ -194,5 +198,5 @@ def test_an_error_or_a_timeout_affects_the_answers_of_one_call() -> None:
         assert [grade.verdict for grade in grades[1::2]] == ["correct", "grader-error", "timeout"]
         assert failure_warnings([pool.uses()]) == [
             "grader 'foreign_rewards:failing' failed on 2 of 6 answers (33.3%), which have no reward and "
-            "count as not correct; the first error: RuntimeError: bad text"
+            "count as not correct; the first error: RuntimeError: bad text (foreign_rewards.py:35, in failing)"
         ]
