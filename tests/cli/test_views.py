@@ -271,7 +271,7 @@ def _printed(ups: int, downs: int, ties: int) -> str:
         for values in ([0.5] * len(changes), [0.5 + change for change in changes])
     )
     out = io.StringIO()
-    result = ComparisonResult(Path("a"), Path("b"), compare_records(a, b))
+    result = ComparisonResult(Path("a"), Path("b"), {}, compare_records(a, b))
     print_comparison(Console(file=out, width=200), result, 0, "table")
     return out.getvalue()
 
