@@ -1,15 +1,19 @@
-"""Console view of `bandpo train --probe`: a spinner while it works, then a table of the results and what to change."""
+"""Console view of `bandpo train --probe`: a spinner while it works, then the results and what to change."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
-from bandpo_cli.cli.console import ExperimentView, format_duration, print_line, print_rows
+from bandpo_cli.cli.console import ExperimentView, format_duration, open_console, print_line, print_rows
+from bandpo_cli.cli.statement import print_memory, print_statement, run_statement
+from bandpo_cli.cli.train_view import sample_text
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import plural
-from bandpo_cli.experiments.advice import excerpt
-from bandpo_cli.experiments.memory import describe_memory, memory_of_task, saving_advice
-from bandpo_cli.experiments.probe_run import ProbeReport
+from bandpo_cli.experiments.advice import advice
+from bandpo_cli.experiments.probe_run import ProbeReport, probe
 from bandpo_cli.experiments.train_run import TrainPlan
 from bandpo_cli.metric_names import has_nonbinary_rewards
 
@@ -26,62 +30,51 @@ class ProbeView(ExperimentView):
     }
 
 
-def print_probe(console: Console, plan: TrainPlan, report: ProbeReport) -> None:
-    """Print the results of a probe, one example of a completion, and the settings to change."""
-    print_rows(console, probe_rows(plan, report), 10)
-    lines = report.advice(plan.config)
-    for line in lines:
+def run_probe(plan: TrainPlan, runs_dir: Path) -> None:
+    """Print the statement of the run, probe it, and print the results, the memory, and the settings to change."""
+    console = open_console(long_running=True)
+    print_statement(console, run_statement(plan.config, plan.task), plan.task.notes(), plan.warnings)
+    with closing(ProbeView(console, runs_dir)) as view:
+        report = probe(plan, [view])
+    print_results(console, plan.config, report)
+    print_memory(console, plan.config, plan.task)
+    for line in (lines := advice(plan.config, report.metrics)):
         print_line(console, line, "try:", "yellow")
     if not lines:
         print_line(console, "nothing to change: the run can learn from these completions")
 
 
-def probe_rows(plan: TrainPlan, report: ProbeReport) -> Sequence[tuple[str, str]]:
-    """Return the results of a probe as (heading, text) rows."""
-    metrics, trial, config = report.metrics, report.trial, plan.config
+def print_results(console: Console, config: RunConfig, report: ProbeReport) -> None:
+    """Print the metrics of the completions and of the trial step, and one completion."""
+    metrics = report.metrics
     rollouts = [rollout for group in report.groups for rollout in group.rollouts_G]
-    problems, samples = len(report.groups), config.sampling.samples
+    problems, samples, useful = (
+        len(report.groups),
+        config.sampling.samples,
+        1 - metrics["train/uniform_group_fraction"],
+    )
     solved = sum(any(rollout.grade.correct for rollout in group.rollouts_G) for group in report.groups)
     rewards = [rollout.grade.reward for rollout in rollouts if rollout.grade.has_reward]
     lengths = np.quantile([len(rollout.completion.token_ids) for rollout in rollouts], [0.5, 0.95, 1])
-    useful = 1 - metrics["train/uniform_group_fraction"]
-    clipped = "not measured: no group has different rewards, so no token has a gradient"
-    if trial is not None:
-        clipped = (
-            f"{trial['clip/active_fraction']:.2%} of the tokens in a trial step of "
-            f"{plural(config.optim.updates, 'update')} on {plural(report.trial_groups, 'group')} at lr "
-            f"{config.optim.lr:g}, ratios up to {trial['ratio/max']:.3g}; its weights are discarded"
-        )
-    step = report.sample_seconds + report.update_seconds
     rows = {
-        "probe": f"{problems} problems × {samples} = {problems * samples:,} completions of the untrained model"
-    }
-    if has_nonbinary_rewards(metrics):
-        rows["reward"] = f"mean {metrics['train/reward']:.3g}, from {min(rewards):.3g} to {max(rewards):.3g}"
-    rows |= {
+        "probe": f"{problems} problems × {samples} = {problems * samples:,} completions of the untrained model",
+        "reward": f"mean {metrics['train/reward']:.3g}, from {min(rewards):.3g} to {max(rewards):.3g}"
+        if has_nonbinary_rewards(metrics)
+        else "",
         "pass rate": f"{metrics['train/accuracy']:.1%} of the completions are correct; {solved} of {problems} problems "
         f"are solved at least once (pass@{samples})",
         "groups": f"{useful:.1%} have different rewards; the others have no gradient",
         "lengths": "median {:.0f}, 95% up to {:.0f}, longest {:.0f} tokens; ".format(*lengths)
         + f"{metrics['train/truncated_fraction']:.1%} truncated, "
         f"{metrics['grade/malformed_fraction']:.1%} without a readable answer",
-        "clipping": clipped,
-        "time": f"about {step:,.1f} s per step (sampling and grading {report.sample_seconds:,.1f} s, updates "
-        f"{report.update_seconds:,.1f} s), {format_duration(report.run_seconds)} for {config.steps} steps with their "
-        "evaluations",
-        "memory": _memory_text(plan),
-        "a sample": excerpt(rollouts[0]),
+        "clipping": f"{metrics['clip/active_fraction']:.2%} of the tokens in a trial step of "
+        f"{plural(config.optim.updates, 'update')} on {plural(report.trial_groups, 'group')} at lr "
+        f"{config.optim.lr:g}, ratios up to {metrics['ratio/max']:.3g}; its weights are discarded"
+        if useful
+        else "not measured: no group has different rewards, so no token has a gradient",
+        "time": f"about {report.sample_seconds + report.update_seconds:,.1f} s per step (sampling and grading "
+        f"{report.sample_seconds:,.1f} s, updates {report.update_seconds:,.1f} s), "
+        f"{format_duration(report.run_seconds)} for {config.steps} steps with their evaluations",
+        "a sample": sample_text(rollouts[0]).plain,
     }
-    return [*rows.items()]
-
-
-def _memory_text(plan: TrainPlan) -> str:
-    """Return the memory estimate of the run, and what to change if the run does not fit."""
-    from bandpo_cli.models.memory import NoEstimateError
-
-    try:
-        config, estimate = memory_of_task(plan.config, plan.task)
-    except NoEstimateError as error:
-        return str(error)
-    text = describe_memory(estimate).removeprefix("memory: ")
-    return text if estimate.fits else f"{text}; {saving_advice(config, estimate)}"
+    print_rows(console, rows.items(), 10)

@@ -84,7 +84,9 @@ def train(
             plan = plan_training(resolve(layers), runs_dir, launched_name() if name is None else name, ranks)
             folder, first_step, is_trained = runs_dir / plan.name, 0, False
             if probe:
-                _probe(plan, runs_dir)
+                from bandpo_cli.cli.probe_view import run_probe
+
+                run_probe(plan, runs_dir)
                 return None
         else:
             if name is not None:
@@ -138,17 +140,3 @@ def _run(
         print_summary(console, config, result)
         if profiler is not None and profiler.phases:
             print_profile(console, profiler)
-
-
-def _probe(plan: TrainPlan, runs_dir: Path) -> None:
-    """Print the statement, sample and grade with the untrained model, and print the results and what to change."""
-    from bandpo_cli.cli.probe_view import ProbeView, print_probe
-    from bandpo_cli.cli.statement import print_statement, run_statement
-    from bandpo_cli.experiments.probe_run import probe
-
-    console = open_console(long_running=True)
-    rows = run_statement(plan.config, plan.task)
-    print_statement(console, rows, plan.task.notes(), plan.warnings)
-    with closing(ProbeView(console, runs_dir)) as view:
-        report = probe(plan, [view])
-    print_probe(console, plan, report)

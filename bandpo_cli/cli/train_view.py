@@ -181,7 +181,7 @@ class TrainView(ExperimentView):
         for heading, (step, metrics) in zip(headings, first_and_last, strict=False):
             grid.add_row(heading, f"step {step}", Text(metrics))
         sample = None if self._report is None else self._report.sample
-        grid.add_row("a sample", "", "" if sample is None else _sample_text(sample))
+        grid.add_row("a sample", "", "" if sample is None else sample_text(sample))
         stopping = [Text(STOPPING, style="yellow")] if self.in_progress and self._signals.requested else []
         return Panel(Group(self._bar, grid, *stopping), title="bandpo train", title_align="left")
 
@@ -235,7 +235,7 @@ def flagged_shares(record: Mapping[str, float]) -> str:
     )
 
 
-def _sample_text(rollout: Rollout) -> Text:
+def sample_text(rollout: Rollout) -> Text:
     """Return the end of the prompt, the beginning and the end of the completion, reward and verdict in one line."""
     prompt, text = (words.replace("\n", " ") for words in (rollout.prompt, rollout.text))
     if len(prompt) > 60:

@@ -7,7 +7,6 @@ from bandpo_cli.callbacks import CallbackBase, StepReport
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import one_line
-from bandpo_cli.types import Rollout
 
 STEPS_WITHOUT_GRADIENT = 3
 """Steps in a row without a group of different rewards after which a run gives advice."""
@@ -19,8 +18,8 @@ truncated and unreadable completions from the same share on."""
 _SHORTEST_ANSWER = 256
 """Tokens that advice gives a completion at least: a worked answer to a school problem takes 100 to 300."""
 
-_EXCERPT = 80
-"""Characters of a completion that a message quotes from its beginning, and from its end."""
+_EXCERPT = 160
+"""Characters of a completion that the warning quotes."""
 
 log = logging.getLogger("bandpo_cli")
 
@@ -29,7 +28,7 @@ def advice(config: RunConfig, metrics: Mapping[str, float]) -> list[str]:
     """Return the settings to try, each with its reason, the most likely cause first; empty if nothing stands out.
 
     Args:
-        metrics: the metrics of a step's completions (`training.metrics.rollout_metrics`).
+        metrics: those of a step (`training.metrics`): of its completions, and of its updates if there were any.
     """
     truncated, unreadable = metrics["train/truncated_fraction"], metrics["grade/malformed_fraction"]
     useful, accuracy = 1 - metrics["train/uniform_group_fraction"], metrics["train/accuracy"]
@@ -51,6 +50,8 @@ def advice(config: RunConfig, metrics: Mapping[str, float]) -> list[str]:
         problems = "problems that the model solves sometimes, or a reward function with partial credit"
         samples = f"--set sampling.samples={2 * config.sampling.samples}"
         lines.append(f"{problems}, or {samples}, since {accuracy:.1%} of the completions are correct")
+    if (clipped := metrics.get("clip/active_fraction", 0.0)) > COMMON:
+        lines.append(f"--lr {config.optim.lr / 2:g}, since {clipped:.1%} of the tokens are clipped")
     if 0 < useful <= COMMON:
         share = f"only {useful:.1%} of the groups have different rewards"
         lines.append(f"--set sampling.dynamic=true, which samples more groups in a step, since {share}")
@@ -77,12 +78,6 @@ class NothingLearned(CallbackBase):
                 record.get("train/reward", float("nan")),
                 100 * record["train/truncated_fraction"],
                 100 * record["grade/malformed_fraction"],
-                excerpt(report.sample),
+                one_line(report.sample.text)[:_EXCERPT],
                 "; ".join(advice(self._config, record)),
             )
-
-
-def excerpt(rollout: Rollout) -> str:
-    """Return the beginning and the end of a completion in one line."""
-    text = one_line(rollout.text)
-    return text if len(text) <= 2 * _EXCERPT else f"{text[:_EXCERPT]} … {text[-_EXCERPT:]}"

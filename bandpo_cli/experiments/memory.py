@@ -25,7 +25,6 @@ from bandpo_cli.registries import ENGINES
 if TYPE_CHECKING:
     from bandpo_cli.models.memory import MemoryEstimate
     from bandpo_cli.tasks.task import Task
-    from bandpo_cli.types import Problem
 
 GIB = 2**30
 _FREE_GPU = "end the other processes (nvidia-smi lists them) or choose another GPU with CUDA_VISIBLE_DEVICES"
@@ -95,13 +94,10 @@ def _longest_prompt(config: RunConfig, task: Task) -> int:
     from bandpo_cli.models.load import load_tokenizer
     from bandpo_cli.sampling.rollouts import PromptEncoder
 
-    def characters(problem: Problem) -> int:
-        prompt = problem.prompt
-        return len(prompt) if isinstance(prompt, str) else sum(len(message.content) for message in prompt)
-
     heldout = task.heldout_sets().values() if config.evaluation.every else ()
-    problems = nlargest(_LONGEST_TEXTS, chain(task.train_problems(), *heldout), key=characters)
-    prompts = PromptEncoder(load_tokenizer(config.model), config.model.prompts).encode(problems)
+    problems = chain(task.train_problems(), *heldout)
+    longest = nlargest(_LONGEST_TEXTS, problems, key=lambda problem: len(str(problem.prompt)))
+    prompts = PromptEncoder(load_tokenizer(config.model), config.model.prompts).encode(longest)
     return max(len(prompt.token_ids) for prompt in prompts)
 
 

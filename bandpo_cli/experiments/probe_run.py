@@ -3,25 +3,15 @@
 The components, the sampler and the graders are those of the run. Nothing is written, and MLflow receives nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.layers import with_values
-from bandpo_cli.config.run import RunConfig
-from bandpo_cli.experiments.advice import COMMON, advice
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.rank_group import Dispatcher
 from bandpo_cli.experiments.train_run import TrainPlan, loaded_components
 from bandpo_cli.types import Group
-
-if TYPE_CHECKING:
-    from bandpo_cli.training.components import Components
-    from bandpo_cli.training.metrics import StepTimer
-    from bandpo_cli.training.update import AppliedUpdates
 
 PROBLEMS = 32
 """Problems that are sampled, rounded to a multiple of `optim.updates`."""
@@ -37,8 +27,8 @@ class ProbeReport:
 
     Attributes:
         groups: the graded completions of the untrained model.
-        metrics: their metrics, by the names of metrics.jsonl.
-        trial: the metrics of the trial step's updates; None if no group has different rewards.
+        metrics: their metrics by the names of metrics.jsonl, and those of the updates of the trial step. Without a
+            group of different rewards there is no trial step.
         trial_groups: number of groups of the trial step.
         sample_seconds, update_seconds: of a step of the run, by the times of the probe.
         run_seconds: of the complete run with its evaluations, by the same times.
@@ -46,18 +36,10 @@ class ProbeReport:
 
     groups: Sequence[Group]
     metrics: dict[str, float]
-    trial: dict[str, float] | None
     trial_groups: int
     sample_seconds: float
     update_seconds: float
     run_seconds: float
-
-    def advice(self, config: RunConfig) -> list[str]:
-        """Return what to change, as `advice.advice` does, and for the updates if they clip many tokens."""
-        lines = advice(config, self.metrics)
-        if self.trial is not None and (clipped := self.trial["clip/active_fraction"]) > COMMON:
-            lines.append(f"--lr {config.optim.lr / 2:g}, since {clipped:.1%} of the tokens are clipped")
-        return lines
 
 
 def probe(plan: TrainPlan, callbacks: Sequence[TrainCallback] = ()) -> ProbeReport:
@@ -86,47 +68,40 @@ def probe(plan: TrainPlan, callbacks: Sequence[TrainCallback] = ()) -> ProbeRepo
         out_of_memory_errors(config),
     ):
         from bandpo_cli.evaluation.evaluate import is_evaluation_due
+        from bandpo_cli.objective.loss import policy_loss
+        from bandpo_cli.sampling.sampler import is_exact
         from bandpo_cli.training.batches import RolloutBatches, select_groups
+        from bandpo_cli.training.experience import prepare_updates
+        from bandpo_cli.training.loop import step_advantages
         from bandpo_cli.training.metrics import StepTimer, rollout_metrics, update_metrics
+        from bandpo_cli.training.update import update_policy
 
-        timer = StepTimer(events.phase)
+        policy, timer = components.policy, StepTimer(events.phase)
         with RolloutBatches(config, components) as batches:
             groups = batches.take(1, timer).groups
-        metrics, trial = rollout_metrics(groups), None
+        metrics = rollout_metrics(groups)
         useful = round((1 - metrics["train/uniform_group_fraction"]) * len(groups))
         tokens = metrics["train/response_length"] * run.sampling.samples * updates
         tried = updates * max(1, min(len(groups) // updates, int(TRIAL_TOKENS / tokens)))
         if useful:
-            chosen = select_groups(groups, tried, updates)
-            trial = update_metrics(_trial_step(config, components, chosen, timer))
+            components.sampler.sleep()
+            with timer.phase("logprobs"):
+                chosen = select_groups(groups, tried, updates)
+                graded = chosen, step_advantages(config, chosen)
+                loss = policy_loss(config.bounds.at_step(1, config.steps), config.objective)
+                exact = is_exact(components.sampler, policy)
+                experiences = prepare_updates(policy, components.reference, *graded, loss, config, exact)
+            with timer.phase("update"):
+                metrics |= update_metrics(update_policy(policy, components.optimizer, experiences, config))
     per_prompt = timer.seconds("sample", "grade") / len(groups)
-    per_useful = timer.seconds("logprobs", "update") / min(useful, tried) if useful else 0.0
-    sampling = run.sampling.prompts * per_prompt
     # Groups whose rewards are all equal do not go through the model in an update.
-    updating = run.sampling.prompts * useful / len(groups) * per_useful
+    per_useful = timer.seconds("logprobs", "update") / min(useful, tried) if useful else 0.0
+    sampling, updating = (
+        run.sampling.prompts * per_prompt,
+        run.sampling.prompts * useful / len(groups) * per_useful,
+    )
     evaluations = sum(is_evaluation_due(run.evaluation, step, run.steps) for step in range(run.steps + 1))
     heldout = sum(len(items[: run.evaluation.problems]) for items in plan.task.heldout_sets().values())
     evaluating = evaluations * heldout * per_prompt * run.evaluation.samples / run.sampling.samples
     seconds = sampling, updating, run.steps * (sampling + updating) + evaluating
-    return ProbeReport(groups, metrics, trial, tried, *seconds)
-
-
-def _trial_step(
-    config: RunConfig, components: Components, groups: Sequence[Group], timer: StepTimer
-) -> AppliedUpdates:
-    """Update the policy on these groups as `training.loop.train` does in the first step."""
-    from bandpo_cli.objective.loss import policy_loss
-    from bandpo_cli.sampling.sampler import is_exact
-    from bandpo_cli.training.experience import prepare_updates
-    from bandpo_cli.training.loop import step_advantages
-    from bandpo_cli.training.update import update_policy
-
-    policy, optimizer = components.policy, components.optimizer
-    components.sampler.sleep()
-    with timer.phase("logprobs"):
-        loss = policy_loss(config.bounds.at_step(1, config.steps), config.objective)
-        graded = groups, step_advantages(config, groups)
-        exact = is_exact(components.sampler, policy)
-        experiences = prepare_updates(policy, components.reference, *graded, loss, config, exact)
-    with timer.phase("update"):
-        return update_policy(policy, optimizer, experiences, config)
+    return ProbeReport(groups, metrics, tried, *seconds)
