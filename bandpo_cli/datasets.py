@@ -1,4 +1,4 @@
-"""Data sets by name, and the kinds of tasks."""
+"""Data sets and templates by name, and the kinds of tasks."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -58,6 +58,19 @@ DATASETS = Registry("data set", [
     Dataset("olympiadbench", "OlympiadBench", "math-ai/olympiadbench", "question", "final_answer", eval_split="test"),
 ])
 
+TEMPLATES = {
+    # The prompt of arXiv 2603.04918 and of DAPO.
+    "answer-line": "Solve the following math problem step by step. The last line of your response should be of the "
+    "form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+    "{question}\n\n"
+    'Remember to put your answer on its own line after "Answer:".',
+    "boxed": "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}.",
+    # verl's prompt for GSM8K.
+    "hashes": '{question} Let\'s think step by step and output the final answer after "####".',
+    "plain": "{question}",
+}
+"""The known user messages by name; any other value of `task.template` is the template itself."""
+
 @dataclass(frozen=True)
 class TaskEntry(Entry):
     """A kind of task (`task.name`).
@@ -67,6 +80,7 @@ class TaskEntry(Entry):
         build: a function from these settings to a `tasks.base.Task`.
         defaults: a mapping of settings by section that replace the general defaults for this task, where the user sets
             nothing; None for the general ones.
+        for_bundled_model: whether the bundled model was made for this task; it then has the general defaults.
         members: a function that returns a description of each member of the task, by name. `--task TASK:MEMBER` selects
             members, the setting `names`; None for a task that is one set of problems.
         package, install: the optional package that the task needs, and how to install it; None for none.
@@ -75,6 +89,7 @@ class TaskEntry(Entry):
     settings: str
     build: str
     defaults: str | None = None
+    for_bundled_model: bool = False
     members: str | None = None
     package: str | None = None
     install: str = ""
@@ -86,7 +101,7 @@ _CONFIG = "bandpo_cli.config.task"
 
 TASKS = Registry("task", [
     TaskEntry("countdown", "reach a target with +, − and * from given numbers", f"{_CONFIG}:CountdownTask",
-              "bandpo_cli.tasks.countdown:Countdown"),
+              "bandpo_cli.tasks.countdown:Countdown", f"{_CONFIG}:COUNTDOWN_DEFAULTS", for_bundled_model=True),
     TaskEntry(DATA_TASK, "questions with reference answers from data sets and files", f"{_CONFIG}:DataTask",
               "bandpo_cli.tasks.question_answers:QuestionAnswerTask", f"{_CONFIG}:LANGUAGE_MODEL_DEFAULTS"),
     TaskEntry("reasoning-gym", "problems from the generators of the library reasoning-gym, scored by the library",

@@ -118,7 +118,8 @@ def main() -> None:
     settings = {
         "steps": len(KINDS) * options.checkpoints + 3,
         "model": {"path": str(place / "model"), "dtype": "float32"},
-        "sampling": {"prompts": 8, "samples": 4},
+        "task": {"name": "countdown"},
+        "sampling": {"prompts": 8, "samples": 4, "max_tokens": 8},
         "evaluation": {"every": 0},
         "checkpoint": {"every": 0},
         "tracking": {"mlflow": False},

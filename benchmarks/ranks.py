@@ -17,7 +17,14 @@ from shared import Records, command_line, compare_runs, save_random_model, train
 SHAPE = (8192, 256, 704, 4, 4, 2)
 REGIMES: dict[str, list[str]] = {
     "default": [],
-    "long": ["sampling.prompts=16", "sampling.samples=4", "sampling.max_tokens=128", "optim.updates=2"],
+    "long": [
+        "task.name=countdown",
+        "optim.lr=5e-5",
+        "sampling.prompts=16",
+        "sampling.samples=4",
+        "sampling.max_tokens=128",
+        "optim.updates=2",
+    ],
 }
 COLUMNS = (
     "time/step",

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from bandpo_cli.config.layers import flatten
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.section import Section, TaggedSection
-from bandpo_cli.config.task import LANGUAGE_MODEL_DEFAULTS
+from bandpo_cli.config.task import COUNTDOWN_DEFAULTS, LANGUAGE_MODEL_DEFAULTS
 from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
@@ -82,10 +82,14 @@ def type_text(schema: dict[str, Any], key: str) -> str:
 
 
 def default_text(field: FieldInfo, key: str) -> str:
-    """Return the default of a field in JSON, also that of tasks for language models."""
+    """Return the default of a field in JSON, also that for language models, on countdown and on other tasks."""
     value, other = field.get_default(call_default_factory=True), flatten(LANGUAGE_MODEL_DEFAULTS).get(key)
+    countdown = flatten(COUNTDOWN_DEFAULTS).get(key, value)
     text = "required" if field.is_required() else json.dumps(value, default=lambda section: {})
-    return text if other is None else f"{text}; for language models {json.dumps(other)}"
+    if other is None:
+        return text
+    on_countdown = f" ({json.dumps(countdown)} on countdown)" if countdown != other else ""
+    return f"{text}; for language models {json.dumps(other)}{on_countdown}"
 
 
 def table(fields: Iterable[tuple[str, type[Section], str]]) -> str:

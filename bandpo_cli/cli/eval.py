@@ -27,7 +27,8 @@ _GC_THRESHOLDS = (50_000, 10, 10)
 Python's thresholds (700, 10, 10) the collector visits them 470 times in all, which takes 0.35 s."""
 
 _OF_SAMPLING = {
-    "--model", "--task", "--n", "--temperature", "--max-tokens", "--sampler", "--limit", "--seed", "--nproc"
+    "--model", "--task", "--template", "--n", "--temperature", "--max-tokens", "--sampler", "--limit", "--seed",
+    "--nproc",
 }  # fmt: skip
 """The options without effect where stored completions are scored."""
 _OF_RESUME = {"--resume", "--format", "--runs-dir", "--tracking-uri", "--mlflow", "--nproc"}

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from bandpo_cli.cli.completion import complete_config, complete_task, one_of
-from bandpo_cli.datasets import TASKS, split_member, tasks_text
+from bandpo_cli.datasets import TASKS, TEMPLATES, split_member, tasks_text
 from bandpo_cli.errors import UserError, unknown_choice
 from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS, METHODS, load_attribute
 
@@ -148,6 +148,9 @@ _SAMPLER = Flag("--sampler", "sampling.engine", str, f"{ENGINES.names_text()}.",
                 names=["auto", *ENGINES])
 _GRADER = Flag("--grader", "task.grader", str, f"Grader: {GRADERS.names_text()}.", "the grader of the data set", "NAME",
                names=GRADERS, sweep="no flag")
+_TEMPLATE = Flag("--template", "task.template", str,
+                 f"User message: {', '.join(TEMPLATES)}, or a text that contains {{question}}.", "answer-line",
+                 "NAME|TEXT", names=TEMPLATES)
 
 SETTINGS = (
     Flag("--method", "bounds.method", str, f"Policy loss: {METHODS.names_text()}; grpo and ppo mean clip.", "band",
@@ -156,16 +159,18 @@ SETTINGS = (
          f"Trust region of {METHODS.names_text(lambda method: method.trust_region)}: {DIVERGENCES.names_text()}.", "kl",
          "DIVERGENCE", names=DIVERGENCES, sweep="several values"),
     Flag("--delta", "bounds.delta", float, "Radius of the trust region.", "0.05", "RADIUS", sweep="several values"),
-    Flag("--model", "model.path", str, "Hugging Face model folder or hub id.", "the bundled model", "MODEL",
-         sweep="several values"),
+    Flag("--model", "model.path", str,
+         "Hugging Face model folder or hub id. For train also RUN or RUN@STEP: a checkpoint and its run's settings.",
+         "the bundled model", "MODEL", sweep="several values"),
     Flag("--task", "task", list[str],
          f"Problems to train on: {tasks_text()}, or a .jsonl, .json, .csv or .parquet file of questions and answers.",
          "countdown", "NAME|FILE", read="bandpo_cli.config.task:task_from_arguments", more=TASK_VALUES),
+    _TEMPLATE,
     _GRADER,
-    Flag("--lr", "optim.lr", float, "Peak learning rate.", "5e-5; 1e-6 for language models", "RATE",
+    Flag("--lr", "optim.lr", float, "Peak learning rate.", "5e-5 for the bundled model, else 1e-6", "RATE",
          sweep="several values"),
     Flag("--max-tokens", "sampling.max_tokens", int, "Maximum number of tokens per completion.",
-         "8; 1024 for language models", "N", sweep="several values"),
+         "1024; for countdown 8, or 32 with another model", "N", sweep="several values"),
     _SAMPLER,
     Flag("--steps", "steps", int, "Batches of rollouts per run.", "100"),
     Flag("--seed", "seed", int, "Seed of every random choice.", "0", sweep="no flag"),
@@ -176,12 +181,13 @@ EVAL_SETTINGS = (
     Flag("--temperature", "evaluation.temperature", float, "Sampling temperature; 0 is greedy, with --n 1.",
          "the run's, else 1", "T"),
     Flag("--max-tokens", "sampling.max_tokens", int, "Maximum number of tokens per completion.",
-         "the run's, else 1024, 8 for countdown", "N", more={"min": 1}),
+         "the run's, else 1024; for countdown 8 or 32", "N", more={"min": 1}),
     _SAMPLER,
     Flag("--limit", "evaluation.problems", int,
          "Maximum number of problems per set. The sample is random but the same in every run.", None, "N",
          more={"min": 1}),
     Flag("--seed", "seed", int, "Seed of the sampling.", "the run's, else 0", "SEED"),
+    _TEMPLATE,
     _GRADER,
 )
 """The flags of `eval` that stand for a setting."""

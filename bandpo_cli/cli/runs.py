@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from rich.console import Console
 from rich.rule import Rule
@@ -212,14 +213,22 @@ def _print_description(
     status = (
         f"{str(run.status).lower()}, step {run.step:,} of {run.steps:,}, {format_duration(described.seconds)}"
     )
-    changed = [f"{key} = {value}  (default {default})" for key, (value, default) in described.changed.items()]
+    changed = {key: (value, f"  (default {default})") for key, (value, default) in described.changed.items()}
+    of_task = {key: (value, changed.get(key, ("", ""))[1]) for key, value in described.task_settings.items()}
+    others = {key: pair for key, pair in changed.items() if pair[0] is None or not key.startswith("task.")}
+
+    def lines(settings: Mapping[str, tuple[Any, str]]) -> list[str]:
+        return [
+            f"{key} = {value}{default}".replace("\n", "\\n") for key, (value, default) in settings.items()
+        ]
+
     rows = [
         ("run", str(run.path)),
         ("status", status + (f": {run.error.splitlines()[0]}" if run.error else "")),
         ("model", describe_model(config)),
-        ("task", run.task),
+        ("task", "\n".join([run.task, *lines(of_task)])),
         ("bounds", config.bounds.describe()),
-        ("settings", "\n".join(changed)),
+        ("settings", "\n".join(lines(others))),
         ("checkpoints", _steps(described.checkpoints)),
         ("completions", _steps(described.sampled_steps)),
         ("plots", ", ".join(path.name for path in described.plots)),

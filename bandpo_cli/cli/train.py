@@ -68,6 +68,7 @@ def train(
     from bandpo_cli.cli.launch import launch, ranks_to_start
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import nest, read_assignments, resolve
+    from bandpo_cli.experiments.preflight import new_run_layers
     from bandpo_cli.experiments.resume_run import locked_resume
     from bandpo_cli.experiments.train_run import plan_training
 
@@ -81,7 +82,8 @@ def train(
     plan: TrainPlan | ResumePlan
     with ExitStack() as lock:
         if resume is None:
-            plan = plan_training(resolve(layers), runs_dir, launched_name() if name is None else name, ranks)
+            asked = launched_name() if name is None else name
+            plan = plan_training(resolve(new_run_layers(layers, runs_dir)), runs_dir, asked, ranks)
             folder, first_step, is_trained = runs_dir / plan.name, 0, False
             if probe:
                 from bandpo_cli.cli.probe_view import run_probe

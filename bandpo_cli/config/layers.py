@@ -6,6 +6,7 @@ key, the value, what is allowed and the nearest valid name.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from pydantic import ValidationError
 
 from bandpo_cli.config.files import FileLayer, parse_yaml, read_mapping
 from bandpo_cli.config.methods import MethodSettings
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.section import TaggedSection, setting_for
-from bandpo_cli.config.task import TaskSettings, task_defaults
+from bandpo_cli.config.task import TaskSettings, default_layer
 from bandpo_cli.errors import ConfigError, has_secret, redact_credentials, unknown_choice
 
 _TAGGED: Mapping[str, type[TaggedSection]] = {"task": TaskSettings, "bounds": MethodSettings}
+
+_TEXTS = ("task.template", "task.system")
+"""Settings that are sentences, with characters that have a meaning in YAML: `{question} Answer: [a number]`."""
 
 _FORM = "write a setting as section.key=value, for example optim.lr=1e-4"
 
@@ -28,7 +32,7 @@ Layer = Mapping[str, Any]
 
 
 def resolve(layers: Iterable[Layer]) -> RunConfig:
-    """Merge the layers, earliest first, over the defaults of the task that they name, and validate the result.
+    """Merge the layers, earliest first, over the defaults of the task and the model that they name, and validate them.
 
     Raises:
         ConfigError: one line that names the key, the value, what is allowed and the nearest valid name.
@@ -37,8 +41,11 @@ def resolve(layers: Iterable[Layer]) -> RunConfig:
     merged: dict[str, Any] = {}
     for layer in layers:
         merged = merge(merged, layer)
+    model = merged.get("model")
+    is_bundled = not isinstance(model, dict) or model.get("path", EMBEDDED_MODEL) == EMBEDDED_MODEL
+    defaults = default_layer(merged.get("task"), is_bundled)
     try:
-        return RunConfig.model_validate(_merge_mappings(task_defaults(merged.get("task")), merged))
+        return RunConfig.model_validate(_merge_mappings(defaults, merged))
     except ValidationError as error:
         raise ConfigError(validation_message(error, layers)) from None
 
@@ -105,7 +112,7 @@ def without_secret(layer: Layer) -> Layer:
 
 
 def read_assignments(assignments: Iterable[str]) -> Layer:
-    """Return `["optim.lr=1e-4", ...]` of `--set` as one layer; values are read as YAML.
+    """Return `["optim.lr=1e-4", ...]` of `--set` as one layer; `parse_value` reads the values.
 
     Raises:
         ConfigError: an assignment is not of the form `a.b=value`, or one contradicts another.
@@ -116,16 +123,22 @@ def read_assignments(assignments: Iterable[str]) -> Layer:
         path, equals, text = assignment.partition("=")
         if not equals:
             raise ConfigError(f"{where}: {_FORM}")
-        try:
-            value = parse_yaml(text, where)
-        except ConfigError:
-            if text[:1] not in ("{", "[") or text[-1:] in ("}", "]"):
-                raise
-            # A template such as `{question} Answer with the number only.`
-            advice = f"quote a text that begins with {text[0]}: --set '{path}=\"...\"'"
-            raise ConfigError(f"{where}: {advice}") from None
-        _set_nested(layer, path.strip(), value, where)
+        _set_nested(layer, path.strip(), parse_value(path.strip(), text, where), where)
     return layer
+
+
+def parse_value(key: str, text: str, where: str) -> Any:
+    """Return the value of a setting on the command line: YAML, or the text itself for a setting that is a text.
+
+    A text may be quoted as in YAML, and `null` is no text. Raises ConfigError, which begins with `where`, if the text
+    is not YAML.
+    """
+    if key not in _TEXTS:
+        return parse_yaml(text, where)
+    with suppress(ConfigError):
+        if text == "null" or text[:1] + text[-1:] in ("''", '""'):
+            return parse_yaml(text, where)
+    return text
 
 
 def nest(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Configuration of a run, one class per section. The defaults train the bundled model on countdown."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     Field,
@@ -8,6 +8,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveInt,
     SerializeAsAny,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -215,6 +216,11 @@ class OptimConfig(Section):
     stops the run at the first. A skipped update changes no weights; the schedule continues."""
 
 
+def default_k(n: int) -> list[int]:
+    """Return the k of pass@k and maj@k for n completions per problem."""
+    return [*(k for k in (4, 16, 64, 256) if k < n), n]
+
+
 class EvaluationConfig(Section):
     """Evaluation on held-out problems during training."""
 
@@ -224,14 +230,20 @@ class EvaluationConfig(Section):
     """Maximum number of problems of each evaluation set; null for all."""
     samples: PositiveInt = 16
     """Completions per problem (n)."""
-    k: tuple[PositiveInt, ...] = (4, 16)
-    """The values of k of pass@k and maj@k; pass@1 equals mean@n."""
+    k: tuple[PositiveInt, ...] = Field(None, validate_default=True)
+    """The values of k of pass@k and maj@k; pass@1 equals mean@n. null: 4, 16, 64 and 256 below `samples`, and
+    `samples`."""
     temperature: NotNegative = 1.0
     """0 is greedy decoding."""
     batch: PositiveInt = 512
     """Completions that are graded and stored together (those of one problem are never split). An interrupted evaluation
     loses those that are not stored, up to three batches and what is in vLLM's queue. The transformers engine reports
     its progress once per batch: a smaller one shows it sooner on a CPU. A problem keeps its random numbers."""
+
+    @field_validator("k", mode="before")
+    @classmethod
+    def _follow_samples(cls, k: Any, info: ValidationInfo) -> Any:
+        return default_k(info.data.get("samples", 1)) if k is None else k
 
     @model_validator(mode="after")
     def _check_samples(self) -> Self:

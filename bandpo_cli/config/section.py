@@ -91,7 +91,8 @@ class TaggedSection(Section):
         kind, classes = cls.kind_of(values), cls.classes()
         if not isinstance(kind, str) or kind not in classes:
             raise key_error(cls.tag, f" = {kind!r}: {unknown_choice(kind, classes)}")
-        _check_keys(classes[kind], values, f" of '{kind}'", classes)
+        default = "" if cls.tag in values else ", the default"
+        _check_keys(classes[kind], values, f" of '{kind}'{default}", classes)
         return classes[kind].model_validate({**values, cls.tag: kind})
 
 

@@ -24,7 +24,15 @@ from pydantic import (
 
 from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.config.section import NotEmpty, Section, TaggedSection, require
-from bandpo_cli.datasets import DATA_TASK, DATASETS, TASKS, generated_tasks, split_member, task_kind
+from bandpo_cli.datasets import (
+    DATA_TASK,
+    DATASETS,
+    TASKS,
+    TEMPLATES,
+    generated_tasks,
+    split_member,
+    task_kind,
+)
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import nearest_file, path_exists, user_path
 from bandpo_cli.registries import GRADERS, load_attribute
@@ -88,24 +96,15 @@ class Source(Section):
             return {"name": value} if value in DATASETS else {"path": value}
         return value
 
+    @property
+    def answer_grader(self) -> str:
+        """The grader of its answers where the task names none for all."""
+        return self.grader or (DATASETS[self.name].grader if self.name else "math")
+
     @model_validator(mode="after")
     def _check_has_location(self) -> Source:
         require(self.name or self.path, f"give it a name ({', '.join(DATASETS)}) or a path")
         return self
-
-
-TEMPLATES = {
-    # The prompt of arXiv 2603.04918 and of DAPO.
-    "answer-line": "Solve the following math problem step by step. The last line of your response should be of the "
-    "form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
-    "{question}\n\n"
-    'Remember to put your answer on its own line after "Answer:".',
-    "boxed": "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}.",
-    # verl's prompt for GSM8K.
-    "hashes": '{question} Let\'s think step by step and output the final answer after "####".',
-    "plain": "{question}",
-}
-"""The known user messages by name; any other value of `task.template` is the template itself."""
 
 
 def _check_template(template: str) -> str:
@@ -235,16 +234,30 @@ class DataTask(TaskSettings):
     """A system message before the user message."""
     grader: GraderName | None = None
     """Grader of all answers, those of the evaluation sets too: `math`, `number`, `math-dapo` (the paper's), `gsm8k`,
-    ..., or a custom function as module:function. null: the grader of each source."""
+    ..., or a custom function as module:function. null: the grader of each source. config.yaml has the one of
+    all sources here, and different ones in the sources."""
 
     @model_validator(mode="after")
-    def _check_one_grader(self) -> DataTask:
+    def _choose_grader(self) -> DataTask:
         first = self.rewards[0].grader if self.rewards else None
         require(
             not self.grader or not first,
             f"grader = '{self.grader}' and the first of the rewards, '{first}', both grade the answers; leave one of "
             "them out",
         )
+        if self.answer_grader is None:  # write the graders out, so that config.yaml has them
+            own = self._graders_of_sources()
+            changes: dict[str, Any] = (
+                {"grader": own.pop()}
+                if len(own) == 1
+                else {
+                    part: tuple(
+                        item.model_copy(update={"grader": item.answer_grader}) for item in getattr(self, part)
+                    )
+                    for part in ("train", "heldout")
+                }
+            )
+            self.__dict__.update(changes)  # the section is frozen for everyone else
         return self
 
     @property
@@ -252,13 +265,32 @@ class DataTask(TaskSettings):
         """The name of the data set; of the task `data` the names of its sources."""
         if self.name != DATA_TASK:
             return self.name
-        names = (item.label or item.name or Path(str(item.path)).stem for item in self.train)
+        sources = self.train or self.heldout
+        names = (item.label or item.name or Path(str(item.path)).stem for item in sources)
         return "+".join(names) or self.name
 
     @property
     def answer_grader(self) -> str | None:
         """The grader of all answers, which decides what is correct; None for the one of each source."""
         return self.grader or (self.rewards[0].grader if self.rewards else None)
+
+    @property
+    def chosen_grader(self) -> str | None:
+        """The grader of all answers, for other sources too; None if it only is the one that the sources have anyway."""
+        return None if self._graders_of_sources() == {self.answer_grader} else self.answer_grader
+
+    def sources(self, part: Literal["train", "heldout"]) -> tuple[Source, ...]:
+        """Return the sources of a part: the configured ones, else those of the known data set `name`."""
+        configured: tuple[Source, ...] = getattr(self, part)
+        if configured or self.name == DATA_TASK:
+            return configured
+        known = DATASETS[self.name]
+        if part == "heldout" and known.evaluation:
+            return tuple(Source(name=name) for name in known.evaluation)
+        return (Source(name=self.name),) if known.split(part) else ()
+
+    def _graders_of_sources(self) -> set[str]:
+        return {source.answer_grader for source in (*self.sources("train"), *self.sources("heldout"))}
 
 
 def _number(value: Any) -> Any:
@@ -302,10 +334,17 @@ LANGUAGE_MODEL_DEFAULTS: dict[str, Any] = {
     # The logits of 2,048 sequences and vLLM's counts of their tokens take 6 GiB with a vocabulary of 152k.
     "sampling": {"max_tokens": 1024, "max_prompt_tokens": 1024, "max_sequences": 512},
     "optim": {"lr": 1e-6},  # the paper's, and usual for full fine-tuning of 0.5B to 8B parameters
-    "evaluation": {"samples": 4, "k": [4]},
+    "evaluation": {"samples": 4},
 }
 """Defaults for worked answers of a language model. Those of the settings classes are for countdown and a model of a
 million parameters."""
+
+COUNTDOWN_DEFAULTS = LANGUAGE_MODEL_DEFAULTS | {
+    # An answer has 8 tokens without spaces, and twice as many with them.
+    "sampling": {"max_tokens": 32, "max_sequences": 512},
+    "evaluation": {},
+}
+"""Defaults for countdown with another model than the bundled one."""
 
 
 def task_from_arguments(texts: Sequence[str]) -> dict[str, Any]:
@@ -336,11 +375,14 @@ def task_from_arguments(texts: Sequence[str]) -> dict[str, Any]:
     return {"name": text}
 
 
-def task_defaults(task: Any) -> dict[str, Any]:
-    """Return a layer of defaults for the `task` section as the user wrote it, whatever it is."""
+def default_layer(task: Any, is_bundled: bool) -> dict[str, Any]:
+    """Return the defaults for the `task` section as the user wrote it, whatever it is, and for the kind of model."""
     name = TaskSettings.kind_of(task if isinstance(task, dict) else {})
     entry = TASKS.get(task_kind(name)) if isinstance(name, str) else None
-    return {} if entry is None or entry.defaults is None else load_attribute(entry.defaults)
+    if entry is None or entry.defaults is None or (is_bundled and entry.for_bundled_model):
+        return {}
+    defaults: dict[str, Any] = load_attribute(entry.defaults)
+    return defaults
 
 
 def check_package(name: str) -> None:

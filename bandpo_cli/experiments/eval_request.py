@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from bandpo_cli.config.layers import Layer, nest, read_layer, resolve, with_values, without_secret
-from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig, default_k
 from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, task_from_arguments
 from bandpo_cli.datasets import DATASETS, generated_tasks, split_member
 from bandpo_cli.errors import ConfigError, UserError, nearest
 from bandpo_cli.experiments.preflight import (
     ModelRef,
-    check_embedded_task,
     check_graders,
+    check_model_and_task,
     check_model_contents,
     check_model_path,
     resolve_model,
+    run_layers,
 )
 from bandpo_cli.paths import nearest_file, path_exists, user_path
 from bandpo_cli.storage.eval_folder import RECORD_FILE, SAMPLES_FILE, EvalFolder, read_record
@@ -32,8 +33,6 @@ from bandpo_cli.tasks.completions import StoredProblem, read_completions
 from bandpo_cli.tasks.rows import source_label
 from bandpo_cli.tasks.task import Task, build_task
 
-DEFAULT_K = (4, 16, 64, 256)
-"""The default k of pass@k and maj@k, besides n: the values below n."""
 MAX_K = 10**6
 _MAX_STEM_CHARS = 100
 """Largest length of the part of an evaluation's name that says what was evaluated."""
@@ -156,7 +155,7 @@ def plan_evaluation(
         raise ConfigError(f"--k {max(k)}: needs --n {max(k)}; make it that, or --k of at most {n}")
     flags = {
         "evaluation.samples": n,
-        "evaluation.k": _default_k(n) if k is None and n is not None else k and [*k],
+        "evaluation.k": default_k(n) if k is None and n is not None else k and [*k],
         "evaluation.temperature": options.get("temperature"),
         "evaluation.problems": options.get("limit"),
         "sampling.max_tokens": options.get("max_tokens"),
@@ -179,12 +178,12 @@ def plan_evaluation(
 def _model_request(model: str, tasks: Sequence[str], runs_dir: Path, layers: Sequence[Layer]) -> EvalRequest:
     """Return the evaluation of a model, with the settings of its run, then `layers`."""
     ref = _untrained_model(model, runs_dir) or resolve_model(model, runs_dir)
-    base = [] if ref.run is None else [read_layer(ref.run.path / "config.yaml")]
+    base = [] if ref.run is None else run_layers(ref.run)
     task_layer = _task_layer(tasks, resolve(base) if base else None)
     # Adapters are merged into the weights when a model is loaded.
     config = resolve([*base, task_layer, *layers, {"model": {"path": ref.path, "lora": None}}])
     check_engine(config.sampling.engine, config.model.device)
-    check_embedded_task(config, f"--task {' '.join(tasks) or config.task.name}")
+    check_model_and_task(config, f"--task {' '.join(tasks) or config.task.name}")
     task = build_task(config.task)
     check_graders(problem for problems in task.heldout_sets().values() for problem in problems)
     return EvalRequest(config, (ref, task))
@@ -206,16 +205,11 @@ def _samples_request(path: Path, grader: str | None, layers: Sequence[Layer]) ->
 
     # The settings of sampling are not used here, and must not forbid a k.
     evaluation = {"samples": max(fewest, MAX_K), "temperature": 1.0}
-    config = resolve([{"evaluation": {"k": _default_k(fewest)}}, *layers, {"evaluation": evaluation}])
+    config = resolve([{"evaluation": {"k": default_k(fewest)}}, *layers, {"evaluation": evaluation}])
     if (most := max(config.evaluation.k, default=1)) > fewest:
         raise ConfigError(f"--k {most}: at most {fewest}, the completions of a problem in {path}")
     config = with_values(config, {"evaluation.samples": fewest})
     return EvalRequest(config, SamplesFile(path, file_digest(path), grader, sets))
-
-
-def _default_k(n: int) -> list[int]:
-    """Return the k of pass@k and maj@k for n completions per problem."""
-    return [*(k for k in DEFAULT_K if k < n), n]
 
 
 def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) -> EvalRequest:
@@ -263,7 +257,7 @@ def _task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:
     else:
         task = {"name": "data", "heldout": _sources(tasks)}
         if own is not None and isinstance(own.task, DataTask):
-            task |= own.task.model_dump(include={"template", "system"}) | {"grader": own.task.answer_grader}
+            task |= own.task.model_dump(include={"template", "system"}) | {"grader": own.task.chosen_grader}
     return {"evaluation": {"problems": None}, "task": task}
 
 

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.layers import flatten, resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.task import DataTask
+from bandpo_cli.config.task import DataTask, TaskSettings
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.metric_names import HELDOUT_ACCURACY, HELDOUT_REWARD, has_nonbinary_rewards, heldout_mean
 from bandpo_cli.registries import method_name
@@ -83,6 +83,7 @@ class RunDescription:
 
     Attributes:
         overview: the line of `bandpo runs`.
+        task_settings: the settings of the task by dotted name, without those that are null or empty.
         changed: value and default of the settings that differ from the default of the run's task, model and method.
         metrics: first and last value of each metric.
         checkpoints: steps of the checkpoints that training can resume from.
@@ -91,6 +92,7 @@ class RunDescription:
 
     overview: RunOverview
     config: RunConfig
+    task_settings: Mapping[str, Any]
     changed: Mapping[str, tuple[Any, Any]]
     metrics: Mapping[str, MetricRange]
     checkpoints: tuple[int, ...]
@@ -245,6 +247,7 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:
     return RunDescription(
         overview=_overview(_name_in(root, folder.path), stored, config, read_summary(folder.path)),
         config=config,
+        task_settings=task_settings(config.task),
         changed=changed_settings(config, on_gpu=isinstance(hardware, Mapping) and bool(hardware.get("gpus"))),
         metrics=metrics,
         checkpoints=tuple(sorted(complete_checkpoints(folder).complete)),
@@ -259,6 +262,16 @@ def _name_in(runs_dir: Path, path: Path) -> str:
     return path.relative_to(runs_dir).as_posix() if path.is_relative_to(runs_dir) else str(path)
 
 
+def task_settings(task: TaskSettings) -> dict[str, Any]:
+    """Return the settings of a task by dotted name, without its name and those that are null or empty.
+
+    Of the sources (`task.train.0.path`), only the settings that differ from their default are included.
+    """
+    values = task.model_dump(mode="json") | task.model_dump(mode="json", exclude_defaults=True)
+    settings = flatten({"task": values}, expand_lists=True).items()
+    return {key: value for key, value in settings if key != "task.name" and value not in (None, [])}
+
+
 def changed_settings(config: RunConfig, on_gpu: bool = False) -> dict[str, tuple[Any, Any]]:
     """Return value and default of the settings that differ from the defaults of the run's task, model and method.
 
@@ -271,7 +284,8 @@ def changed_settings(config: RunConfig, on_gpu: bool = False) -> dict[str, tuple
         task = {key: task[key] for key in ("name", "train", "heldout", "revisions")}
     named = ("method", "divergence", "delta")
     bounds = {key: value for key, value in values["bounds"].items() if key in named}
-    default = resolve([{"task": task, "bounds": bounds, "seed": values["seed"]}])
+    model = {"path": config.model.path}
+    default = resolve([{"task": task, "bounds": bounds, "model": model, "seed": values["seed"]}])
     default = with_dtype(default, on_gpu and config.model.device.startswith(("auto", "cuda")))
     defaults = flatten(default.model_dump(mode="json"))
     return {

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bandpo_cli.config.hardware import dtype_on
+from bandpo_cli.config.layers import Layer, read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sampling import check_engine
-from bandpo_cli.config.task import CountdownTask, RewardComponent
+from bandpo_cli.config.task import CountdownTask, DataTask, RewardComponent
+from bandpo_cli.datasets import DATASETS, generated_tasks
 from bandpo_cli.errors import ConfigError, UserError, nearest, plural
 from bandpo_cli.grading.pool import check_grader
 from bandpo_cli.paths import (
@@ -100,16 +102,25 @@ def load_task(config: RunConfig) -> Task:
     check_model_path(path)
     if path != EMBEDDED_MODEL and is_adapter_folder(user_path(path)):
         raise ConfigError(f"model.path = {path!r}: an adapter; first: bandpo export merged {path} --out DIR")
-    check_embedded_task(config, f"task.name = {config.task.name!r}")
+    check_model_and_task(config, f"task.name = {config.task.name!r}")
     task = build_task(config.task)
     check_graders(task.train_problems(), config.task.rewards)
     return task
 
 
-def check_embedded_task(config: RunConfig, setting: str) -> None:
-    """Raise ConfigError, with a message that begins with `setting`, for the bundled model on another task."""
-    if config.model.path == EMBEDDED_MODEL and not isinstance(config.task, CountdownTask):
+def check_model_and_task(config: RunConfig, setting: str) -> None:
+    """Raise ConfigError for the bundled model on another task, and for another model without a task.
+
+    `setting` is the task as the user named it.
+    """
+    path = config.model.path
+    if path == EMBEDDED_MODEL and not isinstance(config.task, CountdownTask):
         raise ConfigError(f"{setting}: the bundled model was trained on countdown only; give a --model")
+    if path != EMBEDDED_MODEL and "task" not in config.model_fields_set:
+        raise ConfigError(
+            f"model.path = {path!r}: a task is missing, because countdown is the default of the bundled model only; "
+            f"add --task FILE.jsonl, or --task NAME with one of {', '.join((*generated_tasks(), *DATASETS))}"
+        )
 
 
 def check_graders(problems: Iterable[Problem], rewards: Sequence[RewardComponent] | None = None) -> None:
@@ -241,6 +252,31 @@ def resolve_model(text: str, runs_dir: Path, option: str = "--model") -> ModelRe
     path = str(user_path(text)) if path_exists(folder) else text
     check_model_path(path)
     return ModelRef(path)
+
+
+def run_layers(run: RunFolder) -> list[Layer]:
+    """Return the settings of a run, as defaults for other work with its checkpoints.
+
+    A grader that is only the one of its data is not among them: other data has its own.
+    """
+    stored = read_layer(run.path / "config.yaml")
+    task = resolve([stored]).task
+    is_chosen = not isinstance(task, DataTask) or task.chosen_grader is not None
+    return [stored] if is_chosen else [stored, {"task": {"grader": None}}]
+
+
+def new_run_layers(layers: Sequence[Layer], runs_dir: Path) -> list[Layer]:
+    """Return the layers of a new run. If its model is a run or RUN@STEP, the run's settings are the first of them.
+
+    Raises UserError if there is no such model.
+    """
+    models = [layer["model"] for layer in layers if isinstance(layer.get("model"), dict)]
+    path = next((model["path"] for model in reversed(models) if "path" in model), EMBEDDED_MODEL)
+    ref = resolve_model(path, runs_dir, "model.path =") if isinstance(path, str) else None
+    if ref is None or ref.run is None:
+        return [*layers]
+    own = [{key: value for key, value in layer.items() if key != "tracking"} for layer in run_layers(ref.run)]
+    return [*own, {"model": {"revision": None}}, *layers, {"model": {"path": ref.path}}]
 
 
 def check_model_contents(checkpoint: Path) -> None:

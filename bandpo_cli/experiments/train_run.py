@@ -10,6 +10,7 @@ import errno
 import json
 import logging
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -94,7 +95,8 @@ def plan_training(
         UserError: the name is taken, or nothing can be written to `runs_dir`.
     """
     runs_dir = Path(runs_dir)
-    default = timestamped(f"{config.bounds.slug()}-{config.task.name}-s{config.seed}")
+    task_name = re.sub(r"[^A-Za-z0-9_.+=-]+", "-", config.task.title)[:60]
+    default = timestamped(f"{config.bounds.slug()}-{task_name}-s{config.seed}")
     name = choose_run_name(runs_dir, name, default)
     check_ranks(config, rank_count() if ranks is None else ranks)
     task = check_config(config)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedTokenizerBase
 
 from bandpo_cli.config.run import RewardConfig, RunConfig
-from bandpo_cli.config.task import TEMPLATES, DataTask, TaskSettings
+from bandpo_cli.config.task import DataTask, TaskSettings
+from bandpo_cli.datasets import TEMPLATES
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.models.load import Policy
 from bandpo_cli.objective.advantages import shaped_reward

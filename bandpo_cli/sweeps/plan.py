@@ -8,8 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from bandpo_cli.config.files import parse_yaml
-from bandpo_cli.config.layers import Layer, nest, resolve, split_values
+from bandpo_cli.config.layers import Layer, nest, parse_value, resolve, split_values
 from bandpo_cli.config.methods import MethodSettings, TrustRegionSettings
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import Settings, SweepConfig
@@ -150,7 +149,7 @@ def check_baseline(baseline: str | None, arms: Iterable[str], where: str = "") -
 
 
 def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
-    """Return the values of comma-separated lists by dotted setting; each value is parsed as YAML, as for `--set`.
+    """Return the values of comma-separated lists by dotted setting; each value is read as for `--set`.
 
     A flag that was not given is None. Raises ConfigError for an empty item.
     """
@@ -161,7 +160,7 @@ def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
             name = key.rpartition(".")[2]
             raise ConfigError(f"--{name} {text!r}: an empty item; separate values by commas: 0.01,0.05")
         if items:
-            axes[key] = [parse_yaml(item, f"{key}={item}") for item in items]
+            axes[key] = [parse_value(key, item, f"{key}={item}") for item in items]
     return axes
 
 

@@ -1,6 +1,6 @@
-"""Prompts: the template, `task.template`, with the question in it. `config.task.TEMPLATES` has the known templates."""
+"""Prompts: the template, `task.template`, with the question in it. `datasets.TEMPLATES` has the known templates."""
 
-from bandpo_cli.config.task import TEMPLATES
+from bandpo_cli.datasets import TEMPLATES
 from bandpo_cli.types import Message, Prompt
 
 _SLOT = "{question}"

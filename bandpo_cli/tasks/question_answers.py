@@ -10,8 +10,8 @@ from functools import cached_property
 from itertools import chain, islice
 from typing import Any
 
-from bandpo_cli.config.task import TEMPLATES, DataTask, Fields, Source
-from bandpo_cli.datasets import DATA_TASK, DATASETS
+from bandpo_cli.config.task import DataTask, Fields, Source
+from bandpo_cli.datasets import DATA_TASK, TEMPLATES
 from bandpo_cli.errors import ConfigError, nearest, plural
 from bandpo_cli.registries import GRADERS
 from bandpo_cli.tasks.fields import (
@@ -51,7 +51,7 @@ class QuestionAnswerTask:
                 f"task.revisions: '{unknown}' is no data set on the hub that this task reads"
                 f"{nearest(unknown, known)}; it reads {', '.join(known) or 'local files only'}"
             )
-        self._train_sources, self._heldout_sources = _sources(config, "train"), _sources(config, "heldout")
+        self._train_sources, self._heldout_sources = config.sources("train"), config.sources("heldout")
         for part, sources in (("train", self._train_sources), ("heldout", self._heldout_sources)):
             counts = Counter(map(source_label, sources))
             if repeated := next((label for label, count in counts.items() if count > 1), None):
@@ -158,19 +158,8 @@ class QuestionAnswerTask:
 
 def hub_ids(config: DataTask) -> list[str]:
     """Return the ids of the data sets on the hub that a task reads, without files and folders."""
-    ids = [hub_id(source) for source in (*_sources(config, "train"), *_sources(config, "heldout"))]
+    ids = [hub_id(source) for source in (*config.sources("train"), *config.sources("heldout"))]
     return list(dict.fromkeys(filter(None, ids)))
-
-
-def _sources(config: DataTask, part: SplitName) -> tuple[Source, ...]:
-    """Return the sources of a part: the configured ones, else those of the known data set `task.name`."""
-    configured: tuple[Source, ...] = getattr(config, part)
-    if configured or config.name == DATA_TASK:
-        return configured
-    known = DATASETS[config.name]
-    if part == "heldout" and known.evaluation:
-        return tuple(Source(name=name) for name in known.evaluation)
-    return (Source(name=config.name),) if known.split(part) else ()
 
 
 def load_questions(
@@ -192,7 +181,7 @@ def load_questions(
             are malformed, or has no usable row.
     """
     label, place, known = source_label(source), source.path or source.name, known_dataset(source)
-    grader = config.answer_grader or source.grader or known.grader
+    grader = config.answer_grader or source.answer_grader
     graders = [grader, *(reward.grader for reward in config.rewards or () if reward.grader)]
     rows = read_rows(source, part, config.revisions.get(hub_id(source) or ""))
     first_rows = list(islice(rows, SAMPLE_ROWS))

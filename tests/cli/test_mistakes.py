@@ -111,7 +111,18 @@ MISTAKES: dict[str, list[str]] = {
     "train --method clip --delta 0.1": ["bounds.delta", "of 'clip'", "eps_high"],
     "train --probe --resume first --dry-run": ["--probe: it tries a new run", "leave out --resume and --dry-run"],
     "train --steps 2 --profile 2": ["--profile 2", "give 1 to 1"],
-    "train --model ./nowhere": ["./nowhere", "no such folder"],
+    "train --model ./nowhere": ["./nowhere", "no such run or folder"],
+    "train --model frist": ["model.path = frist: no such run or folder (did you mean 'first'?)"],
+    "train --model first@9": ["model.path = first@9: no such checkpoint in runs/first; there are: 2"],
+    # defaults that are for the bundled model
+    "train --model a/b": ["model.path = 'a/b': a task is missing", "add --task FILE.jsonl", "countdown, reasoning-gym"],
+    "eval --model a/b": ["model.path = 'a/b': a task is missing"],
+    "sweep --model a/b --seeds 0,1": ["model.path = 'a/b': a task is missing"],
+    "train --model a/b --grader math": ["of 'countdown', the default; known: name", "a setting of data, gsm8k"],
+    # templates
+    "train --model a/b --task one.jsonl --template boxd": ["task.template = 'boxd'", "did you mean 'boxed'"],
+    "train --template boxed": ["task.template: no such setting of 'countdown', the default"],
+    "eval --samples one.jsonl --template boxed": ["--samples: nothing is sampled; leave out --template"],
     "train --divergence nomodule:f": ["nomodule"],
     "train --task gsm8k": ["bundled model was trained on countdown only", "--model"],
     # axes and seeds of a sweep

@@ -26,7 +26,50 @@ from bandpo_cli.errors import ConfigError
 def test_a_source_is_a_string_or_a_section(written: Any, source: Source) -> None:
     assert Source.model_validate(written) == source
     assert DataTask.model_validate({"name": "data", "train": written}).train == (source,)
-    assert DataTask.model_validate({"name": "data", "train": [written, "y.jsonl"]}).train[0] == source
+    several = {"name": "data", "train": [written, "y.jsonl"], "grader": "math"}
+    assert DataTask.model_validate(several).train[0] == source
+
+
+@pytest.mark.parametrize(
+    ("task", "grader", "chosen", "of_sources"),
+    [
+        ({"name": "gsm8k"}, "number", None, []),
+        ({"name": "dapo-math-17k"}, "math", None, []),
+        ({"name": "gsm8k", "grader": "gsm8k"}, "gsm8k", "gsm8k", []),
+        ({"train": "x.jsonl"}, "math", None, [None]),
+        ({"train": "x.jsonl", "heldout": "math500"}, "math", None, [None, None]),
+        ({"train": ["x.jsonl", "gsm8k"]}, None, None, ["math", "number"]),
+        ({"train": "x.jsonl", "heldout": "gsm8k"}, None, None, ["math", "number"]),
+        ({"train": ["x.jsonl", "gsm8k"], "grader": "math"}, "math", "math", [None, None]),
+        ({"train": {"path": "x.jsonl", "grader": "number"}}, "number", None, ["number"]),
+        ({"train": "x.jsonl", "rewards": ["number", "math"]}, None, "number", [None]),
+        ({"heldout": "gsm8k"}, "number", None, [None]),
+    ],
+)
+def test_the_settings_name_the_grader_that_is_used(
+    task: dict[str, Any], grader: str | None, chosen: str | None, of_sources: list[str | None]
+) -> None:
+    """A grader that the user did not choose is not used for other data, such as that of `eval --task`."""
+    settings = cast(DataTask, resolve([{"task": {"name": "data", **task}}]).task)
+    assert (settings.grader, settings.chosen_grader) == (grader, chosen)
+    assert [source.grader for source in (*settings.train, *settings.heldout)] == of_sources
+    assert resolve([{"task": settings.model_dump(mode="json")}]).task == settings
+
+
+@pytest.mark.parametrize(
+    ("layer", "defaults"),
+    [
+        ({}, (5e-5, 8, 2048, False, 16)),
+        ({"model": {"path": "a/b"}, "task": {"min_target": 37}}, (1e-6, 32, 512, "auto", 16)),
+        ({"model": {"path": "a/b"}, "task": {"name": "gsm8k"}}, (1e-6, 1024, 512, "auto", 4)),
+        ({"task": {"name": "gsm8k"}}, (1e-6, 1024, 512, "auto", 4)),
+    ],
+)
+def test_defaults_follow_the_task_and_the_model(layer: dict[str, Any], defaults: tuple[Any, ...]) -> None:
+    config = resolve([layer])
+    sampling, evaluation = config.sampling, config.evaluation
+    lengths = (sampling.max_tokens, sampling.max_sequences)
+    assert (config.optim.lr, *lengths, config.model.gradient_checkpointing, evaluation.samples) == defaults
 
 
 @pytest.mark.parametrize(

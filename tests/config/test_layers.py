@@ -197,12 +197,20 @@ def test_nested_and_dotted_settings() -> None:
     assert flatten(lists, expand_lists=True) == {"a.0.b": 1, "a.1.b": [2, 3]}
 
 
-def test_a_text_that_begins_with_a_brace_has_to_be_quoted() -> None:
-    """The most common template is one."""
-    with pytest.raises(ConfigError, match=r"quote a text that begins with \{: --set 'task.template=\"...\"'"):
-        read_assignments(["task.template={question} Answer with the number only."])
-    found = read_assignments(['task.template="{question} Answer with the number only."'])
-    assert found == {"task": {"template": "{question} Answer with the number only."}}
+@pytest.mark.parametrize("key", ["task.template", "task.system"])
+def test_a_text_needs_no_quotes_whatever_it_contains(key: str) -> None:
+    for text in (
+        "{question}", "{question} Reply: [a number]", "[x] {question}", "a: {question}", "{question} # c",
+        '"{question}" yes', '"a" or "{question}"', "> {question}", "{a: {question}", "- {question}", "@{question}",
+        "{question}=", "1e-3", "null?", "",
+    ):  # fmt: skip
+        assert flatten(read_assignments([f"{key}={text}"])) == {key: text}
+    for text, value in (
+        ('"a:\\n{question}"', "a:\n{question}"),
+        ("'{question} #'", "{question} #"),
+        ("null", None),
+    ):
+        assert flatten(read_assignments([f"{key}={text}"])) == {key: value}
     assert read_assignments(["evaluation.k=[1, 2]  # pass@2"]) == {"evaluation": {"k": [1, 2]}}
 
 

@@ -49,3 +49,19 @@ def test_adamw_defaults_equal_those_of_torch() -> None:
     expected = inspect.signature(torch.optim.AdamW).parameters
     assert OptimConfig().betas == expected["betas"].default
     assert OptimConfig().eps == expected["eps"].default
+
+
+@pytest.mark.parametrize(
+    ("settings", "k"),
+    [
+        ([], (4, 16)),
+        (["evaluation.samples=2"], (2,)),
+        (["evaluation.samples=4"], (4,)),
+        (["evaluation.samples=100"], (4, 16, 64, 100)),
+        (["evaluation.samples=8", "evaluation.k=[2]"], (2,)),
+        (["evaluation.samples=8", "evaluation.k=null"], (4, 8)),
+        (["evaluation.samples=8", "evaluation.k=[]"], ()),
+    ],
+)
+def test_k_follows_the_number_of_samples_unless_it_is_given(settings: list[str], k: tuple[int, ...]) -> None:
+    assert resolve([read_assignments(settings)]).evaluation.k == k

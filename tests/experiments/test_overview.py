@@ -8,7 +8,13 @@ import pytest
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.experiments import overview
-from bandpo_cli.experiments.overview import changed_settings, describe_line, describe_run, summary_fields
+from bandpo_cli.experiments.overview import (
+    changed_settings,
+    describe_line,
+    describe_run,
+    summary_fields,
+    task_settings,
+)
 from bandpo_cli.storage import run_folder, run_record
 from bandpo_cli.storage.run_folder import RunFolder
 
@@ -28,8 +34,19 @@ def test_template_and_grader_are_changed_settings_and_the_files_are_not() -> Non
     files = {"name": "data", "train": "sums.jsonl", "heldout": "exam.jsonl"}
     assert changed_settings(resolve([model, {"task": files}])) == {}
     task = {**files, "template": "{question} Number only.", "grader": "gsm8k-flexible"}
-    changed = {"task.template": (task["template"], "answer-line"), "task.grader": ("gsm8k-flexible", None)}
-    assert changed_settings(resolve([model, {"task": task}])) == changed
+    changed = {"task.template": (task["template"], "answer-line"), "task.grader": ("gsm8k-flexible", "math")}
+    config = resolve([model, {"task": task}])
+    assert changed_settings(config) == changed
+    assert task_settings(config.task) == {
+        "task.train.0.path": "sums.jsonl", "task.heldout.0.path": "exam.jsonl", "task.heldout_fraction": 0.05,
+        "task.template": task["template"], "task.grader": "gsm8k-flexible",
+    }  # fmt: skip
+
+
+def test_the_defaults_of_a_run_are_those_of_its_model() -> None:
+    pretrained = {"model": {"path": "a/b", "dtype": "float32"}, "task": {"name": "countdown"}}
+    assert changed_settings(resolve([pretrained])) == {}
+    assert changed_settings(resolve([pretrained, {"optim": {"lr": 5e-5}}])) == {"optim.lr": (5e-5, 1e-6)}
 
 
 def test_the_lines_of_a_run_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

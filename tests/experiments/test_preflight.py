@@ -7,8 +7,16 @@ import pytest
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.experiments.preflight import ModelRef, check_model_path, resolve_model, run_warnings
+from bandpo_cli.experiments.preflight import (
+    ModelRef,
+    check_model_path,
+    new_run_layers,
+    resolve_model,
+    run_layers,
+    run_warnings,
+)
 from bandpo_cli.registries import METHODS
+from bandpo_cli.storage.run_folder import RunFolder
 
 
 def make_run(folder: Path, *steps: int) -> None:
@@ -120,6 +128,47 @@ def test_unfinished_checkpoints_do_not_count(runs: Path) -> None:
     make_run(runs / "young")
     with pytest.raises(UserError, match="there is none yet"):
         resolve_model("young", runs)
+
+
+STORED = """
+seed: 7
+model: {path: a/b, revision: v1, dtype: float32}
+task: {name: gsm8k, template: boxed, grader: number}
+optim: {lr: 3.0e-6}
+tracking: {parent: sweep}
+"""
+
+
+def test_a_new_run_of_a_checkpoint_has_the_settings_of_its_run(runs: Path) -> None:
+    (runs / "a" / "config.yaml").write_text(STORED)
+    layers = new_run_layers(
+        [{"model": {"path": "a"}}, {"optim": {"lr": 1e-5}, "model": {"path": "a@10"}}], runs
+    )
+    expected = {
+        "model": {"path": "runs/a/checkpoints/step-000010", "dtype": "float32"},
+        "task": {"name": "gsm8k", "template": "boxed"},
+    }
+    config = resolve(layers)
+    assert config == resolve([{"seed": 7, "optim": {"lr": 1e-5}, **expected}])
+    other = resolve([*new_run_layers([{"model": {"path": "a"}}], runs), {"task": {"train": "x.jsonl"}}])
+    assert other.task.train[0].answer_grader == "math"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("model", ["embedded", "model", "some/id", 3, None])
+def test_other_models_add_no_settings(runs: Path, model: Any) -> None:
+    layers = [{"model": {"path": model}}, {"steps": 3}] if model else [{"model": model}]
+    assert new_run_layers(layers, runs) == layers
+
+
+def test_only_a_chosen_grader_of_a_run_is_used_for_other_data(runs: Path) -> None:
+    config = runs / "a" / "config.yaml"
+    for grader, layers in (
+        ("number", [{"task": {"grader": None}}]),
+        ("math", []),
+        ("null", [{"task": {"grader": None}}]),
+    ):
+        config.write_text(f"task: {{name: gsm8k, grader: {grader}}}")
+        assert run_layers(RunFolder(runs / "a"))[1:] == layers
 
 
 def warnings_of(method: str, updates: int = 1, **sections: Any) -> list[str]:

@@ -8,7 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bandpo_cli.config.task import TEMPLATES, DataTask, Fields, Source
+from bandpo_cli.config.task import DataTask, Fields, Source
+from bandpo_cli.datasets import TEMPLATES
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.tasks.prompts import build_prompt
 from bandpo_cli.tasks.question_answers import load_questions, question_key
