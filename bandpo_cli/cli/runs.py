@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import asdict
 from itertools import groupby
 from operator import itemgetter
@@ -213,22 +212,24 @@ def _print_description(
     status = (
         f"{str(run.status).lower()}, step {run.step:,} of {run.steps:,}, {format_duration(described.seconds)}"
     )
-    changed = {key: (value, f"  (default {default})") for key, (value, default) in described.changed.items()}
-    of_task = {key: (value, changed.get(key, ("", ""))[1]) for key, value in described.task_settings.items()}
-    others = {key: pair for key, pair in changed.items() if pair[0] is None or not key.startswith("task.")}
 
-    def lines(settings: Mapping[str, tuple[Any, str]]) -> list[str]:
-        return [
-            f"{key} = {value}{default}".replace("\n", "\\n") for key, (value, default) in settings.items()
-        ]
+    def line(key: str, value: Any) -> str:
+        default = f"  (default {described.changed[key][1]})" if key in described.changed else ""
+        return f"{key} = {value}{default}".replace("\n", "\\n")
 
+    task = [line(key, value) for key, value in described.task_settings.items()]
+    changed = [
+        line(key, value)
+        for key, (value, _) in described.changed.items()
+        if value is None or not key.startswith("task.")
+    ]
     rows = [
         ("run", str(run.path)),
         ("status", status + (f": {run.error.splitlines()[0]}" if run.error else "")),
         ("model", describe_model(config)),
-        ("task", "\n".join([run.task, *lines(of_task)])),
+        ("task", "\n".join([run.task, *task])),
         ("bounds", config.bounds.describe()),
-        ("settings", "\n".join(lines(others))),
+        ("settings", "\n".join(changed)),
         ("checkpoints", _steps(described.checkpoints)),
         ("completions", _steps(described.sampled_steps)),
         ("plots", ", ".join(path.name for path in described.plots)),

@@ -213,6 +213,10 @@ class CountdownTask(TaskSettings):
     other nine tenths."""
 
 
+def _with_graders(sources: tuple[Source, ...]) -> tuple[Source, ...]:
+    return tuple(source.model_copy(update={"grader": source.answer_grader}) for source in sources)
+
+
 class DataTask(TaskSettings):
     """Questions with reference answers, from known data sets, the hub or local files."""
 
@@ -246,18 +250,11 @@ class DataTask(TaskSettings):
             "them out",
         )
         if self.answer_grader is None:  # write the graders out, so that config.yaml has them
-            own = self._graders_of_sources()
-            changes: dict[str, Any] = (
-                {"grader": own.pop()}
-                if len(own) == 1
-                else {
-                    part: tuple(
-                        item.model_copy(update={"grader": item.answer_grader}) for item in getattr(self, part)
-                    )
-                    for part in ("train", "heldout")
-                }
-            )
-            self.__dict__.update(changes)  # the section is frozen for everyone else
+            own: dict[str, Any] = {"train": _with_graders(self.train), "heldout": _with_graders(self.heldout)}
+            graders = self._graders_of_sources()
+            self.__dict__.update(
+                {"grader": graders.pop()} if len(graders) == 1 else own
+            )  # frozen for all others
         return self
 
     @property

@@ -17,7 +17,7 @@ from tests.cli.eval_command import record_of, samples_of, succeed, usage_error
 from tests.cli.train_runs import SMALL, check_equal, drop_checkpoints, truncate_metrics
 
 LORA = ["--set", "model.lora.rank=4", "--set", "model.lora.alpha=12", "--lr", "1e-2"]
-EVAL = "--task countdown --set task.max_number=5 --n 4 --k 1 --limit 4 --no-mlflow".split()  # noqa: SIM905
+EVAL = "--task countdown --set task.max_number=5 --max-tokens 8 --n 4 --k 1 --limit 4 --no-mlflow".split()  # noqa: SIM905
 
 
 @pytest.fixture(scope="module")
