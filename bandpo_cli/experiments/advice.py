@@ -40,7 +40,7 @@ def advice(config: RunConfig, metrics: Mapping[str, float]) -> list[str]:
     if unreadable > COMMON:
         form = "a model that knows the form of the answers, or another --task"
         if isinstance(config.task, DataTask):
-            form = "a prompt that asks for the form of the answer (task.template), or another --grader"
+            form = "a prompt that asks for the form of the answer (--template), or another --grader"
         lines.append(f"{form}, since {unreadable:.1%} have no readable answer")
     if (ungraded := metrics["train/ungraded_fraction"]) > COMMON:
         lines.append(f"a repaired grader or a longer grading.deadline, since {ungraded:.1%} were not graded")
