@@ -198,7 +198,7 @@ def test_a_large_cache_is_a_warning(gpus: Gpus, tmp_path: Path, caplog: pytest.L
 
 @pytest.mark.slow
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    for gib, levels in ((4, []), (0.6, [logging.WARNING])):
+    for gib, levels in ((4, []), (0.3, [logging.WARNING])):
         sizes = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": int(gib * GIB)}
         monkeypatch.setattr(memory, "os", SimpleNamespace(sysconf=sizes.__getitem__))
         with caplog.at_level(logging.INFO, "bandpo_cli"):
