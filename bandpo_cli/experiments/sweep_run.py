@@ -20,6 +20,7 @@ from bandpo_cli.experiments.preflight import choose_run_name
 from bandpo_cli.experiments.rank_group import Dispatcher, check_ranks
 from bandpo_cli.experiments.sweep_request import SweepRequest, request_from_config
 from bandpo_cli.storage.environment import describe_environment, usable_cores
+from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import timestamped
 from bandpo_cli.storage.run_record import is_finished
 from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
@@ -218,7 +219,7 @@ def sweep(
         callbacks: receive the events of `callbacks.Callback`; `step` has the states of all runs about once per second.
 
     Raises:
-        UserError: a setting cannot be used, the name is taken, or there is no such sweep.
+        UserError: a setting cannot be used, the name is taken, there is no such sweep, or another process writes to it.
         KeyboardInterrupt, SystemExit: after the running processes have been stopped; the sweep can be resumed.
     """
     runs_dir, executor = Path(runs_dir), executor or Executor()
@@ -233,7 +234,8 @@ def sweep(
         name = choose_run_name(runs_dir, name, timestamped("sweep"))
         about = ({"gpus_per_run": executor.ranks} if executor.ranks > 1 else {}) | {**request.about}
         folder = SweepFolder.create(runs_dir, name, request.runs, request.baseline, about)
-    return _run_pending(folder, executor, runs_dir, Dispatcher(callbacks))
+    with run_lock(folder.path):
+        return _run_pending(folder, executor, runs_dir, Dispatcher(callbacks))
 
 
 def dry_run_info(request: SweepRequest, executor: Executor) -> SweepInfo:

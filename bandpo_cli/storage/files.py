@@ -1,8 +1,8 @@
 """Files on disk: atomic and durable writes, strict JSON, digests, names by step, and locks.
 
 A file that `write_atomically` writes is either complete or absent: a crash or a full disk never leaves half of one.
-`run_lock` allows one writing process per run; the operating system holds the lock for the process and releases it
-when the process ends, for whatever reason.
+`run_lock` allows one writing process per run and per sweep; the operating system holds the lock for the process and
+releases it when the process ends, for whatever reason.
 """
 
 import hashlib
@@ -173,7 +173,7 @@ def step_of(path: Path | os.DirEntry[str]) -> int | None:
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Hold the lock of the run in `folder` within the body.
+    """Hold the lock of the run or sweep in `folder` within the body.
 
     A process forked within the body does not keep the lock. A lock that another process holds is not waited for, except
     for the moment that a call of `is_locked` in another process takes.
@@ -193,7 +193,7 @@ def run_lock(folder: Path) -> Iterator[None]:
         except (OSError, ValueError, TypeError, KeyError):  # the process may not have written its id yet
             writer = "another process"
         raise UserError(
-            f"run {folder.name} is being written by {writer}; wait for it, or stop it first"
+            f"{folder.name} is being written by {writer}; wait for it, or stop it first"
         ) from None
     except OSError as error:
         raise UserError(f"{folder}: cannot be written to: {error.strerror}") from None

@@ -144,6 +144,9 @@ def test_a_signal_lets_all_runs_save_their_state(tmp_path: Path) -> None:
     sweep = begin(tmp_path, "--seeds", "0,1", *SMALL, "--steps", "500", "--name", "c", "--jobs", "2")
     runs = [tmp_path / "runs/c" / name for name in ("band-s0", "band-s1")]
     wait_until(sweep, lambda: all(count_lines(run) > 2 for run in runs))
+    assert f"c is being written by process {sweep.pid} on" in usage_error(
+        "sweep", "--resume", "c", cwd=tmp_path
+    )
     os.kill(json.loads((runs[0] / ".lock").read_text())["pid"], signal.SIGTERM)  # not the other run
     sweep.terminate()
     out, err = sweep.communicate(timeout=60)
