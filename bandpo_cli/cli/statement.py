@@ -95,7 +95,8 @@ def print_dry_run(console: Console, config: RunConfig, task: Task, ranks: int = 
     for trial in try_graders(config, task):
         problem, grade = trial.problem, trial.grade
         dummy = f"the dummy completion {trial.completion!r:.80} for the reference {problem.answer!r:.80}"
-        line = f"{problem.grader} grades {dummy} as {grade.verdict}, reward {grade.reward:g}"
+        reward = f"reward {grade.reward:g}" if grade.has_reward else "without a reward (None or NaN)"
+        line = f"{problem.grader} grades {dummy} as {grade.verdict}, {reward}"
         print_line(console, line, "grader")
         for warning in trial.warnings:
             print_line(console, warning, "warning:", "yellow")

@@ -92,7 +92,7 @@ class TaggedSection(Section):
         if not isinstance(kind, str) or kind not in classes:
             raise key_error(cls.tag, f" = {kind!r}: {unknown_choice(kind, classes)}")
         default = "" if cls.tag in values else ", the default"
-        _check_keys(classes[kind], values, f" of '{kind}'{default}", classes)
+        _check_keys(classes[kind], values, f" of '{kind}'{default}", classes, cls.tag)
         return classes[kind].model_validate({**values, cls.tag: kind})
 
 
@@ -108,9 +108,9 @@ def key_error(key: object, problem: str) -> PydanticCustomError:
 
 
 def _check_keys(
-    cls: type[Section], values: Any, of: str = "", peers: Mapping[str, type[Section]] = {}
+    cls: type[Section], values: Any, of: str = "", peers: Mapping[str, type[Section]] = {}, tag: str = ""
 ) -> Any:
-    """Return `values` if they are a mapping of settings of `cls`; `peers` are the classes in place of it."""
+    """Return `values` if they are a mapping of settings of `cls`; by `tag`, one of `peers` may take its place."""
     known = cls.model_fields
     if not isinstance(values, dict):
         raise PydanticCustomError(
@@ -121,7 +121,9 @@ def _check_keys(
         near = f" (did you mean '{meant}'?)" if meant else nearest(str(key), known)
         having = [peer for peer, settings in peers.items() if key in settings.model_fields]
         more = f" and {len(having) - _MAX_PEERS} more" if len(having) > _MAX_PEERS else ""
-        elsewhere = f"; a setting of {', '.join(having[:_MAX_PEERS])}{more}" if having else ""
+        elsewhere = (
+            f"; a setting of {', '.join(having[:_MAX_PEERS])}{more}: add {tag}: {having[0]}" if having else ""
+        )
         raise key_error(key, f": no such setting{of}{near}; known: {', '.join(known)}{elsewhere}")
     return values
 

@@ -180,7 +180,9 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
     count, wanted = 0 if task is None else len(task.train_problems()), config.sampling.prompts
     if 0 < count < wanted:
         counts = f"{plural(count, 'training problem')} for {wanted:,} prompts per step"
-        warnings.append(f"{counts}: a step has each {wanted / count:.1f} times; lower sampling.prompts")
+        warnings.append(
+            f"{counts}: a problem is {wanted / count:.1f} times in a step; lower sampling.prompts"
+        )
     return warnings
 
 
