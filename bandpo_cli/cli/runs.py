@@ -134,15 +134,12 @@ def runs(
         return
     console = open_console()
     if not runs:
-        asked = patterns or method or task or status
-        print_line(
-            console, f"no such runs in {runs_dir}" if asked else "no runs yet; bandpo train starts one"
-        )
+        is_filtered = patterns or method or task or status
+        none = f"no such runs in {runs_dir}" if is_filtered else "no runs yet; bandpo train starts one"
+        print_line(console, none)
         return
-    metrics, wide = (
-        {"held-out": "heldout", "training": "accuracy", "entropy": "entropy"},
-        console.width >= 100,
-    )
+    wide = console.width >= 100
+    metrics = {"held-out": "heldout", "training": "accuracy", "entropy": "entropy"}
     if any(run.nonbinary_rewards for run in runs):
         wide = console.width >= 120
         metrics = {

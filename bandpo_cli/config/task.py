@@ -249,12 +249,11 @@ class DataTask(TaskSettings):
             f"grader = '{self.grader}' and the first of the rewards, '{first}', both grade the answers; leave one of "
             "them out",
         )
-        if self.answer_grader is None:  # write the graders out, so that config.yaml has them
-            own: dict[str, Any] = {"train": _with_graders(self.train), "heldout": _with_graders(self.heldout)}
+        if self.answer_grader is None:
             graders = self._graders_of_sources()
-            self.__dict__.update(
-                {"grader": graders.pop()} if len(graders) == 1 else own
-            )  # frozen for all others
+            by_source = {"train": _with_graders(self.train), "heldout": _with_graders(self.heldout)}
+            # The section is frozen; its validator writes the graders out, so that config.yaml has them.
+            self.__dict__.update({"grader": graders.pop()} if len(graders) == 1 else by_source)
         return self
 
     @property
