@@ -88,9 +88,11 @@ def _with_setting(message: str, error: Exception, context: Any) -> str:
     from bandpo_cli.config.layers import settings_named
 
     option = getattr(error, "option_name", None)
-    if not option or not any("--set" in parameter.opts for parameter in context.command.params):
+    known = {flag for parameter in context.command.params for flag in parameter.opts} if option else set()
+    if option is None or "--set" not in known:
         return message
-    uses = " or ".join(f"--set {key}=VALUE" for key in settings_named(option))
+    forms = ["--set {}=VALUE", *(["--axis {}=VALUE,VALUE"] if "--axis" in known else [])]
+    uses = " or ".join(form.format(key) for key in settings_named(option) for form in forms)
     return f"{message.partition(' (')[0]}; use {uses}" if uses else message
 
 

@@ -15,9 +15,6 @@ from bandpo_cli.callbacks import CallbackBase
 from bandpo_cli.errors import SignalExit, signal_name
 from bandpo_cli.rank_process import is_main_process, launched_ranks, rank_count
 
-STOPPING = "stopping after this step and its checkpoint; press Ctrl-C again to abort the step"
-"""What a first signal asks for."""
-
 STOPPED = "stopped"
 """Printed where a signal ends the program at once."""
 
@@ -85,6 +82,13 @@ class StopSignals(CallbackBase):
         """Name of the first signal, `Ctrl-C` for SIGINT; None when none has arrived."""
         return signal_name(self._received[0]) if self._received else None
 
+    @property
+    def request(self) -> str:
+        """What the last signal asks for, when it is the first of its kind."""
+        name = signal_name(self._received[-1])
+        again = f"{'press' if name == 'Ctrl-C' else 'send'} {name} again"
+        return f"stopping after this step and its checkpoint; {again} to abort the step"
+
     def __enter__(self) -> StopSignals:
         if threading.current_thread() is threading.main_thread():
             handlers: dict[int, Any] = dict.fromkeys(stop_signals(), self._handle)
@@ -117,7 +121,7 @@ class StopSignals(CallbackBase):
         self._received.append(number)
         deferred = self._deferring and not repeated
         if not self.silent and is_main_process():
-            write_line(STOPPING if deferred else STOPPED)
+            write_line(self.request if deferred else STOPPED)
         if not deferred:
             raise SignalExit(number)
 

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 from bandpo_cli.cli.console import PLAIN_LINES, ExperimentView, print_line, print_rows
-from bandpo_cli.cli.signals import STOPPING, StopSignals
+from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.metric_names import SCORE, has_nonbinary_rewards
 from bandpo_cli.rank_process import launched_ranks
@@ -182,7 +182,8 @@ class TrainView(ExperimentView):
             grid.add_row(heading, f"step {step}", Text(metrics))
         sample = None if self._report is None else self._report.sample
         grid.add_row("a sample", "", "" if sample is None else sample_text(sample))
-        stopping = [Text(STOPPING, style="yellow")] if self.in_progress and self._signals.requested else []
+        requested = self.in_progress and self._signals.requested
+        stopping = [Text(self._signals.request, style="yellow")] if requested else []
         return Panel(Group(self._bar, grid, *stopping), title="bandpo train", title_align="left")
 
     def _add_metrics(self, record: Mapping[str, Any]) -> None:

@@ -13,8 +13,11 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 NotEmpty = Annotated[str, Field(min_length=1)]
 
 SETTINGS_ELSEWHERE = {
+    "bounds.delta": "delta",
+    "bounds.divergence": "divergence",
     "bounds.eps_high": "clip_ratio clip_ratio_high epsilon_high",
     "bounds.eps_low": "clip_ratio_low epsilon",
+    "bounds.method": "method",
     "checkpoint.every": "save_freq save_steps",
     "evaluation.every": "eval_steps test_freq",
     "evaluation.k": "k",
@@ -34,16 +37,19 @@ SETTINGS_ELSEWHERE = {
     "optim.updates": "num_iterations ppo_epochs ppo_mini_batch_size",
     "optim.warmup_steps": "warmup_steps",
     "optim.weight_decay": "weight_decay",
+    "sampling.engine": "engine sampler",
     "sampling.max_prompt_tokens": "max_prompt_length",
     "sampling.max_tokens": "max_completion_length max_new_tokens max_response_length max_tokens",
-    "sampling.prompts": "batch_size train_batch_size",
+    "sampling.prompts": "batch_size prompts train_batch_size",
     "sampling.samples": "group_size n num_generations rollout_n",
     "sampling.temperature": "temperature",
     "sampling.top_p": "top_p",
     "steps": "epochs max_steps num_train_epochs total_epochs total_training_steps",
+    "task.grader": "grader",
+    "task.template": "template",
     "tracking.mlflow": "report_to",
 }
-"""The names of settings in TRL's GRPOConfig, verl's trainer settings, and flags that people try."""
+"""Other names of settings: in TRL's GRPOConfig, in verl's trainer settings, and those that people try."""
 
 _MAX_PEERS = 7
 """Methods or tasks that an error lists as having a setting."""
@@ -117,9 +123,9 @@ def _check_keys(
             "section", "a section is expected here, with keys below it: {known}", {"known": ", ".join(known)}
         )
     for key in (key for key in values if key not in known):
-        meant = setting_for(str(key))
-        near = f" (did you mean '{meant}'?)" if meant else nearest(str(key), known)
         having = [peer for peer, settings in peers.items() if key in settings.model_fields]
+        meant = None if having else setting_for(str(key))
+        near = f" (did you mean '{meant}'?)" if meant else nearest(str(key), known)
         more = f" and {len(having) - _MAX_PEERS} more" if len(having) > _MAX_PEERS else ""
         elsewhere = (
             f"; a setting of {', '.join(having[:_MAX_PEERS])}{more}: add {tag}: {having[0]}" if having else ""

@@ -30,7 +30,14 @@ from bandpo_cli.paths import (
 from bandpo_cli.registries import ENGINES, METHODS
 from bandpo_cli.storage.checkpoints import STATE, check_contents, model_checkpoints
 from bandpo_cli.storage.files import step_of
-from bandpo_cli.storage.run_folder import RunFolder, check_name, find_run, is_run_folder, unused_name
+from bandpo_cli.storage.run_folder import (
+    RunFolder,
+    check_name,
+    find_run,
+    is_run_folder,
+    other_folder,
+    unused_name,
+)
 from bandpo_cli.tasks.task import Task, build_task
 from bandpo_cli.types import Problem
 
@@ -248,6 +255,8 @@ def resolve_model(text: str, runs_dir: Path, option: str = "--model") -> ModelRe
     owner = text.partition("/")[0]
     may_be_id = len(text) <= 96 and _HUB_ID.fullmatch(text) and owner not in (".", "..", runs_dir.name)
     if not text or not (path_exists(folder) or may_be_id):
+        if other := other_folder(text, runs_dir):
+            raise other
         names = folders_containing(runs_dir, "config.yaml")
         hint = nearest(text.removeprefix(f"{runs_dir}/"), [*names, EMBEDDED_MODEL])
         raise ConfigError(f"{option} {text[:200]}: no such run or folder{hint}; give a run or {_MODELS}")

@@ -206,6 +206,8 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
     if step < 0 and done >= own.steps:
         raise UserError(f"run {folder.name} has no complete checkpoint; {again} --steps {config.steps}")
     warnings = [f"skipped: {why}" for later, why in damaged.items() if step < later <= done]
+    if config.steps < own.steps:
+        warnings.append(f"steps = {config.steps}: the run ends there; it was to end at step {own.steps}")
     pinned, task = config, None
     if step < config.steps:
         pinned, damage = pin(config, folder)

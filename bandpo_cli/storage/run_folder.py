@@ -210,16 +210,26 @@ def not_found(kind: str, text: str, runs_dir: Path, marker: str) -> UserError:
     """
     existing = next(filter(path_exists, _candidates(text, runs_dir)), None)
     if kind == "run" and existing is not None:
-        for file, (what, commands) in _OTHER_FOLDERS.items():
-            if (existing / file).is_file():
-                choices = " or ".join(shell_command(words, existing, runs_dir) for words in commands)
-                return UserError(f"{existing} is {what}, not a run; type {choices}")
+        if other := other_folder(text, runs_dir):
+            return other
         for folder in filter(is_run_folder, existing.absolute().parents):
             return UserError(f"{existing} is in the folder of a run; name the run: {relative_to_cwd(folder)}")
         return UserError(f"{existing} is not a run: it has no config.yaml; start a new run")
+    if not path_exists(runs_dir):
+        return UserError(f"no {kind} {text[:200]!r}: there is no folder {runs_dir}; --runs-dir names another")
     names = folders_containing(runs_dir, marker)
     others = ", ".join(names[-5:]) or f"no {kind}s"
     return UserError(f"no {kind} {text[:200]!r} in {runs_dir}{nearest(text, names)}; it has {others}")
+
+
+def other_folder(text: str, runs_dir: Path) -> UserError | None:
+    """Return the error for a `text` that should name a run and names an evaluation or a sweep; None for any other."""
+    for folder in _candidates(text, runs_dir):
+        for file, (what, commands) in _OTHER_FOLDERS.items():
+            if path_exists(folder / file):
+                choices = " or ".join(shell_command(words, folder, runs_dir) for words in commands)
+                return UserError(f"{folder} is {what}, not a run; type {choices}")
+    return None
 
 
 def find_run(text: str, runs_dir: Path) -> tuple[RunFolder, int | None] | None:

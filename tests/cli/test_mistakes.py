@@ -47,7 +47,7 @@ MISTAKES: dict[str, list[str]] = {
     # words of other trainers
     "train --learning-rate 1e-5": ["No such option: --learning-rate; use --set optim.lr=VALUE"],
     "train --samples 8": ["use --set sampling.samples=VALUE or --set evaluation.samples=VALUE (see bandpo train"],
-    "sweep --schedule cosine": ["No such option: --schedule; use --set optim.schedule=VALUE (see bandpo sweep"],
+    "sweep --schedule cosine": ["No such option: --schedule; use --set optim.schedule=VALUE or --axis"],
     "samples first -k 3": ["No such option: -k (see bandpo samples --help)"],
     "train --set lr=1e-5": ["lr: no such setting (did you mean 'optim.lr'?)"],
     "train --set actor.clip_ratio_high=0.28": ["actor: no such setting"],
@@ -99,6 +99,8 @@ MISTAKES: dict[str, list[str]] = {
     # folders that are not runs
     "show deltas": ["runs/deltas is a sweep, not a run; type bandpo runs deltas or bandpo report deltas or"],
     "plot half": ["runs/half is an evaluation, not a run; type bandpo samples half or bandpo eval"],
+    "eval --model deltas": ["runs/deltas is a sweep, not a run; type bandpo runs deltas"],
+    "show first --runs-dir nowhere": ["no run 'first': there is no folder nowhere; --runs-dir names another"],
     "samples first --correct --wrong": ["--correct --wrong: give one of them"],
     # sweeps and evaluations
     "sweep": ["nothing is swept: give a sweep file or values, as in: --delta 0.01,0.05 --seeds 0,1"],
@@ -126,6 +128,7 @@ MISTAKES: dict[str, list[str]] = {
     "train --divergence nomodule:f": ["nomodule"],
     "train --task gsm8k": ["bundled model was trained on countdown only", "--model"],
     # axes and seeds of a sweep
+    "sweep --samples 3,4": ["use --set sampling.samples=VALUE or --axis sampling.samples=VALUE,VALUE or"],
     "sweep --axis delta": ["--axis 'delta'", "write it as KEY=V,V"],
     "sweep --delta ''": ["--delta", "empty item"],
     "sweep --delta 0.1,0.2 --baseline 0.3": ["baseline = '0.3'", "variants: 0.1, 0.2"],
@@ -228,11 +231,9 @@ def test_flags_are_settings_also_with_value_0(folder: Path, monkeypatch: pytest.
 def test_suggested_settings_exist() -> None:
     """Of all methods and with LoRA: a suggestion may be a setting of one method only."""
     lora = {"model": {"lora": {"rank": 8}}}
-    keys = {
-        key
-        for method in METHODS
-        for key in flatten(resolve([{"bounds": {"method": method}}, lora]).model_dump(), keep_empty=True)
-    }
+    data = {"task": {"name": "data", "train": "x"}}
+    layers = [[{"bounds": {"method": method}}, lora] for method in METHODS] + [[data]]
+    keys = {key for layer in layers for key in flatten(resolve(layer).model_dump(), keep_empty=True)}
     assert set(SETTINGS_ELSEWHERE) <= keys
 
 

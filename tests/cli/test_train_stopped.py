@@ -35,7 +35,7 @@ def test_sigterm_finishes_the_step_and_a_second_process_is_refused(six_steps: Pa
     second = usage_error("train", "--resume", "a", "--runs-dir", "there", cwd=tmp_path)
     assert f"is being written by process {process.pid} on " in second
     process.send_signal(signal.SIGTERM)
-    wait_for_line(process, "press Ctrl-C again")
+    wait_for_line(process, "send SIGTERM again")
     (tmp_path / "release").touch()
     out, err = process.communicate(timeout=120)
     assert process.returncode == 143, out + err

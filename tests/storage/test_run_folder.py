@@ -61,7 +61,7 @@ def test_open_accepts_name_and_path_and_suggests_the_nearest_name(run, tmp_path)
     assert RunFolder.open(Path("nowhere"), str(run.path)).path == run.path
     with pytest.raises(UserError, match="did you mean 'first'"):
         RunFolder.open(runs, "frist")
-    with pytest.raises(UserError, match="has no runs"):
+    with pytest.raises(UserError, match=r"there is no folder .*none; --runs-dir names another"):
         RunFolder.open(tmp_path / "none", "first")
 
 
