@@ -149,7 +149,9 @@ def runs(
         }
         metrics |= {"training\naccuracy": "accuracy", "entropy": "entropy"} if wide else {}
     headings = ["run", "method", "task", "status", ">steps", *(f">{heading}" for heading in metrics)]
-    table = make_table(*headings, *([">started"] if wide else []), gap=2 if wide else 1)
+    forked = any(run.parent for run in runs)
+    headings += [*([">started"] if wide else []), *(["fork of"] if wide and forked else [])]
+    table = make_table(*headings, gap=2 if wide else 1)
     table.columns[0].min_width, table.columns[3].no_wrap = 12, True
     for run in runs:
         status = (run.status or "DAMAGED").lower()
@@ -158,7 +160,7 @@ def runs(
             started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.started_ms / 1000))
             values = (getattr(run, field) for field in metrics.values())
             numbers = ["" if value is None else f"{value:.3f}" for value in values]
-            cells += map(Text, [f"{run.step:,}/{run.steps:,}", *numbers, started])
+            cells += map(Text, [f"{run.step:,}/{run.steps:,}", *numbers, started, run.parent or ""])
         table.add_row(*cells[: len(table.columns)])
     console.print(table, highlight=False)
     for run in runs:
@@ -188,7 +190,11 @@ def show(
     if format_ == "table":
         _print_description(open_console(), described, runs_dir, all_)
         return
-    pairs = {"changed": ("value", "default"), "metrics": ("first", "last")}
+    pairs = {
+        "changed": ("value", "default"),
+        "changed_by_fork": ("parent", "value"),
+        "metrics": ("first", "last"),
+    }
     content = vars(described) | {
         field: {key: dict(zip(names, pair, strict=True)) for key, pair in getattr(described, field).items()}
         for field, names in pairs.items()
@@ -202,6 +208,7 @@ def _print_description(
     console: Console, described: RunDescription, runs_dir: Path, every_metric: bool
 ) -> None:
     from bandpo_cli.cli.statement import describe_model, print_statement
+    from bandpo_cli.config.layers import changes_text
     from bandpo_cli.storage.run_folder import shell_command
     from bandpo_cli.tracking.store import tracking_store, ui_text
 
@@ -220,9 +227,11 @@ def _print_description(
         for key, (value, _) in described.changed.items()
         if value is None or not key.startswith("task.")
     ]
+    by_fork = changes_text(described.changed_by_fork, "the parent", "\n")
     rows = [
         ("run", str(run.path)),
         ("status", status + (f": {run.error.splitlines()[0]}" if run.error else "")),
+        *([("fork of", f"{run.parent}\n{by_fork}".rstrip())] if run.parent else []),
         ("model", describe_model(config)),
         ("task", "\n".join([run.task, *task])),
         ("bounds", config.bounds.describe()),

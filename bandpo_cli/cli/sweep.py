@@ -26,6 +26,7 @@ def sweep(
     settings: opt.Settings,
     seeds: Annotated[str | None, opt.option("S,S", "0")] = None,
     axis: Annotated[list[str] | None, opt.option("KEY=V,V")] = None,
+    fork: Annotated[str | None, opt.option("RUN[@STEP]", complete=folder_of("run"))] = None,
     recorded: Annotated[str | None, opt.option("RUN", complete=folder_of("run"))] = None,
     tuned_on: Annotated[str | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
     baseline: Annotated[str | None, opt.option("VARIANT")] = None,
@@ -62,6 +63,8 @@ def sweep(
     [bold]bandpo sweep --tuned-on tuning --seeds 0,1,2,3,4,5[/bold]  each method
     with its best settings, on held-out seeds
 
+    [bold]bandpo sweep --fork RUN@50 --method band,clip --seeds 0,1[/bold]  from one checkpoint
+
     [bold]bandpo sweep --axis optim.updates=4,8,16 --steps 40 --dry-run[/bold]
 
     [bold]bandpo sweep --delta 0.01,0.05 --gpus-per-run 2[/bold]  each run on two GPUs
@@ -71,9 +74,11 @@ def sweep(
     [bold]bandpo sweep --resume NAME[/bold]  after Ctrl-C, a crash or a failed run
 
     Args:
-        file: A sweep file with the keys fixed, axes, arms, exclude, seeds and baseline.
+        file: A sweep file with the keys fixed, axes, arms, exclude, seeds, fork and baseline.
         seeds: Seeds; every variant runs once per seed.
         axis: Any other setting's values; repeatable.
+        fork: Continue a checkpoint of RUN in every run, by default the last one. The settings of RUN are the defaults;
+            a seed decides the random numbers after this step.
         recorded: For --delta match:clip: the run on whose recorded tokens the radius is matched to the clip
             fraction of clip.
         tuned_on: Run each method with the settings that were best in that sweep, with other seeds.
@@ -110,7 +115,13 @@ def sweep(
             raise UserError(
                 "nothing is swept: give a sweep file or values, as in: --delta 0.01,0.05 --seeds 0,1"
             )
-        options = {"seeds": seeds, "baseline": baseline, "recorded": recorded, "tuned_on": tuned_on}
+        options = {
+            "seeds": seeds,
+            "baseline": baseline,
+            "fork": fork,
+            "recorded": recorded,
+            "tuned_on": tuned_on,
+        }
         request = plan_sweep(file, axes, axis or [], options, layers, runs_dir)
     from bandpo_cli.cli.sweep_view import SweepView
     from bandpo_cli.storage.run_folder import shell_command

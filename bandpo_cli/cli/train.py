@@ -27,6 +27,7 @@ def train(
     settings: opt.Settings,
     name: Annotated[str | None, opt.option(default="method-task-seed-time")] = None,
     resume: Annotated[str | None, opt.option("RUN", complete=folder_of("run"))] = None,
+    fork: Annotated[str | None, opt.option("RUN[@STEP]", complete=folder_of("run"))] = None,
     set_: opt.Assignments = None,
     runs_dir: opt.RunsDir = opt.RUNS,
     tracking: opt.Tracking,
@@ -51,6 +52,8 @@ def train(
 
     [bold]bandpo train --resume NAME[/bold]  from its last checkpoint, with its settings
 
+    [bold]bandpo train --fork NAME@50 --method clip[/bold]  a new run from a checkpoint, changed
+
     [bold]bandpo train --nproc 8[/bold]  on the eight GPUs of this machine
 
     [bold]bandpo train --dry-run[/bold]  every setting, a prompt and a trial of the grader
@@ -60,6 +63,8 @@ def train(
     Args:
         name: Name of the run's folder.
         resume: Resume a run that ended early: its name in --runs-dir, or its folder.
+        fork: Start a new run that continues a checkpoint of another run, by default the last one, with changed
+            settings. Weights, optimizer state, position in the data and random state are those of the checkpoint.
         profile: Trace N steps after the first with torch's profiler.
         dry_run: Print the settings, the memory it takes and a prompt, try the graders, and stop.
         probe: Sample 32 problems with the untrained model, print what can be learned from them and what to change, and
@@ -68,6 +73,7 @@ def train(
     from bandpo_cli.cli.launch import launch, ranks_to_start
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import nest, read_assignments, resolve
+    from bandpo_cli.experiments.fork_run import plan_fork
     from bandpo_cli.experiments.preflight import new_run_layers
     from bandpo_cli.experiments.resume_run import locked_resume
     from bandpo_cli.experiments.train_run import plan_training
@@ -75,6 +81,10 @@ def train(
     layers = [*map(read_config, config or []), nest(settings | tracking), read_assignments(set_ or [])]
     to_start = ranks_to_start(nproc)
     ranks = to_start or rank_count()
+    if fork is not None and (resume is not None or probe):
+        raise UserError(
+            f"--fork {fork}: it starts a new run from a checkpoint; leave out --resume and --probe"
+        )
     if probe:
         others = {"--resume": resume, "--profile": profile, "--dry-run": dry_run, "several ranks": ranks > 1}
         if given := [flag for flag, value in others.items() if value]:
@@ -83,8 +93,11 @@ def train(
     with ExitStack() as lock:
         if resume is None:
             asked = launched_name() if name is None else name
-            plan = plan_training(resolve(new_run_layers(layers, runs_dir)), runs_dir, asked, ranks)
-            folder, first_step, is_trained = runs_dir / plan.name, 0, False
+            if fork is not None:
+                plan = plan_fork(fork, layers, runs_dir, asked, ranks)
+            else:
+                plan = plan_training(resolve(new_run_layers(layers, runs_dir)), runs_dir, asked, ranks)
+            folder, first_step, is_trained = runs_dir / plan.name, plan.first_step, False
             if probe:
                 from bandpo_cli.cli.probe_view import run_probe
 
@@ -120,6 +133,7 @@ def _run(
     """
     from bandpo_cli.cli.statement import print_dry_run, print_profile, print_statement, run_statement
     from bandpo_cli.cli.train_view import TrainView, print_summary
+    from bandpo_cli.experiments.fork_run import ForkPlan
     from bandpo_cli.experiments.resume_run import ResumePlan, resume
     from bandpo_cli.experiments.train_run import train
 
@@ -128,6 +142,8 @@ def _run(
     rows = [] if task is None else run_statement(config, task, ranks)
     if isinstance(plan, ResumePlan):
         rows.append(("resume", plan.describe()))
+    if isinstance(plan, ForkPlan):
+        rows.append(("fork of", plan.describe()))
     print_statement(console, rows, [] if task is None else task.notes(), plan.warnings)
     if dry_run:
         if not isinstance(plan, ResumePlan):

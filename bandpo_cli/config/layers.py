@@ -5,6 +5,7 @@ earlier layers are dropped, because they belong to another class. A validation e
 key, the value, what is allowed and the nearest valid name.
 """
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -195,6 +196,32 @@ def flatten(
     for key, value in settings.items():
         flat |= flatten(value, expand_lists, keep_empty, f"{path}.{key}" if path else str(key))
     return flat
+
+
+def setting_changes(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the values before and after of the settings that differ, by dotted name; None for a missing setting.
+
+    If the class of a tagged section differs (another method has other settings), only the tag is compared.
+    """
+    old, new = (config.model_dump(mode="json") for config in (before, after))
+    for name, cls in _TAGGED.items():
+        if cls.kind_of(old[name]) != cls.kind_of(new[name]):
+            old[name], new[name] = ({cls.tag: settings[name][cls.tag]} for settings in (old, new))
+    old, new = flatten(old), flatten(new)
+    return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
+
+
+def changes_text(
+    changes: Mapping[str, tuple[Any, Any]], owner: str = "the run", separator: str = ", "
+) -> str:
+    """Return changes of the settings of a run as text: `optim.lr = 0.001 (the run has 5e-05)`."""
+    texts = {key: tuple(map(setting_text, values)) for key, values in changes.items()}
+    return separator.join(f"{key} = {new} ({owner} has {old})" for key, (old, new) in texts.items())
+
+
+def setting_text(value: Any) -> str:
+    """Return a value as text for `--set`: JSON, which is YAML too, or a text itself."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def settings_named(option: str) -> list[str]:

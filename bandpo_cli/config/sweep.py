@@ -25,6 +25,9 @@ class SweepConfig(Section):
     exclude: list[Settings] = Field(default_factory=list)
     """Excluded combinations: variants that have all the values of one of these."""
     seeds: tuple[Seed, ...] = (0,)
+    fork: str | None = None
+    """The checkpoint that every run continues, as RUN or RUN@STEP; null for runs from the start. The settings of RUN
+    are the defaults, also of `seeds`."""
     recorded: str | None = None
     """The run whose recorded tokens are used for `bounds.delta: match:clip`: the δ at which the Band clips as many of
     them as clip does."""
@@ -50,7 +53,7 @@ class SweepConfig(Section):
     def _check_seeds_and_variants(self) -> Self:
         require(self.seeds, "seeds: give at least one")
         _check_unique("seeds:", self.seeds)
-        given = [name for name in ("axes", "arms", "exclude", "recorded") if getattr(self, name)]
+        given = [name for name in ("axes", "arms", "exclude", "fork", "recorded") if getattr(self, name)]
         require(
             self.tuned_on is None or not given,
             f"{''.join(given[:1])}: the variants are those of tuned_on = {self.tuned_on}; remove one of the two",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from bandpo_cli.experiments.exchange import export_merged as export_merged
     from bandpo_cli.experiments.exchange import export_verl as export_verl
     from bandpo_cli.experiments.exchange import import_verl as import_verl
+    from bandpo_cli.experiments.fork_run import fork as fork
     from bandpo_cli.experiments.resume_run import resume as resume
     from bandpo_cli.experiments.sweep_run import sweep as sweep
     from bandpo_cli.experiments.sync_runs import sync as sync
@@ -29,6 +30,7 @@ _MODULES = {
     "evaluate": "eval_run",
     "export_merged": "exchange",
     "export_verl": "exchange",
+    "fork": "fork_run",
     "import_verl": "exchange",
     "resume": "resume_run",
     "sweep": "sweep_run",

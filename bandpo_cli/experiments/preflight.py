@@ -276,6 +276,11 @@ def run_layers(run: RunFolder) -> list[Layer]:
     return [stored] if is_chosen else [stored, {"task": {"grader": None}}]
 
 
+def inherited_layers(run: RunFolder) -> list[Layer]:
+    """Return the settings of a run as defaults of a new one: `run_layers` without the section `tracking`."""
+    return [{key: value for key, value in layer.items() if key != "tracking"} for layer in run_layers(run)]
+
+
 def new_run_layers(layers: Sequence[Layer], runs_dir: Path) -> list[Layer]:
     """Return the layers of a new run. If its model is a run or RUN@STEP, the run's settings are the first of them.
 
@@ -286,8 +291,7 @@ def new_run_layers(layers: Sequence[Layer], runs_dir: Path) -> list[Layer]:
     ref = resolve_model(path, runs_dir, "model.path =") if isinstance(path, str) else None
     if ref is None or ref.run is None:
         return [*layers]
-    own = [{key: value for key, value in layer.items() if key != "tracking"} for layer in run_layers(ref.run)]
-    return [*own, {"model": {"revision": None}}, *layers, {"model": {"path": ref.path}}]
+    return [*inherited_layers(ref.run), {"model": {"revision": None}}, *layers, {"model": {"path": ref.path}}]
 
 
 def check_model_contents(checkpoint: Path) -> None:

@@ -4,6 +4,7 @@
 engine, the dtype and the commits that the run started with. Nothing heavy is imported at module level.
 """
 
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,7 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from bandpo_cli.callbacks import RunResult, TrainCallback
-from bandpo_cli.config.layers import Layer, flatten, read_layer, resolve, to_yaml, with_values
+from bandpo_cli.config.layers import (
+    Layer,
+    changes_text,
+    flatten,
+    read_layer,
+    resolve,
+    setting_changes,
+    setting_text,
+    to_yaml,
+    with_values,
+)
 from bandpo_cli.config.methods import TrustRegionSettings
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.config.sampling import is_installed
@@ -42,7 +53,7 @@ from bandpo_cli.storage.checkpoints import (
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.files import read_json_object, remove_temporary_files, run_lock
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, iterate_metrics, shell_command
-from bandpo_cli.storage.run_record import is_finished
+from bandpo_cli.storage.run_record import is_finished, read_parent
 from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.store import is_redacted, tracking_store
@@ -60,9 +71,12 @@ may have to change to continue after an error.
 `steps` may change too, under conditions: see `_check_changes`.
 """
 
+FIXED_SETTINGS = ("model.path", "model.revision", "model.dtype", "model.lora")
+"""Settings that a fork cannot change either: weights and optimizer state are those of the checkpoint."""
+
 _RESTORE = "restore the file from a copy, or start a new run"
 
-_CHANGEABLE_PREFIXES = ("steps", *(f"{name}." if "." not in name else name for name in CHANGEABLE_SETTINGS))
+CHANGEABLE_PREFIXES = ("steps", *(f"{name}." if "." not in name else name for name in CHANGEABLE_SETTINGS))
 
 
 @dataclass(frozen=True)
@@ -129,8 +143,7 @@ def resume(
             return record_run(plan.config, folder, events, (), first_step, lambda: "FINISHED")
         loaded = loaded_components(plan.pinned, plan.task, events, CHANGEABLE_SETTINGS)
         pinned, components = stack.enter_context(loaded)
-        dtype, fraction = pinned.model.dtype, pinned.sampling.vllm.memory_fraction
-        config = with_values(plan.config, {"model.dtype": dtype, "sampling.vllm.memory_fraction": fraction})
+        config = as_loaded(plan.config, pinned)
         ranks = components.ranks
         check_same_on_all(ranks, to_yaml(config), str(plan.step))
         if plan.step >= 0:
@@ -170,7 +183,9 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
     Raises UserError if the run is complete, its record is damaged, or a setting was given that cannot change.
     """
     config_path = folder.path / "config.yaml"
-    again = f"start a new run: bandpo train --config {config_path}"
+    again, parent = f"start a new run: bandpo train --config {config_path}", read_parent(folder.path)
+    if parent is not None:
+        again = f"fork the other run again: bandpo train --fork {parent} --config {config_path}"
     if path_exists(folder.path / VERL_FILE):
         raise UserError(f"run {folder.name} was imported from verl: continue with its run.sh, or {again}")
     own_layer = read_layer(config_path, f"--resume {folder.name}:")
@@ -182,8 +197,8 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
     tracking = config.tracking
     if tracking.mlflow and is_redacted(tracking_store(tracking, runs_dir).uri):
         raise ConfigError(f"tracking.uri = {tracking.uri} lacks its secret: set MLFLOW_TRACKING_URI")
-    done = _last_step(folder, own)
-    _check_changes(folder, own, config, done)
+    done = last_step(folder, own)
+    _check_changes(folder, own, config, done, layers, runs_dir)
     if done >= config.steps and is_finished(folder.path):
         command = shell_command("train --resume", folder.path, runs_dir)
         further = f"; to train further: {command} --steps {2 * config.steps}"
@@ -203,7 +218,7 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
             damaged[step] = str(error)
     else:
         step = -1
-    if step < 0 and done >= own.steps:
+    if step < 0 and (done >= own.steps or parent is not None):
         raise UserError(f"run {folder.name} has no complete checkpoint; {again} --steps {config.steps}")
     warnings = [f"skipped: {why}" for later, why in damaged.items() if step < later <= done]
     if config.steps < own.steps:
@@ -253,6 +268,12 @@ def pin(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
     return with_values(config, changes), []
 
 
+def as_loaded(config: RunConfig, loaded: RunConfig) -> RunConfig:
+    """Return the settings for config.yaml: with the dtype and the share of the GPU that `loaded_components` chose."""
+    dtype, fraction = loaded.model.dtype, loaded.sampling.vllm.memory_fraction
+    return with_values(config, {"model.dtype": dtype, "sampling.vllm.memory_fraction": fraction})
+
+
 def _roll_back(plan: ResumePlan, config: RunConfig, env: Mapping[str, object]) -> None:
     """Cut the record and the checkpoints back to the step after which the run continues, and record the resume."""
     folder = plan.folder
@@ -275,39 +296,57 @@ def _schedules_over_run(config: RunConfig) -> dict[str, str]:
     return {key: schedule for key, schedule in schedules.items() if schedule != "constant"}
 
 
-def _last_step(folder: RunFolder, config: RunConfig) -> int:
+def last_step(folder: RunFolder, config: RunConfig) -> int:
     """Return the last step of the record, which has each step once.
 
-    Before the first line it is -1, or 0 in a run that does not evaluate before training.
+    Before the first line it is -1, or 0 in a run that does not evaluate before training. The first line of a fork is
+    that of its parent, which may have evaluated or not.
     """
+    steps = [record["step"] for record in iterate_metrics(folder.metrics_path)]
     first = 0 if config.evaluation.every else 1
-    last = first - 1
-    for last, record in enumerate(iterate_metrics(folder.metrics_path), first):
-        if record["step"] != last:
-            where = f"{folder.metrics_path}, line {last - first + 1}"
-            raise UserError(f"{where}: step {record['step']} where step {last} belongs; {_RESTORE}")
-    return last
+    if steps and read_parent(folder.path) is not None:
+        first = min(steps[0], 1)
+    for index, step in enumerate(steps):
+        if step != first + index:
+            where = f"{folder.metrics_path}, line {index + 1}"
+            raise UserError(f"{where}: step {step} where step {first + index} belongs; {_RESTORE}")
+    return first + len(steps) - 1
 
 
-def _check_changes(folder: RunFolder, own: RunConfig, config: RunConfig, done: int) -> None:
-    """Raise ConfigError where a setting differs from the run's own, except `CHANGEABLE_SETTINGS` and more steps."""
-    name = folder.name
-    before, after = (flatten(settings.model_dump(mode="json")) for settings in (own, config))
-    values = {key: (before.get(key, "nothing"), after.get(key, "nothing")) for key in {**before, **after}}
-    refused = [
-        f"{key} = {new} (the run has {old})"
-        for key, (old, new) in values.items()
-        if old != new and not key.startswith(_CHANGEABLE_PREFIXES)
-    ]
+def _check_changes(
+    folder: RunFolder, own: RunConfig, config: RunConfig, done: int, layers: Sequence[Layer], runs_dir: Path
+) -> None:
+    """Raise ConfigError where a setting differs from the run's own, except `CHANGEABLE_SETTINGS` and more steps.
+
+    `layers` are the settings that were given; the message has the command that forks the run with them.
+    """
+    name, fork = folder.name, _fork_command(folder, own, config, layers, runs_dir)
+    changes = setting_changes(own, config).items()
+    refused = {key: values for key, values in changes if not key.startswith(CHANGEABLE_PREFIXES)}
     if refused:
         allowed = ", ".join((*CHANGEABLE_SETTINGS, "steps"))
         again = f"bandpo train --config {folder.path / 'config.yaml'} with the other values starts a new run"
-        text = f"leave out {', '.join(refused)}; a resume can change {allowed}; {again}"
+        if not any(key.startswith(FIXED_SETTINGS) for key in refused):
+            again = f"a new run can continue with the other values: {fork}"
+        text = f"leave out {changes_text(refused)}; a resume can change {allowed}; {again}"
         raise ConfigError(f"--resume {name}: {text}")
     if own.steps == config.steps:
         return
     for key, schedule in _schedules_over_run(own).items():
         ends = f"{key} = '{schedule}' ends with step {own.steps}; only a constant schedule can be extended"
-        raise ConfigError(f"--resume {name}: steps = {config.steps}: {ends}")
+        raise ConfigError(
+            f"--resume {name}: steps = {config.steps}: {ends}, or the schedule in a new run: {fork}"
+        )
     if config.steps <= done:
         raise ConfigError(f"--resume {name}: steps = {config.steps}: {done} are done; give more than that")
+
+
+def _fork_command(
+    folder: RunFolder, own: RunConfig, config: RunConfig, layers: Sequence[Layer], runs_dir: Path
+) -> str:
+    """Return the shell command that forks the run with those settings in `layers` that differ from its own."""
+    before, after = (flatten(settings.model_dump(mode="json")) for settings in (own, config))
+    given = dict.fromkeys(key for layer in layers for key in flatten(layer) if key in after)
+    changed = [key for key in given if before.get(key) != after[key]]
+    words = [word for key in changed for word in ("--set", f"{key}={setting_text(after[key])}")]
+    return f"{shell_command('train --fork', folder.path, runs_dir)} {shlex.join(words)}"

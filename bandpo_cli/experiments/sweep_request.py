@@ -14,6 +14,7 @@ from bandpo_cli.config.layers import Layer, read_layer, resolve, validation_mess
 from bandpo_cli.config.methods import TrustRegionSettings
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.experiments.fork_run import fork_point
 from bandpo_cli.experiments.preflight import check_config, read_numbers
 from bandpo_cli.storage.run_folder import RunFolder, shell_command
 from bandpo_cli.storage.run_record import read_summary
@@ -40,7 +41,8 @@ class SweepRequest:
 
     Attributes:
         baseline: the variant that the report compares the others with; None without one.
-        about: other entries of the plan on disk: the matched radii and their run, the tuned settings.
+        about: other entries of the plan on disk: the checkpoint that the runs continue, the matched radii and their
+            run, the tuned settings.
         tuning: how the settings were chosen; None where they were given.
     """
 
@@ -50,14 +52,19 @@ class SweepRequest:
     tuning: Tuning | None = None
 
     def notes(self) -> list[tuple[str, str]]:
-        """Return one line per matched radius and per tuned variant, each after its kind."""
+        """Return one line for forks, per matched radius and per tuned variant, each after its kind."""
+        forks = f"{self.about.get('fork')}: the seed of a run decides the random numbers after this step"
         matched = [
             f"{arm}: δ = {match['delta']:g}, which clips {match['reached']:.3%} of the recorded tokens "
             f"({arm.partition(MATCH_PREFIX)[2]}: {match['wanted']:.3%})"
             for arm, match in self.about.get("matched", {}).items()
         ]
         tuned = [] if self.tuning is None else self.tuning.notes()
-        return [*(("matched:", line) for line in matched), *(("tuned:", line) for line in tuned)]
+        return [
+            *([("fork of:", forks)] if "fork" in self.about else []),
+            *(("matched:", line) for line in matched),
+            *(("tuned:", line) for line in tuned),
+        ]
 
 
 def plan_sweep(
@@ -92,7 +99,7 @@ def plan_sweep(
     try:
         config = SweepConfig.model_validate(dict(written))
         changes["axes"] = {**config.axes, **parse_axes(flags)}
-        config = SweepConfig.model_validate({**config.model_dump(), **changes})
+        config = SweepConfig.model_validate({**config.model_dump(exclude_unset=True), **changes})
     except ValidationError as error:
         raise ConfigError(validation_message(error, [written])) from None
     return request_from_config(config, layers, runs_dir)
@@ -104,18 +111,25 @@ def request_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: 
     Raises ConfigError if a setting of a run cannot be used.
     """
     about: dict[str, Any] = {}
-    tuning, match = None, None
+    tuning, match, point = None, None, None
+    if config.fork is not None:
+        point = fork_point(config.fork, runs_dir)
+        about, layers = {"fork": point.text}, [*point.layers, *layers]
+        if "seeds" not in config.model_fields_set:
+            config = config.model_copy(update={"seeds": (point.config.seed,)})
     if config.tuned_on is not None:
         tuned, tuning = _tuned_layers(config, config.tuned_on, runs_dir)
         runs, about = plan_tuned_runs(config, tuned, layers), {"tuning": asdict(tuning)}
     else:
         if config.recorded is not None:
-            about = {"recorded": config.recorded, "matched": {}}
+            about |= {"recorded": config.recorded, "matched": {}}
             match = _matcher(config.recorded, runs_dir, about["matched"])
         runs = plan_runs(config, layers, match)
     check_names(runs)
     checked: set[Any] = set()
     for run in runs:
+        if point is not None:
+            point.changes(run.config)  # raises for a setting that cannot change
         sections = (run.config.model, run.config.task, run.config.bounds, run.config.sampling)
         if sections not in checked:  # a check loads the problems, and runs that differ in their seed share it
             checked.add(sections)

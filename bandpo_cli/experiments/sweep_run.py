@@ -157,6 +157,7 @@ class SweepInfo:
         slots: runs at a time.
         threads: CPU threads per run, or per process of a run.
         ranks: processes of a run, each with a GPU of its own where there are GPUs.
+        forked_at: the step after which every run begins; 0 for runs from the start.
     """
 
     folder: Path | None
@@ -166,6 +167,7 @@ class SweepInfo:
     slots: int
     threads: int
     ranks: int = 1
+    forked_at: int = 0
 
 
 States = Mapping[str, RunState]
@@ -243,7 +245,8 @@ def dry_run_info(request: SweepRequest, executor: Executor) -> SweepInfo:
     configs = {run.name: run.config for run in request.runs}
     _check_run_ranks(configs.values(), executor)
     with closing(_open_pool(executor, len(configs), {}, local=True)) as pool:
-        return SweepInfo(None, request.runs, configs, request.runs, pool.slots, pool.threads, executor.ranks)
+        about = pool.slots, pool.threads, executor.ranks, _fork_step(request.about.get("fork"))
+        return SweepInfo(None, request.runs, configs, request.runs, *about)
 
 
 def estimate_time(
@@ -264,8 +267,14 @@ def estimate_time(
         variables = {**os.environ, "OMP_NUM_THREADS": str(info.threads)}
         seconds = seconds_from_trial(first, variables, info.ranks)
         method = "by a trial of three steps, without other runs on the machine"
-    lengths = [seconds / first.steps * info.configs[run.name].steps for run in info.pending]
-    return total_seconds(lengths, info.slots), seconds, method
+    steps = (info.configs[run.name].steps - info.forked_at for run in info.pending)
+    lengths = [seconds / first.steps * count for count in steps]
+    return total_seconds(lengths, info.slots), lengths[0], method
+
+
+def _fork_step(fork: str | None) -> int:
+    """Return the step of a checkpoint PATH@STEP; 0 for None."""
+    return 0 if fork is None else int(fork.rpartition("@")[2])
 
 
 def _check_run_ranks(configs: Iterable[RunConfig], executor: Executor) -> None:
@@ -292,7 +301,7 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
     error: BaseException | None = None
     with closing(_open_pool(executor, len(pending), variables)) as pool:
         try:
-            about = pool.slots, pool.threads, executor.ranks
+            about = pool.slots, pool.threads, executor.ranks, _fork_step(folder.fork)
             events.start(SweepInfo(folder.path, folder.runs, configs, pending, *about))
             if pending and store is not None:
                 events.phase("tracking")

@@ -68,9 +68,10 @@ log = logging.getLogger("bandpo_cli")
 
 @dataclass(frozen=True)
 class TrainPlan:
-    """A training run that has been checked and not started.
+    """A training run that has been checked and not started: a new run, or by a subclass one that continues another.
 
     Attributes:
+        first_step: the first step to train; 0 is the evaluation before training.
         warnings: what the user should know before the run starts, one line each.
     """
 
@@ -79,6 +80,21 @@ class TrainPlan:
     runs_dir: Path
     name: str
     warnings: Sequence[str]
+
+    @property
+    def first_step(self) -> int:
+        return 0
+
+    def recorded(self, loaded: RunConfig) -> RunConfig:
+        """Return the content of config.yaml; `loaded` are the settings of `loaded_components`."""
+        return loaded
+
+    def fill(self, folder: RunFolder) -> Mapping[str, object]:
+        """Write the first files of the new folder, and return further entries of env.json; called on rank 0."""
+        return {}
+
+    def load_state(self, folder: RunFolder, components: Components) -> None:
+        """Load the state with which the run starts, if it is not the initial one."""
 
 
 def plan_training(
@@ -139,21 +155,27 @@ def train(
         loaded_components(plan.config, plan.task, events) as (config, components),
         _new_folder(config, plan, components) as folder,
     ):
-        return run_steps(config, folder, components, events, 0, stop_requested)
+        with out_of_memory_errors(config):
+            plan.load_state(folder, components)
+        recorded = plan.recorded(config)
+        return run_steps(recorded, folder, components, events, plan.first_step, stop_requested)
 
 
 @contextmanager
 def _new_folder(config: RunConfig, plan: TrainPlan, components: Components) -> Iterator[RunFolder]:
-    """Create the run folder, and hold its lock; ranks other than 0 receive its path once it is complete."""
-    ranks = components.ranks
-    check_same_on_all(ranks, to_yaml(config))
+    """Create the run folder, and hold its lock; ranks other than 0 receive its path once it is complete.
+
+    With config.yaml, which is written last, the folder is a run.
+    """
+    ranks, text = components.ranks, to_yaml(plan.recorded(config))
+    check_same_on_all(ranks, text)
     if not ranks.is_main:
         yield RunFolder(ranks.gather(plan.runs_dir)[0])
         return
     folder = RunFolder.create(plan.runs_dir, plan.name)
     with run_lock(folder.path):
-        folder.write_config(to_yaml(config))
-        folder.write_env(run_environment(config, components))
+        folder.write_env({**plan.fill(folder), **run_environment(config, components)})
+        folder.write_config(text)
         ranks.gather(folder.path)
         yield folder
 

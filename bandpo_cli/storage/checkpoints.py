@@ -24,11 +24,23 @@ from bandpo_cli.config.run import CheckpointConfig, RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.metric_names import heldout_score
 from bandpo_cli.paths import ADAPTER_CONFIG, MODEL_CONFIG
-from bandpo_cli.storage.files import file_checksum, json_bytes, read_json_object, step_of, sync, write_json
+from bandpo_cli.storage.files import (
+    file_checksum,
+    json_bytes,
+    link_or_copy,
+    read_json_object,
+    step_of,
+    sync,
+    write_json,
+)
 from bandpo_cli.storage.run_folder import RunFolder
 
 TRAINER = "trainer"
 STATE = f"{TRAINER}/state.json"
+ROLLOUTS = f"{TRAINER}/ahead/rollouts.safetensors"
+"""The batch of the next step, where it is sampled ahead (`sampling.max_lag`); not in the folder of the optimizer state,
+of which several ranks read all safetensors files."""
+ANY_PROBLEMS = ""
 FORMAT = 1
 
 _SEAL = "own_xxh3"
@@ -49,7 +61,8 @@ class Progress:
         updates: optimizer updates done; the version of the policy.
         skipped_in_a_row: number of updates skipped since the last one that was applied; at most `optim.max_skips`.
         position: problems taken from the stream.
-        problems: digest of the problems that the run trains and is evaluated on.
+        problems: digest of the problems that the run trains and is evaluated on, or `ANY_PROBLEMS` where a fork begins
+            whose settings of the problems are not those of its parent.
     """
 
     step: int
@@ -229,6 +242,19 @@ def prune_checkpoints(run: RunFolder, config: CheckpointConfig) -> None:
     run.sync_metrics()
     for step in complete.keys() - kept_steps(complete, run.read_records(complete), config):
         delete_checkpoint(run.checkpoint_dir(step))
+
+
+def copy_checkpoint(source: Path, target: Path, progress: Progress, with_rollouts: bool) -> None:
+    """Write the checkpoint `source` as the checkpoint `target` of another run, whose progress is `progress`.
+
+    The files are hard links if possible. The batch of the next step is left out unless `with_rollouts`.
+    """
+    hidden, state = hidden_folder(target, "writing"), _read_state(source)[0]
+    left_out = [Path(STATE).name, *([] if with_rollouts else [Path(ROLLOUTS).parent.name])]
+    shutil.copytree(source, hidden, ignore=shutil.ignore_patterns(*left_out), copy_function=link_or_copy)
+    write_trainer_state(hidden, progress, state.get("xxh3", {}))
+    os.rename(hidden, target)
+    sync(target.parent)
 
 
 def remove_checkpoints_after(run: RunFolder, step: int) -> None:

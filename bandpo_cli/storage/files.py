@@ -139,6 +139,14 @@ def export_folder(out: Path) -> Iterator[Path]:
     sync(out.absolute().parent)
 
 
+def link_or_copy(source: str, target: str) -> None:
+    """Make `target` a hard link to the file `source`, or a copy where the file system refuses the link."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
+
+
 def remove_temporary_files(folder: Path) -> None:
     """Remove the temporary files in `folder` of processes that were killed in `write_atomically`."""
     for path in folder.glob(".*.tmp"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -19,6 +20,7 @@ from pydantic_core import from_json
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import check_regular_file, folders_containing, path_exists, relative_to_cwd, user_path
 from bandpo_cli.storage.files import (
+    link_or_copy,
     read_json_object,
     remove_temporary_files,
     replace_nonfinite,
@@ -177,6 +179,20 @@ class RunFolder(ExperimentFolder):
                     path.unlink()
         for folder in (".", *_STEP_FOLDERS):
             remove_temporary_files(self.path / folder)
+
+    def begin_with(self, parent: RunFolder, step: int) -> None:
+        """Fill the new folder with the metrics and files of the steps of `parent` up to `step`.
+
+        The files are hard links if possible: no run changes such a file, and each run can be deleted.
+        """
+        for name in _STEP_FOLDERS:
+            if (parent.path / name).is_dir():
+                unfinished = shutil.ignore_patterns(".*")
+                shutil.copytree(
+                    parent.path / name, self.path / name, ignore=unfinished, copy_function=link_or_copy
+                )
+        shutil.copyfile(parent.metrics_path, self.metrics_path)
+        self.roll_back(step)
 
     def record_resume(self, about: Mapping[str, object], env: Mapping[str, object]) -> None:
         """Append `about` to the list `resumes` of `env.json`, with the entries of `env` that have changed.

@@ -16,6 +16,9 @@ from bandpo_cli.types import RunStatus
 Record = Mapping[str, Any]
 
 SUMMARY_FILE = "summary.json"
+PARENT = "parent"
+"""The entry of `env.json` of a fork: `run`, `path` and `step` of the checkpoint that it continues, and `changed`, the
+settings that differ, with the values of that run and of the fork."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,7 @@ class StoredRun:
         records: the metrics, one line of `metrics.jsonl` per step.
         clocks: the time at which each step was done, milliseconds since 1970.
         status: how the run ended; None while a process is writing it.
-        start_ms, end_ms: start of the run and time of its last write, milliseconds since 1970.
+        start_ms, end_ms: start of the run (not of a fork's parent) and time of its last write, milliseconds since 1970.
     """
 
     path: Path
@@ -69,6 +72,19 @@ def read_summary(run: Path) -> Summary | None:
     content = read_json_object(run / SUMMARY_FILE, max_bytes=MAX_CONFIG_BYTES)
     status = content.get("status")
     return Summary(status if status in get_args(RunStatus) else None, content)
+
+
+def parent_of(env: Record) -> str | None:
+    """Return RUN@STEP of the checkpoint that a run with this `env.json` was forked from; None for another run."""
+    parent = env.get(PARENT)
+    return f"{parent.get('run')}@{parent.get('step')}" if isinstance(parent, Mapping) else None
+
+
+def read_parent(run: Path) -> str | None:
+    """Return `parent_of` of the run in a folder; None if its `env.json` is missing or damaged."""
+    with suppress(UserError):
+        return parent_of(read_json_object(run / "env.json"))
+    return None
 
 
 def is_finished(run: Path) -> bool:
@@ -97,8 +113,11 @@ def read_stored_run(path: Path, keep: Callable[[Record], Record] = dict) -> Stor
     clocks = _step_times(path, lines)
     start = _written_ms(path / "config.yaml")
     end = max(start, _written_ms(path / "metrics.jsonl"), _written_ms(path / SUMMARY_FILE))
-    if lines:
-        start = min(start, clocks[lines[0]["step"]] - _milliseconds(lines[0], "time/step"))
+    parent = env.get(PARENT)
+    after = parent.get("step") if isinstance(parent, Mapping) else None
+    own = [line for line in lines if not isinstance(after, int) or line["step"] > after]
+    if own:
+        start = min(start, clocks[own[0]["step"]] - _milliseconds(own[0], "time/step"))
     # A process that had no chance to write a summary (SIGKILL, out of memory, power) left none, or an older one.
     status: RunStatus | None = None if writing else "KILLED"
     last = lines[-1]["step"] if lines else 0

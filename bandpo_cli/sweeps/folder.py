@@ -36,12 +36,14 @@ class SweepFolder:
         runs: the planned runs.
         plan: the content of `sweep.yaml`.
         baseline: the variant that the others are compared with, None without one.
+        fork: the checkpoint that every run continues, as PATH@STEP; None for runs from the start.
         gpus_per_run: GPUs, or processes on a CPU, of each run when the sweep was created.
     """
 
     def __init__(self, path: Path, runs: Sequence[SweepRun], plan: Mapping[str, Any]) -> None:
         self.path, self.runs, self.plan = path, list(runs), plan
         self.baseline = None if plan.get("baseline") is None else str(plan["baseline"])
+        self.fork: str | None = plan.get("fork")
         self.gpus_per_run: int = plan.get("gpus_per_run", 1)
 
     @classmethod
@@ -152,6 +154,7 @@ class _Plan:
 
     runs: Annotated[list[SweepRun], Field(min_length=1)]
     baseline: Text | None = None
+    fork: Annotated[str, Field(pattern=r"@\d{1,12}$")] | None = None
     gpus_per_run: Annotated[int, Field(strict=True, ge=1)] = 1
 
 

@@ -174,7 +174,7 @@ def read_run_state(folder: SweepFolder, name: str, steps: int, status: Status) -
 
 
 def train_command(folder: SweepFolder, name: str) -> list[str]:
-    """Return the command that completes a run: a resume if possible, else a new attempt as a run of the sweep folder.
+    """Return the command that completes a run: a resume if possible, else a new attempt (or fork) in the sweep folder.
 
     A run that was terminated from outside and has a complete checkpoint is resumed; a failed run would fail again.
     """
@@ -187,8 +187,9 @@ def train_command(folder: SweepFolder, name: str) -> list[str]:
     if killed and complete_checkpoints(RunFolder(path)).complete:
         return [*_TRAIN, "--resume", str(path)]
     folder.archive_attempt(name)
+    start = [] if folder.fork is None else ["--fork", folder.fork]
     plan = str(folder.plan_path(name).absolute())
-    return [*_TRAIN, "--config", plan, "--name", name, "--runs-dir", str(path.parent)]
+    return [*_TRAIN, *start, "--config", plan, "--name", name, "--runs-dir", str(path.parent)]
 
 
 TRIAL_STEPS = 3

@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 from bandpo_cli.config.layers import flatten
 from bandpo_cli.errors import redact_credentials
 from bandpo_cli.metric_names import HELDOUT_ACCURACY, HELDOUT_REWARD, heldout_mean
+from bandpo_cli.storage.run_record import parent_of
 from bandpo_cli.tracking.store import KEY_TAG, Link, Store, mlflow_client, new_link, read_links, write_link
 
 log = logging.getLogger("bandpo_cli")
@@ -54,6 +55,8 @@ _BIN = re.compile(r"(?:clip|gradient)/(.+)/p_([0-9.]+)_([0-9.]+)")
 _WORDS = {"@": "_at_", "<": "_lt_", ">": "_gt_", "=": "_eq_", "%": "_pct_", "+": "_plus_"}
 
 DESCRIPTION_TAG = "mlflow.note.content"
+FORK_TAG = "bandpo.fork"
+"""The tag of a fork with RUN@STEP, the checkpoint that it continues."""
 EXPERIMENT_KIND_TAG = "mlflow.experimentKind"
 MODEL_TRAINING = "custom_model_development"
 """The kind of experiment that MLflow's pages call "Machine learning"; they infer one for experiments without it."""
@@ -306,7 +309,7 @@ def flat_params(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def run_tags(env: Mapping[str, Any], parent: str | None = None) -> dict[str, str]:
-    """Return the tags of a run: MLflow's own (source, user, commit, the id of its parent) and package versions."""
+    """Return the tags of a run: MLflow's own (source, user, commit, id of its parent), package versions, `FORK_TAG`."""
     try:
         user = getpass.getuser()
     except (ImportError, KeyError, OSError):  # a container may have no entry for the user
@@ -315,6 +318,8 @@ def run_tags(env: Mapping[str, Any], parent: str | None = None) -> dict[str, str
     tags["mlflow.user"] = user
     if parent is not None:
         tags["mlflow.parentRunId"] = parent
+    if forked_from := parent_of(env):
+        tags[FORK_TAG] = forked_from
     if git := env.get("git"):
         tags |= {"mlflow.source.git.commit": git["commit"], "git.dirty": json.dumps(git["dirty"])}
     tags |= {f"version.{package}": version for package, version in env.get("versions", {}).items()}

@@ -38,6 +38,7 @@ from bandpo_cli.models.sharding import ShardError, read_shards, saved_shapes, wr
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.sampling.rollouts import PromptEncoder, decode_completions, graded_groups
 from bandpo_cli.storage.checkpoints import (
+    ROLLOUTS,
     STATE,
     TRAINER,
     Progress,
@@ -56,9 +57,6 @@ from bandpo_cli.types import Completion, Grade, Group
 OPTIMIZER = f"{TRAINER}/optimizer.safetensors"
 SHARDS = f"{TRAINER}/optimizer"
 """Folder of the optimizer state that several ranks have written, in place of the file."""
-ROLLOUTS = f"{TRAINER}/ahead/rollouts.safetensors"
-"""The batch of the next step, where it is sampled ahead (`sampling.max_lag`); not in the folder of the optimizer state,
-of which several ranks read all safetensors files."""
 
 RESERVED_BYTES = 64 * 2**20
 """Disk space reserved for tokenizer, config and file system overhead; the largest tokenizers take about 30 MB."""

@@ -24,10 +24,9 @@ from bandpo_cli.sampling.rollouts import (
 )
 from bandpo_cli.sampling.sampler import Sampler, SamplingParams, build_sampler, check_model
 from bandpo_cli.seeds import derive_seed
-from bandpo_cli.storage.checkpoints import Progress
+from bandpo_cli.storage.checkpoints import ANY_PROBLEMS, ROLLOUTS, Progress
 from bandpo_cli.tasks.task import ProblemStream, Task
 from bandpo_cli.training.checkpoint_files import (
-    ROLLOUTS,
     SampledGroups,
     load_checkpoint,
     read_sampled,
@@ -93,7 +92,7 @@ class Components:
             StaleEngineError: the weights could not be sent to the sampler.
         """
         progress = load_checkpoint(self.policy, self.optimizer, checkpoint)
-        if progress.problems != self.problems_digest:
+        if progress.problems not in (ANY_PROBLEMS, self.problems_digest):
             raise UserError(
                 f"{checkpoint}: the run trained on other problems than its task has now and cannot be resumed; "
                 "restore the original data, or start a new run"

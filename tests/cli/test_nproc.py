@@ -149,3 +149,15 @@ def test_sigterm_of_torchrun_to_its_ranks_writes_a_checkpoint(tmp_path: Path) ->
     assert done["status"] == "KILLED", out + err
     assert (folder / "checkpoints" / f"step-{done['steps']:06d}").is_dir()
     assert f"stopped by SIGTERM after step {done['steps']}" in out
+
+
+def test_a_fork_on_two_ranks_is_nearly_the_run_of_one(six_steps: Path, tmp_path: Path) -> None:
+    process = start_ranks(tmp_path, "--fork", f"{six_steps}@4", "--name", "two", "--no-mlflow")
+    out, err = process.communicate(timeout=240)
+    assert process.returncode == 0, out + err
+    folder = tmp_path / "runs" / "two"
+    assert json.loads((folder / "env.json").read_text())["parent"]["step"] == 4
+    lines = record(folder)
+    assert lines[:5] == record(six_steps)[:5]
+    for line, expected in zip(lines, record(six_steps), strict=True):
+        assert line == pytest.approx(expected, abs=1e-4, rel=1e-4)

@@ -13,6 +13,7 @@ from tests.cli.train_runs import (
     SMALL,
     check_equal,
     drop_checkpoints,
+    file_contents,
     record,
     summary,
     truncate_metrics,
@@ -127,6 +128,31 @@ def test_a_complete_run_can_be_extended(six_steps: Path, tmp_path: Path) -> None
     there = {path.name for path in (folder / "checkpoints").iterdir()}
     assert "step-000006" in there
     assert len(there) <= 2, "the last and the best"
+
+
+def test_a_killed_fork_resumes_and_equals_the_uninterrupted_run(six_steps: Path, tmp_path: Path) -> None:
+    """The fork of a fork, which takes back the changes; the settings of the evaluation were not always the same."""
+    shutil.copytree(six_steps, tmp_path / "runs" / "a")
+    changed = ["--method", "clip", "--set", "evaluation.every=0", "--steps", "5", "--no-mlflow"]
+    shown = succeed("train", "--fork", "a@4", *changed, "--dry-run", cwd=tmp_path).out
+    for part in ("a/checkpoints/step-000004: 1 step to go", "bounds.method = clip (the run has band)"):
+        assert part in shown
+    succeed("train", "--fork", "a@4", *changed, "--name", "clip", cwd=tmp_path)
+    back = ["--method", "band", "--set", "evaluation.every=2", "--steps", "6", "--no-mlflow"]
+    succeed("train", "--fork", "clip@4", *back, "--name", "b", cwd=tmp_path)
+    folder = tmp_path / "runs" / "b"
+    assert record(folder) == record(six_steps)
+    truncate_metrics(folder, 5)
+    drop_checkpoints(folder, 6)
+    succeed("train", "--resume", "b", cwd=tmp_path)
+    assert record(folder) == record(six_steps)
+    ours, theirs = file_contents(folder), file_contents(six_steps)
+    differing = [name for name in ours if ours[name] != theirs[name]]
+    assert differing == ["checkpoints/step-000004/trainer/state.json"]
+    assert "checkpoints/step-000006/trainer/optimizer.safetensors" in ours
+    (run,) = json.loads(succeed("runs", "b", "--format", "json", cwd=tmp_path).out)
+    assert run["parent"] == "runs/clip@4"
+    assert "bounds.method = clip (the parent has band)" in succeed("show", "clip", cwd=tmp_path).out
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer/optimizer.safetensors"])

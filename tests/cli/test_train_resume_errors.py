@@ -48,11 +48,17 @@ def test_the_hint_for_a_run_of_a_sweep_names_its_folder(placeholder_run: Path, t
     assert "after step 6 (runs/first/band-s0/checkpoints/step-000006): 6 steps to go" in " ".join(planned)
 
 
+FORK = "with the other values: bandpo train --fork a --set bounds.method=clip --set optim.lr=0.001"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     [
         ("--set optim.lr=1e-3", ["optim.lr = 0.001 (the run has 5e-05)", "a resume can change", "tracking"]),
+        ("--lr 1e-3 --method clip", ["bounds.method = clip (the run has band), optim.lr = 0.001", FORK]),
+        ("--model some/model", ["model.path = some/model (the run has embedded)", "starts a new run"]),
+        ("--fork a", ["--fork a: it starts a new run from a checkpoint; leave out --resume and --probe"]),
         ("--seed 4 --delta 0.1", ["seed = 4 (the run has 3), bounds.delta = 0.1 (the run has 0.05)"]),
         ("--steps 5", ["steps = 5: 5 are done"]),
         ("--set checkpoint.best_metric=time/step", ["best_metric", "metrics.jsonl"]),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from bandpo_cli import experiments
 from bandpo_cli.config.layers import flatten, resolve
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.errors import UserError
@@ -107,6 +108,24 @@ def test_a_resumed_run_equals_an_uninterrupted_run(tmp_path: Path, name: str) ->
     learned = [line["step"] for line in record(whole) if line.get("optim/grad_norm", 0) > 0]
     assert min(learned) < 3 < max(learned)
     check_equal(whole, resumed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*VARIANTS][::2])
+def test_a_fork_without_changes_equals_an_uninterrupted_run(tmp_path: Path, name: str) -> None:
+    """Bit for bit; with another method it is equal up to the step, and then not."""
+    layers = [SMALL, VARIANTS[name][0], {"checkpoint": {"keep_last": None}}]
+    same: dict[str, Any] = {"tracking": {"mlflow": False}}
+    other: dict[str, Any] = {**same, "bounds": {"method": "none"}, "optim": {"lr": 1e-2}}
+    with forked_engines():
+        whole = experiments.train(resolve([*layers, same]), tmp_path, "whole").folder
+        forks = [experiments.fork("whole@2", tmp_path, [layer]).folder for layer in (same, other)]
+    equal, changed = map(RunFolder, forks)
+    check_equal(RunFolder(whole), equal)
+    lines, expected = record(changed), record(equal)
+    assert expected[-1]["optim/grad_norm"] > 0
+    for line, uninterrupted in zip(lines, expected, strict=True):
+        assert (line == uninterrupted) == (line["step"] < 3)
 
 
 @pytest.mark.slow

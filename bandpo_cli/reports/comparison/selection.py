@@ -21,6 +21,7 @@ from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import folders_containing, path_exists
 from bandpo_cli.registries import METHODS
 from bandpo_cli.storage.run_folder import VERL_FILE
+from bandpo_cli.storage.run_record import read_parent
 from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
 
 Settings = Mapping[str, Any]
@@ -100,8 +101,9 @@ def read_sweep(folder: Path) -> Selection:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return all settings of the run in `folder` by dotted key, and `engine` for a run that verl trained.
+    """Return all settings of the run in `folder` by dotted key.
 
+    A run that verl trained also has `engine`, and a fork has `fork`, the checkpoint that it continues.
     Raises UserError if `config.yaml` is missing or damaged.
     """
     path = folder / "config.yaml"
@@ -110,7 +112,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
     if not isinstance(content := read_yaml(path, path.name), dict):
         raise UserError("config.yaml holds no settings")
     engine = {"engine": "verl"} if path_exists(folder / VERL_FILE) else {}
-    return flatten(content, expand_lists=True) | engine
+    parent = read_parent(folder)
+    return flatten(content, expand_lists=True) | engine | ({} if parent is None else {"fork": parent})
 
 
 def is_within(key: str, sections: Iterable[str]) -> bool:

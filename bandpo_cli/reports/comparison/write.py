@@ -230,6 +230,10 @@ def report_notes(report: Report, arms: Arms, baseline: str | None) -> Iterator[s
         yield f"Runs of unequal length in {shorten_list(unequal)}: {common}."
     if len({run.steps for run in runs}) > 1:
         yield "The numbers of steps of the runs differ."
+    for parent in dict.fromkeys(run.settings.get("fork") for run in runs):
+        forks = plural(sum(run.settings.get("fork") == parent for run in runs), "run")
+        if parent is not None:
+            yield f"Forks of {parent} ({forks}) share its record: differences and intervals come from later steps."
     for name, members in arms.items():
         if keys := differing_settings(run.settings for run in members):
             yield f"The runs of {name} differ in more than their seed: {', '.join(keys[:MAX_LISTED])}."

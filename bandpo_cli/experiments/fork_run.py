@@ -1,0 +1,262 @@
+"""Fork of a run: a new run that continues a checkpoint of another run, its parent, with changed settings.
+
+The new folder begins with the record of the parent up to the checkpoint, and with the checkpoint. From there the run
+continues as a resume does, so plots, reports, resumes and MLflow have the complete curves of a fork. Nothing heavy is
+imported at module level.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bandpo_cli.callbacks import RunResult, TrainCallback
+from bandpo_cli.config.layers import Layer, changes_text, resolve, setting_changes, with_values
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import ConfigError, RunError, UserError, plural
+from bandpo_cli.experiments.preflight import inherited_layers
+from bandpo_cli.experiments.resume_run import CHANGEABLE_PREFIXES, FIXED_SETTINGS, as_loaded, last_step, pin
+from bandpo_cli.experiments.train_run import Stop, TrainPlan, plan_training, train
+from bandpo_cli.paths import path_exists, relative_to_cwd
+from bandpo_cli.storage.checkpoints import (
+    ANY_PROBLEMS,
+    ROLLOUTS,
+    Progress,
+    check_contents,
+    complete_checkpoints,
+    copy_checkpoint,
+    remove_tree,
+)
+from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, find_run, not_found, shell_command
+from bandpo_cli.storage.run_record import PARENT
+from bandpo_cli.tasks.task import build_task
+from bandpo_cli.tracking.store import find_link, tracking_store
+
+if TYPE_CHECKING:
+    from bandpo_cli.training.components import Components
+
+_OF_THE_PROBLEMS = ("model.", "task.", "sampling.", "evaluation.")
+"""Sections that the problems of a run and of its evaluations depend on."""
+
+_OF_THE_BATCH = ("seed", "model.", "task.", "sampling.", "grading.", "reward.", "optim.updates")
+"""Settings and sections that a batch depends on which the parent has sampled ahead, and its number of updates."""
+
+
+@dataclass(frozen=True)
+class ForkPoint:
+    """A checkpoint that new runs continue.
+
+    Attributes:
+        run: the parent.
+        progress: the progress of the checkpoint.
+        layers: the settings of the parent, except `tracking`: the defaults of its forks.
+        config: the same settings, validated.
+    """
+
+    run: RunFolder
+    progress: Progress
+    layers: Sequence[Layer]
+    config: RunConfig
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of the checkpoint."""
+        return self.run.checkpoint_dir(self.progress.step)
+
+    @property
+    def text(self) -> str:
+        """PATH@STEP, the value of `--fork` in any folder."""
+        return f"{self.run.path.absolute()}@{self.progress.step}"
+
+    def changes(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+        """Return the settings that a fork changes, except `tracking`: the values of the parent and of the fork.
+
+        Raises:
+            ConfigError: a setting cannot change, or no step is left to train.
+        """
+        differing = setting_changes(self.config, config).items()
+        changes = {key: values for key, values in differing if not key.startswith("tracking.")}
+        where, step = f"--fork {self.run.name}@{self.progress.step}", self.progress.step
+        if fixed := {key: values for key, values in changes.items() if key.startswith(FIXED_SETTINGS)}:
+            why = "weights and optimizer state are those of the checkpoint"
+            raise ConfigError(f"{where}: leave out {changes_text(fixed)}; {why}")
+        if config.steps <= step:
+            more = f"give more, such as --steps {step + self.config.steps}, or an earlier checkpoint"
+            raise ConfigError(f"{where}: steps = {config.steps}: all are done at this checkpoint; {more}")
+        return changes
+
+
+@dataclass(frozen=True)
+class ForkPlan(TrainPlan):
+    """A fork that has been checked and not started; its `config` has the engine and the commits of the parent.
+
+    Attributes:
+        settings: the settings without these values, for config.yaml.
+        point: the checkpoint that it continues.
+        changes: the settings that differ: the values of the parent and of the fork.
+        progress: that of the first checkpoint of the fork.
+        keeps_batch: whether the fork trains on the batch that the parent has sampled ahead, if there is one.
+    """
+
+    settings: RunConfig
+    point: ForkPoint
+    changes: Mapping[str, tuple[Any, Any]]
+    progress: Progress
+    keeps_batch: bool
+
+    @property
+    def first_step(self) -> int:
+        return self.progress.step + 1
+
+    def describe(self) -> str:
+        """Return the checkpoint, the number of steps to train, and the changed settings, one line each."""
+        left = plural(self.config.steps - self.progress.step, "step")
+        lines = [f"{relative_to_cwd(self.point.checkpoint)}: {left} to go"]
+        if self.changes:
+            lines.append(changes_text(self.changes, separator="\n"))
+        if self.progress.position != self.point.progress.position:
+            lines.append(f"the next problem is number {self.progress.position:,} of the stream of problems")
+        return "\n".join(lines)
+
+    def recorded(self, loaded: RunConfig) -> RunConfig:
+        return as_loaded(self.settings, loaded)
+
+    def fill(self, folder: RunFolder) -> Mapping[str, object]:
+        """Copy the record and the checkpoint of the parent; raise RunError if a file cannot be copied.
+
+        A parent that is running may have removed the checkpoint meanwhile.
+        """
+        point, step = self.point, self.progress.step
+        try:
+            folder.begin_with(point.run, step)
+            copy_checkpoint(point.checkpoint, folder.checkpoint_dir(step), self.progress, self.keeps_batch)
+        except (OSError, UserError) as error:
+            remove_tree(folder.path)
+            raise RunError(f"{point.checkpoint}: cannot be copied to {folder.path}: {error}") from error
+        path = point.run.path.absolute()
+        about = {"run": str(relative_to_cwd(path)), "path": str(path), "step": step}
+        return {PARENT: {**about, "changed": self.changes}}
+
+    def load_state(self, folder: RunFolder, components: Components) -> None:
+        try:
+            components.resume_from(folder.checkpoint_dir(self.progress.step))
+        except UserError:  # the data have changed since the checkpoint was written
+            if components.ranks.is_main:
+                remove_tree(folder.path)
+            raise
+
+
+def fork(
+    run: str,
+    runs_dir: Path | str = "runs",
+    settings: Sequence[Layer] = (),
+    name: str | None = None,
+    callbacks: Sequence[TrainCallback] = (),
+    stop_requested: Stop = None,
+) -> RunResult:
+    """Train a new run that continues a checkpoint of another run.
+
+    Args:
+        run: RUN or RUN@STEP. RUN is a name in `runs_dir` or a folder, and means its last complete checkpoint.
+        settings: changes of the settings of RUN.
+        name: name of the new run folder; None for method, task, seed and time.
+
+    Raises:
+        UserError: there is no such checkpoint, or a setting cannot be used or cannot be changed.
+        RunError: as `train`.
+    """
+    plan = plan_fork(run, settings, runs_dir, name)
+    return train(plan, callbacks=callbacks, stop_requested=stop_requested)
+
+
+def plan_fork(
+    run: str,
+    settings: Sequence[Layer] = (),
+    runs_dir: Path | str = "runs",
+    name: str | None = None,
+    ranks: int | None = None,
+) -> ForkPlan:
+    """Check everything about a fork that can be checked without torch, and load the problems.
+
+    `ranks` is the number of processes; None for those that torchrun has started, 1 without it.
+
+    Raises UserError as `fork`.
+    """
+    runs_dir = Path(runs_dir)
+    point = fork_point(run, runs_dir)
+    config = resolve([*point.layers, *settings])
+    changes = point.changes(config)
+    tracking = config.tracking
+    link = find_link(point.run.path, tracking_store(tracking, runs_dir)) if tracking.mlflow else None
+    if link is not None and link.run_id is not None and tracking.parent is None:
+        config = with_values(config, {"tracking.parent": link.run_id})
+    pinned, warnings = pin(config, point.run)
+    other_task = config.task != point.config.task
+    if other_task:  # the commits are those of other data
+        pinned = pinned.model_copy(update={"task": config.task})
+    plan = plan_training(pinned, runs_dir, name, ranks)
+
+    with_effect = [key for key in changes if not key.startswith(CHANGEABLE_PREFIXES)]
+    keeps_batch = not any(key.startswith(_OF_THE_BATCH) for key in with_effect)
+    problems, position = point.progress.problems, point.progress.position
+    if any(key.startswith(_OF_THE_PROBLEMS) for key in with_effect):
+        problems = ANY_PROBLEMS
+    if other_task and _problem_ids(point.config) != [problem.id for problem in plan.task.train_problems()]:
+        position = 0
+    elif not keeps_batch and path_exists(batch := point.checkpoint / ROLLOUTS):
+        position = _first_position(batch)
+    # Schedules are where a run with these settings is after this step: that of the learning rate counts updates.
+    updates = point.progress.updates * config.optim.updates // point.config.optim.updates
+    progress = replace(point.progress, updates=updates, position=position, problems=problems)
+    about = {**vars(plan), "warnings": [*warnings, *plan.warnings]}
+    return ForkPlan(
+        **about, settings=config, point=point, changes=changes, progress=progress, keeps_batch=keeps_batch
+    )
+
+
+def fork_point(text: str, runs_dir: Path) -> ForkPoint:
+    """Return the checkpoint that RUN or RUN@STEP means: the last complete one of RUN, or that of the step.
+
+    Raises:
+        UserError: there is no such run or no such checkpoint, or its files are damaged.
+    """
+    match = find_run(text, runs_dir)
+    if match is None:
+        raise not_found("run", text.rpartition("@")[0] or text, runs_dir, RunFolder.marker)
+    (run, step), where = match, f"--fork {text[:200]}"
+    if path_exists(run.path / VERL_FILE):
+        raise UserError(f"{where}: the run was imported from verl, which has its checkpoints; use verl's own")
+    layers = inherited_layers(run)
+    config = resolve(layers)
+    complete, damaged = complete_checkpoints(run)
+    done = last_step(run, config)
+    steps = sorted(number for number in complete if number <= done)
+    if not steps:
+        defect = next(iter(damaged.values()), f"checkpoint.every = {config.checkpoint.every}")
+        resume = shell_command("train --resume", run.path, runs_dir)
+        raise UserError(f"{where}: the run has no complete checkpoint ({defect}); train it further: {resume}")
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        defect = damaged.get(step, f"there is no checkpoint of step {step}")
+        raise UserError(f"{where}: {defect}; steps with a checkpoint: {', '.join(map(str, steps))}")
+    check_contents(run.checkpoint_dir(step))
+    return ForkPoint(run, complete[step], layers, config)
+
+
+def _problem_ids(config: RunConfig) -> list[str] | None:
+    """Return the ids of the training problems of a run; None if its data cannot be read any more."""
+    try:
+        return [problem.id for problem in build_task(config.task).train_problems()]
+    except UserError:
+        return None
+
+
+def _first_position(batch: Path) -> int:
+    """Return the place in the stream of the first problem of a batch that was sampled ahead."""
+    from safetensors import safe_open
+
+    with safe_open(batch, framework="numpy") as file:
+        return int(json.loads(file.metadata()["rollouts"])["position"])

@@ -1,0 +1,205 @@
+"""Forks: the checkpoint, what can change, and what the new run takes over; equality is in tests/training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from bandpo_cli.config.layers import resolve, to_yaml
+from bandpo_cli.config.sweep import SweepConfig
+from bandpo_cli.errors import ConfigError, RunError, UserError
+from bandpo_cli.experiments import resume
+from bandpo_cli.experiments.fork_run import plan_fork
+from bandpo_cli.experiments.overview import describe_run
+from bandpo_cli.experiments.sweep_request import plan_sweep, request_from_config
+from bandpo_cli.experiments.sweep_run import Executor, dry_run_info
+from bandpo_cli.storage.checkpoints import (
+    ANY_PROBLEMS,
+    ROLLOUTS,
+    Progress,
+    complete_checkpoints,
+    delete_checkpoint,
+    write_trainer_state,
+)
+from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder
+from bandpo_cli.storage.run_record import PARENT
+from bandpo_cli.sweeps.folder import SweepFolder
+from bandpo_cli.sweeps.scheduler import train_command
+from bandpo_cli.tracking.store import Link, write_link
+
+SETTINGS: dict[str, Any] = {
+    "seed": 3,
+    "steps": 6,
+    "model": {"dtype": "float32"},
+    "task": {"max_number": 4},
+    "sampling": {"prompts": 4, "samples": 4},
+    "optim": {"updates": 2},
+    "tracking": {"mlflow": False, "parent": "sweep"},
+}
+NO_MLFLOW = {"tracking": {"mlflow": False}}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Return a folder with the run `a` of 6 steps; its checkpoints 2 and 4 have placeholders and a batch of step 5."""
+    run = RunFolder.create(tmp_path / "runs", "a")
+    run.write_config(to_yaml(resolve([SETTINGS])))
+    for step in range(7):
+        run.append_metrics({"step": step, "time/step": 1.0})
+        (run.path / "samples").mkdir(exist_ok=True)
+        (run.path / "samples" / f"step-{step:06d}.parquet").write_text(f"completions {step}")
+    for step in (2, 4):
+        folder = run.checkpoint_dir(step)
+        (folder / ROLLOUTS).parent.mkdir(parents=True)
+        for name in ("config.json", "model.safetensors", "trainer/optimizer.safetensors"):
+            (folder / name).write_bytes(b"none")
+        metadata = {"rollouts": json.dumps({"position": 4 * step})}
+        save_file({"lengths": np.zeros(1)}, folder / ROLLOUTS, metadata)
+        write_trainer_state(folder, Progress(step, 2 * step, 1, 4 * step + 4, "abc"))
+    return run.path.parent
+
+
+def progress(runs: Path, settings: dict[str, Any]) -> tuple[int, int, bool, bool]:
+    """Return updates, position, whether the batch of the parent is kept, and whether the problems must be the same."""
+    plan = plan_fork("a@4", [NO_MLFLOW, settings], runs)
+    assert (plan.progress.step, plan.progress.skipped_in_a_row, plan.first_step) == (4, 1, 5)
+    same = {"abc": True, ANY_PROBLEMS: False}[plan.progress.problems]
+    return plan.progress.updates, plan.progress.position, plan.keeps_batch, same
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, (8, 20, True, True)),
+        ({"bounds": {"method": "clip"}, "optim": {"lr": 1e-3, "betas": [0.9, 0.95]}}, (8, 20, True, True)),
+        ({"grading": {"workers": 1}, "checkpoint": {"every": 3}}, (8, 20, True, True)),
+        # The batch of step 5 was sampled in another way: its problems are sampled again.
+        ({"optim": {"updates": 4}}, (16, 16, False, True)),
+        ({"seed": 4}, (8, 16, False, True)),
+        ({"sampling": {"prompts": 8}}, (8, 16, False, False)),
+        ({"evaluation": {"problems": 9}}, (8, 20, True, False)),
+        # The same training problems in the same order, then others, which begin at the first.
+        ({"task": {"rewards": [{"weight": 2.0}]}}, (8, 16, False, False)),
+        ({"task": {"max_number": 5}}, (8, 0, False, False)),
+    ],
+)
+def test_progress_of_a_fork(runs: Path, settings: dict[str, Any], expected: tuple[int, ...]) -> None:
+    assert progress(runs, settings) == expected
+
+
+def test_a_fork_begins_as_the_record_of_its_parent(runs: Path) -> None:
+    """Only up to the step; it stays when the parent is removed."""
+    plan = plan_fork("a", [NO_MLFLOW, {"optim": {"updates": 4}, "bounds": {"method": "clip"}}], runs, "b")
+    folder, parent = RunFolder.create(runs, "b"), RunFolder(runs / "a")
+    about = plan.fill(folder)[PARENT]
+    assert about == {
+        "run": str(parent.path),
+        "path": str(parent.path),
+        "step": 4,
+        "changed": {"bounds.method": ("band", "clip"), "optim.updates": (2, 4)},
+    }
+    assert [line["step"] for line in folder.read_metrics()] == [0, 1, 2, 3, 4]
+    samples = [path.name for path in sorted((folder.path / "samples").iterdir())]
+    assert samples == [f"step-{step:06d}.parquet" for step in range(5)]
+    assert len([*(parent.path / "samples").iterdir()]) == len(parent.read_metrics()) == 7
+    for step in (2, 4):
+        delete_checkpoint(parent.checkpoint_dir(step))
+    complete, damaged = complete_checkpoints(folder)
+    assert (complete, damaged) == ({4: Progress(4, 16, 1, 16, "abc")}, {})
+    assert not (folder.checkpoint_dir(4) / ROLLOUTS).exists()
+    with pytest.raises(RunError, match=r"step-000004: cannot be copied to .*c:"):
+        plan.fill(RunFolder.create(runs, "c"))
+    assert not (runs / "c").exists()
+    folder.write_config(to_yaml(plan.settings))
+    folder.write_env({PARENT: about})
+    shown = describe_run("b", runs)
+    assert shown.overview.parent == f"{parent.path}@4"
+    assert shown.changed_by_fork == about["changed"]
+    assert abs(shown.overview.started_ms / 1000 - (folder.path / "config.yaml").stat().st_mtime) < 1e-2
+    delete_checkpoint(folder.checkpoint_dir(4))
+    with pytest.raises(UserError, match="no complete checkpoint; fork the other run again: bandpo train --f"):
+        resume("b", runs)
+
+
+def test_a_fork_is_a_child_of_the_mlflow_run_of_its_parent(runs: Path) -> None:
+    """Unless it has another parent, such as its sweep; the settings `tracking` of the parent are not its own."""
+    uri = f"sqlite:///{runs.absolute()}/mlflow.db"
+    assert plan_fork("a", [], runs).settings.tracking.parent is None
+    write_link(runs / "a", Link(uri, "bandpo", "key", "the-run"))
+    assert plan_fork("a", [], runs).settings.tracking.parent == "the-run"
+    assert plan_fork("a", [{"tracking": {"parent": "other"}}], runs).settings.tracking.parent == "other"
+    assert plan_fork("a", [NO_MLFLOW], runs).settings.tracking.parent is None
+    assert plan_fork("a", [{"tracking": {"experiment": "x"}}], runs).settings.tracking.parent is None
+
+
+def _imported(folder: Path) -> None:
+    (folder / VERL_FILE).write_text("{}")
+
+
+def _cut(folder: Path) -> None:
+    run = RunFolder(folder)
+    run.roll_back(1)
+
+
+def _damaged(folder: Path) -> None:
+    (folder / "checkpoints" / "step-000004" / "model.safetensors").write_bytes(b"nine")
+
+
+@pytest.mark.parametrize(
+    ("run", "settings", "change", "message"),
+    [
+        ("b@4", {}, None, r"no run 'b' in .*; it has a"),
+        ("a@3", {}, None, "--fork a@3: there is no checkpoint of step 3; steps with a checkpoint: 2, 4"),
+        ("a", {}, _imported, "--fork a: the run was imported from verl"),
+        (
+            "a",
+            {},
+            _cut,
+            r"no complete checkpoint \(checkpoint.every = 10\); train it .*: bandpo train --resume a",
+        ),
+        ("a", {}, _damaged, "step-000004: model.safetensors is damaged: its content has changed"),
+        (
+            "a",
+            {"steps": 4},
+            None,
+            "steps = 4: all are done at this checkpoint; give more, such as --steps 10",
+        ),
+        (
+            "a",
+            {"model": {"path": "x/y", "dtype": "bfloat16", "lora": {"rank": 4}}},
+            None,
+            r"leave out model.path = x/y \(the run has embedded\), model.dtype = bfloat16 .*model.lora.rank = 4",
+        ),
+    ],
+)
+def test_what_cannot_be_forked(
+    runs: Path, run: str, settings: dict[str, Any], change: Any, message: str
+) -> None:
+    if change is not None:
+        change(runs / "a")
+    with pytest.raises(UserError, match=message):
+        plan_fork(run, [NO_MLFLOW, settings], runs)
+
+
+def test_a_sweep_of_forks(runs: Path) -> None:
+    """Its runs have the settings and the seed of the parent; each command forks the checkpoint of the plan."""
+    options = {"fork": "a@2", "seeds": None}
+    request = plan_sweep(None, {"bounds.method": "band,clip"}, [], options, [NO_MLFLOW], runs)
+    assert [(run.name, run.config.seed, run.config.steps) for run in request.runs] == [
+        ("band-s3", 3, 6),
+        ("clip-s3", 3, 6),
+    ]
+    assert dry_run_info(request, Executor()).forked_at == 2
+    folder = SweepFolder.create(runs, "s", request.runs, None, request.about)
+    command = train_command(SweepFolder.open(runs, "s"), "clip-s3")
+    assert command[command.index("--fork") + 1] == folder.fork == f"{(runs / 'a').absolute()}@2"
+    for changes, message in (
+        ({"axes": {"model.path": ["x/y"]}}, "leave out model.path"),
+        ({"axes": {"steps": [2, 8]}}, "steps = 2: all are done"),
+        ({"axes": {}, "tuned_on": "s"}, "fork: the variants are those of tuned_on"),
+    ):
+        with pytest.raises((ConfigError, ValueError), match=message):
+            request_from_config(SweepConfig.model_validate({"fork": "a@2", **changes}), [], runs)
