@@ -187,8 +187,10 @@ DIVERGENCES = Registry("divergence", [
     DivergenceEntry("js", "Jensen–Shannon, nats", f"{_DIVERGENCES}:f_jensen_shannon"),
 ], "a custom f as module:function", is_function_path)
 
-_SETTINGS, _BOUNDS = "bandpo_cli.config.methods", "bandpo_cli.bounds.intervals"
-_LOSSES = "bandpo_cli.objective.policy_losses"
+_SETTINGS, _OF_COMPLETIONS = "bandpo_cli.config.methods", "bandpo_cli.config.completion_methods"
+_BOUNDS = "bandpo_cli.bounds.intervals"
+_LOSSES, _COMPLETION_LOSSES = "bandpo_cli.objective.policy_losses", "bandpo_cli.objective.completion_losses"
+_RATIO_OF_COMPLETION = "it clips the ratio of a completion, not the ratio of a token"
 
 METHODS = Registry("method", [
     MethodEntry("band", "the Band of an f-divergence trust region", f"{_SETTINGS}:BandSettings", f"{_BOUNDS}:band",
@@ -199,27 +201,39 @@ METHODS = Registry("method", [
                 f"{_BOUNDS}:clip", paper="arXiv 2503.14476"),
     MethodEntry("dcpo", "bounds that widen as the token gets rarer", f"{_SETTINGS}:DcpoSettings", f"{_BOUNDS}:dcpo",
                 paper="arXiv 2509.02333"),
+    MethodEntry("ripo", "bounds that keep p·(r − 1)² constant", f"{_SETTINGS}:RipoSettings", f"{_BOUNDS}:ripo",
+                paper="arXiv 2607.10169"),
     MethodEntry("none", "no clipping", f"{_SETTINGS}:NoClipSettings", f"{_BOUNDS}:no_clip", bounded=False,
                 control=True),
     MethodEntry("dppo", "a mask outside a binary trust region", f"{_SETTINGS}:DppoSettings", f"{_BOUNDS}:dppo",
                 f"{_LOSSES}:DppoLoss", "arXiv 2602.04879", trust_region=True, bounded=False),
+    MethodEntry("cppo", "dppo's mask, with a budget for the tokens before", f"{_OF_COMPLETIONS}:CppoSettings", None,
+                f"{_COMPLETION_LOSSES}:CppoLoss", "arXiv 2606.10968",
+                "its threshold depends on the position of a token and on the tokens before"),
     MethodEntry("cispo", "truncated importance weights", f"{_SETTINGS}:CispoSettings", None, f"{_LOSSES}:CispoLoss",
                 "arXiv 2506.13585", "it truncates the weight of the gradient and keeps the gradient of every token"),
     MethodEntry("sapo", "a soft gate on the ratio", f"{_SETTINGS}:SapoSettings", None, f"{_LOSSES}:SapoLoss",
                 "arXiv 2511.20347", "its gate falls smoothly and has no edge"),
-    MethodEntry("gspo", "the clipped ratio of a completion", f"{_SETTINGS}:GspoSettings", None, f"{_LOSSES}:GspoLoss",
-                "arXiv 2507.18071", "it clips the ratio of a completion, not the ratio of a token"),
-    MethodEntry("gmpo", "the geometric mean of clipped ratios", f"{_SETTINGS}:GmpoSettings", f"{_BOUNDS}:gmpo",
-                f"{_LOSSES}:GmpoLoss", "arXiv 2507.20673"),
+    MethodEntry("gspo", "the clipped ratio of a completion", f"{_OF_COMPLETIONS}:GspoSettings", None,
+                f"{_COMPLETION_LOSSES}:GspoLoss", "arXiv 2507.18071", _RATIO_OF_COMPLETION),
+    MethodEntry("luspo", "gspo times the length of the completion", f"{_OF_COMPLETIONS}:LuspoSettings", None,
+                f"{_COMPLETION_LOSSES}:LuspoLoss", "arXiv 2602.05261", _RATIO_OF_COMPLETION, differs_at_ratio_one=True),
+    MethodEntry("gapo", "gspo, wider for correct completions of harder problems", f"{_OF_COMPLETIONS}:GapoSettings",
+                None, f"{_COMPLETION_LOSSES}:GapoLoss", "arXiv 2609.00444", _RATIO_OF_COMPLETION),
+    MethodEntry("gmpo", "the geometric mean of clipped ratios", f"{_OF_COMPLETIONS}:GmpoSettings", f"{_BOUNDS}:gmpo",
+                f"{_COMPLETION_LOSSES}:GmpoLoss", "arXiv 2507.20673"),
     MethodEntry("ce-gppo", "a scaled gradient for clipped tokens", f"{_SETTINGS}:CeGppoSettings", None,
                 f"{_LOSSES}:CeGppoLoss", "arXiv 2509.20712", "tokens outside its interval keep a scaled gradient"),
     MethodEntry("aspo", "inverse ratios for positive advantages", f"{_SETTINGS}:AspoSettings", f"{_BOUNDS}:clip",
                 f"{_LOSSES}:AspoLoss", "arXiv 2510.06062"),
     MethodEntry("drpo", "a quadratic penalty in place of a mask", f"{_SETTINGS}:DrpoSettings", None,
                 f"{_LOSSES}:DrpoLoss", "arXiv 2606.09821", "its penalty grows smoothly and has no edge"),
-    MethodEntry("topr", "truncated importance of negative completions", f"{_SETTINGS}:ToprSettings", None,
-                f"{_LOSSES}:ToprLoss", "arXiv 2503.14286",
+    MethodEntry("topr", "truncated importance of negative completions", f"{_OF_COMPLETIONS}:ToprSettings", None,
+                f"{_COMPLETION_LOSSES}:ToprLoss", "arXiv 2503.14286",
                 "it truncates the weight of a completion, not the ratio of a token"),
+    MethodEntry("vespo", "a smooth weight of the ratio of a completion", f"{_OF_COMPLETIONS}:VespoSettings", None,
+                f"{_COMPLETION_LOSSES}:VespoLoss", "arXiv 2602.10693",
+                "its weight of a completion falls smoothly and has no edge"),
     MethodEntry("clip-cov", "clip, and no gradient for some tokens of high covariance", f"{_SETTINGS}:ClipCovSettings",
                 f"{_BOUNDS}:clip", f"{_LOSSES}:ClipCovLoss", "arXiv 2505.22617", differs_at_ratio_one=True),
     MethodEntry("kl-cov", "a penalty on tokens of high covariance", f"{_SETTINGS}:KlCovSettings", None,

@@ -43,7 +43,7 @@ def direct(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, up
 
 def tiled(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, upstream: torch.Tensor) -> None:
     """Run the package's computation by tiles."""
-    chosen, _ = linear_logprobs(hidden, weight, None, targets, 1.0, with_entropy=True)
+    chosen = linear_logprobs(hidden, weight, None, targets, 1.0, with_entropy=True).logprobs
     (chosen * upstream).sum().backward()
 
 

@@ -69,7 +69,8 @@ def padded(model: PreTrainedModel, rows: Sequence[Row], budget: int) -> list[tor
         )
         targets = torch.tensor([token for row in batch for token in row.completions[0]])
         head = model.get_output_embeddings()
-        logprobs, _ = linear_logprobs(hidden.flatten(0, 1)[predictor_index], head.weight, head.bias, targets)
+        predicting = hidden.flatten(0, 1)[predictor_index]
+        logprobs = linear_logprobs(predicting, head.weight, head.bias, targets).logprobs
         logprobs.sum().backward()
         results.append(logprobs.detach())
     return results

@@ -32,7 +32,7 @@ from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import METHODS, load_attribute
 
 if TYPE_CHECKING:
-    from bandpo_cli.config import methods
+    from bandpo_cli.config import completion_methods, methods
 
 BoundsFunction = Callable[[Array], RatioBounds]
 """Old log-probabilities of any shape → bounds of that shape; types, NaN and devices are handled as in `band_bounds`."""
@@ -95,7 +95,7 @@ def clip(config: methods.IntervalSettings) -> BoundsFunction:
     return _fixed(1.0 - config.eps_low, 1.0 + config.eps_high)
 
 
-def gmpo(config: methods.GmpoSettings) -> BoundsFunction:
+def gmpo(config: completion_methods.GmpoSettings) -> BoundsFunction:
     """Return [e^−log_eps_low, e^log_eps_high] for every token."""
     return _fixed(math.exp(-config.log_eps_low), math.exp(config.log_eps_high))
 
@@ -117,15 +117,38 @@ def no_clip(config: methods.NoClipSettings) -> BoundsFunction:
 def dcpo(config: methods.DcpoSettings) -> BoundsFunction:
     """Return ½ + ½√max(1−4ε₋/p, 0) and min(½ + ½√(1+4ε₊/p), max_ratio) (arXiv 2509.02333); [1, 1] for NaN."""
 
+    def ends(inverse_p: Array) -> tuple[Array, Array]:
+        xp = namespace(inverse_p)
+        lower = 0.5 + 0.5 * xp.sqrt(xp.clip(1.0 - 4.0 * config.eps_low * inverse_p, 0.0, None))
+        upper = 0.5 + 0.5 * xp.sqrt(1.0 + 4.0 * config.eps_high * inverse_p)
+        return lower, upper if config.max_ratio is None else xp.clip(upper, None, config.max_ratio)
+
+    return _of_probability(ends)
+
+
+def ripo(config: methods.RipoSettings) -> BoundsFunction:
+    """Return max(1 − √(δ/p), min_ratio) and min(1 + √(δ/p), max_ratio) (arXiv 2607.10169, equation 11); [1, 1] for NaN.
+
+    The upper bound may exceed 1/p.
+    """
+
+    def ends(inverse_p: Array) -> tuple[Array, Array]:
+        xp = namespace(inverse_p)
+        width = xp.sqrt(config.delta * inverse_p)
+        return xp.clip(1.0 - width, config.min_ratio, None), xp.clip(1.0 + width, None, config.max_ratio)
+
+    return _of_probability(ends)
+
+
+def _of_probability(ends: Callable[[Array], tuple[Array, Array]]) -> BoundsFunction:
+    """Return the bounds that `ends` computes from 1/p in float64."""
+
     def bounds(old_logprobs: Array) -> RatioBounds:
         x = as_array(old_logprobs)
         xp, dtype = namespace(x), output_dtype(x)
         with no_grad_no_warnings(x):
             inverse_p = xp.exp(-xp.clip(cast(x, xp.float64), None, 0.0))
-            lower = 0.5 + 0.5 * xp.sqrt(xp.clip(1.0 - 4.0 * config.eps_low * inverse_p, 0.0, None))
-            upper = 0.5 + 0.5 * xp.sqrt(1.0 + 4.0 * config.eps_high * inverse_p)
-            capped = upper if config.max_ratio is None else xp.clip(upper, None, config.max_ratio)
-            known = xp.nan_to_num(lower, nan=1.0), xp.nan_to_num(capped, nan=1.0, posinf=math.inf)
+            known = (xp.nan_to_num(bound, nan=1.0, posinf=math.inf) for bound in ends(inverse_p))
             return RatioBounds(*(cast(bound, dtype) for bound in known))
 
     return bounds

@@ -223,6 +223,17 @@ class DcpoSettings(MethodSettings):
     """Cap on the upper bound; null for none."""
 
 
+class RipoSettings(MethodSettings):
+    """Bounds 1 ± √(δ/π_old), which keep π_old·(r − 1)² at most δ (RIPO, arXiv 2607.10169)."""
+
+    text = "RIPO: ratio in 1 ± √(δ/π_old), δ = {s.delta:g}, within [{s.min_ratio:g}, {s.max_ratio:g}]"
+    method: Literal["ripo"] = "ripo"
+    delta: Positive = 0.05
+    min_ratio: float = Field(0.5, ge=0, lt=1)
+    max_ratio: MaxRatio = 10.0
+    """The lower bound is at least min_ratio, the upper bound at most max_ratio."""
+
+
 class NoClipSettings(MethodSettings):
     """No clipping: the control that every comparison needs."""
 
@@ -274,26 +285,6 @@ class SapoSettings(MethodSettings):
     """Temperature of the gate for positive and for negative advantages."""
 
 
-class GspoSettings(MethodSettings):
-    """The clipped loss on the geometric mean ratio of a completion (GSPO, arXiv 2507.18071)."""
-
-    text = "GSPO: ratio of the completion in [1 − {s.eps_low:g}, 1 + {s.eps_high:g}]"
-    method: Literal["gspo"] = "gspo"
-    eps_low: Positive = 3e-4
-    eps_high: Positive = 4e-4
-    """The interval of the ratio of a completion is [1 − eps_low, 1 + eps_high]."""
-
-
-class GmpoSettings(MethodSettings):
-    """The geometric mean over a completion of ratios clipped in log space (GMPO, arXiv 2507.20673)."""
-
-    text = "GMPO: geometric mean of ratios in [e^−{s.log_eps_low:g}, e^{s.log_eps_high:g}]"
-    method: Literal["gmpo"] = "gmpo"
-    log_eps_low: Positive = 0.4
-    log_eps_high: Positive = 0.4
-    """The interval of a token's log ratio is [−log_eps_low, log_eps_high]."""
-
-
 class CeGppoSettings(IntervalSettings):
     """The fixed interval, with a scaled gradient for clipped tokens (CE-GPPO, arXiv 2509.20712)."""
 
@@ -323,15 +314,6 @@ class DrpoSettings(MethodSettings):
     method: Literal["drpo"] = "drpo"
     eps: Positive = 12.5
     """Change of probability at which the gradient is 0; above 1 it never is, and the penalty only scales it."""
-
-
-class ToprSettings(MethodSettings):
-    """Weight 1 for positive advantages, a completion's truncated ratio for negative ones (TOPR, arXiv 2503.14286)."""
-
-    text = "TOPR: weight 1, for negative advantages the completion's ratio truncated to [0, {s.max_weight:g}]"
-    method: Literal["topr"] = "topr"
-    max_weight: Positive = 1.0
-    """Upper truncation of the completion's ratio, for negative advantages."""
 
 
 class ClipCovSettings(IntervalSettings):

@@ -148,6 +148,12 @@ class ObjectiveConfig(Section):
     """For a negative advantage a, a token's loss never exceeds −dual_clip·a; null disables this."""
     reference_kl: NotNegative = 0.0
     """Coefficient of the k3 estimate of KL(π‖π_reference); 0 loads no reference model."""
+    entropy_bonus: NotNegative = 0.0
+    """Coefficient of the entropy of the policy's distribution at each token, at the sampling temperature, by which the
+    loss is reduced; 0 for no bonus."""
+    mask_truncated: bool = False
+    """Leave completions without an end token out of the loss and of its normalisation (DAPO's over-long filtering). Their
+    rewards still count in the advantages of their group."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """The source of log π_old in the ratio: recomputed by the trainer, or as reported by the sampler."""
     importance: Literal[

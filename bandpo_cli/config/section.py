@@ -29,6 +29,8 @@ SETTINGS_ELSEWHERE = {
     "objective.advantage_std": "scale_rewards",
     "objective.aggregation": "loss_agg_mode loss_type",
     "objective.dual_clip": "clip_ratio_c",
+    "objective.entropy_bonus": "ent_coef entropy_coef entropy_coeff",
+    "objective.mask_truncated": "mask_truncated_completions",
     "objective.reference_kl": "beta kl_coef kl_loss_coef",
     "optim.lr": "learning_rate lr",
     "optim.max_grad_norm": "grad_clip max_grad_norm",

@@ -30,15 +30,26 @@ TILE_ROWS = {"cpu": 2048, "cuda": 8192}
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probs at the sampling temperature, and entropy at temperature 1 or None, of N tokens: [N] float32, nats."""
+    """Values of N tokens, [N] float32, nats; entropies that were not asked for are None.
+
+    Attributes:
+        logprobs: log-probs at the sampling temperature.
+        entropy: entropy at temperature 1, without gradient.
+        sampling_entropy: entropy at the sampling temperature, with gradient.
+    """
 
     logprobs: Tensor
     entropy: Tensor | None
+    sampling_entropy: Tensor | None
 
 
 @record_function(f"{PROFILER_PREFIX}forward")
 def token_logprobs(
-    model: PreTrainedModel, batch: TokenBatch, temperature: float = 1.0, with_entropy: bool = False
+    model: PreTrainedModel,
+    batch: TokenBatch,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    with_sampling_entropy: bool = False,
 ) -> TokenLogprobs:
     """Run the model on a batch and return the log-probs of its completion tokens.
 
@@ -47,9 +58,9 @@ def token_logprobs(
 
     Args:
         temperature: the sampling temperature; the log-probs are those of the distribution that the sampler used.
-        with_entropy: also return the entropy at temperature 1, detached.
+        with_entropy, with_sampling_entropy: also return the entropy at temperature 1, or at the sampling temperature.
     """
-    return run_forward(_token_logprobs, model, batch, temperature, with_entropy)
+    return run_forward(_token_logprobs, model, batch, temperature, with_entropy, with_sampling_entropy)
 
 
 def _token_logprobs(model: PreTrainedModel, batch: TokenBatch, *options: Any) -> TokenLogprobs:
@@ -71,8 +82,9 @@ def linear_logprobs(
     targets: Tensor,
     temperature: float = 1.0,
     with_entropy: bool = False,
+    with_sampling_entropy: bool = False,
 ) -> TokenLogprobs:
-    """Return log softmax((hidden·weightᵀ + bias) / temperature) at the targets, and optionally the entropy.
+    """Return log softmax((hidden·weightᵀ + bias) / temperature) at the targets, and optionally entropies.
 
     Softmax and sums are float32 for all dtypes of the weights. A GPU multiplies weights of lower precision unchanged,
     with float32 results; a CPU multiplies them as float32. Gradients flow into hidden, weight and bias.
@@ -83,14 +95,14 @@ def linear_logprobs(
         bias: [V] or None.
         targets: [N] int64.
         temperature: divisor of the logits.
-        with_entropy: also return the entropy of the softmax at temperature 1, without gradient.
-
-    Returns:
-        (log-probs [N] float32, entropy [N] float32 or None), nats.
+        with_entropy, with_sampling_entropy: also return the entropy of the softmax at temperature 1, without gradient,
+            or at `temperature`, with gradient.
     """
-    arguments = hidden, weight, bias, targets, temperature, with_entropy
-    logprobs, entropy = _LinearLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
-    return TokenLogprobs(logprobs, entropy if with_entropy else None)
+    arguments = hidden, weight, bias, targets, temperature, with_entropy, with_sampling_entropy
+    logprobs, entropy, sampling_entropy = _LinearLogprobs.apply(*arguments)  # type: ignore[no-untyped-call]
+    return TokenLogprobs(
+        logprobs, entropy if with_entropy else None, sampling_entropy if with_sampling_entropy else None
+    )
 
 
 @contextmanager
@@ -111,17 +123,35 @@ def _checkpointing(model: PreTrainedModel) -> Iterator[None]:
             layer.training = False
 
 
+class _Softmax:
+    """Running sums over the vocabulary of exp(x) and of exp(x)·x per token, for logits x less the highest so far."""
+
+    def __init__(self, zeros: Tensor) -> None:
+        self.total, self._weighted = zeros.clone(), zeros.clone()
+
+    def add(self, rows: slice, tile: Tensor, drop: Tensor, scratch: Tensor) -> None:
+        """Add a tile of logits less the new highest; `drop`, at most 0, is by how much the highest has risen."""
+        powers = torch.exp(tile, out=scratch[: tile.numel()].view_as(tile))
+        decayed = (self._weighted[rows] + self.total[rows] * drop) * drop.exp()
+        self._weighted[rows] = decayed + torch.linalg.vecdot(powers, tile)
+        self.total[rows] = self.total[rows] * drop.exp() + powers.sum(dim=1)
+
+    def entropy(self) -> Tensor:
+        """Return the entropy of each token's distribution, [N], nats."""
+        return self.total.log() - self._weighted / self.total
+
+
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        hidden, weight, bias, targets, temperature, with_entropy = arguments
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        hidden, weight, bias, targets, temperature, with_entropy, with_sampling_entropy = arguments
         tiles = _Tiles(hidden, weight, bias)
         zeros = torch.zeros(len(hidden), device=hidden.device)
         highest = torch.full_like(zeros, torch.finfo(zeros.dtype).min)
-        chosen, total = zeros.clone(), zeros.clone()
-        # Sums for the entropy, at temperature 1: of exp(x) and of exp(x)·x, for logits x minus the highest so far.
-        plain_total, weighted = zeros.clone(), zeros.clone()
-        scratch = torch.empty_like(tiles.buffer if with_entropy else tiles.buffer[:0])
+        chosen, plain, sampling = zeros.clone(), _Softmax(zeros), _Softmax(zeros)
+        # At temperature 1 both entropies are the same.
+        at_one = with_entropy or (with_sampling_entropy and temperature == 1.0)
+        scratch = torch.empty_like(tiles.buffer if at_one or with_sampling_entropy else tiles.buffer[:0])
         for _ in tiles.columns():
             for rows, tile in tiles.logits():
                 target_columns, in_tile = tiles.target_columns(targets[rows])
@@ -130,41 +160,53 @@ class _LinearLogprobs(torch.autograd.Function):
                 drop = highest[rows] - top
                 highest[rows] = top
                 tile.sub_(top[:, None])
-                if with_entropy:
-                    powers = torch.exp(tile, out=scratch[: tile.numel()].view_as(tile))
-                    decayed = (weighted[rows] + plain_total[rows] * drop) * drop.exp()
-                    weighted[rows] = decayed + torch.linalg.vecdot(powers, tile)
-                    plain_total[rows] = plain_total[rows] * drop.exp() + powers.sum(dim=1)
+                if at_one:
+                    plain.add(rows, tile, drop, scratch)
                 if temperature != 1.0:
                     tile.div_(temperature)
-                if not with_entropy or temperature != 1.0:
-                    total[rows] = total[rows] * (drop / temperature).exp() + tile.exp_().sum(dim=1)
-        if with_entropy and temperature == 1.0:
-            total = plain_total
-        entropy = plain_total.log() - weighted / plain_total
-        ctx.save_for_backward(hidden, weight, bias, targets, highest, total)
-        ctx.temperature = temperature
-        ctx.mark_non_differentiable(entropy)
-        return (chosen - highest) / temperature - total.log(), entropy
+                    # not −inf for the first tile, whose sums are 0
+                    drop = (drop / temperature).clamp(min=torch.finfo(drop.dtype).min)
+                if with_sampling_entropy and temperature != 1.0:
+                    sampling.add(rows, tile, drop, scratch)
+                elif not at_one or temperature != 1.0:
+                    sampling.total[rows] = sampling.total[rows] * drop.exp() + tile.exp_().sum(dim=1)
+        if at_one and temperature == 1.0:
+            sampling = plain
+        entropy, sampling_entropy = plain.entropy(), sampling.entropy()
+        ctx.save_for_backward(hidden, weight, bias, targets, highest, sampling.total, sampling_entropy)
+        ctx.temperature, ctx.with_sampling_entropy = temperature, with_sampling_entropy
+        ctx.mark_non_differentiable(*([entropy] if with_sampling_entropy else [entropy, sampling_entropy]))
+        return (chosen - highest) / temperature - sampling.total.log(), entropy, sampling_entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, highest, total = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_logprobs: Tensor, _: Tensor, grad_entropy: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, highest, total, entropy = ctx.saved_tensors
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         # Tokens outside the bounds and tokens of groups without an advantage have no gradient; skip them.
-        active = grad_logprobs.nonzero().squeeze(1)
+        with_entropy = ctx.with_sampling_entropy
+        has_gradient = grad_logprobs != 0
+        if with_entropy:
+            has_gradient |= grad_entropy != 0
+        active = has_gradient.nonzero().squeeze(1)
         if some_inactive := len(active) < len(hidden):
             hidden = hidden[active]
         highest, targets = highest[active, None], targets[active]
-        inverse_total = total[active, None].reciprocal()
+        inverse_total, grad = total[active, None].reciprocal(), grad_logprobs[active, None].float()
         # ∂ log p/∂x = (onehot − p)/temperature, and a tile becomes p − onehot; hence the sign.
-        scale = grad_logprobs[active, None].float() / -ctx.temperature
+        scale, at_target = grad / -ctx.temperature, torch.full_like(grad, -1.0)
         tiles = _Tiles(hidden, weight, bias)
+        if with_entropy:
+            # ∂ entropy/∂x = −p·(log p + entropy)/temperature: with both gradients a tile becomes
+            # p·(grad + grad_entropy·(log p + entropy)) − grad·onehot.
+            scale, at_target = torch.full_like(grad, -1.0 / ctx.temperature), -grad
+            offset, grad_entropy = (entropy - total.log())[active, None], grad_entropy[active, None].float()
+            scratch = torch.empty_like(tiles.buffer)
         grad_hidden = torch.zeros(hidden.shape, device=hidden.device) if for_hidden else None
         grad_weight = torch.empty_like(weight) if for_weight else None
         grad_bias = torch.zeros_like(bias) if for_bias else None
-        minus_one = torch.tensor(-1.0, device=hidden.device)
         for columns in tiles.columns():
             weight_slice = tiles.weight_slice
             slice_grad = torch.zeros(weight_slice.shape, device=hidden.device)
@@ -173,9 +215,14 @@ class _LinearLogprobs(torch.autograd.Function):
                 tile.sub_(highest[rows])
                 if ctx.temperature != 1.0:
                     tile.div_(ctx.temperature)
+                if with_entropy:
+                    surplus = torch.add(tile, offset[rows], out=scratch[: tile.numel()].view_as(tile))
+                    surplus.mul_(grad_entropy[rows]).add_(grad[rows])
                 tile.exp_().mul_(inverse_total[rows])
+                if with_entropy:
+                    tile.mul_(surplus)
                 target_columns, in_tile = tiles.target_columns(targets[rows])
-                tile.scatter_add_(1, target_columns, minus_one.where(in_tile, 0.0)[:, None])
+                tile.scatter_add_(1, target_columns, at_target[rows].where(in_tile[:, None], 0.0))
                 if grad_bias is not None:
                     grad_bias[columns] += (tile.t() @ scale[rows]).squeeze(1).to(grad_bias.dtype)
                 factor = tile.to(weight_slice.dtype)
@@ -191,7 +238,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if some_inactive:
                 all_rows = hidden.new_zeros(len(grad_logprobs), hidden.shape[1])
                 grad_hidden = all_rows.index_copy_(0, active, grad_hidden)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 
 class _Tiles:

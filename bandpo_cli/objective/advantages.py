@@ -73,3 +73,13 @@ def has_reward_spread(group: Group) -> bool:
     grades = [rollout.grade for rollout in group.rollouts_G]
     rewards = torch.tensor([[grade.reward for grade in grades]], dtype=torch.float64)
     return not equal_rewards(rewards, torch.tensor([[grade.has_reward for grade in grades]])).item()
+
+
+def wrong_peers(group: Group) -> list[float]:
+    """Return for each completion of a group the share of the other completions that are not correct, [G].
+
+    0 for a completion that is not correct. Completions without a reward do not count.
+    """
+    graded = [rollout.grade.correct for rollout in group.rollouts_G if rollout.grade.has_reward]
+    share = (len(graded) - sum(graded)) / max(1, len(graded) - 1)
+    return [share * rollout.grade.correct for rollout in group.rollouts_G]

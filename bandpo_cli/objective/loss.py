@@ -42,6 +42,8 @@ class LossBatch:
         importance_weights: [N] float32, the weight of `objective.importance`, an estimate of π_old/π_sampler; None
             where the ratio is taken to the sampler's log-probs, or where no correction is configured.
         ref_logprobs: [N] float32, log π_reference(token), nats; None without a reference model.
+        wrong_peers: [S] float32, for a correct completion the share of the other completions of its group that are not
+            correct, 0 for the others; None where the completions come in no groups.
     """
 
     lengths: Tensor
@@ -50,6 +52,7 @@ class LossBatch:
     columns: Columns = field(default_factory=dict)
     importance_weights: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    wrong_peers: Tensor | None = None
 
     def ratios(self, logprobs: Tensor) -> Tensor:
         """Return π/π_old for the log-probs of π, [N], with their gradient."""
@@ -66,12 +69,14 @@ class LossOutputs:
         ratios: [n], r.
         gradient_weights: [n], w in the gradient −weight·w·a·∇log π of a token's loss, without the penalty to the
             reference model: 1 for an unclipped token with r = 1, 0 for a clipped one. 0 where a or the weight is 0.
+        entropy_gradient: [n], ∂loss/∂entropy of the distribution of each token.
     """
 
     loss: Tensor
     gradient: Tensor
     ratios: Tensor
     gradient_weights: Tensor
+    entropy_gradient: Tensor
 
 
 class PolicyLoss(ABC):
@@ -130,9 +135,14 @@ def policy_loss(settings: MethodSettings, objective: ObjectiveConfig) -> PolicyL
 
 
 def policy_objective(
-    loss: PolicyLoss, logprobs: Tensor, batch: LossBatch, weights: Tensor, reference_kl: float = 0.0
+    loss: PolicyLoss,
+    logprobs: Tensor,
+    batch: LossBatch,
+    weights: Tensor,
+    reference_kl: float = 0.0,
+    entropy: Tensor | None = None,
 ) -> LossOutputs:
-    """Return Σ weight·(loss + reference_kl·k3) of a micro-batch, and its gradient with respect to the log-probs.
+    """Return Σ weight·(loss + reference_kl·k3) − bonus of a micro-batch, and its gradient with respect to the log-probs.
 
     The gradient is computed here, and not by a backward pass through the model, so that the part of the method alone
     is known per token.
@@ -142,7 +152,10 @@ def policy_objective(
         weights: [n], weight of the token in the update's loss (`AGGREGATIONS`). It is multiplied with the importance
             weight of the batch, where there is one.
         reference_kl: coefficient of the k3 estimate of KL(π‖π_reference) per token; used if `ref_logprobs` is given.
+        entropy: [n], entropy of the distribution of each token, nats, for the bonus: `objective.entropy_bonus` times
+            its sum with `weights`, without the importance weights, as in verl; None without a bonus.
     """
+    entropy_gradient = -loss.objective.entropy_bonus * weights
     if batch.importance_weights is not None:
         weights = weights * batch.importance_weights
     logprobs = logprobs.detach().requires_grad_()
@@ -153,9 +166,12 @@ def policy_objective(
         penalty = reference_kl * (weights * k3(logprobs, batch.ref_logprobs)).sum()
         (penalty_gradient,) = torch.autograd.grad(penalty, logprobs)
         total, gradient = total + penalty, gradient + penalty_gradient
+    if entropy is not None:
+        total = total + (entropy_gradient * entropy.detach()).sum()
     scale = -weights * batch.advantages
     gradient_weights = torch.where(scale == 0, 0.0, policy_gradient / scale)
-    return LossOutputs(total.detach(), gradient, batch.ratios(logprobs).detach(), gradient_weights)
+    ratios = batch.ratios(logprobs).detach()
+    return LossOutputs(total.detach(), gradient, ratios, gradient_weights, entropy_gradient)
 
 
 def importance_weights(
@@ -233,12 +249,12 @@ def seq_mean_token_mean(lengths_S: Tensor, max_tokens: int) -> Tensor:
 
 def token_mean(lengths_S: Tensor, max_tokens: int) -> Tensor:
     """Return 1/Σ length: the mean over all tokens of the update (DAPO)."""
-    return torch.full_like(lengths_S, 1.0 / int(lengths_S.sum()), dtype=torch.float32)
+    return torch.full_like(lengths_S, 1.0 / max(1, int(lengths_S.sum())), dtype=torch.float32)
 
 
 def seq_sum_norm(lengths_S: Tensor, max_tokens: int) -> Tensor:
     """Return 1/(S·max_tokens): a sequence's sum over a constant, then the mean over sequences (Dr. GRPO)."""
-    return torch.full_like(lengths_S, 1.0 / (len(lengths_S) * max_tokens), dtype=torch.float32)
+    return torch.full_like(lengths_S, 1.0 / max(1, len(lengths_S) * max_tokens), dtype=torch.float32)
 
 
 AGGREGATIONS: dict[str, Callable[[Tensor, int], Tensor]] = {

@@ -1,13 +1,13 @@
-"""Policy losses of the methods: per token, with the ratio of a completion, and by covariance.
+"""Policy losses of the methods that treat every token separately, and of the methods that compare tokens by covariance.
 
-The clipped loss comes first. It is the loss of the interval methods: the Band, clip, clip-higher, DCPO and none. A
-ratio outside its interval loses its gradient there.
+The clipped loss comes first. It is the loss of the interval methods: the Band, clip, clip-higher, DCPO, RIPO and none.
+A ratio outside its interval loses its gradient there. `objective.completion_losses` has the other methods.
 
-Notation as in `objective.loss`: N tokens of an update, n of a micro-batch, L tokens of a completion, a its advantage;
-sg(·) is a value without gradient. All losses are [n], one per token. Each class names its paper, public code and where
-it departs from them; docs/methods.md lists all methods. The gradient of a loss −w·a·log π with a weight w that has no
-gradient is −w·a·∇log π, just as the gradient of −r·a is −r·a·∇log π; such losses differ from others by a value, and not
-by a gradient. `objective.dual_clip` applies only to the clipped loss.
+Notation as in `objective.loss`: N tokens of an update, n of a micro-batch, a the advantage of a completion; sg(·) is a
+value without gradient. All losses are [n], one per token. Each class names its paper, public code and where it departs
+from them; docs/methods.md lists all methods. The gradient of a loss −w·a·log π with a weight w that has no gradient is
+−w·a·∇log π, just as the gradient of −r·a is −r·a·∇log π; such losses differ from others by a value, and not by a
+gradient. `objective.dual_clip` applies only to the clipped loss.
 """
 
 import math
@@ -19,15 +19,7 @@ from torch import Tensor
 from bandpo_cli.bounds.intervals import ClipState, clip_state, ratio_bounds
 from bandpo_cli.config import methods
 from bandpo_cli.config.run import ObjectiveConfig
-from bandpo_cli.objective.loss import (
-    MAX_LOG_RATIO,
-    Columns,
-    LossBatch,
-    PolicyLoss,
-    log_ratio,
-    sequence_index,
-    sequence_sum,
-)
+from bandpo_cli.objective.loss import Columns, LossBatch, PolicyLoss, log_ratio
 
 Bound = Tensor | float
 Settings = TypeVar("Settings", bound=methods.MethodSettings)
@@ -40,6 +32,24 @@ def clipped_losses(ratios: Tensor, advantages: Tensor, lower: Bound, upper: Boun
     # of an on-policy token of probability 1 does.
     clamped = torch.where(ratios > upper, upper, torch.where(ratios < lower, lower, ratios))
     return -torch.minimum(ratios * advantages, clamped * advantages)
+
+
+def masked_losses(logprobs: Tensor, batch: LossBatch, outside: Tensor, max_weight: float | None) -> Tensor:
+    """Return −sg(mask·min(r, max_weight))·a·log π of each token, [n]; the mask is 0 for moves away from π_old outside.
+
+    Args:
+        outside: [n] bool, whether the token is outside of the trust region.
+        max_weight: truncation of the ratio; None for none.
+    """
+    ratios = batch.ratios(logprobs).detach()
+    away = torch.where(batch.advantages > 0, ratios > 1, ratios < 1)
+    capped = ratios.clamp(max=math.inf if max_weight is None else max_weight)
+    return -torch.where(outside & away, 0.0, capped) * batch.advantages * logprobs
+
+
+def by_sign(advantages: Tensor, positive: float, other: float) -> Tensor:
+    """Return `positive` for the tokens with a positive advantage and `other` for the other tokens, [n]."""
+    return torch.full_like(advantages, other).masked_fill(advantages > 0, positive)
 
 
 class IntervalLoss(PolicyLoss):
@@ -76,11 +86,13 @@ class IntervalLoss(PolicyLoss):
         return clip_state(ratios, columns["lower"], columns["upper"], advantages)
 
 
-class _Loss(PolicyLoss, Generic[Settings]):
+class MethodLoss(PolicyLoss, Generic[Settings]):
+    """Base class of the losses of one method, whose settings have the type `Settings`."""
+
     settings: Settings
 
 
-class FixedIntervalLoss(_Loss[Interval]):
+class FixedIntervalLoss(MethodLoss[Interval]):
     """A loss with the same interval of ratios for all tokens, [1 − ε_low, 1 + ε_high]."""
 
     def __init__(self, settings: Interval, objective: ObjectiveConfig) -> None:
@@ -88,7 +100,7 @@ class FixedIntervalLoss(_Loss[Interval]):
         self._lower, self._upper = self.interval = (1.0 - settings.eps_low, 1.0 + settings.eps_high)
 
 
-class DppoLoss(_Loss[methods.DppoSettings]):
+class DppoLoss(MethodLoss[methods.DppoSettings]):
     """−sg(mask·min(r, max_weight))·a·log π, mask 0 for moves away from π_old outside the trust region.
 
     The divergence of a token is the divergence of the two-point distributions (p, 1−p) of π_old and π: |π − π_old| for
@@ -101,12 +113,9 @@ class DppoLoss(_Loss[methods.DppoSettings]):
     """
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        ratios, max_weight = batch.ratios(logprobs).detach(), self.settings.max_weight
         divergence = binary_tv if self.settings.divergence == "tv" else binary_kl
         outside = divergence(batch.old_logprobs, logprobs.detach()) > self.settings.delta
-        away = torch.where(batch.advantages > 0, ratios > 1, ratios < 1)
-        capped = ratios.clamp(max=math.inf if max_weight is None else max_weight)
-        return -torch.where(outside & away, 0.0, capped) * batch.advantages * logprobs
+        return masked_losses(logprobs, batch, outside, self.settings.max_weight)
 
 
 def binary_tv(old_logprobs: Tensor, logprobs: Tensor) -> Tensor:
@@ -122,7 +131,7 @@ def binary_kl(old_logprobs: Tensor, logprobs: Tensor) -> Tensor:
     return p_old * (old_logprobs - logprobs) + rest
 
 
-class CispoLoss(_Loss[methods.CispoSettings]):
+class CispoLoss(MethodLoss[methods.CispoSettings]):
     """−sg(clamp(r, min_weight, max_weight))·a·log π (arXiv 2506.13585, equation 4): no token loses its gradient.
 
     The paper has no lower bound in effect and gives no value for the upper one; 5 is that of ScaleRL (arXiv
@@ -137,7 +146,7 @@ class CispoLoss(_Loss[methods.CispoSettings]):
         return -weights * batch.advantages * logprobs
 
 
-class SapoLoss(_Loss[methods.SapoSettings]):
+class SapoLoss(MethodLoss[methods.SapoSettings]):
     """−(4/τ)·σ(τ(r − 1))·a, with τ by the sign of a (arXiv 2511.20347, equations 5 and 6).
 
     The weight of the gradient is r·4σ(1 − σ) with σ at τ(r − 1): 1 at r = 1, at most 1.6 (r = 2.1, for τ = 1), and
@@ -148,8 +157,7 @@ class SapoLoss(_Loss[methods.SapoSettings]):
     """
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        taus = torch.full_like(batch.advantages, self.settings.tau_negative)
-        taus = taus.masked_fill(batch.advantages > 0, self.settings.tau_positive)
+        taus = by_sign(batch.advantages, self.settings.tau_positive, self.settings.tau_negative)
         return -4.0 / taus * torch.sigmoid(taus * (batch.ratios(logprobs) - 1.0)) * batch.advantages
 
 
@@ -192,7 +200,7 @@ class AspoLoss(FixedIntervalLoss[methods.AspoSettings]):
         return -torch.where(clipped, 0.0, weights) * advantages * logprobs
 
 
-class DrpoLoss(_Loss[methods.DrpoSettings]):
+class DrpoLoss(MethodLoss[methods.DrpoSettings]):
     """−r·a + |a|·π_old·(r − 1)²/2ε (DRPO, arXiv 2606.09821, equation 8).
 
     The weight of the gradient is r·(1 − sign(a)·(π − π_old)/ε) (equation 9): it falls linearly in the change of
@@ -207,59 +215,6 @@ class DrpoLoss(_Loss[methods.DrpoSettings]):
         ratios, advantages = batch.ratios(logprobs), batch.advantages
         penalty = batch.old_logprobs.exp() * (ratios - 1.0).square() / (2.0 * self.settings.eps)
         return -ratios * advantages + advantages.abs() * penalty
-
-
-class GspoLoss(_Loss[methods.GspoSettings]):
-    """−min(s·a, clamp(s, 1 − ε, 1 + ε)·a), s = exp(mean over the completion of log r) (arXiv 2507.18071, equation 5).
-
-    Per token it is the GSPO-token form of the paper's section 4.3, s_t = sg(s)·π/sg(π): equal in value, and in
-    gradient where the tokens of a completion have equal weights. The recommended aggregation is
-    `seq-mean-token-mean`.
-
-    Equal to verl 0.9.1, `compute_policy_loss_gspo` (which limits log s to 10, here ±20), and in the gradient to TRL
-    1.16, `importance_sampling_level="sequence"`, which distributes the completion's gradient over its tokens evenly.
-    """
-
-    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        means = sequence_sum(logprobs.detach() - batch.old_logprobs, batch.lengths) / batch.lengths
-        log_s = means[sequence_index(batch.lengths)] + logprobs - logprobs.detach()
-        ratios = torch.exp(log_s.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
-        lower, upper = 1.0 - self.settings.eps_low, 1.0 + self.settings.eps_high
-        return clipped_losses(ratios, batch.advantages, lower, upper)
-
-
-class GmpoLoss(_Loss[methods.GmpoSettings]):
-    """−a·exp(mean over the completion of the clipped log r) (arXiv 2507.20673, equation 4).
-
-    log r is clipped to [−ε_low, ε_high] on the side that the sign of a asks for, as in PPO; clipped tokens have no
-    gradient. With `seq-mean-token-mean` the loss is the mean over completions, as in the source.
-
-    Equal to verl 0.9.1, `compute_policy_loss_geo_mean`; the authors' code is callsys/GMPO, train_zero_math_gmpo.py.
-    One departure: log r is limited to ±20 on the other side, which no finite ratio of interest reaches.
-    """
-
-    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        low, high = -self.settings.log_eps_low, self.settings.log_eps_high
-        log_r = log_ratio(logprobs, batch.old_logprobs)
-        clipped = torch.where(batch.advantages > 0, log_r.clamp(max=high), log_r.clamp(min=low))
-        means = sequence_sum(clipped, batch.lengths) / batch.lengths
-        return -batch.advantages * torch.exp(means)[sequence_index(batch.lengths)]
-
-
-class ToprLoss(_Loss[methods.ToprSettings]):
-    """−sg(w)·a·log π, w = 1 for a ≥ 0 and clamp(Π r, 0, max_weight) for a < 0 (TOPR, arXiv 2503.14286).
-
-    Two departures: the sign and the factor are those of the paper's reward, here those of the advantage, which is the
-    reward minus a baseline; and π_old takes the place of the policy that sampled the data. The paper's ratio is that
-    of the complete completion, as here; public code that multiplies per-token ratios' clamps instead (Trinity-RFT,
-    `TOPRPolicyLossFn`) differs.
-    """
-
-    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        sums = sequence_sum(logprobs.detach() - batch.old_logprobs, batch.lengths)
-        products = torch.exp(sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)).clamp(max=self.settings.max_weight)
-        weights = torch.where(batch.advantages < 0, products[sequence_index(batch.lengths)], 1.0)
-        return -weights * batch.advantages * logprobs
 
 
 def token_covariance(logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -300,7 +255,7 @@ class ClipCovLoss(FixedIntervalLoss[methods.ClipCovSettings]):
         return losses * batch.columns["kept"]
 
 
-class KlCovLoss(_Loss[methods.KlCovSettings]):
+class KlCovLoss(MethodLoss[methods.KlCovSettings]):
     """−r·a, plus kl_coef·|log r| for the share of tokens with the highest covariance."""
 
     needs_all_tokens = True

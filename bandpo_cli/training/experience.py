@@ -5,8 +5,8 @@ With several ranks, every rank holds the values of all N tokens, but its micro-b
 Values under π_old, the policy before a step's first update, come from the sampler, where it runs the trainer's model
 in float32 or `objective.old_logprobs` is `sampler`; from the first update's own forward pass, since the policy is still
 π_old then; or from a forward pass without gradient. A pass that the loss does not need runs only with
-`objective.all_token_metrics`. Groups whose advantages are all 0 have no gradient without a reference model and are left
-out.
+`objective.all_token_metrics`. Groups whose advantages are all 0 have no gradient without a reference model and an entropy
+bonus, and are left out. With `objective.mask_truncated` a truncated completion has the advantage and the weight 0.
 
 Dimensions: P groups of G completions, S = P·G completions, N tokens in total. Per-token tensors are flat, [N], without
 padding, and in the order of the completions. Log-probs and entropies are in nats.
@@ -36,7 +36,8 @@ from bandpo_cli.models.packing import (
     empty_batch,
     rows_from_groups,
 )
-from bandpo_cli.objective.loss import LossBatch, PolicyLoss, importance_weights
+from bandpo_cli.objective.advantages import wrong_peers
+from bandpo_cli.objective.loss import AGGREGATIONS, LossBatch, PolicyLoss, importance_weights
 from bandpo_cli.ranks import Ranks, balanced_owners
 from bandpo_cli.types import Group
 
@@ -55,12 +56,18 @@ class MicroBatch(NamedTuple):
     sequences: torch.Tensor
 
 
+_PER_COMPLETION = ("lengths", "has_loss", "wrong_peers")
+"""Attributes of `Experience` with a value per completion, [S]."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Experience(LossBatch):
     """The N tokens of an update's S completions, or of some of them.
 
     Attributes:
         groups: the P groups that the completions belong to.
+        has_loss: [S] bool, False for a completion that `objective.mask_truncated` masks: it has no loss, and does not
+            count in the normalisation of the loss.
         micro_batches: the completions of this rank as the model's input; as many on every rank.
         order: [N] int64, index in the update of each token in the order of the ranks and their micro-batches; None with
             one rank, where both orders are the same.
@@ -78,6 +85,7 @@ class Experience(LossBatch):
     """
 
     groups: Sequence[Group]
+    has_loss: torch.Tensor
     micro_batches: Sequence[MicroBatch]
     order: torch.Tensor | None
     sampler_logprobs: torch.Tensor
@@ -93,6 +101,14 @@ class Experience(LossBatch):
     def all_lengths(self) -> torch.Tensor:
         """Tokens per completion of all groups of the update, int64; the first S are those of `lengths`."""
         return self.lengths if self.left_out is None else torch.cat([self.lengths, self.left_out.lengths])
+
+    def loss_weights(self, aggregation: str, max_tokens: int) -> torch.Tensor:
+        """Return the weight of each token in the loss of the update, [N] float32, by `objective.aggregation`."""
+        masks = [part.has_loss for part in (self, self.left_out) if part is not None]
+        has_loss, lengths = torch.cat(masks), self.all_lengths
+        weights = torch.zeros(len(lengths), device=lengths.device)
+        weights[has_loss] = AGGREGATIONS[aggregation](lengths[has_loss], max_tokens)
+        return weights[: len(self.lengths)].repeat_interleave(self.lengths)
 
     @property
     def trained_advantages(self) -> torch.Tensor:
@@ -111,10 +127,11 @@ class Experience(LossBatch):
         per_token: dict[str, Any] = {
             name: value[batch.span]
             for name, value in vars(self).items()
-            if isinstance(value, torch.Tensor) and name not in ("lengths", "order")
+            if isinstance(value, torch.Tensor) and name not in (*_PER_COMPLETION, "order")
         }
+        per_completion = {name: getattr(self, name)[batch.sequences] for name in _PER_COMPLETION}
         columns = {name: column[batch.span] for name, column in self.columns.items()}
-        return replace(self, lengths=self.lengths[batch.sequences], columns=columns, **per_token)
+        return replace(self, columns=columns, **per_completion, **per_token)
 
     def gather(self, ranks: Ranks, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return columns with the values of all ranks, [N] each, in the order of the update.
@@ -171,14 +188,16 @@ def prepare_updates(
         RunError: a completion has no tokens.
     """
     max_tokens, temperature = config.optim.micro_batch_tokens, config.sampling.temperature
+    has_loss_PG = completions_with_loss(groups, config.objective.mask_truncated)
+    advantages_PG = advantages_PG.where(has_loss_PG, 0.0)
     measures_all = config.objective.all_token_metrics and not sampler_is_exact
     size = len(groups) // config.optim.updates
     experiences = []
     for start in range(0, len(groups), size):
         is_first = start == 0
-        advantages = advantages_PG[start : start + size]
+        advantages, has_loss = (values[start : start + size] for values in (advantages_PG, has_loss_PG))
         runs = active_groups(advantages)
-        if reference is not None or loss.needs_all_tokens:
+        if reference is not None or loss.needs_all_tokens or config.objective.entropy_bonus:
             runs = torch.ones_like(runs)
         # The first update takes the trainer's log-probs even where those of the sampler are exact: its ratios are
         # exactly 1.
@@ -191,7 +210,7 @@ def prepare_updates(
             is_first=is_first,
         )
         used, others = ([*compress(groups[start : start + size], mask.tolist())] for mask in (runs, ~runs))
-        experience = sampled(used, advantages[runs].to(policy.device))
+        experience = sampled(used, advantages[runs].to(policy.device), has_loss[runs])
         experience = _with_micro_batches(experience, policy, max_tokens)
         if reference is not None:
             (ref_logprobs,) = _forward(reference, experience, temperature, with_entropy=False)
@@ -203,7 +222,7 @@ def prepare_updates(
         if not (uses_sampler or has_own_pass) or (measures_all and not is_first):
             experience = experience.with_trainer_values(*_forward(policy, experience, temperature))
         if others:
-            left_out = sampled(others, advantages[~runs].to(policy.device))
+            left_out = sampled(others, advantages[~runs].to(policy.device), has_loss[~runs])
             if measures_all:
                 in_model = _with_micro_batches(left_out, policy, max_tokens)
                 left_out = left_out.with_trainer_values(*_forward(policy, in_model, temperature))
@@ -223,7 +242,15 @@ def active_groups(advantages_PG: torch.Tensor) -> torch.Tensor:
     return active
 
 
-def _sampled(groups: Sequence[Group], advantages_PG: torch.Tensor, **about: Any) -> Experience:
+def completions_with_loss(groups: Sequence[Group], mask_truncated: bool) -> torch.Tensor:
+    """Return which completions have a loss, [P, G] bool: all, or with `mask_truncated` those that reached an end."""
+    finished_PG = [[item.completion.finish_reason == "stop" for item in group.rollouts_G] for group in groups]
+    return torch.tensor(finished_PG) | (not mask_truncated)
+
+
+def _sampled(
+    groups: Sequence[Group], advantages_PG: torch.Tensor, has_loss_PG: torch.Tensor, **about: Any
+) -> Experience:
     """Return the experience of groups with the values that the sampler has reported, without micro-batches."""
     completions = [rollout.completion for group in groups for rollout in group.rollouts_G]
     if not all(completion.token_ids for completion in completions):
@@ -241,6 +268,8 @@ def _sampled(groups: Sequence[Group], advantages_PG: torch.Tensor, **about: Any)
         micro_batches=(),
         order=None,
         lengths=lengths,
+        has_loss=has_loss_PG.flatten().to(device),
+        wrong_peers=device_tensor([share for group in groups for share in wrong_peers(group)], device, torch.float32),
         advantages=advantages_PG.flatten().repeat_interleave(lengths),
         sampler_logprobs=sampler_logprobs,
         old_logprobs=sampler_logprobs,

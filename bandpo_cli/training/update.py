@@ -23,7 +23,7 @@ from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.sharding import local_tensor
-from bandpo_cli.objective.loss import AGGREGATIONS, policy_objective
+from bandpo_cli.objective.loss import policy_objective
 from bandpo_cli.storage.tables import BAD_BATCHES, MAX_BAD_BATCHES, write_bad_batch
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
@@ -127,26 +127,29 @@ def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConf
     The aggregation weights are those of the complete update, so the sum over micro-batches of any size, and over ranks,
     is its loss.
     """
-    aggregate = AGGREGATIONS[config.objective.aggregation]
-    lengths = experience.lengths
-    weights = aggregate(experience.all_lengths, config.sampling.max_tokens)[: len(lengths)]
-    weights = weights.repeat_interleave(lengths)
+    weights = experience.loss_weights(config.objective.aggregation, config.sampling.max_tokens)
     losses, columns = (
         [],
         [],
     )  # of each micro-batch; columns are log-probs, ratios, gradient weights, entropies
     own_pass = experience.needs_own_pass
     with_entropy = own_pass and not (experience.sampler_is_exact and experience.entropy is not None)
+    with_bonus = config.objective.entropy_bonus > 0
     for batch in experience.micro_batches:
-        new = token_logprobs(policy.model, batch.tokens, config.sampling.temperature, with_entropy)
+        new = token_logprobs(policy.model, batch.tokens, config.sampling.temperature, with_entropy, with_bonus)
         part = experience.micro_batch(batch)
         if own_pass:
             part = part.with_trainer_values(new.logprobs.detach(), new.entropy)
+        reference_kl = config.objective.reference_kl
         out = policy_objective(
-            experience.loss, new.logprobs, part, weights[batch.span], config.objective.reference_kl
+            experience.loss, new.logprobs, part, weights[batch.span], reference_kl, new.sampling_entropy
         )
         with record_function(f"{PROFILER_PREFIX}backward"):
-            new.logprobs.backward(out.gradient)  # type: ignore[no-untyped-call]
+            outputs, gradients = [new.logprobs], [out.gradient]
+            if new.sampling_entropy is not None:
+                outputs.append(new.sampling_entropy)
+                gradients.append(out.entropy_gradient)
+            torch.autograd.backward(outputs, gradients)
         batch.tokens.packing.drop_masks()
         losses.append(out.loss)
         values = (new.logprobs.detach(), out.ratios, out.gradient_weights, new.entropy)

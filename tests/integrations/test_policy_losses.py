@@ -174,6 +174,16 @@ TRL: dict[str, tuple[dict[str, Any], float | None, str, dict[str, Any]]] = {
         {"method": "gspo", "eps_low": 0.1, "eps_high": 0.2}, None, "token-mean",
         {"loss_type": "dapo", "epsilon": 0.1, "epsilon_high": 0.2, **SEQUENCE},
     ),
+    "luspo": (
+        {"method": "luspo"}, None, "seq-mean-token-mean",
+        {"loss_type": "luspo", "epsilon": 2e-3, "epsilon_high": 2.5e-3, **SEQUENCE},
+    ),
+    "vespo": ({"method": "vespo"}, None, "token-mean", {"loss_type": "vespo"}),
+    "vespo with other settings": (
+        {"method": "vespo", "k_positive": 1.5, "k_negative": 0.5, "lambda_positive": 2.5, "lambda_negative": 0.7},
+        None, "token-mean",
+        {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_k_neg": 0.5, "vespo_lambda_pos": 2.5, "vespo_lambda_neg": 0.7},
+    ),
 }  # fmt: skip
 """Case → our settings, dual clip and aggregation, TRL's settings."""
 

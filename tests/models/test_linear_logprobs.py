@@ -30,32 +30,46 @@ def inputs(bias: bool, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor
 
 def reference(
     hidden: Any, weight: Any, bias: Any, targets: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probs and entropy from the matrix of all logits in float64."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return log-probs and both entropies from the matrix of all logits in float64."""
     offset = None if bias is None else bias.double()
     logits = torch.nn.functional.linear(hidden.double(), weight.double(), offset)
     chosen = torch.log_softmax(logits / temperature, dim=-1)[range(len(targets)), targets]
-    return chosen, torch.distributions.Categorical(logits=logits).entropy()
+    entropies = (torch.distributions.Categorical(logits=logits / t).entropy() for t in (1.0, temperature))
+    return chosen, *entropies
 
 
 @pytest.mark.usefixtures("_tiles")
 @pytest.mark.parametrize(
-    ("temperature", "bias", "with_entropy"),
-    [(1.0, True, True), (1.0, False, False), (0.6, True, False), (1.7, False, True)],
+    ("temperature", "bias", "entropies"),
+    [
+        (1.0, True, (True, False)),
+        (1.0, False, (False, False)),
+        (0.6, True, (False, False)),
+        (1.7, False, (True, False)),
+        (1.0, True, (False, True)),
+        (0.3, True, (False, True)),
+        (1.7, False, (True, True)),
+    ],
 )
-def test_values_and_gradients_equal_the_reference(temperature: float, bias: bool, with_entropy: bool) -> None:
+def test_values_and_gradients_equal_the_reference(
+    temperature: float, bias: bool, entropies: tuple[bool, bool]
+) -> None:
     arguments = inputs(bias)
-    logprobs, entropy = linear_logprobs(*arguments, temperature, with_entropy)
-    expected, expected_entropy = reference(*arguments, temperature)
-    torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
-    assert (entropy is not None) == with_entropy
-    if entropy is not None:
-        torch.testing.assert_close(entropy.double(), expected_entropy, atol=1e-5, rtol=1e-5)
-    upstream = torch.linspace(-1, 2, N).double()
+    found, expected = linear_logprobs(*arguments, temperature, *entropies), reference(*arguments, temperature)
+    assert [entropy is not None for entropy in found[1:]] == [*entropies]
+    for values, others in zip(found, expected, strict=True):
+        if values is not None:
+            torch.testing.assert_close(values.double(), others, atol=1e-5, rtol=1e-5)
+    upstream, for_entropy = torch.linspace(-1, 2, N).double(), torch.linspace(3, -1, N).double()
     upstream[5:8] = 0  # the backward pass skips tokens without a gradient
+    for_entropy[7:9] = 0
+    totals = [(values[0] * upstream).sum() for values in (found, expected)]
+    if entropies[1]:
+        bonuses = [(values[2] * for_entropy).sum() for values in (found, expected)]
+        totals = [*map(torch.add, totals, bonuses)]
     parameters = [tensor for tensor in arguments[:3] if tensor is not None]
-    gradients = torch.autograd.grad((logprobs * upstream).sum(), parameters)
-    references = torch.autograd.grad((expected * upstream).sum(), parameters)
+    gradients, references = (torch.autograd.grad(total, parameters) for total in totals)
     for gradient, other in zip(gradients, references, strict=True):
         torch.testing.assert_close(gradient, other, atol=1e-5 * other.abs().max().item(), rtol=1e-4)
 
@@ -65,8 +79,8 @@ def test_gradient_of_one_input_when_the_other_is_frozen() -> None:
     hidden, weight, _, targets = inputs(bias=False)
     for frozen, trained in ((hidden, weight), (weight, hidden)):
         frozen.requires_grad_(False)
-        logprobs, _ = linear_logprobs(hidden, weight, None, targets)
-        expected, _ = reference(hidden, weight, None, targets, 1.0)
+        logprobs = linear_logprobs(hidden, weight, None, targets).logprobs
+        expected, *_ = reference(hidden, weight, None, targets, 1.0)
         (gradient,) = torch.autograd.grad(logprobs.sum(), trained)
         (other,) = torch.autograd.grad(expected.sum(), trained)
         torch.testing.assert_close(gradient, other, atol=2e-5, rtol=1e-4)
@@ -81,18 +95,21 @@ def test_large_logits_and_certain_tokens(size: float) -> None:
     weight = torch.zeros(V, 2)
     weight[:, 1] = 1.0  # the same large logit for all tokens
     weight[17, 0] = 200.0  # and a higher one for token 17
-    logprobs, entropy = linear_logprobs(hidden, weight, None, torch.tensor([17, 3]), 1.0, True)
-    assert entropy is not None
-    torch.testing.assert_close(logprobs, torch.tensor([0.0, -200.0]), atol=size * 1e-6, rtol=1e-5)
-    torch.testing.assert_close(entropy, torch.zeros(2), atol=1e-5, rtol=0)
+    targets = torch.tensor([17, 3])
+    for temperature in (1.0, 0.5):
+        logprobs, *entropies = linear_logprobs(hidden, weight, None, targets, temperature, True, True)
+        expected = torch.tensor([0.0, -200.0 / temperature])
+        torch.testing.assert_close(logprobs, expected, atol=size * 1e-6, rtol=1e-5)
+        for entropy in entropies:
+            torch.testing.assert_close(entropy, torch.zeros(2), atol=1e-5, rtol=0)
 
 
 @pytest.mark.usefixtures("_tiles")
 def test_bfloat16_weights_have_float32_softmax() -> None:
     """The reference is float64 with the same rounded weights; only the gradients are rounded, once."""
     arguments = inputs(bias=True, dtype=torch.bfloat16)
-    logprobs, _ = linear_logprobs(*arguments)
-    expected, _ = reference(*arguments, 1.0)
+    logprobs = linear_logprobs(*arguments).logprobs
+    expected, *_ = reference(*arguments, 1.0)
     assert logprobs.dtype == torch.float32
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-5, rtol=1e-5)
     gradients = (torch.autograd.grad(values.sum(), arguments[:3]) for values in (logprobs, expected))
@@ -129,12 +146,12 @@ def test_no_pass_holds_all_logits_or_a_float32_copy_of_the_output_layer(
     upstream = torch.zeros(tokens)
     upstream[:active] = torch.linspace(-1, 2, active)
     with LargestFloat32() as largest:
-        logprobs, _ = linear_logprobs(hidden, weight, None, targets, 1.0, True)
-        gradients = torch.autograd.grad((logprobs * upstream).sum(), (hidden, weight))
+        logprobs, _, entropy = linear_logprobs(hidden, weight, None, targets, 0.8, True, True)
+        gradients = torch.autograd.grad(((logprobs + entropy) * upstream).sum(), (hidden, weight))
     assert 0 < largest.nbytes <= tile < 4 * vocabulary * width / 8
     assert tokens < 10 or tile < 4 * vocabulary * tokens / 8
-    expected, _ = reference(hidden, weight, None, targets, 1.0)
+    expected, _, other_entropy = reference(hidden, weight, None, targets, 0.8)
     torch.testing.assert_close(logprobs.double(), expected, atol=1e-4, rtol=1e-5)
-    references = torch.autograd.grad((expected * upstream).sum(), (hidden, weight))
+    references = torch.autograd.grad(((expected + other_entropy) * upstream).sum(), (hidden, weight))
     for gradient, other in zip(gradients, references, strict=True):
         torch.testing.assert_close(gradient, other, atol=1e-2, rtol=1e-2)

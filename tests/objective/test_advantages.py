@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from bandpo_cli.config.run import RewardConfig
-from bandpo_cli.objective.advantages import STD_EPS, group_advantages, has_reward_spread, shaped_reward
+from bandpo_cli.objective.advantages import (
+    STD_EPS,
+    group_advantages,
+    has_reward_spread,
+    shaped_reward,
+    wrong_peers,
+)
 from bandpo_cli.training.metrics import rollout_metrics
 from bandpo_cli.types import GRADER_ERROR, NOT_APPLICABLE, TIMEOUT, Completion, Grade, Group, Problem, Rollout
 
@@ -82,3 +88,11 @@ def test_completions_without_a_reward_are_in_no_mean_and_have_no_advantage() -> 
 @pytest.mark.parametrize("missing", [NOT_APPLICABLE, TIMEOUT, GRADER_ERROR])
 def test_a_missing_reward_is_no_spread(missing: Grade) -> None:
     assert not has_reward_spread(group_of([RIGHT, missing, RIGHT]))
+
+
+def test_shares_of_wrong_peers() -> None:
+    """Of completions with a reward; one that is partly right is not correct."""
+    assert wrong_peers(group_of([RIGHT, WRONG, HALF, RIGHT])) == pytest.approx([2 / 3, 0, 0, 2 / 3])
+    assert wrong_peers(group_of([RIGHT, TIMEOUT, WRONG, NOT_APPLICABLE])) == [1, 0, 0, 0]
+    assert wrong_peers(group_of([RIGHT, RIGHT])) == wrong_peers(group_of([WRONG, WRONG])) == [0, 0]
+    assert wrong_peers(group_of([RIGHT])) == [0]

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -14,18 +15,19 @@ from hypothesis import strategies as st
 
 from bandpo_cli.bounds.intervals import clip_state, ratio_bounds
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.objective.loss import LossBatch, LossOutputs, k3, policy_loss, policy_objective
+from bandpo_cli.objective.loss import LossBatch, LossOutputs, PolicyLoss, k3, policy_loss, policy_objective
 from bandpo_cli.registries import METHODS
 
 
 @dataclass(eq=False, repr=False)
 class Token:
-    """A token as plain numbers: log-probs in nats, ratio, advantage, and its completion's tokens."""
+    """A token as plain numbers: log-probs in nats, ratio, advantage, its completion's tokens and share of wrong peers."""
 
     old: float
     new: float
     advantage: float
     completion: list[Token]
+    wrong_peers: float
 
     @property
     def ratio(self) -> float:
@@ -39,29 +41,34 @@ def completions(seed: int = 0, spread: float = 0.5) -> list[list[Token]]:
     for index in range(12):
         tokens: list[Token] = []
         advantage = (1 if index % 2 else -1) * (0.2 + 2 * torch.rand((), generator=generator).item())
+        wrong_peers = index % 5 / 4 if advantage > 0 else 0.0
         for _ in range(1 + index % 9):
             old = -8 * torch.rand((), generator=generator).item() ** 3 - 1e-3
             new = min(old + spread * torch.randn((), generator=generator).item(), -1e-4)
-            tokens.append(Token(old, new, advantage, tokens))
+            tokens.append(Token(old, new, advantage, tokens, wrong_peers))
         found.append(tokens)
     return found
 
 
-def tensors(bounds: dict[str, Any], groups: list[list[Token]], **options: Any) -> tuple[Any, ...]:
-    """Return the loss, and the tokens' lengths, old and new log-probs and advantages."""
+def tensors(
+    bounds: dict[str, Any], groups: list[list[Token]], **options: Any
+) -> tuple[PolicyLoss, torch.Tensor, LossBatch]:
+    """Return the loss, the tokens' log-probs, and their other values in float64."""
     config = resolve([{"bounds": bounds, "objective": options}])
+    loss = policy_loss(config.bounds, config.objective)
     values = [(token.old, token.new, token.advantage) for group in groups for token in group]
-    columns = torch.tensor(values, dtype=torch.float64).unbind(1)
+    old, new, advantages = torch.tensor(values, dtype=torch.float64).unbind(1)
     lengths = torch.tensor([len(group) for group in groups])
-    return policy_loss(config.bounds, config.objective), lengths, *columns
+    wrong_peers = torch.tensor([group[0].wrong_peers for group in groups], dtype=torch.float64)
+    columns = loss.prepare(old, advantages)
+    return loss, new, LossBatch(lengths, advantages, old, columns, wrong_peers=wrong_peers)
 
 
 def objective(bounds: dict[str, Any], groups: list[list[Token]], **options: Any) -> LossOutputs:
     """Return loss and gradient of the tokens in float64, each completion with the same weight."""
-    loss, lengths, old, new, advantages = tensors(bounds, groups, **options)
-    weights = (1.0 / (len(groups) * lengths.double())).repeat_interleave(lengths)
-    columns = loss.prepare(old, advantages)
-    return policy_objective(loss, new, LossBatch(lengths, advantages, old, columns), weights)
+    loss, new, batch = tensors(bounds, groups, **options)
+    weights = (1.0 / (len(groups) * batch.lengths.double())).repeat_interleave(batch.lengths)
+    return policy_objective(loss, new, batch, weights)
 
 
 def covariance(tokens: list[Token]) -> Callable[[Token], float]:
@@ -114,11 +121,38 @@ def drpo(token: Token) -> float:
     return token.ratio * (1 - math.copysign(1, token.advantage) * change / 12.5)
 
 
-def gspo(token: Token) -> float:
+def ripo(token: Token) -> float:
+    width = math.sqrt(0.05 / math.exp(token.old))
+    return clip(token, max(0.5, 1 - width), min(10.0, 1 + width))
+
+
+def gspo(token: Token, low: float = 3e-4, high: float = 4e-4) -> float:
     mean = sum(item.new - item.old for item in token.completion) / len(token.completion)
     ratio = math.exp(mean)
-    clipped = ratio > 1 + 4e-4 if token.advantage > 0 else ratio < 1 - 3e-4
+    clipped = ratio > 1 + high if token.advantage > 0 else ratio < 1 - low
     return 0.0 if clipped else ratio
+
+
+def vespo(token: Token) -> float:
+    product = math.exp(sum(item.new - item.old for item in token.completion))
+    k, rate = (2.0, 3.0) if token.advantage > 0 else (3.0, 2.0)
+    return product**k * math.exp(rate * (1 - product))
+
+
+def cppo(token: Token) -> float:
+    """Return the weight by algorithm 1 of the paper; its prefix threshold by section 4.1, as in UniRL."""
+    completion = token.completion
+    changes = [abs(math.exp(item.new) - math.exp(item.old)) for item in completion]
+    prefix_threshold = min(max(float(np.quantile(changes, 0.9)), 0.02), 0.04)
+    spent = total = 0.0
+    for place, (item, change) in enumerate(zip(completion, changes, strict=True)):
+        weight = 1 - 0.2 * place / max(1, len(completion) - 1)
+        if item is token:
+            threshold = min(0.15, 0.15 + prefix_threshold * total - spent)
+            towards = token.advantage * (token.ratio - 1) <= 0
+            return min(token.ratio, 20.0) if towards or weight * change <= threshold else 0.0
+        spent, total = spent + weight * change, total + weight
+    raise AssertionError("the token is in its completion")
 
 
 def gmpo(token: Token) -> float:
@@ -144,7 +178,12 @@ BY_HAND: dict[str, Callable[[Token], float]] = {
     "dppo tv": lambda token: dppo(token, abs(math.exp(token.new) - math.exp(token.old)), 0.15),
     "cispo": lambda token: min(token.ratio, 5.0),
     "sapo": sapo,
+    "ripo": ripo,
     "gspo": gspo,
+    "luspo": lambda token: len(token.completion) * gspo(token, 2e-3, 2.5e-3),
+    "gapo": lambda token: gspo(token, 3e-3, 3e-3 + 2e-3 * token.wrong_peers),
+    "vespo": vespo,
+    "cppo": cppo,
     "gmpo": gmpo,
     "ce-gppo": ce_gppo,
     "aspo": aspo,
@@ -206,19 +245,34 @@ def test_without_caps_the_gradient_of_dppo_is_the_bands(divergence: str, delta: 
     torch.testing.assert_close(mask.gradient, band.gradient, rtol=1e-12, atol=0)
 
 
+def test_with_one_known_probability_a_predictive_divergence_mask_is_that_of_dppo() -> None:
+    """The reason why docs/methods.md leaves the method out.
+
+    The step of a token raises KL(π_old‖π) to first order by a·(π − π_old − Σ π_i·(π_i − π_old,i)) (arXiv 2607.10848).
+    Of the sum over the vocabulary only the token's own term is known. The rest is one outcome (aggregated tail), or
+    equal over `others` tokens (uniform tail).
+    """
+    rng = np.random.default_rng(0)
+    old, new = rng.beta(0.4, 0.4, (2, 20_000)).clip(1e-6, 1 - 1e-6)
+    for others in (1, 50_000):
+        rest = (1 - new) * (old - new) / others
+        change = new - old - (new * (new - old) + rest)
+        assert (np.sign(change) == np.sign(new - old)).all()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_micro_batches_of_complete_completions_give_the_same_gradient(method: str) -> None:
     groups = completions()
-    loss, lengths, old, new, advantages = tensors({"method": method}, groups)
-    weights = torch.rand(len(old), generator=torch.Generator().manual_seed(0))
-    columns = loss.prepare(old, advantages)
-    complete = policy_objective(loss, new, LossBatch(lengths, advantages, old, columns), weights)
+    loss, new, batch = tensors({"method": method}, groups)
+    weights = torch.rand(len(new), generator=torch.Generator().manual_seed(0))
+    complete = policy_objective(loss, new, batch, weights)
     gradients, start = [], 0
-    for length in lengths.tolist():
-        span = slice(start, start + length)
-        part = {name: column[span] for name, column in columns.items()}
-        batch = LossBatch(torch.tensor([length]), advantages[span], old[span], part)
-        gradients.append(policy_objective(loss, new[span], batch, weights[span]).gradient)
+    for index, length in enumerate(batch.lengths.tolist()):
+        span, peers = slice(start, start + length), batch.wrong_peers[[index]]
+        columns = {name: column[span] for name, column in batch.columns.items()}
+        values = batch.advantages[span], batch.old_logprobs[span]
+        part = LossBatch(torch.tensor([length]), *values, columns, wrong_peers=peers)
+        gradients.append(policy_objective(loss, new[span], part, weights[span]).gradient)
         start += length
     torch.testing.assert_close(torch.cat(gradients), complete.gradient, rtol=1e-5, atol=1e-7)
 
@@ -241,7 +295,8 @@ def test_finite_inputs_give_a_finite_result(
     loss = policy_loss(config.bounds, config.objective)
     new, old, advantages, ref = torch.tensor(rows, dtype=torch.float32).unbind(1)
     lengths, weights = torch.tensor([1, len(rows) - 1]), torch.full((len(rows),), 0.5)
-    batch = LossBatch(lengths, advantages, old, loss.prepare(old, advantages), ref_logprobs=ref)
+    columns, wrong_peers = loss.prepare(old, advantages), torch.tensor([1.0, 0.3])
+    batch = LossBatch(lengths, advantages, old, columns, None, ref, wrong_peers)
     out = policy_objective(loss, new, batch, weights, 0.1)
     for values in (out.loss, out.ratios, out.gradient, out.gradient_weights, k3(new, old)):
         assert torch.isfinite(values).all()
@@ -272,8 +327,9 @@ def test_the_gradient_is_zero_beyond_the_bounds(method: str, spread: float) -> N
     """Clip-Cov removes further gradients."""
     groups = many_completions(spread)
     out = objective({"method": method}, groups, dual_clip=None)
-    loss, _, old, _, advantages = tensors({"method": method}, groups)
-    beyond = clip_state(out.ratios, *ratio_bounds(loss.settings)(old), advantages).active
+    loss, _, batch = tensors({"method": method}, groups)
+    bounds = ratio_bounds(loss.settings)(batch.old_logprobs)
+    beyond = clip_state(out.ratios, *bounds, batch.advantages).active
     if METHODS[method].differs_at_ratio_one:
         assert ((out.gradient == 0) | ~beyond).all()
         assert ((out.gradient == 0) & ~beyond).sum() <= 1  # 0.02% of the tokens, at least one

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.oracle.completion_losses import LOSSES, Completion
+
 Settings = dict[str, Any]
 """The plain values of a configuration."""
 
@@ -55,6 +57,7 @@ class Token:
     importance: float
     new_logprob: float = math.nan
     ratio: float = math.nan
+    weight: float = math.nan  # of the gradient, of methods in `LOSSES`
     has_ratio: bool = True  # the package runs the token through the model in the update
     is_measured: bool = True  # and with the weights of π_old
 
@@ -163,7 +166,15 @@ class ReferenceTrainer:
         if self.settings["objective"]["advantage_std"]:
             variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
             scale = math.sqrt(variance) + 1e-6
-        return [(self._reward(r) - mean) / scale if self._is_graded(r) else 0.0 for r in group]
+        used = [self._is_graded(rollout) and self._has_loss(rollout) for rollout in group]
+        return [(self._reward(r) - mean) / scale if is_used else 0.0 for r, is_used in zip(group, used, strict=True)]
+
+    def _has_loss(self, rollout: GivenRollout) -> bool:
+        return not (rollout.truncated and self.settings["objective"]["mask_truncated"])
+
+    def _wrong_peers(self, group: GivenGroup, rollout: GivenRollout) -> float:
+        correct = [other.correct for other in group if self._is_graded(other)]
+        return correct.count(False) / max(1, len(correct) - 1) if rollout.correct else 0.0
 
     def _tokens_under_old_policy(self, groups: Sequence[GivenGroup]) -> list[Token]:
         objective = self.settings["objective"]
@@ -238,26 +249,37 @@ class ReferenceTrainer:
         parameters = list(self.model.parameters())
         for parameter in parameters:
             parameter.grad = None
-        rollouts = [rollout for group in groups for rollout in group]
-        total_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+        objective = self.settings["objective"]
+        counted = [rollout for group in groups for rollout in group if self._has_loss(rollout)]
+        total_tokens = sum(len(rollout.token_ids) for rollout in counted)
         first = 0
-        for rollout in rollouts:
-            new = self._logprobs(self._logits(self.model, rollout), rollout)
+        for group, rollout in ((group, rollout) for group in groups for rollout in group):
+            logits = self._logits(self.model, rollout)
+            new = self._logprobs(logits, rollout)
             length = len(rollout.token_ids)
-            terms = []
-            for token, logprob in zip(update.tokens[first : first + length], new, strict=True):
-                token.new_logprob = logprob.item()
-                token.ratio = math.exp(token.new_logprob - token.old_logprob)
-                terms.append(self._token_loss(token, logprob))
+            tokens = update.tokens[first : first + length]
+            first += length
+            for token, logprob in zip(tokens, new.tolist(), strict=True):
+                token.new_logprob, token.ratio = logprob, math.exp(logprob - token.old_logprob)
+            losses = self._policy_losses(tokens, new, self._wrong_peers(group, rollout))
+            entropy = torch.zeros(length)
+            if objective["entropy_bonus"] > 0:
+                scaled = logits / self.settings["sampling"]["temperature"]
+                entropy = torch.distributions.Categorical(logits=scaled).entropy()
+            terms = [
+                token.importance * (loss + self._penalty(token, logprob)) - objective["entropy_bonus"] * bonus
+                for token, loss, logprob, bonus in zip(tokens, losses, new, entropy, strict=True)
+            ]
+            if not self._has_loss(rollout):
+                continue
             weight = {
-                "seq-mean-token-mean": 1 / length / len(rollouts),
+                "seq-mean-token-mean": 1 / length / len(counted),
                 "token-mean": 1 / total_tokens,
-                "seq-sum-norm": 1 / self.settings["sampling"]["max_tokens"] / len(rollouts),
-            }[self.settings["objective"]["aggregation"]]
+                "seq-sum-norm": 1 / self.settings["sampling"]["max_tokens"] / len(counted),
+            }[objective["aggregation"]]
             loss = weight * torch.stack(terms).sum()
             loss.backward()  # type: ignore[no-untyped-call]
             update.loss += loss.item()
-            first += length
         update.gradient = [p.grad.clone() if p.grad is not None else torch.zeros_like(p) for p in parameters]
         update.grad_norm = math.sqrt(sum(float((g * g).sum()) for g in update.gradient))
 
@@ -267,7 +289,8 @@ class ReferenceTrainer:
         A token is measured in a pass under π_old: the first update's own, or one that the loss or a setting needs.
         """
         objective = self.settings["objective"]
-        uniform = [self._uniform(group) and objective["reference_kl"] == 0 for group in groups]
+        needs_all = objective["reference_kl"] > 0 or objective["entropy_bonus"] > 0
+        uniform = [not any(self._advantages(group)) and not needs_all for group in groups]
         if all(uniform):
             uniform[0] = False
         lengths = [sum(len(rollout.token_ids) for rollout in group) for group in groups]
@@ -277,8 +300,20 @@ class ReferenceTrainer:
         for token, has_ratio in zip(update.tokens, flags, strict=True):
             token.has_ratio, token.is_measured = has_ratio, measures_all or (has_ratio and needs_pass)
 
+    def _policy_losses(self, tokens: list[Token], new: torch.Tensor, wrong_peers: float) -> list[torch.Tensor]:
+        """Return the loss of each token of a completion, without penalty and importance weight."""
+        bounds = self._bounds()
+        if bounds["method"] not in LOSSES:
+            return [self._token_loss(token, logprob) for token, logprob in zip(tokens, new, strict=True)]
+        completion = Completion(new, [token.old_logprob for token in tokens], tokens[0].advantage, wrong_peers)
+        losses = LOSSES[bounds["method"]](bounds, completion)
+        (gradient,) = torch.autograd.grad(torch.stack(losses).sum(), new, retain_graph=True)
+        for token, slope in zip(tokens, gradient.tolist(), strict=True):
+            token.weight = slope / -token.advantage if token.advantage else 0.0
+        return losses
+
     def _token_loss(self, token: Token, logprob: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a token, by cases of the sign of its advantage instead of min and clamp."""
+        """Return the loss of a token with an interval, by cases of the sign of its advantage in place of min and clamp."""
         objective = self.settings["objective"]
         ratio = torch.exp(logprob - token.old_logprob)
         size = abs(token.advantage)
@@ -289,10 +324,11 @@ class ReferenceTrainer:
             limit = math.inf if objective["dual_clip"] is None else objective["dual_clip"]
             is_free = token.lower < ratio.item() < limit
             loss = loss + size * (ratio if is_free else min(max(ratio.item(), token.lower), limit))
-        if objective["reference_kl"] > 0:
-            log_u = token.ref_logprob - logprob
-            loss = loss + objective["reference_kl"] * (torch.exp(log_u) - 1 - log_u)
-        return token.importance * loss
+        return loss
+
+    def _penalty(self, token: Token, logprob: torch.Tensor) -> torch.Tensor:
+        coefficient, log_u = self.settings["objective"]["reference_kl"], token.ref_logprob - logprob
+        return coefficient * (torch.exp(log_u) - 1 - log_u) if coefficient > 0 else 0.0 * logprob
 
     def _adamw(self, gradient: Sequence[torch.Tensor]) -> float:
         """Apply one update (arXiv 1711.05101, algorithm 2) and return its learning rate."""
@@ -351,8 +387,10 @@ class ReferenceTrainer:
         gaps = [abs(t.sampler_logprob - t.own_logprob) for t in measured]
         entropies = [t.entropy for t in (tokens if self.exact_sampler else measured)]
         weighted = [t for t in tokens if t.importance != 0]
-        at_upper = [t for t in weighted if t.advantage > 0 and t.ratio > t.upper]
-        at_lower = [t for t in weighted if t.advantage < 0 and t.ratio < t.lower]
+        has_interval = self._bounds()["method"] not in LOSSES
+        above = [t for t in weighted if (t.ratio > t.upper if has_interval else t.weight == 0)]
+        below = [t for t in weighted if (t.ratio < t.lower if has_interval else t.weight == 0)]
+        at_upper, at_lower = [t for t in above if t.advantage > 0], [t for t in below if t.advantage < 0]
         with_ratio = [t for t in tokens if t.has_ratio]
         outside = [t for t in with_ratio if not t.lower <= t.ratio <= t.upper]
         record = {
@@ -368,8 +406,9 @@ class ReferenceTrainer:
             "clip/active_fraction": share([*at_upper, *at_lower], tokens),
             "clip/upper_fraction": share(at_upper, tokens),
             "clip/lower_fraction": share(at_lower, tokens),
-            "clip/outside_fraction": share(outside, with_ratio),
         }
+        if has_interval:
+            record["clip/outside_fraction"] = share(outside, with_ratio)
         if len(entropies) < len(tokens):
             record["train/entropy_token_share"] = len(entropies) / len(tokens)
         if self._corrects():
@@ -405,6 +444,8 @@ class ReferenceTrainer:
         limit = math.inf if dual_clip is None else dual_clip
         kept = [t.ratio < t.upper if t.advantage > 0 else t.lower < t.ratio < limit for t in tokens]
         weights = [t.ratio if is_kept else 0.0 for t, is_kept in zip(tokens, kept, strict=True)]
+        if self._bounds()["method"] in LOSSES:
+            weights = [t.weight for t in tokens]
         return {
             f"gradient/zero_fraction{suffix}": weights.count(0.0) / len(weights),
             f"gradient/weight_mean{suffix}": math.fsum(weights) / len(weights),
@@ -425,11 +466,14 @@ def ratio_bounds(bounds: Settings, old_logprob: float) -> tuple[float, float]:
     """Return the interval of ratios that a method's settings allow a token of this log-probability."""
     p = math.exp(old_logprob)
     method = bounds["method"]
-    if method == "none":
+    if method == "none" or method in LOSSES:
         return 0.0, math.inf
     if method in ("clip", "clip-higher"):
         return 1 - bounds["eps_low"], 1 + bounds["eps_high"]
     cap = math.inf if bounds["max_ratio"] is None else bounds["max_ratio"]
+    if method == "ripo":
+        width = math.sqrt(bounds["delta"] / p)
+        return max(1 - width, bounds["min_ratio"]), min(1 + width, cap)
     if method == "dcpo":
         lower = 0.5 + 0.5 * math.sqrt(max(1 - 4 * bounds["eps_low"] / p, 0))
         return lower, min(0.5 + 0.5 * math.sqrt(1 + 4 * bounds["eps_high"] / p), cap)

@@ -105,6 +105,17 @@ def measures_all(case: Case) -> bool:
     return has_tokens_without_ratio(case) and not any("train/entropy_token_share" in r for r in case.records)
 
 
+def scales_gradients(case: Case) -> bool:
+    """The weights of tokens differ from each other and from the ratios of single tokens."""
+    return learns(case) and all(r["gradient/weight_min"] < 0.9 for r in case.records)
+
+
+def masks_completions(case: Case) -> bool:
+    """Some completions have no end, in groups with different rewards too."""
+    truncated = [rollout.truncated for result in case.results for group in result.trained for rollout in group]
+    return learns(case) and 4 < sum(truncated) < len(truncated) - 4
+
+
 def has_graded_and_ungraded_groups(case: Case) -> bool:
     """Some groups have answers of both kinds, some have no verdict at all."""
     groups = [group for result in case.results for group in result.trained]
@@ -159,6 +170,22 @@ VARIANTS = [
     Variant("dynamic sampling at its limit of batches, no cap",
             "bounds.delta=0.02 bounds.max_ratio=null sampling.dynamic=true sampling.dynamic_batches=1",
             lambda case: learns(case) and any(r["train/uniform_group_fraction"] > 0 for r in case.records)),
+    # losses of completions; those with the ratio of a completion have no importance weights per token here
+    Variant("ripo", "bounds.method=ripo bounds.delta=0.002 bounds.min_ratio=0.8 optim.lr=0.008", clips_both_ways),
+    Variant("cppo", "bounds.method=cppo bounds.delta=0.03 bounds.prefix_delta=0.004 objective.importance_cap=1.6",
+            clips_both_ways, exact_sampler=False, steps=2),
+    Variant("luspo", "bounds.method=luspo bounds.eps_low=0.01 bounds.eps_high=0.02", clips_both_ways),
+    Variant("gapo, token-mean", "bounds.method=gapo bounds.eps_low=0.01 bounds.eps_high=0.08 "
+            "objective.aggregation=token-mean objective.advantage_std=false", clips_both_ways, steps=2),
+    Variant("vespo", "bounds.method=vespo objective.importance_cap=1.6", scales_gradients, exact_sampler=False),
+    # terms of the loss
+    Variant("entropy bonus at temperature 1.5", f"{KL} objective.entropy_bonus=0.3 sampling.temperature=1.5 "
+            "optim.micro_batch_tokens=40", clips_both_ways, steps=2),
+    Variant("entropy bonus of another engine, truncated completions masked", "sampling.prompts=8 "
+            "objective.entropy_bonus=0.1 objective.mask_truncated=true objective.reference_kl=0.05",
+            masks_completions, exact_sampler=False),
+    Variant("truncated completions masked, token-mean", f"{KL} objective.mask_truncated=true sampling.prompts=8 "
+            "objective.aggregation=token-mean optim.micro_batch_tokens=40", masks_completions),
     Variant("one update, a warm-up longer than a step", "optim.updates=1 optim.warmup_steps=2",
             lambda case: case.records[0]["optim/grad_norm"] > 0.01, steps=2),
 ]

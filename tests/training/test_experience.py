@@ -113,7 +113,7 @@ def test_a_method_that_needs_no_other_tokens_has_no_loss_without_an_advantage(me
         loss.prepare(old[span], advantages[span]) for span in (slice(0, 30), slice(30, 50), slice(50, 100))
     ]
     separate = all(torch.equal(torch.cat([part[name] for part in parts]), columns[name]) for name in columns)
-    batch = LossBatch(lengths, advantages, old, columns)
+    batch = LossBatch(lengths, advantages, old, columns, wrong_peers=torch.tensor([0.5, 0.0, 0.0]))
     out = policy_objective(loss, new, batch, torch.full_like(new, 0.01))
     idle = advantages == 0
     without = not out.gradient[idle].any() and not loss.token_losses(new, batch)[idle].any()
@@ -203,15 +203,17 @@ def test_no_pass_without_gradient_where_the_sampler_is_exact(
     assert ("train/entropy_token_share" in metrics) != entropy
 
 
-def test_a_reference_model_keeps_all_groups() -> None:
+@pytest.mark.parametrize("term", ["reference_kl", "entropy_bonus"])
+def test_a_term_of_all_tokens_keeps_all_groups(term: str) -> None:
     policy = policy_of()
-    config = settings(objective={"reference_kl": 0.1})
+    config = settings(objective={term: 0.1})
     groups, advantages = graded(policy)
     loss = policy_loss(config.bounds, config.objective)
-    reference = load_reference(policy, ModelConfig())
+    reference = load_reference(policy, ModelConfig()) if term == "reference_kl" else None
     experiences = prepare_updates(policy, reference, groups, advantages, loss, config, sampler_is_exact=True)
     assert [group for item in experiences for group in item.groups] == groups
-    assert all(item.left_out is None and item.ref_logprobs is not None for item in experiences)
+    assert all(item.left_out is None for item in experiences)
+    assert all((item.ref_logprobs is None) == (reference is None) for item in experiences)
 
 
 def test_one_group_is_kept_where_none_has_an_advantage() -> None:

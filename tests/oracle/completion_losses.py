@@ -1,0 +1,69 @@
+"""Reference losses of methods without an interval of ratios: one completion at a time, by their definitions.
+
+Numbers are plain; the log-probs under update are a tensor in float64, through which the gradient flows.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Settings = dict[str, Any]
+
+
+class Completion:
+    """A completion as plain numbers: log-probs in nats, its advantage, and the share of wrong peers of a correct one."""
+
+    def __init__(self, new: Tensor, old: Sequence[float], advantage: float, wrong_peers: float) -> None:
+        self.new, self.old, self.advantage, self.wrong_peers = new, old, advantage, wrong_peers
+        self.log_ratios = [n - o for n, o in zip(new.tolist(), old, strict=True)]
+
+
+def geometric(settings: Settings, completion: Completion, high: float) -> list[Tensor]:
+    """Return the loss of GSPO for the upper bound 1 + high, once per token."""
+    ratio = torch.exp((completion.new - torch.tensor(completion.old, dtype=torch.float64)).mean())
+    a = completion.advantage
+    bounded = min(max(ratio.item(), 1 - settings["eps_low"]), 1 + high)
+    return [ratio * -a if ratio.item() * a <= bounded * a else 0 * ratio - bounded * a] * len(completion.old)
+
+
+def luspo(settings: Settings, completion: Completion) -> list[Tensor]:
+    return [len(completion.old) * loss for loss in geometric(settings, completion, settings["eps_high"])]
+
+
+def gapo(settings: Settings, completion: Completion) -> list[Tensor]:
+    low, high = settings["eps_low"], settings["eps_high"]
+    return geometric(settings, completion, low + (high - low) * completion.wrong_peers)
+
+
+def vespo(settings: Settings, completion: Completion) -> list[Tensor]:
+    side = "positive" if completion.advantage > 0 else "negative"
+    k, rate = settings[f"k_{side}"], settings[f"lambda_{side}"]
+    product = math.exp(sum(completion.log_ratios))
+    weight = math.exp(rate) * product**k * math.exp(-rate * product)
+    return [-weight * completion.advantage * logprob for logprob in completion.new]
+
+
+def cppo(settings: Settings, completion: Completion) -> list[Tensor]:
+    """Algorithm 1 of arXiv 2606.10968, with the prefix threshold of its section 4.1."""
+    new, a = completion.new.tolist(), completion.advantage
+    changes = [abs(math.exp(n) - math.exp(o)) for n, o in zip(new, completion.old, strict=True)]
+    floor = settings["prefix_delta"]
+    quantile = torch.quantile(torch.tensor(changes, dtype=torch.float64), 0.9).item()
+    delta_b, spent, total, losses = min(max(quantile, floor), 2 * floor), 0.0, 0.0, []
+    for t, (change, log_ratio) in enumerate(zip(changes, completion.log_ratios, strict=True), start=1):
+        w = 1 - (1 - settings["last_weight"]) / max(1, len(new) - 1) * (t - 1)
+        kept = a * log_ratio <= 0 or w * change <= min(
+            settings["delta"], settings["delta"] + delta_b * total - spent
+        )
+        weight = min(math.exp(log_ratio), settings["max_weight"]) if kept else 0.0
+        losses.append(-weight * a * completion.new[t - 1])
+        spent, total = spent + w * change, total + w
+    return losses
+
+
+LOSSES: dict[str, Callable[[Settings, Completion], list[Tensor]]] = {
+    "luspo": luspo, "gapo": gapo, "vespo": vespo, "cppo": cppo
+}  # fmt: skip
