@@ -48,7 +48,7 @@ class GapoSettings(CompletionIntervalSettings):
     @model_validator(mode="after")
     def _check_order(self) -> Self:
         low, high = self.eps_low, self.eps_high
-        require(high >= low, f"eps_high = {high:g} must be at least eps_low = {low:g}, to which the bound falls")
+        require(high >= low, f"eps_high = {high:g} must be at least eps_low = {low:g}, where the bound ends")
         return self
 
 

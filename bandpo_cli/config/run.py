@@ -152,7 +152,7 @@ class ObjectiveConfig(Section):
     """Coefficient of the entropy of the policy's distribution at each token, at the sampling temperature, by which the
     loss is reduced; 0 for no bonus."""
     mask_truncated: bool = False
-    """Leave completions without an end token out of the loss and of its normalisation (DAPO's over-long filtering). Their
+    """Leave completions without an end token out of the loss and its normalisation (DAPO's over-long filtering). Their
     rewards still count in the advantages of their group."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """The source of log π_old in the ratio: recomputed by the trainer, or as reported by the sampler."""

@@ -107,9 +107,9 @@ class VespoLoss(MethodLoss[methods.VespoSettings]):
 
     k and λ depend on the sign of a. φ(1) = 1, and φ is largest at w = k/λ and falls to 0 on both sides.
 
-    Equal to TRL 1.16, `loss_type="vespo"`, and to the authors' code (FloyedShen/VESPO, recipe/vespo/code/core_algos.py),
-    both with `token-mean`. One departure: they multiply the weights of the importance correction into w, here
-    these weight the loss as with every method.
+    Equal to TRL 1.16, `loss_type="vespo"`, and to the authors' code, recipe/vespo/code/core_algos.py of
+    FloyedShen/VESPO, both with `token-mean`. One departure: they multiply the weights of the importance correction into
+    w; here these weight the loss, as with every method.
     """
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
@@ -146,7 +146,8 @@ class CppoLoss(MethodLoss[methods.CppoSettings]):
     """
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        return masked_losses(logprobs, batch, self.is_outside(logprobs.detach(), batch), self.settings.max_weight)
+        outside = self.is_outside(logprobs.detach(), batch)
+        return masked_losses(logprobs, batch, outside, self.settings.max_weight)
 
     def is_outside(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         """Return whether each token exceeds its threshold, bool [n].

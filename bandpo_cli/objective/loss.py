@@ -142,7 +142,7 @@ def policy_objective(
     reference_kl: float = 0.0,
     entropy: Tensor | None = None,
 ) -> LossOutputs:
-    """Return Σ weight·(loss + reference_kl·k3) − bonus of a micro-batch, and its gradient with respect to the log-probs.
+    """Return Σ weight·(loss + reference_kl·k3) − bonus of a micro-batch, with its gradients.
 
     The gradient is computed here, and not by a backward pass through the model, so that the part of the method alone
     is known per token.

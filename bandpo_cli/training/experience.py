@@ -5,8 +5,8 @@ With several ranks, every rank holds the values of all N tokens, but its micro-b
 Values under π_old, the policy before a step's first update, come from the sampler, where it runs the trainer's model
 in float32 or `objective.old_logprobs` is `sampler`; from the first update's own forward pass, since the policy is still
 π_old then; or from a forward pass without gradient. A pass that the loss does not need runs only with
-`objective.all_token_metrics`. Groups whose advantages are all 0 have no gradient without a reference model and an entropy
-bonus, and are left out. With `objective.mask_truncated` a truncated completion has the advantage and the weight 0.
+`objective.all_token_metrics`. Groups whose advantages are all 0 are left out: without a reference model and an entropy
+bonus they have no gradient. With `objective.mask_truncated` a truncated completion has the advantage and the weight 0.
 
 Dimensions: P groups of G completions, S = P·G completions, N tokens in total. Per-token tensors are flat, [N], without
 padding, and in the order of the completions. Log-probs and entropies are in nats.
@@ -261,6 +261,7 @@ def _sampled(
         return device_tensor(np.concatenate([*map(np.asarray, values)]), device)
 
     lengths = device_tensor([len(completion.token_ids) for completion in completions], device)
+    peers = [share for group in groups for share in wrong_peers(group)]
     sampler_logprobs = flat([completion.logprobs for completion in completions])
     has_entropies = all(len(item.entropies) == len(item.token_ids) for item in completions)
     return Experience(
@@ -269,7 +270,7 @@ def _sampled(
         order=None,
         lengths=lengths,
         has_loss=has_loss_PG.flatten().to(device),
-        wrong_peers=device_tensor([share for group in groups for share in wrong_peers(group)], device, torch.float32),
+        wrong_peers=device_tensor(peers, device, torch.float32),
         advantages=advantages_PG.flatten().repeat_interleave(lengths),
         sampler_logprobs=sampler_logprobs,
         old_logprobs=sampler_logprobs,

@@ -134,9 +134,9 @@ def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConf
     )  # of each micro-batch; columns are log-probs, ratios, gradient weights, entropies
     own_pass = experience.needs_own_pass
     with_entropy = own_pass and not (experience.sampler_is_exact and experience.entropy is not None)
-    with_bonus = config.objective.entropy_bonus > 0
+    temperature, with_bonus = config.sampling.temperature, config.objective.entropy_bonus > 0
     for batch in experience.micro_batches:
-        new = token_logprobs(policy.model, batch.tokens, config.sampling.temperature, with_entropy, with_bonus)
+        new = token_logprobs(policy.model, batch.tokens, temperature, with_entropy, with_bonus)
         part = experience.micro_batch(batch)
         if own_pass:
             part = part.with_trainer_values(new.logprobs.detach(), new.entropy)

@@ -24,6 +24,7 @@ from bandpo_cli.config.methods import (
     MethodSettings,
     NoClipSettings,
     Relax,
+    RipoSettings,
 )
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.registries import DIVERGENCES, METHODS
@@ -54,6 +55,7 @@ def dcpo_upper(p: float) -> float:
     return 0.5 + 0.5 * math.sqrt(1 + 0.8 / p)
 
 
+RIPO = [math.sqrt(0.05 / p) for p in (0.001, 0.08, 0.9)]
 TV: dict[str, Any] = {"divergence": "tv", "delta": 0.1}
 TV_LOWER, DCPO_LOWER = [0, 0, 1 - 0.1 / 0.9], [0.5, 0.5, 0.5 + 0.5 * math.sqrt(1 - 0.64 / 0.9)]
 
@@ -71,6 +73,12 @@ TV_LOWER, DCPO_LOWER = [0, 0, 1 - 0.1 / 0.9], [0.5, 0.5, 0.5 + 0.5 * math.sqrt(1
         (DcpoSettings(), DCPO_LOWER, [10.0, dcpo_upper(0.08), dcpo_upper(0.9)]),
         (DcpoSettings(max_ratio=3.0), DCPO_LOWER, [3.0, dcpo_upper(0.08), dcpo_upper(0.9)]),
         (DcpoSettings(max_ratio=None), DCPO_LOWER, [dcpo_upper(0.001), dcpo_upper(0.08), dcpo_upper(0.9)]),
+        (RipoSettings(), [0.5, 0.5, 1 - RIPO[2]], [1 + width for width in RIPO]),
+        (
+            RipoSettings(delta=0.2, min_ratio=0.1, max_ratio=3.0),
+            [0.1, 0.1, 1 - 2 * RIPO[2]],
+            [3, 1 + 2 * RIPO[1], 1 + 2 * RIPO[2]],
+        ),
     ],
 )
 def test_bounds_are_those_computed_by_hand(
@@ -79,7 +87,7 @@ def test_bounds_are_those_computed_by_hand(
     found = ratio_bounds(config)(LOGP)
     assert found.lower.tolist() == pytest.approx(lower)
     assert found.upper.tolist() == pytest.approx(upper)
-    if isinstance(config, DcpoSettings):
+    if isinstance(config, DcpoSettings | RipoSettings):
         assert [*ratio_bounds(config)(torch.tensor(math.nan))] == [1.0, 1.0]
 
 
@@ -102,7 +110,14 @@ def test_upper_bounds_that_no_band_matches() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [BandSettings(relax=Relax()), ClipSettings(), ClipHigherSettings(), DcpoSettings(), NoClipSettings()],
+    [
+        BandSettings(relax=Relax()),
+        ClipSettings(),
+        ClipHigherSettings(),
+        DcpoSettings(),
+        RipoSettings(),
+        NoClipSettings(),
+    ],
     ids=lambda config: config.method,
 )
 def test_bounds_of_half_precision_and_of_an_accelerator(config: MethodSettings) -> None:

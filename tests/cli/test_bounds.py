@@ -98,13 +98,14 @@ def test_match_computes_delta(run) -> None:
 
 def test_masks_are_compared_as_intervals(run) -> None:
     """DPPO's region is the Band without a cap; the interval of GMPO is e^±0.4, of ASPO and Clip-Cov that of a clip."""
-    arguments = ["0.001", "0.3", "--compare", "dppo,gmpo,aspo,clip-cov", "--format", "json"]
+    arguments = ["0.001", "0.3", "--compare", "ripo,dppo,gmpo,aspo,clip-cov", "--format", "json"]
     rows = {(row["divergence"], row["prob"]): row for row in json.loads(run(*arguments).out)}
     aspo, clip_cov = AspoSettings(), ClipCovSettings()
     for prob in (0.001, 0.3):
-        band = rows["kl", prob]
+        band, width = rows["kl", prob], math.sqrt(0.05 / prob)
         for name, ends in (
             ("dppo kl", (band["lower"], band["upper"])),
+            ("ripo", (max(1 - width, 0.5), min(1 + width, 10))),
             ("gmpo", (math.exp(-0.4), math.exp(0.4))),
             ("aspo", (1 - aspo.eps_low, 1 + aspo.eps_high)),
             ("clip-cov", (1 - clip_cov.eps_low, 1 + clip_cov.eps_high)),
@@ -129,7 +130,10 @@ def test_plot(run) -> None:
         (["0.1", "-d", "kll"], ["'kll'", "did you mean 'kl'", "hellinger"]),
         (["0.1", "--compare", "clip-hi"], ["--compare", "did you mean 'clip-higher'"]),
         (["0.1", "--compare", "clip,gspo"], ["gspo has no interval", "of a completion", "clip, clip-higher"]),
-        (["--match", "dppo", "--at", "0.1"], ["--match dppo", "allowed: clip, clip-higher, dcpo, gmpo"]),
+        (
+            ["--match", "dppo", "--at", "0.1"],
+            ["--match dppo", "allowed: clip, clip-higher, dcpo, ripo, gmpo"],
+        ),
         (["0.1", "--format", "table,json"], ["--format table,json: unknown", "allowed: table, json, csv"]),
         (["1.5"], ["'1.5'", "0 < p ≤ 1"]),
         (["nan"], ["'nan'", "0 < p ≤ 1"]),

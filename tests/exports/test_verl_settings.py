@@ -80,6 +80,7 @@ CHANGED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"model__attention": "eager"}, {f"+{MODEL}.override_config.attn_implementation": "eager"}),
     ({"sampling__dynamic": True}, {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "reward"}),
     ({"objective__dual_clip": 4.0}, {f"{ACTOR}.clip_ratio_c": 4.0}),
+    ({"objective__entropy_bonus": 0.01}, {f"{ACTOR}.entropy_coeff": 0.01}),
     (
         {"objective__aggregation": "seq-sum-norm", "sampling__max_tokens": 30},
         {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor": 30},
@@ -124,6 +125,7 @@ DIFFERENT: list[tuple[dict[str, Any], str]] = [
     ({"sampling__engine": "transformers"}, "sampling.engine = transformers"),
     ({"model__device": "cpu"}, "model.device = cpu"),
     ({"objective__reference_kl": 0.001}, "objective.reference_kl"),
+    ({"objective__mask_truncated": True}, "objective.mask_truncated = True"),
     ({"objective__importance": "sequence-truncate"}, "objective.importance = sequence-truncate"),
     ({"objective__importance": "sequence-mask"}, "objective.importance = sequence-mask"),
     ({"objective__importance": "sequence-mask-any"}, "objective.importance = sequence-mask-any"),
@@ -149,6 +151,7 @@ SAME: list[dict[str, Any]] = [
     {"objective__reference_kl": 0.001, "objective__importance_cap": None},
     {"objective__reference_kl": 0.001, "objective__old_logprobs": "sampler"},
     {"objective__importance": "sequence-mask", "objective__old_logprobs": "sampler"},
+    {"objective__entropy_bonus": 0.01},
     {"bounds__method": "gmpo", "objective__importance_cap": None},
     {"bounds__method": "gmpo", "objective__old_logprobs": "sampler"},
     {"model__device": "cuda:1"},
@@ -166,7 +169,8 @@ def test_methods_and_schedules_that_verl_does_not_have_cannot_be_run() -> None:
         config = config_of(bounds__method=method)
         assert not is_runnable(config)
         assert differences_of(config)[0].startswith(f"bounds.method = {method}: verl has no such policy loss")
-    assert set(METHODS) - set(LOSSES) == {"dcpo", "ce-gppo", "aspo", "drpo", "topr"}
+    others = "dcpo ripo cppo luspo gapo ce-gppo aspo drpo topr vespo"
+    assert set(METHODS) - set(LOSSES) == {*others.split()}
     assert not is_runnable(config_of(optim__schedule="linear"))
 
 

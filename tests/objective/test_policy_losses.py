@@ -21,7 +21,7 @@ from bandpo_cli.registries import METHODS
 
 @dataclass(eq=False, repr=False)
 class Token:
-    """A token as plain numbers: log-probs in nats, ratio, advantage, its completion's tokens and share of wrong peers."""
+    """A token as plain numbers: log-probs in nats, advantage, its completion's tokens and share of wrong peers."""
 
     old: float
     new: float

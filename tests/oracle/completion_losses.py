@@ -14,7 +14,7 @@ Settings = dict[str, Any]
 
 
 class Completion:
-    """A completion as plain numbers: log-probs in nats, its advantage, and the share of wrong peers of a correct one."""
+    """A completion: log-probs in nats, its advantage, and for a correct one the share of wrong peers."""
 
     def __init__(self, new: Tensor, old: Sequence[float], advantage: float, wrong_peers: float) -> None:
         self.new, self.old, self.advantage, self.wrong_peers = new, old, advantage, wrong_peers

@@ -166,8 +166,8 @@ class ReferenceTrainer:
         if self.settings["objective"]["advantage_std"]:
             variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
             scale = math.sqrt(variance) + 1e-6
-        used = [self._is_graded(rollout) and self._has_loss(rollout) for rollout in group]
-        return [(self._reward(r) - mean) / scale if is_used else 0.0 for r, is_used in zip(group, used, strict=True)]
+        used = [r for r in group if self._is_graded(r) and self._has_loss(r)]
+        return [(self._reward(r) - mean) / scale if r in used else 0.0 for r in group]
 
     def _has_loss(self, rollout: GivenRollout) -> bool:
         return not (rollout.truncated and self.settings["objective"]["mask_truncated"])
@@ -253,7 +253,7 @@ class ReferenceTrainer:
         counted = [rollout for group in groups for rollout in group if self._has_loss(rollout)]
         total_tokens = sum(len(rollout.token_ids) for rollout in counted)
         first = 0
-        for group, rollout in ((group, rollout) for group in groups for rollout in group):
+        for group, rollout in [(members, rollout) for members in groups for rollout in members]:
             logits = self._logits(self.model, rollout)
             new = self._logprobs(logits, rollout)
             length = len(rollout.token_ids)
@@ -300,12 +300,16 @@ class ReferenceTrainer:
         for token, has_ratio in zip(update.tokens, flags, strict=True):
             token.has_ratio, token.is_measured = has_ratio, measures_all or (has_ratio and needs_pass)
 
-    def _policy_losses(self, tokens: list[Token], new: torch.Tensor, wrong_peers: float) -> list[torch.Tensor]:
+    def _policy_losses(
+        self, tokens: list[Token], new: torch.Tensor, wrong_peers: float
+    ) -> list[torch.Tensor]:
         """Return the loss of each token of a completion, without penalty and importance weight."""
         bounds = self._bounds()
         if bounds["method"] not in LOSSES:
             return [self._token_loss(token, logprob) for token, logprob in zip(tokens, new, strict=True)]
-        completion = Completion(new, [token.old_logprob for token in tokens], tokens[0].advantage, wrong_peers)
+        completion = Completion(
+            new, [token.old_logprob for token in tokens], tokens[0].advantage, wrong_peers
+        )
         losses = LOSSES[bounds["method"]](bounds, completion)
         (gradient,) = torch.autograd.grad(torch.stack(losses).sum(), new, retain_graph=True)
         for token, slope in zip(tokens, gradient.tolist(), strict=True):
@@ -313,7 +317,7 @@ class ReferenceTrainer:
         return losses
 
     def _token_loss(self, token: Token, logprob: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a token with an interval, by cases of the sign of its advantage in place of min and clamp."""
+        """Return the loss of a token with an interval, by cases of the sign of its advantage, without min and clamp."""
         objective = self.settings["objective"]
         ratio = torch.exp(logprob - token.old_logprob)
         size = abs(token.advantage)

@@ -112,7 +112,9 @@ def scales_gradients(case: Case) -> bool:
 
 def masks_completions(case: Case) -> bool:
     """Some completions have no end, in groups with different rewards too."""
-    truncated = [rollout.truncated for result in case.results for group in result.trained for rollout in group]
+    truncated = [
+        rollout.truncated for result in case.results for group in result.trained for rollout in group
+    ]
     return learns(case) and 4 < sum(truncated) < len(truncated) - 4
 
 
@@ -174,9 +176,9 @@ VARIANTS = [
     Variant("ripo", "bounds.method=ripo bounds.delta=0.002 bounds.min_ratio=0.8 optim.lr=0.008", clips_both_ways),
     Variant("cppo", "bounds.method=cppo bounds.delta=0.03 bounds.prefix_delta=0.004 objective.importance_cap=1.6",
             clips_both_ways, exact_sampler=False, steps=2),
-    Variant("luspo", "bounds.method=luspo bounds.eps_low=0.01 bounds.eps_high=0.02", clips_both_ways),
-    Variant("gapo, token-mean", "bounds.method=gapo bounds.eps_low=0.01 bounds.eps_high=0.08 "
-            "objective.aggregation=token-mean objective.advantage_std=false", clips_both_ways, steps=2),
+    Variant("luspo", "bounds.method=luspo sampling.prompts=8", clips_both_ways, seed=1),
+    Variant("gapo, token-mean", "bounds.method=gapo bounds.eps_high=0.05 sampling.prompts=8 optim.lr=0.008 "
+            "objective.aggregation=token-mean objective.advantage_std=false", clips_both_ways, seed=2),
     Variant("vespo", "bounds.method=vespo objective.importance_cap=1.6", scales_gradients, exact_sampler=False),
     # terms of the loss
     Variant("entropy bonus at temperature 1.5", f"{KL} objective.entropy_bonus=0.3 sampling.temperature=1.5 "

@@ -132,7 +132,8 @@ def ending(groups: list[Group], *reasons: str) -> list[Group]:
 @pytest.mark.parametrize("aggregation", AGGREGATIONS)
 def test_masked_completions_have_no_loss_and_do_not_count_in_its_normalisation(aggregation: str) -> None:
     """The update is that of the other completions alone; penalty and bonus, which need no advantage, too."""
-    objective = {"aggregation": aggregation, "mask_truncated": True, "reference_kl": 0.5, "entropy_bonus": 0.1}
+    objective = {"aggregation": aggregation, "reference_kl": 0.5, "entropy_bonus": 0.1}
+    objective |= {"mask_truncated": True}
     config = config_of(objective=objective, optim={"max_grad_norm": None, "micro_batch_tokens": 20})
     loss, advantages = policy_loss(config.bounds, config.objective), torch.linspace(-1, 2, 16).reshape(4, 4)
     groups = ending(graded_groups(policy_of()), "length", "stop", "stop", "stop")
