@@ -180,8 +180,8 @@ TRL: dict[str, tuple[dict[str, Any], float | None, str, dict[str, Any]]] = {
     ),
     "vespo": ({"method": "vespo"}, None, "token-mean", {"loss_type": "vespo"}),
     "vespo with other settings": (
-        {"method": "vespo", "k_positive": 1.5, "k_negative": 0.5, "lambda_negative": 0.7}, None, "token-mean",
-        {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_k_neg": 0.5, "vespo_lambda_neg": 0.7},
+        {"method": "vespo", "k_positive": 1.5, "k_negative": 2.5, "lambda_negative": 0.7}, None, "token-mean",
+        {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_k_neg": 2.5, "vespo_lambda_neg": 0.7},
     ),
 }  # fmt: skip
 """Case → our settings, dual clip and aggregation, TRL's settings."""
