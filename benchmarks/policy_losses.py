@@ -46,7 +46,7 @@ def random_tokens(count: int) -> tuple[LossBatch, torch.Tensor, torch.Tensor]:
     new = (old + 0.1 * torch.randn(count, generator=generator)).clamp(max=-1e-5)
     advantages = torch.randn(len(lengths), generator=generator).repeat_interleave(lengths)
     weights = token_mean(lengths, 500).repeat_interleave(lengths)
-    return LossBatch(lengths, advantages, old), new, weights
+    return LossBatch(lengths, advantages, old, wrong_peers=torch.ones(len(lengths))), new, weights
 
 
 def run_loss(loss: PolicyLoss, tokens: LossBatch, new: torch.Tensor, weights: torch.Tensor) -> None:
@@ -86,7 +86,8 @@ def run_update(
     policy: Policy, optimizer: Optimizer, experience: Experience, config: RunConfig, loss: PolicyLoss
 ) -> None:
     """Prepare the method's columns and apply one update."""
-    update_policy(policy, optimizer, [replace(experience, loss=loss).with_columns()], config)
+    columns = loss.prepare(experience.old_logprobs, experience.advantages)
+    update_policy(policy, optimizer, [replace(experience, loss=loss, columns=columns)], config)
 
 
 def milliseconds(work: Callable[[], None]) -> float:

@@ -3,8 +3,8 @@
     python -m scripts.method_plots [--out docs/images]
 
 One figure per family of methods, with the default settings. The weights are those of the losses that training uses
-(`policy_objective`), for completions of one token, so that the ratio of a completion is that of its token. Lines end at
-the ratio 1/π_old, where the new probability is 1.
+(`policy_objective`), for completions of one token, so that the ratio of a completion is that of its token and
+LUSPO is GSPO. Lines end at the ratio 1/π_old, where the new probability is 1.
 """
 
 import argparse
@@ -29,10 +29,12 @@ FAMILIES: dict[str, list[tuple[str, dict[str, Any]]]] = {
         ("clip", {"method": "clip"}),
         ("clip-higher", {"method": "clip-higher"}),
         ("dcpo", {"method": "dcpo"}),
+        ("ripo", {"method": "ripo"}),
         ("none", {"method": "none"}),
     ],
     "tokens": [
         ("dppo", {"method": "dppo"}),
+        ("cppo, the first token", {"method": "cppo"}),
         ("cispo", {"method": "cispo"}),
         ("sapo", {"method": "sapo"}),
         ("ce-gppo", {"method": "ce-gppo"}),
@@ -42,8 +44,10 @@ FAMILIES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     ],
     "completions": [
         ("gspo", {"method": "gspo"}),
+        ("gapo, c = 1", {"method": "gapo"}),
         ("gmpo", {"method": "gmpo"}),
         ("topr", {"method": "topr"}),
+        ("vespo", {"method": "vespo"}),
     ],
     "covariance": [
         ("clip-cov, a token that is not chosen", {"method": "clip-cov", "cov_low": 1e6, "cov_high": 2e6}),
@@ -66,7 +70,7 @@ def gradient_weights(settings: dict[str, Any], probability: float, advantage: fl
     lengths = torch.ones(len(RATIOS), dtype=torch.int64)
     columns = loss.prepare(old, advantage * ones)
     new = (old + RATIOS.log()).clamp(max=0.0)
-    batch = LossBatch(lengths, advantage * ones, old, columns)
+    batch = LossBatch(lengths, advantage * ones, old, columns, wrong_peers=ones)
     weights = policy_objective(loss, new, batch, ones).gradient_weights
     return torch.where(RATIOS * probability < 1, weights, torch.nan)
 

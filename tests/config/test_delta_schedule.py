@@ -84,7 +84,11 @@ def test_every_method_with_a_trust_region_can_schedule_its_radius() -> None:
     regions = [name for name, entry in METHODS.items() if entry.trust_region]
     assert "band" in regions
     for name, cls in classes.items():
-        assert issubclass(cls, TrustRegionSettings) == ("delta_schedule" in cls.model_fields) == (name in regions)
+        assert (
+            issubclass(cls, TrustRegionSettings)
+            == ("delta_schedule" in cls.model_fields)
+            == (name in regions)
+        )
     for name in regions:
         settings = {"method": name, "delta": 0.2, "delta_end": 0.1, "delta_schedule": "linear"}
         assert radii(2, **settings) == pytest.approx([0.15, 0.1])

@@ -61,6 +61,23 @@ def test_reference_penalty_is_k3() -> None:
     torch.testing.assert_close((logp.exp() * k3(logp, logq)).sum(), (logp.exp() * (logp - logq)).sum())
 
 
+def test_an_entropy_bonus_has_no_importance_weights() -> None:
+    old, entropy = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([0.2, 1.5, 0.7])
+    weights, bounds = (
+        torch.tensor([0.5, 0.25, 0.25]),
+        {"lower": torch.zeros(3), "upper": torch.full((3,), 2.0)},
+    )
+    batch = LossBatch(torch.tensor([2, 1]), torch.ones(3), old, bounds, torch.tensor([0.0, 2.0, 0.5]))
+    loss = IntervalLoss(ClipSettings(), ObjectiveConfig(entropy_bonus=0.4))
+    without, found = (
+        policy_objective(loss, old, batch, weights),
+        policy_objective(loss, old, batch, weights, 0.0, entropy),
+    )
+    assert (found.loss - without.loss).item() == pytest.approx(-0.4 * (0.5 * 0.2 + 0.25 * 1.5 + 0.25 * 0.7))
+    assert found.entropy_gradient.tolist() == pytest.approx([-0.2, -0.1, -0.1])
+    assert torch.equal(found.gradient, without.gradient)
+
+
 def test_aggregation_weights() -> None:
     """Three completions of 2, 1 and 4 tokens; the limit is 8."""
     expected = {
