@@ -143,7 +143,8 @@ class Group:
 
 
 RunStatus = Literal["FINISHED", "FAILED", "KILLED"]
-"""The final status of a run, in MLflow's terms. KILLED: stopped by Ctrl-C or a signal."""
+"""The final status of a run, in MLflow's terms. KILLED: stopped by Ctrl-C or a signal. FINISHED: all steps are done, or
+a criterion of `stop` has ended the run."""
 
 
 def status_of(error: BaseException | None) -> RunStatus:

@@ -18,6 +18,13 @@ TEMPLATE = (
 )
 
 
+THINKING = TEMPLATE.replace(
+    "assistant\n",
+    "assistant\n{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}",
+)
+"""The template with the argument of Qwen3's template: false adds an empty chain of thought to the prompt."""
+
+
 def word_tokenizer(
     template: str | None, words: Iterable[str] = (), special: Iterable[str] = ()
 ) -> PreTrainedTokenizerFast:

@@ -164,8 +164,9 @@ def runs(
         table.add_row(*cells[: len(table.columns)])
     console.print(table, highlight=False)
     for run in runs:
-        if run.error is not None and run.status != "KILLED":
-            print_line(console, shorten(run.error, 400, placeholder=" …"), run.name, "yellow")
+        reason = run.stopped_by or (run.error if run.status != "KILLED" else None)
+        if reason is not None:
+            print_line(console, shorten(reason, 400, placeholder=" …"), run.name, "yellow")
 
 
 @opt.documented
@@ -213,6 +214,7 @@ def _print_description(
     from bandpo_cli.tracking.store import tracking_store, ui_text
 
     run, config = described.overview, described.config
+    reason = run.stopped_by or run.error
     status = (
         f"{str(run.status).lower()}, step {run.step:,} of {run.steps:,}, {format_duration(described.seconds)}"
     )
@@ -230,7 +232,7 @@ def _print_description(
     by_fork = changes_text(described.changed_by_fork, "the parent", "\n")
     rows = [
         ("run", str(run.path)),
-        ("status", status + (f": {run.error.splitlines()[0]}" if run.error else "")),
+        ("status", status + (f": {reason.splitlines()[0]}" if reason else "")),
         *([("fork of", f"{run.parent}\n{by_fork}".rstrip())] if run.parent else []),
         ("model", describe_model(config)),
         ("task", "\n".join([run.task, *task])),

@@ -101,10 +101,15 @@ def print_dry_run(console: Console, config: RunConfig, task: Task, ranks: int = 
         for warning in trial.warnings:
             print_line(console, warning, "warning:", "yellow")
     if print_memory(console, config, task, ranks):
-        prompt, most = first_prompt(config, task), config.sampling.max_prompt_tokens
+        (prompt, effect), most = first_prompt(config, task), config.sampling.max_prompt_tokens
         count = f"{len(prompt.token_ids):,} tokens (sampling.max_prompt_tokens = {most:,})"
         print_line(console, f"of problem {task.train_problems()[0].id}, {count}:", "prompt")
         console.print(Text(prompt.text), soft_wrap=True)
+        if effect is not None:
+            changed = "these lines of it:" if effect else "nothing: these are the template's own values"
+            line = f"model.chat_template_kwargs = {config.model.chat_template_kwargs} changes {changed}"
+            print_line(console, line, "template")
+            console.print(Text("\n".join(effect)), soft_wrap=True)
 
 
 def print_memory(console: Console, config: RunConfig, task: Task | None = None, ranks: int = 1) -> bool:

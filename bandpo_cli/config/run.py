@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import (
     Field,
     FiniteFloat,
+    JsonValue,
     NonNegativeInt,
     PositiveInt,
     SerializeAsAny,
@@ -88,6 +89,8 @@ class ModelConfig(Section):
     prompts: Literal["auto", "chat", "raw"] = "auto"
     """How chat messages become text: by the tokenizer's chat template, or joined unchanged; `auto` uses the
     template where there is one. Tasks with plain-text prompts (countdown) are not affected."""
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    """Arguments of the tokenizer's chat template, such as {enable_thinking: false} for Qwen3; null for none."""
     trust_remote_code: bool = False
     """Run the Python files in the model's folder or hub repository, with all your permissions on this machine. Only
     architectures that transformers does not know need it; weights are read from safetensors files only in any case."""
@@ -293,15 +296,31 @@ class CheckpointConfig(Section):
         return key
 
 
+class StopConfig(Section):
+    """Criteria that end a run early, with a checkpoint: a metric is beyond a limit in consecutive steps."""
+
+    entropy_below: Positive | None = None
+    """The lowest `train/entropy`, in nats per token; null for no limit."""
+    gap_above: Positive | None = None
+    """The highest `sampler/logprob_gap_mean`, the mean absolute difference between the log-probs of the sampler and of
+    the trainer, in nats per token; null for no limit."""
+    truncation_above: Annotated[float, Field(ge=0, lt=1)] | None = None
+    """The highest `train/truncated_fraction`, the share of completions truncated at `sampling.max_tokens`; null for no
+    limit."""
+    steps: PositiveInt = 20
+    """Number of consecutive steps beyond a limit after which the run ends. A warning comes at half of it."""
+
+
 WITHOUT_EFFECT = (
     "tracking",
     "checkpoint",
+    "stop",
     "grading.workers",
     "model.gradient_checkpointing",
     "sampling.vllm.memory_fraction",
 )
-"""Sections and settings that change no number of a run but its times, and vLLM's share of a GPU, which by default
-follows from the GPU.
+"""Sections and settings that change no number of a run but its times and its last step, and vLLM's share of a GPU,
+which by default follows from the GPU.
 
 Settings that change the order of additions (`optim.micro_batch_tokens`) or the batches of an engine
 (`sampling.max_sequences`, `sampling.vllm`) are not among them: a sampled token can depend on the last bit of a
@@ -328,11 +347,18 @@ class RunConfig(Section):
     optim: OptimConfig = OptimConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    stop: StopConfig = StopConfig()
     tracking: TrackingConfig = TrackingConfig()
 
     @model_validator(mode="after")
     def _check_sections_agree(self) -> Self:
         prompts, updates = self.sampling.prompts, self.optim.updates
+        require(
+            not self.model.chat_template_kwargs
+            or (self.model.prompts != "raw" and not isinstance(self.task, CountdownTask)),
+            f"model.chat_template_kwargs = {self.model.chat_template_kwargs}: the prompts are plain text, which no "
+            "chat template formats; leave it out",
+        )
         require(
             prompts % updates == 0,
             f"sampling.prompts = {prompts} cannot be split evenly into optim.updates = {updates}; "

@@ -67,19 +67,24 @@ def try_graders(config: RunConfig, task: Task) -> Iterator[GraderTrial]:
             yield GraderTrial(problem, completion, grade, tuple(warnings))
 
 
-def first_prompt(config: RunConfig, task: Task) -> EncodedPrompt:
+def first_prompt(config: RunConfig, task: Task) -> tuple[EncodedPrompt, list[str] | None]:
     """Return the prompt of the first training problem, by the tokenizer alone. Imports torch.
 
-    Raises ConfigError if all prompts of a set are too long.
+    The second value has the lines that `model.chat_template_kwargs` change in it; None without such arguments.
+
+    Raises ConfigError if all prompts of a set are too long, or the chat template ignores an argument.
     """
     from bandpo_cli.models.load import load_tokenizer
     from bandpo_cli.sampling.rollouts import PromptEncoder, check_some_prompt_fits
 
-    encoder = PromptEncoder(load_tokenizer(config.model), config.model.prompts)
+    model = config.model
+    encoder = PromptEncoder(load_tokenizer(model), model.prompts, model.chat_template_kwargs)
     heldout = task.heldout_sets().items() if config.evaluation.every else ()
     for label, problems in (("training", task.train_problems()), *heldout):
         check_some_prompt_fits(encoder, label, problems, config)
-    return encoder.encode(task.train_problems()[:1])[0]
+    problem = task.train_problems()[0]
+    effect = encoder.effect_of_arguments(problem) if model.chat_template_kwargs else None
+    return encoder.encode([problem])[0], effect
 
 
 def _dummy_completion(config: RunConfig, problem: Problem) -> str:

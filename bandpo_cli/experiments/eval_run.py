@@ -372,7 +372,8 @@ def _open_source(request: EvalRequest, ranks: Ranks, events: _Events, stack: Exi
         config = check_memory(with_resolved_dtype(config), ranks, training=False)
         policy = load_policy(config.model, for_training=False, ranks=ranks)
         rollouts.check_context_length(policy, config)
-        encoder = rollouts.PromptEncoder(policy.tokenizer, config.model.prompts)
+        arguments = config.model.chat_template_kwargs
+        encoder = rollouts.PromptEncoder(policy.tokenizer, config.model.prompts, arguments)
         notes: list[str] = []
         fitting = rollouts.drop_long_prompts_in_sets(encoder, source[1].heldout_sets(), config, notes)
         problems = [problem for problems_P in fitting.values() for problem in problems_P]

@@ -97,8 +97,9 @@ def _longest_prompt(config: RunConfig, task: Task) -> int:
     heldout = task.heldout_sets().values() if config.evaluation.every else ()
     problems = chain(task.train_problems(), *heldout)
     longest = nlargest(_LONGEST_TEXTS, problems, key=lambda problem: len(str(problem.prompt)))
-    prompts = PromptEncoder(load_tokenizer(config.model), config.model.prompts).encode(longest)
-    return max(len(prompt.token_ids) for prompt in prompts)
+    model = config.model
+    encoder = PromptEncoder(load_tokenizer(model), model.prompts, model.chat_template_kwargs)
+    return max(len(prompt.token_ids) for prompt in encoder.encode(longest))
 
 
 def _cards(config: RunConfig, local_ranks: int) -> tuple[int, list[int]]:

@@ -56,6 +56,7 @@ class RunOverview:
         started_ms: start of the run, milliseconds since 1970.
         parent: of a fork, the checkpoint that it continues, as RUN@STEP.
         error: the exception that ended the run, or the defect of the folder.
+        stopped_by: the criterion of `stop` that ended the run before its last step.
     """
 
     name: str
@@ -76,10 +77,11 @@ class RunOverview:
     started_ms: int = 0
     parent: str | None = None
     error: str | None = None
+    stopped_by: str | None = None
 
 
 _OVERVIEW = TypeAdapter(RunOverview)
-_NOT_STORED = {"name", "path", "status", "error"}
+_NOT_STORED = {"name", "path", "status", "error", "stopped_by"}
 """Fields of an overview that follow from the folder and from other keys of its summary."""
 
 MetricRange = tuple[tuple[int, float], tuple[int, float]]
@@ -162,7 +164,8 @@ def describe_line(path: Path, runs_dir: Path) -> RunOverview:
         summary = read_summary(path)
         if summary is not None and summary.status is not None and not is_locked(path):
             fields = summary.content.get("overview")
-            about = {"name": name, "path": path, "status": summary.status, "error": summary.error}
+            ending = {"status": summary.status, "error": summary.error, "stopped_by": summary.stopped_by}
+            about = {"name": name, "path": path, **ending}
             if isinstance(fields, dict) and summary.content.get("overview_of") == _state(path):
                 with suppress(ValidationError):
                     return _OVERVIEW.validate_python(fields | about)
@@ -235,6 +238,7 @@ def _overview(name: str, run: StoredRun, config: RunConfig, summary: Summary | N
         started_ms=run.start_ms,
         parent=parent_of(run.env),
         error=None if summary is None or run.status is None else summary.error,
+        stopped_by=None if summary is None or run.status is None else summary.stopped_by,
     )
 
 

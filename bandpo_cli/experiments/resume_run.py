@@ -32,6 +32,7 @@ from bandpo_cli.errors import ConfigError, UserError, plural
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.preflight import check_config, run_warnings
 from bandpo_cli.experiments.rank_group import check_ranks, check_same_on_all
+from bandpo_cli.experiments.stopping import stop_reason
 from bandpo_cli.experiments.train_run import (
     RESOLVED,
     Stop,
@@ -205,6 +206,11 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
         for schedule in _schedules_over_run(config).values():
             further = f" (its {schedule} schedule has ended)"
         raise UserError(f"run {folder.name} is complete: {done} of {config.steps} steps{further}")
+    if is_finished(folder.path) and (reason := stop_reason(config, folder.read_metrics())):
+        command = shell_command("train --resume", folder.path, runs_dir)
+        raise UserError(
+            f"run {folder.name} has ended: {reason}; to continue: {command} --set {reason.split()[0]}=null"
+        )
 
     complete, damaged = complete_checkpoints(folder)
     ahead = [step for step in complete if step > done + 1]

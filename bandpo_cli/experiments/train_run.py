@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shlex
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from bandpo_cli.experiments.rank_group import (
     connected_ranks,
     lost_rank_errors,
 )
+from bandpo_cli.experiments.stopping import stop_reason, stop_warnings
 from bandpo_cli.grading.pool import GraderUse, failure_warnings
 from bandpo_cli.paths import cached_commit
 from bandpo_cli.rank_process import is_main_process, rank_count
@@ -139,7 +141,8 @@ def train(
         stop_requested: called between steps; once it returns True on any rank, the state is saved as a checkpoint and
             the run ends with status KILLED.
 
-    Returns the folder, the status (FINISHED or KILLED) and the lines of metrics.jsonl, the same on every rank.
+    Returns the folder, the status (FINISHED or KILLED) and the lines of metrics.jsonl, the same on every rank. A run
+    that a criterion of `stop` has ended is FINISHED.
 
     Raises:
         UserError: a setting cannot be used, the model cannot be loaded, or the run needs more memory than its GPU has;
@@ -251,25 +254,37 @@ def loaded_components(
 def run_steps(
     config: RunConfig, folder: RunFolder, components: Components, events: TrainEvents, first: int, stop: Stop
 ) -> RunResult:
-    """Train from step `first` to the last, and close the record; return the result of rank 0."""
+    """Train from step `first` to the last, or until a criterion of `stop`; return the result of rank 0."""
     # Imported before MLflow's thread starts: two threads that import delay each other.
     from bandpo_cli.training import loop
+
+    is_main = components.ranks.is_main
+    recent = components.ranks.on_main(lambda: deque(folder.read_metrics(), maxlen=config.stop.steps))
+
+    def is_stopped() -> bool:
+        return stop_reason(config, recent) is not None or (stop is not None and stop())
 
     def train_steps() -> RunStatus:
         last = first - 1
         with out_of_memory_errors(config), _disk_errors(folder), lost_rank_errors():
-            steps = loop.train(config, components, folder, events.phase, first, stop or (lambda: False))
+            steps = loop.train(config, components, folder, events.phase, first, is_stopped)
             try:
                 for report in steps:
                     last = report.step
                     events.step(report)
+                    recent.append(report.record)
+                    for line in stop_warnings(config, recent) if is_main else ():
+                        log.warning("%s", line)
             except BaseException as error:
                 steps.throw(error)  # an error of a callback; the loop may be writing a checkpoint
                 raise
-        # Before the last step, a stop was requested, perhaps of another rank.
-        return "KILLED" if last < config.steps else "FINISHED"
+        reason = stop_reason(config, recent)
+        if reason is not None and is_main:
+            log.warning("the run ends after step %d of %d: %s", last, config.steps, reason)
+        # Before the last step and without a reason, a stop was requested, perhaps of another rank.
+        return "KILLED" if last < config.steps and reason is None else "FINISHED"
 
-    if components.ranks.is_main:
+    if is_main:
         components.grader.error_folder = folder.path / GRADER_ERRORS
     result = record_run(config, folder, events, tuple(components.notes), first, train_steps)
     return components.ranks.gather(result)[0]
@@ -338,6 +353,7 @@ def _close_record(config: RunConfig, folder: RunFolder, result: RunResult) -> No
         {key: record[key] for key in record if key == "step" or key.startswith("eval/")} for record in records
     )
     evaluations = [record for record in scores if len(record) > 1]
+    stopped_by = stop_reason(config, records) if status == "FINISHED" else None
     message = "stopped by request" if status == "KILLED" else None
     if error is not None:
         message = str(error) if isinstance(error, SignalExit) else f"{type(error).__name__}: {error}"
@@ -355,6 +371,7 @@ def _close_record(config: RunConfig, folder: RunFolder, result: RunResult) -> No
             {
                 "status": status,
                 "error": message,
+                "stopped_by": stopped_by,
                 "steps": int(records[-1]["step"]) if records else 0,
                 "of_steps": config.steps,
                 "time/train_s": round(sum(record["time/step"] for record in records), 3),

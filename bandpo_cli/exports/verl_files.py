@@ -158,24 +158,27 @@ JOINED = "{% for message in messages %}{{ message.content }}{% endfor %}"
 def chat_template(config: RunConfig, problems: Sequence[Problem]) -> str | None:
     """Return the value of verl's `custom_chat_template` for these prompts; None for the model's own template.
 
-    The tokenizer is loaded unless `model.prompts` is `chat`: it decides whether messages are converted by a template,
-    and adds its special tokens to messages that are joined.
+    The tokenizer is loaded unless `model.prompts` is `chat` and the template has no further arguments: it decides
+    whether messages are converted by a template, and adds its special tokens to messages that are joined.
 
     Raises:
-        ConfigError: the tokenizer cannot be loaded, or no template gives verl the same token ids.
+        ConfigError: the tokenizer cannot be loaded, its template ignores one of `model.chat_template_kwargs`, or no
+            template gives verl the same token ids.
     """
     model = config.model
     if isinstance(problems[0].prompt, str):
         return JOINED
-    if model.prompts == "chat":
+    if model.prompts == "chat" and not model.chat_template_kwargs:
         return None
     from bandpo_cli.models.load import load_tokenizer
     from bandpo_cli.sampling.rollouts import PromptEncoder
 
     tokenizer: Any = load_tokenizer(model)
-    if model.prompts == "auto" and getattr(tokenizer, "chat_template", None) is not None:
+    encoder = PromptEncoder(tokenizer, model.prompts, model.chat_template_kwargs)
+    if encoder.applies_template(problems[0]):
+        encoder.encode(problems[:1])
         return None
-    encoded = PromptEncoder(tokenizer, model.prompts).encode(problems)
+    encoded = encoder.encode(problems)
 
     def token_ids(template: str, text: str) -> tuple[int, ...]:
         messages = [{"role": "user", "content": text}]

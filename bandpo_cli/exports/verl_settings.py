@@ -37,6 +37,9 @@ def derived_overrides(config: RunConfig) -> dict[str, Overrides]:
     cap = NEVER if objective.dual_clip is None else objective.dual_clip
     checkpointing, warmup = bool(model.gradient_checkpointing), math.ceil(optim.warmup_steps / optim.updates)
     kl_loss = {f"{ACTOR}.kl_loss_coef": penalty, f"{ACTOR}.kl_loss_type": "low_var_kl"}
+    template = {
+        f"+data.apply_chat_template_kwargs.{k}": v for k, v in (model.chat_template_kwargs or {}).items()
+    }
     means: Overrides = {f"{ACTOR}.loss_agg_mode": objective.aggregation}
     if objective.aggregation == "seq-sum-norm":  # a sum is divided by the longest completion
         means[f"{ACTOR}.loss_agg_mode"] = "seq-mean-token-sum-norm"
@@ -48,6 +51,7 @@ def derived_overrides(config: RunConfig) -> dict[str, Overrides]:
         "model.dtype": _dtype(config),
         "model.attention": _attention(config),
         "model.gradient_checkpointing": {f"{MODEL}.enable_gradient_checkpointing": checkpointing},
+        "model.chat_template_kwargs": template,
         "model.trust_remote_code": {"data.trust_remote_code": model.trust_remote_code},
         "model.lora": _lora(config),
         "sampling.vllm.memory_fraction": {
@@ -241,6 +245,7 @@ RULES: dict[str, tuple[str, str]] = {
     "model.attention": ("", "`auto` is FlashAttention 2 with bfloat16, sdpa with float32"),
     "model.gradient_checkpointing": (f"{MODEL}.enable_gradient_checkpointing", "`auto` is true"),
     "model.prompts": ("", "messages in the data files; a template joins them where none of the model is used"),
+    "model.chat_template_kwargs": ("", "`data.apply_chat_template_kwargs`"),
     "model.trust_remote_code": (f"{MODEL}.trust_remote_code", ""),
     "model.lora": ("", f"`{MODEL}.lora_rank`, `lora_alpha`, `target_modules`; merged into the weights for vLLM"),
     "model.device": ("", "the GPUs of the job"),
@@ -310,6 +315,7 @@ RULES: dict[str, tuple[str, str]] = {
     "checkpoint.keep_best": ("", "verl keeps no best checkpoint"),
     "checkpoint.best_metric": ("", "with checkpoint.keep_best"),
     "checkpoint.background": ("", "verl's trainer waits for its checkpoints"),
+    "stop": ("", "verl does not end a run early"),
     "tracking.mlflow": ("trainer.logger", ""),
     "tracking.uri": ("", "MLFLOW_TRACKING_URI in run.sh"),
     "tracking.experiment": ("trainer.project_name", ""),
@@ -367,6 +373,8 @@ def differences_of(config: RunConfig) -> list[str]:
         ("optim.schedule", optim.schedule not in LR_SCHEDULES, f"verl has {' and '.join(LR_SCHEDULES)} only"),
         ("optim.schedule", optim.schedule == "cosine" and optim.updates > 1,
          "verl changes the learning rate once per step, not with every update"),
+        *((f"stop.{name}", limit is not None, "verl does not end a run early")
+          for name, limit in config.stop if name != "steps"),
     ]  # fmt: skip
     return [f"{key} = {_value(config, key)}: {text}" for key, differs, text in checks if differs]
 

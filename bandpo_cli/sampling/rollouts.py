@@ -1,15 +1,18 @@
 """Rollouts: encoded prompts, prompts that are too long, tokens that end a completion, completions, graded groups."""
 
+import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from difflib import ndiff
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from bandpo_cli.config.run import RewardConfig, RunConfig
 from bandpo_cli.config.task import DataTask, TaskSettings
 from bandpo_cli.datasets import TEMPLATES
-from bandpo_cli.errors import ConfigError
+from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.models.load import Policy
 from bandpo_cli.objective.advantages import shaped_reward
 from bandpo_cli.sampling.sampler import (
@@ -36,24 +39,35 @@ class EncodedPrompt:
 class PromptEncoder:
     """Converts prompts to tokens. Training and evaluation share one, so that their templates cannot differ."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompts: str = "auto") -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: str = "auto",
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         """Set how chat messages are converted to text.
 
         Args:
             tokenizer: the model's tokenizer.
             prompts: `chat` applies the tokenizer's chat template, `raw` joins the messages with blank lines, `auto`
                 applies the template if the tokenizer has one.
+            arguments: further arguments of the template (`model.chat_template_kwargs`).
 
         Raises:
-            ConfigError: `prompts` is `chat`, but the tokenizer has no chat template.
+            ConfigError: `prompts` is `chat` or there are `arguments`, but the tokenizer has no chat template.
         """
         has_template = getattr(tokenizer, "chat_template", None) is not None
-        if prompts == "chat" and not has_template:
+        if (prompts == "chat" or arguments) and not has_template:
+            setting, other = "prompts = 'chat'", "use model.prompts=raw"
+            if arguments:
+                setting, other = f"chat_template_kwargs = {arguments}", "leave it out"
             raise ConfigError(
-                "model.prompts = 'chat': the model's tokenizer has no chat template; add chat_template.jinja to its "
-                "folder, or use model.prompts=raw"
+                f"model.{setting}: the model's tokenizer has no chat template; add chat_template.jinja to its folder, "
+                f"or {other}"
             )
         self.tokenizer = tokenizer
+        self._arguments = dict(arguments or {})
+        self._are_arguments_checked = False
         self._chat = has_template and prompts != "raw"
         self._lacks_template = not has_template and prompts == "auto"
 
@@ -61,7 +75,8 @@ class PromptEncoder:
         """Return the prompts of `problems_P` as text and tokens.
 
         Raises:
-            ConfigError: the chat template refuses the messages; some templates have no system role, for example.
+            ConfigError: the chat template refuses the messages (some templates have no system role, for example), or
+                ignores one of its arguments.
         """
         texts = [self._text(problem) for problem in problems_P]
         # A plain-text prompt is in the task's own format, and a chat template writes special tokens itself. Only raw
@@ -77,6 +92,13 @@ class PromptEncoder:
     def applies_template(self, problem: Problem) -> bool:
         """Return whether the chat template formats the problem's prompt."""
         return self._chat and not isinstance(problem.prompt, str)
+
+    def effect_of_arguments(self, problem: Problem) -> list[str]:
+        """Return the lines of a prompt that the arguments of the chat template remove (`- `) and add (`+ `)."""
+        assert not isinstance(problem.prompt, str)
+        plain = self._try_render(problem.prompt, {}) or ""
+        lines = ndiff(plain.splitlines(), self._render(problem.prompt, self._arguments).splitlines())
+        return [line for line in lines if line.startswith(("- ", "+ "))]
 
     def notes(self, problems_P: Sequence[Problem]) -> list[str]:
         """Return a line for the user where a missing chat template may be a mistake: a chat model expects one."""
@@ -98,14 +120,44 @@ class PromptEncoder:
             return problem.prompt
         if not self._chat:
             return "\n\n".join(message.content for message in problem.prompt)
-        turns = [vars(message) for message in problem.prompt]
         try:
-            return str(self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
+            text = self._render(problem.prompt, self._arguments)
         except Exception as error:  # noqa: BLE001 - a template is a program that the model's author wrote
             raise ConfigError(
                 f"problem {problem.id}: the model's chat template refuses its messages ({error!s:.300}); "
                 "change them or use model.prompts=raw"
             ) from None
+        if not self._are_arguments_checked:
+            self._check_arguments(problem.prompt)
+            self._are_arguments_checked = True
+        return text
+
+    def _render(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str:
+        """Return chat messages as the template formats them."""
+        options = {**arguments, "tokenize": False, "add_generation_prompt": True}
+        return str(self.tokenizer.apply_chat_template([vars(message) for message in messages], **options))
+
+    def _try_render(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str | None:
+        """Return what `_render` returns; None if the template refuses the arguments, which it has therefore read."""
+        with suppress(Exception):
+            return self._render(messages, arguments)
+        return None
+
+    def _check_arguments(self, messages: Sequence[Message]) -> None:
+        """Raise ConfigError if the template ignores one of its arguments: no value of it changes the prompt.
+
+        A value may be the template's default, as true is for Qwen3's enable_thinking. Another value then has an effect.
+        """
+        for name, value in self._arguments.items():
+            others = {key: other for key, other in self._arguments.items() if key != name}
+            without = self._try_render(messages, others)
+            tried = (self._try_render(messages, {**others, name: other}) for other in (value, True, False))
+            if all(text == without for text in tried):
+                near = nearest(name, re.findall(r"[a-z]\w*", str(self.tokenizer.chat_template)))
+                raise ConfigError(
+                    f"model.chat_template_kwargs.{name} = {value!r}: the model's chat template ignores this "
+                    f"argument{near}; leave it out"
+                )
 
 
 def check_context_length(policy: Policy, config: RunConfig) -> None:

@@ -34,6 +34,12 @@ class Summary:
         error = self.content.get("error")
         return None if error is None else str(error)
 
+    @property
+    def stopped_by(self) -> str | None:
+        """The criterion of `stop` that ended the run before its last step."""
+        reason = self.content.get("stopped_by")
+        return None if reason is None else str(reason)
+
 
 @dataclass(frozen=True)
 class StoredRun:

@@ -133,7 +133,7 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
     torch.manual_seed(config.seed)
     policy = load_policy(config.model, ranks=ranks, seed=config.seed)
     check_context_length(policy, config)
-    encoder = PromptEncoder(policy.tokenizer, config.model.prompts)
+    encoder = PromptEncoder(policy.tokenizer, config.model.prompts, config.model.chat_template_kwargs)
     notes: list[str] = []
     train = drop_long_prompts(encoder, "training", task.train_problems(), config, notes)
     heldout = drop_long_prompts_in_sets(encoder, task.heldout_sets(), config, notes)

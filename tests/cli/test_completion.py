@@ -53,7 +53,7 @@ def offered(capfd: pytest.CaptureFixture[str], *words: str) -> list[str]:
 
 
 CONFIGS = list(shipped_configs())
-TASKS_LIKE_A = ["aime24", "aime25", "amc23"]
+TASKS_LIKE_A = ["aime24", "aime25", "aime26", "amc23"]
 RUNS = ["deltas/kl-s0", "first", "second"]
 
 VALUES: dict[str, list[str]] = {

@@ -27,8 +27,14 @@ from bandpo_cli.errors import ConfigError
         (["sampling.max_lag=1"], "sampling.vllm.tensor_parallel=2", "sampling.vllm.tensor_parallel=1"),
         ([], "sampling.max_lag=2", "sampling.max_lag=1"),
         ([], "sampling.max_lag=-1", "sampling.max_lag=0"),
+        ([], "model.chat_template_kwargs={a: 1}", "model.chat_template_kwargs=null"),
+        (["task.name=gsm8k", "model.path=m/m", "model.prompts=raw"], "model.chat_template_kwargs.a=1",
+         "model.chat_template_kwargs={}"),
+        ([], "stop.entropy_below=0", "stop.entropy_below=1e-9"),
+        ([], "stop.truncation_above=1", "stop.truncation_above=0"),
+        ([], "stop.steps=0", "stop.steps=1"),
     ],
-)
+)  # fmt: skip
 def test_contradictory_settings_are_refused_and_their_limit_is_accepted(
     others: list[str], refused: str, accepted: str
 ) -> None:

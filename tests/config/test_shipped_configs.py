@@ -100,6 +100,7 @@ OVERLAYS = ((), (PAPER / "dynamic-sampling.yaml",), (PAPER / "dapo.yaml",))
 NOT_COMPUTED = {
     "tracking": "what is sent where",
     "checkpoint": "when the state is written",
+    "stop": "how many steps are computed",
     "model.device": "the hardware",
     "model.trust_remote_code": "a permission",
     "model.revision": "null; the paper does not name the commits",

@@ -104,6 +104,9 @@ def test_joined_messages_have_the_token_ids_of_a_run(tmp_path: Path, special: bo
     for prompts in ("auto", "chat"):
         config = resolve([SMALL, {"model": {"path": str(model), "prompts": prompts}}])
         assert verl_files.chat_template(config, [QUESTION]) is None
+        ignored = config.model.model_copy(update={"chat_template_kwargs": {"thinking": True}})
+        with pytest.raises(ConfigError, match="ignores this argument"):
+            verl_files.chat_template(config.model_copy(update={"model": ignored}), [QUESTION])
     tokenizer = load_tokenizer(resolve([{"model": {"path": str(model)}}]).model)
     tokenizer.chat_template = None
     (model / "chat_template.jinja").unlink()

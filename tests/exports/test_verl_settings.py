@@ -78,6 +78,8 @@ CHANGED: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"seed": 7}, {"data.seed": 7, f"{ROLLOUT}.seed": 7}),
     ({"model__dtype": "bfloat16"}, {f"{ROLLOUT}.dtype": "bfloat16"}),
     ({"model__attention": "eager"}, {f"+{MODEL}.override_config.attn_implementation": "eager"}),
+    ({"task__name": "gsm8k", "model__path": "m/m", "model__chat_template_kwargs": {"enable_thinking": False, "n": 2}},
+     {"+data.apply_chat_template_kwargs.enable_thinking": False, "+data.apply_chat_template_kwargs.n": 2}),
     ({"sampling__dynamic": True}, {"algorithm.filter_groups.enable": True, "algorithm.filter_groups.metric": "reward"}),
     ({"objective__dual_clip": 4.0}, {f"{ACTOR}.clip_ratio_c": 4.0}),
     ({"objective__entropy_bonus": 0.01}, {f"{ACTOR}.entropy_coeff": 0.01}),
@@ -134,6 +136,8 @@ DIFFERENT: list[tuple[dict[str, Any], str]] = [
     ({"bounds__method": "kl-cov"}, "bounds.method = kl-cov"),
     ({"bounds__method": "sapo", "objective__aggregation": "token-mean"}, "objective.aggregation = token-mean"),
     ({"bounds__method": "gmpo"}, "objective.importance_cap"),
+    ({"stop__entropy_below": 0.1}, "stop.entropy_below = 0.1: verl does not end a run early"),
+    ({"stop__truncation_above": 0.0}, "stop.truncation_above = 0.0"),
 ]  # fmt: skip
 
 
@@ -156,6 +160,7 @@ SAME: list[dict[str, Any]] = [
     {"bounds__method": "gmpo", "objective__old_logprobs": "sampler"},
     {"model__device": "cuda:1"},
     {"sampling__engine": "vllm"},
+    {"stop__steps": 3},
 ]
 
 

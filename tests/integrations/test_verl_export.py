@@ -29,7 +29,7 @@ from bandpo_cli.training.optimizer import lr_factor
 from bandpo_cli.types import Message, Problem
 from tests.exports.folders import SMALL, run_script, small
 from tests.integrations.batches import SPREADS, assert_equal, ours, random_batch
-from tests.text_model import save_text_model
+from tests.text_model import THINKING, save_text_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 Compose = Callable[..., Any]
@@ -184,12 +184,17 @@ def chat_data(folder: Path) -> RunConfig:
     return resolve([{key: value for key, value in SMALL.items() if key != "task"}, own])
 
 
-@pytest.mark.parametrize("kind", ["countdown", "chat", "raw"])
+@pytest.mark.parametrize("kind", ["countdown", "chat", "thinking", "raw"])
 def test_prompts_have_the_token_ids_of_a_run(kind: str, tmp_path: Path, compose: Compose) -> None:
     """verl's data set reads the file, its length filter keeps every prompt, and its agent loop makes the tokens."""
     config = small() if kind == "countdown" else chat_data(tmp_path)
     if kind == "raw":
         config = config.model_copy(update={"model": config.model.model_copy(update={"prompts": "raw"})})
+    arguments = {"enable_thinking": False} if kind == "thinking" else None
+    if arguments is not None:
+        (tmp_path / "model" / "chat_template.jinja").write_text(THINKING, encoding="utf-8")
+        model = config.model.model_copy(update={"chat_template_kwargs": arguments})
+        config = config.model_copy(update={"model": model})
     exported = export_verl(config, tmp_path / "job", gpus_per_node=1)
     composed = compose(tmp_path / "job")
     model = dataclass_of(composed.actor_rollout_ref.model)
@@ -199,10 +204,14 @@ def test_prompts_have_the_token_ids_of_a_run(kind: str, tmp_path: Path, compose:
     assert len(dataset) == exported.problems
     wiring = importlib.import_module("verl.utils.tokenizer.continuous_token_wiring")
     builder = wiring.create_continuous_token_builder(
-        model.tokenizer, hf_model_type=model.hf_config.model_type
+        model.tokenizer,
+        hf_model_type=model.hf_config.model_type,
+        chat_template_kwargs=composed.data.apply_chat_template_kwargs,
     )
     problems = [problem_from_json(dataset[index]["extra_info"]["problem"]) for index in range(len(dataset))]
-    expected = PromptEncoder(load_tokenizer(config.model), config.model.prompts).encode(problems)
+    encoder = PromptEncoder(load_tokenizer(config.model), config.model.prompts, arguments)
+    expected = encoder.encode(problems)
+    assert all(prompt.text.endswith("</think>\n\n") == (kind == "thinking") for prompt in expected)
     for index, prompt in enumerate(expected):
         assert tuple(builder.build_initial_tokens(dataset[index]["raw_prompt"])) == prompt.token_ids
 

@@ -72,6 +72,7 @@ def _truncated(folder):
     path.write_text(path.read_text()[:-5])
 
 
+STOPPED = '{"status": "FINISHED", "stopped_by": "stop.gap_above = 1: ..."}'
 FAILED = '{"status": "FAILED", "error": "NonFiniteError: the loss is nan"}'
 
 
@@ -85,6 +86,7 @@ FAILED = '{"status": "FAILED", "error": "NonFiniteError: the loss is nan"}'
         (_deleted("summary.json"), "not finished: step 4 of 4, no summary.json"),
         (_written("summary.json", "[]"), "summary.json is not readable"),
         (_deleted("metrics.jsonl"), "metrics.jsonl ends at step 0 of 4"),
+        (_written("summary.json", STOPPED), "ended at step 4 of 4: stop.gap_above = 1"),
         (_truncated, "metrics.jsonl ends at step 3 of 4"),
         (_written("metrics.jsonl", "{\n"), "damaged: metrics.jsonl, line 1"),
         (lambda folder: edit_line(folder, 2, step="two"), 'damaged: metrics.jsonl has a step "two"'),

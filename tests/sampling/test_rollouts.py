@@ -30,7 +30,7 @@ from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.components import Components, build_components
 from bandpo_cli.types import Completion, Grade, Message, Problem, Prompt
 from tests.text_model import TEMPLATE as CHATML
-from tests.text_model import save_text_model, word_tokenizer
+from tests.text_model import THINKING, save_text_model, word_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'system' and strict %}{{ raise_exception('no system') }}{% endif %}"
@@ -80,6 +80,30 @@ def test_a_template_that_is_missing_or_refuses_is_an_error() -> None:
     refusing = tokenizer_of(TEMPLATE.replace("and strict", "and true"))
     with pytest.raises(ConfigError, match=r"problem p: .*no system"):
         PromptEncoder(refusing).encode([problem(CHAT)])
+
+
+def test_arguments_of_the_chat_template() -> None:
+    """The value of an argument may be the template's default; an argument that the template ignores is an error."""
+    (plain,) = PromptEncoder(tokenizer_of(THINKING)).encode([problem(CHAT)])
+    for value, added, effect in (
+        (False, "<think>\n\n</think>\n\n", ["+ <think>", "+ ", "+ </think>", "+ "]),
+        (True, "", []),
+    ):
+        encoder = PromptEncoder(tokenizer_of(THINKING), "auto", {"enable_thinking": value})
+        (prompt,) = encoder.encode([problem(CHAT)])
+        assert prompt.text == plain.text + added
+        assert encoder.effect_of_arguments(problem(CHAT)) == effect
+    other = tokenizer_of(THINKING.replace("not enable_thinking", "raise_exception('no')"))
+    for tokenizer, arguments, message in (
+        (tokenizer_of(THINKING), {"enable_thinking": False, "enable_thinkin": 1},
+         r"kwargs\.enable_thinkin = 1: .* ignores this argument \(did you mean 'enable_thinking'\?\); leave it out"),
+        (tokenizer_of(TEMPLATE), {"tokenize": True}, r"kwargs\.tokenize = True: .* ignores this argument"),
+        (tokenizer_of(TEMPLATE), {"strict": True}, "problem p: .*no system"),
+        (other, {"enable_thinking": 2}, "problem p: .*no"),
+        (tokenizer_of(None), {"a": 1}, r"kwargs = \{'a': 1\}: .* no chat template; .* or leave it out"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            PromptEncoder(tokenizer, "auto", arguments).encode([problem(CHAT)])
 
 
 def test_filter_by_length_removes_long_and_empty_prompts_in_order() -> None:

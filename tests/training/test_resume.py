@@ -166,6 +166,7 @@ def test_settings_without_effect_change_no_number(tmp_path: Path) -> None:
     other: dict[str, Any] = {
         "tracking": {"mlflow": False},
         "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0, "background": False},
+        "stop": {"entropy_below": 1e-9},
         "grading": {"workers": 1},
         "model": {"gradient_checkpointing": True},
         "sampling": {"vllm": {"memory_fraction": 0.3}},

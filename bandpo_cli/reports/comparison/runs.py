@@ -193,6 +193,8 @@ def _check_finished(folder: Path, last: int, steps: Any) -> None:
     if summary.status != "FINISHED":
         status = str(summary.content.get("status", "no status")).lower()
         raise UserError(": ".join(filter(None, [f"{status} at {of_steps}", first_line(summary.error or "")])))
+    if summary.stopped_by is not None:
+        raise UserError(f"ended at {of_steps}: {first_line(summary.stopped_by)}")
     if isinstance(steps, int) and last < steps:
         raise UserError(f"metrics.jsonl ends at {of_steps}")
 
