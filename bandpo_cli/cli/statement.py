@@ -106,10 +106,9 @@ def print_dry_run(console: Console, config: RunConfig, task: Task, ranks: int = 
         print_line(console, f"of problem {task.train_problems()[0].id}, {count}:", "prompt")
         console.print(Text(prompt.text), soft_wrap=True)
         if effect is not None:
-            changed = "these lines of it:" if effect else "nothing: these are the template's own values"
+            changed = "these lines of it:" if effect else "nothing in it: these are the template's own values"
             line = f"model.chat_template_kwargs = {config.model.chat_template_kwargs} changes {changed}"
-            print_line(console, line, "template")
-            console.print(Text("\n".join(effect)), soft_wrap=True)
+            print_line(console, "\n".join([line, *effect]), "template")
 
 
 def print_memory(console: Console, config: RunConfig, task: Task | None = None, ranks: int = 1) -> bool:
@@ -118,10 +117,12 @@ def print_memory(console: Console, config: RunConfig, task: Task | None = None, 
     With several ranks it is the estimate of each. Return False if there is none because the model cannot be read.
     """
     try:
-        config, estimate = memory_of_task(config, task, ranks)
+        estimate = memory_report(config, ranks)
     except UserError as error:
         print_line(console, str(error), "no estimate of memory:", "yellow")
         return False
+    if not estimate.fits:
+        config, estimate = memory_of_task(config, task, ranks)
     over = "" if estimate.ranks == 1 else f", a rank of {estimate.ranks}"
     table = make_table(f"{estimate.parameters / 1e6:,.1f}M parameters{over}", ">GiB", "while")
     phases = {

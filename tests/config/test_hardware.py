@@ -14,11 +14,13 @@ from tests.config.shapes import config_on_disk
 CONFIGS = Path(__file__).parents[2] / "configs"
 PAPER = CONFIGS / "paper"
 MODELS = sorted((PAPER / "models").glob("*.yaml"))
+PROTOCOL = CONFIGS / "math" / "protocol.yaml"
+QWEN3 = sorted(PROTOCOL.parent.glob("qwen3-*.yaml"))
 
 PARAMETERS = {
     "Qwen/Qwen2.5-0.5B-Instruct": 0.494e9, "Qwen/Qwen2.5-1.5B-Instruct": 1.54e9, "Qwen/Qwen2.5-3B-Instruct": 3.09e9,
     "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1.78e9, "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B": 7.62e9,
-    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": 8.03e9,
+    "deepseek-ai/DeepSeek-R1-Distill-Llama-8B": 8.03e9, "Qwen/Qwen3-1.7B-Base": 1.72e9, "Qwen/Qwen3-4B-Base": 4.02e9,
 }  # fmt: skip
 """The numbers of parameters on the models' cards."""
 
@@ -32,7 +34,7 @@ _LORA_HEADER = re.compile(
     _HEADER + r" With\n# sampling\.vllm\.memory_fraction (0\.\d+) it is one of (\d+) GB\.\n"
 )
 _EIGHT_GPUS = re.compile(
-    r"\n# On 8 GPUs of (\d+) GB, with eight-gpus\.yaml and --nproc 8: (\d+) GiB at the peak of each, (\d+) GiB of them "
+    r"\n# On 8 GPUs of (\d+) GB, with (?:paper/)?eight-gpus\.yaml and --nproc 8: (\d+) GiB at the peak of each, (\d+) GiB of them "
     r"always\.\n"
 )
 _ONE_GPU = re.compile(r"one GPU of (\d+) GB")
@@ -67,11 +69,12 @@ def fits(config: RunConfig, report: MemoryEstimate, available: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", MODELS, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [*MODELS, *QWEN3], ids=lambda file: file.stem)
 def test_the_header_of_a_model_names_the_smallest_gpu_that_fits_and_the_memory_of_8(
     tmp_path: Path, file: Path
 ) -> None:
-    text, base = file.read_text("utf-8"), [read_layer(PAPER / "base.yaml"), read_layer(file)]
+    text, general = file.read_text("utf-8"), PROTOCOL if file in QWEN3 else PAPER / "base.yaml"
+    base = [read_layer(general), read_layer(file)]
     header, eight = _MODEL_HEADER.match(text), _EIGHT_GPUS.search(text)
     assert header is not None
     assert eight is not None
@@ -90,9 +93,9 @@ def test_the_header_of_a_model_names_the_smallest_gpu_that_fits_and_the_memory_o
         assert "the same hardware" in overlay.read_text("utf-8")
         assert report_on_gpu(config_on_disk(tmp_path, model, *base, read_layer(overlay)), size).fits
 
-    # Of 8 GPUs: masters and two moments of float32, and the reference in bfloat16, an eighth of each.
+    # Of 8 GPUs: masters and two moments of float32, and a reference in bfloat16, an eighth of each.
     size, peak, held = map(int, eight.groups())
-    assert round((4 + 8 + 2) * PARAMETERS[model] / 8 / GIB) == held
+    assert round((4 + 8 + 2 * (config.objective.reference_kl > 0)) * PARAMETERS[model] / 8 / GIB) == held
     report = report_on_gpu(
         config_on_disk(tmp_path, model, *base, read_layer(PAPER / "eight-gpus.yaml")), size, 8
     )
@@ -155,4 +158,4 @@ def test_a_config_for_a_cpu_fits_a_small_machine(name: str) -> None:
 def test_no_other_header_names_a_gpu() -> None:
     """A header that names one must be among those of the tests above."""
     files = {file for file in CONFIGS.rglob("*.yaml") if _ONE_GPU.search(file.read_text("utf-8"))}
-    assert files == {*MODELS, PAPER / "lora-7b.yaml", CONFIGS / "gsm8k.yaml"}
+    assert files == {*MODELS, *QWEN3, PAPER / "lora-7b.yaml", CONFIGS / "gsm8k.yaml"}

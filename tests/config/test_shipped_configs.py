@@ -12,6 +12,7 @@ from bandpo_cli import registries
 from bandpo_cli.config.layers import flatten, merge, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import SweepConfig
+from bandpo_cli.config.task import DataTask
 from bandpo_cli.registries import MethodEntry
 from bandpo_cli.sweeps.plan import PlannedRun, plan_runs, plan_tuned_runs
 
@@ -172,6 +173,17 @@ def test_settings_of_the_paper() -> None:
     sources = [(source["name"] or source["path"], source["levels"]) for source in settings["task.train"]]
     assert sources == [("dapo-math-17k", None), ("nlile/hendrycks-MATH-benchmark", [3, 4, 5])]
     assert [source["name"] for source in settings["task.heldout"]] == ["aime24", "aime25", "amc23"]
+
+
+def test_the_protocol_of_mathematics_evaluates_on_six_competitions() -> None:
+    """avg@32 of each, over all of its problems; docs/data.md names the sources of the other values."""
+    config = config_of(CONFIGS / "math" / "protocol.yaml", CONFIGS / "math" / "qwen3-4b-base.yaml")
+    assert isinstance(config.task, DataTask)
+    names = [source.name for source in config.task.heldout]
+    assert names == ["aime24", "aime25", "aime26", "amc23", "hmmt25", "brumo25"]
+    assert (config.evaluation.samples, config.evaluation.problems) == (32, None)
+    assert config.sampling.prompts * config.sampling.samples == 4 * 256
+    assert config.sampling.max_prompt_tokens + config.sampling.max_tokens == 8192
 
 
 def test_data_set_tasks_have_the_defaults_of_language_models() -> None:
