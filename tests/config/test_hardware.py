@@ -34,8 +34,8 @@ _LORA_HEADER = re.compile(
     _HEADER + r" With\n# sampling\.vllm\.memory_fraction (0\.\d+) it is one of (\d+) GB\.\n"
 )
 _EIGHT_GPUS = re.compile(
-    r"\n# On 8 GPUs of (\d+) GB, with (?:paper/)?eight-gpus\.yaml and --nproc 8: (\d+) GiB at the peak of each, (\d+) GiB of them "
-    r"always\.\n"
+    r"\n# On 8 GPUs of (\d+) GB, with (?:paper/)?eight-gpus\.yaml and --nproc 8: (\d+) GiB at the peak of each, "
+    r"(\d+) GiB of them always\.\n"
 )
 _ONE_GPU = re.compile(r"one GPU of (\d+) GB")
 _OTHER_MODEL = re.compile(r"--model (\S+) \(one GPU of (\d+) GB\)")
