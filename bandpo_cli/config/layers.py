@@ -6,6 +6,7 @@ key, the value, what is allowed and the nearest valid name.
 """
 
 import json
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -214,9 +215,14 @@ def setting_changes(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any,
 def changes_text(
     changes: Mapping[str, tuple[Any, Any]], owner: str = "the run", separator: str = ", "
 ) -> str:
-    """Return changes of the settings of a run as text: `optim.lr = 0.001 (the run has 5e-05)`."""
-    texts = {key: tuple(map(setting_text, values)) for key, values in changes.items()}
-    return separator.join(f"{key} = {new} ({owner} has {old})" for key, (old, new) in texts.items())
+    """Return changes of the settings of a run as text, `optim.lr = 0.001 (the run has 5e-05)`; values may be cut."""
+
+    def short(value: Any) -> str:
+        return textwrap.shorten(setting_text(value), 80, placeholder=" …")
+
+    return separator.join(
+        f"{key} = {short(new)} ({owner} has {short(old)})" for key, (old, new) in changes.items()
+    )
 
 
 def setting_text(value: Any) -> str:

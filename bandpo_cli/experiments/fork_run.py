@@ -7,7 +7,6 @@ imported at module level.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +22,6 @@ from bandpo_cli.experiments.train_run import Stop, TrainPlan, plan_training, tra
 from bandpo_cli.paths import path_exists, relative_to_cwd
 from bandpo_cli.storage.checkpoints import (
     ANY_PROBLEMS,
-    ROLLOUTS,
     Progress,
     check_contents,
     complete_checkpoints,
@@ -32,7 +30,6 @@ from bandpo_cli.storage.checkpoints import (
 )
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, find_run, not_found, shell_command
 from bandpo_cli.storage.run_record import PARENT
-from bandpo_cli.tasks.task import build_task
 from bandpo_cli.tracking.store import find_link, tracking_store
 
 if TYPE_CHECKING:
@@ -114,12 +111,8 @@ class ForkPlan(TrainPlan):
     def describe(self) -> str:
         """Return the checkpoint, the number of steps to train, and the changed settings, one line each."""
         left = plural(self.config.steps - self.progress.step, "step")
-        lines = [f"{relative_to_cwd(self.point.checkpoint)}: {left} to go"]
-        if self.changes:
-            lines.append(changes_text(self.changes, separator="\n"))
-        if self.progress.position != self.point.progress.position:
-            lines.append(f"the next problem is number {self.progress.position:,} of the stream of problems")
-        return "\n".join(lines)
+        where = f"{relative_to_cwd(self.point.checkpoint)}: {left} to go"
+        return "\n".join([where, *filter(None, [changes_text(self.changes, separator="\n")])])
 
     def recorded(self, loaded: RunConfig) -> RunConfig:
         return as_loaded(self.settings, loaded)
@@ -143,10 +136,10 @@ class ForkPlan(TrainPlan):
     def load_state(self, folder: RunFolder, components: Components) -> None:
         try:
             components.resume_from(folder.checkpoint_dir(self.progress.step))
-        except UserError:  # the data have changed since the checkpoint was written
+        except UserError as error:  # the data of the task have changed since the checkpoint was written
             if components.ranks.is_main:
                 remove_tree(folder.path)
-            raise
+            raise UserError(str(error).replace(str(folder.path), str(self.point.run.path))) from None
 
 
 def fork(
@@ -194,23 +187,18 @@ def plan_fork(
     if link is not None and link.run_id is not None and tracking.parent is None:
         config = with_values(config, {"tracking.parent": link.run_id})
     pinned, warnings = pin(config, point.run)
-    other_task = config.task != point.config.task
-    if other_task:  # the commits are those of other data
+    if config.task != point.config.task:  # the commits are those of other data
         pinned = pinned.model_copy(update={"task": config.task})
     plan = plan_training(pinned, runs_dir, name, ranks)
-
     with_effect = [key for key in changes if not key.startswith(CHANGEABLE_PREFIXES)]
     keeps_batch = not any(key.startswith(_OF_THE_BATCH) for key in with_effect)
-    problems, position = point.progress.problems, point.progress.position
-    if any(key.startswith(_OF_THE_PROBLEMS) for key in with_effect):
-        problems = ANY_PROBLEMS
-    if other_task and _problem_ids(point.config) != [problem.id for problem in plan.task.train_problems()]:
-        position = 0
-    elif not keeps_batch and path_exists(batch := point.checkpoint / ROLLOUTS):
-        position = _first_position(batch)
-    # Schedules are where a run with these settings is after this step: that of the learning rate counts updates.
-    updates = point.progress.updates * config.optim.updates // point.config.optim.updates
-    progress = replace(point.progress, updates=updates, position=position, problems=problems)
+    same_problems = not any(key.startswith(_OF_THE_PROBLEMS) for key in with_effect)
+    progress = replace(
+        point.progress,
+        # Schedules are where a run with these settings is after this step: that of the learning rate counts updates.
+        updates=point.progress.updates * config.optim.updates // point.config.optim.updates,
+        problems=point.progress.problems if same_problems else ANY_PROBLEMS,
+    )
     about = {**vars(plan), "warnings": [*warnings, *plan.warnings]}
     return ForkPlan(
         **about, settings=config, point=point, changes=changes, progress=progress, keeps_batch=keeps_batch
@@ -244,19 +232,3 @@ def fork_point(text: str, runs_dir: Path) -> ForkPoint:
         raise UserError(f"{where}: {defect}; steps with a checkpoint: {', '.join(map(str, steps))}")
     check_contents(run.checkpoint_dir(step))
     return ForkPoint(run, complete[step], layers, config)
-
-
-def _problem_ids(config: RunConfig) -> list[str] | None:
-    """Return the ids of the training problems of a run; None if its data cannot be read any more."""
-    try:
-        return [problem.id for problem in build_task(config.task).train_problems()]
-    except UserError:
-        return None
-
-
-def _first_position(batch: Path) -> int:
-    """Return the place in the stream of the first problem of a batch that was sampled ahead."""
-    from safetensors import safe_open
-
-    with safe_open(batch, framework="numpy") as file:
-        return int(json.loads(file.metadata()["rollouts"])["position"])

@@ -199,7 +199,7 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
     if tracking.mlflow and is_redacted(tracking_store(tracking, runs_dir).uri):
         raise ConfigError(f"tracking.uri = {tracking.uri} lacks its secret: set MLFLOW_TRACKING_URI")
     done = last_step(folder, own)
-    _check_changes(folder, own, config, done, layers, runs_dir)
+    _check_changes(folder, own, config, done, _fork_command(folder, own, config, layers, runs_dir))
     if done >= config.steps and is_finished(folder.path):
         command = shell_command("train --resume", folder.path, runs_dir)
         further = f"; to train further: {command} --steps {2 * config.steps}"
@@ -319,14 +319,12 @@ def last_step(folder: RunFolder, config: RunConfig) -> int:
     return first + len(steps) - 1
 
 
-def _check_changes(
-    folder: RunFolder, own: RunConfig, config: RunConfig, done: int, layers: Sequence[Layer], runs_dir: Path
-) -> None:
+def _check_changes(folder: RunFolder, own: RunConfig, config: RunConfig, done: int, fork: str) -> None:
     """Raise ConfigError where a setting differs from the run's own, except `CHANGEABLE_SETTINGS` and more steps.
 
-    `layers` are the settings that were given; the message has the command that forks the run with them.
+    `fork` is the command of a new run with these settings, for the message.
     """
-    name, fork = folder.name, _fork_command(folder, own, config, layers, runs_dir)
+    name = folder.name
     changes = setting_changes(own, config).items()
     refused = {key: values for key, values in changes if not key.startswith(CHANGEABLE_PREFIXES)}
     if refused:

@@ -1,12 +1,9 @@
 """Forks: the checkpoint, what can change, and what the new run takes over; equality is in tests/training."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from bandpo_cli.config.layers import resolve, to_yaml
 from bandpo_cli.config.sweep import SweepConfig
@@ -54,40 +51,32 @@ def runs(tmp_path: Path) -> Path:
     for step in (2, 4):
         folder = run.checkpoint_dir(step)
         (folder / ROLLOUTS).parent.mkdir(parents=True)
-        for name in ("config.json", "model.safetensors", "trainer/optimizer.safetensors"):
+        for name in ("config.json", "model.safetensors", "trainer/optimizer.safetensors", ROLLOUTS):
             (folder / name).write_bytes(b"none")
-        metadata = {"rollouts": json.dumps({"position": 4 * step})}
-        save_file({"lengths": np.zeros(1)}, folder / ROLLOUTS, metadata)
+
         write_trainer_state(folder, Progress(step, 2 * step, 1, 4 * step + 4, "abc"))
     return run.path.parent
-
-
-def progress(runs: Path, settings: dict[str, Any]) -> tuple[int, int, bool, bool]:
-    """Return updates, position, whether the batch of the parent is kept, and whether the problems must be the same."""
-    plan = plan_fork("a@4", [NO_MLFLOW, settings], runs)
-    assert (plan.progress.step, plan.progress.skipped_in_a_row, plan.first_step) == (4, 1, 5)
-    same = {"abc": True, ANY_PROBLEMS: False}[plan.progress.problems]
-    return plan.progress.updates, plan.progress.position, plan.keeps_batch, same
 
 
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, (8, 20, True, True)),
-        ({"bounds": {"method": "clip"}, "optim": {"lr": 1e-3, "betas": [0.9, 0.95]}}, (8, 20, True, True)),
-        ({"grading": {"workers": 1}, "checkpoint": {"every": 3}}, (8, 20, True, True)),
-        # The batch of step 5 was sampled in another way: its problems are sampled again.
-        ({"optim": {"updates": 4}}, (16, 16, False, True)),
-        ({"seed": 4}, (8, 16, False, True)),
-        ({"sampling": {"prompts": 8}}, (8, 16, False, False)),
-        ({"evaluation": {"problems": 9}}, (8, 20, True, False)),
-        # The same training problems in the same order, then others, which begin at the first.
-        ({"task": {"rewards": [{"weight": 2.0}]}}, (8, 16, False, False)),
-        ({"task": {"max_number": 5}}, (8, 0, False, False)),
+        ({}, (8, True, True)),
+        ({"bounds": {"method": "clip"}, "optim": {"lr": 1e-3, "betas": [0.9, 0.95]}}, (8, True, True)),
+        ({"grading": {"workers": 1}, "checkpoint": {"every": 3}}, (8, True, True)),
+        ({"optim": {"updates": 4}}, (16, False, True)),
+        ({"seed": 4}, (8, False, True)),
+        ({"sampling": {"prompts": 8}}, (8, False, False)),
+        ({"evaluation": {"problems": 9}}, (8, True, False)),
+        ({"task": {"max_number": 5}}, (8, False, False)),
     ],
 )
-def test_progress_of_a_fork(runs: Path, settings: dict[str, Any], expected: tuple[int, ...]) -> None:
-    assert progress(runs, settings) == expected
+def test_progress_of_a_fork(runs: Path, settings: dict[str, Any], expected: tuple[int, bool, bool]) -> None:
+    """The updates, whether the batch of the parent is trained on, and whether the problems must be the same."""
+    plan = plan_fork("a@4", [NO_MLFLOW, settings], runs)
+    updates, keeps_batch, same_problems = expected
+    assert plan.progress == Progress(4, updates, 1, 20, "abc" if same_problems else ANY_PROBLEMS)
+    assert (plan.first_step, plan.keeps_batch) == (5, keeps_batch)
 
 
 def test_a_fork_begins_as_the_record_of_its_parent(runs: Path) -> None:
@@ -108,7 +97,7 @@ def test_a_fork_begins_as_the_record_of_its_parent(runs: Path) -> None:
     for step in (2, 4):
         delete_checkpoint(parent.checkpoint_dir(step))
     complete, damaged = complete_checkpoints(folder)
-    assert (complete, damaged) == ({4: Progress(4, 16, 1, 16, "abc")}, {})
+    assert (complete, damaged) == ({4: Progress(4, 16, 1, 20, "abc")}, {})
     assert not (folder.checkpoint_dir(4) / ROLLOUTS).exists()
     with pytest.raises(RunError, match=r"step-000004: cannot be copied to .*c:"):
         plan.fill(RunFolder.create(runs, "c"))

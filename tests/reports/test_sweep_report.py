@@ -266,10 +266,12 @@ def test_several_sets_have_a_mean_and_values_per_set(tmp_path):
 
 def test_notes_name_differences_that_make_runs_incomparable(tmp_path):
     longer = write_run(tmp_path / "b", (*CLIP, "task.max_number=8"), 1, steps=6)
+    (longer / "env.json").write_text('{"parent": {"run": "runs/x", "step": 2}}')
     runs = [VariantRun("a", 0, write_run(tmp_path / "a", CLIP)), VariantRun("a", 1, longer)]
     notes = " ".join(write_report(Selection("t", None, runs), tmp_path / "out").notes)
     assert "Runs of unequal length in a" in notes
-    assert "The runs of a differ in more than their seed: steps, task.max_number" in notes
+    assert "The runs of a differ in more than their seed: steps, task.max_number, fork" in notes
+    assert "Forks of runs/x@2 (1 run) share its record" in notes
     assert "their held-out accuracies come from different problems" in notes
     folders = write_run(tmp_path / "c", CLIP, sets=["x", "y"]), write_run(tmp_path / "d", KL, sets=["y"])
     runs = [VariantRun(folder.name, 0, folder) for folder in folders]

@@ -209,7 +209,10 @@ def test_settings_are_formatted_as_a_user_types_them():
 def test_settings_include_lists_of_data_sources(tmp_path):
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump({"task": {"train": [{"path": "a.jsonl"}], "k": [4, 16]}}))
-    assert read_settings(tmp_path) == {"task.train.0.path": "a.jsonl", "task.k": [4, 16]}
+    settings = {"task.train.0.path": "a.jsonl", "task.k": [4, 16]}
+    assert read_settings(tmp_path) == settings
+    (tmp_path / "env.json").write_text('{"parent": {"run": "runs/a", "step": 4}}')
+    assert read_settings(tmp_path) == settings | {"fork": "runs/a@4"}
     for damaged in ("a: [", "just text", "", "\x00", "3"):
         path.write_text(damaged)
         with pytest.raises(UserError, match=r"config\.yaml"):

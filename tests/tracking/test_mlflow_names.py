@@ -102,9 +102,12 @@ def test_params_are_flat_and_short_and_contain_no_password():
 
 def test_tags_have_source_commit_and_versions():
     git = {"commit": "abc", "dirty": True}
-    tags = run_tags({"command": "bandpo train", "git": git, "versions": {"torch": "2.13.0"}})
+    parent = {"run": "runs/a", "step": 4}
+    env = {"command": "bandpo train", "git": git, "versions": {"torch": "2.13.0"}, "parent": parent}
+    tags = run_tags(env)
     assert tags.pop("mlflow.user")
     assert tags == {
+        "bandpo.fork": "runs/a@4",
         "mlflow.source.name": "bandpo train",
         "mlflow.source.type": "LOCAL",
         "mlflow.source.git.commit": "abc",

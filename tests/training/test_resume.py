@@ -3,16 +3,23 @@
 import json
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bandpo_cli import experiments
-from bandpo_cli.config.layers import flatten, resolve
+from bandpo_cli.config.layers import flatten, resolve, to_yaml
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.storage.checkpoints import complete_checkpoints, remove_checkpoints_after
+from bandpo_cli.storage.checkpoints import (
+    STATE,
+    complete_checkpoints,
+    read_trainer_state,
+    remove_checkpoints_after,
+    write_trainer_state,
+)
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.components import build_components
@@ -190,3 +197,18 @@ def test_resume_with_other_problems_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="trained on other problems"):
         components.resume_from(folder.checkpoint_dir(1))
     components.close()
+
+
+@pytest.mark.slow
+def test_a_fork_whose_data_have_changed_is_refused_and_leaves_no_folder(tmp_path: Path) -> None:
+    same: dict[str, Any] = {"tracking": {"mlflow": False}, "evaluation": {"every": 0}}
+    config = resolve([SMALL, same, {"steps": 1}])
+    folder = run(config, RunFolder.create(tmp_path, "a"))
+    folder.write_config(to_yaml(config))
+    checkpoint = folder.checkpoint_dir(1)
+    progress = read_trainer_state(checkpoint)
+    (checkpoint / STATE).unlink()
+    write_trainer_state(checkpoint, replace(progress, problems="of the file before it was edited"))
+    with pytest.raises(UserError, match="a/checkpoints/step-000001: the run trained on other problems"):
+        experiments.fork("a", tmp_path, [same, {"steps": 2}], "b")
+    assert not (tmp_path / "b").exists()
