@@ -27,7 +27,7 @@ try:
     from bandpo_cli.cli import app
     from bandpo_cli.cli.console import protect_streams
     from bandpo_cli.cli.signals import exit_on_sigterm, handle_forwarded_signals
-    from bandpo_cli.errors import RunError, UserError, system_error_message
+    from bandpo_cli.errors import RunError, UserError, first_line, system_error_message, user_code_location
     from bandpo_cli.rank_process import (
         launched_ranks,
         prints_errors,
@@ -76,6 +76,8 @@ def main() -> None:
     except Exception as error:
         if known := system_error_message(error):
             _fail(RunError(known), RUN_ERROR)
+        if location := user_code_location(error):
+            _fail(RunError(f"{type(error).__name__}: {first_line(error)}{location}"), RUN_ERROR)
         record_error(RunError(f"{type(error).__name__}: {error}"), RUN_ERROR, traceback.format_exc())
         if not prints_errors():
             sys.exit(RUN_ERROR)

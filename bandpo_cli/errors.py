@@ -11,7 +11,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType
+from typing import Any
 
 log = logging.getLogger("bandpo_cli")
 
@@ -186,14 +186,29 @@ def user_code_location(error: BaseException) -> str:
         for frame, line in traceback.walk_tb(error.__traceback__)
         if not frame.f_code.co_filename.startswith(others)
     ]
-    return f" ({code_location(*places[-1])})" if places else ""
+    if not places:
+        return ""
+    code, line = places[-1]
+    return f" ({_place(code.co_filename, line, code.co_name)})"
 
 
-def code_location(code: CodeType, line: int) -> str:
+def definition_location(target: Any) -> str:
+    """Return ` (rewards.py:12, in judge)`, where a user's function or class is defined; "" for one in C."""
+    import inspect
+
+    target = inspect.unwrap(target)
+    try:
+        _, line = inspect.getsourcelines(target)
+        return f" ({_place(inspect.getfile(target), line, target.__name__)})"
+    except (AttributeError, OSError, TypeError):
+        return ""
+
+
+def _place(filename: str, line: int, name: str) -> str:
     """Return `rewards.py:12, in judge`; the file is relative to the current folder if it lies in it."""
-    file = Path(code.co_filename)
+    file = Path(filename)
     relative = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-    return f"{relative}:{line}" + ("" if code.co_name == "<module>" else f", in {code.co_name}")
+    return f"{relative}:{line}" + ("" if name == "<module>" else f", in {name}")
 
 
 _OUT_OF_MEMORY_TEXTS = (

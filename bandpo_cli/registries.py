@@ -11,14 +11,12 @@ A program that uses the package as a library registers its own entries before it
 
 import functools
 import importlib
-import sys
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
-from bandpo_cli.errors import nearest, user_code_location
+from bandpo_cli.custom_code import is_function_path
+from bandpo_cli.errors import nearest
 
 
 @dataclass(frozen=True)
@@ -41,13 +39,15 @@ class Registry(dict[str, E]):
         entries: Iterable[E] = (),
         custom: str = "",
         is_custom: Callable[[str], bool] = lambda name: False,
+        custom_entry: Callable[[str], E] | None = None,
     ) -> None:
         """Register `entries`; `kind` names one of them in messages: "divergence".
 
         Args:
             custom: how a message offers what is accepted beside the names; `is_custom` is the test for it.
+            custom_entry: returns the entry of such a name, which is not stored; None where it has no entry.
         """
-        self.kind, self._is_custom = kind, is_custom
+        self.kind, self._is_custom, self._custom_entry = kind, is_custom, custom_entry
         self._or_custom = f", or {custom}" if custom else ""
         for entry in entries:
             self.register(entry)
@@ -59,10 +59,15 @@ class Registry(dict[str, E]):
         self[entry.name] = entry
         return entry
 
-    def names_text(self, where: Callable[[E], bool] = lambda entry: True) -> str:
-        """Return the names of the entries for which `where` is true, for a help text: "band, clip or none"."""
-        names = [name for name, entry in self.items() if where(entry)]
-        if self._or_custom:
+    def __missing__(self, name: str) -> E:
+        if self._custom_entry is None or not self._is_custom(name):
+            raise KeyError(name)
+        return self._custom_entry(name)
+
+    def names_text(self, where: Callable[[E], bool] | None = None) -> str:
+        """Return the names, or those for whose entries `where` is true, for a help text: "band, clip or none"."""
+        names = [name for name, entry in self.items() if where is None or where(entry)]
+        if self._or_custom and where is None:
             return ", ".join(names) + self._or_custom
         return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
@@ -77,47 +82,11 @@ class Registry(dict[str, E]):
         raise ValueError(f"no {self.kind} of that name{self.suggestion(name)}")
 
 
-def is_function_path(text: str) -> bool:
-    """Return whether `text` has the form `package.module:function`."""
-    module, colon, function = text.partition(":")
-    return bool(colon) and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
-
-
 @functools.cache  # the settings of all methods are looked up at each validation
 def load_attribute(path: str) -> Any:
     """Import and return the attribute that an entry names as "module:attribute"."""
     module, _, attribute = path.partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-_PATH_LOCK = threading.Lock()  # held while `load_function` has changed `sys.path`
-
-
-def load_function(name: str) -> Callable[..., Any]:
-    """Import and return a user's `module:function`; as with `python -m`, the current folder is searched first.
-
-    Raises:
-        ValueError: the import fails, or the module has no such function; the message is one line.
-    """
-    module_name, _, function_name = name.partition(":")
-    here = str(Path.cwd())
-    with _PATH_LOCK:
-        sys.path.insert(0, here)
-        try:
-            module = importlib.import_module(module_name)
-        except Exception as error:
-            raise ValueError(
-                f"importing '{module_name}' failed: {type(error).__name__}: {error}"
-                f"{user_code_location(error)} (searched the current folder {here} and the Python path)"
-            ) from error
-        finally:
-            if here in sys.path:
-                sys.path.remove(here)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        near = nearest(function_name, (name for name, value in vars(module).items() if callable(value)))
-        raise ValueError(f"module '{module_name}' has no function '{function_name}'{near}")
-    return function  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -188,7 +157,7 @@ DIVERGENCES = Registry("divergence", [
 ], "a custom f as module:function", is_function_path)
 
 _SETTINGS, _OF_COMPLETIONS = "bandpo_cli.config.methods", "bandpo_cli.config.completion_methods"
-_BOUNDS = "bandpo_cli.bounds.intervals"
+_BOUNDS, _CUSTOM = "bandpo_cli.bounds.intervals", "bandpo_cli.objective.custom"
 _LOSSES, _COMPLETION_LOSSES = "bandpo_cli.objective.policy_losses", "bandpo_cli.objective.completion_losses"
 _RATIO_OF_COMPLETION = "it clips the ratio of a completion, not the ratio of a token"
 
@@ -238,12 +207,36 @@ METHODS = Registry("method", [
                 f"{_BOUNDS}:clip", f"{_LOSSES}:ClipCovLoss", "arXiv 2505.22617", differs_at_ratio_one=True),
     MethodEntry("kl-cov", "a penalty on tokens of high covariance", f"{_SETTINGS}:KlCovSettings", None,
                 f"{_LOSSES}:KlCovLoss", "arXiv 2505.22617", "it has a penalty and clips no ratio"),
-])
+], "a custom class or function as module:name", is_function_path,
+   lambda name: MethodEntry(name, "custom", f"{_SETTINGS}:CustomSettings", f"{_CUSTOM}:custom_bounds",
+                            f"{_CUSTOM}:custom_loss"))
 
 
 def method_name(name: str) -> str:
     """Return the name of the method that an alias stands for, and any other name unchanged."""
     return next((entry.name for entry in METHODS.values() if name in entry.aliases), name)
+
+
+@dataclass(frozen=True)
+class EstimatorEntry(Entry):
+    """An advantage estimator (`objective.advantages`).
+
+    Attributes:
+        compute: a function from rewards [P, G] and the mask `has_reward_PG` of those that count to advantages [P, G].
+    """
+
+    compute: str
+
+
+_ADVANTAGES = "bandpo_cli.objective.advantages"
+
+ADVANTAGES = Registry("advantage estimator", [
+    EstimatorEntry("group", "centred by the mean of the group", f"{_ADVANTAGES}:group_advantages"),
+    EstimatorEntry("rloo", "centred by the mean of the others of the group", f"{_ADVANTAGES}:rloo_advantages"),
+    EstimatorEntry("maxrl", "centred and divided by the mean of the group", f"{_ADVANTAGES}:maxrl_advantages"),
+    EstimatorEntry("batch", "centred by the mean of the group, divided by the deviation of the batch",
+                   f"{_ADVANTAGES}:batch_advantages"),
+], "a custom function as module:function", is_function_path)
 
 
 @dataclass(frozen=True)

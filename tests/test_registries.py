@@ -14,9 +14,11 @@ import pytest
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.config.methods import MethodSettings
 from bandpo_cli.config.task import TaskSettings
+from bandpo_cli.custom_code import is_function_path, load_function
 from bandpo_cli.datasets import DATASETS, TASKS, task_kind
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import (
+    ADVANTAGES,
     DIVERGENCES,
     ENGINES,
     GRADERS,
@@ -24,14 +26,21 @@ from bandpo_cli.registries import (
     SIGNATURES,
     Entry,
     Registry,
-    is_function_path,
     load_attribute,
-    load_function,
 )
 from tests.cli.eval_command import succeed
 
 ROOT = Path(__file__).parents[1]
-REGISTRIES: list[Registry[Entry]] = [METHODS, DIVERGENCES, ENGINES, DATASETS, GRADERS, SIGNATURES, TASKS]  # type: ignore[list-item]
+REGISTRIES: list[Registry[Entry]] = [
+    METHODS,
+    DIVERGENCES,
+    ADVANTAGES,
+    ENGINES,
+    DATASETS,
+    GRADERS,
+    SIGNATURES,
+    TASKS,
+]  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize("registry", REGISTRIES, ids=lambda registry: registry.kind)

@@ -19,8 +19,9 @@ import numpy as np
 
 from bandpo_cli.bounds import solver
 from bandpo_cli.bounds.arrays import Array, Generator, RatioBounds, TokenProbs, namespace
-from bandpo_cli.errors import ConfigError
-from bandpo_cli.registries import DIVERGENCES, load_attribute, load_function
+from bandpo_cli.custom_code import load_function
+from bandpo_cli.errors import ConfigError, user_code_location
+from bandpo_cli.registries import DIVERGENCES, load_attribute
 
 # Replace 0 and ∞ in the argument of a custom f, where an expression such as u·log u is not a number.
 _NEAR_ZERO, _NEAR_INFINITY = 2.0**-1000, 2.0**1000
@@ -156,7 +157,8 @@ def custom_generator(name: str) -> Generator:
         try:
             values, at_one = np.asarray(function(u), np.float64), float(function(np.ones(1))[0])
         except Exception as error:
-            what = f"calling it with an array of ratios u failed: {type(error).__name__}: {error}"
+            where = user_code_location(error)
+            what = f"calling it with an array of ratios u failed: {type(error).__name__}: {error}{where}"
             raise ConfigError(f"divergence '{name}': {what}; it must return f(u), of that shape") from error
     problem = None
     if values.shape != u.shape:

@@ -19,6 +19,7 @@ from rich.text import Text
 from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.completion import one_of
 from bandpo_cli.cli.console import make_table
+from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.errors import UserError
 from bandpo_cli.paths import read_text
 from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry, method_name
@@ -57,7 +58,7 @@ _D_HELP = f"{DIVERGENCES.names_text()}; repeatable."
 _DIVERGENCE = opt.option(
     "NAME", "kl", ["--divergence", "-d"], one_of(DIVERGENCES, several=True), help=_D_HELP
 )
-_COMPARE_HELP = f"Add {METHODS.names_text(_is_comparable)}, separated by commas."
+_COMPARE_HELP = f"Add {METHODS.names_text(_is_comparable)}, or module:function; separated by commas."
 _COMPARE = opt.option("METHODS", complete=one_of(PEERS, several=True), help=_COMPARE_HELP)
 _MATCHABLE = METHODS.names_text(_is_matchable)
 _MATCH = opt.option("METHOD", help=f"Find the delta whose upper bound equals this method's: {_MATCHABLE}.")
@@ -91,6 +92,7 @@ def bounds(
     [bold]bandpo bounds -d kl -d tv --compare clip --plot bands.png[/bold]  a plot
     [bold]bandpo bounds --match clip-higher --at 0.1[/bold]  which delta is as wide?
     [bold]bandpo bounds 0.1 -d mine:f[/bold]  your own convex f(u), f(1) = 0, in mine.py
+    [bold]bandpo bounds 0.1 --compare mine:bounds[/bold]  your own interval
 
     Args:
         probs: Probabilities in (0, 1]; - reads them from standard input.
@@ -115,7 +117,8 @@ def bounds(
             raise UserError(
                 f"--compare: {name} has no interval of ratios: {why}; allowed: {', '.join(PEERS)}"
             )
-        opt.check_choice("--compare", name, PEERS)
+        if not is_function_path(name):
+            opt.check_choice("--compare", name, PEERS)
     if max_ratio is not None and not max_ratio > 1.0:
         raise UserError(f"--max-ratio: {max_ratio:g} is no cap on an upper bound; allowed: a number > 1")
     if match is not None or at is not None:

@@ -174,6 +174,7 @@ SETTINGS = (
     _SAMPLER,
     Flag("--steps", "steps", int, "Batches of rollouts per run.", "100"),
     Flag("--seed", "seed", int, "Seed of every random choice.", "0", sweep="no flag"),
+    Flag("--callback", "tracking.callbacks", list[str], "A callback of your own; repeatable.", None, "module:Class"),
 )
 """The flags of `train` and `sweep`. A flag for another setting is one more entry here."""
 

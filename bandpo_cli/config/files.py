@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import nearest_file, path_exists, read_text
 
@@ -163,7 +164,8 @@ def describe_config(path: Path) -> str:
 def read_config(path: Path, where: str = "--config") -> FileLayer:
     """Return the settings of a file, or of a configuration file of the package by its name.
 
-    `paper/base`, `paper/base.yaml` and `configs/paper/base.yaml` name the same file of the package.
+    `paper/base`, `paper/base.yaml` and `configs/paper/base.yaml` name the same file of the package. Modules beside the
+    file can be named in the settings.
 
     Args:
         where: the option that named the file; error messages begin with it.
@@ -179,6 +181,8 @@ def read_config(path: Path, where: str = "--config") -> FileLayer:
             problem = f"no such file, and no configuration of that name{near}"
             raise ConfigError(f"{where}: {problem}; `bandpo configs` lists them")
         path = known[name]
+    else:
+        add_code_folder(path.parent)
     return FileLayer(read_mapping(path, where), where, path)
 
 

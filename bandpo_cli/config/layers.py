@@ -238,14 +238,17 @@ def settings_named(option: str) -> list[str]:
     return [key for key in flatten(RunConfig().model_dump()) if key.endswith(end)]
 
 
-def validation_message(error: ValidationError, layers: Sequence[Layer] = ()) -> str:
+def validation_message(
+    error: ValidationError, layers: Sequence[Layer] = (), within: Sequence[str] = ()
+) -> str:
     """Return the first error as `key = value: what is wrong and what is allowed`, with the number of further errors.
 
-    The message begins with the file and the line if the last of `layers` that has the key is a file.
+    The message begins with the file and the line if the last of `layers` that has the key is a file. `within` are the
+    keys of the section that was validated, if it was not a complete configuration.
     """
     first, *others = error.errors(include_url=False)
     context = first.get("ctx", {})
-    parts = [*first["loc"], *filter(None, [context.get("key")])]
+    parts = [*within, *first["loc"], *filter(None, [context.get("key")])]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "literal_error":

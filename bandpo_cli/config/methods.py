@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import (
     AfterValidator,
     Field,
+    JsonValue,
     PositiveInt,
     SerializerFunctionWrapHandler,
     model_serializer,
@@ -18,6 +19,7 @@ from pydantic import (
 )
 
 from bandpo_cli.config.section import NotNegative, Positive, Section, TaggedSection, require
+from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry, load_attribute, method_name
 
 DivergenceName = Annotated[str, AfterValidator(DIVERGENCES.check_name)]
@@ -40,8 +42,13 @@ class MethodSettings(TaggedSection):
 
     @classmethod
     def classes(cls) -> Mapping[str, type[Self]]:
-        """Return the settings class of each registered method."""
-        return {name: load_attribute(entry.settings) for name, entry in METHODS.items()}
+        """Return the settings class of each registered method, and of custom ones."""
+        registered = {name: load_attribute(entry.settings) for name, entry in METHODS.items()}
+        return registered | {CUSTOM_METHOD: CustomSettings}
+
+    @classmethod
+    def class_key(cls, kind: str) -> str:
+        return CUSTOM_METHOD if is_function_path(kind) else kind
 
     @classmethod
     def kind_of(cls, section: Mapping[str, Any]) -> Any:
@@ -80,6 +87,28 @@ class MethodSettings(TaggedSection):
     def at_step(self, step: int, steps: int) -> Self:
         """Return the settings with the values of `scheduled`."""
         return self.model_copy(update=self.scheduled(step, steps))
+
+
+CUSTOM_METHOD = "module:name"
+"""The form of the names of custom methods."""
+
+
+class CustomSettings(MethodSettings):
+    """Custom code: a subclass of `PolicyLoss`, or a function from log π_old to the bounds (lower, upper) of the ratio.
+
+    A run imports the code before it starts, checks the options, and adds their defaults.
+    """
+
+    method: str = CUSTOM_METHOD
+    options: dict[str, JsonValue] = Field(default_factory=dict)
+    """The fields of the pydantic class `Options` in the policy loss, or the function's arguments after the first."""
+
+    def describe(self) -> str:
+        options = ", ".join(f"{name} = {value}" for name, value in self.options.items())
+        return f"custom: {self.method}" + (f", {options}" if options else "")
+
+    def slug(self) -> str:
+        return self.method.replace(":", "-").replace(".", "-")
 
 
 DELTA_SCHEDULES: dict[str, Callable[[float, float], float]] = {
@@ -354,7 +383,7 @@ def bounded_methods() -> dict[str, MethodSettings]:
     The Band is described by divergence and radius, and not by its name.
     """
     return {
-        name: cls()  # type: ignore[call-arg]
-        for name, cls in MethodSettings.classes().items()
-        if METHODS[name].bounds is not None and not METHODS[name].named_by_region
+        name: load_attribute(entry.settings)()
+        for name, entry in METHODS.items()
+        if entry.bounds is not None and not entry.named_by_region
     }

@@ -3,6 +3,7 @@
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     Field,
     FiniteFloat,
     JsonValue,
@@ -17,13 +18,24 @@ from pydantic import (
 from bandpo_cli.config.methods import BandSettings, MethodSettings
 from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.config.section import NotEmpty, NotNegative, Positive, Section, require
-from bandpo_cli.config.task import CountdownTask, TaskSettings
+from bandpo_cli.config.task import AsList, CountdownTask, TaskSettings
+from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.errors import has_secret
 from bandpo_cli.metric_names import is_clock_metric
+from bandpo_cli.registries import ADVANTAGES
+
+
+def _check_path(name: str) -> str:
+    require(is_function_path(name), "write it as module:Class")
+    return name
+
+
+CodePath = Annotated[str, AfterValidator(_check_path)]
+EstimatorName = Annotated[str, AfterValidator(ADVANTAGES.check_name)]
 
 
 class TrackingConfig(Section):
-    """The MLflow mirror. The run folder is written independently of these settings."""
+    """The MLflow mirror, and custom callbacks. The run folder is written independently of these settings."""
 
     mlflow: bool = True
     """Send metrics, params and files to MLflow as well."""
@@ -34,6 +46,8 @@ class TrackingConfig(Section):
     """The MLflow experiment of the run."""
     parent: NotEmpty | None = None
     """The MLflow parent run; a sweep sets it to its own run."""
+    callbacks: Annotated[tuple[CodePath, ...], AsList] = ()
+    """Subclasses of `bandpo_cli.callbacks.CallbackBase` that receive the events of the run, each as module:Class."""
 
     @field_validator("uri")
     @classmethod
@@ -142,8 +156,12 @@ class RewardConfig(Section):
 class ObjectiveConfig(Section):
     """The objective apart from the ratio bounds, which are `bounds`."""
 
+    advantages: EstimatorName = "group"
+    """The advantage estimator: the reward less the mean of its group (`group`), the same divided by the standard
+    deviation of all rewards of the step (`batch`) or by the mean of the group (`maxrl`), or the reward less the mean of
+    the others of its group (`rloo`); or a custom function of rewards and mask as module:function."""
     advantage_std: bool = True
-    """Divide advantages by the group's standard deviation (GRPO); false only centres them (Dr. GRPO)."""
+    """With `group`: divide advantages by the group's standard deviation (GRPO); false only centres them (Dr. GRPO)."""
     aggregation: Literal["seq-mean-token-mean", "token-mean", "seq-sum-norm"] = "seq-mean-token-mean"
     """How token losses are averaged: within completions, then over them (GRPO); over all tokens (DAPO); or summed per
     completion and divided by `sampling.max_tokens` (Dr. GRPO)."""
@@ -173,6 +191,14 @@ class ObjectiveConfig(Section):
     all_token_metrics: bool = False
     """Run further forward passes where the sampler's log-probs are not the trainer's, so that `train/entropy` and the
     metrics `sampler/` are those of all tokens, and not only of those whose log-probs the loss needs."""
+
+    @model_validator(mode="after")
+    def _check_advantages(self) -> Self:
+        require(
+            self.advantage_std or self.advantages == "group",
+            f"advantage_std = False applies to advantages = 'group' only, not to '{self.advantages}'; leave it out",
+        )
+        return self
 
     @model_validator(mode="after")
     def _check_importance(self) -> Self:
@@ -371,6 +397,12 @@ class RunConfig(Section):
             "accounts for; set objective.old_logprobs to 'trainer', and objective.importance_cap, such as 2.0",
         )
         buffer, most = self.reward.overlong_buffer, self.sampling.max_tokens
+        least = self.reward.wrong - (self.reward.overlong_penalty if buffer else 0.0)
+        require(
+            objective.advantages != "maxrl" or least >= 0,
+            f"objective.advantages = 'maxrl' divides by the mean reward of a group; rewards may be {least:g} here "
+            "(reward.wrong less the over-long penalty) and must not be negative",
+        )
         require(
             buffer <= most, f"reward.overlong_buffer = {buffer} must be within sampling.max_tokens = {most}"
         )

@@ -27,6 +27,7 @@ SETTINGS_ELSEWHERE = {
     "model.lora.target_modules": "lora_target_modules",
     "model.path": "model_name_or_path",
     "objective.advantage_std": "scale_rewards",
+    "objective.advantages": "adv_estimator",
     "objective.aggregation": "loss_agg_mode loss_type",
     "objective.dual_clip": "clip_ratio_c",
     "objective.entropy_bonus": "ent_coef entropy_coef entropy_coeff",
@@ -62,10 +63,13 @@ class Section(BaseModel):
 
     model_config = ConfigDict(frozen=True, use_attribute_docstrings=True)
 
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())  # pydantic's own hash fails for a field that is a dictionary
+
     @model_validator(mode="before")
     @classmethod
     def _check_keys(cls, values: Any) -> Any:
-        return values if isinstance(values, Section) else _check_keys(cls, values)
+        return values if isinstance(values, Section) else check_keys(cls, values)
 
 
 class TaggedSection(Section):
@@ -87,6 +91,11 @@ class TaggedSection(Section):
         raise NotImplementedError
 
     @classmethod
+    def class_key(cls, kind: str) -> str:
+        """Return the key in `classes` of a value of the tag; they differ for custom code, whose names are not known."""
+        return kind
+
+    @classmethod
     def kind_of(cls, section: Mapping[str, Any]) -> Any:
         """Return the tag of a section as the user wrote it, whatever it is."""
         return section.get(cls.tag, cls.default)
@@ -97,11 +106,11 @@ class TaggedSection(Section):
         if TaggedSection not in cls.__bases__ or not isinstance(values, dict):
             return handler(values)
         kind, classes = cls.kind_of(values), cls.classes()
-        if not isinstance(kind, str) or kind not in classes:
+        if not isinstance(kind, str) or (key := cls.class_key(kind)) not in classes:
             raise key_error(cls.tag, f" = {kind!r}: {unknown_choice(kind, classes)}")
         default = "" if cls.tag in values else ", the default"
-        _check_keys(classes[kind], values, f" of '{kind}'{default}", classes, cls.tag)
-        return classes[kind].model_validate({**values, cls.tag: kind})
+        check_keys(classes[key], values, f" of '{kind}'{default}", classes, cls.tag)
+        return classes[key].model_validate({**values, cls.tag: kind})
 
 
 def require(holds: object, problem: str) -> None:
@@ -115,8 +124,8 @@ def key_error(key: object, problem: str) -> PydanticCustomError:
     return PydanticCustomError("key", "{key}{problem}", {"key": str(key), "problem": problem})
 
 
-def _check_keys(
-    cls: type[Section], values: Any, of: str = "", peers: Mapping[str, type[Section]] = {}, tag: str = ""
+def check_keys(
+    cls: type[BaseModel], values: Any, of: str = "", peers: Mapping[str, type[Section]] = {}, tag: str = ""
 ) -> Any:
     """Return `values` if they are a mapping of settings of `cls`; by `tag`, one of `peers` may take its place."""
     known = cls.model_fields
@@ -126,13 +135,13 @@ def _check_keys(
         )
     for key in (key for key in values if key not in known):
         having = [peer for peer, settings in peers.items() if key in settings.model_fields]
-        meant = None if having else setting_for(str(key))
+        meant = setting_for(str(key)) if issubclass(cls, Section) and not having else None
         near = f" (did you mean '{meant}'?)" if meant else nearest(str(key), known)
         more = f" and {len(having) - _MAX_PEERS} more" if len(having) > _MAX_PEERS else ""
         elsewhere = (
             f"; a setting of {', '.join(having[:_MAX_PEERS])}{more}: add {tag}: {having[0]}" if having else ""
         )
-        raise key_error(key, f": no such setting{of}{near}; known: {', '.join(known)}{elsewhere}")
+        raise key_error(key, f": no such setting{of}{near}; known: {', '.join(known) or 'none'}{elsewhere}")
     return values
 
 

@@ -138,7 +138,7 @@ def list_runs(
     root = Path(runs_dir)
     if not root.is_dir() and root != Path("runs"):
         raise UserError(f"--runs-dir {root}: there is no such folder; bandpo train makes it")
-    method = None if method is None else method_name(method)
+    method = None if method is None else method_name(method).replace(":", "-").replace(".", "-")
     matcher = re.compile("|".join(map(fnmatch.translate, patterns)) if patterns else "")
     runs = [
         run

@@ -1,6 +1,6 @@
 """Checks of names, settings and model references before torch is imported.
 
-Functions here do not import torch; `check_config` imports numpy.
+Functions here do not import torch, except for a custom method or estimator; `check_config` imports numpy.
 """
 
 import math
@@ -10,13 +10,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bandpo_cli.callbacks import Callback, TrainCallback
 from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.layers import Layer, read_layer, resolve
+from bandpo_cli.config.methods import CustomSettings
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import CountdownTask, DataTask, RewardComponent
+from bandpo_cli.custom_code import add_code_folder, load_setting
 from bandpo_cli.datasets import DATASETS, generated_tasks
-from bandpo_cli.errors import ConfigError, UserError, nearest, plural
+from bandpo_cli.errors import ConfigError, UserError, definition_location, nearest, plural
 from bandpo_cli.grading.pool import check_grader
 from bandpo_cli.paths import (
     GGUF_ADVICE,
@@ -27,7 +30,7 @@ from bandpo_cli.paths import (
     path_exists,
     user_path,
 )
-from bandpo_cli.registries import ENGINES, METHODS
+from bandpo_cli.registries import ADVANTAGES, ENGINES, METHODS
 from bandpo_cli.storage.checkpoints import STATE, check_contents, model_checkpoints
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import (
@@ -80,23 +83,44 @@ def read_numbers(option: str, text: str, first: int, last: int) -> list[int]:
     return [int(part) for part in parts]
 
 
-def check_config(config: RunConfig) -> Task:
-    """Check settings that validation alone cannot check, and return the task with its problems loaded.
+def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
+    """Check settings that validation alone cannot check; return them, and the task with its problems loaded.
 
-    Raises ConfigError if a custom divergence or grader cannot be used, the model path does not exist, an engine is not
-    installed or cannot use the GPU of the policy, or a task has no problems.
+    The settings have the defaults of the options of a custom method.
+
+    Raises ConfigError if custom code cannot be used, the model path does not exist, an engine is not installed or
+    cannot use the GPU of the policy, or a task has no problems.
     """
     import numpy as np
 
     from bandpo_cli.bounds import ratio_bounds
 
-    if METHODS[config.bounds.method].bounds is not None:
+    if isinstance(config.bounds, CustomSettings):
+        from bandpo_cli.objective.custom import check_method
+
+        config = config.model_copy(update={"bounds": check_method(config.bounds, config.objective)})
+    elif METHODS[config.bounds.method].bounds is not None:
         ratio_bounds(config.bounds)(np.zeros(1))  # raises for a custom divergence that cannot be used
+    if config.objective.advantages not in ADVANTAGES:
+        from bandpo_cli.objective.advantages import check_estimator
+
+        check_estimator(config.objective.advantages)
+    for name in config.tracking.callbacks:
+        callback_class(name)
     path, revision = config.model.path, config.model.revision
     if revision is not None and (path == EMBEDDED_MODEL or path_exists(user_path(path))):
         raise ConfigError(f"model.revision = {revision!r}: model.path = {path!r} is a folder; leave it out")
     check_engine(config.sampling.engine, config.model.device, config.sampling.max_lag)
-    return load_task(config)
+    return config, load_task(config)
+
+
+def callback_class(name: str) -> type[TrainCallback]:
+    """Return the class of `tracking.callbacks` that `name` means. Raise ConfigError if it is no class of a callback."""
+    callback = load_setting("tracking.callbacks", name)
+    if isinstance(callback, type) and issubclass(callback, Callback):
+        return callback
+    advice = "name a subclass of bandpo_cli.callbacks.CallbackBase"
+    raise ConfigError(f"tracking.callbacks = '{name}': no callback; {advice}{definition_location(callback)}")
 
 
 def load_task(config: RunConfig) -> Task:
@@ -158,7 +182,8 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
     dtype = dtype_on(config.model.dtype, on_gpu=config.model.device != "cpu")
     is_exact = engine is not None and engine.shares_weights and dtype == "float32"
     # The ratio is 1 in every update if log π_old is as the trainer computes it.
-    if updates == 1 and not method.control and (config.objective.old_logprobs == "trainer" or is_exact):
+    is_comparable = not method.control and method.name in METHODS  # a custom loss may differ at ratio 1
+    if updates == 1 and is_comparable and (config.objective.old_logprobs == "trainer" or is_exact):
         others = " and ".join(entry.name for entry in METHODS.values() if entry.differs_at_ratio_one)
         warnings.append(
             "clipping never has an effect: with one update per batch the ratio is always 1, and all methods but "
@@ -270,6 +295,7 @@ def run_layers(run: RunFolder) -> list[Layer]:
 
     A grader that is only the one of its data is not among them: other data has its own.
     """
+    add_code_folder(run.path)
     stored = read_layer(run.path / "config.yaml")
     task = resolve([stored]).task
     is_chosen = not isinstance(task, DataTask) or task.chosen_grader is not None

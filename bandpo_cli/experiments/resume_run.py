@@ -28,6 +28,7 @@ from bandpo_cli.config.methods import TrustRegionSettings
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.config.task import DataTask
+from bandpo_cli.custom_code import changed_code, code_from, keep_code
 from bandpo_cli.errors import ConfigError, UserError, plural
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.preflight import check_config, run_warnings
@@ -172,7 +173,10 @@ def locked_resume(
     """
     folder = RunFolder.open(Path(runs_dir), run)
     # With several ranks, rank 0 holds the lock for all of them.
-    with run_lock(folder.path) if is_main_process() and not read_only else nullcontext():
+    with (
+        run_lock(folder.path) if is_main_process() and not read_only else nullcontext(),
+        code_from(folder.path),
+    ):
         plan = plan_resume(folder, settings, Path(runs_dir))
         check_ranks(plan.config, rank_count() if ranks is None else ranks)
         yield plan
@@ -233,7 +237,8 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
     if step < config.steps:
         pinned, damage = pin(config, folder)
         warnings += damage
-        task = check_config(pinned)
+        pinned, task = check_config(pinned)
+        warnings += changed_code(pinned.model_dump(mode="json"), folder.path)
     return ResumePlan(folder, config, pinned, task, done, step, [*warnings, *run_warnings(config, task)])
 
 
@@ -289,6 +294,7 @@ def _roll_back(plan: ResumePlan, config: RunConfig, env: Mapping[str, object]) -
     remove_checkpoints_after(folder, plan.step)
     folder.roll_back(plan.step)
     prune_checkpoints(folder, config.checkpoint)
+    keep_code(config.model_dump(mode="json"), folder.path)  # of callbacks that are new
     folder.write_config(to_yaml(config))
     when = datetime.now(UTC).isoformat(timespec="seconds")
     folder.record_resume({"time": when, "after_step": max(plan.step, 0)}, env)

@@ -13,6 +13,7 @@ from bandpo_cli.config.files import read_config
 from bandpo_cli.config.layers import Layer, read_layer, resolve, validation_message
 from bandpo_cli.config.methods import TrustRegionSettings
 from bandpo_cli.config.sweep import SweepConfig
+from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.experiments.fork_run import fork_point
 from bandpo_cli.experiments.preflight import check_config, read_numbers
@@ -128,12 +129,13 @@ def request_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: 
     check_names(runs)
     checked: set[Any] = set()
     for run in runs:
+        own = run.config
         if point is not None:
-            point.changes(run.config)  # raises for a setting that cannot change
-        sections = (run.config.model, run.config.task, run.config.bounds, run.config.sampling)
+            point.changes(own)  # raises for a setting that cannot change
+        sections = (own.model, own.task, own.bounds, own.sampling, own.objective.advantages)
         if sections not in checked:  # a check loads the problems, and runs that differ in their seed share it
             checked.add(sections)
-            check_config(run.config)
+            check_config(own)
     return SweepRequest(runs, config.baseline, about, tuning)
 
 
@@ -152,6 +154,7 @@ def _tuned_layers(config: SweepConfig, sweep: str, runs_dir: Path) -> tuple[dict
     except UserError as error:
         raise ConfigError(f"tuned_on: {error}") from None
     plans = {run.arm: folder.plan_path(run.name) for run in folder.runs}
+    add_code_folder(folder.plans)
     return {group: read_layer(plans[best.arm]) for group, best in tuning.chosen.items()}, tuning
 
 

@@ -15,6 +15,7 @@ from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.config.sweep import SweepConfig
+from bandpo_cli.custom_code import code_first_in
 from bandpo_cli.errors import ConfigError, UserError, plural, redact_credentials, unknown_choice
 from bandpo_cli.experiments.preflight import choose_run_name
 from bandpo_cli.experiments.rank_group import Dispatcher, check_ranks
@@ -295,6 +296,7 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
     store = tracking_store(tracking, runs_dir) if tracking.mlflow else None
     # Runs are tracked where the sweep is, not in a file of the sweep's folder.
     variables = {} if store is None else {"MLFLOW_TRACKING_URI": store.uri}
+    variables |= code_first_in(folder.plans)
     failures: dict[str, str] = {}
     report: Report | None = None
     report_error: str | None = None

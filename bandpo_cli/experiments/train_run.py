@@ -25,6 +25,7 @@ from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.config.task import DataTask
+from bandpo_cli.custom_code import keep_code, user_code
 from bandpo_cli.errors import (
     GraderFailedError,
     RunError,
@@ -36,7 +37,7 @@ from bandpo_cli.errors import (
 from bandpo_cli.experiments.advice import NothingLearned
 from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors
 from bandpo_cli.experiments.overview import summary_fields
-from bandpo_cli.experiments.preflight import check_config, choose_run_name, run_warnings
+from bandpo_cli.experiments.preflight import callback_class, check_config, choose_run_name, run_warnings
 from bandpo_cli.experiments.rank_group import (
     Dispatcher,
     check_ranks,
@@ -117,7 +118,7 @@ def plan_training(
     default = timestamped(f"{config.bounds.slug()}-{task_name}-s{config.seed}")
     name = choose_run_name(runs_dir, name, default)
     check_ranks(config, rank_count() if ranks is None else ranks)
-    task = check_config(config)
+    config, task = check_config(config)
     return TrainPlan(config, task, runs_dir, name, run_warnings(config, task))
 
 
@@ -177,6 +178,7 @@ def _new_folder(config: RunConfig, plan: TrainPlan, components: Components) -> I
         return
     folder = RunFolder.create(plan.runs_dir, plan.name)
     with run_lock(folder.path):
+        keep_code(config.model_dump(mode="json"), folder.path)
         folder.write_env({**plan.fill(folder), **run_environment(config, components)})
         folder.write_config(text)
         ranks.gather(folder.path)
@@ -201,14 +203,23 @@ def run_environment(config: RunConfig, components: Components) -> dict[str, Any]
 
 
 def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> TrainEvents:
-    """Return the dispatcher of a run: the MLflow tracker if it is on, `callbacks`, then the advice to the user.
+    """Return the dispatcher of a run: the MLflow tracker if it is on, `callbacks`, the custom ones, then the advice.
 
     On a rank other than 0 it has only the callbacks that receive the events of every rank.
     """
-    if is_main_process():
+    is_main = is_main_process()
+    custom: list[TrainCallback] = []
+    for name in config.tracking.callbacks:
+        cls = callback_class(name)
+        if is_main or getattr(cls, "on_every_rank", False):
+            with user_code(f"tracking.callbacks = '{name}'", cls):
+                custom.append(cls())
+    if is_main:
         tracker = [MlflowTracker(config.tracking)] if config.tracking.mlflow else []
-        return Dispatcher([*tracker, *callbacks, NothingLearned(config)])
-    return Dispatcher([callback for callback in callbacks if getattr(callback, "on_every_rank", False)])
+        return Dispatcher([*tracker, *callbacks, *custom, NothingLearned(config)])
+    return Dispatcher(
+        [*(callback for callback in callbacks if getattr(callback, "on_every_rank", False)), *custom]
+    )
 
 
 @contextmanager

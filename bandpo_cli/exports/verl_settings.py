@@ -59,6 +59,7 @@ def derived_overrides(config: RunConfig) -> dict[str, Overrides]:
         },
         "reward.overlong_buffer": _overlong(config),
         "bounds": LOSSES[config.bounds.method](config.bounds, cap) if config.bounds.method in LOSSES else {},
+        "objective.advantages": {"algorithm.adv_estimator": ESTIMATORS.get(objective.advantages, "grpo")},
         "objective.aggregation": means,
         "objective.reference_kl": {f"{ACTOR}.use_kl_loss": penalty > 0, **(kl_loss if penalty else {})},
         "objective.old_logprobs": {f"{CORRECTION}.bypass_mode": objective.old_logprobs == "sampler"},
@@ -217,9 +218,11 @@ PER_COMPLETION = "seq-mean-token-mean"
 LR_SCHEDULES = ("constant", "cosine")
 """The values of `optim.schedule` that verl's FSDP engine has."""
 
+ESTIMATORS = {"group": "grpo", "rloo": "rloo"}
+"""verl's `algorithm.adv_estimator` for the values of `objective.advantages` that verl has."""
+
 FIXED: Overrides = {
     "trainer.use_v1": True,
-    "algorithm.adv_estimator": "grpo",
     "algorithm.use_kl_in_reward": False,
     f"{ACTOR}.ppo_epochs": 1,
     f"{ACTOR}.shuffle": False,
@@ -281,6 +284,7 @@ RULES: dict[str, tuple[str, str]] = {
     "reward.overlong_buffer": ("", "verl's reward manager `dapo`, with the same penalty"),
     "reward.overlong_penalty": ("", "with reward.overlong_buffer"),
     "bounds": ("", "the policy loss and its settings"),
+    "objective.advantages": ("", "`algorithm.adv_estimator`: grpo for group, rloo for rloo"),
     "objective.advantage_std": ("algorithm.norm_adv_by_std_in_grpo", "1e-6 is added in both"),
     "objective.aggregation": ("", "over all GPUs and micro-batches of an update"),
     "objective.dual_clip": ("", f"`{ACTOR}.clip_ratio_c`; null is 1e9, which no ratio reaches"),
@@ -320,6 +324,7 @@ RULES: dict[str, tuple[str, str]] = {
     "tracking.uri": ("", "MLFLOW_TRACKING_URI in run.sh"),
     "tracking.experiment": ("trainer.project_name", ""),
     "tracking.parent": ("", "verl's runs have no parent"),
+    "tracking.callbacks": ("", "callbacks of this package's trainer"),
 }  # fmt: skip
 """By the key of a setting or of its section: verl's setting with the same value ("" for none), and the reason."""
 
@@ -362,6 +367,8 @@ def differences_of(config: RunConfig) -> list[str]:
          "the radius is constant in verl, whose losses do not know the step"),
         ("bounds.method", method in ("clip-cov", "kl-cov"),
          "verl chooses the tokens by their covariance under π, not under π_old"),
+        ("objective.advantages", objective.advantages not in ESTIMATORS,
+         f"verl has no such estimator (it has {' and '.join(ESTIMATORS)})"),
         ("objective.aggregation", other_mean, f"verl's {method} has {PER_COMPLETION} only"),
         ("objective.importance_cap", corrected and method == "gmpo",
          "verl's gmpo takes the geometric mean of the importance weights over a completion"),

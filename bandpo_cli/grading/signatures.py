@@ -14,8 +14,9 @@ from dataclasses import replace
 from numbers import Real
 from typing import Any, NamedTuple
 
-from bandpo_cli.errors import code_location
-from bandpo_cli.registries import SIGNATURES, load_attribute, load_function, split_signature
+from bandpo_cli.custom_code import load_function
+from bandpo_cli.errors import definition_location
+from bandpo_cli.registries import SIGNATURES, load_attribute, split_signature
 from bandpo_cli.types import CORRECT, NOT_APPLICABLE, UNGRADED_VERDICTS, WRONG, Grade, Message, Problem
 
 MAX_VERDICT_CHARS = 40
@@ -123,8 +124,7 @@ class _Function:
 
     def location(self) -> str:
         """Return ` (rewards.py:12, in judge)`, where the function is defined; "" for a function in C."""
-        code = getattr(inspect.unwrap(self._function), "__code__", None)
-        return f" ({code_location(code, code.co_firstlineno)})" if code else ""
+        return definition_location(self._function)
 
     def check_takes(self, name: str, signature: str, arguments: Sequence[str]) -> None:
         """Raise ValueError unless the function takes an argument of that name."""

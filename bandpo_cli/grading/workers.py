@@ -30,9 +30,10 @@ from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from bandpo_cli.custom_code import load_function
 from bandpo_cli.errors import ConfigError, RunError, describe_exit, escape_controls, user_code_location
 from bandpo_cli.grading.signatures import BatchGrader, load_grader
-from bandpo_cli.registries import GRADERS, is_custom_grader, load_function, split_signature
+from bandpo_cli.registries import GRADERS, is_custom_grader, split_signature
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade
 
 if TYPE_CHECKING:  # a worker, which imports this module, does without pydantic

@@ -1,11 +1,18 @@
-"""Rewards and group-relative advantages (GRPO, arXiv 2402.03300)."""
+"""Rewards, and advantage estimators (`objective.advantages`).
+
+An estimator returns exactly 0 without a reward, and where all rewards of a group are equal (`equal_rewards`): such a
+group has no gradient, and an update leaves it out. A custom one decides this itself.
+"""
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from bandpo_cli.config.run import RewardConfig
+from bandpo_cli.config.run import ObjectiveConfig, RewardConfig
+from bandpo_cli.custom_code import InvalidResultError, load_setting, user_code
+from bandpo_cli.registries import ADVANTAGES, load_attribute
 from bandpo_cli.types import Grade, Group
 
 STD_EPS = 1e-6
@@ -20,7 +27,9 @@ is eight units of rounding in float32, in which many graders compute."""
 def group_advantages(
     rewards_PG: Tensor, normalize_std: bool = True, has_reward_PG: Tensor | None = None
 ) -> Tensor:
-    """Return the advantage of each completion: its reward less the mean of its group, in standard deviations.
+    """Return the advantage of each completion: its reward less the mean of its group, in standard deviations (GRPO).
+
+    Source: arXiv 2402.03300; without the deviation it is Dr. GRPO's (arXiv 2503.20783).
 
     Args:
         rewards_PG: [P, G] float, one row per problem. The values are computed in float64.
@@ -32,15 +41,101 @@ def group_advantages(
         [P, G] of the same dtype; exactly 0 in a group whose rewards are all equal (`equal_rewards`), and without a
         reward.
     """
-    rewards = rewards_PG.double()
-    present = torch.ones_like(rewards, dtype=torch.bool) if has_reward_PG is None else has_reward_PG
-    count = present.sum(dim=1, keepdim=True)
-    mean = rewards.where(present, 0.0).sum(dim=1, keepdim=True) / count
-    centred = (rewards - mean).where(present & ~equal_rewards(rewards, present), 0.0)
+    present = torch.ones_like(rewards_PG, dtype=torch.bool) if has_reward_PG is None else has_reward_PG
+    _, centred, count = _centred(rewards_PG, present)
     if normalize_std:
         variance = centred.square().sum(dim=1, keepdim=True) / (count - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + STD_EPS)
     return centred.to(rewards_PG.dtype)
+
+
+def rloo_advantages(rewards_PG: Tensor, has_reward_PG: Tensor) -> Tensor:
+    """Return each reward less the mean of the other rewards of its group (RLOO, arXiv 2402.14740), [P, G].
+
+    Equal to verl 0.9.1, `compute_rloo_outcome_advantage`, and to TRL 1.16, `RLOOTrainer`, for groups of two or more.
+    """
+    _, centred, count = _centred(rewards_PG, has_reward_PG)
+    others = (count - 1).clamp(min=1)
+    return (centred * count / others).to(rewards_PG.dtype)
+
+
+def maxrl_advantages(rewards_PG: Tensor, has_reward_PG: Tensor) -> Tensor:
+    """Return (reward − mean)/mean with the mean of the group (MaxRL, arXiv 2602.02710, for rewards 0 and 1), [P, G].
+
+    0 in a group whose mean is 0. Equal to prime-rl, `orchestrator/algo/max_rl.py`.
+    """
+    mean, centred, _ = _centred(rewards_PG, has_reward_PG)
+    return (centred / mean).where(mean > 0, 0.0).to(rewards_PG.dtype)
+
+
+def batch_advantages(rewards_PG: Tensor, has_reward_PG: Tensor) -> Tensor:
+    """Return (reward − mean of the group)/(standard deviation of all rewards of the step + 1e-6), [P, G].
+
+    Source: arXiv 2508.08221 (Lite PPO). Equal to TRL 1.16, `scale_rewards="batch"`, which adds 1e-4.
+    """
+    _, centred, _ = _centred(rewards_PG, has_reward_PG)
+    present = rewards_PG.double()[has_reward_PG]
+    deviation = present.std() if len(present) > 1 else torch.zeros_like(centred[0, 0])
+    return (centred / (deviation + STD_EPS)).to(rewards_PG.dtype)
+
+
+def estimate_advantages(objective: ObjectiveConfig, rewards_PG: Tensor, has_reward_PG: Tensor) -> Tensor:
+    """Return the advantages [P, G] of the groups of a step by `objective.advantages`.
+
+    Raises:
+        ConfigError: a custom function fails, or returns something else than advantages.
+    """
+    name = objective.advantages
+    if name not in ADVANTAGES:
+        return custom_advantages(name, rewards_PG, has_reward_PG)
+    # Only `group` has this argument: the settings refuse the value False for other estimators.
+    options = {} if objective.advantage_std else {"normalize_std": False}
+    compute = load_attribute(ADVANTAGES[name].compute)
+    return cast(Tensor, compute(rewards_PG, has_reward_PG=has_reward_PG, **options))
+
+
+def custom_advantages(name: str, rewards_PG: Tensor, has_reward_PG: Tensor) -> Tensor:
+    """Return the advantages of a custom function `module:function`, [P, G] float64, 0 without a reward.
+
+    The function receives the rewards as float64, 0 where there is none, and the mask.
+
+    Raises:
+        ConfigError: it raises an exception, or returns another shape or values that are not finite.
+    """
+    setting = f"objective.advantages = '{name}'"
+    function = load_setting("objective.advantages", name)
+    with user_code(setting, function):
+        returned = function(rewards_PG.double().where(has_reward_PG, 0.0), has_reward_PG)
+        found = torch.as_tensor(returned, dtype=torch.float64)
+        if found.shape != rewards_PG.shape:
+            expected = "must return an advantage for each of the rewards"
+            raise InvalidResultError(f"it {expected}, [P, G] = {[*rewards_PG.shape]}, not {[*found.shape]}")
+        found = found.where(has_reward_PG, 0.0)
+        if not found.isfinite().all():
+            group = int((~found.isfinite()).any(dim=1).nonzero()[0])
+            rewards = [round(reward, 4) for reward in rewards_PG[group].tolist()]
+            raise InvalidResultError(
+                f"it returned {found[group].tolist()} for a group with the rewards {rewards}"
+            )
+    return found
+
+
+def check_estimator(name: str) -> None:
+    """Raise ConfigError if a custom function `module:function` fails on four groups of three rewards."""
+    rewards = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.5, -1.0, 0.0]]).double()
+    custom_advantages(name, rewards, torch.tensor([[True] * 3] * 3 + [[True, True, False]]))
+
+
+def _centred(rewards_PG: Tensor, has_reward_PG: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean [P, 1], rewards less the mean [P, G] and number of rewards [P, 1] of each group, in float64.
+
+    The centred rewards are 0 in a group whose rewards are all equal, and without a reward.
+    """
+    rewards = rewards_PG.double()
+    count = has_reward_PG.sum(dim=1, keepdim=True)
+    mean = rewards.where(has_reward_PG, 0.0).sum(dim=1, keepdim=True) / count
+    centred = (rewards - mean).where(has_reward_PG & ~equal_rewards(rewards, has_reward_PG), 0.0)
+    return mean, centred, count
 
 
 def equal_rewards(rewards_PG: Tensor, has_reward_PG: Tensor) -> Tensor:

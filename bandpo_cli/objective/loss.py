@@ -13,14 +13,16 @@ complete completions, so that losses of a sequence can be computed from its toke
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, ClassVar, cast
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from bandpo_cli.bounds.intervals import ClipState
 from bandpo_cli.config.methods import MethodSettings
 from bandpo_cli.config.run import ObjectiveConfig
+from bandpo_cli.config.section import Section
 from bandpo_cli.registries import METHODS, load_attribute
 
 MAX_LOG_RATIO = 20.0
@@ -82,8 +84,12 @@ class LossOutputs:
 class PolicyLoss(ABC):
     """The policy loss of a method, built from the method's settings and `objective`; see `policy_loss`.
 
+    A user names a subclass as `bounds.method: module:Class`; see CONTRIBUTING.md.
+
     Attributes:
         settings: the settings of the method; a subclass names their class.
+        Options: the pydantic class of `bounds.options`, for a user's subclass.
+        options: an object of this class; None for other losses.
         interval: the interval of ratios outside which a token counts as outside, for a method that has one for all
             tokens; None for others.
         needs_all_tokens: False where `prepare` treats each completion separately and tokens with an advantage of 0
@@ -92,11 +98,14 @@ class PolicyLoss(ABC):
     """
 
     settings: MethodSettings
+    Options: ClassVar[type[BaseModel]] = Section
+    options: Any
     interval: tuple[float, float] | None = None
     needs_all_tokens: bool = False
 
     def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:
         self.settings, self.objective = settings, objective
+        self.options = getattr(settings, "options", None)
 
     def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
         """Return the values per token that depend on π_old alone, [N] each, without gradient.

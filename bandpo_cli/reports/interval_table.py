@@ -11,7 +11,7 @@ import numpy as np
 from bandpo_cli.bounds import band_bounds, ratio_bounds
 from bandpo_cli.bounds.band import saturation
 from bandpo_cli.bounds.divergences import find_divergence
-from bandpo_cli.config.methods import MethodSettings, TrustRegionSettings, bounded_methods
+from bandpo_cli.config.methods import CustomSettings, MethodSettings, TrustRegionSettings, bounded_methods
 
 PEERS = bounded_methods()
 """Methods that a Band can be compared with, at their published settings."""
@@ -65,8 +65,8 @@ def band_rows(probs: Sequence[float], name: str, delta: float, max_ratio: float 
 
 
 def method_rows(probs: Sequence[float], name: str) -> list[IntervalRow]:
-    """Return one row per probability for a method in `PEERS`."""
-    settings = PEERS[name]
+    """Return one row per probability for a method with an interval, which may be a custom one."""
+    settings = peer_settings(name)
     label, delta = peer_name(settings), settings.delta if isinstance(settings, TrustRegionSettings) else None
     rows = []
     for prob, low, high in zip(
@@ -75,6 +75,11 @@ def method_rows(probs: Sequence[float], name: str) -> list[IntervalRow]:
         ends = low, high, prob * low, min(prob * high, 1.0)
         rows.append(IntervalRow(prob, label, delta, *ends, low <= 0.0, high * prob >= 1.0))
     return rows
+
+
+def peer_settings(name: str) -> MethodSettings:
+    """Return the settings of a method in `PEERS`, or of a custom function with its default options."""
+    return PEERS[name] if name in PEERS else CustomSettings(method=name)
 
 
 def peer_name(settings: MethodSettings) -> str:

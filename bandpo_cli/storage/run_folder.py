@@ -322,10 +322,13 @@ def read_metrics_after(path: Path, offset: int, limit: int | None = None) -> tup
 def run_artifacts(folder: Path) -> list[Path]:
     """Return the files of the run in `folder` that MLflow gets; checkpoints and token tables are not among them.
 
-    They are `RECORD_FILES`, the evaluations, the plots and the completions. Of more than `MAX_SAMPLE_FILES` files of
-    completions, MLflow gets that many: those of the first, the last and the latest evaluated steps.
+    They are `RECORD_FILES`, custom code, the evaluations, the plots and the completions. Of more than
+    `MAX_SAMPLE_FILES` files of completions, MLflow gets that many: those of the first, the last and the latest
+    evaluated steps.
     """
-    files = [folder / name for name in RECORD_FILES if (folder / name).is_file()]
+    files = [folder / name for name in RECORD_FILES if (folder / name).is_file()] + sorted(
+        folder.glob("*.py")
+    )
     evaluations = sorted((folder / "evals").glob("step-*.json"))
     plots = sorted((folder / "plots").glob("*.png"))
     samples = sorted((folder / "samples").glob("step-*.parquet"))

@@ -76,7 +76,8 @@ def plan_runs(
         # An axis without effect on the variant's method does not multiply it. `resolve` reports an unknown setting.
         method = resolve([*base, nest({key: settings[key] for key in settings.keys() & {_METHOD}})]).bounds
         missing = fields - {f"bounds.{name}" for name in type(method).model_fields}
-        kept = {key: value for key, value in settings.items() if key not in missing & sweep.axes.keys()}
+        without_effect = {key for key in sweep.axes if ".".join(key.split(".")[:2]) in missing}
+        kept = {key: value for key, value in settings.items() if key not in without_effect}
         unused -= kept.keys()
         is_excluded = False
         for index, excluded in enumerate(sweep.exclude):

@@ -26,7 +26,7 @@ from bandpo_cli.evaluation.evaluate import is_evaluation_due, sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
 from bandpo_cli.grading.rewards import check_not_all_failed, first_errors, grade_components
 from bandpo_cli.models.load import release_cached_memory
-from bandpo_cli.objective.advantages import group_advantages
+from bandpo_cli.objective.advantages import estimate_advantages
 from bandpo_cli.objective.loss import policy_loss
 from bandpo_cli.sampling.sampler import is_exact
 from bandpo_cli.storage.checkpoints import is_checkpoint_due
@@ -137,7 +137,7 @@ def step_advantages(config: RunConfig, groups: Sequence[Group]) -> torch.Tensor:
     grades_PG = [[rollout.grade for rollout in group.rollouts_G] for group in groups]
     pairs_PG = [[(grade.reward, grade.has_reward) for grade in grades] for grades in grades_PG]
     rewards_PG, has_reward_PG = torch.tensor(pairs_PG, dtype=torch.float64).unbind(dim=2)
-    return group_advantages(rewards_PG, config.objective.advantage_std, has_reward_PG.bool()).float()
+    return estimate_advantages(config.objective, rewards_PG, has_reward_PG.bool()).float()
 
 
 def _finish_step(

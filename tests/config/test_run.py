@@ -33,6 +33,14 @@ from bandpo_cli.errors import ConfigError
         ([], "stop.entropy_below=0", "stop.entropy_below=1e-9"),
         ([], "stop.truncation_above=1", "stop.truncation_above=0"),
         ([], "stop.steps=0", "stop.steps=1"),
+        (["objective.advantages=rloo"], "objective.advantage_std=false", "objective.advantage_std=true"),
+        (["objective.advantages=maxrl"], "reward.wrong=-0.1", "reward.wrong=0"),
+        (
+            ["reward.overlong_buffer=1", "reward.wrong=0.5"],
+            "objective.advantages=maxrl",
+            "objective.advantages=batch",
+        ),
+        ([], "tracking.callbacks=watch", "tracking.callbacks=watch:Watch"),
     ],
 )  # fmt: skip
 def test_contradictory_settings_are_refused_and_their_limit_is_accepted(

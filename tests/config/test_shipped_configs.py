@@ -159,7 +159,7 @@ PAPER_SETTINGS: dict[str, Any] = {
     "sampling.prompts": 256, "sampling.samples": 16, "sampling.temperature": 1.0, "sampling.top_p": 1.0,
     "sampling.max_prompt_tokens": 1024, "sampling.max_tokens": 4096,
     "bounds.method": "band", "bounds.divergence": "kl", "bounds.delta": 0.05, "bounds.max_ratio": 10.0,
-    "objective.advantage_std": True, "objective.aggregation": "seq-mean-token-mean",
+    "objective.advantages": "group", "objective.advantage_std": True, "objective.aggregation": "seq-mean-token-mean",
     "objective.dual_clip": 10.0, "objective.reference_kl": 1e-3,
     "optim.lr": 1e-6, "optim.updates": 4, "optim.weight_decay": 0.01, "optim.warmup_steps": 0,
     "evaluation.every": 5, "evaluation.problems": None, "evaluation.samples": 32, "evaluation.k": [32],

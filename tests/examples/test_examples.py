@@ -1,6 +1,7 @@
 """The programs in examples/ run, and their results are those of their descriptions."""
 
 import json
+import shutil
 import subprocess
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +15,8 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable
 from examples import custom_grader, grpo_loop, python_api
 from tests.cli.eval_command import succeed
+from tests.cli.train_runs import SMALL, record
+from tests.commands import Forked
 from tests.tasks.stored_completions import jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,6 +77,53 @@ def test_the_python_api_trains_resumes_and_compares(
     assert [line[:8] for line in out.splitlines() if line.startswith("step")] == ["step   1", "step   2"]
     assert abs(change) < 0.5
     assert json.loads((tmp_path / "demo" / "summary.json").read_text())["status"] == "FINISHED"
+
+
+CUSTOM = """
+bounds: {method: custom_loss:SmoothGate, options: {width: 0.3}}
+objective: {advantages: custom_advantages:median_advantages}
+task: {max_number: 5}
+"""
+WATCH = """from bandpo_cli.callbacks import CallbackBase
+
+class Watch(CallbackBase):
+    def step(self, report):
+        print("watched", report.step)
+"""
+
+
+@pytest.mark.slow
+def test_custom_code_beside_a_config_file_is_resumed_elsewhere_and_runs_on_two_ranks(tmp_path: Path) -> None:
+    """A resume from another folder uses the copies of the run folder, not the files that have changed since."""
+    code, elsewhere, runs = (tmp_path / name for name in ("code", "elsewhere", "runs"))
+    code.mkdir()
+    elsewhere.mkdir()
+    for name in ("custom_loss.py", "custom_advantages.py"):
+        shutil.copy(ROOT / "examples" / name, code)
+    (code / "run.yaml").write_text(CUSTOM)
+    (code / "watching.py").write_text(WATCH)
+    start = ("train", "-c", "code/run.yaml", *SMALL, "--steps")
+    succeed(*start, "4", "--name", "complete", cwd=tmp_path)
+    done = succeed(*start, "2", "--name", "stopped", "--callback", "watching:Watch", cwd=tmp_path)
+    assert "watched 2" in done.out
+    assert sorted(path.name for path in (runs / "stopped").glob("*.py")) == [
+        "custom_advantages.py", "custom_loss.py", "watching.py",
+    ]  # fmt: skip
+    (code / "custom_advantages.py").unlink()
+    (elsewhere / "custom_loss.py").write_text("raise SystemExit('the file of another run')\n")
+    done = succeed("train", "--resume", runs / "stopped", "--steps", "4", cwd=elsewhere)
+    assert "elsewhere/custom_loss.py differs from the copy" in " ".join(done.out.split())
+    assert "watched 4" in done.out
+    assert record(runs / "stopped") == record(runs / "complete")
+    shown = succeed("show", "stopped", cwd=tmp_path).out
+    assert "custom: custom_loss:SmoothGate, width = 0.3" in shown
+
+    again = ("train", "-c", "runs/stopped/config.yaml", "--name", "ranks", "--nproc", "2")
+    process = Forked(*again, cwd=tmp_path, fork_children=True, OMP_NUM_THREADS="1")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, out + err
+    for ours, theirs in zip(record(runs / "ranks"), record(runs / "complete"), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
 
 
 def test_the_example_for_verl_exports_both_arms(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from bandpo_cli.bounds import RatioBounds
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.models.load import embedded_model_path
+from bandpo_cli.objective.advantages import STD_EPS, batch_advantages, rloo_advantages
 from bandpo_cli.tasks.task import build_task
 from tests.integrations.batches import (
     SPREADS,
@@ -230,3 +231,22 @@ def test_the_example_differs_in_the_bounds_alone(
     assert with_band["reward"] == without["reward"] > 0
     assert with_band["clip_ratio/low_mean"] > without["clip_ratio/low_mean"] > 0
     assert capsys.readouterr().out.count("batch 1  reward") == 2
+
+
+def test_estimators_equal_those_of_trl(tmp_path: Path) -> None:
+    """`batch` is GRPOTrainer's `scale_rewards="batch"`, which adds 1e-4 to the deviation; `rloo` is RLOOTrainer's."""
+    trl = pytest.importorskip("trl")
+    for estimator, trainer, config, settings in (
+        (batch_advantages, trl.GRPOTrainer, trl.GRPOConfig, {"scale_rewards": "batch"}),
+        (rloo_advantages, trl.RLOOTrainer, trl.RLOOConfig, {"beta": 0.0}),
+    ):
+        logs = train(trainer, config, tmp_path, steps=1, **settings).trainer._logs
+        rewards, theirs = (
+            torch.tensor(values).double().reshape(-1, 8)
+            for values in (*logs["rewards"].values(), logs["advantages"])
+        )
+        assert 0 < rewards.mean() < 1
+        found = estimator(rewards, torch.ones_like(rewards, dtype=torch.bool))
+        if estimator is batch_advantages:
+            found *= (rewards.std() + STD_EPS) / (rewards.std() + 1e-4)
+        torch.testing.assert_close(found, theirs, rtol=0, atol=1e-6)

@@ -22,7 +22,7 @@ from bandpo_cli.exports.verl_settings import LOSSES, differences_of, is_runnable
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.grading.rewards import training_grader
 from bandpo_cli.models.load import load_tokenizer
-from bandpo_cli.objective.advantages import group_advantages, shaped_reward
+from bandpo_cli.objective.advantages import group_advantages, rloo_advantages, shaped_reward
 from bandpo_cli.objective.loss import importance_weights, k3
 from bandpo_cli.sampling.rollouts import PromptEncoder
 from bandpo_cli.training.optimizer import lr_factor
@@ -288,6 +288,10 @@ def test_advantages_are_those_of_a_run(verl_package: SimpleNamespace) -> None:
             norm_adv_by_std_in_grpo=by_std,
         )
         torch.testing.assert_close(advantages.reshape(5, 4).double(), group_advantages(rewards, by_std))
+    ones, problems = torch.ones(20, 1), np.repeat(np.arange(5), 4)
+    theirs, _ = verl_package.algos.compute_rloo_outcome_advantage(rewards.reshape(-1, 1), ones, problems)
+    ours = rloo_advantages(rewards, torch.ones_like(rewards, dtype=torch.bool))
+    torch.testing.assert_close(theirs.reshape(5, 4).double(), ours)
 
 
 def test_the_penalty_to_the_reference_model_is_that_of_a_run(verl_package: SimpleNamespace) -> None:

@@ -3,13 +3,18 @@
 import statistics
 from decimal import Decimal, localcontext
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
 
+from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RewardConfig
+from bandpo_cli.errors import ConfigError
 from bandpo_cli.objective.advantages import (
     STD_EPS,
+    check_estimator,
+    estimate_advantages,
     group_advantages,
     has_reward_spread,
     shaped_reward,
@@ -96,3 +101,72 @@ def test_shares_of_wrong_peers() -> None:
     assert wrong_peers(group_of([RIGHT, TIMEOUT, WRONG, NOT_APPLICABLE])) == [1, 0, 0, 0]
     assert wrong_peers(group_of([RIGHT, RIGHT])) == wrong_peers(group_of([WRONG, WRONG])) == [0, 0]
     assert wrong_peers(group_of([RIGHT])) == [0]
+
+
+BATCH_STD = statistics.stdev([1, 0, 0.5, 2, 1, 1, 1, *[1.0] * 4, *[0.0] * 4])
+"""Of all rewards of the test below: the third reward of the first group is missing."""
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        # [1, 0, –, 0.5], mean 0.5, and [2, 1, 1, 1], mean 1.25; the rewards of two groups are all equal
+        ("rloo", [[0.75, -0.75, 0, 0], [1, -1 / 3, -1 / 3, -1 / 3], [0] * 4, [0] * 4]),
+        ("maxrl", [[1, -1, 0, 0], [0.6, -0.2, -0.2, -0.2], [0] * 4, [0] * 4]),
+        ("batch", [[0.5, -0.5, 0, 0], [0.75, -0.25, -0.25, -0.25], [0] * 4, [0] * 4]),
+        ("examples.custom_advantages:median_advantages", [[0.5, -0.5, 0, 0], [1, 0, 0, 0], [0] * 4, [0] * 4]),
+    ],
+)
+def test_estimators_equal_a_case_by_hand(estimator: str, expected: list[list[float]]) -> None:
+    objective = resolve([{"objective": {"advantages": estimator}}]).objective
+    rewards = torch.tensor([[1, 0, 9, 0.5], [2, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]]).double()
+    found = estimate_advantages(objective, rewards, rewards != 9)
+    scale = BATCH_STD + STD_EPS if estimator == "batch" else 1.0
+    torch.testing.assert_close(found * scale, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["group", "rloo", "maxrl", "batch"])
+def test_groups_of_one_reward_or_none_have_no_advantage(estimator: str) -> None:
+    objective = resolve([{"objective": {"advantages": estimator}}]).objective
+    for mask in ([[True, False]], [[False, False]]):
+        found = estimate_advantages(objective, torch.tensor([[1.0, 0.0]]), torch.tensor(mask))
+        assert found.tolist() == [[0.0, 0.0]]
+
+
+BROKEN = """import torch
+def transposed(rewards, mask):
+    return rewards.T
+def uniform(rewards, mask):
+    return (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=True)
+def typo(rewards, mask):
+    return rewards.maen()
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            "transposed",
+            r"advantage for each of the rewards, \[P, G\] = \[4, 3\], not \[3, 4\] \(broken.*py:2, in t",
+        ),
+        (
+            "uniform",
+            r"returned \[nan, nan, nan\] for a group with the rewards \[0.0, 0.0, 0.0\] \(broken.*py:4",
+        ),
+        (
+            "typo",
+            r"AttributeError: 'Tensor' object has no attribute 'maen' \(broken_estimators.py:7, in typo\)",
+        ),
+        ("typ", r"has no function 'typ' \(did you mean 'typo'\?\)"),
+    ],
+)
+def test_mistakes_in_an_estimator_name_the_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, message: str
+) -> None:
+    (tmp_path / "broken_estimators.py").write_text(BROKEN)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        ConfigError, match=f"objective.advantages = 'broken_estimators:{function}': .*{message}"
+    ):
+        check_estimator(f"broken_estimators:{function}")

@@ -7,6 +7,7 @@ Settings are the plain dictionaries of a configuration file. The only thing shar
 import copy
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -114,7 +115,9 @@ class ReferenceTrainer:
         size = len(trained) // self.settings["optim"]["updates"]
         parts = [trained[i : i + size] for i in range(0, len(trained), size)]
         # Everything that depends on π_old alone is computed before the first update.
-        updates = [Update(self._tokens_under_old_policy(part)) for part in parts]
+        advantages = [self._advantages(group, trained) for group in trained]
+        of_parts = [advantages[i : i + size] for i in range(0, len(trained), size)]
+        updates = [Update(self._tokens_under_old_policy(*pair)) for pair in zip(parts, of_parts, strict=True)]
         for index, (part, update) in enumerate(zip(parts, updates, strict=True)):
             self._forward_backward(part, update)
             self._mark_tokens(index, part, update)
@@ -158,12 +161,21 @@ class ReferenceTrainer:
         mixed = [group for group in sampled if not self._uniform(group)]
         return sampled, (mixed + [group for group in sampled if self._uniform(group)])[: sampling["prompts"]]
 
-    def _advantages(self, group: GivenGroup) -> list[float]:
+    def _advantages(self, group: GivenGroup, groups: Sequence[GivenGroup]) -> list[float]:
+        """Return the advantages of one of the groups of a step."""
         if self._uniform(group):
             return [0.0] * len(group)
-        rewards = self._rewards(group)
+        rewards, objective = self._rewards(group), self.settings["objective"]
         mean, scale = math.fsum(rewards) / len(rewards), 1.0
-        if self.settings["objective"]["advantage_std"]:
+        if objective["advantages"] == "rloo":  # 1/(n − 1) of the sum of the others
+            others = [(math.fsum(rewards) - self._reward(r)) / (len(rewards) - 1) for r in group]
+            pairs = zip(group, others, strict=True)
+            return [self._reward(r) - other if self._is_graded(r) else 0.0 for r, other in pairs]
+        if objective["advantages"] == "maxrl":
+            scale = mean
+        elif objective["advantages"] == "batch":
+            scale = statistics.stdev([r for other in groups for r in self._rewards(other)]) + 1e-6
+        elif objective["advantage_std"]:
             variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
             scale = math.sqrt(variance) + 1e-6
         used = [r for r in group if self._is_graded(r) and self._has_loss(r)]
@@ -176,12 +188,14 @@ class ReferenceTrainer:
         correct = [other.correct for other in group if self._is_graded(other)]
         return correct.count(False) / max(1, len(correct) - 1) if rollout.correct else 0.0
 
-    def _tokens_under_old_policy(self, groups: Sequence[GivenGroup]) -> list[Token]:
+    def _tokens_under_old_policy(
+        self, groups: Sequence[GivenGroup], advantages: Sequence[Sequence[float]]
+    ) -> list[Token]:
         objective = self.settings["objective"]
         bounds = self._bounds()
         tokens = []
-        for group in groups:
-            for rollout, advantage in zip(group, self._advantages(group), strict=True):
+        for group, of_group in zip(groups, advantages, strict=True):
+            for rollout, advantage in zip(group, of_group, strict=True):
                 with torch.no_grad():
                     logits = self._logits(self.model, rollout)
                     own = self._logprobs(logits, rollout).tolist()
@@ -474,6 +488,9 @@ def ratio_bounds(bounds: Settings, old_logprob: float) -> tuple[float, float]:
         return 0.0, math.inf
     if method in ("clip", "clip-higher"):
         return 1 - bounds["eps_low"], 1 + bounds["eps_high"]
+    if method == "examples.custom_interval:log_interval":
+        width = 1 + bounds["options"]["eps"] * (1 - old_logprob)
+        return 1 / width, width
     cap = math.inf if bounds["max_ratio"] is None else bounds["max_ratio"]
     if method == "ripo":
         width = math.sqrt(bounds["delta"] / p)

@@ -138,7 +138,7 @@ VARIANTS = [
     # methods and their settings; tests/bounds has all divergences
     Variant("band kl", KL, clips_both_ways, steps=2),
     Variant("untied output layer", KL, clips_both_ways, steps=2, seed=1, model="llama"),
-    Variant("dcpo", "bounds.method=dcpo optim.lr=0.008", clips_both_ways),
+    Variant("dcpo, maxrl", "bounds.method=dcpo optim.lr=0.008 objective.advantages=maxrl", clips_both_ways),
     Variant("band js, capped and relaxed", "bounds.divergence=js bounds.delta=0.002 bounds.max_ratio=1.3 "
             "bounds.relax.eps_low=0.1 bounds.relax.eps_high=0.15", clips_both_ways),
     # The first two steps of three: the radius differs between the steps and from `delta`.
@@ -146,6 +146,9 @@ VARIANTS = [
             "bounds.delta=0.002 bounds.delta_end=0.02 bounds.delta_schedule=polynomial bounds.delta_power=3 "
             "bounds.delta_steps=3 optim.schedule=linear optim.max_grad_norm=null optim.betas=[0.7,0.95] "
             "optim.eps=0.001 optim.weight_decay=0.3 optim.lr=0.01", clips_both_ways, steps=2),
+    Variant("custom interval, advantages of the batch, dynamic sampling",
+            "bounds.method=examples.custom_interval:log_interval bounds.options.eps=0.02 objective.advantages=batch "
+            "sampling.dynamic=true", clips_both_ways),
     # objective
     Variant("token-mean, one row per pass, gradient checkpointing", f"{KL} objective.aggregation=token-mean "
             "optim.micro_batch_tokens=1 model.gradient_checkpointing=true", clips_both_ways, seed=2),
@@ -164,7 +167,7 @@ VARIANTS = [
     Variant("log-probs and entropies of a sampler that are the trainer's", f"{KL} sampling.prompts=8",
             has_tokens_without_ratio),
     # rewards, groups and updates
-    Variant("answers without a verdict", f"{KL} reward.wrong=-1 sampling.prompts=8",
+    Variant("answers without a verdict, rloo", f"{KL} reward.wrong=-1 sampling.prompts=8 objective.advantages=rloo",
             lambda case: clips_both_ways(case) and has_graded_and_ungraded_groups(case)),
     Variant("timeouts as wrong answers", f"{KL} reward.wrong=-1 grading.timeout_reward=wrong",
             lambda case: any(r["grade/timeout_fraction"] > r["train/ungraded_fraction"] for r in case.records),

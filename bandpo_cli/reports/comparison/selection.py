@@ -20,6 +20,7 @@ from bandpo_cli.config.run import WITHOUT_EFFECT
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import folders_containing, path_exists
 from bandpo_cli.registries import METHODS
+from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import VERL_FILE
 from bandpo_cli.storage.run_record import read_parent
 from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
@@ -29,7 +30,11 @@ Settings = Mapping[str, Any]
 
 ABSENT = "–"
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
-_TAGS = {"bounds": _METHOD, "task": "task.name"}  # the setting that decides which others its section has
+_TAGS = {
+    "bounds": _METHOD,
+    "code": _METHOD,
+    "task": "task.name",
+}  # the setting that decides which others its section has
 _LABELS = {"task.name": "task", "model.path": "model"}  # clearer than the last part of the key
 _SAME_VARIANT = ("seed", *WITHOUT_EFFECT)
 """Settings and sections in which the runs of a variant may differ: the seed makes repetitions of a variant."""
@@ -103,7 +108,9 @@ def read_sweep(folder: Path) -> Selection:
 def read_settings(folder: Path) -> dict[str, Any]:
     """Return all settings of the run in `folder` by dotted key.
 
-    A run that verl trained also has `engine`, and a fork has `fork`, the checkpoint that it continues.
+    A run that verl trained also has `engine`, and a fork has `fork`, the checkpoint that it continues. The copies of
+    custom code are settings, too: runs with different code are different variants.
+
     Raises UserError if `config.yaml` is missing or damaged.
     """
     path = folder / "config.yaml"
@@ -113,7 +120,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
         raise UserError("config.yaml holds no settings")
     engine = {"engine": "verl"} if path_exists(folder / VERL_FILE) else {}
     parent = read_parent(folder)
-    return flatten(content, expand_lists=True) | engine | ({} if parent is None else {"fork": parent})
+    code = {f"code.{file.stem}": file_digest(file)[:8] for file in sorted(folder.glob("*.py"))}
+    return flatten(content, expand_lists=True) | engine | code | ({} if parent is None else {"fork": parent})
 
 
 def is_within(key: str, sections: Iterable[str]) -> bool:

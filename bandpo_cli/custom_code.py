@@ -1,0 +1,174 @@
+"""Custom code: `module:name` in place of a name in the settings, such as a policy loss, a grader or a divergence.
+
+A module is searched in the current folder, then in the folders of the config files that were read, then on the Python
+path. A run folder has copies of the files, so that a resume, an evaluation and further runs find the code beside the
+config.yaml there, whatever the current folder is. A resume searches the run folder first.
+"""
+
+import importlib
+import json
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from bandpo_cli.errors import ConfigError, definition_location, first_line, nearest, user_code_location
+
+FOLDERS_VARIABLE = "BANDPO_CODE_FOLDERS"
+"""Environment variable with the folders that are searched before the Python path, as a list in JSON; "" is the current
+folder. Processes inherit it: graders, ranks, and the runs of a sweep."""
+
+_CURRENT_FOLDER = '[""]'
+_PATH_LOCK = threading.Lock()  # held while `load_function` has changed `sys.path`
+_loaded: set[str] = set()  # modules that `load_function` has imported
+
+
+class InvalidResultError(ValueError):
+    """A result of a user's code that does not have the described form; `user_code` reports its message alone."""
+
+
+def is_function_path(text: str) -> bool:
+    """Return whether `text` has the form `package.module:function`."""
+    module, colon, function = text.partition(":")
+    return bool(colon) and function.isidentifier() and all(part.isidentifier() for part in module.split("."))
+
+
+def code_folders() -> list[str]:
+    """Return the folders that are searched for modules before the Python path."""
+    folders = json.loads(os.environ.get(FOLDERS_VARIABLE, _CURRENT_FOLDER))
+    return [folder or str(Path.cwd()) for folder in folders]
+
+
+def add_code_folder(folder: Path) -> None:
+    """Search `folder` too, after the folders that are searched already."""
+    folders = json.loads(os.environ.get(FOLDERS_VARIABLE, _CURRENT_FOLDER))
+    if (added := str(folder.absolute())) not in folders:
+        os.environ[FOLDERS_VARIABLE] = json.dumps([*folders, added])
+
+
+def code_first_in(folder: Path) -> dict[str, str]:
+    """Return the environment variable with which a process searches `folder` before all other folders."""
+    others = json.loads(os.environ.get(FOLDERS_VARIABLE, _CURRENT_FOLDER))
+    return {FOLDERS_VARIABLE: json.dumps([str(folder.absolute()), *others])}
+
+
+@contextmanager
+def code_from(folder: Path) -> Iterator[None]:
+    """Search `folder` before all other folders within the block."""
+    before = os.environ.get(FOLDERS_VARIABLE, _CURRENT_FOLDER)
+    os.environ.update(code_first_in(folder))
+    try:
+        yield
+    finally:
+        os.environ[FOLDERS_VARIABLE] = before
+
+
+def load_function(name: str) -> Callable[..., Any]:
+    """Import and return a user's `module:function`, which may be a class.
+
+    Raises:
+        ValueError: the import fails, or the module has no such function; the message is one line.
+    """
+    module_name, _, function_name = name.partition(":")
+    folders = code_folders()
+    with _PATH_LOCK:
+        sys.path[:0] = folders
+        try:
+            _forget_other_file(module_name, folders)
+            module = importlib.import_module(module_name)
+            _loaded.add(module_name)
+        except Exception as error:
+            here = str(Path.cwd())
+            places = ", ".join(
+                f"the current folder {here}" if folder == here else folder for folder in folders
+            )
+            raise ValueError(
+                f"importing '{module_name}' failed: {type(error).__name__}: {error}"
+                f"{user_code_location(error)} (searched {places} and the Python path)"
+            ) from error
+        finally:
+            for folder in folders:
+                if folder in sys.path:
+                    sys.path.remove(folder)
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        near = nearest(function_name, (name for name, value in vars(module).items() if callable(value)))
+        raise ValueError(f"module '{module_name}' has no function '{function_name}'{near}")
+    return function  # type: ignore[no-any-return]
+
+
+def load_setting(key: str, name: str) -> Callable[..., Any]:
+    """Return `load_function(name)`; an error is a ConfigError that begins with the setting."""
+    try:
+        return load_function(name)
+    except ValueError as error:
+        raise ConfigError(f"{key} = '{name}': {error}") from error
+
+
+@contextmanager
+def user_code(what: str, target: object) -> Iterator[None]:
+    """Raise ConfigError in place of an exception of the body, which calls `target`, a user's function or class.
+
+    The message begins with `what`. It ends with the file and the line of the user's code that raised the exception,
+    else of the definition of `target`.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, InvalidResultError) else f"{type(error).__name__}: "
+        location = user_code_location(error) or definition_location(target)
+        raise ConfigError(f"{what}: {kind}{first_line(error, 400)}{location}") from error
+
+
+def keep_code(settings: object, folder: Path) -> None:
+    """Copy the modules that nested settings name to `folder`, unless it has them. Packages are not copied."""
+    for file in _module_files(settings, code_folders()):
+        if not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
+
+
+def changed_code(settings: object, folder: Path) -> list[str]:
+    """Return a warning for each module in another folder that differs from its copy in `folder`, which is used."""
+    others = [place for place in code_folders() if place != str(folder.absolute())]
+    return [
+        f"{file} differs from the copy in the run folder, with which the run continues; to use it, replace the copy"
+        for file in _module_files(settings, others)
+        if (copy := folder / file.name).exists() and copy.read_bytes() != file.read_bytes()
+    ]
+
+
+def _module_files(settings: object, folders: Sequence[str]) -> list[Path]:
+    """Return the files in `folders` of the modules that nested settings name."""
+    files = (_file_in(folders, name) for name in dict.fromkeys(_module_names(settings)))
+    return [Path(file) for file in files if file is not None]
+
+
+def _module_names(settings: object) -> Iterator[str]:
+    """Yield the module of every text `module:name` or `signature:module:name` in nested settings."""
+    if isinstance(settings, Mapping):
+        settings = [*settings.values()]
+    if isinstance(settings, list | tuple):
+        for item in settings:
+            yield from _module_names(item)
+    elif isinstance(settings, str) and is_function_path(":".join(settings.split(":")[-2:])):
+        yield settings.split(":")[-2]
+
+
+def _file_in(folders: Sequence[str], module_name: str) -> str | None:
+    """Return the file of a module in the first of `folders` that has it; None for a package or a module elsewhere."""
+    spec = None if "." in module_name else PathFinder.find_spec(module_name, folders)
+    return None if spec is None or spec.submodule_search_locations is not None else spec.origin
+
+
+def _forget_other_file(module_name: str, folders: Sequence[str]) -> None:
+    """Make Python import a module again if this process has imported the file of that name in another folder."""
+    file, known = _file_in(folders, module_name), sys.modules.get(module_name)
+    if module_name in _loaded and known is not None and file not in (None, known.__file__):
+        del sys.modules[module_name]
