@@ -200,9 +200,9 @@ def plan_fork(
         problems=point.progress.problems if same_problems else ANY_PROBLEMS,
     )
     about = {**vars(plan), "warnings": [*warnings, *plan.warnings]}
-    settings = config.model_copy(update={"bounds": plan.config.bounds})  # with all options of a custom method
+    config = config.model_copy(update={"bounds": plan.config.bounds})  # with all options of a custom method
     return ForkPlan(
-        **about, settings=settings, point=point, changes=changes, progress=progress, keeps_batch=keeps_batch
+        **about, settings=config, point=point, changes=changes, progress=progress, keeps_batch=keeps_batch
     )
 
 

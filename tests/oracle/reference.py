@@ -112,12 +112,11 @@ class ReferenceTrainer:
         """
         self.steps_done += 1
         sampled, trained = self._select(batches)
+        self.rewards_of_step = [reward for group in trained for reward in self._rewards(group)]
         size = len(trained) // self.settings["optim"]["updates"]
         parts = [trained[i : i + size] for i in range(0, len(trained), size)]
         # Everything that depends on π_old alone is computed before the first update.
-        advantages = [self._advantages(group, trained) for group in trained]
-        of_parts = [advantages[i : i + size] for i in range(0, len(trained), size)]
-        updates = [Update(self._tokens_under_old_policy(*pair)) for pair in zip(parts, of_parts, strict=True)]
+        updates = [Update(self._tokens_under_old_policy(part)) for part in parts]
         for index, (part, update) in enumerate(zip(parts, updates, strict=True)):
             self._forward_backward(part, update)
             self._mark_tokens(index, part, update)
@@ -161,24 +160,22 @@ class ReferenceTrainer:
         mixed = [group for group in sampled if not self._uniform(group)]
         return sampled, (mixed + [group for group in sampled if self._uniform(group)])[: sampling["prompts"]]
 
-    def _advantages(self, group: GivenGroup, groups: Sequence[GivenGroup]) -> list[float]:
-        """Return the advantages of one of the groups of a step."""
+    def _advantages(self, group: GivenGroup) -> list[float]:
         if self._uniform(group):
             return [0.0] * len(group)
         rewards, objective = self._rewards(group), self.settings["objective"]
         mean, scale = math.fsum(rewards) / len(rewards), 1.0
-        if objective["advantages"] == "rloo":  # 1/(n − 1) of the sum of the others
-            others = [(math.fsum(rewards) - self._reward(r)) / (len(rewards) - 1) for r in group]
-            pairs = zip(group, others, strict=True)
-            return [self._reward(r) - other if self._is_graded(r) else 0.0 for r, other in pairs]
         if objective["advantages"] == "maxrl":
             scale = mean
         elif objective["advantages"] == "batch":
-            scale = statistics.stdev([r for other in groups for r in self._rewards(other)]) + 1e-6
-        elif objective["advantage_std"]:
+            scale = statistics.stdev(self.rewards_of_step) + 1e-6
+        elif objective["advantages"] == "group" and objective["advantage_std"]:
             variance = math.fsum((reward - mean) ** 2 for reward in rewards) / (len(rewards) - 1)
             scale = math.sqrt(variance) + 1e-6
         used = [r for r in group if self._is_graded(r) and self._has_loss(r)]
+        if objective["advantages"] == "rloo":  # the mean of the others
+            others = {id(r): (math.fsum(rewards) - self._reward(r)) / (len(rewards) - 1) for r in group}
+            return [self._reward(r) - others[id(r)] if r in used else 0.0 for r in group]
         return [(self._reward(r) - mean) / scale if r in used else 0.0 for r in group]
 
     def _has_loss(self, rollout: GivenRollout) -> bool:
@@ -188,14 +185,12 @@ class ReferenceTrainer:
         correct = [other.correct for other in group if self._is_graded(other)]
         return correct.count(False) / max(1, len(correct) - 1) if rollout.correct else 0.0
 
-    def _tokens_under_old_policy(
-        self, groups: Sequence[GivenGroup], advantages: Sequence[Sequence[float]]
-    ) -> list[Token]:
+    def _tokens_under_old_policy(self, groups: Sequence[GivenGroup]) -> list[Token]:
         objective = self.settings["objective"]
         bounds = self._bounds()
         tokens = []
-        for group, of_group in zip(groups, advantages, strict=True):
-            for rollout, advantage in zip(group, of_group, strict=True):
+        for group in groups:
+            for rollout, advantage in zip(group, self._advantages(group), strict=True):
                 with torch.no_grad():
                     logits = self._logits(self.model, rollout)
                     own = self._logprobs(logits, rollout).tolist()
