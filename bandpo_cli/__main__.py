@@ -90,8 +90,8 @@ def _with_setting(message: str, error: Exception, context: Any) -> str:
     from bandpo_cli.config.layers import settings_named
 
     option = getattr(error, "option_name", None)
-    known = {flag for parameter in context.command.params for flag in parameter.opts} if option else set()
-    if option is None or "--set" not in known:
+    known = {flag for parameter in context.command.params for flag in parameter.opts} if context else set()
+    if option is None or "--set" not in known:  # without a context: an option that lacks its value
         return message
     forms = ["--set {}=VALUE", *(["--axis {}=VALUE,VALUE"] if "--axis" in known else [])]
     uses = " or ".join(form.format(key) for key in settings_named(option) for form in forms)

@@ -95,6 +95,7 @@ MISTAKES: dict[str, list[str]] = {
     "train --resume frist": ["no run 'frist' in runs (did you mean 'first'?)"],
     "train --resume runs/first/checkpoints/step-000002": ["name the run: runs/first"],
     "train --resume first --name b": ["remove --name"],
+    "train --fork": ["Option '--fork' requires an argument"],
     "train --resume first --lr 1": ["leave out optim.lr = 1.0", "bandpo train --fork first --set optim.lr=1.0"],
     # folders that are not runs
     "show deltas": ["runs/deltas is a sweep, not a run; type bandpo runs deltas or bandpo report deltas or"],
