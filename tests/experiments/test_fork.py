@@ -99,7 +99,9 @@ def test_a_fork_begins_as_the_record_of_its_parent(runs: Path) -> None:
     complete, damaged = complete_checkpoints(folder)
     assert (complete, damaged) == ({4: Progress(4, 16, 1, 20, "abc")}, {})
     assert not (folder.checkpoint_dir(4) / ROLLOUTS).exists()
-    with pytest.raises(RunError, match=r"step-000004: cannot be copied .* No such file or directory\); a run"):
+    with pytest.raises(
+        RunError, match=r"step-000004: cannot be copied .* No such file or directory\); a run"
+    ):
         plan.fill(RunFolder.create(runs, "c"))
     assert not (runs / "c").exists()
     folder.write_config(to_yaml(plan.settings))
