@@ -22,8 +22,16 @@ from bandpo_cli.exports.verl_settings import LOSSES, differences_of, is_runnable
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.grading.rewards import training_grader
 from bandpo_cli.models.load import load_tokenizer
+from bandpo_cli.models.logprobs import linear_logprobs
 from bandpo_cli.objective.advantages import group_advantages, rloo_advantages, shaped_reward
-from bandpo_cli.objective.loss import importance_weights, k3
+from bandpo_cli.objective.loss import (
+    AGGREGATIONS,
+    LossBatch,
+    importance_weights,
+    k3,
+    policy_loss,
+    policy_objective,
+)
 from bandpo_cli.sampling.rollouts import PromptEncoder
 from bandpo_cli.training.optimizer import lr_factor
 from bandpo_cli.types import Message, Problem
@@ -300,6 +308,37 @@ def test_the_penalty_to_the_reference_model_is_that_of_a_run(verl_package: Simpl
     torch.testing.assert_close(verl_package.algos.kl_penalty_forward(new, ref, "low_var_kl"), k3(new, ref))
     far = verl_package.algos.kl_penalty_forward(torch.tensor([-9.0]), torch.tensor([-1.0]), "low_var_kl")
     assert far.item() == 10.0
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+def test_the_entropy_bonus_is_that_of_a_run(
+    aggregation: str, compose: Compose, verl_package: SimpleNamespace
+) -> None:
+    """Of the distribution at the sampling temperature, aggregated as the loss; advantages are 0."""
+    objective = {"entropy_bonus": 0.3, "aggregation": aggregation}
+    config = small({"objective": objective, "sampling": {"temperature": 0.7}})
+    assert differences_of(config) == []
+    actor = dataclass_of(compose(config).actor_rollout_ref.actor)
+    batch, generator = random_batch(0, SPREADS["near"]), torch.Generator().manual_seed(0)
+    hidden = torch.randn(*batch.mask.shape, 6, generator=generator).requires_grad_()
+    weight = torch.randn(11, 6, generator=generator)
+    functional = importlib.import_module("verl.utils.torch_functional")
+    entropy = functional.entropy_from_logits(
+        hidden.double() @ weight.double().t() / config.sampling.temperature
+    )
+    mode, factor = actor.loss_agg_mode, actor.loss_scale_factor
+    mean = verl_package.algos.agg_loss(entropy, batch.mask.double(), mode, loss_scale_factor=factor)
+    expected = -actor.entropy_coeff * mean
+    lengths, targets = batch.lengths, torch.zeros(int(batch.mask.sum()), dtype=torch.int64)
+    new = linear_logprobs(hidden[batch.mask], weight, None, targets, config.sampling.temperature, False, True)
+    weights = AGGREGATIONS[aggregation](lengths, config.sampling.max_tokens).repeat_interleave(lengths)
+    loss, old = policy_loss(config.bounds, config.objective), new.logprobs.detach()
+    tokens = LossBatch(lengths, torch.zeros_like(old), old, loss.prepare(old, torch.zeros_like(old)))
+    found = policy_objective(loss, new.logprobs, tokens, weights, 0.0, new.sampling_entropy)
+    torch.testing.assert_close(found.loss, expected.detach().float(), rtol=1e-6, atol=0)
+    (gradient,) = torch.autograd.grad(new.sampling_entropy, hidden, found.entropy_gradient)
+    (other,) = torch.autograd.grad(expected, hidden)
+    torch.testing.assert_close(gradient, other, rtol=1e-5, atol=2e-6 * other.abs().max().item())
 
 
 def test_importance_weights_are_those_of_a_run(compose: Compose) -> None:
