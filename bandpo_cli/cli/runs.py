@@ -193,7 +193,6 @@ def show(
         return
     pairs = {
         "changed": ("value", "default"),
-        "changed_by_fork": ("parent", "value"),
         "metrics": ("first", "last"),
     }
     content = vars(described) | {
@@ -209,7 +208,6 @@ def _print_description(
     console: Console, described: RunDescription, runs_dir: Path, every_metric: bool
 ) -> None:
     from bandpo_cli.cli.statement import describe_model, print_statement
-    from bandpo_cli.config.layers import changes_text
     from bandpo_cli.storage.run_folder import shell_command
     from bandpo_cli.tracking.store import tracking_store, ui_text
 
@@ -229,11 +227,11 @@ def _print_description(
         for key, (value, _) in described.changed.items()
         if value is None or not key.startswith("task.")
     ]
-    by_fork = changes_text(described.changed_by_fork, "the parent", "\n")
+
     rows = [
         ("run", str(run.path)),
         ("status", status + (f": {reason.splitlines()[0]}" if reason else "")),
-        *([("fork of", f"{run.parent}\n{by_fork}".rstrip())] if run.parent else []),
+        *([("fork of", run.parent)] if run.parent else []),
         ("model", describe_model(config)),
         ("task", "\n".join([run.task, *task])),
         ("bounds", config.bounds.describe()),

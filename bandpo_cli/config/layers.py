@@ -6,7 +6,6 @@ key, the value, what is allowed and the nearest valid name.
 """
 
 import json
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -212,17 +211,10 @@ def setting_changes(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any,
     return {key: (old.get(key), new.get(key)) for key in {**old, **new} if old.get(key) != new.get(key)}
 
 
-def changes_text(
-    changes: Mapping[str, tuple[Any, Any]], owner: str = "the run", separator: str = ", "
-) -> str:
-    """Return changes of the settings of a run as text, `optim.lr = 0.001 (the run has 5e-05)`; values may be cut."""
-
-    def short(value: Any) -> str:
-        return textwrap.shorten(setting_text(value), 80, placeholder=" …")
-
-    return separator.join(
-        f"{key} = {short(new)} ({owner} has {short(old)})" for key, (old, new) in changes.items()
-    )
+def changes_text(changes: Mapping[str, tuple[Any, Any]], separator: str = ", ") -> str:
+    """Return changes of the settings of a run, values up to 80 characters: `optim.lr = 0.001 (the run has 5e-05)`."""
+    texts = [(key, setting_text(old), setting_text(new)) for key, (old, new) in changes.items()]
+    return separator.join(f"{key} = {new:.80} (the run has {old:.80})" for key, old, new in texts)
 
 
 def setting_text(value: Any) -> str:

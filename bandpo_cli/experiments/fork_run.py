@@ -128,8 +128,13 @@ class ForkPlan(TrainPlan):
             copy_checkpoint(point.checkpoint, folder.checkpoint_dir(step), self.progress, self.keeps_batch)
         except (OSError, UserError) as error:
             remove_tree(folder.path)
-            advice = "a run that is still training removes old checkpoints (checkpoint.keep_last): fork its last one"
-            raise RunError(f"{point.checkpoint}: cannot be copied ({error}); {advice}") from error
+            is_there = path_exists(point.checkpoint)
+            why = (
+                f"cannot be copied: {error}"
+                if is_there
+                else "the run has removed it; fork its last checkpoint"
+            )
+            raise RunError(f"{point.checkpoint}: {why}") from error
         path = point.run.path.absolute()
         about = {"run": str(relative_to_cwd(path)), "path": str(path), "step": step}
         return {PARENT: {**about, "changed": self.changes}}

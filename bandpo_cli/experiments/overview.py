@@ -23,7 +23,6 @@ from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder
 from bandpo_cli.storage.files import file_checksum, is_locked, step_name, step_of
 from bandpo_cli.storage.run_folder import RunFolder, find_folder
 from bandpo_cli.storage.run_record import (
-    PARENT,
     StoredRun,
     Summary,
     parent_of,
@@ -96,7 +95,7 @@ class RunDescription:
         overview: the line of `bandpo runs`.
         task_settings: the settings of the task by dotted name, without those that are null or empty.
         changed: value and default of the settings that differ from the default of the run's task, model and method.
-        changed_by_fork: of a fork, the settings that it has changed, with the values in its parent and in the fork.
+
         metrics: first and last value of each metric.
         checkpoints: steps of the checkpoints that training can resume from.
         seconds: time of all steps, in seconds.
@@ -106,7 +105,7 @@ class RunDescription:
     config: RunConfig
     task_settings: Mapping[str, Any]
     changed: Mapping[str, tuple[Any, Any]]
-    changed_by_fork: Mapping[str, tuple[Any, Any]]
+
     metrics: Mapping[str, MetricRange]
     checkpoints: tuple[int, ...]
     sampled_steps: tuple[int, ...]
@@ -260,13 +259,12 @@ def describe_run(run: str, runs_dir: Path | str = "runs") -> RunDescription:
 
     stored = read_stored_run(folder.path, note)
     config, hardware = resolve([stored.config]), stored.env.get("hardware")
-    changed_by_fork = stored.env[PARENT].get("changed", {}) if parent_of(stored.env) else {}
+
     return RunDescription(
         overview=_overview(_name_in(root, folder.path), stored, config, read_summary(folder.path)),
         config=config,
         task_settings=task_settings(config.task),
         changed=changed_settings(config, on_gpu=isinstance(hardware, Mapping) and bool(hardware.get("gpus"))),
-        changed_by_fork={key: tuple(values) for key, values in changed_by_fork.items()},
         metrics=metrics,
         checkpoints=tuple(sorted(complete_checkpoints(folder).complete)),
         sampled_steps=tuple(_sampled_steps(folder)),

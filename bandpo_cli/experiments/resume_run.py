@@ -4,12 +4,12 @@
 engine, the dtype and the commits that the run started with. Nothing heavy is imported at module level.
 """
 
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from bandpo_cli.callbacks import RunResult, TrainCallback
@@ -203,7 +203,7 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
     if tracking.mlflow and is_redacted(tracking_store(tracking, runs_dir).uri):
         raise ConfigError(f"tracking.uri = {tracking.uri} lacks its secret: set MLFLOW_TRACKING_URI")
     done = last_step(folder, own)
-    _check_changes(folder, own, config, done, _fork_command(folder, own, config, layers, runs_dir))
+    _check_changes(folder, own, config, done, _fork_command(folder, own, layers, runs_dir))
     if done >= config.steps and is_finished(folder.path):
         command = shell_command("train --resume", folder.path, runs_dir)
         further = f"; to train further: {command} --steps {2 * config.steps}"
@@ -311,13 +311,11 @@ def _schedules_over_run(config: RunConfig) -> dict[str, str]:
 def last_step(folder: RunFolder, config: RunConfig) -> int:
     """Return the last step of the record, which has each step once.
 
-    Before the first line it is -1, or 0 in a run that does not evaluate before training. The first line of a fork is
-    that of its parent, which may have evaluated or not.
+    Before the first line it is -1, or 0 in a run that does not evaluate before training. A fork has the first line of
+    its parent, which may have evaluated or not.
     """
     steps = [record["step"] for record in iterate_metrics(folder.metrics_path)]
-    first = 0 if config.evaluation.every else 1
-    if steps and read_parent(folder.path) is not None:
-        first = min(steps[0], 1)
+    first = steps[0] if steps[:1] in ([0], [1]) else int(not config.evaluation.every)
     for index, step in enumerate(steps):
         if step != first + index:
             where = f"{folder.metrics_path}, line {index + 1}"
@@ -351,12 +349,10 @@ def _check_changes(folder: RunFolder, own: RunConfig, config: RunConfig, done: i
         raise ConfigError(f"--resume {name}: steps = {config.steps}: {done} are done; give more than that")
 
 
-def _fork_command(
-    folder: RunFolder, own: RunConfig, config: RunConfig, layers: Sequence[Layer], runs_dir: Path
-) -> str:
+def _fork_command(folder: RunFolder, own: RunConfig, layers: Sequence[Layer], runs_dir: Path) -> str:
     """Return the shell command that forks the run with those settings in `layers` that differ from its own."""
-    before, after = (flatten(settings.model_dump(mode="json")) for settings in (own, config))
-    given = dict.fromkeys(key for layer in layers for key in flatten(layer) if key in after)
-    changed = [key for key in given if before.get(key) != after[key]]
-    words = [word for key in changed for word in ("--set", f"{key}={setting_text(after[key])}")]
-    return f"{shell_command('train --fork', folder.path, runs_dir)} {shlex.join(words)}"
+    before = flatten(own.model_dump(mode="json"))
+    given = {key: value for layer in layers for key, value in flatten(layer).items()}
+    changed = [f"{key}={setting_text(value)}" for key, value in given.items() if before.get(key) != value]
+    words = [f"--set {quote(text)}" for text in changed]
+    return " ".join([shell_command("train --fork", folder.path, runs_dir), *words])

@@ -99,16 +99,14 @@ def test_a_fork_begins_as_the_record_of_its_parent(runs: Path) -> None:
     complete, damaged = complete_checkpoints(folder)
     assert (complete, damaged) == ({4: Progress(4, 16, 1, 20, "abc")}, {})
     assert not (folder.checkpoint_dir(4) / ROLLOUTS).exists()
-    with pytest.raises(
-        RunError, match=r"step-000004: cannot be copied .* No such file or directory\); a run"
-    ):
+    with pytest.raises(RunError, match=r"step-000004: the run has removed it; fork its last checkpoint"):
         plan.fill(RunFolder.create(runs, "c"))
     assert not (runs / "c").exists()
     folder.write_config(to_yaml(plan.settings))
     folder.write_env({PARENT: about})
     shown = describe_run("b", runs)
     assert shown.overview.parent == f"{parent.path}@4"
-    assert shown.changed_by_fork == about["changed"]
+
     assert abs(shown.overview.started_ms / 1000 - (folder.path / "config.yaml").stat().st_mtime) < 1e-2
     delete_checkpoint(folder.checkpoint_dir(4))
     with pytest.raises(UserError, match="no complete checkpoint; fork the other run again: bandpo train --f"):
