@@ -6,12 +6,12 @@ config.yaml there, whatever the current folder is. A resume searches the run fol
 """
 
 import importlib
-import json
 import os
+import re
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -20,16 +20,14 @@ from typing import Any
 from bandpo_cli.errors import ConfigError, definition_location, first_line, nearest, user_code_location
 
 FOLDERS_VARIABLE = "BANDPO_CODE_FOLDERS"
-"""Environment variable with the folders that are searched before the Python path, as a list in JSON; "" is the current
-folder. Processes inherit it: graders, ranks, and the runs of a sweep."""
+"""Environment variable with the folders that are searched before the Python path, separated as in PATH; an empty one is
+the current folder. Child processes inherit it: graders, ranks, and the runs of a sweep."""
 
-_CURRENT_FOLDER = '[""]'
+_MODULE_NAME = re.compile(r'"(?:\w+:)?(\w+):\w+"')
+"""A text `module:name` or `signature:module:name` in JSON."""
+
 _PATH_LOCK = threading.Lock()  # held while `load_function` has changed `sys.path`
 _loaded: set[str] = set()  # modules that `load_function` has imported
-
-
-class InvalidResultError(ValueError):
-    """A result of a user's code that does not have the described form; `user_code` reports its message alone."""
 
 
 def is_function_path(text: str) -> bool:
@@ -40,27 +38,26 @@ def is_function_path(text: str) -> bool:
 
 def code_folders() -> list[str]:
     """Return the folders that are searched for modules before the Python path."""
-    folders = json.loads(os.environ.get(FOLDERS_VARIABLE, _CURRENT_FOLDER))
+    folders = os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep)
     return [folder or str(Path.cwd()) for folder in folders]
 
 
 def add_code_folder(folder: Path) -> None:
     """Search `folder` too, after the folders that are searched already."""
-    folders = json.loads(os.environ.get(FOLDERS_VARIABLE, _CURRENT_FOLDER))
-    if (added := str(folder.absolute())) not in folders:
-        os.environ[FOLDERS_VARIABLE] = json.dumps([*folders, added])
+    if (added := str(folder.absolute())) not in code_folders():
+        os.environ[FOLDERS_VARIABLE] = os.pathsep.join([os.environ.get(FOLDERS_VARIABLE, ""), added])
 
 
 def code_first_in(folder: Path) -> dict[str, str]:
     """Return the environment variable with which a process searches `folder` before all other folders."""
-    others = json.loads(os.environ.get(FOLDERS_VARIABLE, _CURRENT_FOLDER))
-    return {FOLDERS_VARIABLE: json.dumps([str(folder.absolute()), *others])}
+    others = os.environ.get(FOLDERS_VARIABLE, "")
+    return {FOLDERS_VARIABLE: os.pathsep.join([str(folder.absolute()), others])}
 
 
 @contextmanager
 def code_from(folder: Path) -> Iterator[None]:
     """Search `folder` before all other folders within the block."""
-    before = os.environ.get(FOLDERS_VARIABLE, _CURRENT_FOLDER)
+    before = os.environ.get(FOLDERS_VARIABLE, "")
     os.environ.update(code_first_in(folder))
     try:
         yield
@@ -75,15 +72,17 @@ def load_function(name: str) -> Callable[..., Any]:
         ValueError: the import fails, or the module has no such function; the message is one line.
     """
     module_name, _, function_name = name.partition(":")
-    folders = code_folders()
+    folders, here = code_folders(), str(Path.cwd())
     with _PATH_LOCK:
         sys.path[:0] = folders
         try:
-            _forget_other_file(module_name, folders)
+            # Another run in this process may have imported a file of this name from another folder.
+            file, known = _file_in(folders, module_name), sys.modules.get(module_name)
+            if module_name in _loaded and known is not None and file not in (None, known.__file__):
+                del sys.modules[module_name]
             module = importlib.import_module(module_name)
             _loaded.add(module_name)
         except Exception as error:
-            here = str(Path.cwd())
             places = ", ".join(
                 f"the current folder {here}" if folder == here else folder for folder in folders
             )
@@ -104,6 +103,8 @@ def load_function(name: str) -> Callable[..., Any]:
 
 def load_setting(key: str, name: str) -> Callable[..., Any]:
     """Return `load_function(name)`; an error is a ConfigError that begins with the setting."""
+    if not is_function_path(name):
+        raise ConfigError(f"{key} = '{name}': write it as module:name")
     try:
         return load_function(name)
     except ValueError as error:
@@ -115,26 +116,28 @@ def user_code(what: str, target: object) -> Iterator[None]:
     """Raise ConfigError in place of an exception of the body, which calls `target`, a user's function or class.
 
     The message begins with `what`. It ends with the file and the line of the user's code that raised the exception,
-    else of the definition of `target`.
+    else of the definition of `target`: then the body has found a mistake in what `target` returned.
     """
     try:
         yield
-    except ConfigError:
-        raise
     except Exception as error:
-        kind = "" if isinstance(error, InvalidResultError) else f"{type(error).__name__}: "
-        location = user_code_location(error) or definition_location(target)
-        raise ConfigError(f"{what}: {kind}{first_line(error, 400)}{location}") from error
+        message, location = first_line(error, 400), user_code_location(error)
+        message = (
+            f"{type(error).__name__}: {message}{location}"
+            if location
+            else message + definition_location(target)
+        )
+        raise ConfigError(f"{what}: {message}") from error
 
 
-def keep_code(settings: object, folder: Path) -> None:
-    """Copy the modules that nested settings name to `folder`, unless it has them. Packages are not copied."""
+def keep_code(settings: str, folder: Path) -> None:
+    """Copy the modules that settings in JSON name to `folder`, unless it has them. Packages are not copied."""
     for file in _module_files(settings, code_folders()):
         if not (folder / file.name).exists():
             shutil.copyfile(file, folder / file.name)
 
 
-def changed_code(settings: object, folder: Path) -> list[str]:
+def changed_code(settings: str, folder: Path) -> list[str]:
     """Return a warning for each module in another folder that differs from its copy in `folder`, which is used."""
     others = [place for place in code_folders() if place != str(folder.absolute())]
     return [
@@ -144,31 +147,13 @@ def changed_code(settings: object, folder: Path) -> list[str]:
     ]
 
 
-def _module_files(settings: object, folders: Sequence[str]) -> list[Path]:
-    """Return the files in `folders` of the modules that nested settings name."""
-    files = (_file_in(folders, name) for name in dict.fromkeys(_module_names(settings)))
-    return [Path(file) for file in files if file is not None]
-
-
-def _module_names(settings: object) -> Iterator[str]:
-    """Yield the module of every text `module:name` or `signature:module:name` in nested settings."""
-    if isinstance(settings, Mapping):
-        settings = [*settings.values()]
-    if isinstance(settings, list | tuple):
-        for item in settings:
-            yield from _module_names(item)
-    elif isinstance(settings, str) and is_function_path(":".join(settings.split(":")[-2:])):
-        yield settings.split(":")[-2]
+def _module_files(settings: str, folders: Sequence[str]) -> list[Path]:
+    """Return the files in `folders` of the modules that settings in JSON name."""
+    names = dict.fromkeys(_MODULE_NAME.findall(settings))
+    return [Path(file) for name in names if (file := _file_in(folders, name)) is not None]
 
 
 def _file_in(folders: Sequence[str], module_name: str) -> str | None:
     """Return the file of a module in the first of `folders` that has it; None for a package or a module elsewhere."""
     spec = None if "." in module_name else PathFinder.find_spec(module_name, folders)
     return None if spec is None or spec.submodule_search_locations is not None else spec.origin
-
-
-def _forget_other_file(module_name: str, folders: Sequence[str]) -> None:
-    """Make Python import a module again if this process has imported the file of that name in another folder."""
-    file, known = _file_in(folders, module_name), sys.modules.get(module_name)
-    if module_name in _loaded and known is not None and file not in (None, known.__file__):
-        del sys.modules[module_name]

@@ -1,5 +1,6 @@
 """Modules of custom code: the order of the folders, copies in run folders, and the file that a name means."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from bandpo_cli.custom_code import (
 @pytest.fixture(autouse=True)
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
     """Return folders by name, the current one among them; each has a module whose function returns the name."""
-    monkeypatch.setenv(FOLDERS_VARIABLE, '[""]')
+    monkeypatch.setenv(FOLDERS_VARIABLE, "")
     named = {name: tmp_path / name for name in ("current", "config", "run")}
     for name, folder in named.items():
         folder.mkdir()
@@ -62,7 +63,7 @@ def test_child_processes_search_the_same_folders(folders: dict[str, Path]) -> No
     before = os.environ[FOLDERS_VARIABLE]
     assert str(folders["run"]) in code_first_in(folders["run"])[FOLDERS_VARIABLE]
     with code_from(folders["run"]):
-        assert os.environ[FOLDERS_VARIABLE].startswith(f'["{folders["run"]}"')
+        assert os.environ[FOLDERS_VARIABLE].startswith(f"{folders['run']}:")
     assert os.environ[FOLDERS_VARIABLE] == before
 
 
@@ -73,13 +74,15 @@ def test_copies_are_kept_and_compared(folders: dict[str, Path]) -> None:
     Path("graders.py").write_text("def judge(): ...\n")
     Path("package").mkdir()
     Path("package/__init__.py").write_text("")
-    settings = {
-        "bounds": {
-            "method": "module_in_folders:place",
-            "options": {"text": "Answer: 3", "name": "package:f"},
-        },
-        "task": {"rewards": [{"grader": "trl:graders:judge"}, {"grader": "json:loads"}]},
-    }
+    settings = json.dumps(
+        {
+            "bounds": {
+                "method": "module_in_folders:place",
+                "options": {"text": "Answer: 3", "name": "package:f"},
+            },
+            "task": {"rewards": [{"grader": "trl:graders:judge"}, {"grader": "json:loads"}]},
+        }
+    )
     keep_code(settings, run)
     assert sorted(path.name for path in run.iterdir()) == ["graders.py", "module_in_folders.py"]
     assert changed_code(settings, run) == []

@@ -19,8 +19,8 @@ import numpy as np
 
 from bandpo_cli.bounds import solver
 from bandpo_cli.bounds.arrays import Array, Generator, RatioBounds, TokenProbs, namespace
-from bandpo_cli.custom_code import load_function
-from bandpo_cli.errors import ConfigError, user_code_location
+from bandpo_cli.custom_code import load_setting, user_code
+from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import DIVERGENCES, load_attribute
 
 # Replace 0 and ∞ in the argument of a custom f, where an expression such as u·log u is not a number.
@@ -149,31 +149,20 @@ def custom_generator(name: str) -> Generator:
     of the same shape.
     """
     u = np.unique(np.concatenate([np.logspace(-4, 4, 161), np.linspace(0.5, 1.5, 41)]))
-    try:
-        function: Callable[[Array], Array] = load_function(name)
-    except ValueError as error:
-        raise ConfigError(f"divergence '{name}': {error}") from error
-    with np.errstate(all="ignore"):
-        try:
-            values, at_one = np.asarray(function(u), np.float64), float(function(np.ones(1))[0])
-        except Exception as error:
-            where = user_code_location(error)
-            what = f"calling it with an array of ratios u failed: {type(error).__name__}: {error}{where}"
-            raise ConfigError(f"divergence '{name}': {what}; it must return f(u), of that shape") from error
-    problem = None
-    if values.shape != u.shape:
-        problem = f"f(u) has shape {values.shape} for u of shape {u.shape}"
-    elif not np.isfinite(values).all():
-        problem = f"f(u) is not finite at u = {u[~np.isfinite(values)][0]:g}"
-    elif abs(at_one) > 1e-9:
-        problem = f"f(1) must be 0 and is {at_one:g}"
-    else:  # convex: each value lies on or below the chord of its two neighbours
+    function: Callable[[Array], Array] = load_setting("divergence", name)
+    with user_code(f"divergence '{name}'", function), np.errstate(all="ignore"):
+        values = np.asarray(function(u), np.float64)
+        if values.shape != u.shape:
+            raise ValueError(f"f(u) has shape {values.shape} for u of shape {u.shape}")
+        if not np.isfinite(values).all():
+            raise ValueError(f"f(u) is not finite at u = {u[~np.isfinite(values)][0]:g}")
+        if abs(at_one := float(function(np.ones(1))[0])) > 1e-9:
+            raise ValueError(f"f(1) must be 0 and is {at_one:g}")
+        # convex: each value lies on or below the chord of its two neighbours
         left, middle, right = values[:-2], values[1:-1], values[2:]
         above = middle - (left + (right - left) * (u[1:-1] - u[:-2]) / (u[2:] - u[:-2]))
         if (above > 1e-9 * (np.abs(left) + np.abs(right) + 1e-3)).any():
-            problem = f"f is not convex: it bends down at u = {u[1:-1][above.argmax()]:g}"
-    if problem:
-        raise ConfigError(f"divergence '{name}': {problem}")
+            raise ValueError(f"f is not convex: it bends down at u = {u[1:-1][above.argmax()]:g}")
     return lambda u, x: function(namespace(u).clip(u, _NEAR_ZERO, _NEAR_INFINITY))
 
 

@@ -19,7 +19,6 @@ from pydantic import (
 )
 
 from bandpo_cli.config.section import NotNegative, Positive, Section, TaggedSection, require
-from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry, load_attribute, method_name
 
 DivergenceName = Annotated[str, AfterValidator(DIVERGENCES.check_name)]
@@ -36,6 +35,7 @@ class MethodSettings(TaggedSection):
 
     tag = "method"
     default = "band"
+    custom = "module:name"
     text: ClassVar[str] = "{s.method}: {s.entry.summary}"
 
     method: str
@@ -44,11 +44,7 @@ class MethodSettings(TaggedSection):
     def classes(cls) -> Mapping[str, type[Self]]:
         """Return the settings class of each registered method, and of custom ones."""
         registered = {name: load_attribute(entry.settings) for name, entry in METHODS.items()}
-        return registered | {CUSTOM_METHOD: CustomSettings}
-
-    @classmethod
-    def class_key(cls, kind: str) -> str:
-        return CUSTOM_METHOD if is_function_path(kind) else kind
+        return registered | {cls.custom: CustomSettings}
 
     @classmethod
     def kind_of(cls, section: Mapping[str, Any]) -> Any:
@@ -89,17 +85,13 @@ class MethodSettings(TaggedSection):
         return self.model_copy(update=self.scheduled(step, steps))
 
 
-CUSTOM_METHOD = "module:name"
-"""The form of the names of custom methods."""
-
-
 class CustomSettings(MethodSettings):
     """Custom code: a subclass of `PolicyLoss`, or a function from log π_old to the bounds (lower, upper) of the ratio.
 
     A run imports the code before it starts, checks the options, and adds their defaults.
     """
 
-    method: str = CUSTOM_METHOD
+    method: str = MethodSettings.custom
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """The fields of the pydantic class `Options` in the policy loss, or the function's arguments after the first."""
 

@@ -19,18 +19,10 @@ from bandpo_cli.config.methods import BandSettings, MethodSettings
 from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.config.section import NotEmpty, NotNegative, Positive, Section, require
 from bandpo_cli.config.task import AsList, CountdownTask, TaskSettings
-from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.errors import has_secret
 from bandpo_cli.metric_names import is_clock_metric
 from bandpo_cli.registries import ADVANTAGES
 
-
-def _check_path(name: str) -> str:
-    require(is_function_path(name), "write it as module:Class")
-    return name
-
-
-CodePath = Annotated[str, AfterValidator(_check_path)]
 EstimatorName = Annotated[str, AfterValidator(ADVANTAGES.check_name)]
 
 
@@ -46,7 +38,7 @@ class TrackingConfig(Section):
     """The MLflow experiment of the run."""
     parent: NotEmpty | None = None
     """The MLflow parent run; a sweep sets it to its own run."""
-    callbacks: Annotated[tuple[CodePath, ...], AsList] = ()
+    callbacks: Annotated[tuple[NotEmpty, ...], AsList] = ()
     """Subclasses of `bandpo_cli.callbacks.CallbackBase` that receive the events of the run, each as module:Class."""
 
     @field_validator("uri")
@@ -193,15 +185,11 @@ class ObjectiveConfig(Section):
     metrics `sampler/` are those of all tokens, and not only of those whose log-probs the loss needs."""
 
     @model_validator(mode="after")
-    def _check_advantages(self) -> Self:
+    def _check_combinations(self) -> Self:
         require(
             self.advantage_std or self.advantages == "group",
             f"advantage_std = False applies to advantages = 'group' only, not to '{self.advantages}'; leave it out",
         )
-        return self
-
-    @model_validator(mode="after")
-    def _check_importance(self) -> Self:
         floor, cap, chosen = self.importance_floor, self.importance_cap, f"importance = {self.importance!r}"
         if "mask" not in self.importance:
             require(

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 from pydantic_core import PydanticCustomError
 
+from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.errors import nearest, unknown_choice
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -80,20 +81,17 @@ class TaggedSection(Section):
     Attributes:
         tag: the name of the key.
         default: its value in a section without it.
+        custom: the key in `classes` for all values of the form `module:name`; "" where there are none.
     """
 
     tag: ClassVar[str]
     default: ClassVar[str]
+    custom: ClassVar[str] = ""
 
     @classmethod
     def classes(cls) -> Mapping[str, type[Self]]:
         """Return the class for each value of the tag."""
         raise NotImplementedError
-
-    @classmethod
-    def class_key(cls, kind: str) -> str:
-        """Return the key in `classes` of a value of the tag; they differ for custom code, whose names are not known."""
-        return kind
 
     @classmethod
     def kind_of(cls, section: Mapping[str, Any]) -> Any:
@@ -106,7 +104,8 @@ class TaggedSection(Section):
         if TaggedSection not in cls.__bases__ or not isinstance(values, dict):
             return handler(values)
         kind, classes = cls.kind_of(values), cls.classes()
-        if not isinstance(kind, str) or (key := cls.class_key(kind)) not in classes:
+        key = cls.custom if isinstance(kind, str) and is_function_path(kind) else kind
+        if not isinstance(key, str) or key not in classes:
             raise key_error(cls.tag, f" = {kind!r}: {unknown_choice(kind, classes)}")
         default = "" if cls.tag in values else ", the default"
         check_keys(classes[key], values, f" of '{kind}'{default}", classes, cls.tag)

@@ -104,7 +104,7 @@ def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
     if config.objective.advantages not in ADVANTAGES:
         from bandpo_cli.objective.advantages import check_estimator
 
-        check_estimator(config.objective.advantages)
+        check_estimator(config.objective)
     for name in config.tracking.callbacks:
         callback_class(name)
     path, revision = config.model.path, config.model.revision

@@ -238,7 +238,7 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
         pinned, damage = pin(config, folder)
         warnings += damage
         pinned, task = check_config(pinned)
-        warnings += changed_code(pinned.model_dump(mode="json"), folder.path)
+        warnings += changed_code(pinned.model_dump_json(), folder.path)
     return ResumePlan(folder, config, pinned, task, done, step, [*warnings, *run_warnings(config, task)])
 
 
@@ -294,7 +294,7 @@ def _roll_back(plan: ResumePlan, config: RunConfig, env: Mapping[str, object]) -
     remove_checkpoints_after(folder, plan.step)
     folder.roll_back(plan.step)
     prune_checkpoints(folder, config.checkpoint)
-    keep_code(config.model_dump(mode="json"), folder.path)  # of callbacks that are new
+    keep_code(config.model_dump_json(), folder.path)  # of callbacks that are new
     folder.write_config(to_yaml(config))
     when = datetime.now(UTC).isoformat(timespec="seconds")
     folder.record_resume({"time": when, "after_step": max(plan.step, 0)}, env)

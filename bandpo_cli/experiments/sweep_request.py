@@ -154,7 +154,7 @@ def _tuned_layers(config: SweepConfig, sweep: str, runs_dir: Path) -> tuple[dict
     except UserError as error:
         raise ConfigError(f"tuned_on: {error}") from None
     plans = {run.arm: folder.plan_path(run.name) for run in folder.runs}
-    add_code_folder(folder.plans)
+    add_code_folder(folder.path / "plans")
     return {group: read_layer(plans[best.arm]) for group, best in tuning.chosen.items()}, tuning
 
 

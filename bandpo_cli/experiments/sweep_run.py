@@ -296,8 +296,8 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
     store = tracking_store(tracking, runs_dir) if tracking.mlflow else None
     # Runs are tracked where the sweep is, not in a file of the sweep's folder.
     variables = {} if store is None else {"MLFLOW_TRACKING_URI": store.uri}
-    if any(folder.plans.glob("*.py")):
-        variables |= code_first_in(folder.plans)
+    if any((folder.path / "plans").glob("*.py")):
+        variables |= code_first_in(folder.path / "plans")
     failures: dict[str, str] = {}
     report: Report | None = None
     report_error: str | None = None

@@ -25,7 +25,7 @@ from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.config.task import DataTask
-from bandpo_cli.custom_code import keep_code, user_code
+from bandpo_cli.custom_code import keep_code
 from bandpo_cli.errors import (
     GraderFailedError,
     RunError,
@@ -178,7 +178,7 @@ def _new_folder(config: RunConfig, plan: TrainPlan, components: Components) -> I
         return
     folder = RunFolder.create(plan.runs_dir, plan.name)
     with run_lock(folder.path):
-        keep_code(config.model_dump(mode="json"), folder.path)
+        keep_code(config.model_dump_json(), folder.path)
         folder.write_env({**plan.fill(folder), **run_environment(config, components)})
         folder.write_config(text)
         ranks.gather(folder.path)
@@ -207,19 +207,13 @@ def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> Train
 
     On a rank other than 0 it has only the callbacks that receive the events of every rank.
     """
-    is_main = is_main_process()
-    custom: list[TrainCallback] = []
-    for name in config.tracking.callbacks:
-        cls = callback_class(name)
-        if is_main or getattr(cls, "on_every_rank", False):
-            with user_code(f"tracking.callbacks = '{name}'", cls):
-                custom.append(cls())
+    is_main, classes = is_main_process(), map(callback_class, config.tracking.callbacks)
+    custom = [cls() for cls in classes if is_main or getattr(cls, "on_every_rank", False)]
+    callbacks = [*callbacks, *custom]
     if is_main:
         tracker = [MlflowTracker(config.tracking)] if config.tracking.mlflow else []
-        return Dispatcher([*tracker, *callbacks, *custom, NothingLearned(config)])
-    return Dispatcher(
-        [*(callback for callback in callbacks if getattr(callback, "on_every_rank", False)), *custom]
-    )
+        return Dispatcher([*tracker, *callbacks, NothingLearned(config)])
+    return Dispatcher([callback for callback in callbacks if getattr(callback, "on_every_rank", False)])
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bandpo_cli.config.run import ObjectiveConfig, RewardConfig
-from bandpo_cli.custom_code import InvalidResultError, load_setting, user_code
+from bandpo_cli.custom_code import load_setting, user_code
 from bandpo_cli.registries import ADVANTAGES, load_attribute
 from bandpo_cli.types import Grade, Group
 
@@ -50,80 +50,66 @@ def group_advantages(
 
 
 def rloo_advantages(rewards_PG: Tensor, has_reward_PG: Tensor) -> Tensor:
-    """Return each reward less the mean of the other rewards of its group (RLOO, arXiv 2402.14740), [P, G].
+    """Return each reward less the mean of the other rewards of its group, [P, G] (RLOO, arXiv 2402.14740).
 
     Equal to verl 0.9.1, `compute_rloo_outcome_advantage`, and to TRL 1.16, `RLOOTrainer`, for groups of two or more.
     """
     _, centred, count = _centred(rewards_PG, has_reward_PG)
     others = (count - 1).clamp(min=1)
-    return (centred * count / others).to(rewards_PG.dtype)
+    return centred * count / others
 
 
 def maxrl_advantages(rewards_PG: Tensor, has_reward_PG: Tensor) -> Tensor:
-    """Return (reward − mean)/mean with the mean of the group (MaxRL, arXiv 2602.02710, for rewards 0 and 1), [P, G].
+    """Return (reward − mean)/mean with the mean of the group, 0 where it is 0, [P, G] (MaxRL, arXiv 2602.02710).
 
-    0 in a group whose mean is 0. Equal to prime-rl, `orchestrator/algo/max_rl.py`.
+    Equal to prime-rl, `orchestrator/algo/max_rl.py`.
     """
     mean, centred, _ = _centred(rewards_PG, has_reward_PG)
-    return (centred / mean).where(mean > 0, 0.0).to(rewards_PG.dtype)
+    return (centred / mean).where(mean > 0, 0.0)
 
 
 def batch_advantages(rewards_PG: Tensor, has_reward_PG: Tensor) -> Tensor:
-    """Return (reward − mean of the group)/(standard deviation of all rewards of the step + 1e-6), [P, G].
+    """Return (reward − mean of the group)/(standard deviation of all rewards + 1e-6), [P, G] (arXiv 2508.08221).
 
-    Source: arXiv 2508.08221 (Lite PPO). Equal to TRL 1.16, `scale_rewards="batch"`, which adds 1e-4.
+    Equal to TRL 1.16, `scale_rewards="batch"`, which adds 1e-4.
     """
     _, centred, _ = _centred(rewards_PG, has_reward_PG)
     present = rewards_PG.double()[has_reward_PG]
-    deviation = present.std() if len(present) > 1 else torch.zeros_like(centred[0, 0])
-    return (centred / (deviation + STD_EPS)).to(rewards_PG.dtype)
+    return centred / ((present.std() if len(present) > 1 else 0.0) + STD_EPS)
 
 
 def estimate_advantages(objective: ObjectiveConfig, rewards_PG: Tensor, has_reward_PG: Tensor) -> Tensor:
-    """Return the advantages [P, G] of the groups of a step by `objective.advantages`.
+    """Return the advantages of the groups of a step by `objective.advantages`, [P, G].
+
+    A custom function receives the rewards in float64, 0 where there is none, and the mask.
 
     Raises:
-        ConfigError: a custom function fails, or returns something else than advantages.
+        ConfigError: a custom function raises an exception, or returns another shape or values that are not finite.
     """
     name = objective.advantages
-    if name not in ADVANTAGES:
-        return custom_advantages(name, rewards_PG, has_reward_PG)
-    # Only `group` has this argument: the settings refuse the value False for other estimators.
-    options = {} if objective.advantage_std else {"normalize_std": False}
-    compute = load_attribute(ADVANTAGES[name].compute)
-    return cast(Tensor, compute(rewards_PG, has_reward_PG=has_reward_PG, **options))
-
-
-def custom_advantages(name: str, rewards_PG: Tensor, has_reward_PG: Tensor) -> Tensor:
-    """Return the advantages of a custom function `module:function`, [P, G] float64, 0 without a reward.
-
-    The function receives the rewards as float64, 0 where there is none, and the mask.
-
-    Raises:
-        ConfigError: it raises an exception, or returns another shape or values that are not finite.
-    """
-    setting = f"objective.advantages = '{name}'"
+    if name in ADVANTAGES:
+        # Only `group` has this argument: the settings refuse the value False for other estimators.
+        options = {} if objective.advantage_std else {"normalize_std": False}
+        compute = load_attribute(ADVANTAGES[name].compute)
+        return cast(Tensor, compute(rewards_PG, has_reward_PG=has_reward_PG, **options))
     function = load_setting("objective.advantages", name)
-    with user_code(setting, function):
-        returned = function(rewards_PG.double().where(has_reward_PG, 0.0), has_reward_PG)
-        found = torch.as_tensor(returned, dtype=torch.float64)
-        if found.shape != rewards_PG.shape:
-            expected = "must return an advantage for each of the rewards"
-            raise InvalidResultError(f"it {expected}, [P, G] = {[*rewards_PG.shape]}, not {[*found.shape]}")
-        found = found.where(has_reward_PG, 0.0)
-        if not found.isfinite().all():
-            group = int((~found.isfinite()).any(dim=1).nonzero()[0])
-            rewards = [round(reward, 4) for reward in rewards_PG[group].tolist()]
-            raise InvalidResultError(
-                f"it returned {found[group].tolist()} for a group with the rewards {rewards}"
-            )
-    return found
+    with user_code(f"objective.advantages = '{name}'", function):
+        rewards = rewards_PG.double().where(has_reward_PG, 0.0)
+        advantages = torch.as_tensor(function(rewards, has_reward_PG), dtype=torch.float64)
+        if advantages.shape != rewards.shape:
+            shapes = f"{[*rewards.shape]}, not {[*advantages.shape]}"
+            raise ValueError(f"it must return an advantage for each of the rewards, [P, G] = {shapes}")
+        advantages = advantages.where(has_reward_PG, 0.0)
+        if (wrong := ~advantages.isfinite().all(dim=1)).any():
+            found, given = advantages[wrong][0].tolist(), rewards[wrong][0].tolist()
+            raise ValueError(f"it returned {found} for a group with the rewards {given}")
+    return advantages
 
 
-def check_estimator(name: str) -> None:
-    """Raise ConfigError if a custom function `module:function` fails on four groups of three rewards."""
-    rewards = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.5, -1.0, 0.0]]).double()
-    custom_advantages(name, rewards, torch.tensor([[True] * 3] * 3 + [[True, True, False]]))
+def check_estimator(objective: ObjectiveConfig) -> None:
+    """Raise ConfigError if a custom function fails on four groups of three rewards."""
+    rewards = torch.tensor([[1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [0.5, -1.0, 0.0]])
+    estimate_advantages(objective, rewards, torch.tensor([[True] * 3] * 3 + [[True, True, False]]))
 
 
 def _centred(rewards_PG: Tensor, has_reward_PG: Tensor) -> tuple[Tensor, Tensor, Tensor]:

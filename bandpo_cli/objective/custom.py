@@ -13,14 +13,14 @@ from pydantic import BaseModel, ValidationError, create_model
 from pydantic_core import PydanticCustomError
 from torch import Tensor
 
-from bandpo_cli.bounds.arrays import Array, RatioBounds
+from bandpo_cli.bounds.arrays import Array, RatioBounds, as_array, cast, output_dtype
 from bandpo_cli.bounds.intervals import BoundsFunction
 from bandpo_cli.config.layers import validation_message
 from bandpo_cli.config.methods import CustomSettings
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.config.section import check_keys
-from bandpo_cli.custom_code import InvalidResultError, load_setting, user_code
-from bandpo_cli.errors import ConfigError, definition_location
+from bandpo_cli.custom_code import load_setting, user_code
+from bandpo_cli.errors import ConfigError
 from bandpo_cli.objective.loss import LossBatch, PolicyLoss
 from bandpo_cli.objective.policy_losses import IntervalLoss
 
@@ -29,11 +29,7 @@ _PROBABILITIES = (1e-9, 1e-6, 1e-4, 0.01, 0.1, 0.3, 0.5, 0.9, 0.999, 1.0)
 
 
 def custom_loss(settings: CustomSettings, objective: ObjectiveConfig) -> PolicyLoss:
-    """Return the policy loss of a custom method.
-
-    Raises:
-        ConfigError: it cannot be imported, is a class without the interface of `PolicyLoss`, or has other options.
-    """
+    """Return the policy loss of a custom method; raise ConfigError if it cannot be created."""
     target, options = _load(settings)
     if not isinstance(target, type):
         return IntervalLoss(settings, objective)
@@ -45,39 +41,31 @@ def custom_loss(settings: CustomSettings, objective: ObjectiveConfig) -> PolicyL
 def custom_bounds(settings: CustomSettings) -> BoundsFunction:
     """Return the bounds of a custom function, which receives log π_old in float64 and returns (lower, upper).
 
-    Each of the two is a tensor of the shape of log π_old, or a number. Log-probs of any float type give bounds of that
-    type, NumPy arrays give arrays, and NaN gives the bounds at probability 1.
+    Each of the two is a tensor of the shape of log π_old, or a number. Types and devices are handled as in
+    `band_bounds`; a log-prob that is NaN has the bounds at probability 1.
 
     Raises:
-        ConfigError: the method is a class, cannot be imported or has other options; and, when the bounds are computed,
-            the function raises an exception, or does not return 0 ≤ lower ≤ 1 ≤ upper.
+        ConfigError: the method is a class, or cannot be used; and, when the bounds are computed, the function raises an
+            exception, or does not return 0 ≤ lower ≤ 1 ≤ upper.
     """
     function, options = _load(settings)
     if isinstance(function, type):
-        raise ConfigError(
-            f"{settings.method} has no interval of ratios: it is a class with a loss of its own"
-        )
+        raise ConfigError(f"{settings.method} has no interval of ratios: it is a class with its own loss")
 
     @torch.no_grad()
     def bounds(old_logprobs: Array) -> RatioBounds:
-        given = torch.as_tensor(old_logprobs)
-        logprobs = given.double().nan_to_num(nan=0.0).clamp(max=0.0)
+        x = as_array(old_logprobs)
+        logprobs = torch.as_tensor(x).double().nan_to_num(nan=0.0).clamp(max=0.0)
         with user_code(_setting(settings), function):
-            lower, upper = _checked_bounds(function(logprobs, **dict(options)), logprobs)
-        pair = [
-            bound.to(given.dtype if given.is_floating_point() else logprobs.dtype) for bound in (lower, upper)
-        ]
-        return RatioBounds(*(pair if isinstance(old_logprobs, Tensor) else [bound.numpy() for bound in pair]))
+            pair = _checked_bounds(function(logprobs, **dict(options)), logprobs)
+        ends = pair if isinstance(x, Tensor) else [bound.numpy() for bound in pair]
+        return RatioBounds(*(cast(end, output_dtype(x)) for end in ends))
 
     return bounds
 
 
 def check_method(settings: CustomSettings, objective: ObjectiveConfig) -> CustomSettings:
-    """Return the settings with the defaults of the options, after a trial of the method on a few tokens.
-
-    Raises:
-        ConfigError: the method cannot be used; see `custom_loss` and `custom_bounds`.
-    """
+    """Return the settings with all options, after a trial on a few tokens; raise ConfigError if it fails."""
     target, options = _load(settings)
     if isinstance(target, type):
         loss = custom_loss(settings, objective)
@@ -95,15 +83,18 @@ def _setting(settings: CustomSettings) -> str:
 def _load(settings: CustomSettings) -> tuple[Callable[..., Any], BaseModel]:
     """Return the user's class or function, and its validated options."""
     target = load_setting("bounds.method", settings.method)
-    if isinstance(target, type) and not issubclass(target, PolicyLoss):
-        advice = "derive it from bandpo_cli.objective.loss.PolicyLoss, or name a function that returns (lower, upper)"
-        raise ConfigError(
-            f"{_setting(settings)}: the class is no PolicyLoss; {advice}{definition_location(target)}"
-        )
     with user_code(_setting(settings), target):
-        fields: Any = getattr(target, "Options", None) if isinstance(target, type) else _options_of(target)
-        if not (isinstance(fields, type) and issubclass(fields, BaseModel)):
-            raise InvalidResultError("its Options must be a subclass of pydantic.BaseModel")
+        if not isinstance(target, type):
+            fields = _options_of(target)
+        elif issubclass(target, PolicyLoss):
+            fields = target.Options
+        else:
+            advice = (
+                "derive it from objective.loss.PolicyLoss, or name a function that returns (lower, upper)"
+            )
+            raise ValueError(f"the class is no PolicyLoss; {advice}")
+        if not issubclass(fields, BaseModel):
+            raise ValueError("its Options must be a subclass of pydantic.BaseModel")
     try:
         check_keys(fields, settings.options, f" of '{settings.method}'")
         return target, fields.model_validate(settings.options)
@@ -124,41 +115,31 @@ def _options_of(function: Callable[..., Any]) -> type[BaseModel]:
 
 
 def _checked_bounds(returned: Any, logprobs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a function's bounds as tensors of the shape of `logprobs`; raise InvalidResultError for other results."""
+    """Return a function's bounds as tensors of the shape of `logprobs`; raise ValueError for other results."""
     if not isinstance(returned, tuple | list) or len(returned) != 2:
-        raise InvalidResultError(f"it must return (lower, upper), not a {type(returned).__name__}")
-    pair = [torch.as_tensor(bound).to(logprobs) for bound in returned]
-    if shapes := [[*bound.shape] for bound in pair if bound.shape not in ((), logprobs.shape)]:
-        raise InvalidResultError(
-            f"it returned bounds of shape {shapes[0]} for log-probs of shape {[*logprobs.shape]}"
-        )
-    lower, upper = (bound.expand(logprobs.shape) for bound in pair)
+        raise ValueError(f"it must return (lower, upper), not a {type(returned).__name__}")
+    lower, upper = (torch.as_tensor(bound).to(logprobs).expand(logprobs.shape) for bound in returned)
     valid = (lower >= 0) & (lower <= 1) & (upper >= 1)
     if not valid.all():
         low, high, p = (values[~valid][0].item() for values in (lower, upper, logprobs.exp()))
-        found = f"it returned lower = {low:g} and upper = {high:g} for a token of probability {p:g}"
-        raise InvalidResultError(f"{found}; 0 ≤ lower ≤ 1 ≤ upper is required")
+        returns = f"it returned lower = {low:g} and upper = {high:g} for a token of probability {p:g}"
+        raise ValueError(f"{returns}; 0 ≤ lower ≤ 1 ≤ upper is required")
     return lower, upper
 
 
 def _try_loss(loss: PolicyLoss) -> None:
-    """Compute the loss of five tokens of two completions, and its gradient; raise InvalidResultError for no loss."""
+    """Compute the loss of five tokens of two completions, and its gradient; raise ValueError for no loss."""
     advantages, lengths = torch.tensor([1.0, 1.0, -1.0, -1.0, -1.0]), torch.tensor([2, 3])
     old_logprobs = torch.tensor([-0.1, -2.0, -0.5, -5.0, -1.0])
     logprobs = (old_logprobs + torch.tensor([0.05, 0.5, -0.4, 1.0, -0.7])).requires_grad_()
     columns = loss.prepare(old_logprobs, advantages)
     losses = loss.token_losses(logprobs, LossBatch(lengths, advantages, old_logprobs, columns))
-    names = {f"the column '{name}' of prepare": column for name, column in columns.items()}
-    for name, values in {**names, "token_losses": losses}.items():
+    for name, values in {"token_losses": losses, **columns}.items():
         shape = [*values.shape] if isinstance(values, Tensor) else type(values).__name__
         if shape != [5]:
-            raise InvalidResultError(
-                f"{name} must have one value per token, shape [5] for 5 tokens, not {shape}"
-            )
+            raise ValueError(f"{name} must have a value per token, shape [5] for 5 tokens, not {shape}")
     if not losses.requires_grad:
-        raise InvalidResultError(
-            "token_losses has no gradient: it must be computed from the argument logprobs"
-        )
+        raise ValueError("token_losses has no gradient: compute it from the argument logprobs")
     (gradient,) = torch.autograd.grad(losses.sum(), logprobs)
-    if not (losses.isfinite().all() and gradient.isfinite().all()):
-        raise InvalidResultError(f"token_losses or its gradient is not finite: it returned {losses.tolist()}")
+    if not (losses.isfinite() & gradient.isfinite()).all():
+        raise ValueError(f"the losses {losses.tolist()} or their gradients are not finite")

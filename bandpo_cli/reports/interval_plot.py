@@ -10,9 +10,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator
 
 from bandpo_cli.bounds import RatioBounds, band_bounds, ratio_bounds
+from bandpo_cli.config.methods import CustomSettings
 from bandpo_cli.errors import UserError
 from bandpo_cli.reports import style
-from bandpo_cli.reports.interval_table import peer_name, peer_settings
+from bandpo_cli.reports.interval_table import PEERS, peer_name
 
 _SMALLEST_P, _RATIO_FLOOR, _RATIO_CEILING = 1e-4, 1e-2, 1e3
 _LEGEND_COLUMNS = 5
@@ -36,7 +37,7 @@ def plot_intervals(
 
     Args:
         divergences, deltas: a Band is plotted for each divergence and each radius.
-        peers: methods with an interval; see `peer_settings`.
+        peers: names in `PEERS`, or custom functions.
         max_ratio: cap on the upper bounds of the Bands; None for no cap.
         marked: probabilities to mark with a dotted line; the first 12 are shown.
 
@@ -52,7 +53,7 @@ def plot_intervals(
             curves.append((f"{name} δ={delta:g}", bounds, {"color": color, "linestyle": dash, **_WIDTH}))
     for dash, name in zip(cycle(_DASHES[1:]), peers, strict=False):
         line = {"color": style.MUTED_COLOR, "linestyle": dash, **_WIDTH}
-        settings = peer_settings(name)
+        settings = PEERS.get(name) or CustomSettings(method=name)
         curves.append((peer_name(settings), ratio_bounds(settings)(np.log(p)), line))
     title = "Allowed ratio and probability change of a token"
     subtitle = "old probability p, new probability r·p; grey: outside the simplex"

@@ -66,7 +66,7 @@ def band_rows(probs: Sequence[float], name: str, delta: float, max_ratio: float 
 
 def method_rows(probs: Sequence[float], name: str) -> list[IntervalRow]:
     """Return one row per probability for a method with an interval, which may be a custom one."""
-    settings = peer_settings(name)
+    settings = PEERS.get(name) or CustomSettings(method=name)
     label, delta = peer_name(settings), settings.delta if isinstance(settings, TrustRegionSettings) else None
     rows = []
     for prob, low, high in zip(
@@ -75,11 +75,6 @@ def method_rows(probs: Sequence[float], name: str) -> list[IntervalRow]:
         ends = low, high, prob * low, min(prob * high, 1.0)
         rows.append(IntervalRow(prob, label, delta, *ends, low <= 0.0, high * prob >= 1.0))
     return rows
-
-
-def peer_settings(name: str) -> MethodSettings:
-    """Return the settings of a method in `PEERS`, or of a custom function with its default options."""
-    return PEERS[name] if name in PEERS else CustomSettings(method=name)
 
 
 def peer_name(settings: MethodSettings) -> str:

@@ -63,7 +63,7 @@ class SweepFolder:
         path = create_folder(runs_dir, name)
         for run in planned:
             write_text(path / "plans" / f"{run.name}.yaml", to_yaml(run.config))
-        keep_code([run.config.model_dump(mode="json") for run in planned], path / "plans")
+            keep_code(run.config.model_dump_json(), path / "plans")
         runs = [{field.name: getattr(run, field.name) for field in fields(SweepRun)} for run in planned]
         plan = {"name": path.name, "baseline": baseline, **about, "runs": runs}
         write_text(path / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False, allow_unicode=True))
@@ -99,14 +99,9 @@ class SweepFolder:
         check_baseline(plan.baseline, [run.arm for run in plan.runs], f"{file}: ")
         return cls(path, plan.runs, content)
 
-    @property
-    def plans(self) -> Path:
-        """The folder with the settings of the runs, and with copies of their custom code."""
-        return self.path / "plans"
-
     def plan_path(self, name: str) -> Path:
         """Return the path of the file with all settings of a run."""
-        return self.plans / f"{name}.yaml"
+        return self.path / "plans" / f"{name}.yaml"
 
     def log_path(self, name: str) -> Path:
         """Return the path of the file with the output of a run."""

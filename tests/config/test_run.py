@@ -40,7 +40,6 @@ from bandpo_cli.errors import ConfigError
             "objective.advantages=maxrl",
             "objective.advantages=batch",
         ),
-        ([], "tracking.callbacks=watch", "tracking.callbacks=watch:Watch"),
     ],
 )  # fmt: skip
 def test_contradictory_settings_are_refused_and_their_limit_is_accepted(

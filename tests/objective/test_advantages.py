@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.run import RewardConfig
+from bandpo_cli.config.run import ObjectiveConfig, RewardConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.objective.advantages import (
     STD_EPS,
@@ -118,7 +117,7 @@ BATCH_STD = statistics.stdev([1, 0, 0.5, 2, 1, 1, 1, *[1.0] * 4, *[0.0] * 4])
     ],
 )
 def test_estimators_equal_a_case_by_hand(estimator: str, expected: list[list[float]]) -> None:
-    objective = resolve([{"objective": {"advantages": estimator}}]).objective
+    objective = ObjectiveConfig(advantages=estimator)
     rewards = torch.tensor([[1, 0, 9, 0.5], [2, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]]).double()
     found = estimate_advantages(objective, rewards, rewards != 9)
     scale = BATCH_STD + STD_EPS if estimator == "batch" else 1.0
@@ -127,7 +126,7 @@ def test_estimators_equal_a_case_by_hand(estimator: str, expected: list[list[flo
 
 @pytest.mark.parametrize("estimator", ["group", "rloo", "maxrl", "batch"])
 def test_groups_of_one_reward_or_none_have_no_advantage(estimator: str) -> None:
-    objective = resolve([{"objective": {"advantages": estimator}}]).objective
+    objective = ObjectiveConfig(advantages=estimator)
     for mask in ([[True, False]], [[False, False]]):
         found = estimate_advantages(objective, torch.tensor([[1.0, 0.0]]), torch.tensor(mask))
         assert found.tolist() == [[0.0, 0.0]]
@@ -169,4 +168,4 @@ def test_mistakes_in_an_estimator_name_the_line(
     with pytest.raises(
         ConfigError, match=f"objective.advantages = 'broken_estimators:{function}': .*{message}"
     ):
-        check_estimator(f"broken_estimators:{function}")
+        check_estimator(ObjectiveConfig(advantages=f"broken_estimators:{function}"))
