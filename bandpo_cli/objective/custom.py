@@ -89,9 +89,7 @@ def _load(settings: CustomSettings) -> tuple[Callable[..., Any], BaseModel]:
         elif issubclass(target, PolicyLoss):
             fields = target.Options
         else:
-            advice = (
-                "derive it from objective.loss.PolicyLoss, or name a function that returns (lower, upper)"
-            )
+            advice = "derive it from bandpo_cli.objective.loss.PolicyLoss, or name a function of the bounds"
             raise ValueError(f"the class is no PolicyLoss; {advice}")
         if not issubclass(fields, BaseModel):
             raise ValueError("its Options must be a subclass of pydantic.BaseModel")
@@ -118,7 +116,10 @@ def _checked_bounds(returned: Any, logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """Return a function's bounds as tensors of the shape of `logprobs`; raise ValueError for other results."""
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise ValueError(f"it must return (lower, upper), not a {type(returned).__name__}")
-    lower, upper = (torch.as_tensor(bound).to(logprobs).expand(logprobs.shape) for bound in returned)
+    pair, shape = [torch.as_tensor(bound).to(logprobs) for bound in returned], logprobs.shape
+    if wrong := [[*bound.shape] for bound in pair if bound.shape not in ((), shape)]:
+        raise ValueError(f"it must return bounds of the shape of log π_old, {[*shape]}, not {wrong[0]}")
+    lower, upper = (bound.expand(shape) for bound in pair)
     valid = (lower >= 0) & (lower <= 1) & (upper >= 1)
     if not valid.all():
         low, high, p = (values[~valid][0].item() for values in (lower, upper, logprobs.exp()))

@@ -120,7 +120,7 @@ def test_a_check_returns_the_settings_with_all_options() -> None:
 
 
 MISTAKES = {
-    "NoLoss": r"the class is no PolicyLoss; derive it .* returns \(lower, upper\) \(custom_methods.py:10, in NoLoss",
+    "NoLoss": r"the class is no PolicyLoss; derive it .* a function of the bounds \(custom_methods.py:10, in NoLoss",
     "Abstract": r"Can't instantiate abstract class .*token_losses.* \(custom_methods.py:13, in Abstract\)",
     "Scalar": r"token_losses must have a value per token, shape \[5\] .* not \[\] \(custom_methods.py:16, in Scalar",
     "Constant": r"token_losses has no gradient: .* from the argument logprobs \(custom_methods.py:20, in Constant\)",
@@ -132,7 +132,7 @@ MISTAKES = {
     "one": r"it must return \(lower, upper\), not a Tensor \(custom_methods.py:45, in <lambda>\)",
     "nan": r"lower = nan and upper = 1.2 for a token of probability 1e-09; 0 ≤ lower ≤ 1 ≤ upper is required \(c",
     "above": r"returned lower = 1.1 and upper = 1.2",
-    "short": r"the existing size \(2\) at non-singleton dimension 0.* \(custom_methods.py:48, in <lambda>\)",
+    "short": r"must return bounds of the shape of log π_old, \[10\], not \[2\] \(custom_methods.py:48, in <lambda>\)",
     "typo": r"AttributeError: .*epx.* \(custom_methods.py:49, in <lambda>",
 }
 
@@ -187,5 +187,5 @@ def test_the_extensions_in_contributing_can_be_used(tmp_path: Path) -> None:
         ConfigError, match=r"tracking.callbacks = '.*:Gate': no callback; name a subclass of .* in Gate"
     ):
         callback_class("extensions_of_contributing:Gate")
-    with pytest.raises(ConfigError, match="tracking.callbacks = 'Print': write it as module:name"):
+    with pytest.raises(ConfigError, match=r"tracking.callbacks = 'Print': write it as module:name"):
         callback_class("Print")
