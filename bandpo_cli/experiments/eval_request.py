@@ -14,6 +14,7 @@ from bandpo_cli.config.layers import Layer, nest, read_layer, resolve, with_valu
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig, default_k
 from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, task_from_arguments
+from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.datasets import DATASETS, generated_tasks, split_member
 from bandpo_cli.errors import ConfigError, UserError, nearest
 from bandpo_cli.experiments.preflight import (
@@ -219,6 +220,7 @@ def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) ->
 
     Raises UserError if the record is damaged, or the model or the samples have changed or are missing.
     """
+    add_code_folder(folder.path)
     record, complete = read_record(folder.path / RECORD_FILE), folder.samples_path.exists()
     try:
         samples, model, legacy = record["samples"], record["model"], bool(record["legacy_best_at_k"])

@@ -20,6 +20,7 @@ from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.hardware import use_expandable_segments
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.custom_code import keep_code
 from bandpo_cli.errors import UserError, closed_at_end, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.eval_request import (
     EvalOptions,
@@ -204,6 +205,7 @@ def _run(
             folder, keys = ranks.on_main(lambda: _open_folder(target, runs_dir, source, parts))
             if ranks.is_main:  # from here on the record has a status, also when the evaluation ends early
                 head = {**request.as_json(), "sets": source.planned()}
+                keep_code(json.dumps(head), folder.path)
                 folder.write_record({"name": folder.name, "status": "running", **head})
                 stored = sum(map(len, parts.values()))
                 info = EvalInfo(request, folder.path, source.completions, stored, False, source.notes)

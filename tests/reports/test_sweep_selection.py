@@ -58,6 +58,19 @@ def test_other_runs_are_grouped_by_their_settings(runs, tmp_path, monkeypatch):
     assert _listed([runs], tmp_path) == [expected[0], ("", 0, "b"), expected[2]]
 
 
+def test_runs_with_different_custom_code_are_variants(runs, tmp_path):
+    """A run without a module, such as that of a callback, is no other variant for this reason."""
+    for name, text in (("a", "x = 1"), ("b", "x = 1"), ("d", "")):
+        write_run(runs / name, CLIP, seed=0)
+        (runs / name / "loss.py").write_text(text)
+    (runs / "d" / "loss.py").unlink()
+    assert {arm for arm, _, _ in _listed([runs / name for name in "abd"], tmp_path)} == {"clip"}
+    (runs / "b" / "loss.py").write_text("x = 2")
+    arms = [arm for arm, _, _ in _listed([runs / "a", runs / "b"], tmp_path)]
+    assert len({*arms}) == 2
+    assert all(arm.startswith("clip loss=") for arm in arms)
+
+
 def test_by_groups_runs_and_sweeps_and_notes_the_other_differences(runs, tmp_path):
     selection = select_runs([runs], tmp_path, by=["optim.lr"])
     assert {run.arm for run in selection.runs} == {"lr=5e-5"}

@@ -133,7 +133,9 @@ def differing_settings(runs: Iterable[Settings]) -> list[str]:
     """Return the keys outside `_SAME_VARIANT` whose values differ between the runs, in the order of the configs."""
     listed = list(runs)
     keys = dict.fromkeys(key for run in listed for key in run if not is_within(key, _SAME_VARIANT))
-    return [key for key in keys if len({setting_texts(run, [key]) for run in listed}) > 1]
+    # Which modules a run has follows from other settings.
+    having = {key: [run for run in listed if key in run or not is_within(key, ["code"])] for key in keys}
+    return [key for key in keys if len({setting_texts(run, [key]) for run in having[key]}) > 1]
 
 
 def chosen_keys(by: Sequence[str], runs: Iterable[Settings]) -> list[str]:
