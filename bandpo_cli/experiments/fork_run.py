@@ -18,6 +18,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError, plural
 from bandpo_cli.experiments.preflight import inherited_layers
 from bandpo_cli.experiments.resume_run import CHANGEABLE_PREFIXES, FIXED_SETTINGS, as_loaded, last_step, pin
+from bandpo_cli.experiments.stopping import stop_reason
 from bandpo_cli.experiments.train_run import Stop, TrainPlan, plan_training, train
 from bandpo_cli.paths import path_exists, relative_to_cwd
 from bandpo_cli.storage.checkpoints import (
@@ -72,7 +73,7 @@ class ForkPoint:
         """Return the settings that a fork changes, except `tracking`: the values of the parent and of the fork.
 
         Raises:
-            ConfigError: a setting cannot change, or no step is left to train.
+            ConfigError: a setting cannot change, or no step is left to train, also by a criterion of `stop`.
         """
         differing = setting_changes(self.config, config).items()
         changes = {key: values for key, values in differing if not key.startswith("tracking.")}
@@ -83,6 +84,9 @@ class ForkPoint:
         if config.steps <= step:
             more = f"give more, such as --steps {step + self.config.steps}, or an earlier checkpoint"
             raise ConfigError(f"{where}: steps = {config.steps}: all are done at this checkpoint; {more}")
+        records = [record for record in self.run.read_metrics() if record["step"] <= step]
+        if reason := stop_reason(config, records):
+            raise ConfigError(f"{where}: the fork ends at once: {reason}; add --set {reason.split()[0]}=null")
         return changes
 
 

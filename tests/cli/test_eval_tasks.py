@@ -1,14 +1,16 @@
 """`bandpo eval --task FILE` with a small language model of random weights."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from bandpo_cli.storage.tables import read_eval_table
 from tests.cli.eval_command import record_of, samples_of, succeed, usage_error
-from tests.text_model import save_text_model
+from tests.text_model import THINKING, save_text_model
 
 SHORT = ["--n", "4", "--max-tokens", "12", "--set", "evaluation.batch=8", "--no-mlflow"]
 
@@ -51,6 +53,41 @@ def test_several_files_are_several_sets(place: Path) -> None:
     assert table["prompt"].str.startswith("<|im_start|>user\n").all(), "the chat template was applied"
     assert (table["length"] <= 12).all()
     assert (table["logprob_sum"] < 0).all()
+
+
+@pytest.mark.slow
+def test_training_and_evaluations_have_the_arguments_of_the_chat_template(place: Path) -> None:
+    model = Path(shutil.copytree(place / "model", place / "thinking"))
+    (model / "chat_template.jinja").write_text(THINKING)
+    common = ["--model", "thinking", "--task", "sums.jsonl"]
+    off = ["--set", "model.chat_template_kwargs.enable_thinking=false"]
+    shown = succeed("train", *common, *off, "--dry-run", cwd=place).out
+    assert "{'enable_thinking': False} changes these lines of it:\n+ <think>\n+ \n+ </think>\n" in shown
+    small = [
+        "--steps",
+        "1",
+        "--max-tokens",
+        "4",
+        "--set",
+        "sampling.prompts=4",
+        "--set",
+        "sampling.samples=2",
+    ]
+    succeed("train", *common, *off, *small, "--name", "t", "--no-mlflow", cwd=place)
+    succeed("eval", *common, *off, *SHORT, "--name", "of-model", cwd=place)
+    succeed("eval", "--model", "t", *SHORT, "--name", "of-run", cwd=place)
+    tables = [place / "runs" / "t" / "samples" / "step-000001.parquet"]
+    tables += [place / "runs" / name / "samples.parquet" for name in ("of-model", "of-run")]
+    for table in tables:
+        prompts = pq.read_table(table).column("prompt").to_pylist()
+        assert all(prompt.endswith("assistant\n<think>\n\n</think>\n\n") for prompt in prompts)
+    ignored = ["--set", "model.chat_template_kwargs.enable_thinkin=false"]
+    for command in (["train", *common, "--dry-run"], ["train", *common], ["eval", *common, *SHORT]):
+        parts = [
+            "model.chat_template_kwargs.enable_thinkin = False",
+            "(did you mean 'enable_thinking'?); leave it out",
+        ]
+        usage_error(*command, *ignored, cwd=place, parts=parts)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import UserError
-from bandpo_cli.experiments import resume, train
+from bandpo_cli.experiments import fork, resume, train
 from bandpo_cli.experiments.overview import describe_line
 from bandpo_cli.experiments.stopping import stop_reason, stop_warnings
 from bandpo_cli.metric_names import without_clock
@@ -111,6 +111,10 @@ def test_a_criterion_ends_a_run_which_resumes_with_another_limit(
 
     with pytest.raises(UserError, match=r"has ended: stop\.entropy_below .* --set stop\.entropy_below=null$"):
         resume("early", tmp_path)
+    with pytest.raises(
+        UserError, match=r"early@3: the fork ends at once: .* --set stop\.entropy_below=null$"
+    ):
+        fork("early", tmp_path)
     resumed = resume("early", tmp_path, [{"stop": {"entropy_below": None}}])
     assert lines(resumed.folder) == lines(full.folder)
     assert (resumed.status, summary(resumed.folder)["stopped_by"]) == ("FINISHED", None)
