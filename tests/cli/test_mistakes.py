@@ -79,6 +79,10 @@ MISTAKES: dict[str, list[str]] = {
         "called with (text, answer, extra) and is defined as judge(text): too many", "(one_argument.py:1, in judge)",
     ],
     "train --model a/b --task words.csv --grader rewards:judge": ["name 'undefined' is not defined (rewards.py:5)"],
+    # custom code; tests/objective has methods and estimators, which need torch
+    "train --callback one_argument:judge": ["no callback; name a subclass of", "(one_argument.py:1, in judge)"],
+    "train --callback rewards:judge": ["tracking.callbacks = 'rewards:judge': importing", "(rewards.py:5)"],
+    "train --callback judge": ["tracking.callbacks = 'judge': write it as module:name"],
     "train --name first": ["--name first: exists already; try --name first-2"],
     "train --set optim": ["write a setting as section.key=value"],
     "train --runs-dir problems.csv": ["is a file; name a folder"],

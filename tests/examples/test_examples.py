@@ -14,7 +14,7 @@ from bandpo_cli.config.files import read_config
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable
 from examples import custom_grader, grpo_loop, python_api
-from tests.cli.eval_command import succeed
+from tests.cli.eval_command import bandpo, succeed
 from tests.cli.train_runs import SMALL, record
 from tests.commands import Forked
 from tests.tasks.stored_completions import jsonl
@@ -89,6 +89,10 @@ WATCH = """from bandpo_cli.callbacks import CallbackBase
 class Watch(CallbackBase):
     def step(self, report):
         print("watched", report.step)
+
+class Broken(CallbackBase):
+    def start(self, info):
+        info.no_such_attribute
 """
 
 
@@ -109,6 +113,9 @@ def test_custom_code_beside_a_config_file_is_resumed_elsewhere_and_runs_on_two_r
     assert sorted(path.name for path in (runs / "stopped").glob("*.py")) == [
         "custom_advantages.py", "custom_loss.py", "watching.py",
     ]  # fmt: skip
+    failed = bandpo(*start, "2", "--callback", "watching:Broken", cwd=tmp_path)
+    assert failed.err.splitlines()[-1].endswith("no_such_attribute' (code/watching.py:9, in start)")
+    assert (failed.code, "Traceback" in failed.err) == (1, False)
     (code / "custom_advantages.py").unlink()
     (elsewhere / "custom_loss.py").write_text("raise SystemExit('the file of another run')\n")
     done = succeed("train", "--resume", runs / "stopped", "--steps", "4", cwd=elsewhere)
