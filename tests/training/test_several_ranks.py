@@ -85,7 +85,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "many micro-batches, LoRA and a reference model": {
         "optim": {"micro_batch_tokens": 24},
         "model": {"lora": {"rank": 4}},
-        "objective": {"reference_kl": 0.05},
+        "objective": {"reference_kl": 0.05, "entropy_bonus": 0.01},
         "evaluation": {"every": 2, "problems": 5},
     },
     "all tokens at once": {
@@ -93,9 +93,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "sampling": {"dynamic": True, "dynamic_batches": 3},
     },
     "ratios of completions to the sampler": {
-        "bounds": {"method": "gspo"},
+        "bounds": {"method": "gapo"},
         "model": {"gradient_checkpointing": True},
-        "objective": {"old_logprobs": "sampler", "aggregation": "token-mean"},
+        "objective": {"old_logprobs": "sampler", "aggregation": "token-mean", "mask_truncated": True},
     },
     "log-probs of a pass without gradient": {},
     "metrics of all tokens, more ranks than groups of an update": {
@@ -128,6 +128,7 @@ def test_several_ranks_train_as_one(
     others, same_completions, other_weights = on_two[name]
     assert max(line.get("optim/grad_norm", 0.0) for line in lines) > 0.01
     assert lines[-1]["ratio/max"] > 1.0001
+    assert 0 < lines[1]["train/truncated_fraction"] < 1
     measured = [line.get("train/entropy_token_share", 1.0) for line in lines[1:]]
     assert (min(measured) < 1) == (name == "log-probs of a pass without gradient")
     assert completions == same_completions
