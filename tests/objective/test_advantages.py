@@ -16,6 +16,7 @@ from bandpo_cli.objective.advantages import (
     estimate_advantages,
     group_advantages,
     has_reward_spread,
+    maxrl_advantages,
     shaped_reward,
     wrong_peers,
 )
@@ -122,6 +123,17 @@ def test_estimators_equal_a_case_by_hand(estimator: str, expected: list[list[flo
     found = estimate_advantages(objective, rewards, rewards != 9)
     scale = BATCH_STD + STD_EPS if estimator == "batch" else 1.0
     torch.testing.assert_close(found * scale, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+def test_maxrl_equals_the_formula_of_prime_rl() -> None:
+    """Of src/prime_rl/orchestrator/algo/max_rl.py at commit 0d6738f, group by group, for rewards from 0 to 1."""
+    rewards = torch.randint(0, 4, (40, 6), generator=torch.Generator().manual_seed(0)).double() / 3
+    rewards[:5] = 0.0
+    found = maxrl_advantages(rewards, torch.ones_like(rewards, dtype=torch.bool))
+    for group, advantages in zip(rewards.tolist(), found.tolist(), strict=True):
+        mean = statistics.fmean(group)
+        expected = [0.0] * 6 if mean <= 0 else [(reward - mean) / mean for reward in group]
+        assert advantages == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 @pytest.mark.parametrize("estimator", ["group", "rloo", "maxrl", "batch"])
