@@ -82,7 +82,7 @@ def load_function(name: str) -> Callable[..., Any]:
                 del sys.modules[module_name]
             module = importlib.import_module(module_name)
             _loaded.add(module_name)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             places = ", ".join(
                 f"the current folder {here}" if folder == here else folder for folder in folders
             )

@@ -95,6 +95,7 @@ def test_a_custom_function_is_imported_from_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "registries_custom.py").write_text("number = 3\ndef double(x):\n    return 2 * x\n")
+    (tmp_path / "registries_exits.py").write_text("raise SystemExit(3)\n")
     monkeypatch.chdir(tmp_path)
     before = [*sys.path]
     assert load_function("registries_custom:double")(4) == 8
@@ -102,6 +103,10 @@ def test_a_custom_function_is_imported_from_the_current_folder(
         ("registries_custom:doubl", r"has no function 'doubl' \(did you mean 'double'\?\)"),
         ("registries_custom:number", "has no function 'number'"),
         ("registries_no_module:f", "importing 'registries_no_module' failed"),
+        (
+            "registries_exits:f",
+            r"importing 'registries_exits' failed: SystemExit: 3 \(registries_exits.py:1\)",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             load_function(name)
