@@ -87,12 +87,25 @@ def main() -> None:
 
 def _with_setting(message: str, error: Exception, context: Any) -> str:
     """Return the message about an unknown option, if the command has --set with the settings of that name."""
+    from bandpo_cli.cli.options import SETTINGS
     from bandpo_cli.config.layers import settings_named
+    from bandpo_cli.config.section import OPTIONS_ELSEWHERE, option_word, setting_for
 
     option = getattr(error, "option_name", None)
     known = {flag for parameter in context.command.params for flag in parameter.opts} if context else set()
-    if option is None or "--set" not in known:  # without a context: an option that lacks its value
+    if "--set" not in known:  # without a context: an option that lacks its value
         return message
+    if option is None:
+        word = message.partition("(")[2].partition("=")[0].rstrip(") ")
+        if "unexpected extra argument" not in message:
+            return message
+        uses = f"--set {setting_for(word)}=VALUE" if setting_for(word) else "KEY=VALUE after --set"
+        return f"{message}; use {uses}"
+    if uses := OPTIONS_ELSEWHERE.get(option_word(option), ""):
+        return f"{message.partition(' (')[0]}; use {uses}"
+    setting = setting_for(option)
+    if flag := next((flag.name for flag in SETTINGS if flag.setting == setting and flag.name in known), None):
+        return f"{message.partition(' (')[0]}; use {flag} VALUE"
     forms = ["--set {}=VALUE", *(["--axis {}=VALUE,VALUE"] if "--axis" in known else [])]
     uses = " or ".join(form.format(key) for key in settings_named(option) for form in forms)
     return f"{message.partition(' (')[0]}; use {uses}" if uses else message

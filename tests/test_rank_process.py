@@ -126,7 +126,10 @@ def test_who_prints_an_error(
 def test_an_unexpected_error_is_recorded_with_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bandpo_cli.__main__._check_utf8", mock.Mock(side_effect=ZeroDivisionError("x")))
+    monkeypatch.setattr(
+        "bandpo_cli.__main__._check_utf8",
+        mock.Mock(side_effect=[ZeroDivisionError("x"), ZeroDivisionError("x")]),
+    )
     monkeypatch.setattr("bandpo_cli.__main__.silence_other_ranks", lambda: None)
     for rank, raised in (("0", ZeroDivisionError), ("1", SystemExit)):
         path = tmp_path / f"{rank}.json"

@@ -237,15 +237,16 @@ def flagged_shares(record: Mapping[str, float]) -> str:
 
 
 def sample_text(rollout: Rollout) -> Text:
-    """Return the end of the prompt, the beginning and the end of the completion, reward and verdict in one line."""
+    """Return the end of the prompt → the beginning and the end of the completion → reward and verdict, in one line."""
     prompt, text = (words.replace("\n", " ") for words in (rollout.prompt, rollout.text))
     if len(prompt) > 60:
         prompt = f"… {prompt[-60:]}"
     if len(text) > 120:
         text = f"{text[:60]} … {text[-60:]}"
     grade = rollout.grade
-    reward = "" if not grade.has_reward or grade.reward in (0, 1) else f"reward {grade.reward:.3f}  "
-    return Text.assemble(prompt, text, f"  {reward}", (grade.verdict, "green" if grade.correct else "red"))
+    reward = "" if not grade.has_reward or grade.reward in (0, 1) else f"reward {grade.reward:.3f}, "
+    verdict = (grade.verdict, "green" if grade.correct else "red")
+    return Text.assemble((prompt, "dim"), " → ", text, " → ", reward, verdict)
 
 
 def print_summary(console: Console, config: RunConfig, result: RunResult) -> None:

@@ -64,12 +64,23 @@ def merge(base: Layer, over: Layer) -> dict[str, Any]:
 
 
 def _merge_mappings(base: Layer, over: Layer) -> dict[str, Any]:
-    """Return `base` with `over` on top, key by key at every level."""
+    """Return `base` with `over` on top, key by key at every level; a key 0, 1, ... is an element of a list."""
     merged = {**base, **over}
     for key in base.keys() & over.keys():
-        if isinstance(base[key], dict) and isinstance(over[key], dict):
-            merged[key] = _merge_mappings(base[key], over[key])
+        earlier, later = base[key], over[key]
+        is_list = isinstance(earlier, list) and isinstance(later, dict) and _are_indices(later, len(earlier))
+        if is_list:
+            earlier = {str(index): item for index, item in enumerate(earlier)}
+        if isinstance(earlier, dict) and isinstance(later, dict):
+            merged[key] = _merge_mappings(earlier, later)
+        if is_list:
+            merged[key] = [*merged[key].values()]
     return merged
+
+
+def _are_indices(section: Layer, length: int) -> bool:
+    """Return whether the keys of a section are indices of a list of `length` elements."""
+    return section.keys() <= {str(index) for index in range(length)}
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -243,6 +254,8 @@ def validation_message(
     parts = [*within, *first["loc"], *filter(None, [context.get("key")])]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).removeprefix(".")
     message = first["msg"].removeprefix("Value error, ")
+    message = message.removesuffix(", unable to parse string as an integer")
+    message = message.replace("Input should be a valid integer", "Expected an integer")
     if first["type"] == "literal_error":
         allowed = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         message = unknown_choice(first["input"], allowed)

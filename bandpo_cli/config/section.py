@@ -17,7 +17,7 @@ SETTINGS_ELSEWHERE = {
     "bounds.delta": "delta",
     "bounds.divergence": "divergence",
     "bounds.eps_high": "clip_ratio clip_ratio_high epsilon_high",
-    "bounds.eps_low": "clip_ratio_low epsilon",
+    "bounds.eps_low": "clip_ratio_low",
     "bounds.method": "method",
     "checkpoint.every": "save_freq save_steps",
     "evaluation.every": "eval_steps test_freq",
@@ -36,7 +36,6 @@ SETTINGS_ELSEWHERE = {
     "objective.reference_kl": "beta kl_coef kl_loss_coef",
     "optim.lr": "learning_rate lr",
     "optim.max_grad_norm": "grad_clip max_grad_norm",
-    "optim.micro_batch_tokens": "gradient_accumulation_steps per_device_train_batch_size",
     "optim.schedule": "lr_scheduler_type",
     "optim.updates": "num_iterations ppo_epochs ppo_mini_batch_size",
     "optim.warmup_steps": "warmup_steps",
@@ -48,12 +47,31 @@ SETTINGS_ELSEWHERE = {
     "sampling.samples": "group_size n num_generations rollout_n",
     "sampling.temperature": "temperature",
     "sampling.top_p": "top_p",
-    "steps": "epochs max_steps num_train_epochs total_epochs total_training_steps",
+    "steps": "max_steps total_training_steps",
     "task.grader": "grader",
     "task.template": "template",
     "tracking.mlflow": "report_to",
 }
 """Other names of settings: in TRL's GRPOConfig, in verl's trainer settings, and those that people try."""
+
+_EPOCHS = "--steps N, the number of batches of rollouts; an epoch has (training problems / sampling.prompts) of them"
+_MICRO_BATCH = "--set optim.micro_batch_tokens=N, the tokens of a micro-batch (not its sequences)"
+_TASK = "--task NAME|FILE"
+
+OPTIONS_ELSEWHERE = {
+    "dataset": _TASK,
+    "dataset_name": _TASK,
+    "epochs": _EPOCHS,
+    "epsilon": "--method clip --set bounds.eps_low=VALUE --set bounds.eps_high=VALUE",
+    "gradient_accumulation_steps": _MICRO_BATCH,
+    "num_train_epochs": _EPOCHS,
+    "output_dir": "--runs-dir FOLDER and --name NAME",
+    "per_device_train_batch_size": _MICRO_BATCH,
+    "reward_funcs": "--grader trl:module:function",
+    "total_epochs": _EPOCHS,
+    "use_vllm": "--sampler vllm",
+}
+"""What to type for options of other trainers that have another unit, or that are not a single setting."""
 
 _MAX_PEERS = 7
 """Methods or tasks that an error lists as having a setting."""
@@ -144,10 +162,15 @@ def check_keys(
     return values
 
 
+def option_word(name: str) -> str:
+    """Return the last part of a flag or a key, as Python spells it: `learning_rate` for `--learning-rate`."""
+    return name.lstrip("-").replace("-", "_").rpartition(".")[2].lower()
+
+
 def setting_for(name: str) -> str | None:
     """Return the setting that a flag or key of another trainer stands for; None where there is none.
 
     `--learning-rate`, `learning_rate` and `actor.learning_rate` are the same name.
     """
-    word = name.lstrip("-").replace("-", "_").rpartition(".")[2].lower()
+    word = option_word(name)
     return next((key for key, names in SETTINGS_ELSEWHERE.items() if word in names.split()), None)

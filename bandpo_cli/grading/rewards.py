@@ -103,5 +103,5 @@ def check_not_all_failed(
     )
     raise GraderFailedError(
         f"all {len(verdicts):,} answers are grader errors, so there is no reward to learn from or to report: {causes}; "
-        "once it works, --resume continues a run that has started; another grader needs a new run"
+        "once it works (a run folder has a copy of its file), --resume continues; another grader needs a new run"
     )

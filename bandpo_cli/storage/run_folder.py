@@ -55,7 +55,7 @@ _STEP_FOLDERS = ("samples", "tokens", "evals", "bad_batches")
 
 
 _OTHER_FOLDERS = {
-    "eval.json": ("an evaluation", ("samples", "eval --resume")),
+    "eval.json": ("an evaluation", ("samples", "eval compare", "eval --resume")),
     "sweep.yaml": ("a sweep", ("runs", "report", "sweep --resume")),
 }
 """What a folder with this file is if it is not a run, and the commands that take it."""
@@ -235,7 +235,8 @@ def not_found(kind: str, text: str, runs_dir: Path, marker: str) -> UserError:
         return UserError(f"no {kind} {text[:200]!r}: there is no folder {runs_dir}; --runs-dir names another")
     names = folders_containing(runs_dir, marker)
     others = ", ".join(names[-5:]) or f"no {kind}s"
-    return UserError(f"no {kind} {text[:200]!r} in {runs_dir}{nearest(text, names)}; it has {others}")
+    listed = "; `bandpo runs` lists all" if kind == "run" and names else ""
+    return UserError(f"no {kind} {text[:200]!r} in {runs_dir}{nearest(text, names)}; it has {others}{listed}")
 
 
 def other_folder(text: str, runs_dir: Path) -> UserError | None:

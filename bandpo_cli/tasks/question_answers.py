@@ -191,10 +191,12 @@ def load_questions(
     names = find_fields(first_rows, source.fields, known)
     required = ["question", "answer", *(["level"] if source.levels is not None else [])]
     if missing := [name for name in required if getattr(names, name) is None]:
-        mapping = ", ".join(f"{name}: ..." for name in missing)
+        sources = [*(getattr(config, part) or ())]
+        index = sources.index(source) if source in sources else 0
+        mapping = " ".join(f"--set task.{part}.{index}.fields.{name}=FIELD" for name in missing)
         raise ConfigError(
             f"'{place}': no field found for the {' and the '.join(missing)}; its fields: {columns}; "
-            f"set fields: {{{mapping}}}"
+            f"add {mapping}"
         )
     dropped: Counter[str] = Counter()
     problems: dict[str, Problem] = {}

@@ -108,7 +108,7 @@ def test_engine_and_trainer_are_killed_and_stopped(uninterrupted: Path, tmp_path
     os.kill(engine_of(process.pid), signal.SIGSTOP)
     process.send_signal(signal.SIGTERM)
     assert process.stderr is not None
-    assert "press Ctrl-C again" in process.stderr.readline()
+    assert "send SIGTERM again" in process.stderr.readline()
     with pytest.raises(subprocess.TimeoutExpired):  # the step waits for the batch that is sampled ahead
         process.wait(1.0)
     process.send_signal(signal.SIGTERM)

@@ -45,7 +45,13 @@ FILES = {
 
 MISTAKES: dict[str, list[str]] = {
     # words of other trainers
-    "train --learning-rate 1e-5": ["No such option: --learning-rate; use --set optim.lr=VALUE"],
+    "train --learning-rate 1e-5": ["No such option: --learning-rate; use --lr VALUE"],
+    "train --num_train_epochs 3": ["use --steps N, the number of batches of rollouts; an epoch has"],
+    "train --per_device_train_batch_size 4": ["the tokens of a micro-batch (not its sequences)"],
+    "train --epsilon 0.2": ["use --method clip --set bounds.eps_low=VALUE --set bounds.eps_high=VALUE"],
+    "train --dataset_name gsm8k": ["No such option: --dataset_name; use --task NAME|FILE"],
+    "train actor_rollout_ref.rollout.n=4": ["use --set sampling.samples=VALUE"],
+    "train --set sampling.prompts 4": ["extra argument(s) (4); use KEY=VALUE after --set (see"],
     "train --samples 8": ["use --set sampling.samples=VALUE or --set evaluation.samples=VALUE (see bandpo train"],
     "sweep --schedule cosine": ["No such option: --schedule; use --set optim.schedule=VALUE or --axis"],
     "samples first -k 3": ["No such option: -k (see bandpo samples --help)"],

@@ -39,6 +39,9 @@ MATH = {"task": {"name": "math", "train": {"name": "math", "levels": [3, 4, 5]}}
         # a single source is merged key by key
         ([MATH, ["task.train.limit=100"]],
          {"task": {"name": "math", "train": [{"name": "math", "levels": [3, 4, 5], "limit": 100}]}}),
+        # a number is the index of an element
+        ([{"task": {"name": "data", "train": [{"path": "a"}, {"path": "b"}]}}, ["task.train.1.fields.question=q"]],
+         {"task": {"name": "data", "train": [{"path": "a"}, {"path": "b", "fields": {"question": "q"}}]}}),
         # the order of assignments does not matter
         ([["bounds.method=clip", "bounds.eps_high=0.3"]], {"bounds": {"method": "clip", "eps_high": 0.3}}),
         ([["bounds.eps_high=0.3", "bounds.method=clip"]], {"bounds": {"method": "clip", "eps_high": 0.3}}),

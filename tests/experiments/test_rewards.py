@@ -134,7 +134,7 @@ def test_a_failing_grader_stops_the_run_and_its_repair_resumes_it() -> None:
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("FAILED", 0)
     assert [line["step"] for line in read_metrics(folder)] == [0]
-    Path("failing_judge.py").write_text(REPAIRED)
+    (folder / "failing_judge.py").write_text(REPAIRED)
     assert resume("a").status == "FINISHED"
     assert [line["step"] for line in read_metrics(folder)] == [0, 1]
 

@@ -249,7 +249,7 @@ def test_missing_fields_are_named_with_the_mapping(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", [{"text": "q", "answer": "1", "gold": 2}])
     message = error_of(Source(path=path))
     assert "no field found for the question; its fields: text, answer, gold" in message
-    assert "fields: {question: ...}" in message
+    assert "add --set task.train.0.fields.question=FIELD" in message
     assert "the question and the answer" in error_of(Source(path=jsonl(tmp_path / "y.jsonl", [{"a": 1}])))
     path = jsonl(tmp_path / "z.jsonl", [{"question": "q", "answer": "1"}])
     read_from = "1 without an answer; the question was read from 'question', the answer from 'gold.value'"
@@ -275,7 +275,7 @@ def test_levels(tmp_path: Path) -> None:
     assert notes == ["x: 3 training problems; dropped: 3 of other levels"]
     assert len(load_questions(Source(path=path), "train")[0]) == 6
     bare = jsonl(tmp_path / "y.jsonl", [{"question": "q", "answer": "1"}])
-    assert "fields: {level: ...}" in error_of(Source(path=bare, levels=(3,)))
+    assert "task.train.0.fields.level=FIELD" in error_of(Source(path=bare, levels=(3,)))
 
 
 def test_limit_keeps_rows_evenly_spread(tmp_path: Path) -> None:
