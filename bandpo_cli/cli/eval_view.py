@@ -24,10 +24,12 @@ from bandpo_cli.cli.console import (
     print_rows,
 )
 from bandpo_cli.cli.statement import describe_model, print_statement
+from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import plural
 from bandpo_cli.experiments.eval_comparison import ComparisonResult
 from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
 from bandpo_cli.experiments.eval_run import EvalInfo, EvalResult
+from bandpo_cli.reports.comparison.selection import format_setting
 from bandpo_cli.storage.eval_folder import SAMPLES_FILE, EvalFolder
 from bandpo_cli.storage.run_folder import shell_command
 from bandpo_cli.types import UNGRADED_VERDICTS
@@ -162,9 +164,10 @@ def print_request(console: Console, request: EvalRequest) -> None:
     _, task = file
     sets = {label: problems[: settings.problems] for label, problems in task.heldout_sets().items()}
     total = sum(map(len, sets.values())) * settings.samples
+    names_sets = isinstance(config.task, DataTask) and bool(config.task.heldout)
     rows = {
         "model": describe_model(config),
-        "tasks": counts(sets, "held-out problem"),
+        "tasks": counts(sets, "problem" if names_sets else "held-out problem"),
         "samples": f"{settings.samples} per problem = {total:,} completions of at most "
         f"{config.sampling.max_tokens:,} tokens, T = {settings.temperature:g}, seed {config.seed}",
     }
@@ -267,7 +270,9 @@ def print_comparison(console: Console, result: ComparisonResult, show: int, styl
         return
     print_rows(console, [("A", str(result.path_a)), ("B", str(result.path_b))])
     for key, (a, b) in result.differences.items():
-        print_line(console, f"{key} is {a!r:.200} in A and {b!r:.200} in B", "differs", "yellow")
+        null = "all" if key == "evaluation.problems" else "not set"
+        before, after = (null if value is None else format_setting(value)[:200] for value in (a, b))
+        print_line(console, f"{key} is {before} in A and {after} in B", "differs", "yellow")
     for label, compared in result.sets.items():
         only = [f"{n:,} only in {name}" for name, n in (("A", compared.only_a), ("B", compared.only_b)) if n]
         console.print()

@@ -72,9 +72,19 @@ def print_results(console: Console, config: RunConfig, report: ProbeReport) -> N
         f"{config.optim.lr:g}, ratios up to {metrics['ratio/max']:.3g}; its weights are discarded"
         if useful
         else "not measured: no group has different rewards, so no token has a gradient",
-        "time": f"about {report.sample_seconds + report.update_seconds:,.1f} s per step (sampling and grading "
-        f"{report.sample_seconds:,.1f} s, updates {report.update_seconds:,.1f} s), "
-        f"{format_duration(report.run_seconds)} for {config.steps} steps with their evaluations",
+        "time": time_text(config, report),
         "a sample": sample_text(rollouts[0]).plain,
     }
     print_rows(console, rows.items(), 10)
+
+
+def time_text(config: RunConfig, report: ProbeReport) -> str:
+    """Return the time of a step and of the run; without a trial step, the time without the updates."""
+    sampling, updates = report.sample_seconds, report.update_seconds
+    run = f"{format_duration(report.run_seconds)} for {plural(config.steps, 'step')}"
+    run += " with their evaluations" if config.evaluation.every else ""
+    if updates is None:
+        unknown = "the updates were not measured, because no group has different rewards"
+        return f"about {sampling:,.1f} s per step for sampling and grading alone, {run} without the updates; {unknown}"
+    parts = f"sampling and grading {sampling:,.1f} s, updates {updates:,.1f} s"
+    return f"about {sampling + updates:,.1f} s per step ({parts}), {run}"

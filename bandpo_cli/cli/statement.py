@@ -43,7 +43,7 @@ def run_statement(config: RunConfig, task: Task, ranks: int = 1) -> list[tuple[s
     refills = f"zero-variance groups sampled again up to {sampling.dynamic_batches - 1} times, "
     rows = {
         "model": describe_model(config),
-        "task": f"{config.task.title}, {len(task.train_problems()):,} problems, "
+        "task": f"{config.task.title}, {plural(len(task.train_problems()), 'training problem')}, "
         f"answers of at most {sampling.max_tokens} tokens, T = {sampling.temperature:g}",
         "method": "\n".join(filter(None, [config.bounds.describe(), config.bounds.source()])),
         "each step": f"{sampling.prompts} prompts × {sampling.samples} = {completions:,} completions "
@@ -61,10 +61,11 @@ def run_statement(config: RunConfig, task: Task, ranks: int = 1) -> list[tuple[s
     if evaluation.every:
         heldout = task.heldout_sets().items()
         counts = {label: len(problems[: evaluation.problems]) for label, problems in heldout}
-        sets = ", ".join(f"{count:,} of {label}" for label, count in counts.items())
+        sets = ", ".join(f"{plural(count, 'problem')} of '{label}'" for label, count in counts.items())
         if list(counts) == [config.task.name]:
-            sets = f"{counts[config.task.name]:,} held-out problems"
-        rows["evaluation"] = f"{sets} × {evaluation.samples}, every {evaluation.every} steps"
+            sets = plural(counts[config.task.name], "held-out problem")
+        samples = f"{plural(evaluation.samples, 'completion')} per problem"
+        rows["evaluation"] = f"{sets}, {samples}, every {plural(evaluation.every, 'step')}"
     return [*rows.items()]
 
 

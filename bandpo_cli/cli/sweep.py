@@ -83,7 +83,7 @@ def sweep(
             fraction of clip.
         tuned_on: Run each method with the settings that were best in that sweep, with other seeds.
         baseline: The variant that the report compares all other variants with.
-        jobs: Runs at a time.
+        jobs: Runs at a time; a resume keeps the number.
         gpus_per_run: Number of GPUs per run, one process per GPU. Without a GPU, a run has K processes on the
             CPU.
         stop_behind: Stop a run after half of its steps or later if its held-out accuracy is more than MARGIN

@@ -99,7 +99,7 @@ class SweepView(ExperimentView):
         if isinstance(result.error, KeyboardInterrupt | SignalExit):
             how = str(result.error) or "stopped by Ctrl-C"
             again = shell_command("sweep --resume", result.folder, self.runs_dir)
-            print_line(self.console, f"{how}, {finished} are finished; resume with: {again}")
+            print_line(self.console, f"{how} with {finished} finished; resume with: {again}")
         if result.error is not None:
             return
         if result.report is None:

@@ -3,6 +3,7 @@
 Every mistake that can be found without torch is found here.
 """
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, task_from_arguments
 from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.datasets import DATASETS, generated_tasks, split_member
-from bandpo_cli.errors import ConfigError, UserError, nearest
+from bandpo_cli.errors import ConfigError, UserError, nearest, plural
 from bandpo_cli.experiments.preflight import (
     ModelRef,
     check_graders,
@@ -31,8 +32,11 @@ from bandpo_cli.storage.eval_folder import RECORD_FILE, SAMPLES_FILE, EvalFolder
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import RunFolder, find_run, timestamped
 from bandpo_cli.tasks.completions import StoredProblem, read_completions
+from bandpo_cli.tasks.question_answers import hub_ids, question_key
 from bandpo_cli.tasks.rows import source_label
 from bandpo_cli.tasks.task import Task, build_task
+
+log = logging.getLogger("bandpo_cli")
 
 MAX_K = 10**6
 _MAX_STEM_CHARS = 100
@@ -180,14 +184,39 @@ def _model_request(model: str, tasks: Sequence[str], runs_dir: Path, layers: Seq
     """Return the evaluation of a model, with the settings of its run, then `layers`."""
     ref = _untrained_model(model, runs_dir) or resolve_model(model, runs_dir)
     base = [] if ref.run is None else run_layers(ref.run)
-    task_layer = _task_layer(tasks, resolve(base) if base else None)
+    own = resolve(base) if base else None
+    task_layer = _task_layer(tasks, own)
     # Adapters are merged into the weights when a model is loaded.
     config = resolve([*base, task_layer, *layers, {"model": {"path": ref.path, "lora": None}}])
     check_engine(config.sampling.engine, config.model.device)
     check_model_and_task(config, f"--task {' '.join(tasks) or config.task.name}")
     task = build_task(config.task)
     check_graders(problem for problems in task.heldout_sets().values() for problem in problems)
+    if own is not None and tasks:
+        _warn_of_training_problems(own, config, task)
     return EvalRequest(config, (ref, task))
+
+
+def _warn_of_training_problems(own: RunConfig, config: RunConfig, task: Task) -> None:
+    """Log how many problems are training problems of the run with the settings `own`, by their questions.
+
+    Only training data in files is compared: a data set of the hub may have to be downloaded.
+    """
+    if not (isinstance(own.task, DataTask) and isinstance(config.task, DataTask)) or hub_ids(own.task):
+        return
+    # Questions in the same template can be compared.
+    trained_task = own.task.model_copy(update={"template": config.task.template})
+    try:
+        trained = {question_key(problem.prompt) for problem in build_task(trained_task).train_problems()}
+    except UserError:  # the files are no longer there
+        return
+    for label, problems in task.heldout_sets().items():
+        evaluated = problems[: config.evaluation.problems]
+        if count := sum(question_key(problem.prompt) in trained for problem in evaluated):
+            of_all = f"{label}: {count:,} of {plural(len(evaluated), 'problem')}"
+            log.warning(
+                "%s are training problems of the run; without --task, the held-out ones are used", of_all
+            )
 
 
 def _untrained_model(text: str, runs_dir: Path) -> ModelRef | None:

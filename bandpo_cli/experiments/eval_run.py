@@ -371,7 +371,7 @@ def _open_source(request: EvalRequest, ranks: Ranks, events: _Events, stack: Exi
         from bandpo_cli.sampling.sampler import SamplingParams, build_sampler, check_model
 
         check_model(config)
-        config = check_memory(with_resolved_dtype(config), ranks, training=False)
+        config = check_memory(with_resolved_dtype(config), ranks, training=False, task=source[1])
         policy = load_policy(config.model, for_training=False, ranks=ranks)
         rollouts.check_context_length(policy, config)
         arguments = config.model.chat_template_kwargs

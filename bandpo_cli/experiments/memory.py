@@ -79,23 +79,28 @@ def memory_of_task(
     """Return the estimate of a run on this task, and the settings that it is made of. Imports torch.
 
     If the run does not fit with prompts of `sampling.max_prompt_tokens`, this setting is the length of the longest
-    prompt of the task. The other arguments and the errors are those of `memory_report`.
+    prompt of the task. For an evaluation `evaluation.problems` is the number of problems of all its sets. The other
+    arguments and the errors are those of `memory_report`.
     """
+    if task is not None and not training:
+        sets = task.heldout_sets().values()
+        count = sum(len(problems[: config.evaluation.problems]) for problems in sets)
+        config = with_values(config, {"evaluation.problems": count})
     estimate = memory_report(config, ranks, training)
     if estimate.fits or task is None:
         return config, estimate
-    longest = min(_longest_prompt(config, task), config.sampling.max_prompt_tokens)
+    longest = min(_longest_prompt(config, task, training), config.sampling.max_prompt_tokens)
     config = with_values(config, {"sampling.max_prompt_tokens": longest})
     return config, memory_report(config, ranks, training)
 
 
-def _longest_prompt(config: RunConfig, task: Task) -> int:
+def _longest_prompt(config: RunConfig, task: Task, training: bool) -> int:
     """Return the number of tokens of the longest prompt, by the tokenizer alone. Imports transformers."""
     from bandpo_cli.models.load import load_tokenizer
     from bandpo_cli.sampling.rollouts import PromptEncoder
 
-    heldout = task.heldout_sets().values() if config.evaluation.every else ()
-    problems = chain(task.train_problems(), *heldout)
+    heldout = task.heldout_sets().values() if config.evaluation.every or not training else ()
+    problems = chain(task.train_problems() if training else (), *heldout)
     longest = nlargest(_LONGEST_TEXTS, problems, key=lambda problem: len(str(problem.prompt)))
     model = config.model
     encoder = PromptEncoder(load_tokenizer(model), model.prompts, model.chat_template_kwargs)

@@ -213,7 +213,7 @@ def run_warnings(config: RunConfig, task: Task | None = None) -> list[str]:
     if 0 < count < wanted:
         counts = f"{plural(count, 'training problem')} for {wanted:,} prompts per step"
         warnings.append(
-            f"{counts}: a problem is {wanted / count:.1f} times in a step; lower sampling.prompts"
+            f"{counts}: a step samples every problem {wanted / count:.1f} times on average; lower sampling.prompts"
         )
     return warnings
 

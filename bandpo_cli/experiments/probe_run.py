@@ -30,15 +30,16 @@ class ProbeReport:
         metrics: their metrics by the names of metrics.jsonl, and those of the updates of the trial step. Without a
             group of different rewards there is no trial step.
         trial_groups: number of groups of the trial step.
-        sample_seconds, update_seconds: of a step of the run, by the times of the probe.
-        run_seconds: of the complete run with its evaluations, by the same times.
+        sample_seconds: of a step of the run, by the times of the probe.
+        update_seconds: of the updates of a step; None if no group has different rewards, so that there was no update.
+        run_seconds: of the complete run with its evaluations, by the same times; without updates that have no time.
     """
 
     groups: Sequence[Group]
     metrics: dict[str, float]
     trial_groups: int
     sample_seconds: float
-    update_seconds: float
+    update_seconds: float | None
     run_seconds: float
 
 
@@ -95,13 +96,12 @@ def probe(plan: TrainPlan, callbacks: Sequence[TrainCallback] = ()) -> ProbeRepo
                 metrics |= update_metrics(update_policy(policy, components.optimizer, experiences, config))
     per_prompt = timer.seconds("sample", "grade") / len(groups)
     # Groups whose rewards are all equal do not go through the model in an update.
-    per_useful = timer.seconds("logprobs", "update") / min(useful, tried) if useful else 0.0
-    sampling, updating = (
-        run.sampling.prompts * per_prompt,
-        run.sampling.prompts * useful / len(groups) * per_useful,
-    )
+    sampling, updating = run.sampling.prompts * per_prompt, None
+    if useful:
+        per_useful = timer.seconds("logprobs", "update") / min(useful, tried)
+        updating = run.sampling.prompts * useful / len(groups) * per_useful
     evaluations = sum(is_evaluation_due(run.evaluation, step, run.steps) for step in range(run.steps + 1))
     heldout = sum(len(items[: run.evaluation.problems]) for items in plan.task.heldout_sets().values())
     evaluating = evaluations * heldout * per_prompt * run.evaluation.samples / run.sampling.samples
-    seconds = sampling, updating, run.steps * (sampling + updating) + evaluating
+    seconds = sampling, updating, run.steps * (sampling + (updating or 0.0)) + evaluating
     return ProbeReport(groups, metrics, tried, *seconds)

@@ -117,7 +117,8 @@ class Executor:
 
     Attributes:
         address: address of a Ray cluster; None for a local cluster that ends with the sweep.
-        jobs: runs at a time; None for as many as there are GPUs for, or cores where there is no GPU.
+        jobs: runs at a time; None for the number in a resumed plan, else for as many as there are GPUs for, or cores
+            where there is no GPU.
         stop_margin: stop a run half-way or later whose held-out accuracy is this far below another variant's.
         gpus_per_run: GPUs, or processes without a GPU, of each run; None for one, or for the number in a resumed plan.
     """
@@ -232,10 +233,12 @@ def sweep(
         folder = SweepFolder.open(runs_dir, request)
         if executor.gpus_per_run is None:
             executor = replace(executor, gpus_per_run=folder.gpus_per_run)
+        executor = replace(executor, jobs=executor.jobs or folder.jobs)
     else:
         _check_run_ranks((run.config for run in request.runs), executor)
         name = choose_run_name(runs_dir, name, timestamped("sweep"))
         about = ({"gpus_per_run": executor.ranks} if executor.ranks > 1 else {}) | {**request.about}
+        about |= {} if executor.jobs is None else {"jobs": executor.jobs}
         folder = SweepFolder.create(runs_dir, name, request.runs, request.baseline, about)
     with run_lock(folder.path):
         return _run_pending(folder, executor, runs_dir, Dispatcher(callbacks))

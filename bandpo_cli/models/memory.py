@@ -145,7 +145,7 @@ def estimate_memory(
     Raises:
         UserError: the model's config cannot be read, or (`NoEstimateError`) its memory does not follow from shapes.
     """
-    run = _Run(with_dtype(config, device.on_gpu), ranks, device.on_gpu)
+    run = _Run(with_dtype(config, device.on_gpu), ranks, device.on_gpu, training)
     backward, reduction, gathered, sampling = fsdp_bytes(run.model, ranks if training else 1)
     always, update, process = {"weights": run.weights}, Bytes(), Bytes()
     if training:
@@ -180,7 +180,7 @@ def estimate_memory(
 class _Run:
     """A run whose model is on the meta device."""
 
-    def __init__(self, config: RunConfig, ranks: int, on_gpu: bool) -> None:
+    def __init__(self, config: RunConfig, ranks: int, on_gpu: bool, training: bool) -> None:
         self.config, self.ranks, self.on_gpu = config, ranks, on_gpu
         self.model = build_on_meta_device(config.model)
         self.text, self.itemsize = self.model.config.get_text_config(), self.model.dtype.itemsize
@@ -190,7 +190,15 @@ class _Run:
         # An engine with weights of its own has them complete and without adapters.
         self.weights = self.itemsize * (self.total - (self.trained if self.has_lora else 0))
         self.longest = sampling.max_prompt_tokens + sampling.max_tokens
-        self.sequences = min(math.ceil(sampling.prompts / ranks) * sampling.samples, sampling.max_sequences)
+        prompts, self.samples = sampling.prompts, sampling.samples
+        if not training:
+            evaluation, self.samples = config.evaluation, config.evaluation.samples
+            prompts = evaluation.problems or sampling.max_sequences
+            if ENGINES[
+                resolve_engine(sampling.engine, on_gpu)
+            ].shares_weights:  # it samples one batch at a time
+                prompts = min(prompts, max(1, evaluation.batch // self.samples))
+        self.sequences = min(math.ceil(prompts / ranks) * self.samples, sampling.max_sequences)
         _, heads, width = _heads(self.text)
         self.cache = self.longest * 2 * self.text.num_hidden_layers * heads * width * self.itemsize
 
@@ -252,7 +260,7 @@ class _Run:
         logits = sampling.max_sequences * self.text.vocab_size * ENGINE_BYTES_PER_LOGIT
         fixed = self.weights // gpus + logits + SLEEPING_ENGINE_BYTES
         full = fixed + self.sequences * self.cache // gpus
-        fewest = fixed + min(self.sequences, sampling.samples) * self.cache // gpus
+        fewest = fixed + min(self.sequences, self.samples) * self.cache // gpus
         fraction = settings.memory_fraction
         if fraction is None:
             percent = math.floor(100 * min(full, device.usable - already_taken) / device.total)

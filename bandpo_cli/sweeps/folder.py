@@ -39,6 +39,7 @@ class SweepFolder:
         baseline: the variant that the others are compared with, None without one.
         fork: the checkpoint that every run continues, as PATH@STEP; None for runs from the start.
         gpus_per_run: GPUs, or processes on a CPU, of each run when the sweep was created.
+        jobs: runs at a time that the sweep was created with; None if the machine decides.
     """
 
     def __init__(self, path: Path, runs: Sequence[SweepRun], plan: Mapping[str, Any]) -> None:
@@ -46,6 +47,7 @@ class SweepFolder:
         self.baseline = None if plan.get("baseline") is None else str(plan["baseline"])
         self.fork: str | None = plan.get("fork")
         self.gpus_per_run: int = plan.get("gpus_per_run", 1)
+        self.jobs: int | None = plan.get("jobs")
 
     @classmethod
     def create(
@@ -158,6 +160,7 @@ class _Plan:
     baseline: Text | None = None
     fork: Annotated[str, Field(pattern=r"@\d{1,12}$")] | None = None
     gpus_per_run: Annotated[int, Field(strict=True, ge=1)] = 1
+    jobs: Annotated[int, Field(strict=True, ge=1)] | None = None
 
 
 def validated(class_: type[Value], content: object, file: Path, key: str = "") -> Value:

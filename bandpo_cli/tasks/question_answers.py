@@ -228,7 +228,9 @@ def load_questions(
             f"task.{part}: no row of '{place}' can be used: {counts}; the question was read from "
             f"'{names.question}', the answer from '{names.answer}'; its fields: {columns}"
         )
-    notes = [f"{label}: {plural(len(selected), f'{_PURPOSES[part]} problem')}"]
+    # A source that is split afterwards has problems of both kinds.
+    purpose = "" if part == "train" and not config.sources("heldout") else f"{_PURPOSES[part]} "
+    notes = [f"{label}: {plural(len(selected), f'{purpose}problem')}"]
     notes[0] += f"; dropped: {counts}" if dropped else ""
     if solutions:
         use = "is the reference answer" if names.answer == names.question else "is left out"

@@ -169,6 +169,10 @@ def test_step_0_of_a_run_is_its_model_before_training(changed: Path) -> None:
     assert {metric["value"] for metric in compared["sets"]["countdown"]["figures"].values()} == {0.0}
     bandpo(changed, "eval", "--model", "first", "--seed", "7", "--name", "after", "--no-mlflow")
     assert "differs  seed is 0 in A and 7 in B" in bandpo(changed, "eval", "compare", "first@0", "after")
+    record = json.loads((changed / "runs" / "after" / "eval.json").read_text())
+    record["config"]["evaluation"]["problems"] = None
+    (changed / "all.json").write_text(json.dumps(record))
+    assert "problems is 3 in A and all in B" in bandpo(changed, "eval", "compare", "first@0", "all.json")
 
 
 def test_a_new_folder_has_no_runs_yet(tmp_path: Path) -> None:

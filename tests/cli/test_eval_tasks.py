@@ -138,6 +138,10 @@ def test_template_and_system_message_of_a_run_apply_to_another_file(place: Path)
     trained = json.loads((place / "runs" / "run" / "evals" / "step-000001.json").read_text())
     assert record_of(place / "runs" / "own")["sets"] == trained["sets"]
     succeed("eval", "--model", "run", "--task", "b/test.jsonl", "--name", "other", "--no-mlflow", cwd=place)
+    done = succeed("eval", "--model", "run", "--task", "sums.jsonl", "--no-mlflow", cwd=place)
+    # The other three are in the file of held-out problems.
+    assert "sums: 2 of 5 problems are training problems of the run" in done.out + done.err
+    assert "sums (5 problems)" in done.out
     prompts = samples_of(place / "runs" / "other")["prompt"]
     assert prompts.str.startswith("<|im_start|>system\nBe brief.").all()
     assert prompts.str.contains("Q How many are 5").all()

@@ -151,7 +151,7 @@ def test_a_signal_lets_all_runs_save_their_state(tmp_path: Path) -> None:
     sweep.terminate()
     out, err = sweep.communicate(timeout=60)
     assert sweep.returncode == 143, err
-    assert "stopped by SIGTERM, 0 of 2 runs are finished; resume with: bandpo sweep --resume c" in out
+    assert "stopped by SIGTERM with 0 of 2 runs finished; resume with: bandpo sweep --resume c" in out
     for run in runs:
         ended = summary(run)
         assert (ended["status"], ended["error"]) == ("KILLED", "stopped by request")

@@ -208,7 +208,7 @@ def test_rewards_other_than_0_and_1_come_before_the_accuracy() -> None:
     assert lines[-1].endswith("held-out reward 0.500 · mean@16 0.000")
     panel = shown(True, reports, steps=2).split("╭")[-1]
     assert re.search(r"reward +0.250 .*\n.*training accuracy +0.000 ", panel)
-    assert re.search(r"reward 0.250  \S*wrong", panel)
+    assert re.search(r"reward 0.250, \S*wrong", panel)
     assert "reward" not in shown(True, [report(0), report(1)], steps=1)
     out = io.StringIO()
     result = RunResult(Path("runs/r"), "FINISHED", [item.record for item in reports])
@@ -229,7 +229,7 @@ def test_the_statement_has_batch_sizes_and_rollouts_ahead() -> None:
     assert dict(run_statement(config, build_task(config.task)))["sampling"].startswith("one step ahead")
     text = " ".join(text for _, text in run_statement(RunConfig(), build_task(RunConfig().task)))
     sizes = ("64 prompts × 16 = 1,024 completions", "≤ 8,192 tokens", "4 updates of 256", "400 updates")
-    for part in (*sizes, "102,400", "128 held-out problems × 16"):
+    for part in (*sizes, "102,400", "128 held-out problems, 16 completions per problem"):
         assert part in text
 
 

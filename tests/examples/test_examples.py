@@ -1,5 +1,6 @@
 """The programs in examples/ run, and their results are those of their descriptions."""
 
+import importlib
 import json
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from bandpo_cli.bounds import band_bounds
+from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.files import read_config
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable
@@ -64,6 +66,19 @@ def test_the_custom_grader_and_its_data_work_in_the_command(tmp_path: Path) -> N
     half = {"score": 0.5, "correct": False, "verdict": "wrong"}
     assert custom_grader.reversed_word("dnab", "dnab", {"letters": 4})["score"] == 1.0
     assert custom_grader.reversed_word("dnxx", "dnab", {"letters": 4}) == half
+
+
+def test_the_callback_in_the_docs_ignores_the_evaluation_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "docs" / "python_api.md").read_text()
+    code = next(block for block in page.split("```python\n") if "class PrintAccuracy" in block)
+    (tmp_path / "printing_callback.py").write_text(code.partition("```")[0])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    callback = importlib.import_module("printing_callback").PrintAccuracy()
+    callback.step(StepReport(0, {"step": 0, "eval/countdown/pass_at_1": 0.5}, None))
+    callback.step(StepReport(1, {"step": 1, "train/accuracy": 0.25}, None))
+    assert capsys.readouterr().out == "1 0.25\n"
 
 
 @pytest.mark.slow

@@ -221,6 +221,17 @@ def test_a_run_that_does_not_fit_is_estimated_with_the_longest_prompt_of_its_tas
         assert memory_report(config).fits == (limit == 4096)
 
 
+@pytest.mark.parametrize(("problems", "sequences"), [(2, 8), (3, 12), (None, 64)])
+def test_an_evaluation_is_estimated_by_its_completions(problems: int | None, sequences: int) -> None:
+    """The transformers engine samples one batch at a time, of 66 completions here, 4 per problem."""
+    evaluation = {"problems": problems, "samples": 4, "k": [1], "batch": 66}
+    config = resolve([SMALL, {"task": {"max_number": 9}, "evaluation": evaluation}])
+    task = build_task(config.task)
+    assert len(task.heldout_sets()["countdown"]) > 16
+    estimate = memory_of_task(config, task, training=False)[1]
+    assert f"at most: next-token distributions of {sequences} sequences" in estimate.sampling
+
+
 @pytest.mark.slow
 def test_the_model_is_not_loaded(gpus: Gpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus.add(0.5)

@@ -1,6 +1,7 @@
 """Advice where nothing can be learned, and the probe of a run that is not trained."""
 
 import logging
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -8,11 +9,12 @@ from unittest import mock
 import pytest
 
 from bandpo_cli.callbacks import StepReport
+from bandpo_cli.cli.probe_view import time_text
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments import train
 from bandpo_cli.experiments.advice import NothingLearned, advice
-from bandpo_cli.experiments.probe_run import probe
+from bandpo_cli.experiments.probe_run import ProbeReport, probe
 from bandpo_cli.experiments.train_run import plan_training
 from tests.cli.eval_command import succeed
 from tests.cli.train_runs import SMALL as SMALL_FLAGS
@@ -98,7 +100,30 @@ def test_a_probe_has_the_metrics_of_a_first_step_and_writes_nothing(tmp_path: Pa
     assert report.trial_groups == 32
     assert report.metrics["optim/lr"] == config.optim.lr
     assert report.metrics["ratio/max"] > 1
+    assert report.update_seconds is not None
     assert report.run_seconds == pytest.approx(report.sample_seconds + report.update_seconds)
+
+
+@pytest.mark.parametrize(
+    ("every", "updates", "expected"),
+    [
+        (
+            5,
+            2.0,
+            r"about 7\.0 s per step \(.* 5\.0 s, updates 2\.0 s\), 0:00:21 for 3 steps with their evaluations",
+        ),
+        (
+            0,
+            None,
+            r"about 5\.0 s per step for .* alone, 0:00:21 for 3 steps without the updates; .* not measured, .*",
+        ),
+    ],
+)
+def test_time_of_updates_that_were_not_measured_is_unknown(
+    every: int, updates: float | None, expected: str
+) -> None:
+    config = resolve([{"steps": 3, "evaluation": {"every": every}}])
+    assert re.fullmatch(expected, time_text(config, ProbeReport([], {}, 4, 5.0, updates, 21.0)))
 
 
 @pytest.mark.slow

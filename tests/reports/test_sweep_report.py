@@ -171,6 +171,12 @@ def test_one_seed_has_no_interval_in_any_output(tmp_path):
     assert {difference.verdict for difference in report.differences} == {"one seed: no test"}
     assert "highest held-out accuracy, 0.600 (one seed, no interval); with these seeds no" in report.finding
     assert "±" not in (sweep / "report" / "report.md").read_text()
+    equal = report_of(
+        write_sweep(tmp_path / "equal", {"clip": {0: 0.4}, "kl 0.02": {0: 0.4}, "kl 0.03": {0: 0.3}})
+    )
+    assert equal.finding.startswith(
+        "clip, kl 0.02 end with the highest held-out accuracy, 0.400 each (one seed,"
+    )
 
 
 def test_without_baseline_there_are_no_differences_and_a_note(sweep):

@@ -89,7 +89,7 @@ def test_an_assistant_message_at_the_end_is_the_answer_or_left_out(tmp_path: Pat
     ]
     problems, notes = read(jsonl(tmp_path / "sft.jsonl", *rows, {"messages": [QUESTION]}))
     assert set(problems) == {"12"}
-    assert "sft: 2 training problems; dropped: 1 without an answer" in notes
+    assert "sft: 2 problems; dropped: 1 without an answer" in notes
     assert "sft: the assistant message at the end of 2 prompts is the reference answer" in notes
     assert problems["12"].prompt[-1] == last
     rows = [{"messages": [*turns, SOLUTION], "answer": "13"} for turns in ([QUESTION], FEW_SHOT)]

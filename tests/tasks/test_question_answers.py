@@ -165,7 +165,7 @@ def test_notes_list_what_was_read_and_dropped(tmp_path: Path) -> None:
     assert task.notes() == []
     count = len(task.heldout_sets()["x"])
     assert task.notes() == [
-        "x: 900 training problems; dropped: 1 without an answer, 100 over the limit",
+        "x: 900 problems; dropped: 1 without an answer, 100 over the limit",
         f"x: {count} of 900 problems held out for evaluation (heldout_fraction = 0.05)",
     ]
     (tmp_path / "x.jsonl").unlink()
@@ -240,7 +240,7 @@ def test_unusable_rows_are_dropped_and_counted(tmp_path: Path) -> None:
     ((question,), notes) = load_questions(Source(path=jsonl(tmp_path / "x.jsonl", rows)), "train")
     assert (question.prompt, question.answer) == ("good", "1")
     dropped = "1 repeated, 4 without a question, 2 without an answer"
-    assert notes == [f"x: 1 training problem; dropped: {dropped}"]
+    assert notes == [f"x: 1 problem; dropped: {dropped}"]
     (_, proof), _ = load_questions(Source(path=str(tmp_path / "x.jsonl"), grader="my.module:judge"), "train")
     assert (proof.answer, proof.grader) == ("First this.\nThen that.", "my.module:judge")
 
@@ -272,7 +272,7 @@ def test_levels(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", rows)
     questions, notes = load_questions(Source(path=path, levels=(3, 5)), "train")
     assert [(q.prompt, q.extra["level"]) for q in questions] == [("q1", 3), ("q3", 3), ("q5", 5)]
-    assert notes == ["x: 3 training problems; dropped: 3 of other levels"]
+    assert notes == ["x: 3 problems; dropped: 3 of other levels"]
     assert len(load_questions(Source(path=path), "train")[0]) == 6
     bare = jsonl(tmp_path / "y.jsonl", [{"question": "q", "answer": "1"}])
     assert "task.train.0.fields.level=FIELD" in error_of(Source(path=bare, levels=(3,)))
@@ -291,7 +291,7 @@ def test_ids_are_configured_or_a_hash_of_label_question_and_answer(tmp_path: Pat
     path = jsonl(tmp_path / "x.jsonl", rows)
     named, notes = load_questions(Source(path=path, fields=Fields(id="uid")), "train")
     assert [question.id for question in named] == ["x/7"]
-    assert notes == ["x: 1 training problem; dropped: 1 repeated"]
+    assert notes == ["x: 1 problem; dropped: 1 repeated"]
     # Literal: the ids are stored in every run, and determine the order and the split of the problems.
     ids = [question.id for question in load_questions(Source(path=path), "train")[0]]
     assert ids == ["x/1f446c5bed8256bd", "x/55f7e9b7445d3d34"]

@@ -76,9 +76,9 @@ def entropy_at_equal_accuracy(arms: Arms, sets: Sequence[str]) -> EqualAccuracy:
         return EqualAccuracy(None, {}, [])
     texts = {(arm, seed): f"{arm} (seed {seed})" for arm, seed in runs}
     notes = [
-        f"Entropies are compared at {percent} held-out accuracy, the highest level that all compared runs reach. It is "
-        f"the best value of {texts[lowest]}; without this run it would be "
-        f"{'the same' if next_percent == percent else next_percent}."
+        f"The entropy of a run is taken where its held-out accuracy first reaches {percent}, the highest accuracy that "
+        f"all compared runs reach. {texts[lowest]} does not exceed {percent}"
+        + ("." if next_percent == percent else f"; without this run, the accuracy would be {next_percent}.")
     ]
     if behind:
         notes.append(

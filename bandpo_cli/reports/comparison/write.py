@@ -195,7 +195,10 @@ def _evidence(difference: VariantDifference, metric: Metric, in_full: bool = Tru
 
 
 def _ranking(arms: Sequence[Variant], metric: Metric) -> str:
-    """Return a sentence on the first variant's final value of `metric`; it adds that a ranking is no test."""
+    """Return a sentence on the highest final value of `metric`; it adds that a ranking is no test.
+
+    Variants whose values are equal as printed are named together.
+    """
     value = arms[0].figures[metric.key]
     seeds = f"{value.n} seeds" if value.n > 1 else "one seed, no interval"
     if interval := metric.interval(value):
@@ -204,6 +207,10 @@ def _ranking(arms: Sequence[Variant], metric: Metric) -> str:
     if len(arms) == 1:
         return f"{arms[0].name} ends at a {metric.name} of {mean} ({seeds})"
     untested = "; a ranking, not a test" if value.n > 1 else ""
+    tied = [arm.name for arm in arms if value_text(metric, arm.figures.get(metric.key)) == mean]
+    if len(tied) > 1:
+        seeds = "means over seeds" if value.n > 1 else "one seed, no interval"
+        return f"{shorten_list(tied)} end with the highest {metric.name}, {mean} each ({seeds}){untested}"
     return f"{arms[0].name} ends with the highest {metric.name}, {mean} ({seeds}){untested}"
 
 
@@ -217,7 +224,7 @@ def report_notes(report: Report, arms: Arms, baseline: str | None) -> Iterator[s
     if len({tuple(run.seed for run in members) for members in arms.values()}) > 1:
         yield "The variants do not have the same seeds; each is compared over the seeds that the baseline has too."
     if len(arms) > 1 and baseline is None:
-        yield "No baseline was given, so there are no differences; choose one with --baseline ARM."
+        yield "No baseline was given, so there are no differences; choose one with --baseline VARIANT."
     elif len(arms) > 1 and baseline not in arms:
         yield f"All runs of the baseline '{baseline}' were excluded, so there are no differences."
     elif len(arms) > 2:
