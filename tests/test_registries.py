@@ -231,4 +231,4 @@ def test_a_run_has_registered_entries_of_every_kind(tmp_path: Path, monkeypatch:
     entry = replace(DATASETS["dummy-set"], hub_id=str(tmp_path / "set"))
     monkeypatch.setitem(DATASETS, "dummy-set", entry)
     done = succeed("train", "--task", "dummy-set", "--model", model, "--dry-run", cwd=tmp_path)
-    assert "dummy-set, 5 problems" in done.out
+    assert "dummy-set, 5 training problems" in done.out

@@ -81,7 +81,7 @@ SMALL = [
 def test_a_run_and_its_resume(place: Path) -> None:
     """Two steps on two generators; a resume after the first continues with the same problems and metrics."""
     done = succeed("train", *SMALL, "--name", "a", cwd=place)
-    assert "reasoning-gym, 30 problems" in done.out
+    assert "reasoning-gym, 30 training problems" in done.out
     a, b = place / "runs" / "a", place / "runs" / "b"
     steps = record(a)
     assert [step["step"] for step in steps] == [0, 1, 2]

@@ -103,7 +103,7 @@ def test_level_is_the_highest_that_all_runs_reach_at_any_evaluation():
     # reached after 2, 3 and 1.5 steps
     assert equal.values == pytest.approx({("a", 0): 0.8, ("a", 1): 0.7, ("b", 0): 0.35})
     (note,) = equal.notes
-    assert note.endswith("a (seed 0) does not exceed 40%; without this run, the accuracy would be 50%.")
+    assert note.endswith("a (seed 0) does not exceed 40%; without this run, the level would be 50%.")
 
 
 @pytest.mark.parametrize("last_seed", [[], [0.5]])

@@ -76,9 +76,9 @@ def entropy_at_equal_accuracy(arms: Arms, sets: Sequence[str]) -> EqualAccuracy:
         return EqualAccuracy(None, {}, [])
     texts = {(arm, seed): f"{arm} (seed {seed})" for arm, seed in runs}
     notes = [
-        f"The entropy of a run is taken where its held-out accuracy first reaches {percent}, the highest accuracy that "
+        f"The entropy of a run is taken where its held-out accuracy first reaches {percent}, the highest level that "
         f"all compared runs reach. {texts[lowest]} does not exceed {percent}"
-        + ("." if next_percent == percent else f"; without this run, the accuracy would be {next_percent}.")
+        + ("." if next_percent == percent else f"; without this run, the level would be {next_percent}.")
     ]
     if behind:
         notes.append(
