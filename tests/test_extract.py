@@ -99,6 +99,7 @@ def test_braces_are_balanced_as_by_a_simple_counter(inside: str) -> None:
     assert final_answer("\\boxed{" + inside + "}") == (None if not end else inside[:end])
 
 
+@pytest.mark.slow
 @given(st.text(), st.sampled_from(["", "Answer: ", "\\boxed{", "#### "]), st.text())
 def test_any_text_is_accepted(before: str, marker: str, after: str) -> None:
     answer = final_answer(before + marker + after)

@@ -93,6 +93,7 @@ def exchanged(ranks: Ranks) -> list[object]:
     ]
 
 
+@pytest.mark.slow
 def test_every_rank_receives_the_values_of_all(tmp_path: Path) -> None:
     columns = [[0, 1, 0, 1, 2, 3], [0.5, 1.5, 0.5, 1.5, 2.5, 3.5]]
     expected = [[0, 1, 2], ["a", "a", "a"], [True, False], [-1.0, "nan"], columns]

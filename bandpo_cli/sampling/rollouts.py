@@ -85,7 +85,14 @@ class PromptEncoder:
         ids = {}
         for special in {*joined}:
             of_kind = [text for text, is_joined in zip(texts, joined, strict=True) if is_joined == special]
-            ids[special] = iter(self.tokenizer(of_kind, add_special_tokens=special)["input_ids"])
+            ids[special] = iter(
+                self.tokenizer(
+                    of_kind,
+                    add_special_tokens=special,
+                    return_attention_mask=False,
+                    return_token_type_ids=False,
+                )["input_ids"]
+            )
         pairs = zip(texts, joined, strict=True)
         return [EncodedPrompt(text, tuple(next(ids[special]))) for text, special in pairs]
 

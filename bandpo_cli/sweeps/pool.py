@@ -21,7 +21,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGINT, signal.SIGKILL)
 """Signals that end a run, in order: after the first it completes its step and saves a checkpoint, after the second it
 aborts the step."""
 
-POLL_INTERVAL_S = 0.5  # between two checks of `exit_with_parent`
+POLL_INTERVAL_S = 0.1  # between two checks of `exit_with_parent`
 
 
 class Pool(ABC):

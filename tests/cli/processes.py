@@ -1,9 +1,11 @@
 """Helpers for tests that start commands, watch their processes and end them."""
 
 import json
+import os
+import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from tests.cli.train_runs import metrics_lines
@@ -57,3 +59,18 @@ def check_ended(processes: Iterable[int], seconds: float = 60.0) -> None:
     while running := [process for process in processes if _status(process)[:1] not in ([], ["Z"])]:
         assert time.monotonic() < deadline, running
         time.sleep(0.02)
+
+
+def kill_parent(process: Forked, left: Sequence[int], notice_s: float) -> None:
+    """Kill a process and require that the processes `left` behind end, before they do any other work.
+
+    They are stopped until their next look at their parent, `notice_s` seconds later at most, is due.
+    """
+    for descendant in left:
+        os.kill(descendant, signal.SIGSTOP)
+    process.kill()
+    process.wait()
+    time.sleep(notice_s)
+    for descendant in left:
+        os.kill(descendant, signal.SIGCONT)
+    check_ended(left)

@@ -213,6 +213,7 @@ def test_mlflow_gets_the_metrics_in_the_right_run(tmp_path: Path, empty_database
     assert len(client.search_runs([experiment])) == 2, "the same MLflow run"
 
 
+@pytest.mark.slow
 def test_an_unreachable_server_gives_one_warning(place: Path) -> None:
     flags = ["--limit", "2", "--name", "away", "--mlflow", "--tracking-uri", "http://127.0.0.1:9"]
     done = bandpo("eval", "--model", RUN, *flags, cwd=place)

@@ -59,6 +59,7 @@ def compare_settings(ranks: Ranks) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 def test_all_ranks_find_that_their_settings_differ(tmp_path: Path) -> None:
     errors = run_ranks(2, tmp_path, compare_settings)
     assert ["different settings" in error for error in errors] == [True, True]
@@ -91,6 +92,7 @@ def grader_warnings(ranks: Ranks) -> list[list[str]]:
     return warnings
 
 
+@pytest.mark.slow
 def test_rank_0_reports_the_grader_errors_of_all_ranks_and_after_an_error_its_own(tmp_path: Path) -> None:
     """After an error, rank 0 waits for no other rank, and rank 1 loses the connection before it has the answers."""
     main, other = run_ranks(2, tmp_path, grader_warnings)

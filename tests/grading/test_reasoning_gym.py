@@ -37,6 +37,7 @@ def tagged(answer: object) -> str:
     return f"<think>Hm, <b>well</b>.</think>\n<answer> {answer}\n</answer> Done."
 
 
+@pytest.mark.slow
 def test_the_grade_is_the_library_s_score(pool: GraderPool) -> None:
     for name in FIVE:
         entry, data = entry_of(name), reasoning_gym.create_dataset(name)
@@ -69,6 +70,7 @@ def test_options_reach_the_scorer(pool: GraderPool) -> None:
     assert (low.reward, high.reward) == (0.01, 1)
 
 
+@pytest.mark.slow
 def test_tuples_of_a_problem_are_kept(pool: GraderPool) -> None:
     """arc_agi compares tuples: after a conversion to JSON its own reference would score 0.05."""
     entry = entry_of("arc_agi")
@@ -146,6 +148,7 @@ def test_the_library_alone_executes_answers(tmp_path: Path) -> None:
     assert path.exists()
 
 
+@pytest.mark.slow
 def test_no_answer_is_executed(pool: GraderPool, tmp_path: Path) -> None:
     path = tmp_path / "executed"
     problems = [problem(name, entry_of(name)) for name in EVALUATING for _ in PAYLOADS]

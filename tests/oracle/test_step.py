@@ -197,7 +197,7 @@ VARIANTS = [
 # fmt: on
 
 
-@pytest.mark.slow_after(6)
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: str(variant.name))
 def test_steps_equal_the_reference(tmp_path: Path, models: dict[str, Path], variant: Variant) -> None:
     layer = read_assignments(variant.settings.split())

@@ -88,6 +88,7 @@ def test_additional_flags_are_passed_to_each_run(folder, monkeypatch):
     assert {folder.log_path(name).read_text() for name in ALL} == {f"{flags}\n"}
 
 
+@pytest.mark.slow
 def test_a_run_far_behind_is_stopped_and_not_started_again(folder, monkeypatch):
     accuracy = {"0.1-s0": 0.9, "0.1-s1": 0.9, "0.2-s0": 0.2, "0.2-s1": 0.85}
     failures, started, states = execute(folder, monkeypatch, accuracy, wait=0.3, margin=0.3)

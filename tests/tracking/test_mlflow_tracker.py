@@ -45,6 +45,7 @@ def mirror(caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
     return mirror
 
 
+@pytest.mark.slow
 def test_a_sqlite_file_in_the_runs_folder_gets_the_complete_record(run, mirror):
     """Two runs of the process: a failed one, which is resumed and then deleted at MLflow and created again."""
     store = tracking_store(TrackingConfig(), run.path.parent, {})

@@ -282,6 +282,7 @@ def graded_with(ranks: Ranks, failing: set[int]) -> str:
     return "graded"
 
 
+@pytest.mark.slow
 def test_a_grader_has_failed_when_it_failed_on_all_ranks(tmp_path: Path) -> None:
     for one_failed, both_failed in run_ranks(2, tmp_path, graded):
         assert one_failed == "graded"

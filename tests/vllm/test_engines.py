@@ -17,7 +17,7 @@ pytest.importorskip("vllm")
 
 from vllm.distributed import cleanup_dist_env_and_memory
 
-from tests.vllm.conftest import SAMPLING, Running, perturb, random_policy, start
+from tests.vllm.engines import SAMPLING, Running, perturb, random_policy, start
 from tests.vllm.test_sampling import PARAMS, PROMPTS, gap
 
 pytestmark = pytest.mark.vllm

@@ -23,7 +23,7 @@ from bandpo_cli.types import Completion
 
 pytest.importorskip("vllm")
 
-from tests.vllm.conftest import Running, perturb
+from tests.vllm.engines import Running, perturb
 
 pytestmark = pytest.mark.vllm
 

@@ -23,7 +23,7 @@ from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training import loop
 from bandpo_cli.training.components import build_components
 from tests.training.several_ranks import run_ranks
-from tests.vllm.conftest import silent
+from tests.vllm.engines import silent
 
 pytestmark = pytest.mark.vllm
 
