@@ -56,7 +56,9 @@ def settings(folder: Path, place: Path) -> dict[str, Any]:
 def test_a_killed_run_resumes_with_equal_records(folder: Path, tmp_path: Path) -> None:
     config, runs = tmp_path / "run.yaml", tmp_path / "runs"
     layer = {"steps": 2, "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0, "background": False}}
-    config.write_text(json.dumps(settings(folder, tmp_path) | layer))
+    short = settings(folder, tmp_path) | layer
+    short["sampling"]["prompts"] = short["optim"]["updates"] = 1
+    config.write_text(json.dumps(short))
     succeed("train", "-c", config, "--name", "complete", "--set", "checkpoint.every=0", cwd=tmp_path)
     process = start(tmp_path, "train", "-c", str(config), "--name", "killed")
     wait_until(process, (runs / "killed" / "checkpoints" / "step-000001").exists)
