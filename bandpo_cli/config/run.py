@@ -112,7 +112,13 @@ class GradingConfig(Section):
     workers: PositiveInt | None = None
     """null: one per core, at most 8. They start when the first answer needs one."""
     deadline: Positive = 5.0
-    """Time limit per answer in seconds; then its worker is killed and replaced, and the answer counts as a timeout."""
+    """Time limit per answer in seconds; then its worker is killed and replaced, and the answer counts as a timeout. The
+    call of an asynchronous function is cancelled instead. The limit includes its retries."""
+    concurrency: PositiveInt = 64
+    """Calls of an asynchronous reward function (`async def`) in flight at a time; several ranks share them."""
+    retries: NonNegativeInt = 3
+    """Further calls of an asynchronous reward function after an exception, each after twice the wait: about 0.5, 1, 2,
+    ... seconds. No retry starts after the deadline."""
     timeout_reward: Literal["none", "wrong"] = "none"
     """The reward of an answer that timed out: none, as for a grader error, so that it has no gradient, or as for a
     wrong answer. Evaluations count it as not correct in either case."""
@@ -330,6 +336,7 @@ WITHOUT_EFFECT = (
     "checkpoint",
     "stop",
     "grading.workers",
+    "grading.concurrency",
     "model.gradient_checkpointing",
     "sampling.vllm.memory_fraction",
 )

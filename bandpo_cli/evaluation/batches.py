@@ -18,6 +18,10 @@ SubmitAnswers = Callable[[Sequence[Problem], Sequence[str]], Future[list[Grade]]
 """Returns the future grades of texts [N], each as an answer to its problem [N]."""
 
 
+BeginGrading = Callable[[Sequence[Problem], Sequence[str]], Callable[[], list[Grade]]]
+"""Returns a function that returns the grades of texts [N], each as an answer to its problem [N]."""
+
+
 class Batch(NamedTuple):
     """The graded completions of consecutive problems of the set `label`, with the indices of set and first problem."""
 
@@ -77,19 +81,19 @@ def eval_row(
 
 
 @contextmanager
-def background_grading(grade: Grader, cancel: Callable[[], None]) -> Iterator[SubmitAnswers]:
+def background_grading(begin: BeginGrading, cancel: Callable[[], None]) -> Iterator[SubmitAnswers]:
     """Grade batches in one thread, in the order in which they are submitted; yield the function that submits one.
 
     If the block ends with an exception, Ctrl-C included, the waiting batches are dropped and the running one is
     cancelled.
 
     Args:
-        grade: grades texts [N], each as an answer to its problem [N]; called in the thread.
-        cancel: makes a running call of `grade` end soon with an exception.
+        begin: called in the thread of the caller; the function that it returns is called in the other thread.
+        cancel: makes a running call in that thread end soon with an exception.
     """
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grading")
     try:
-        yield lambda problems, texts: executor.submit(grade, problems, texts)
+        yield lambda problems, texts: executor.submit(begin(problems, texts))
     except BaseException:
         cancel()
         executor.shutdown(cancel_futures=True)

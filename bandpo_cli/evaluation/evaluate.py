@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
+from functools import partial
 
 from bandpo_cli.config.run import EvaluationConfig
 from bandpo_cli.evaluation.batches import Batch, background_grading, chunks, eval_row
@@ -95,7 +96,7 @@ def sample_batches(
         return batch._replace(rows=ranks.gather_all(rows))
 
     with (
-        background_grading(grade, cancel) as submit,
+        background_grading(partial(partial, grade), cancel) as submit,
         closing(stream_completions(sampler, requests(), params, version)) as stream,
     ):
         for completions_PG in stream:

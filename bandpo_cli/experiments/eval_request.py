@@ -191,7 +191,8 @@ def _model_request(model: str, tasks: Sequence[str], runs_dir: Path, layers: Seq
     check_engine(config.sampling.engine, config.model.device)
     check_model_and_task(config, f"--task {' '.join(tasks) or config.task.name}")
     task = build_task(config.task)
-    check_graders(problem for problems in task.heldout_sets().values() for problem in problems)
+    problems = [problem for problems in task.heldout_sets().values() for problem in problems]
+    check_graders(problems, trial=config.grading)
     if own is not None and tasks:
         _warn_of_training_problems(own, config, task)
     return EvalRequest(config, (ref, task))
@@ -230,7 +231,6 @@ def _untrained_model(text: str, runs_dir: Path) -> ModelRef | None:
 def _samples_request(path: Path, grader: str | None, layers: Sequence[Layer]) -> EvalRequest:
     """Return the evaluation of stored completions."""
     sets = read_completions(path, grader)
-    check_graders(stored.problem for stored_P in sets.values() for stored in stored_P)
     fewest = min(len(stored.completions_G) for stored_P in sets.values() for stored in stored_P)
 
     # The settings of sampling are not used here, and must not forbid a k.
@@ -238,6 +238,7 @@ def _samples_request(path: Path, grader: str | None, layers: Sequence[Layer]) ->
     config = resolve([{"evaluation": {"k": default_k(fewest)}}, *layers, {"evaluation": evaluation}])
     if (most := max(config.evaluation.k, default=1)) > fewest:
         raise ConfigError(f"--k {most}: at most {fewest}, the completions of a problem in {path}")
+    check_graders((stored.problem for stored_P in sets.values() for stored in stored_P), trial=config.grading)
     config = with_values(config, {"evaluation.samples": fewest})
     return EvalRequest(config, SamplesFile(path, file_digest(path), grader, sets))
 

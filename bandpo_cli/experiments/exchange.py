@@ -102,7 +102,7 @@ def export_verl(
         raise ConfigError(f"verl cannot run this configuration: {listed}")
     if differences and not allow_differences:
         raise ConfigError(f"verl computes this differently: {listed}; change it, or give --allow-differences")
-    task = load_task(config)
+    task = load_task(config, trial=False)
     training, sets = task.train_problems(), task.heldout_sets()
     heldout = {label: problems[: config.evaluation.problems] for label, problems in sets.items()}
     check_graders(chain.from_iterable(heldout.values()))

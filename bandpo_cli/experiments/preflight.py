@@ -14,7 +14,7 @@ from bandpo_cli.callbacks import Callback, TrainCallback
 from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.layers import Layer, read_layer, resolve
 from bandpo_cli.config.methods import CustomSettings
-from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+from bandpo_cli.config.run import EMBEDDED_MODEL, GradingConfig, RunConfig
 from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import CountdownTask, DataTask, RewardComponent
 from bandpo_cli.custom_code import add_code_folder, load_setting
@@ -123,11 +123,11 @@ def callback_class(name: str) -> type[TrainCallback]:
     raise ConfigError(f"tracking.callbacks = '{name}': no callback; {advice}{definition_location(callback)}")
 
 
-def load_task(config: RunConfig) -> Task:
+def load_task(config: RunConfig, trial: bool = True) -> Task:
     """Return the task of a run with its problems loaded.
 
-    Raises ConfigError if the model cannot be trained or not on this task, the task has no problems, or a grader cannot
-    be imported.
+    With `trial`, asynchronous graders are called once. Raises ConfigError if the model cannot be trained or not on this
+    task, the task has no problems, or a grader cannot be used.
     """
     path = config.model.path
     check_model_path(path)
@@ -135,7 +135,7 @@ def load_task(config: RunConfig) -> Task:
         raise ConfigError(f"model.path = {path!r}: an adapter; first: bandpo export merged {path} --out DIR")
     check_model_and_task(config, f"task.name = {config.task.name!r}")
     task = build_task(config.task)
-    check_graders(task.train_problems(), config.task.rewards)
+    check_graders(task.train_problems(), config.task.rewards, config.grading if trial else None)
     return task
 
 
@@ -154,10 +154,14 @@ def check_model_and_task(config: RunConfig, setting: str) -> None:
         )
 
 
-def check_graders(problems: Iterable[Problem], rewards: Sequence[RewardComponent] | None = None) -> None:
-    """Raise ConfigError if a grader of these problems, or of `rewards`, cannot be used."""
+def check_graders(
+    problems: Iterable[Problem],
+    rewards: Sequence[RewardComponent] | None = None,
+    trial: GradingConfig | None = None,
+) -> None:
+    """Raise ConfigError if a grader of these problems, or of `rewards`, cannot be used; see `check_grader`."""
     for grader, its_problems in problems_by_grader([*problems], rewards).items():
-        check_grader(grader, its_problems)
+        check_grader(grader, its_problems, trial)
 
 
 def problems_by_grader(

@@ -275,9 +275,10 @@ RULES: dict[str, tuple[str, str]] = {
     "sampling.vllm.eager": (f"{ROLLOUT}.enforce_eager", ""),
     "sampling.vllm.sleep": (f"{ROLLOUT}.free_cache_engine", ""),
     "sampling.vllm.prefix_caching": (f"{ROLLOUT}.enable_prefix_caching", ""),
-    **dict.fromkeys(("grading.deadline", "grading.memory_gb", "grading.batch", "reward.correct", "reward.wrong"),
-                    ("", "config.yaml, which reward.py reads")),
-    "grading.workers": ("", "config.yaml, which reward.py reads; per reward worker of verl, of which there are 8"),
+    **dict.fromkeys(("grading.deadline", "grading.retries", "grading.memory_gb", "grading.batch", "reward.correct",
+                     "reward.wrong"), ("", "config.yaml, which reward.py reads")),
+    **dict.fromkeys(("grading.workers", "grading.concurrency"),
+                    ("", "config.yaml, which reward.py reads; per reward worker of verl, of which there are 8")),
     "grading.timeout_reward":
         ("", "verl needs a number for every completion: a timeout and a grader error get the reward of a wrong answer"),
     "grading.while_sampling": ("", "verl grades in its reward workers"),

@@ -15,14 +15,19 @@ from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError, RunError, one_line, plural
 from bandpo_cli.grading.signatures import Answer, answer_of
 from bandpo_cli.grading.workers import Failure, GraderArguments, WorkerPool
-from bandpo_cli.rank_process import local_rank_count
+from bandpo_cli.rank_process import local_rank_count, rank_count
 from bandpo_cli.registries import GRADERS, load_attribute
 from bandpo_cli.storage.environment import usable_cores
 from bandpo_cli.storage.files import write_text
-from bandpo_cli.types import GRADER_ERROR, Grade, Problem
+from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade, Problem, is_ungraded
 
 DELAY_NOTICE_S = 30.0
 """Seconds after which a warning says what grading is waiting for; the next ones follow after 60, 120, 240, ... s."""
+
+FAILURE_ADVICE = (
+    "the run continues without these rewards; see whether the server of the function answers, and try a longer "
+    "grading.deadline, more grading.retries or a smaller grading.concurrency"
+)
 
 log = logging.getLogger("bandpo_cli")
 
@@ -34,18 +39,22 @@ def default_workers() -> int:
 
 @dataclass
 class GraderUse:
-    """The number of answers that one grader has graded, those with the verdict `grader-error`, and the first error."""
+    """The number of answers that one grader has graded, those without a verdict because it failed, and the first error.
+
+    An asynchronous grader also fails by a timeout without a reward.
+    """
 
     graded: int = 0
     failed: int = 0
     error: str | None = None
+    asynchronous: bool = False
 
 
 class GraderPool(AbstractContextManager["GraderPool"]):
     """Grades completions, each with the grader that its problem names (`problem.grader`).
 
     Workers are spawned for the first answer that needs one. Only one thread at a time may call the pool, except for
-    `cancel`. The pool closes itself when it is garbage-collected and when the interpreter ends.
+    `begin` and `cancel`. The pool closes itself when it is garbage-collected and when the interpreter ends.
     """
 
     def __init__(self, config: GradingConfig) -> None:
@@ -90,6 +99,11 @@ class GraderPool(AbstractContextManager["GraderPool"]):
             if name in GRADERS and GRADERS[name].worker is not None:
                 self._worker_pool(name).spawn()
 
+    @property
+    def asynchronous(self) -> frozenset[str]:
+        """The names of the graders that have graded answers with an asynchronous function."""
+        return frozenset(name for name, use in [*self._uses.items()] if use.asynchronous)
+
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
         """Return the grades [N] of completions [N], one per problem [N]; any text gets a grade.
 
@@ -97,7 +111,15 @@ class GraderPool(AbstractContextManager["GraderPool"]):
             ConfigError: If the function of a grader cannot be imported.
             RunError: If the system refuses to start a worker process, or `cancel` was called.
         """
+        return self.begin(problems, texts)()
+
+    def begin(self, problems: Sequence[Problem], texts: Sequence[str]) -> Callable[[], list[Grade]]:
+        """Submit completions [N] to workers; return the function that waits for the grades, which `grade` returns.
+
+        While another thread waits for the grades of other completions, the workers grade these, too.
+        """
         grades: dict[int, Grade] = {}
+        errors: dict[str, str] = {}
         pending_answers: dict[str, dict[int, GraderArguments]] = defaultdict(dict)
         with delay_warnings(lambda: self._describe_progress(len(texts))):
             for index, (problem, text) in enumerate(zip(problems, texts, strict=True)):
@@ -105,40 +127,63 @@ class GraderPool(AbstractContextManager["GraderPool"]):
                 try:
                     first = _first_stage(problem, text)
                 except (KeyError, ValueError) as error:  # the problem lacks a field that this grader reads
-                    use = self._uses[problem.grader]
-                    use.error = use.error or _first_stage_error(problem, error)
+                    errors.setdefault(problem.grader, _first_stage_error(problem, error))
                     first = GRADER_ERROR
                 if isinstance(first, Grade):
                     grades[index] = first
                 else:
                     pending_answers[problem.grader][index] = first
-            for name, answers in pending_answers.items():
-                grades |= self._grade_in_workers(name, answers, problems, len(grades))
-        for index, problem in enumerate(problems):
-            self._uses[problem.grader].graded += 1
-            self._uses[problem.grader].failed += grades[index].verdict == GRADER_ERROR.verdict
-        return [grades[index] for index in range(len(texts))]
+            calls = [self._call_workers(name, answers, problems) for name, answers in pending_answers.items()]
 
-    def _grade_in_workers(
-        self, name: str, answers: Mapping[int, GraderArguments], problems: Sequence[Problem], graded: int
-    ) -> dict[int, Grade]:
-        """Call the function of a grader in workers; functions of this package run once per distinct arguments."""
+        def wait() -> list[Grade]:
+            for name, error in errors.items():
+                self._uses[name].error = self._uses[name].error or error
+            with delay_warnings(lambda: self._describe_progress(len(texts))):
+                for call in calls:
+                    grades.update(call(len(grades)))
+            self._count(problems, grades)
+            return [grades[index] for index in range(len(texts))]
+
+        return wait
+
+    def _call_workers(
+        self, name: str, answers: Mapping[int, GraderArguments], problems: Sequence[Problem]
+    ) -> Callable[[int], dict[int, Grade]]:
+        """Submit answers to the workers of a grader; functions of this package run once per distinct arguments.
+
+        The returned function waits for the grades. It takes the number of answers that are already graded.
+        """
         equal_answers: dict[object, list[int]] = defaultdict(list)
         for index, answer in answers.items():
             # A custom function may depend on the complete text, or on a clock.
             equal_answers[tuple(answer) if name in GRADERS else index].append(index)
         firsts = [indices[0] for indices in equal_answers.values()]
-        ids = [problems[index].id for index in firsts]
+        ids, pool = [problems[index].id for index in firsts], self._worker_pool(name)
+        keys = pool.submit([answers[index] for index in firsts], ids, _batches(ids, self._config.batch))
 
-        def on_wait(more: int, position: int | None) -> None:
-            self._report_progress(graded + more, name, None if position is None else ids[position])
+        def wait(graded: int) -> dict[int, Grade]:
+            grades = pool.wait(keys, lambda more, label: self._report_progress(graded + more, name, label))
+            use = self._uses[name]
+            use.asynchronous = pool.asynchronous
+            if pool.failure is not None and use.error is None:
+                use.error = f"{pool.failure.error}{self._write_failure(name, pool.failure)}"
+            by_answer = zip(grades, equal_answers.values(), strict=True)
+            return {index: grade for grade, indices in by_answer for index in indices}
 
-        pool = self._worker_pool(name)
-        grades = pool.run([answers[index] for index in firsts], on_wait, _batches(ids, self._config.batch))
-        if pool.failure is not None and self._uses[name].error is None:
-            self._uses[name].error = f"{pool.failure.error}{self._write_failure(name, pool.failure)}"
-        by_answer = zip(grades, equal_answers.values(), strict=True)
-        return {index: grade for grade, indices in by_answer for index in indices}
+        return wait
+
+    def _count(self, problems: Sequence[Problem], grades: Mapping[int, Grade]) -> None:
+        """Count the grades; warn at the first failure of an asynchronous grader, and after 10, 100, ... of them."""
+        before = {name: _digits(use.failed) for name, use in self._uses.items()}
+        for index, problem in enumerate(problems):
+            use, verdict = self._uses[problem.grader], grades[index].verdict
+            use.graded += 1
+            is_late = use.asynchronous and verdict == TIMEOUT.verdict and not grades[index].has_reward
+            use.failed += verdict == GRADER_ERROR.verdict or is_late
+        for name, use in self._uses.items():
+            if use.asynchronous and _digits(use.failed) > before.get(name, 0):
+                [line] = failure_warnings([{name: use}])
+                log.warning("%s; %s", line, FAILURE_ADVICE)
 
     def _write_failure(self, name: str, failure: Failure) -> str:
         """Write the error of a custom function with its answers; return the end of a message that names the file."""
@@ -169,9 +214,14 @@ class GraderPool(AbstractContextManager["GraderPool"]):
 
     def _worker_pool(self, name: str) -> WorkerPool:
         if name not in self._worker_pools:
-            pool = WorkerPool(name, self._config, self._config.workers or default_workers())
+            calls = max(1, self._config.concurrency // rank_count())
+            pool = WorkerPool(name, self._config, self._config.workers or default_workers(), calls)
             self._worker_pools[name] = self._closing.enter_context(closing(pool))
         return self._worker_pools[name]
+
+
+def _digits(number: int) -> int:
+    return len(str(number)) if number else 0
 
 
 @contextmanager
@@ -199,11 +249,13 @@ def delay_warnings(describe: Callable[[], str]) -> Iterator[None]:
         thread.join()
 
 
-def check_grader(name: str, problems: Sequence[Problem] = ()) -> None:
+def check_grader(name: str, problems: Sequence[Problem] = (), trial: GradingConfig | None = None) -> None:
     """Raise ConfigError if the grader cannot be used on these problems.
 
     There is no such grader, or the function of a custom grader cannot be imported in a separate process or has other
-    parameters, or none of the problems has what a grader of this package reads.
+    parameters, or none of the problems has what a grader of this package reads. With the settings `trial`, an
+    asynchronous function is also called on the reference answer of a problem, since the server that it needs may not
+    answer.
     """
     if name in GRADERS:
         errors = (problem_error(name, problem) for problem in problems)
@@ -212,9 +264,21 @@ def check_grader(name: str, problems: Sequence[Problem] = ()) -> None:
                 f"grader '{name}': can grade none of {plural(len(problems), 'problem')}; {first}"
             )
         return
-    pool = WorkerPool(name, GradingConfig(), size=1)
-    with closing(pool), delay_warnings(lambda: f"waiting for the import of grader '{name}'"):
-        pool.start()
+    config = trial or GradingConfig()
+    pool = WorkerPool(name, config, size=1)
+    with closing(pool):
+        with delay_warnings(lambda: f"waiting for the import of grader '{name}'"):
+            pool.start()
+        if trial is None or not problems or not pool.asynchronous:
+            return
+        arguments = answer_of(problems[0], problems[0].answer)
+        [grade] = pool.wait(pool.submit([arguments], [problems[0].id], [[0]]), lambda graded, label: None)
+        if is_ungraded(grade):
+            late = f"no result within {config.deadline:g} s (grading.deadline)"
+            raise ConfigError(
+                f"grader '{name}' failed in a trial call: {pool.failure.error if pool.failure else late}; start "
+                "the server that it calls, or correct the function or the address of the server, then try again"
+            )
 
 
 def problem_error(name: str, problem: Problem) -> str | None:
@@ -259,7 +323,7 @@ def failure_warnings(uses: Sequence[Mapping[str, GraderUse]]) -> list[str]:
     for name in dict.fromkeys(name for by_name in uses for name in by_name):
         parts = [by_name[name] for by_name in uses if name in by_name]
         graded, failed = sum(use.graded for use in parts), sum(use.failed for use in parts)
-        error = next((use.error for use in parts if use.error), None)
+        error = next((use.error for use in parts if use.error), "no result within grading.deadline")
         if failed:
             lines.append(
                 f"grader '{name}' failed on {failed:,} of {graded:,} answers ({failed / graded:.1%}), which have no "

@@ -1,5 +1,6 @@
 """Weighted rewards: the sum of several graders' rewards, and the error of a grader that grades nothing."""
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -10,6 +11,9 @@ from bandpo_cli.errors import GraderFailedError
 from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.types import GRADER_ERROR, NOT_APPLICABLE, Grade, Grader, Problem, is_ungraded
 
+MAX_FAILED_BATCHES = 10
+"""Batches in a row in which every call of an asynchronous function may fail before the run ends."""
+
 
 class ErrorReportingGrader(Protocol):
     """The part of `GraderPool` that is used here: the grades [N] of texts [N], and the first error of each grader."""
@@ -17,27 +21,43 @@ class ErrorReportingGrader(Protocol):
     @property
     def errors(self) -> Mapping[str, str]: ...
 
+    @property
+    def asynchronous(self) -> frozenset[str]: ...
+
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]: ...
 
 
 def training_grader(
-    pool: ErrorReportingGrader, components: Sequence[RewardComponent] | None, ranks: Ranks = SINGLE
+    pool: ErrorReportingGrader,
+    components: Sequence[RewardComponent] | None,
+    ranks: Ranks = SINGLE,
+    failures: Counter[str] | None = None,
+    grade: Grader | None = None,
 ) -> Grader:
     """Return the grader of the completions of training.
 
     Without components (`task.rewards`) it is the grader of the pool. Each of several ranks grades a part of the
     completions; all of them must call the grader together.
 
-    It raises GraderFailedError if every verdict of a component, on all ranks, is `grader-error`.
+    It raises GraderFailedError if every verdict of a component, on all ranks, is `grader-error`. Of asynchronous
+    functions it does so after `MAX_FAILED_BATCHES` such batches in a row, since a server may be away for some minutes.
+
+    Args:
+        pool: the pool that grades.
+        components: `task.rewards`.
+        ranks: the processes that grade a share of the completions.
+        failures: the numbers of such batches in a row by names of graders, which this function updates; None for none.
+        grade: returns the grades in place of `pool.grade`.
     """
 
     def checked_grades(problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
-        grades = pool.grade(problems, texts)
-        check_not_all_failed(
-            ranks.gather_all([grade.verdict for grade in grades]),
-            ranks.gather_all([problem.grader for problem in problems]),
-            lambda: first_errors(pool, ranks),
-        )
+        grades = (grade or pool.grade)(problems, texts)
+        verdicts = ranks.gather_all([item.verdict for item in grades])
+        graders = ranks.gather_all([problem.grader for problem in problems])
+        key, count = " ".join(sorted({*graders})), Counter() if failures is None else failures
+        count[key] = count[key] + 1 if have_all_calls_failed(pool, verdicts, graders, ranks) else 0
+        if not 0 < count[key] < MAX_FAILED_BATCHES:
+            check_not_all_failed(verdicts, graders, lambda: first_errors(pool, ranks))
         return grades
 
     return partial(grade_components, checked_grades, components)
@@ -67,6 +87,18 @@ def first_errors(pool: ErrorReportingGrader, ranks: Ranks) -> Mapping[str, str]:
     return {
         name: error for errors in reversed(ranks.gather(dict(pool.errors))) for name, error in errors.items()
     }
+
+
+def have_all_calls_failed(
+    pool: ErrorReportingGrader, verdicts: Collection[str], graders: Iterable[str], ranks: Ranks
+) -> bool:
+    """Return whether all verdicts are `grader-error`, and all graders asynchronous; all ranks must call this together.
+
+    `verdicts` and `graders` are those of the answers of all ranks.
+    """
+    if {*verdicts} != {GRADER_ERROR.verdict}:
+        return False
+    return {*graders} <= {*ranks.gather_all([*pool.asynchronous])}
 
 
 def weighted_grade(components: Sequence[RewardComponent], grades: Sequence[Grade]) -> Grade:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from numbers import Real
@@ -45,19 +45,38 @@ class Answer(NamedTuple):
 
 
 class BatchGrader(NamedTuple):
-    """A grader function with its signature adapted: `grade` takes answers [N] and returns grades [N].
+    """A grader function with its signature adapted: `call` takes answers [N] and returns grades [N].
 
     N is 1 unless the function is `batched`. `location` is the end of an error message: where the function is defined.
+    The function of an `asynchronous` grader is `async def`, and an event loop can run several calls at a time.
     """
 
-    grade: Callable[[Sequence[Any]], list[Grade]]
+    call: Callable[[Sequence[Any]], Coroutine[Any, Any, list[Grade]]]
     batched: bool = False
+    asynchronous: bool = False
     location: str = ""
 
     @classmethod
-    def of_calls(cls, function: Callable[..., Any], arguments: int | None = None) -> BatchGrader:
+    def of_calls(cls, function: GraderFunction, arguments: int | None = None) -> BatchGrader:
         """Return a grader that calls `function` for each answer, with its first `arguments` fields; None for all."""
-        return cls(lambda answers: [grade_from_result(function(*answer[:arguments])) for answer in answers])
+
+        async def call(answers: Sequence[Any]) -> list[Grade]:
+            return [grade_from_result(await function(*answer[:arguments])) for answer in answers]
+
+        return cls(call)
+
+    def grade(self, answers: Sequence[Any]) -> list[Grade]:
+        """Return the grades [N] of answers [N]; for a caller outside an event loop."""
+        coroutine = self.call(answers)
+        if self.asynchronous:
+            import asyncio  # not at module level: every worker imports this module
+
+            return asyncio.run(coroutine)
+        try:
+            coroutine.send(None)  # it never waits for an event, since the function is synchronous
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        raise AssertionError("a synchronous function was suspended")
 
 
 def answer_of(problem: Problem, text: str) -> Answer:
@@ -73,18 +92,20 @@ def load_grader(name: str) -> BatchGrader:
     Raise ValueError if the import fails, or the function cannot be called in the way that `name` states.
     """
     signature, path = split_signature(name)
-    function = _Function(load_function(path))
+    function = GraderFunction(load_function(path))
     for key, entry in SIGNATURES.items():
         is_recognised = any(function.parameters.keys() >= names for names in entry.parameters)
         if signature == key or (signature is None and is_recognised):
             adapted: BatchGrader = load_attribute(entry.adapter)(function)
-            return adapted._replace(location=function.location())
-    function.check_call("text", "answer", "extra")
-    return BatchGrader.of_calls(function, arguments=3)._replace(location=function.location())
+            break
+    else:
+        function.check_call("text", "answer", "extra")
+        adapted = BatchGrader.of_calls(function, arguments=3)
+    return adapted._replace(asynchronous=function.asynchronous, location=function.location())
 
 
-class _Function:
-    """A custom function and its parameters by name: none for a function in C that does not report them."""
+class GraderFunction:
+    """A function and its parameters by name: none for a function in C that does not report them."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -93,18 +114,21 @@ class _Function:
             self._signature = inspect.signature(function)
         self.parameters = self._signature.parameters if self._signature else {}
         self._takes_any = any(item.kind is item.VAR_KEYWORD for item in self.parameters.values())
+        self.asynchronous = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
-    def __call__(self, /, *arguments: Any, **named: Any) -> Any:
-        """Return the result for these arguments and those by name that have a parameter; run an asynchronous one."""
+    async def __call__(self, /, *arguments: Any, **named: Any) -> Any:
+        """Return the result for these arguments and those by name that have a parameter."""
         result = self._function(*arguments, **self._accepted(named))
-        if not inspect.isawaitable(result):
-            return result
-        import asyncio  # not at module level: every worker imports this module, and few functions are asynchronous
+        if self.asynchronous or not inspect.isawaitable(result):
+            return await result if self.asynchronous else result
+        import asyncio  # not at module level: every worker imports this module
 
         async def wait() -> Any:
             return await result
 
-        return asyncio.run(wait())
+        return asyncio.run(
+            wait()
+        )  # of a function that is not `async def` and returns a coroutine; no loop runs here
 
     def _accepted(self, named: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments that have a parameter."""
@@ -154,7 +178,7 @@ def grade_from_result(result: Any) -> Grade:
     return Grade(score, correct=correct, verdict=verdict)
 
 
-def adapt_verl(function: _Function) -> BatchGrader:
+def adapt_verl(function: GraderFunction) -> BatchGrader:
     """Adapt verl's `compute_score`: one completion per call, or lists if it has the parameters of the batch form.
 
     The arguments are passed by name, as verl does, and those that the function does not have are left out, so that the
@@ -167,13 +191,13 @@ def adapt_verl(function: _Function) -> BatchGrader:
     function.check_takes(names[1], "verl", names)
     function.check_call(**dict.fromkeys(names, ""))
 
-    def grade(answers: Sequence[Any]) -> list[Grade]:
+    async def grade(answers: Sequence[Any]) -> list[Grade]:
         rows = [_verl_arguments(Answer(*answer)) for answer in answers]
         if batched:
             columns = map(list, zip(*rows, strict=True))
-            results = _returned_list(function(**dict(zip(names, columns, strict=True))), len(rows))
+            results = _returned_list(await function(**dict(zip(names, columns, strict=True))), len(rows))
         else:
-            results = [function(**dict(zip(names, row, strict=True))) for row in rows]
+            results = [await function(**dict(zip(names, row, strict=True))) for row in rows]
         grades = []
         for result in results:
             fields = result if isinstance(result, Mapping) else {"score": result}
@@ -185,7 +209,7 @@ def adapt_verl(function: _Function) -> BatchGrader:
     return BatchGrader(grade, batched)
 
 
-def adapt_trl(function: _Function) -> BatchGrader:
+def adapt_trl(function: GraderFunction) -> BatchGrader:
     """Adapt a reward function of TRL's GRPOTrainer, which gets lists and returns one reward, or None, per completion.
 
     Prompts and completions are lists of messages, as for any conversational data set in TRL; a function whose parameter
@@ -205,7 +229,7 @@ def adapt_trl(function: _Function) -> BatchGrader:
     annotation = parameters["completions"].annotation if "completions" in parameters else None
     as_text = annotation in (list[str], "list[str]", "List[str]")
 
-    def grade(answers: Sequence[Any]) -> list[Grade]:
+    async def grade(answers: Sequence[Any]) -> list[Grade]:
         batch = [Answer(*answer) for answer in answers]
         names = dict.fromkeys(
             key for answer in batch for key in answer.extra if key not in _TRL_PROMPT_COLUMNS
@@ -222,7 +246,7 @@ def adapt_trl(function: _Function) -> BatchGrader:
         # TRL's two functions that write to its own tables do nothing here.
         columns |= dict.fromkeys(("log_extra", "log_metric"), lambda *_, **__: None)
         grades = []
-        for reward in _returned_list(function(**columns), len(batch)):
+        for reward in _returned_list(await function(**columns), len(batch)):
             value = reward.item() if hasattr(reward, "item") else reward
             if value is None or value != value:  # NaN
                 grades.append(NOT_APPLICABLE)

@@ -5,9 +5,13 @@ jobs: it works on the first, and the others wait in its pipe so that it never id
 first job, from the moment the reply to the job before it arrived. If the deadline passes or the worker exits, the
 answers of that job get their verdict, and the other jobs go to another worker.
 
-Messages are lines of JSON, never pickles. A request is the list of the answers of one job, each a list of arguments.
-The first reply, after the import of the function, is `{"batched": ...}`; a later one is `{"results": [[reward, correct,
-verdict, has_reward], ...]}` or `{"error": ..., "traceback": ..., "out_of_memory": ...}`.
+An asynchronous function has one worker, whose event loop works on all jobs that it holds and ends each at its deadline
+(`grading.event_loop`). If this worker exits, or sends no reply because a call blocks the loop, all its jobs end.
+
+Messages are lines of JSON, never pickles. A request is the key of a job and the list of its answers, each a list of
+arguments. The first reply, after the import of the function, is `{"batched": ..., "asynchronous": ...}`; a later one is
+`{"job": key}` with `"results": [[reward, correct, verdict, has_reward], ...]`, with `"timeout": true`, or with
+`"error": ..., "traceback": ..., "out_of_memory": ...`.
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from bandpo_cli.custom_code import load_function
 from bandpo_cli.errors import ConfigError, RunError, describe_exit, escape_controls, user_code_location
-from bandpo_cli.grading.signatures import BatchGrader, load_grader
+from bandpo_cli.grading.signatures import BatchGrader, GraderFunction, load_grader
 from bandpo_cli.registries import GRADERS, is_custom_grader, split_signature
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade
 
@@ -49,8 +53,12 @@ so that one worker alone ends a shorter batch sooner."""
 ALARM_MARGIN_S = 10.0
 """Seconds that a worker whose parent is gone may work beyond twice the deadline, before an alarm ends it."""
 
-MAX_WAIT_S = 0.5
-"""Longest wait for the workers in seconds; `on_wait` is called between waits, and can end the work."""
+LOOP_MARGIN_S = 5.0
+"""Seconds beyond the deadline after which an event loop that sends no reply counts as blocked."""
+
+MAX_WAIT_S = 0.1
+"""Longest wait for the workers in seconds. Between waits, `on_wait` is called, which can end the work, and submitted
+answers are assigned."""
 
 MAX_PRINTED_BYTES = 1 << 16
 """What a grader prints beyond this is discarded: prints for every answer of a run would hide all other lines."""
@@ -72,7 +80,7 @@ GraderArguments = Sequence[Any]
 """The arguments of a grader function; values that JSON has no form for are sent as text."""
 
 Job = Sequence[int]
-"""The indices of the answers of one call."""
+"""The answers of one call: indices of a list of answers, or their keys in a pool. Its own key is the first of them."""
 
 
 class Failure(NamedTuple):
@@ -83,16 +91,21 @@ class Failure(NamedTuple):
     answers: Sequence[GraderArguments]
 
 
-OnWait = Callable[[int, int | None], None]
-"""Receives the number of graded answers, and the index of the answer that has been in work for the longest time, or
+OnWait = Callable[[int, str | None], None]
+"""Receives the number of graded answers, and the label of the answer that has been in work for the longest time, or
 None while no worker is ready."""
 
 
 class WorkerPool:
-    """A pool of processes that call the function of one grader and live until `close`."""
+    """A pool of processes that call the function of one grader and live until `close`.
 
-    def __init__(self, grader: str, config: GradingConfig, size: int) -> None:
-        """Create an empty pool; `run`, `start` and `spawn` spawn at most `size` workers.
+    A single thread may use it, but another thread may call `submit`.
+    """
+
+    def __init__(self, grader: str, config: GradingConfig, size: int, calls: int = 1) -> None:
+        """Create an empty pool; `wait`, `start` and `spawn` spawn at most `size` workers.
+
+        An asynchronous function has one worker, and at most `calls` calls in flight.
 
         Raise ConfigError unless `grader` is a custom grader or one of `GRADERS` with a function for workers.
         """
@@ -100,47 +113,65 @@ class WorkerPool:
         if function is None and not is_custom_grader(grader):
             raise ConfigError(f"grader '{grader}': none of that name{GRADERS.suggestion(grader)}")
         self.failure: Failure | None = None
+        self.asynchronous = False  # as a worker reports that has imported the function
         self._grader, self._function, self._config, self._size = grader, function, config, size
+        self._calls, self._batched = calls, False
         self._workers: list[_Worker] = []
-        self._batched = False  # as a worker reports that has imported the function
-        self._arguments: Sequence[GraderArguments] = ()
+        self._answers: dict[int, tuple[GraderArguments, str]] = {}  # by key, with their labels
+        self._key = 0  # of the next answer
+        self._submitted: deque[list[Job]] = deque()  # in the form for a function that takes several answers
         self._pending: deque[Job] = deque()
         self._grades: dict[int, Grade] = {}
-        self._on_wait: OnWait = lambda graded, index: None
+        self._on_wait: Callable[[str | None], None] = lambda label: None
         self._output_left = MAX_PRINTED_BYTES
 
-    def run(
-        self, arguments: Sequence[GraderArguments], on_wait: OnWait, batches: Sequence[Job]
-    ) -> list[Grade]:
-        """Return the grades [N] of the function for each list of arguments [N].
+    def submit(
+        self, arguments: Sequence[GraderArguments], labels: Sequence[str], batches: Sequence[Job]
+    ) -> range:
+        """Queue a call of the function for each list of arguments [N]; return the keys [N] of the answers for `wait`.
 
         Args:
             arguments: The arguments [N].
-            on_wait: Called before each wait for the workers, many times per second.
+            labels: The names [N] of the answers for `on_wait`.
             batches: The answers of each call, for a function that takes several.
+        """
+        keys = range(self._key, self._key + len(arguments))
+        self._key = keys.stop
+        self._answers.update(zip(keys, zip(arguments, labels, strict=True), strict=True))
+        self._submitted.append([[keys[index] for index in batch] for batch in batches])
+        return keys
+
+    def wait(self, keys: Sequence[int], on_wait: OnWait) -> list[Grade]:
+        """Return the grades [N] of the answers with these keys [N].
+
+        `on_wait` is called before each wait for the workers, many times per second.
 
         Raises:
             ConfigError: If the function cannot be imported, or its process exits during the import.
             RunError: If the system refuses to start a process.
         """
-        self._arguments, self._grades, self._on_wait = arguments, {}, on_wait
+        missing, graded = [key for key in keys if key not in self._grades], len(self._grades)
+        self._on_wait = lambda label: on_wait(len(keys) - len(missing), label)
         try:
             for worker in [worker for worker in self._workers if not self._read(worker)]:
                 self._terminate(worker)  # it exited between two calls: no answer caused it
             self.start()
-            self._pending = deque(batches if self._batched else [(index,) for index in range(len(arguments))])
             more_workers_at = time.monotonic() + SPAWN_AFTER_S
-            while len(self._grades) < len(arguments):
-                wanted = min(self._size, len(arguments) - len(self._grades))
+            while missing:
+                wanted = 1 if self.asynchronous else min(self._size, len(missing))
                 self.spawn(wanted if time.monotonic() >= more_workers_at else 1)
                 self._poll_once()
+                if len(self._grades) - graded > len(missing) // 100:  # not for every reply: it takes time
+                    missing, graded = [key for key in missing if key not in self._grades], len(self._grades)
         except BaseException:  # including Ctrl-C: workers that hold answers cannot be used again
             self.close()
             raise
-        return [self._grades[index] for index in range(len(arguments))]
+        for key in keys:
+            del self._answers[key]
+        return [self._grades.pop(key) for key in keys]
 
     def start(self) -> None:
-        """Wait until one worker has imported the function; raise the same errors as `run`."""
+        """Wait until one worker has imported the function; raise the same errors as `wait`."""
         while not any(worker.ready for worker in self._workers):
             self.spawn()
             self._poll_once()
@@ -158,14 +189,18 @@ class WorkerPool:
     def _poll_once(self) -> None:
         """Assign pending answers, wait for an event, and handle all replies, exits and passed deadlines."""
         poll = select.poll()
+        jobs_per_worker = self._calls if self.asynchronous else _JOBS_PER_WORKER
+        while self._submitted and any(worker.ready for worker in self._workers):
+            batches = self._submitted.popleft()
+            self._pending += batches if self._batched else [(key,) for batch in batches for key in batch]
         for worker in self._workers:
-            while worker.ready and self._pending and len(worker.jobs) < _JOBS_PER_WORKER:
+            while worker.ready and self._pending and len(worker.jobs) < jobs_per_worker:
                 job = self._pending.popleft()
-                worker.send(job, [self._arguments[index] for index in job])
+                worker.send(job, [self._answers[key][0] for key in job])
             worker.register(poll)
         working = [worker for worker in self._workers if worker.ready and worker.jobs]
         longest = min(working, key=lambda worker: worker.started_at, default=None)
-        self._on_wait(len(self._grades), longest.jobs[0][0] if longest else None)
+        self._on_wait(self._answers[next(iter(longest.jobs))][1] if longest else None)
         seconds = min(map(self._deadline, self._workers)) - time.monotonic()
         poll.poll(max(0, min(seconds, MAX_WAIT_S)) * 1000 + 1)
         for worker in [*self._workers]:
@@ -180,7 +215,8 @@ class WorkerPool:
         """Return the time, on the monotonic clock, at which the job in work or the import times out."""
         if not worker.ready:
             return worker.started_at + IMPORT_TIMEOUT_S
-        return worker.started_at + self._config.deadline * len(worker.jobs[0]) if worker.jobs else math.inf
+        limits = [self._config.deadline * len(job) for job in worker.jobs.values()] or [math.inf]
+        return worker.started_at + (max(limits) + LOOP_MARGIN_S if self.asynchronous else limits[0])
 
     def _read(self, worker: _Worker) -> bool:
         """Process the replies of a worker; return False if it will send no more."""
@@ -191,33 +227,40 @@ class WorkerPool:
                 if "error" in reply:
                     raise ConfigError(f"grader '{self._grader}': {reply['error']}")
                 worker.ready, self._batched = True, reply["batched"]
-            elif not worker.jobs:
+                self.asynchronous = reply["asynchronous"]
+            elif (job := worker.jobs.pop(reply["job"], None)) is None:
                 return False  # a reply without a request
             elif "error" in reply:
-                self._store_failure(worker.jobs.popleft(), reply["error"], reply["traceback"])
+                self._store_failure(job, reply["error"], reply["traceback"])
+            elif "timeout" in reply:
+                self._store_timeout(job)
             else:
-                results = zip(worker.jobs.popleft(), reply["results"], strict=True)
-                self._grades |= {index: Grade(*result) for index, result in results}
+                results = zip(job, reply["results"], strict=True)
+                self._grades |= {key: Grade(*result) for key, result in results}
             if reply.get("out_of_memory"):
                 self._terminate(worker)
                 return True
         return replies is not None
 
     def _store_failure(self, job: Job, error: str, traceback: str = "") -> None:
-        self.failure = self.failure or Failure(error, traceback, [self._arguments[index] for index in job])
+        self.failure = self.failure or Failure(error, traceback, [self._answers[key][0] for key in job])
         self._grades |= dict.fromkeys(job, GRADER_ERROR)
+
+    def _store_timeout(self, job: Job) -> None:
+        has_reward = self._config.timeout_reward == "wrong"
+        self._grades |= dict.fromkeys(job, replace(TIMEOUT, has_reward=has_reward))
 
     def _end(self, worker: _Worker, timed_out: bool) -> None:
         """Remove a worker that exited or whose deadline has passed; the answers in work, if any, get their verdict."""
-        job = worker.jobs.popleft() if worker.jobs else ()
+        in_work = [*worker.jobs][: None if self.asynchronous else 1]
+        job = [key for first in in_work for key in worker.jobs.pop(first)]
         end = self._terminate(worker)
         if not worker.ready:
             end = f"needed more than {IMPORT_TIMEOUT_S:g} seconds" if timed_out else end
             path = self._function or split_signature(self._grader)[1]
             raise ConfigError(f"grader '{self._grader}': its process {end} while importing '{path}'")
         if timed_out:
-            has_reward = self._config.timeout_reward == "wrong"
-            self._grades |= dict.fromkeys(job, replace(TIMEOUT, has_reward=has_reward))
+            self._store_timeout(job)
         elif job:
             self._store_failure(job, f"the worker process {end}")
 
@@ -226,7 +269,7 @@ class WorkerPool:
         end, output = worker.kill()
         self._print(output)
         self._workers.remove(worker)
-        self._pending.extendleft(reversed(worker.jobs))
+        self._pending.extendleft(reversed(worker.jobs.values()))
         worker.jobs.clear()
         return end
 
@@ -251,14 +294,15 @@ class _Worker:
     def __init__(self, grader: str, function: str | None, config: GradingConfig) -> None:
         """Start the process, whose imports run concurrently with the caller; raise RunError if the system refuses."""
         path = [str(Path(entry).absolute()) for entry in (*sys.path, f"{Path(__file__).parents[2]}")]
-        arguments = [grader, function, config.deadline, config.memory_gb, path]
+        arguments = [grader, function, config.deadline, config.memory_gb, config.retries, path]
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _WORKER_SOURCE, json.dumps(arguments)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env={"OMP_NUM_THREADS": "1", **os.environ},
+                # Every arena of malloc reserves 64 MiB, which count towards the memory limit of a worker with threads.
+                env={"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", **os.environ},
                 start_new_session=True,
                 bufsize=0,
             )
@@ -269,7 +313,7 @@ class _Worker:
         for pipe in (self._stdin, self._stdout, self._stderr):
             os.set_blocking(pipe.fileno(), False)
         self.ready = False  # the process has imported the function
-        self.jobs: deque[Job] = deque()  # those that were sent and have no reply yet
+        self.jobs: dict[int, Job] = {}  # by key: those that were sent and have no reply yet
         self.started_at = time.monotonic()  # of the process; once it is ready, of the work on the first job
         self._unsent = bytearray()
         self._received = b""
@@ -278,9 +322,9 @@ class _Worker:
         """Queue the arguments of a job, and write as much as the pipe accepts now."""
         if not self.jobs:
             self.started_at = time.monotonic()
-        self.jobs.append(job)
+        self.jobs[job[0]] = job
         # Values that JSON has no form for (dates in a row of a data set) are sent as text.
-        self._unsent += json.dumps(arguments, default=str).encode() + b"\n"
+        self._unsent += json.dumps([job[0], arguments], default=str).encode() + b"\n"
         self.flush()
 
     def flush(self) -> None:
@@ -325,7 +369,7 @@ class _Worker:
         return describe_exit(code), output
 
 
-def serve(grader_name: str, worker: str | None, deadline: float, memory_gb: float) -> None:
+def serve(grader_name: str, worker: str | None, deadline: float, memory_gb: float, retries: int) -> None:
     """Serve requests for a function, in a worker process, until standard input closes.
 
     Args:
@@ -333,6 +377,7 @@ def serve(grader_name: str, worker: str | None, deadline: float, memory_gb: floa
         worker: Its `worker` in `GRADERS`; None for a custom grader.
         deadline: Seconds per answer. The parent enforces it; see the comment on the alarm below.
         memory_gb: Memory limit in GiB, in addition to what the imports use.
+        retries: Further calls of an asynchronous function after an error.
     """
     # The protocol leaves descriptors 0 and 1, so that print() and input() in custom code cannot disturb it.
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
@@ -343,28 +388,43 @@ def serve(grader_name: str, worker: str | None, deadline: float, memory_gb: floa
         print(json.dumps(values), file=replies, flush=True)
 
     try:
-        grader = BatchGrader.of_calls(load_function(worker)) if worker else load_grader(grader_name)
+        own = GraderFunction(load_function(worker)) if worker else None
+        grader = load_grader(grader_name) if own is None else BatchGrader.of_calls(own)
     except ValueError as error:
         reply(error=str(error))
         return
     _limit_memory(memory_gb)
-    reply(batched=grader.batched)
+    reply(batched=grader.batched, asynchronous=grader.asynchronous)
+    if grader.asynchronous:
+        import asyncio  # not at module level, since few functions are asynchronous
+
+        from bandpo_cli.grading.event_loop import CallServer
+
+        server = CallServer(grader, reply, describe_error, set_alarm, deadline, retries)
+        asyncio.run(server.serve(requests))
     for line in requests:
-        # If the parent is gone, no one enforces the deadline; then this alarm ends the process, whatever code runs.
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        answers = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, 2 * deadline * len(answers) + ALARM_MARGIN_S)
+        key, answers = json.loads(line)
+        set_alarm(deadline * len(answers))
         try:
             grades = grader.grade(answers)
             results = [(grade.reward, grade.correct, grade.verdict, grade.has_reward) for grade in grades]
             outcome: dict[str, Any] = {"results": results}
         except BaseException as error:  # noqa: BLE001  (sys.exit in a custom function is an error like any other)
-            outcome = _describe(error, grader)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        reply(**outcome)
+            outcome = describe_error(error, grader)
+        set_alarm(None)
+        reply(job=key, **outcome)
 
 
-def _describe(error: BaseException, grader: BatchGrader) -> dict[str, Any]:
+def set_alarm(limit: float | None) -> None:
+    """Let an alarm end this process if the work takes much longer than `limit` seconds; None for no work.
+
+    The parent enforces the deadline. Without it, the alarm does, whatever code runs.
+    """
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, 0 if limit is None else 2 * limit + ALARM_MARGIN_S)
+
+
+def describe_error(error: BaseException, grader: BatchGrader) -> dict[str, Any]:
     """Return the reply about an error of the function."""
     message = f"{type(error).__name__}: {error!s:.300}"
     if isinstance(error, MemoryError):  # a traceback may need more memory than is left

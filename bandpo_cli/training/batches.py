@@ -9,7 +9,8 @@ With several ranks each has such a thread, and each gets the groups of all ranks
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, closing
 from itertools import islice
@@ -18,7 +19,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import RewardComponent
 from bandpo_cli.errors import warn_on_failure
 from bandpo_cli.evaluation.batches import SubmitAnswers, background_grading, chunks
-from bandpo_cli.grading.rewards import ErrorReportingGrader, graded_by, training_grader
+from bandpo_cli.grading.rewards import graded_by, training_grader
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.ranks import Ranks
 from bandpo_cli.sampling.rollouts import (
@@ -52,6 +53,7 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         self._is_ahead = config.sampling.max_lag > 0
         self._thread_ranks = components.ranks.for_thread() if self._is_ahead else components.ranks
         self._call: BackgroundCall | None = None
+        self._failures: Counter[str] = Counter()
 
     def __exit__(self, *_: object) -> None:
         """After an error, close the engine and end the thread."""
@@ -66,7 +68,7 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
 
         Raises:
             StaleEngineError: the engine has other weights than those of the last update.
-            GraderFailedError: every answer of a batch is a grader error.
+            GraderFailedError: every answer of a batch is a grader error; see `training_grader`.
         """
         ahead, self._components.ahead = self._components.ahead, None
         if ahead is not None:
@@ -133,9 +135,8 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
                 # smaller calls would change the last bits of its log-probs.
                 streams = components.sampler.streams and not self._is_ahead
                 if config.grading.while_sampling and streams:
-                    grading = background_grading(components.grader.grade, components.grader.cancel)
-                    submit = stack.enter_context(grading)
-                    early = EarlyGrades(components.grader, submit, config.task.rewards)
+                    grading = background_grading(components.grader.begin, components.grader.cancel)
+                    early = EarlyGrades(stack.enter_context(grading), config.task.rewards)
                     parts = chunks(prompts, config.grading.batch // params.samples)
                 # The seed of a prompt is one above that of the prompt before it, as within one call of the sampler.
                 requests = (
@@ -150,7 +151,8 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
                         if early is not None:
                             early.submit(problem_per_completion(answered, part), part_texts)
             with timer.phase("grade"):
-                grade = training_grader(early or components.grader, config.task.rewards, ranks)
+                about = components.grader, config.task.rewards, ranks, self._failures
+                grade = training_grader(*about, early.grade if early else None)
                 grades = grade(problem_per_completion(problems, completions), texts)
                 shaping = config.reward, params.max_tokens
                 groups = graded_groups(problems, prompts, completions, texts, grades, *shaping)
@@ -183,26 +185,16 @@ class EarlyGrades:
     """The grades of a batch whose answers are submitted one part after the other; it takes the place of the pool.
 
     Args:
-        pool: the pool that grades; `submit_answers` calls it in a thread.
+        submit_answers: submits answers to the pool.
         components: `task.rewards`, each of which grades all answers.
     """
 
-    def __init__(
-        self,
-        pool: ErrorReportingGrader,
-        submit_answers: SubmitAnswers,
-        components: Sequence[RewardComponent] | None,
-    ) -> None:
-        self._pool, self._submit_answers = pool, submit_answers
+    def __init__(self, submit_answers: SubmitAnswers, components: Sequence[RewardComponent] | None) -> None:
+        self._submit_answers = submit_answers
         graded: Sequence[RewardComponent | None] = components or [None]
         self._parts: list[tuple[RewardComponent | None, list[Future[list[Grade]]]]] = [
             (component, []) for component in graded
         ]
-
-    @property
-    def errors(self) -> Mapping[str, str]:
-        """The first error of each grader that failed, by name."""
-        return self._pool.errors
 
     def submit(self, problems: Sequence[Problem], texts: Sequence[str]) -> None:
         """Start grading texts [N], each as an answer to its problem [N]."""

@@ -14,6 +14,7 @@ With `sampling.max_lag: 1` the rollouts of the next step are sampled and graded 
 Dimension suffixes: `_P` problems (groups) of a step, `_G` completions per group.
 """
 
+import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,7 +25,12 @@ from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.evaluate import is_evaluation_due, sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
-from bandpo_cli.grading.rewards import check_not_all_failed, first_errors, grade_components
+from bandpo_cli.grading.rewards import (
+    check_not_all_failed,
+    first_errors,
+    grade_components,
+    have_all_calls_failed,
+)
 from bandpo_cli.models.load import release_cached_memory
 from bandpo_cli.objective.advantages import estimate_advantages
 from bandpo_cli.objective.loss import policy_loss
@@ -45,6 +51,8 @@ from bandpo_cli.training.metrics import (
 )
 from bandpo_cli.training.update import handle_bad_update, update_policy
 from bandpo_cli.types import Group, Rollout
+
+log = logging.getLogger("bandpo_cli")
 
 
 def train(
@@ -170,7 +178,8 @@ def _finish_step(
 def _evaluate(config: RunConfig, components: Components, folder: RunFolder, step: int) -> dict[str, float]:
     """Score the held-out problems, write `evals/` and return the metrics.
 
-    The sampling seeds are the same at every step, so that changes come from the policy and not from chance.
+    The sampling seeds are the same at every step, so that changes come from the policy and not from chance. There are
+    no metrics if every call of an asynchronous grader failed.
     """
     settings = config.evaluation
     batches = sample_batches(
@@ -186,11 +195,12 @@ def _evaluate(config: RunConfig, components: Components, folder: RunFolder, step
         ranks=components.ranks,
     )
     rows = [row for batch in batches for row in batch.rows]
-    check_not_all_failed(
-        [row["verdict"] for row in rows],
-        [row["grader"] for row in rows],
-        lambda: first_errors(components.grader, components.ranks),
-    )
+    graders, verdicts = [row["grader"] for row in rows], [row["verdict"] for row in rows]
+    if have_all_calls_failed(components.grader, verdicts, graders, components.ranks):
+        if components.ranks.is_main:
+            log.warning("the evaluation of step %d has no metrics: the calls of the grader failed", step)
+        return {}
+    check_not_all_failed(verdicts, graders, lambda: first_errors(components.grader, components.ranks))
     scores = {
         label: score(label, [row for row in rows if row["task"] == label], settings.k)
         for label in components.heldout

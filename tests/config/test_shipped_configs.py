@@ -106,6 +106,8 @@ NOT_COMPUTED = {
     "model.trust_remote_code": "a permission",
     "model.revision": "null; the paper does not name the commits",
     "grading.workers": "the hardware",
+    "grading.concurrency": "the server of an asynchronous function",
+    "grading.retries": "used only by asynchronous functions",
     "grading.memory_gb": "the hardware",
     "grading.batch": "used only by functions that take lists",
     "grading.while_sampling": "when the same grades are computed",

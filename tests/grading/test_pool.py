@@ -53,6 +53,11 @@ def judge(text, answer, extra):
 def echo(text, answer, extra):
     return text == answer == extra["text"]
 
+async def wait(text, answer, extra):
+    import asyncio
+    await asyncio.sleep(1000 if text == "sleep" else 0)
+    return {"score": 0, "verdict": str(os.getpid())}
+
 def sleep(text, answer, extra):
     time.sleep(float(text))
     return True
@@ -216,10 +221,10 @@ from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import Problem
 print("imported", flush=True)
 pool = GraderPool(GradingConfig(workers=1, deadline=0.5))
-problem = Problem("p", "", "", "t", "custom_grader:judge")
+problem = Problem("p", "", "", "t", f"custom_grader:{'wait' if sys.argv[1] == 'calling' else 'judge'}")
 [pid] = pool.grade([problem], ["pid"])
 print(pid.verdict, flush=True)
-if sys.argv[1] == "busy":
+if sys.argv[1] in ("busy", "calling"):
     pool.grade([problem], ["sleep"])
 time.sleep(1000 if sys.argv[1] == "idle" else 0)
 """
@@ -228,7 +233,9 @@ SHORT_ALARM = "import bandpo_cli.grading.workers as workers\nworkers.ALARM_MARGI
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("doing", "with_signal"), [("busy", 9), ("idle", 2), ("ending", None)])
+@pytest.mark.parametrize(
+    ("doing", "with_signal"), [("busy", 9), ("calling", 9), ("idle", 2), ("ending", None)]
+)
 def test_workers_exit_with_their_parent(doing: str, with_signal: int | None, tmp_path: Path) -> None:
     # A script with code at its top level: a worker that imports it would start further workers.
     (tmp_path / "script.py").write_text(PARENT)
@@ -273,13 +280,13 @@ def test_unusable_grader_is_reported_in_one_line(pool: GraderPool) -> None:
 def test_hostile_answers_are_never_correct_and_do_not_break_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each hostile answer is followed by an ordinary answer, which the worker grades once."""
     calls: list[int] = []
-    run = pool_module.WorkerPool.run
+    submit = pool_module.WorkerPool.submit
 
-    def counting(worker_pool: pool_module.WorkerPool, arguments: Any, *rest: Any) -> list[Grade]:
+    def counting(worker_pool: pool_module.WorkerPool, arguments: Any, *rest: Any) -> range:
         calls.append(len(arguments))
-        return run(worker_pool, arguments, *rest)
+        return submit(worker_pool, arguments, *rest)
 
-    monkeypatch.setattr(pool_module.WorkerPool, "run", counting)
+    monkeypatch.setattr(pool_module.WorkerPool, "submit", counting)
     five = Problem("five", "", "5", "test", "math")
     # One of the endless answers: a worker that is killed at its deadline takes seconds to replace.
     hostile_texts = [ENDLESS[0], *QUICK[::3]]

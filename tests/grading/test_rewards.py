@@ -31,6 +31,7 @@ class Grades:
 
     def __init__(self, **by_grader: Sequence[Grade]) -> None:
         self.by_grader = {name.replace("_", ":"): grades for name, grades in by_grader.items()}
+        self.asynchronous: frozenset[str] = frozenset()
         self.errors = {"mine:length": "KeyError: 'x'"}
 
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:

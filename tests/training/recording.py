@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -222,6 +223,7 @@ class RecordingGrader:
     def __init__(self, uniform: Collection[str] = ()) -> None:
         self.recording: Recording
         self.errors: dict[str, str] = {}
+        self.asynchronous: frozenset[str] = frozenset()
         self._uniform = uniform
 
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
@@ -235,6 +237,9 @@ class RecordingGrader:
         step.order.append("grade")
         step.grades.append(GradeCall(list(problems), list(texts), grades))
         return grades
+
+    def begin(self, problems: Sequence[Problem], texts: Sequence[str]) -> Callable[[], list[Grade]]:
+        return partial(self.grade, problems, texts)
 
     def cancel(self) -> None:
         pass

@@ -5,6 +5,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,7 @@ def test_early_grades_of_weighted_rewards_are_those_of_the_pool() -> None:
 
     class Pool:
         errors: Mapping[str, str] = {"number": "no module"}
+        asynchronous: frozenset[str] = frozenset()
 
         def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
             return [
@@ -182,13 +184,12 @@ def test_early_grades_of_weighted_rewards_are_those_of_the_pool() -> None:
 
     pool = Pool()
     for components in (rewards, None):
-        with background_grading(pool.grade, lambda: None) as grading:
-            early = EarlyGrades(pool, grading, components)
+        with background_grading(partial(partial, pool.grade), lambda: None) as grading:
+            early = EarlyGrades(grading, components)
             for part in (slice(2), slice(2, 5)):
                 early.submit(problems[part], texts[part])
             expected = training_grader(pool, components)(problems, texts)
-            assert training_grader(early, components)(problems, texts) == expected
-            assert early.errors == pool.errors
+            assert training_grader(pool, components, grade=early.grade)(problems, texts) == expected
 
 
 def test_an_error_of_a_grader_that_grades_while_sampling_ends_the_run(

@@ -261,6 +261,8 @@ def test_sharded_adapters_train_and_merge_as_those_of_one_rank(tmp_path: Path, s
 class OneRankFails:
     """A grader that reports errors for all answers of one rank."""
 
+    asynchronous: frozenset[str] = frozenset()
+
     def __init__(self, fails: bool, name: str) -> None:
         self._fails, self.errors = fails, {"countdown": f"broken on {name}"} if fails else {}
 
