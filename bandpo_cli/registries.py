@@ -345,3 +345,24 @@ GRADERS = Registry("grader", [
                 vote=f"{_ANSWERS}:vote_tagged"),
 ], f"a custom function as module:function ({', '.join(f'{name}:module:function' for name in SIGNATURES)})",
    is_custom_grader)
+
+
+@dataclass(frozen=True)
+class TrackerEntry(Entry):
+    """An experiment tracker (`tracking.trackers`).
+
+    Attributes:
+        tracker: a subclass of `tracking.trackers.Tracker`; None for MLflow, which has more than a copy of the run.
+        package: the optional package that the tracker needs, which is the name of the extra too; None for none.
+    """
+
+    tracker: str | None = None
+    package: str | None = None
+
+
+TRACKERS = Registry("tracker", [
+    TrackerEntry("mlflow", "MLflow, a server or a local store"),
+    TrackerEntry("wandb", "Weights & Biases", "bandpo_cli.tracking.wandb_tracker:WandbTracker", "wandb"),
+    TrackerEntry("trackio", "trackio, a local dashboard",
+                 "bandpo_cli.tracking.trackio_tracker:TrackioTracker", "trackio"),
+], "a custom tracker as module:Class", is_function_path, lambda name: TrackerEntry(name, "a custom tracker", name))

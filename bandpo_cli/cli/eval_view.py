@@ -109,7 +109,7 @@ class EvalView(ExperimentView):
             else:
                 print_scores(self.console, result.scores)
                 self.console.print()
-            if self._info.request.config.tracking.mlflow:
+            if self._info.request.config.tracking.with_mlflow:
                 self.spin("sending the metrics to MLflow …")
         elif not self._info.rescored:
             stored = EvalFolder(result.folder).count_stored()

@@ -14,7 +14,7 @@ import typer
 from bandpo_cli.cli.completion import complete_config, complete_task, one_of
 from bandpo_cli.datasets import TASKS, TEMPLATES, split_member, tasks_text
 from bandpo_cli.errors import UserError, unknown_choice
-from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS, METHODS, load_attribute
+from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS, METHODS, TRACKERS, load_attribute
 
 RUNS = Path("runs")
 
@@ -174,6 +174,9 @@ SETTINGS = (
     _SAMPLER,
     Flag("--steps", "steps", int, "Batches of rollouts per run.", "100"),
     Flag("--seed", "seed", int, "Seed of every random choice.", "0", sweep="no flag"),
+    Flag("--tracker", "tracking.trackers", list[str],
+         f"Tracker that gets a copy of the run: {TRACKERS.names_text()}; repeatable, or several separated by commas.",
+         "mlflow", "NAME", names=TRACKERS, read="bandpo_cli.cli.options:split_commas"),
     Flag("--callback", "tracking.callbacks", list[str], "A callback of your own; repeatable.", None, "module:Class"),
 )
 """The flags of `train` and `sweep`. A flag for another setting is one more entry here."""
@@ -196,7 +199,7 @@ EVAL_SETTINGS = (
 TRACKING_SETTINGS = (
     Flag("--tracking-uri", "tracking.uri", str, "MLflow server or store.",
          "$MLFLOW_TRACKING_URI, else mlflow.db in --runs-dir", "URI"),
-    Flag("--mlflow/--no-mlflow", "tracking.mlflow", bool, "Send metrics to MLflow.", "on"),
+    Flag("--mlflow/--no-mlflow", "tracking.mlflow", bool, "Send metrics to MLflow.", "as --tracker"),
 )
 """The flags of the section `tracking`, of all three commands."""
 # fmt: on

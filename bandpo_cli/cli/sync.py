@@ -1,4 +1,4 @@
-"""`bandpo sync`: send MLflow what it lacks of runs, from their folders; one line per run."""
+"""`bandpo sync`: send trackers what they lack of runs, from their folders; one line per run and tracker."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.completion import folder_of
+from bandpo_cli.cli.completion import folder_of, one_of
 from bandpo_cli.cli.console import ExperimentView, open_console, print_line
 from bandpo_cli.errors import plural
+from bandpo_cli.registries import TRACKERS
 
 if TYPE_CHECKING:
     from bandpo_cli.experiments.sync_runs import SyncReport
@@ -25,30 +26,39 @@ log = logging.getLogger("bandpo_cli")
 def sync(
     runs: Annotated[list[str] | None, opt.argument("RUN...", complete=folder_of("run", "sweep"))] = None,
     all_: Annotated[bool, opt.option(flags=["--all"])] = False,
+    tracker: Annotated[
+        list[str] | None, opt.option("NAME", "those of the run", complete=one_of(TRACKERS))
+    ] = None,
     tracking_uri: Annotated[str | None, opt.option("URI", "where the run was tracked, or would be")] = None,
     runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
-    """Send to MLflow all data of runs that it does not have, for example after an outage.
+    """Send to the trackers all data of runs that they do not have, for example after an outage.
 
-    Reads the run folders only: params, tags, every metric of every step, files,
-    how the run ended. Data that MLflow already has are not sent again, so you
-    can repeat the command at any time. A run that is still being written stays RUNNING.
+    Reads the run folders only: settings, every metric of every step, files, how the
+    run ended. Data that a tracker already has are not sent again, so you can repeat
+    the command at any time. A run that is still being written stays RUNNING.
 
     [bold]bandpo sync first[/bold]  the run in runs/first
 
     [bold]bandpo sync deltas --tracking-uri http://127.0.0.1:5000[/bold]  a sweep's runs, to a server
 
-    [bold]bandpo sync --all[/bold]  every run; those with tracking.mlflow=false only by name
+    [bold]bandpo sync first --tracker wandb[/bold]  to Weights & Biases
+
+    [bold]bandpo sync --all[/bold]  every run that has a tracker
 
     Args:
         runs: Runs, by name or folder; a sweep stands for all of its runs.
         all_: Send every run in --runs-dir, including the runs of sweeps.
+        tracker: Trackers to send to; repeatable, or several separated by commas.
         tracking_uri: MLflow server or store.
     """
     from bandpo_cli.experiments import sync as sync_runs
 
     with closing(SyncView(open_console())) as view:
-        sync_runs(runs or [], all_runs=all_, uri=tracking_uri, runs_dir=runs_dir, callbacks=[view])
+        sync_runs(
+            runs or [], all_runs=all_, trackers=opt.split_commas(tracker or []), uri=tracking_uri, runs_dir=runs_dir,
+            callbacks=[view],
+        )  # fmt: skip
 
 
 class SyncView(ExperimentView):
@@ -66,10 +76,11 @@ class SyncView(ExperimentView):
         """Print what was sent of a run, or why it was skipped; errors are printed at the end."""
         self.spin(None)
         self._names.popleft()
+        label = report.name if report.tracker == "mlflow" else f"{report.name}, {report.tracker}"
         if report.skipped is not None:
-            print_line(self.console, f"left out: {report.skipped}", report.name)
+            print_line(self.console, f"left out: {report.skipped}", label)
         if report.result is not None:
-            print_line(self.console, _sync_text(report.result), report.name)
+            print_line(self.console, _sync_text(report.result), label)
             if number := report.result.metrics.differing:
                 log.warning(
                     f"{plural(number, 'value')} at MLflow {'differs' if number == 1 else 'differ'} from the run "

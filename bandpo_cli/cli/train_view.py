@@ -22,12 +22,13 @@ from rich.text import Text
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 from bandpo_cli.cli.console import PLAIN_LINES, ExperimentView, print_line, print_rows
 from bandpo_cli.cli.signals import StopSignals
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import RunConfig, TrackingConfig
 from bandpo_cli.metric_names import SCORE, has_nonbinary_rewards
 from bandpo_cli.rank_process import launched_ranks
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, shell_command
 from bandpo_cli.tracking.store import tracking_store, ui_text
+from bandpo_cli.tracking.tracker_sender import tracker_places
 from bandpo_cli.types import Rollout
 
 SPARK_CHARS = "▁▂▃▄▅▆▇█"
@@ -92,8 +93,12 @@ class TrainView(ExperimentView):
         On a terminal the panel shows a request to stop too, in place of the signal handlers. The time left counts from
         the first step after a resume.
         """
-        if info.config["tracking"]["mlflow"]:
-            self.spinners = {**self.spinners, "close": "writing the plots, finishing the record in MLflow …"}
+        if places := ", ".join(TrackingConfig.model_construct(**info.config["tracking"]).names):
+            places = places.replace("mlflow", "MLflow")
+            self.spinners = {
+                **self.spinners,
+                "close": f"writing the plots, finishing the record in {places} …",
+            }
         self.print_start(info.folder, "run folder", info.notes)
         for record in RunFolder(info.folder).read_metrics():
             self._add_metrics(record)
@@ -266,7 +271,8 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
         values = [value for record in steps if (value := record.get(key)) is not None]
         rows += [(heading, form.format(values[0], values[-1]))] if values else []
     rows += [("run folder", str(result.folder)), ("plots", str(result.folder / "plots"))]
-    if config.tracking.mlflow:
+    if config.tracking.with_mlflow:
         store = tracking_store(config.tracking, result.folder.absolute().parent)
         rows.append(("MLflow", ui_text(result.folder, store)))
+    rows += tracker_places(config.tracking.other_trackers, result.folder)
     print_rows(console, rows, 10)

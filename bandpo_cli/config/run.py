@@ -21,25 +21,46 @@ from bandpo_cli.config.section import NotEmpty, NotNegative, Positive, Section, 
 from bandpo_cli.config.task import AsList, CountdownTask, TaskSettings
 from bandpo_cli.errors import has_secret
 from bandpo_cli.metric_names import is_clock_metric
-from bandpo_cli.registries import ADVANTAGES
+from bandpo_cli.registries import ADVANTAGES, TRACKERS
 
 EstimatorName = Annotated[str, AfterValidator(ADVANTAGES.check_name)]
+TrackerName = Annotated[str, AfterValidator(TRACKERS.check_name)]
 
 
 class TrackingConfig(Section):
-    """The MLflow mirror, and custom callbacks. The run folder is written independently of these settings."""
+    """The trackers, and custom callbacks. The run folder is written independently of these settings."""
 
-    mlflow: bool = True
-    """Send metrics, params and files to MLflow as well."""
+    trackers: Annotated[tuple[TrackerName, ...], AsList] = ("mlflow",)
+    """The trackers that receive metrics, settings and files as well: mlflow, wandb, trackio, or a custom tracker as
+    module:Class."""
+    mlflow: bool | None = None
+    """false leaves MLflow out of the trackers, and true adds it. null: as `trackers`."""
     uri: NotEmpty | None = None
     """The MLflow server (an http address) or database. null: the environment variable MLFLOW_TRACKING_URI, and
     without it the SQLite file mlflow.db in the runs folder."""
     experiment: str = Field("bandpo", min_length=1, max_length=500)
-    """The MLflow experiment of the run."""
+    """The MLflow experiment of the run, and its project at the other trackers."""
     parent: NotEmpty | None = None
     """The MLflow parent run; a sweep sets it to its own run."""
     callbacks: Annotated[tuple[NotEmpty, ...], AsList] = ()
     """Subclasses of `bandpo_cli.callbacks.CallbackBase` that receive the events of the run, each as module:Class."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The trackers in use, each once."""
+        if self.mlflow is None:
+            return tuple(dict.fromkeys(self.trackers))
+        return ("mlflow", *self.other_trackers) if self.mlflow else self.other_trackers
+
+    @property
+    def with_mlflow(self) -> bool:
+        """Whether MLflow is one of the trackers."""
+        return "mlflow" in self.names
+
+    @property
+    def other_trackers(self) -> tuple[str, ...]:
+        """The trackers other than MLflow, each once."""
+        return tuple(name for name in dict.fromkeys(self.trackers) if name != "mlflow")
 
     @field_validator("uri")
     @classmethod

@@ -50,7 +50,7 @@ SETTINGS_ELSEWHERE = {
     "steps": "max_steps total_training_steps",
     "task.grader": "grader",
     "task.template": "template",
-    "tracking.mlflow": "report_to",
+    "tracking.trackers": "logger report_to",
 }
 """Other names of settings: in TRL's GRPOConfig, in verl's trainer settings, and those that people try."""
 

@@ -193,7 +193,7 @@ def plan_fork(
     config = resolve([*point.layers, *settings])
     changes = point.changes(config)
     tracking = config.tracking
-    link = find_link(point.run.path, tracking_store(tracking, runs_dir)) if tracking.mlflow else None
+    link = find_link(point.run.path, tracking_store(tracking, runs_dir)) if tracking.with_mlflow else None
     if link is not None and link.run_id is not None and tracking.parent is None:
         config = with_values(config, {"tracking.parent": link.run_id})
     pinned, warnings = pin(config, point.run)

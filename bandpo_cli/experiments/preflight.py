@@ -42,6 +42,7 @@ from bandpo_cli.storage.run_folder import (
     unused_name,
 )
 from bandpo_cli.tasks.task import Task, build_task
+from bandpo_cli.tracking.trackers import tracker_class
 from bandpo_cli.types import Problem
 
 # Without an owner the hub has only ids from before it had owners: any other name is a run or a mistake.
@@ -107,6 +108,8 @@ def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
         check_estimator(config.objective)
     for name in config.tracking.callbacks:
         callback_class(name)
+    for name in config.tracking.other_trackers:
+        tracker_class(name)
     path, revision = config.model.path, config.model.revision
     if revision is not None and (path == EMBEDDED_MODEL or path_exists(user_path(path))):
         raise ConfigError(f"model.revision = {revision!r}: model.path = {path!r} is a folder; leave it out")

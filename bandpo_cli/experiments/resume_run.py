@@ -200,7 +200,7 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
         raise ConfigError(f"{config_path}: {error}") from None
     config = resolve([own_layer, *layers])
     tracking = config.tracking
-    if tracking.mlflow and is_redacted(tracking_store(tracking, runs_dir).uri):
+    if tracking.with_mlflow and is_redacted(tracking_store(tracking, runs_dir).uri):
         raise ConfigError(f"tracking.uri = {tracking.uri} lacks its secret: set MLFLOW_TRACKING_URI")
     done = last_step(folder, own)
     _check_changes(folder, own, config, done, _fork_command(folder, own, layers, runs_dir))

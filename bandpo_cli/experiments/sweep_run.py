@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.layers import read_layer, resolve
-from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig, TrackingConfig
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.custom_code import code_first_in
 from bandpo_cli.errors import ConfigError, UserError, plural, redact_credentials, unknown_choice
@@ -35,8 +36,10 @@ from bandpo_cli.sweeps.scheduler import (
     seconds_from_trial,
     total_seconds,
 )
-from bandpo_cli.tracking.mirror import MlflowMirror, flat_params, run_tags
+from bandpo_cli.tracking.mirror import MlflowMirror, finite_metrics, flat_params, run_tags
 from bandpo_cli.tracking.store import Store, is_server, run_url, short_error, tracking_store, ui_text
+from bandpo_cli.tracking.tracker_sender import TrackerSender
+from bandpo_cli.tracking.trackers import Point
 
 if TYPE_CHECKING:
     from bandpo_cli.reports.comparison.variants import Report
@@ -63,11 +66,9 @@ def sweep_mlflow_run(
     """
     mirror: MlflowMirror | None = None
     if store is not None:
-        variants = sorted({run.arm for run in folder.runs})
-        params = {"arms": variants, "runs": len(folder.runs), "baseline": folder.baseline}
         try:
             mirror = MlflowMirror.connect(store, folder.path, run_tags(describe_environment()))
-            mirror.send_missing("params", flat_params(params))
+            mirror.send_missing("params", flat_params(_about_sweep(folder)))
             mirror.reopen()
             if is_server(store.uri):
                 log.info("MLflow: %s", run_url(folder.path, store))
@@ -94,20 +95,45 @@ def sweep_mlflow_run(
                 log.warning("MLflow did not accept the sweep's end (%s)", short_error(error))
 
 
+def _sweep_means(report: Report | None) -> dict[str, float]:
+    """Return the means of a report as metrics `sweep/<variant>/<column>`."""
+    arms = [] if report is None else report.arms
+    return {f"sweep/{arm.name}/{key}": estimate.mean for arm in arms for key, estimate in arm.figures.items()}
+
+
+def _report_files(folder: SweepFolder) -> list[Path]:
+    return [folder.path / PLAN_FILE, *sorted((folder.path / "report").glob("*"))]
+
+
+def _about_sweep(folder: SweepFolder) -> dict[str, Any]:
+    """Return the params of a sweep at its trackers."""
+    variants = sorted({run.arm for run in folder.runs})
+    return {"arms": variants, "runs": len(folder.runs), "baseline": folder.baseline}
+
+
+def _send_to_trackers(folder: SweepFolder, config: TrackingConfig, report: Report | None) -> None:
+    """Send the report of the sweep to the trackers other than MLflow; an error is a warning."""
+    finished = sum(is_finished(folder.path / run.name) for run in folder.runs)
+    status = "FINISHED" if finished == len(folder.runs) else "FAILED"
+    point = Point(finished, int(time.time() * 1000), finite_metrics(_sweep_means(report)))
+    for name in config.other_trackers:
+        try:
+            about, files = _about_sweep(folder), _report_files(folder)
+            TrackerSender(name, folder.path).send_sweep(config.experiment, about, point, status, files)
+        except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the runs are on the disk
+            log.warning("%s did not accept the report of the sweep (%s)", name, short_error(error))
+
+
 def _send_report(mirror: MlflowMirror, folder: SweepFolder, report: Report | None) -> None:
     from bandpo_cli.reports.comparison.write import render
 
     if report is not None:
-        values = {
-            f"sweep/{arm.name}/{key}": estimate.mean
-            for arm in report.arms
-            for key, estimate in arm.figures.items()
-        }
+        values = _sweep_means(report)
         # At step 0 MLflow shows a metric as a bar and not as a curve of one point. A resume sends values again; of
         # several at the same step MLflow shows the latest.
         mirror.send([{"step": 0, **values}], {}, again=True)
         mirror.describe(f"{NOTE_HEADING}\n\n{render('leaderboard.md', report)}", NOTE_HEADING)
-    for file in [folder.path / PLAN_FILE, *sorted((folder.path / "report").glob("*"))]:
+    for file in _report_files(folder):
         mirror.send_file(folder.path, file)
 
 
@@ -296,7 +322,7 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
     pending = folder.pending()
     _check_run_ranks((configs[run.name] for run in pending), executor)
     tracking = next(iter(configs.values())).tracking
-    store = tracking_store(tracking, runs_dir) if tracking.mlflow else None
+    store = tracking_store(tracking, runs_dir) if tracking.with_mlflow else None
     # Runs are tracked where the sweep is, not in a file of the sweep's folder.
     variables = {} if store is None else {"MLFLOW_TRACKING_URI": store.uri}
     if any((folder.path / "plans").glob("*.py")):
@@ -325,6 +351,8 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
                     report = write_report(read_sweep(folder.path), folder.path / "report")
                 except UserError as no_report:
                     report_error = str(no_report)
+            if pending:
+                _send_to_trackers(folder, tracking, report)
         except BaseException as raised:
             error = raised
             raise

@@ -1,31 +1,43 @@
-"""Upload of missing data of run folders to MLflow."""
+"""Upload of missing data of run folders to their trackers."""
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from bandpo_cli.callbacks import Callback
-from bandpo_cli.errors import RunError, UserError, redact_credentials
+from bandpo_cli.config.layers import read_layer
+from bandpo_cli.config.run import TrackingConfig
+from bandpo_cli.custom_code import code_from
+from bandpo_cli.errors import RunError, UserError, redact_credentials, user_code_location
 from bandpo_cli.experiments.rank_group import Dispatcher
 from bandpo_cli.storage.run_folder import RunFolder, find_folder
 from bandpo_cli.storage.run_record import read_stored_run
 from bandpo_cli.sweeps.folder import PLAN_FILE, find_runs
 from bandpo_cli.tracking.store import check_reachable, short_error
 from bandpo_cli.tracking.sync import RunSender, SyncResult, store_for_run
+from bandpo_cli.tracking.tracker_sender import TrackerSender
+from bandpo_cli.tracking.trackers import tracker_class
 
 log = logging.getLogger("bandpo_cli")
+
+MLFLOW = "mlflow"
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """The outcome of the run `name`: what was sent, or why it was not to be sent, or why it could not be sent."""
+    """The outcome of the run `name`: what was sent, or why it was not to be sent, or why it could not be sent.
+
+    `tracker` is the name of the tracker in `tracking.trackers`.
+    """
 
     name: str
     result: SyncResult | None = None
     skipped: str | None = None
     error: str | None = None
+    tracker: str = MLFLOW
 
 
 SyncCallback = Callback[Sequence[Path], SyncReport, Sequence[SyncReport]]
@@ -36,35 +48,50 @@ def sync(
     names: Sequence[str] = (),
     *,
     all_runs: bool = False,
+    trackers: Sequence[str] = (),
     uri: str | None = None,
     runs_dir: Path | str = "runs",
     callbacks: Sequence[SyncCallback] = (),
 ) -> list[SyncReport]:
-    """Send MLflow what it lacks of runs: params, tags, metrics of every step, files and status.
+    """Send trackers what they lack of runs: settings, metrics of every step, files and status.
 
     A store that cannot be reached or does not accept a run is not tried again. The runs of the other stores are sent
     before an error is raised.
 
     Args:
         names: runs, by name in `runs_dir` or by folder; a sweep stands for all of its runs.
-        all_runs: send every run of `runs_dir` in place of `names`; those with `tracking.mlflow: false` are skipped.
+        all_runs: send every run of `runs_dir` in place of `names`; those without a tracker are skipped.
+        trackers: names of the trackers; empty for the trackers of each run's settings, and MLflow for a run in `names`
+            that has none.
         uri: MLflow server or store; None for the one of each run's settings.
-        callbacks: `start` has all runs, `phase("tracking")` comes before each run, `step` after it.
+        callbacks: `start` has the folder of each run once per tracker, `phase("tracking")` comes before each of them,
+            `step` after it.
 
     Raises:
         RunError: a store could not be reached or did not accept a run.
-        UserError: there is no such run, or a run folder is damaged.
+        UserError: there is no such run, a run folder is damaged, or a tracker cannot be used.
     """
-    named = _choose_runs(names, all_runs, Path(runs_dir))
+    for name in {*trackers} - {MLFLOW}:
+        tracker_class(name)
+    pairs: list[tuple[Path, str | None]] = [
+        (path, tracker)
+        for path, is_named in _choose_runs(names, all_runs, Path(runs_dir)).items()
+        for tracker in trackers or _trackers(path, is_named, uri)
+    ]
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # seconds; a person waits here, no training
     events = Dispatcher(callbacks)
     failed_stores: dict[str, str] = {}
     reports: list[SyncReport] = []
     try:
-        events.start([*named])
-        for path, is_named in named.items():
+        events.start([path for path, _ in pairs])
+        for path, tracker in pairs:
             events.phase("tracking")
-            reports.append(_send(path, is_named, uri, failed_stores))
+            if tracker is None:
+                reports.append(SyncReport(path.name, skipped="it has no tracker; name it to send it"))
+            elif tracker == MLFLOW:
+                reports.append(_send(path, uri, failed_stores))
+            else:
+                reports.append(_send_to_tracker(path, tracker, failed_stores))
             events.step(reports[-1])
     finally:
         events.end(reports)
@@ -96,16 +123,40 @@ def _choose_runs(names: Sequence[str], all_runs: bool, runs_dir: Path) -> dict[P
     return dict(chosen.values())
 
 
-def _send(path: Path, named: bool, uri: str | None, failed_stores: dict[str, str]) -> SyncReport:
-    """Send one run; the error of a store is added to `failed_stores`, by the store's URI.
+def _trackers(path: Path, named: bool, uri: str | None) -> Iterable[str | None]:
+    """Return the trackers that a run is sent to; None in place of MLflow for a run that is left out."""
+    config = TrackingConfig()
+    with suppress(UserError, ValueError, TypeError):  # damaged settings: sending the run reports them
+        tracking = read_layer(path / "config.yaml").get("tracking") or {}
+        config = TrackingConfig(**{key: tracking[key] for key in ("trackers", "mlflow") if key in tracking})
+    if named and (uri is not None or not config.names):
+        return dict.fromkeys((MLFLOW, *config.names))
+    return config.names or (None,)
+
+
+def _send_to_tracker(path: Path, tracker: str, failed: dict[str, str]) -> SyncReport:
+    """Send one run to a tracker other than MLflow; its error is added to `failed`, and it is not tried again."""
+    try:
+        if tracker not in failed:
+            with code_from(path):
+                sender = TrackerSender(tracker, path)
+                sender.check()
+                return SyncReport(path.name, result=sender.send(), tracker=tracker)
+    except UserError as error:
+        return SyncReport(path.name, error=str(error), tracker=tracker)
+    except Exception as error:  # noqa: BLE001 - whatever the tracker and the network raise ends as one line
+        location = user_code_location(error)
+        failed[tracker] = f"{tracker} did not accept run {path.name} ({short_error(error)}){location}"
+    return SyncReport(path.name, error=failed[tracker], tracker=tracker)
+
+
+def _send(path: Path, uri: str | None, failed_stores: dict[str, str]) -> SyncReport:
+    """Send one run to MLflow; the error of a store is added to `failed_stores`, by the store's URI.
 
     Nothing is sent to a store in `failed_stores`: each attempt may take the store's timeout.
     """
     try:
-        run = read_stored_run(path)
-        if not named and run.tracking.get("mlflow") is False:
-            return SyncReport(path.name, skipped="tracking.mlflow is false; name it to send it")
-        store = store_for_run(run, uri)
+        store = store_for_run(read_stored_run(path), uri)
     except UserError as error:
         return SyncReport(path.name, error=str(error))
     try:

@@ -55,6 +55,7 @@ from bandpo_cli.storage.run_folder import GRADER_ERRORS, RunFolder, timestamped
 from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.sync import MlflowTracker
+from bandpo_cli.tracking.tracker_sender import tracker_callback
 from bandpo_cli.types import RunStatus, status_of
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def train(
     callbacks: Sequence[TrainCallback] = (),
     stop_requested: Stop = None,
 ) -> RunResult:
-    """Train a policy, write the run folder, and mirror it to MLflow unless `tracking.mlflow` is false.
+    """Train a policy, write the run folder, and mirror it to the trackers of `tracking.trackers`.
 
     In a script that torchrun has started, all processes train one policy together and must call this with the same
     settings.
@@ -203,7 +204,7 @@ def run_environment(config: RunConfig, components: Components) -> dict[str, Any]
 
 
 def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> TrainEvents:
-    """Return the dispatcher of a run: the MLflow tracker if it is on, `callbacks`, the custom ones, then the advice.
+    """Return the dispatcher of a run: the trackers, `callbacks`, the custom ones, then the advice.
 
     On a rank other than 0 it has only the callbacks that receive the events of every rank.
     """
@@ -211,8 +212,9 @@ def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> Train
     custom = [cls() for cls in classes if is_main or getattr(cls, "on_every_rank", False)]
     callbacks = [*callbacks, *custom]
     if is_main:
-        tracker = [MlflowTracker(config.tracking)] if config.tracking.mlflow else []
-        return Dispatcher([*tracker, *callbacks, NothingLearned(config)])
+        mlflow = [MlflowTracker(config.tracking)] if config.tracking.with_mlflow else []
+        others = map(tracker_callback, config.tracking.other_trackers)
+        return Dispatcher([*mlflow, *others, *callbacks, NothingLearned(config)])
     return Dispatcher([callback for callback in callbacks if getattr(callback, "on_every_rank", False)])
 
 

@@ -75,7 +75,7 @@ def run_script(config: RunConfig, overrides: Overrides) -> str:
     if config.bounds.method == "band":
         variables.append("VERL_USE_EXTERNAL_MODULES")  # each process of verl imports it
         lines.append(f"export VERL_USE_EXTERNAL_MODULES={BAND_MODULE}")
-    if config.tracking.mlflow:
+    if config.tracking.with_mlflow:
         variables.append("MLFLOW_TRACKING_URI")
         lines.append("DEFAULT_URI=" + ('"sqlite:///$HERE/mlflow.db"' if uri is None else shlex.quote(uri)))
         lines.append('export MLFLOW_TRACKING_URI="${MLFLOW_TRACKING_URI:-$DEFAULT_URI}"')

@@ -16,6 +16,7 @@ from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.methods import BandSettings, DppoSettings
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.paths import path_exists, user_path
+from bandpo_cli.registries import TRACKERS
 
 Overrides = dict[str, Any]
 """Values of verl's settings by key; a key that verl's configuration does not have begins with +."""
@@ -75,7 +76,9 @@ def derived_overrides(config: RunConfig) -> dict[str, Overrides]:
         },
         "evaluation.temperature": {f"{ROLLOUT}.val_kwargs.do_sample": evaluation.temperature > 0},
         "checkpoint.every": {"trainer.save_freq": config.checkpoint.every or config.steps},
-        "tracking.mlflow": {"trainer.logger": ["console", *["mlflow"] * config.tracking.mlflow]},
+        "tracking.trackers": {
+            "trainer.logger": ["console", *filter(TRACKERS.__contains__, config.tracking.names)]
+        },
     }
 
 
@@ -321,7 +324,8 @@ RULES: dict[str, tuple[str, str]] = {
     "checkpoint.best_metric": ("", "with checkpoint.keep_best"),
     "checkpoint.background": ("", "verl's trainer waits for its checkpoints"),
     "stop": ("", "verl does not end a run early"),
-    "tracking.mlflow": ("trainer.logger", ""),
+    "tracking.trackers": ("trainer.logger", "without custom trackers"),
+    "tracking.mlflow": ("", "part of tracking.trackers"),
     "tracking.uri": ("", "MLFLOW_TRACKING_URI in run.sh"),
     "tracking.experiment": ("trainer.project_name", ""),
     "tracking.parent": ("", "verl's runs have no parent"),

@@ -1,14 +1,14 @@
-"""Upload of run folders and evaluations to MLflow; data that a store has are not sent again.
+"""Upload of run folders to trackers, and of evaluations to MLflow; data that a store has are not sent again.
 
-`metrics.jsonl` is the queue. `bandpo sync` sends it with `RunSender`, and during training the thread of `MlflowTracker`
-does, for which the training never waits.
+`metrics.jsonl` is the queue of every tracker. `bandpo sync` sends it with a `Sender`, which for MLflow is `RunSender`;
+during training the thread of a `SendingCallback` does, for which the training never waits.
 """
 
 import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from bandpo_cli.callbacks import CallbackBase, RunInfo, RunResult, StepReport
 from bandpo_cli.config.run import TrackingConfig
-from bandpo_cli.errors import UserError, redact_credentials
+from bandpo_cli.errors import UserError, redact_credentials, user_code_location
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import read_metrics_after, run_artifacts, shell_command
 from bandpo_cli.storage.run_record import StoredRun, read_stored_run
@@ -38,6 +38,7 @@ from bandpo_cli.tracking.store import (
     tracking_store,
     write_link,
 )
+from bandpo_cli.tracking.trackers import TrackerUnavailableError
 from bandpo_cli.types import RunStatus
 
 log = logging.getLogger("bandpo_cli")
@@ -81,24 +82,55 @@ class SyncResult:
     writing: bool
 
 
-class RunSender:
-    """Sends a run folder to a store. Every call of `send` continues where the last successful one ended.
-
-    A line of `metrics.jsonl` counts as sent once MLflow has accepted its values. A call that fails can be repeated:
-    what MLflow has is not sent again.
+class Sender:
+    """Base class of senders of a run folder to one tracker: they also have the methods of `RunSender`.
 
     Attributes:
+        place: the tracker in messages, without secrets.
         clocks: the time at which each step was done, milliseconds since 1970. A process that trains adds its own steps;
             the times of the others are computed from the folder.
     """
 
-    def __init__(self, store: Store, folder: Path) -> None:
+    place: str
+
+    def __init__(self) -> None:
         self.clocks: dict[int, int] = {}
+
+    def prepare(self) -> None:
+        """Record in the run folder that the run goes to this tracker."""
+
+    def check(self) -> None:
+        """Raise OSError if the tracker does not answer, before its package is imported."""
+
+    def address(self) -> str | None:
+        """Return the line that announces where the tracker has the run; None for none."""
+
+
+class RunSender(Sender):
+    """Sends a run folder to a store. Every call of `send` continues where the last successful one ended.
+
+    A line of `metrics.jsonl` counts as sent once MLflow has accepted its values. A call that fails can be repeated:
+    what MLflow has is not sent again.
+    """
+
+    def __init__(self, store: Store, folder: Path) -> None:
+        super().__init__()
         self._store, self._folder = store, folder
+        self.place = f"MLflow at {redact_credentials(store.uri)}"
         self._connection: tuple[MlflowMirror, StoredRun] | None = None  # None after a failure too
         self._run_id = ""
         self._link: tuple[int, int] | None = None
         self._offset = 0  # of the first line of metrics.jsonl that is not sent
+
+    def prepare(self) -> None:
+        if not read_links(self._folder):
+            new_link(self._folder, self._store)
+
+    def check(self) -> None:
+        check_reachable(self._store.uri)
+
+    def address(self) -> str | None:
+        return f"MLflow: {run_url(self._folder, self._store)}" if is_server(self._store.uri) else None
 
     def send(self, status: RunStatus | Literal["RUNNING"] | None = None) -> SyncResult:
         """Send what MLflow lacks: params, tags, metrics and, of a run that has ended, its status and files.
@@ -156,7 +188,7 @@ class RunSender:
         unchanged = link_version(self._folder) == self._link
         if self._connection is not None and unchanged:
             return *self._connection, 0, 0
-        run = read_stored_run(self._folder, _durations)
+        run = read_stored_run(self._folder, step_durations)
         parent = run.tracking.get("parent")
         tags = run_tags(run.env, None if parent is None else str(parent))
         mirror = MlflowMirror.connect(self._store, self._folder, tags, run.start_ms)
@@ -192,37 +224,36 @@ class RunSender:
         return len(sent), len(files) - len(sent)
 
 
-def _durations(line: Mapping[str, Any]) -> dict[str, Any]:
+def step_durations(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a line of metrics.jsonl from which the times of the steps are computed."""
     return {key: line[key] for key in ("step", "time/step", "time/checkpoint") if key in line}
 
 
-class MlflowTracker(CallbackBase):
-    """Callback of `train` and `resume` that sends the run to MLflow on a daemon thread, MLflow's slow import included.
+class SendingCallback(CallbackBase):
+    """Callback of `train` and `resume` that sends the run to a tracker on a daemon thread, slow imports included.
 
     Problems are warnings: the run folder has everything. The first failure is reported, and what could not be sent is
     tried again with a growing pause. What is missing at the end of the run is reported with the command that sends it.
     """
 
-    def __init__(self, config: TrackingConfig) -> None:
-        self._config = config
+    def __init__(self, open_sender: Callable[[Path], Any], name: str) -> None:
+        """Send to the sender that `open_sender` returns for the run folder; `name` names the thread."""
+        self._open_sender = open_sender
         self._status: RunStatus | None = None  # set by `end`
         self._reached = self._closed = self._warned = self._announced = False
         self._failures = 0
         self._tries_left = FINAL_RETRIES
         self._wake = threading.Event()  # set when there is something to send
         self._ending = threading.Event()  # set by `end`
-        self._thread = threading.Thread(target=self._send_until_closed, name="mlflow-mirror", daemon=True)
+        self._thread = threading.Thread(target=self._send_until_closed, name=f"{name}-mirror", daemon=True)
 
     def start(self, info: RunInfo) -> None:
         """Start the thread, which connects at once.
 
-        The store of a run without `tracking.uri` lies beside the run folder. This is called after the imports of the
-        training: two threads that import delay each other.
+        This is called after the imports of the training: two threads that import delay each other.
         """
         self._folder = info.folder
-        self._store = tracking_store(self._config, info.folder.absolute().parent)
-        self._sender = RunSender(self._store, self._folder)
+        self._sender = self._open_sender(info.folder)
         self._thread.start()
 
     def step(self, report: StepReport) -> None:
@@ -235,7 +266,7 @@ class MlflowTracker(CallbackBase):
         self._status = result.status
         self._ending.set()
         self._wake.set()
-        if self._thread.ident is None:  # never started: MLflow knows nothing of this run
+        if self._thread.ident is None:  # never started: the tracker knows nothing of this run
             return
         begin = answered = now = time.monotonic()
         while self._thread.is_alive() and now < min(begin + FINISH_TIMEOUT_S, answered + UNREACHABLE_GRACE_S):
@@ -247,16 +278,20 @@ class MlflowTracker(CallbackBase):
 
     def _send_until_closed(self) -> None:
         """Send what is new until the run is closed, or until the last retry after its end; the thread's target."""
-        # `bandpo sync` sends the run to this store later; the training reports a full disk.
+        # `bandpo sync` sends the run to this tracker later; the training reports a full disk.
         with suppress(OSError):
-            if not read_links(self._folder):
-                new_link(self._folder, self._store)
+            self._sender.prepare()
         while True:
             ending = self._ending.is_set()
             try:
                 self._send()
                 self._failures = 0
-            except Exception as error:  # noqa: BLE001 - no error of MLflow may reach the training
+            except TrackerUnavailableError as error:
+                log.warning(
+                    "%s. The run continues without it; to send it later: %s", error, self._sync_command()
+                )
+                self._closed = True
+            except Exception as error:  # noqa: BLE001 - no error of a tracker may reach the training
                 self._failures += 1
                 self._reached = False
                 if ending:
@@ -264,7 +299,7 @@ class MlflowTracker(CallbackBase):
                 if not self._warned:
                     self._warned = True
                     log.warning(
-                        f"MLflow at {redact_credentials(self._store.uri)} cannot be reached ({short_error(error)}). "
+                        f"{self._sender.place} cannot be reached ({short_error(error)}){user_code_location(error)}. "
                         f"The run continues, {self._folder} has everything, and the connection is retried."
                     )
             if self._closed or not self._tries_left:
@@ -278,21 +313,24 @@ class MlflowTracker(CallbackBase):
                 self._ending.wait(min(delay, MAX_RETRY_DELAY_S))
 
     def _send(self) -> None:
-        """Send the lines that MLflow has not accepted, and after the end of the run its status and files."""
+        """Send the lines that the tracker has not accepted, and after the end of the run its status and files."""
         self._wake.clear()  # before reading the file: a line that is added later wakes the thread again
         status = self._status
         if not self._reached:
-            check_reachable(self._store.uri)
+            self._sender.check()
             self._reached = True
         self._sender.send(status or "RUNNING")
         if not self._announced:
             self._announced = True
-            if is_server(self._store.uri):
-                log.info("MLflow: %s", run_url(self._folder, self._store))
+            if address := self._sender.address():
+                log.info("%s", address)
         self._closed = status is not None
 
+    def _sync_command(self) -> str:
+        return shell_command("sync", self._folder, self._folder.parent)
+
     def _missing_message(self) -> str:
-        """Return a line with what MLflow lacks and the command that sends it."""
+        """Return a line with what the tracker lacks and the command that sends it."""
         parts: list[str] = []
         with suppress(UserError, OSError):  # a file of the run is gone or damaged: sync names it
             steps, files = self._sender.unsent_steps(), self._sender.unsent_files()
@@ -300,8 +338,17 @@ class MlflowTracker(CallbackBase):
             parts += [f"{len(files)} files"] if files else []
         what = " and ".join(parts) or "the end of the run"
         return (
-            f"MLflow at {redact_credentials(self._store.uri)} lacks {what}; {self._folder} has everything. "
-            f"Send it later with: {shell_command('sync', self._folder, self._folder.parent)}"
+            f"{self._sender.place} lacks {what}; {self._folder} has everything. "
+            f"Send it later with: {self._sync_command()}"
+        )
+
+
+class MlflowTracker(SendingCallback):
+    """Callback that sends the run to MLflow; without `tracking.uri` to a store beside the run folder."""
+
+    def __init__(self, config: TrackingConfig) -> None:
+        super().__init__(
+            lambda folder: RunSender(tracking_store(config, folder.absolute().parent), folder), "mlflow"
         )
 
 

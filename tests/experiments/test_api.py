@@ -85,7 +85,7 @@ def test_sync_reports_each_run(tmp_path: Path, empty_database: Path) -> None:
     seen = mock.Mock()
     (report,) = sync(all_runs=True, runs_dir=tmp_path, callbacks=[seen])
     assert (report.name, report.result) == ("demo", None)
-    assert "tracking.mlflow is false" in str(report.skipped)
+    assert "it has no tracker" in str(report.skipped)
     assert outline(seen) == ["start", "phase tracking", "step", "end"]
     uri = f"sqlite:///{shutil.copy(empty_database, tmp_path / 'other.db')}"
     (sent,) = sync(["demo"], uri=uri, runs_dir=tmp_path, callbacks=[seen])

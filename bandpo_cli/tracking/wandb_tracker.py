@@ -1,0 +1,102 @@
+"""Weights & Biases as a tracker. Behaviour of wandb 0.31, from its source and from tests:
+
+- wandb-core, a process of its own, buffers what is logged, writes it to `<run folder>/wandb` and uploads it. SIGKILL of
+  the training loses up to 32 KiB. A resumed online run continues after the last step that the server has; a step that
+  is not larger than the last one is dropped.
+- A run that is offline cannot be resumed: every process writes a file of its own. `wandb sync` of a second file with
+  the same id replaces the history of the first one, unless one call sends both; a file that was cut off ends such a
+  call. Therefore every process writes all steps, and removes the files that its own file replaces.
+- `wandb.init` asks for an API key on a terminal if there is none.
+"""
+
+import glob
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bandpo_cli.paths import relative_to_cwd
+from bandpo_cli.tracking.trackers import Point, TrackedRun, Tracker, TrackerUnavailableError
+
+INIT_TIMEOUT_S, FINISH_TIMEOUT_S = 10.0, 30.0
+"""Seconds for the answer of the server to a new run, and for the upload at its end; the rest is sent later."""
+
+_EXIT_CODES = {"FINISHED": 0, "KILLED": 255}
+
+
+def _wandb() -> Any:
+    os.environ.setdefault("WANDB_SILENT", "true")  # read at the import
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # an outage prints lines of its telemetry
+    import wandb
+
+    return wandb
+
+
+class WandbTracker(Tracker):
+    """A run at W&B: settings in its config, the sweep as its group, the run's record as its files."""
+
+    title = "W&B"
+
+    @classmethod
+    def destination(cls, project: str) -> str:
+        """Return the server's address and the project, or `offline` in W&B's offline mode."""
+        wandb = _wandb()
+        settings = wandb.setup().settings
+        if settings.mode in ("offline", "dryrun"):
+            return "offline"
+        if settings.mode == "disabled":
+            raise TrackerUnavailableError("W&B is disabled; unset WANDB_MODE, or type: wandb enabled")
+        if wandb.run is None and not wandb.login(prompt=False, verify=False):
+            raise TrackerUnavailableError(
+                "W&B has no API key; type wandb login or set WANDB_API_KEY, or WANDB_MODE=offline to keep a local copy"
+            )
+        return f"{settings.base_url}/{settings.entity or ''}/{project}"
+
+    def __init__(self, run: TrackedRun) -> None:
+        """Create the run, or continue the run that the server has."""
+        super().__init__(run)
+        wandb = _wandb()
+        self._offline = wandb.setup().settings.mode in ("offline", "dryrun")
+        self._replaced = [*(run.folder / "wandb").glob(f"offline-run-*-{run.id}*")] if self._offline else []
+        settings = wandb.Settings(
+            silent=True, console="off", init_timeout=INIT_TIMEOUT_S, finish_timeout=FINISH_TIMEOUT_S,
+            finish_timeout_raises=True,
+        )  # fmt: skip
+        self._run = wandb.init(
+            dir=str(run.folder), id=run.id, name=run.name, group=run.group, job_type=run.kind, config=dict(run.config),
+            project=os.environ.get("WANDB_PROJECT") or re.sub(r"[/\\#?%:]", "-", run.project)[:128],
+            resume=None if self._offline else "allow", reinit="create_new", settings=settings,
+        )  # fmt: skip
+        self.last_step = self._run.starting_step - 1 if self._run.resumed else -1
+        self._logged: int | None = None  # the last step that was logged
+        folder = relative_to_cwd(Path(self._run.settings.sync_dir))
+        self.where = f"wandb sync {shlex.quote(str(folder))}" if self._offline else str(self._run.url)
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Hand the metrics to wandb-core, with the times of the steps."""
+        complete = self.run.kind != "sweep"  # `finish` adds the report to the point of a sweep
+        for point in points:
+            self._run.log(
+                point.metrics | {"_timestamp": point.time_ms / 1000}, step=point.step, commit=complete
+            )
+            self._logged = point.step
+
+    def finish(self, status: str, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
+        """Send the summary and the files, the report of a sweep as a panel, and wait for the upload."""
+        wandb = _wandb()
+        self._run.summary.update(dict(summary))
+        for file in files:
+            self._run.save(glob.escape(str(file)), base_path=str(self.run.folder), policy="now")
+            if file.name == "report.html" and self._logged is not None:
+                self._run.log({"report": wandb.Html(str(file))}, step=self._logged, commit=True)
+        self._run.finish(exit_code=_EXIT_CODES.get(status, 1))
+        for folder in self._replaced:
+            if folder != Path(self._run.settings.sync_dir):
+                shutil.rmtree(folder)
+
+    def close(self) -> None:
+        """Let go of the run, so that it can be opened again."""
+        self._run.finish(exit_code=1)

@@ -1,0 +1,202 @@
+"""Trackers beside MLflow, with a custom tracker that writes a file: nothing is lost or sent twice."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from bandpo_cli.cli.options import split_commas
+from bandpo_cli.config.run import TrackingConfig
+from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.experiments import sync
+from bandpo_cli.storage.files import run_lock
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.tracking import sync as senders
+from bandpo_cli.tracking.mirror import finite_metrics
+from bandpo_cli.tracking.sync import SendingCallback
+from bandpo_cli.tracking.tracker_sender import TrackerSender, tracker_callback
+from bandpo_cli.tracking.trackers import TrackedRun, tracker_class
+from tests.sweeps.test_pool import wait_for
+from tests.tracking.tracked import RunInfo, RunResult, report
+
+JOURNAL = """
+import json
+from pathlib import Path
+from bandpo_cli.tracking.trackers import Tracker, TrackerUnavailableError
+
+class Journal(Tracker):
+    @classmethod
+    def destination(cls, project):
+        if Path("locked").exists():
+            raise TrackerUnavailableError("the journal is locked; remove the file")
+        return project
+
+    def log(self, points):
+        if Path("outage").exists():
+            raise ConnectionError("no answer")
+        self._write(*([point.step, point.time_ms > 0, point.metrics] for point in points))
+
+    def finish(self, status, summary, files):
+        self._write([status, summary, sorted(file.name for file in files)])
+
+    def _write(self, *lines):
+        with Path(f"{self.run.id}.jsonl").open("a") as file:
+            file.writelines(json.dumps(line) + chr(10) for line in lines)
+"""
+NAME = "journal:Journal"
+
+
+@pytest.fixture
+def folder(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunFolder]:
+    """Return a run folder with three steps, and journal.py in the current folder; retries are frequent."""
+    Path("journal.py").write_text(JOURNAL)
+    run.write_config(f"tracking:\n  trackers: ['{NAME}']\n")
+    monkeypatch.setattr(senders, "MAX_RETRY_DELAY_S", 0.05)
+    monkeypatch.setattr(senders, "MIN_RETRY_DELAY_S", 0.05)
+    return run
+
+
+def journal() -> list[list]:
+    """Return the lines of the one run that was sent."""
+    (file,) = Path().glob("*.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def expected(folder: RunFolder) -> list[list]:
+    return [[record["step"], True, finite_metrics(record)] for record in folder.read_metrics()]
+
+
+def start(folder: RunFolder) -> SendingCallback:
+    tracker = tracker_callback(NAME)
+    tracker.start(RunInfo(folder.path, {}, {}, 6, 0, (), None))
+    return tracker
+
+
+def add_step(tracker: SendingCallback, folder: RunFolder, step: int) -> None:
+    folder.append_metrics({"step": step, "train/reward": step / 4})
+    tracker.step(report(step))
+
+
+def test_an_outage_in_the_middle_of_a_run_loses_nothing_and_names_the_line_that_failed(folder, caplog):
+    tracker = start(folder)
+    wait_for(lambda: len([*Path().glob("*.jsonl")]) and len(journal()) == 3)
+    Path("outage").touch()
+    add_step(tracker, folder, 4)
+    wait_for(lambda: caplog.messages)
+    add_step(tracker, folder, 5)
+    Path("outage").unlink()
+    add_step(tracker, folder, 6)
+    tracker.end(RunResult(folder.path, "FINISHED", []))
+    (message,) = caplog.messages
+    assert (
+        f"{NAME} cannot be reached (ConnectionError: no answer) (journal.py:15, in log). The run continues"
+        in message
+    )
+    *steps, end = journal()
+    assert steps == expected(folder)
+    assert (end[0], end[2]) == ("FINISHED", ["config.yaml", "env.json", "metrics.jsonl", "step-000010.parquet",
+                                             "summary.json"])  # fmt: skip
+
+
+def test_a_killed_and_resumed_run_is_continued_under_the_same_id(folder):
+    TrackerSender(NAME, folder.path).send("RUNNING")  # the process is killed here
+    tracker = start(folder)
+    add_step(tracker, folder, 4)
+    tracker.end(RunResult(folder.path, "FINISHED", []))
+    assert journal()[:-1] == expected(folder)
+
+
+def test_sync_sends_the_rest_after_an_outage_and_then_nothing(folder, caplog):
+    Path("outage").touch()
+    tracker = start(folder)
+    tracker.end(RunResult(folder.path, "FINISHED", []))
+    assert f"{NAME} lacks the metrics of 3 steps (from step 1) and 5 files" in caplog.messages[-1]
+    assert "bandpo sync first" in caplog.messages[-1]
+    Path("outage").unlink()
+    with run_lock(folder.path):  # a process writes the run
+        (writing,) = sync(["first"], runs_dir=folder.path.parent)
+    (first,), (again,) = (sync(all_runs=True, runs_dir=folder.path.parent) for _ in range(2))
+    assert writing.result
+    assert (writing.result.metrics.new, writing.result.writing) == (0, True)
+    assert first.result
+    assert (first.tracker, first.result.metrics.new, first.result.files) == (NAME, 6, 5)
+    assert again.result
+    assert (again.result.metrics.new, again.result.files, again.result.files_there) == (0, 0, 5)
+    assert journal()[:-1] == expected(folder)
+    folder.write_config(f"tracking:\n  trackers: ['{NAME}']\n  experiment: other\n")
+    (moved,) = sync(["first"], runs_dir=folder.path.parent)  # another destination has nothing of the run
+    assert moved.result
+    assert moved.result.metrics.new == 6
+
+
+def test_a_tracker_that_needs_the_user_is_not_tried_again(folder, caplog):
+    Path("locked").touch()
+    tracker = start(folder)
+    add_step(tracker, folder, 4)
+    tracker.end(RunResult(folder.path, "FINISHED", []))
+    command = f"bandpo sync first --runs-dir {folder.path.parent}"
+    assert caplog.messages == [
+        "the journal is locked; remove the file. The run continues without it; to send it later: " + command
+    ]
+    with pytest.raises(UserError, match="the journal is locked"):
+        sync(["first"], runs_dir=folder.path.parent)
+
+
+def test_the_group_of_a_run_is_its_sweep_and_passwords_are_redacted(folder, monkeypatch):
+    seen: list[TrackedRun] = []
+    monkeypatch.setattr(tracker_class(NAME), "log", lambda self, points: seen.append(self.run))
+    (folder.path.parent / "sweep.yaml").touch()
+    folder.write_config("tracking:\n  uri: http://user:secret@host\noptim:\n  lr: 0.1\n")
+    TrackerSender(NAME, folder.path).send("RUNNING")
+    (run,) = seen
+    assert (run.group, run.name, run.kind, run.project) == ("runs", "first", "train", "bandpo")
+    assert run.config["tracking"] == {"uri": "http://***@host"}
+    assert (run.config["optim"], run.config["environment"]) == ({"lr": 0.1}, {"versions": {"python": "3.11"}})
+
+
+@pytest.mark.parametrize(
+    ("trackers", "mlflow", "with_mlflow", "others"),
+    [
+        (["mlflow"], None, True, ()),
+        (["wandb"], None, False, ("wandb",)),
+        (["wandb", "mlflow", "trackio", "wandb"], None, True, ("wandb", "trackio")),
+        (["mlflow", "wandb"], False, False, ("wandb",)),
+        (["wandb"], True, True, ("wandb",)),
+        ([], None, False, ()),
+    ],
+)
+def test_mlflow_true_adds_mlflow_and_false_removes_it(trackers, mlflow, with_mlflow, others):
+    config = TrackingConfig(trackers=trackers, mlflow=mlflow)
+    assert (config.with_mlflow, config.other_trackers) == (with_mlflow, others)
+
+
+def test_the_flag_is_repeatable_and_takes_several_names():
+    assert split_commas(["mlflow,wandb", "trackio"]) == ["mlflow", "wandb", "trackio"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wandb", 'wandb is not installed; pip install "bandpo[wandb]"'),
+        ("trackoi", "no tracker of that name (did you mean 'trackio'?)"),
+        ("journal:Jurnal", "has no function 'Jurnal' (did you mean 'Journal'?)"),
+        ("journal:json", "has no function 'json'"),
+        ("journal:Path", "name a subclass of bandpo_cli.tracking.trackers.Tracker"),
+    ],
+)
+def test_a_tracker_that_cannot_be_used_is_one_line(folder, monkeypatch, name, message):
+    monkeypatch.setattr("bandpo_cli.tracking.trackers.is_installed", lambda package: package is None)
+    Path("wandb").mkdir()  # the folder of wandb's files is no package
+    with pytest.raises(ConfigError) as raised:
+        tracker_class(name)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_folder_is_not_an_installed_package(folder, monkeypatch):
+    from bandpo_cli.config.sampling import is_installed
+
+    Path("no_such_package").mkdir()
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    assert not is_installed("no_such_package")
