@@ -11,7 +11,7 @@ from bandpo_cli.cli.doctor import configs_app, doctor
 from bandpo_cli.cli.eval import eval_app
 from bandpo_cli.cli.export import export_app, import_app
 from bandpo_cli.cli.options import command_group
-from bandpo_cli.cli.runs import plot, report, runs, samples, show
+from bandpo_cli.cli.runs import plot, report, runs, samples, show, view
 from bandpo_cli.cli.sweep import sweep
 from bandpo_cli.cli.sync import sync
 from bandpo_cli.cli.train import train
@@ -49,7 +49,7 @@ def root(
 # In the order of the help.
 app.command()(train)
 app.add_typer(eval_app, name="eval")
-for command in (sweep, report, runs, show, samples, plot, sync, bounds):
+for command in (sweep, report, runs, show, samples, view, plot, sync, bounds):
     app.command()(command)
 app.add_typer(export_app, name="export")
 app.add_typer(import_app, name="import")

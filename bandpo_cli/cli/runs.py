@@ -1,4 +1,4 @@
-"""Commands that read run folders: `bandpo report`, `runs`, `show`, `samples` and `plot`."""
+"""Commands that read run folders: `bandpo report`, `runs`, `show`, `samples`, `view` and `plot`."""
 
 from __future__ import annotations
 
@@ -348,6 +348,50 @@ def _print_completion(console: Console, completion: GradedCompletion, prompt: st
     console.print(Text(completion["text"]), soft_wrap=True)
     console.print(Text.assemble(("reference  ", "bold"), completion["reference"]), soft_wrap=True)
     console.print()
+
+
+@opt.documented
+def view(
+    names: Annotated[list[str], opt.argument("RUN [RUN]", complete=folder_of("run", "evaluation"))],
+    step: Annotated[int | None, opt.option("N", "the last recorded step", min=0)] = None,
+    out: Annotated[Path | None, opt.option("FILE", "view/step-N.html in the folder of the run")] = None,
+    open_: Annotated[bool, opt.option(flags=["--open"])] = False,
+    runs_dir: opt.RunsDir = opt.RUNS,
+) -> None:
+    """Write an HTML page of the completions of a step, with values per token: ratio, bounds, clipping, log-prob.
+
+    The page works without a network. It shows the groups side by side, which
+    tokens the method clips by which bound, and which of them the fixed clip 0.2
+    would clip. Runs record the values of the first, every 20th and the last step
+    (tracking.tokens_every). Of an evaluation it shows the completions only.
+
+    [bold]bandpo view first --step 20 --open[/bold]  opens the page in the browser
+
+    [bold]bandpo view kl clip[/bold]  two runs on the same problems
+
+    Args:
+        names: A run or an evaluation, or two: their names in --runs-dir, or their folders.
+        step: A recorded step of the runs.
+        out: File of the page. A page of more than 20 MB has a folder beside it.
+        open_: Open the page in the browser.
+    """
+    from bandpo_cli.reports.view import default_path, open_sources, write_page
+
+    if len(names) > 2:
+        raise UserError(f"{' '.join(names)[:200]}: give one or two runs or evaluations")
+    sources = open_sources(names, runs_dir, step)
+    page, *parts = write_page(sources, out or default_path(sources))
+    console = open_console()
+    print_line(console, str(page))
+    if parts:
+        size = sum(path.stat().st_size for path in parts) / 1e6
+        print_line(
+            console, f"keep the folder {parts[0].parent} ({size:,.0f} MB) beside it", "note:", "yellow"
+        )
+    if open_:
+        import webbrowser
+
+        webbrowser.open(page.absolute().as_uri())
 
 
 @opt.documented

@@ -28,7 +28,8 @@ TrackerName = Annotated[str, AfterValidator(TRACKERS.check_name)]
 
 
 class TrackingConfig(Section):
-    """The trackers, and custom callbacks. The run folder is written independently of these settings."""
+    """The trackers, custom callbacks, and the values per token that `bandpo view` shows. None of them changes the run
+    folder's metrics."""
 
     trackers: Annotated[tuple[TrackerName, ...], AsList] = ("mlflow",)
     """The trackers that receive metrics, settings and files as well: mlflow, wandb, trackio, or a custom tracker as
@@ -44,6 +45,9 @@ class TrackingConfig(Section):
     """The MLflow parent run; a sweep sets it to its own run."""
     callbacks: Annotated[tuple[NotEmpty, ...], AsList] = ()
     """Subclasses of `bandpo_cli.callbacks.CallbackBase` that receive the events of the run, each as module:Class."""
+    tokens_every: NonNegativeInt = 20
+    """Steps between records of the values per token (token_values/), which `bandpo view` shows, the first and the last
+    step always included; 0 records none. A recorded step takes 8 to 20 bytes per sampled token."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from bandpo_cli.storage.files import (
     write_json,
     write_text,
 )
-from bandpo_cli.storage.tables import write_sample_table, write_token_table
+from bandpo_cli.storage.tables import TokenValues, write_sample_table, write_token_table, write_token_values
 from bandpo_cli.types import Group
 
 RECORD_FILES = ("config.yaml", "env.json", "metrics.jsonl", "summary.json")
@@ -50,7 +50,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]{0,199}")
 _DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 _TIMESTAMP = re.compile(r"-\d{8}-\d{6}(-\d{1,4}){0,9}$")
 """The end of a name of `timestamped`, with the suffixes of `unused_name`."""
-_STEP_FOLDERS = ("samples", "tokens", "evals", "bad_batches")
+_STEP_FOLDERS = ("samples", "tokens", "token_values", "evals", "bad_batches")
 """Folders whose files each belong to one step."""
 
 
@@ -126,6 +126,10 @@ class RunFolder(ExperimentFolder):
     def write_tokens(self, step: int, columns: Mapping[str, Any]) -> Path:
         """Write the token columns of `step` to `tokens/step-000100.parquet`; see `write_token_table`."""
         return write_token_table(self.path / "tokens" / f"{step_name(step)}.parquet", columns)
+
+    def write_token_values(self, step: int, values: TokenValues) -> Path:
+        """Write `token_values/step-000100.parquet`, the data of `bandpo view`; see `write_token_values`."""
+        return write_token_values(self.path / "token_values" / f"{step_name(step)}.parquet", values)
 
     def write_eval(self, step: int, result: Mapping[str, object]) -> Path:
         """Write an evaluation to `evals/step-000100.json`."""

@@ -1,4 +1,4 @@
-"""Parquet tables of a run: completions of a step or an evaluation, tokens, and batches of skipped updates.
+"""Parquet tables of a run: completions of a step or an evaluation, values per token, and batches of skipped updates.
 
 Parquet files contain data only; reading one runs no code.
 """
@@ -7,9 +7,10 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypedDict, cast, get_args, get_type_hints
+from typing import Any, NamedTuple, TypedDict, cast, get_args, get_type_hints
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.paths import check_regular_file
@@ -206,6 +207,87 @@ def read_token_tables(folder: Path) -> dict[str, np.ndarray]:
     return {name: np.concatenate([table[name] for table in tables]) for name in TOKEN_COLUMNS}
 
 
+class TokenValues(NamedTuple):
+    """Values per token of the S completions of a step, N tokens, flat and in the order of its sample table.
+
+    Every token has the values of its own update. NaN marks a value that is not known or does not exist: the ratio of a
+    token that was not trained on, the bounds of a method without an interval, the importance weight without a
+    correction. Log-probs and entropies are in nats.
+    """
+
+    lengths: NDArray[np.int64]
+    """[S], tokens per completion."""
+    advantage: NDArray[np.float32]
+    """[S]; 0 for a completion without a loss, NaN for one that the step did not train on."""
+    texts: Sequence[str]
+    """The text of each token of the vocabulary that occurs."""
+    text_index: NDArray[np.int32]
+    """[N], index of the token's text in `texts`."""
+    old_logprob: NDArray[np.float32]
+    """[N], log π_old(token), by the trainer where it measured it, else by the sampler."""
+    ratio: NDArray[np.float32]
+    """[N], π/π_old."""
+    entropy: NDArray[np.float16]
+    """[N], entropy of π_old at T=1."""
+    lower: NDArray[np.float16]
+    upper: NDArray[np.float16]
+    """[N], the interval of ratios of the method; `upper` may be infinite."""
+    importance: NDArray[np.float16]
+    """[N], the weight of the token's loss by `objective.importance`."""
+    clipped: NDArray[np.uint8]
+    """[N], 1 for a token without gradient whose advantage is positive (the upper bound clips it), 2 for one whose
+    advantage is negative (the lower bound), 0 for all other tokens."""
+
+
+_HALF = dict.fromkeys(("entropy", "lower", "upper", "importance"), "float16")
+_PER_TOKEN = {"old_logprob": "float32", "ratio": "float32", **_HALF, "clipped": "uint8"}
+"""The attributes of `TokenValues` that are columns with a list of numbers per completion, and their types."""
+
+
+def write_token_values(path: Path, values: TokenValues) -> Path:
+    """Write a row per completion with `advantage`, the list `token` of texts, and a list of numbers per other value.
+
+    A token takes at most 20 bytes: 17 for its numbers, and up to 3 for its number in the dictionary of texts.
+    """
+    import pyarrow as pa
+
+    offsets = pa.array(np.concatenate([[0], np.cumsum(values.lengths)]), type=pa.int32())
+    tokens = pa.DictionaryArray.from_arrays(values.text_index, pa.array(values.texts, type=pa.string()))
+    lists = {"token": tokens, **{name: pa.array(getattr(values, name)) for name in _PER_TOKEN}}
+    columns = {name: pa.ListArray.from_arrays(offsets, array) for name, array in lists.items()}
+    floats = {f"{name}.list.element" for name in _PER_TOKEN if name not in ("importance", "clipped")}
+    # The bytes of floats compress by a third if they are split; a dictionary of floats costs time and saves nothing.
+    return _write(
+        path,
+        pa.table({"advantage": pa.array(values.advantage), **columns}),
+        use_dictionary=["token.list.element", "importance.list.element", "clipped.list.element"],
+        use_byte_stream_split=sorted(floats),
+        dictionary_pagesize_limit=2**28,  # with the default of 1 MiB, a large vocabulary has no dictionary
+    )
+
+
+def read_token_values(path: Path) -> TokenValues:
+    """Return the content of a file of `write_token_values`.
+
+    Raises:
+        UserError: the file is missing, not a regular file, or damaged.
+    """
+    with _reading(path, "values per token") as table:
+        table = table.unify_dictionaries().combine_chunks()
+        lists = {name: table[name].combine_chunks() for name in ("token", *_PER_TOKEN)}
+        lengths = {name: column.value_lengths().to_numpy() for name, column in lists.items()}
+        if any(not np.array_equal(of_column, lengths["token"]) for of_column in lengths.values()):
+            raise ValueError("its columns have different numbers of tokens")
+        tokens = lists.pop("token").flatten()
+        return TokenValues(
+            lengths["token"].astype(np.int64),
+            table["advantage"].to_numpy().astype(np.float32),
+            [*map(str, tokens.dictionary.to_pylist())],
+            tokens.indices.to_numpy().astype(np.int32),
+            **{name: lists[name].flatten().to_numpy().astype(kind) for name, kind in _PER_TOKEN.items()},
+        )
+
+
 def write_bad_batch(
     run: Path,
     step: int,
@@ -269,7 +351,9 @@ def _reading(path: Path, content: str, schema: Any = None) -> Iterator[Any]:
         raise UserError(f"{path}: not readable as a table of {content}: {first_line(error)}") from None
 
 
-def _write(path: Path, table: Any) -> Path:
+def _write(path: Path, table: Any, **options: Any) -> Path:
     import pyarrow.parquet as pq
 
-    return write_atomically(path, lambda temporary: pq.write_table(table, temporary, compression="zstd"))
+    return write_atomically(
+        path, lambda temporary: pq.write_table(table, temporary, compression="zstd", **options)
+    )

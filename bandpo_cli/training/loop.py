@@ -49,6 +49,7 @@ from bandpo_cli.training.metrics import (
     token_metrics,
     update_metrics,
 )
+from bandpo_cli.training.token_values import is_recorded, token_values
 from bandpo_cli.training.update import handle_bad_update, update_policy
 from bandpo_cli.types import Group, Rollout
 
@@ -129,6 +130,9 @@ def train(
                     folder.write_samples(step, rollouts.sampled)
                     if updates.trained and is_evaluation_due(config.evaluation, step, config.steps):
                         folder.write_tokens(step, clip_map_columns(updates))
+                    if is_recorded(config, step):
+                        tokenizer = components.policy.tokenizer
+                        folder.write_token_values(step, token_values(rollouts.sampled, updates, tokenizer))
                 # No values per token are held while the sampler wakes up and samples.
                 del experiences, updates, trained
             batches.wait(timer)

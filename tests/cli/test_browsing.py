@@ -204,6 +204,14 @@ def test_plot_writes_the_format_that_is_asked_for(changed: Path) -> None:
     assert out.split() == [f"figures/{name}.svg" for name in ("accuracy", "entropy", "clip", "clip_map")]
 
 
+def test_view_writes_the_page_of_a_recorded_step(changed: Path) -> None:
+    assert bandpo(changed, "view", "first").strip() == "runs/first/view/step-000003.html"
+    assert bandpo(changed, "view", "first", "--step", "1", "--out", "one.html").strip() == "one.html"
+    assert "<title>first, step 1</title>" in (changed / "one.html").read_text()
+    parts = ["--step 2: its tokens are not recorded in runs/first; recorded: 1, 3"]
+    usage_error("view", "first", "--step", "2", cwd=changed, parts=parts)
+
+
 def test_plot_of_a_run_without_steps_is_a_user_error(changed: Path) -> None:
     shutil.rmtree(changed / "runs" / "first" / "tokens")
     (changed / "runs" / "first" / "metrics.jsonl").unlink()

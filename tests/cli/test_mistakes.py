@@ -109,6 +109,8 @@ MISTAKES: dict[str, list[str]] = {
     "train --resume first --lr 1": ["leave out optim.lr = 1.0", "bandpo train --fork first --set optim.lr=1.0"],
     # folders that are not runs
     "show deltas": ["runs/deltas is a sweep, not a run; type bandpo runs deltas or bandpo report deltas or"],
+    "view first": ["runs/first has no recorded tokens: tracking.tokens_every was 0", "bandpo samples first prints"],
+    "view first half gone": ["first half gone: give one or two runs or evaluations"],
     "plot half": ["runs/half is an evaluation, not a run; type bandpo samples half or bandpo eval"],
     "eval --model deltas": ["runs/deltas is a sweep, not a run; type bandpo runs deltas"],
     "show first --runs-dir nowhere": ["no run 'first': there is no folder nowhere; --runs-dir names another"],

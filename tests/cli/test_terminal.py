@@ -174,6 +174,7 @@ COMMANDS: Mapping[str, list[str]] = {
     "samples": ["samples", NAME, "--limit", "0"],
     "samples jsonl": ["samples", NAME, "--format", "jsonl"],
     "samples of an evaluation": ["samples", f"e{NAME}"],
+    "view": ["view", NAME],
     "plot": ["plot", NAME],
     "report": ["report", f"runs/{NAME}", f"runs/{NAME}2", "runs/a", "runs/damaged", "--out", f"report{NAME}"],
     "compare": ["eval", "compare", f"{NAME}@0", f"{NAME}@2"],

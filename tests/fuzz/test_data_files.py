@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,12 +17,15 @@ from bandpo_cli.config.task import Source, task_from_arguments
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.reports.comparison import select_runs
 from bandpo_cli.reports.comparison.runs import read_variant_run
+from bandpo_cli.reports.view import open_sources, page_data
+from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import is_finished
-from bandpo_cli.storage.tables import TOKEN_COLUMNS, read_token_tables, write_token_table
+from bandpo_cli.storage.tables import TOKEN_COLUMNS, TokenValues, read_token_tables, write_token_table
 from bandpo_cli.sweeps.folder import SweepFolder
 from bandpo_cli.tasks.completions import read_completions
 from bandpo_cli.tasks.rows import read_rows
 from bandpo_cli.tasks.task import build_task
+from bandpo_cli.types import WRONG, Completion, Group, Problem, Rollout
 from tests.fuzz.mutate import (
     JSON_TEXTS,
     KINDS,
@@ -125,7 +129,25 @@ def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "stopped.json").write_text('{"none-s0": "far behind"}')
     tokens = {name: [0.5, 0.25] for name in TOKEN_COLUMNS}
     write_token_table(folder / "clip-s0" / "tokens" / "step-000001.parquet", tokens)
+    write_viewed_run(sweep=folder)
     return folder
+
+
+def write_viewed_run(sweep: Path) -> None:
+    """Add the completions of a step to a run, with values per token."""
+    completion = Completion((1, 2), (-0.5, -1.0), "stop", 0)
+    problem = Problem("p", "1+1", "2", "t", "math")
+    rollout = Rollout(problem, "1+1", (1,), completion, "ab", WRONG)
+    run, half = RunFolder(sweep / "clip-s0"), np.ones(2, np.float16)
+    run.write_samples(1, [Group(problem, (rollout,))])
+    single = half.astype(np.float32)
+    arrays = np.array([2]), single[:1], ["a", "b"], np.arange(2, dtype=np.int32), single, single
+    run.write_token_values(1, TokenValues(*arrays, half, half, half, half, np.ones(2, np.uint8)))
+
+
+def read_page(sweep: Path) -> None:
+    """Read a run as `bandpo view` does."""
+    page_data(open_sources(["clip-s0"], sweep))
 
 
 def read_all(sweep: Path) -> None:
@@ -155,6 +177,8 @@ def read_report(sweep: Path) -> None:
         ("clip-s0/config.yaml", YAML_TEXTS, [read_report]),
         ("clip-s0/summary.json", SHORT, [read_all, read_report]),
         ("clip-s0/metrics.jsonl", SHORT, [read_report]),
+        ("clip-s0/token_values/step-000001.parquet", (), [read_page]),
+        ("clip-s0/samples/step-000001.parquet", (), [read_page]),
         ("clip-s0/tokens/step-000001.parquet", (), [lambda sweep: read_token_tables(sweep / "clip-s0")]),
     ],
 )

@@ -70,6 +70,18 @@ def test_names_are_escaped_in_html_and_markdown(tmp_path):
     assert len(re.findall(r"(?<!\\)\|", row)) == head.count("|")
 
 
+@pytest.mark.usefixtures("without_plots")
+def test_the_last_page_of_tokens_of_each_run_is_linked(tmp_path):
+    folders = [write_run(tmp_path / name, CLIP, seed) for seed, name in enumerate(("a=b", "c"))]
+    (folders[0] / "view").mkdir()
+    for name in ("step-000020.html", "step-000040.html", "step-000020_parts"):
+        (folders[0] / "view" / name).touch()
+    runs = [VariantRun("clip", seed, folder) for seed, folder in enumerate(folders)]
+    page = _Page(write_report(Selection("t", None, runs), tmp_path / "out").files["report.html"].read_text())
+    assert page.sources == ["../a%3Db/view/step-000040.html"]
+    assert "clip, seed 0" in page.text
+
+
 def test_runs_with_accuracy_only_give_a_report(tmp_path, figures):
     names = ("train/entropy", "clip/active_fraction", "time/step", "clip/active_fraction/p_0.1_0.5")
     nothing = dict.fromkeys([*names, "clip/active_fraction/p_0.9_1"])

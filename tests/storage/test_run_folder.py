@@ -21,7 +21,7 @@ from bandpo_cli.storage.run_folder import (
     timestamped,
     unused_name,
 )
-from bandpo_cli.storage.tables import TOKEN_COLUMNS
+from bandpo_cli.storage.tables import TOKEN_COLUMNS, TokenValues, read_token_values
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 
 
@@ -182,6 +182,34 @@ def test_token_columns_allow_infinite_bounds_and_refuse_a_missing_column(tmp_pat
     assert pq.read_table(path)["upper"].to_pylist() == [float("inf"), 2.0]
     with pytest.raises(ValueError, match="upper"):
         folder.write_tokens(100, columns)
+
+
+def test_token_values_come_back_from_at_most_20_bytes_per_token(tmp_path):
+    generator = np.random.default_rng(0)
+    lengths, size = np.array([3, 1, 39_996]), 40_000
+    floats = [generator.normal(size=size).astype(np.float32) for _ in range(6)]
+    floats[1][7], floats[4][8] = np.nan, np.inf
+    texts = [f"{number}\n</script>" for number in range(70_000)]
+    values = TokenValues(
+        lengths,
+        np.array([0.5, np.nan, -1], np.float32),
+        texts,
+        generator.integers(0, 70_000, size, np.int32),
+        *floats[:2],
+        *(column.astype(np.float16) for column in floats[2:]),
+        generator.integers(0, 3, size, np.uint8),
+    )
+    path = RunFolder.create(tmp_path, "a").write_token_values(1, values)
+    read = read_token_values(path)
+    assert np.array(read.texts)[read.text_index].tolist() == [texts[index] for index in values.text_index]
+    for name in ("lengths", "advantage", *TokenValues._fields[4:]):
+        np.testing.assert_array_equal(getattr(read, name), getattr(values, name))
+    columns = [pq.read_metadata(path).row_group(0).column(index) for index in range(9)]
+    dictionary = sum(len(text.encode()) + 4 for text in texts)
+    assert sum(column.total_uncompressed_size for column in columns) - dictionary < 20 * size
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UserError, match="not readable as a table of values per token"):
+        read_token_values(path)
 
 
 def test_a_file_is_flushed_before_it_is_renamed_and_a_failed_write_keeps_the_old_one(tmp_path, monkeypatch):

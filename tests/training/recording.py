@@ -84,6 +84,16 @@ class Sampled(NamedTuple):
     grade: Grade
 
 
+def shaped_reward(sampled: Sampled, config: RunConfig) -> float:
+    """Return the grader's reward on the scale from wrong to correct, less the penalty for the last tokens."""
+    reward, length = config.reward, len(sampled.completion.token_ids)
+    scaled = reward.wrong + (reward.correct - reward.wrong) * sampled.grade.reward
+    if not reward.overlong_buffer:
+        return scaled
+    free = config.sampling.max_tokens - reward.overlong_buffer
+    return scaled - reward.overlong_penalty * max(0, length - free) / reward.overlong_buffer
+
+
 class Update(NamedTuple):
     """An AdamW step: the largest gradient entry, and the weights after it."""
 

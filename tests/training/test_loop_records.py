@@ -11,19 +11,18 @@ import pandas as pd
 import pytest
 from safetensors.torch import load_file
 
-from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import GraderFailedError
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.types import GRADER_ERROR, Grade, Problem
 from tests.training import recording as recording_module
 from tests.training.recording import (
     Recording,
-    Sampled,
     execute,
     hashed_grade,
     prepare_run,
     run,
     same_weights,
+    shaped_reward,
 )
 
 CONTRACT = {
@@ -63,16 +62,6 @@ def test_dropped_groups_count_in_the_metrics_and_stay_in_the_samples(
     check_samples(recording, 1)
 
 
-def shaped(each: Sampled, config: RunConfig) -> float:
-    """Return the grader's reward on the scale from wrong to correct, less the penalty for the last tokens."""
-    reward, length = config.reward, len(each.completion.token_ids)
-    scaled = reward.wrong + (reward.correct - reward.wrong) * each.grade.reward
-    if not reward.overlong_buffer:
-        return scaled
-    free = config.sampling.max_tokens - reward.overlong_buffer
-    return scaled - reward.overlong_penalty * max(0, length - free) / reward.overlong_buffer
-
-
 def check_samples(recording: Recording, step: int) -> None:
     """Require the sample table of a step to hold every recorded rollout, in order."""
     expected = [
@@ -84,7 +73,7 @@ def check_samples(recording: Recording, step: int) -> None:
             "grader": item.problem.grader,
             "extra": json.dumps(dict(item.problem.extra)),
             "text": item.text,
-            "reward": pytest.approx(shaped(item, recording.config), rel=1e-12),
+            "reward": pytest.approx(shaped_reward(item, recording.config), rel=1e-12),
             "accuracy": float(item.grade.correct),
             "length": len(item.completion.token_ids),
             "finish_reason": item.completion.finish_reason,

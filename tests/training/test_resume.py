@@ -171,7 +171,7 @@ def test_settings_without_effect_change_no_number(tmp_path: Path) -> None:
         {"sampling": {"max_tokens": 8, "max_prompt_tokens": 64}},
     ]
     other: dict[str, Any] = {
-        "tracking": {"mlflow": False},
+        "tracking": {"mlflow": False, "tokens_every": 0},
         "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0, "background": False},
         "stop": {"entropy_below": 1e-9},
         "grading": {"workers": 1},
@@ -188,6 +188,8 @@ def test_settings_without_effect_change_no_number(tmp_path: Path) -> None:
     assert any(line["optim/grad_norm"] > 0 for line in record(one)[1:])
     for name in ("samples", "tokens", "evals"):
         assert contents(one.path / name) == contents(two.path / name)
+    assert len([*(one.path / "token_values").iterdir()]) == 2
+    assert not (two.path / "token_values").exists()
 
 
 def test_resume_with_other_problems_is_refused(tmp_path: Path) -> None:

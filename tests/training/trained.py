@@ -21,7 +21,7 @@ from bandpo_cli.training.checkpoint_files import (
 from bandpo_cli.training.optimizer import Optimizer
 from tests.conftest import random_model
 
-FOLDERS = ("samples", "tokens", "evals", "checkpoints")
+FOLDERS = ("samples", "tokens", "token_values", "evals", "checkpoints")
 STEP = Progress(step=10, updates=3, skipped_in_a_row=1, position=640, problems="abc")
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from urllib.parse import quote
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
@@ -127,7 +128,7 @@ def write_report(selection: Selection, out: Path) -> Report:
             report = replace(report, files={name: out / name for name in names})
             write_text(hidden / "leaderboard.csv", leaderboard_csv(report))
             for name in ("report.md", "report.html"):
-                write_text(hidden / name, render(name, report, plots))
+                write_text(hidden / name, render(name, report, plots, token_pages(records, out)))
             out.mkdir(exist_ok=True)
             for name in names:
                 os.replace(hidden / name, out / name)
@@ -313,8 +314,24 @@ def leaderboard_csv(report: Report) -> str:
     return out.getvalue()
 
 
-def render(template: str, report: Report, plots: Mapping[str, Path] | None = None) -> str:
-    """Return the report as text of a file in `reports/templates`; `plots` are PNG files by the names of `CAPTIONS`."""
+def token_pages(runs: Sequence[VariantRunData], out: Path) -> dict[str, str]:
+    """Return links, relative to `out`, to the last page of `bandpo view` in the folder of each run that has one."""
+    pages = [(run, file) for run in runs for file in sorted((run.folder / "view").glob("step-*.html"))[-1:]]
+    return {f"{run.arm}, seed {run.seed}": quote(os.path.relpath(file, out)) for run, file in pages}
+
+
+def render(
+    template: str,
+    report: Report,
+    plots: Mapping[str, Path] | None = None,
+    pages: Mapping[str, str] | None = None,
+) -> str:
+    """Return the report as text of a file in `reports/templates`.
+
+    Args:
+        plots: PNG files by the names of `CAPTIONS`.
+        pages: links to pages of `bandpo view` by the name of the run.
+    """
     environment = Environment(
         loader=PackageLoader("bandpo_cli.reports"),
         autoescape=template.endswith(".html"),  # names of variants and runs are user input
@@ -328,7 +345,9 @@ def render(template: str, report: Report, plots: Mapping[str, Path] | None = Non
         "markdown": escape_markdown,
     }
     texts = sys.modules[__name__]
-    return environment.get_template(template).render(report=report, texts=texts, plots=plots or {})
+    return environment.get_template(template).render(
+        report=report, texts=texts, plots=plots or {}, pages=pages or {}
+    )
 
 
 def escape_markdown(text: str) -> str:
