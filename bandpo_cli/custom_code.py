@@ -137,11 +137,14 @@ def keep_code(settings: str, folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def changed_code(settings: str, folder: Path) -> list[str]:
-    """Return a warning for each module in another folder that differs from its copy in `folder`, which is used."""
+RESUME_USES_COPY = "with which the run continues; to use it, replace the copy"
+
+
+def changed_code(settings: str, folder: Path, consequence: str = RESUME_USES_COPY) -> list[str]:
+    """Return a warning for each module in another folder that differs from its copy in the run folder `folder`."""
     others = [place for place in code_folders() if place != str(folder.absolute())]
     return [
-        f"{file} differs from the copy in the run folder, with which the run continues; to use it, replace the copy"
+        f"{file} differs from the copy in the run folder, {consequence}"
         for file in _module_files(settings, others)
         if (copy := folder / file.name).exists() and copy.read_bytes() != file.read_bytes()
     ]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from bandpo_cli.callbacks import RunResult, TrainCallback
 from bandpo_cli.config.layers import Layer, changes_text, resolve, setting_changes, with_values
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.custom_code import changed_code
 from bandpo_cli.errors import ConfigError, RunError, UserError, plural
 from bandpo_cli.experiments.preflight import inherited_layers
 from bandpo_cli.experiments.resume_run import CHANGEABLE_PREFIXES, FIXED_SETTINGS, as_loaded, last_step, pin
@@ -41,6 +42,8 @@ _OF_THE_PROBLEMS = ("model.", "task.", "sampling.", "evaluation.")
 
 _OF_THE_BATCH = ("seed", "model.", "task.", "sampling.", "grading.", "reward.", "optim.updates")
 """Settings and sections that a batch depends on which the parent has sampled ahead, and its number of updates."""
+
+FORK_USES_OTHER = "which the parent was trained with; the fork uses the other file"
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,7 @@ def plan_fork(
     if link is not None and link.run_id is not None and tracking.parent is None:
         config = with_values(config, {"tracking.parent": link.run_id})
     pinned, warnings = pin(config, point.run)
+    warnings += changed_code(pinned.model_dump_json(), point.run.path, FORK_USES_OTHER)
     if config.task != point.config.task:  # the commits are those of other data
         pinned = pinned.model_copy(update={"task": config.task})
     plan = plan_training(pinned, runs_dir, name, ranks)

@@ -203,7 +203,7 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
     if tracking.with_mlflow and is_redacted(tracking_store(tracking, runs_dir).uri):
         raise ConfigError(f"tracking.uri = {tracking.uri} lacks its secret: set MLFLOW_TRACKING_URI")
     done = last_step(folder, own)
-    _check_changes(folder, own, config, done, _fork_command(folder, own, layers, runs_dir))
+    _check_changes(folder, own, config, done, _fork_command(folder, own, layers, runs_dir, done))
     if done >= config.steps and is_finished(folder.path):
         command = shell_command("train --resume", folder.path, runs_dir)
         further = f"; to train further: {command} --steps {2 * config.steps}"
@@ -349,10 +349,17 @@ def _check_changes(folder: RunFolder, own: RunConfig, config: RunConfig, done: i
         raise ConfigError(f"--resume {name}: steps = {config.steps}: {done} are done; give more than that")
 
 
-def _fork_command(folder: RunFolder, own: RunConfig, layers: Sequence[Layer], runs_dir: Path) -> str:
-    """Return the shell command that forks the run with those settings in `layers` that differ from its own."""
+def _fork_command(
+    folder: RunFolder, own: RunConfig, layers: Sequence[Layer], runs_dir: Path, done: int
+) -> str:
+    """Return the shell command that forks the run with those settings in `layers` that differ from its own.
+
+    A run whose steps are all done is forked with more steps.
+    """
     before = flatten(own.model_dump(mode="json"))
     given = {key: value for layer in layers for key, value in flatten(layer).items()}
     changed = [f"{key}={setting_text(value)}" for key, value in given.items() if before.get(key) != value]
     words = [f"--set {quote(text)}" for text in changed]
+    if done >= given.get("steps", own.steps):
+        words.append(f"--steps {2 * own.steps}")
     return " ".join([shell_command("train --fork", folder.path, runs_dir), *words])

@@ -25,7 +25,7 @@ from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.config.task import DataTask
-from bandpo_cli.custom_code import keep_code
+from bandpo_cli.custom_code import keep_code, user_code
 from bandpo_cli.errors import (
     GraderFailedError,
     RunError,
@@ -208,8 +208,12 @@ def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> Train
 
     On a rank other than 0 it has only the callbacks that receive the events of every rank.
     """
-    is_main, classes = is_main_process(), map(callback_class, config.tracking.callbacks)
-    custom = [cls() for cls in classes if is_main or getattr(cls, "on_every_rank", False)]
+    is_main, custom = is_main_process(), []
+    for name in config.tracking.callbacks:
+        cls = callback_class(name)
+        if is_main or getattr(cls, "on_every_rank", False):
+            with user_code(f"tracking.callbacks = '{name}'", cls):
+                custom.append(cls())
     callbacks = [*callbacks, *custom]
     if is_main:
         mlflow = [MlflowTracker(config.tracking)] if config.tracking.with_mlflow else []

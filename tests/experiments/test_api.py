@@ -12,7 +12,7 @@ import pytest
 
 from bandpo_cli.callbacks import CallbackBase
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.experiments import compare, evaluate, resume, sync, train
 from bandpo_cli.storage.run_folder import RunFolder
 
@@ -119,6 +119,20 @@ def test_an_exception_in_a_callback_ends_the_run_as_failed(tmp_path: Path) -> No
     result = arguments(seen.end)[0]
     assert (result.status, str(result.error)) == ("FAILED", "enough")
     assert json.loads((tmp_path / "r" / "summary.json").read_text())["status"] == "FAILED"
+
+
+def test_a_callback_that_cannot_be_created_is_an_error_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("needy.py").write_text(
+        "from bandpo_cli.callbacks import CallbackBase\n\n\nclass Needy(CallbackBase):\n"
+        "    def __init__(self, path):\n        self.path = path\n"
+    )
+    layer = {"tracking": {"callbacks": ["needy:Needy"]}}
+    with pytest.raises(ConfigError, match=r"'needy:Needy': .*missing 1 required .*'path' \(needy.py:4"):
+        train(resolve([SMALL, layer, {"steps": 1}]), tmp_path, "r")
+    assert not (tmp_path / "r").exists()
 
 
 def test_mistakes_are_raised_before_anything_is_written(tmp_path: Path) -> None:

@@ -192,3 +192,17 @@ def test_a_sweep_of_forks(runs: Path) -> None:
     ):
         with pytest.raises((ConfigError, ValueError), match=message):
             request_from_config(SweepConfig.model_validate({"fork": "a@2", **changes}), [], runs)
+
+
+def test_a_fork_warns_of_custom_code_that_has_changed(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code = "from bandpo_cli.callbacks import CallbackBase\n\nclass Watch(CallbackBase):\n    pass\n"
+    Path("changed_watch.py").write_text(code)
+    (runs / "a" / "changed_watch.py").write_text(code + "# as the parent was trained\n")
+    layers = [NO_MLFLOW, {"tracking": {"callbacks": ["changed_watch:Watch"]}}]
+    assert [text for text in plan_fork("a@4", layers, runs).warnings if "changed_watch.py" in text] == [
+        f"{tmp_path / 'changed_watch.py'} differs from the copy in the run folder, which the parent was trained with; "
+        "the fork uses the other file"
+    ]

@@ -174,7 +174,7 @@ def test_settings_without_effect_change_no_number(tmp_path: Path) -> None:
         "tracking": {"mlflow": False, "tokens_every": 0},
         "checkpoint": {"every": 1, "keep_last": 1, "keep_best": 0, "background": False},
         "stop": {"entropy_below": 1e-9},
-        "grading": {"workers": 1},
+        "grading": {"workers": 1, "concurrency": 2},
         "model": {"gradient_checkpointing": True},
         "sampling": {"vllm": {"memory_fraction": 0.3}},
     }
