@@ -47,9 +47,8 @@ async def judge(text: str, answer: str, extra: Mapping[str, Any]) -> dict[str, o
     """
     question = str(extra.get("question", extra.get("problem", "")))
     fields = {"question": question, "reference": answer, "answer": text}
-    prompt = re.sub(
-        r"\{(\w+)\}", lambda match: fields[match[1]], RUBRIC
-    )  # braces in the fields stay as they are
+    # Unlike with str.format, braces in the fields stay as they are.
+    prompt = re.sub(r"\{(\w+)\}", lambda match: fields[match[1]], RUBRIC)
     score = parse_verdict(await chat(prompt))
     return {"score": score, "correct": score >= 0.8, "verdict": f"judge-{round(HIGHEST * score)}"}
 

@@ -82,11 +82,9 @@ class SamplingConfig(Section):
 
 
 def is_installed(package: str | None) -> bool:
-    """Return whether a package can be imported; True for None, no package."""
+    """Return whether a package can be imported; True for None, no package. A folder of that name is no package."""
     spec = None if package is None else find_spec(package)
-    return package is None or (
-        spec is not None and spec.origin is not None
-    )  # a folder of that name has no origin
+    return package is None or (spec is not None and spec.origin is not None)
 
 
 def check_engine(engine: str, device: str, max_lag: int = 0) -> None:

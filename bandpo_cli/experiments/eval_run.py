@@ -218,9 +218,7 @@ def _run(
         assert result is not None
     if ranks.is_main:
         events.end(result)
-        if (
-            request.config.tracking.with_mlflow
-        ):  # after the callbacks: a slow server does not delay the result
+        if request.config.tracking.with_mlflow:  # after the callbacks: a slow server delays no result
             return replace(result, mlflow=_send_to_mlflow(request, result, runs_dir))
     return result
 

@@ -41,9 +41,8 @@ class CallServer:
     set_alarm: Callable[[float | None], None]
     deadline: float
     retries: int
-    _limits: dict[asyncio.Task[None], float] = field(
-        default_factory=dict
-    )  # of the calls in flight, in seconds
+    # Of the calls in flight, in seconds.
+    _limits: dict[asyncio.Task[None], float] = field(default_factory=dict)
     _has_failed: bool = False
 
     async def serve(self, requests: Iterable[bytes]) -> None:

@@ -83,7 +83,7 @@ class SyncResult:
 
 
 class Sender:
-    """Base class of senders of a run folder to one tracker: they also have the methods of `RunSender`.
+    """Base class of senders of a run folder to one tracker.
 
     Attributes:
         place: the tracker in messages, without secrets.
@@ -104,6 +104,18 @@ class Sender:
 
     def address(self) -> str | None:
         """Return the line that announces where the tracker has the run; None for none."""
+
+    def send(self, status: RunStatus | Literal["RUNNING"] | None = None) -> SyncResult:
+        """Send what the tracker lacks; see `RunSender.send`."""
+        raise NotImplementedError
+
+    def unsent_steps(self) -> list[int]:
+        """Return the steps that the tracker has not accepted."""
+        raise NotImplementedError
+
+    def unsent_files(self) -> Mapping[str, str]:
+        """Return the files of the run that the tracker lacks, by path."""
+        raise NotImplementedError
 
 
 class RunSender(Sender):
@@ -236,7 +248,7 @@ class SendingCallback(CallbackBase):
     tried again with a growing pause. What is missing at the end of the run is reported with the command that sends it.
     """
 
-    def __init__(self, open_sender: Callable[[Path], Any], name: str) -> None:
+    def __init__(self, open_sender: Callable[[Path], Sender], name: str) -> None:
         """Send to the sender that `open_sender` returns for the run folder; `name` names the thread."""
         self._open_sender = open_sender
         self._status: RunStatus | None = None  # set by `end`

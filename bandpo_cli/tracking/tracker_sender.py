@@ -61,7 +61,6 @@ class TrackerSender(Sender):
         return f"{self.place}: {where}" if where else None
 
     def send(self, status: RunStatus | Literal["RUNNING"] | None = None) -> SyncResult:
-        """Send what the tracker lacks; see `RunSender.send`."""
         with self._lock, self._closed_on_error():
             run = None if self._tracker else read_stored_run(self._folder, step_durations)
             if status is None and run is not None:
@@ -83,9 +82,7 @@ class TrackerSender(Sender):
             sent = self._send_metrics(self._tracker)
             if ended:
                 summary = read_summary(self._folder)
-                content = (
-                    {} if summary is None else {**summary.content, "last_step": None}
-                )  # the metrics have it
+                content = {} if summary is None else {**summary.content, "last_step": None}  # metrics have it
                 self._finish(str(status), {k: v for k, v in content.items() if v is not None}, files)
                 self._update(files=digests)
             return SyncResult(sent, 0, 0, len(digests), 0, str(status), ended, writing=not ended)
@@ -163,12 +160,11 @@ class TrackerSender(Sender):
         self._update(status=status)
 
     def unsent_steps(self) -> list[int]:
-        """Return the steps that the tracker has not accepted."""
         records, _ = read_metrics_after(self._folder / "metrics.jsonl", self._offset)
         return [record["step"] for record in records if record["step"] > self._state.get("step", -1)]
 
     def unsent_files(self) -> dict[str, str]:
-        """Return the files of the run, which are sent at its end."""
+        """Return all files of the run: they are sent together at its end."""
         return dict.fromkeys(map(str, run_artifacts(self._folder)), "")
 
 

@@ -185,7 +185,8 @@ def test_an_outage_of_the_store_in_the_middle_of_a_run_loses_nothing(run, monkey
     with monkeypatch.context() as outage:
         tracker = tracker_callback("trackio")
         tracker.start(RunInfo(run.path, {}, {}, 6, 0, (), None))
-        wait_for(lambda: trackio_values("first"))
+        # Not by reading the store, which fails while it is created.
+        wait_for(lambda: sent_step(run.path, "trackio") >= 0)
         outage.setattr(SQLiteStorage, "bulk_log", _locked)
         for step in (4, 5):
             run.append_metrics({"step": step, "train/reward": step / 4})
