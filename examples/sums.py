@@ -20,4 +20,6 @@ def problems() -> list[dict[str, str]]:
 
 
 if __name__ == "__main__":
-    Path("sums.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems()), encoding="utf-8")
+    Path("sums.jsonl").write_text(
+        "".join(json.dumps(problem) + "\n" for problem in problems()), encoding="utf-8"
+    )

@@ -15,7 +15,7 @@ from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.files import read_config
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable
-from examples import custom_grader, grpo_loop, python_api
+from examples import custom_grader, grpo_loop, python_api, sums
 from tests.cli.eval_command import bandpo, succeed
 from tests.cli.train_runs import SMALL, record
 from tests.commands import Forked
@@ -66,6 +66,14 @@ def test_the_custom_grader_and_its_data_work_in_the_command(tmp_path: Path) -> N
     half = {"score": 0.5, "correct": False, "verdict": "wrong"}
     assert custom_grader.reversed_word("dnab", "dnab", {"letters": 4})["score"] == 1.0
     assert custom_grader.reversed_word("dnxx", "dnab", {"letters": 4}) == half
+
+
+def test_the_sums_are_distinct_and_their_answers_right() -> None:
+    rows = sums.problems()
+    assert len({row["question"] for row in rows}) == len(rows) == 31 * 8 * 8
+    for row in rows:
+        a, plus, b, minus, c = row["question"].split()
+        assert (plus, minus, row["answer"]) == ("+", "-", str(int(a) + int(b) - int(c)))
 
 
 def test_the_callback_in_the_docs_ignores_the_evaluation_before_training(
