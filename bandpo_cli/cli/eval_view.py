@@ -294,7 +294,8 @@ def print_comparison(console: Console, result: ComparisonResult, show: int, styl
         if compared.sign_test_p is not None:
             print_line(console, _sign_test_line(compared.wins + compared.losses, compared.sign_test_p))
         for id_, share_a, share_b in compared.changed_problems[:show]:
-            print_line(console, f"  {share_a:.2f} → {share_b:.2f}  {id_}")
+            digits = 2 if f"{share_a:.2f}" != f"{share_b:.2f}" else 4
+            print_line(console, f"  {share_a:.{digits}f} → {share_b:.{digits}f}  {id_}")
 
 
 def _sign_test_line(differing: int, p: float) -> str:

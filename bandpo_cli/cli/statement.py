@@ -49,7 +49,7 @@ def run_statement(config: RunConfig, task: Task, ranks: int = 1) -> list[tuple[s
         "each step": f"{sampling.prompts} prompts × {sampling.samples} = {completions:,} completions "
         f"(≤ {completions * sampling.max_tokens:,} tokens), {refills if sampling.dynamic else ''}"
         f"{plural(optim.updates, 'update')} of {completions // optim.updates:,}",
-        "the run": f"{config.steps} steps = {config.steps * optim.updates:,} updates on "
+        "the run": f"{plural(config.steps, 'step')} = {plural(config.steps * optim.updates, 'update')} on "
         f"{config.steps * completions:,} completions, lr {optim.lr:g}, seed {config.seed}",
     }
     if sampling.max_lag:

@@ -71,11 +71,12 @@ class NothingLearned(CallbackBase):
         record = report.record
         self._in_a_row = self._in_a_row + 1 if record["train/uniform_group_fraction"] == 1 else 0
         if self._in_a_row == STEPS_WITHOUT_GRADIENT:
+            reward = record.get("train/reward")
             log.warning(
-                "nothing was learned in the last %d steps: the rewards of every group were equal (last step: mean "
-                "reward %.3g, %.1f%% truncated, %.1f%% without a readable answer); a completion: '%s'; try: %s",
+                "nothing was learned in the last %d steps: the rewards of every group were equal (last step: %s, "
+                "%.1f%% truncated, %.1f%% without a readable answer); a completion: '%s'; try: %s",
                 STEPS_WITHOUT_GRADIENT,
-                record.get("train/reward", float("nan")),
+                f"mean reward {reward:.3g}" if reward is not None else "no completion has a reward",
                 100 * record["train/truncated_fraction"],
                 100 * record["grade/malformed_fraction"],
                 one_line(report.sample.text)[:_EXCERPT],
