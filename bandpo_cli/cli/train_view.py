@@ -43,6 +43,9 @@ PHASES = {
 }
 """Text beside the bar for the phases of a step that may take long; the keys are the names under `time/`."""
 
+LINE_SECONDS = 60.0
+"""Seconds after which a step has a line of its own in plain output, besides every n-th step."""
+
 CURVES = {
     "train/reward": ("reward", "{:.3f}"),
     "train/accuracy": ("training accuracy", "{:.3f}"),
@@ -75,6 +78,7 @@ class TrainView(ExperimentView):
         self._held_out: list[tuple[int, str]] = []
         self._last: Mapping[str, Any] = {}
         self._skipped = 0
+        self._since_line = 0.0
         self._shows_reward = False
         self._bar = Progress(
             "step",
@@ -113,6 +117,8 @@ class TrainView(ExperimentView):
             self.stop_progress()
         if self.in_progress:
             self._bar.update(self._task, phase=PHASES.get(name, ""))
+            if name == "eval" and not self._last and not self.console.is_terminal:
+                print_line(self.console, "evaluating the policy before the first step …")
         else:
             super().phase(name)
 
@@ -145,12 +151,18 @@ class TrainView(ExperimentView):
             print_line(self.console, f"resume with: {again}{nproc}")
 
     def line(self) -> str | None:
-        """Return a line about the last step if it is every n-th, the last of the run, or one with an evaluation."""
+        """Return a line about the last step if it is due.
+
+        Due are every n-th step, the last one, steps with an evaluation, and a step a minute or more after a line.
+        """
         assert self._report is not None
         step, record = self._report.step, self._report.record
         held_out = eval_metrics_text(record)
-        if step % max(1, self._steps // PLAIN_LINES) and not held_out and step != self._steps:
+        self._since_line += record.get("time/step", 0.0)
+        is_nth = step % max(1, self._steps // PLAIN_LINES) == 0
+        if not (is_nth or held_out or step == self._steps or self._since_line >= LINE_SECONDS):
             return None
+        self._since_line = 0.0
         clipped, skipped = record.get("clip/active_fraction", math.nan), record.get("optim/skipped_updates")
         parts = [
             f"step {step}/{self._steps}",

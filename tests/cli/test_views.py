@@ -70,6 +70,21 @@ def test_output_to_a_file_is_few_plain_lines() -> None:
     assert "held-out mean@16 0.312" in text
 
 
+def test_a_file_gets_a_line_per_minute_of_slow_steps_and_one_before_the_first_evaluation() -> None:
+    reports = [report(step) for step in range(1, 8)]
+    for item in reports:
+        item.record["time/step"] = 31.0
+    text = shown(False, reports, steps=200)
+    assert re.findall(r"step (\d+)/200", text) == ["2", "4", "6"]
+    out = io.StringIO()
+    view = TrainView(Console(file=out, width=100), Path("runs"))
+    view.start(RunInfo(Path("runs/r"), TRACKED, {}, 200, 0, (), None))
+    view.phase("eval")
+    view.step(report(0, evaluated=True))
+    view.phase("eval")
+    assert out.getvalue().count("evaluating the policy before the first step") == 1
+
+
 def test_a_terminal_shows_one_panel_with_curves_and_the_tokens_per_second_of_the_last_step() -> None:
     reports = [report(step, evaluated=step in (0, 5)) for step in range(6)]
     for step, sampled in ((1, 1000.0), (5, 12345.6)):
