@@ -3,7 +3,7 @@
     python examples/sums.py                               # writes sums.jsonl
     bandpo train -c configs/sums.yaml --model ./SmolLM2-135M-Instruct
 
-`configs/sums.yaml` shows the model two solved problems; docs/results/pretrained.md has results.
+The prompt of `configs/sums.yaml` has three solved problems. docs/results/pretrained.md has the plan of an experiment.
 """
 
 from __future__ import annotations
