@@ -12,7 +12,13 @@ from rich.text import Text
 
 from bandpo_cli.cli.console import ExperimentView, format_duration, make_table, print_line, print_rows
 from bandpo_cli.errors import SignalExit, plural
-from bandpo_cli.experiments.sweep_run import States, SweepInfo, SweepResult, estimate_time
+from bandpo_cli.experiments.sweep_run import (
+    States,
+    SweepInfo,
+    SweepResult,
+    estimate_disk_space,
+    estimate_time,
+)
 from bandpo_cli.paths import relative_to_cwd
 from bandpo_cli.reports.comparison.report_metrics import Metric
 from bandpo_cli.reports.comparison.variants import Report
@@ -63,6 +69,14 @@ class SweepView(ExperimentView):
         )
         if not info.pending:
             return
+        needed, free = (size / 1e9 for size in estimate_disk_space(info, self.runs_dir))
+        if needed >= 1:
+            line = f"checkpoints: about {needed:,.0f} GB in the end; {free:,.0f} GB are free"
+            fewer = "; --set checkpoint.keep_last=1 --set checkpoint.keep_best=0 keeps one per run"
+            is_short = needed > free
+            print_line(
+                self.console, line + fewer if is_short else line, "warning:" if is_short else "", "yellow"
+            )
         try:
             estimate = estimate_time(info, self.runs_dir, lambda: self.spin(self.spinners["trial"]))
         finally:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +23,7 @@ from bandpo_cli.errors import ConfigError, UserError, plural, redact_credentials
 from bandpo_cli.experiments.preflight import choose_run_name
 from bandpo_cli.experiments.rank_group import Dispatcher, check_ranks
 from bandpo_cli.experiments.sweep_request import SweepRequest, request_from_config
+from bandpo_cli.paths import user_path
 from bandpo_cli.storage.environment import describe_environment, usable_cores
 from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import timestamped
@@ -300,6 +303,37 @@ def estimate_time(
     steps = (info.configs[run.name].steps - info.forked_at for run in info.pending)
     lengths = [seconds / first.steps * count for count in steps]
     return total_seconds(lengths, info.slots), lengths[0], method
+
+
+def estimate_disk_space(info: SweepInfo, runs_dir: Path) -> tuple[int, int]:
+    """Estimate the bytes of the checkpoints that the pending runs keep, and return them with the free bytes.
+
+    A weight takes 12 bytes in a checkpoint, with the moments of AdamW; in 16 bits 14, with a master. Models on the hub
+    count as 0, and so do runs with LoRA, whose checkpoints are small.
+    """
+    needed, sizes = 0, dict[str, int]()
+    for config in (info.configs[run.name] for run in info.pending):
+        settings, path = config.checkpoint, config.model.path
+        if config.model.lora is None and path != EMBEDDED_MODEL:
+            sizes[path] = sizes[path] if path in sizes else _count_weights(user_path(path))
+            written = 1 + (config.steps - info.forked_at - 1) // (settings.every or config.steps)
+            kept = written if settings.keep_last is None else settings.keep_last + settings.keep_best
+            needed += sizes[path] * min(kept, written) * (14 if config.model.dtype == "bfloat16" else 12)
+    existing = next(folder for folder in (runs_dir, *runs_dir.absolute().parents) if folder.exists())
+    return needed, shutil.disk_usage(existing).free
+
+
+def _count_weights(folder: Path) -> int:
+    """Return the number of weights in a model folder; 0 if its files are not there or damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    count = 0
+    with suppress(SafetensorError, OSError):
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, "np") as weights:
+                names = weights.keys()
+                count += sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
+    return count
 
 
 def _fork_step(fork: str | None) -> int:
