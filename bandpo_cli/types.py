@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 TOKEN_TYPE, FLOAT_TYPE = "i", "f"
 """Types of `array.array`: token ids are 32-bit integers; log-probs and entropies are float32, as in all engines."""
@@ -51,9 +51,16 @@ class Problem:
     extra: Mapping[str, object] = field(default_factory=dict)
 
 
+class Insertion(NamedTuple):
+    """Tokens that were not sampled, before the sampled token with the index `position` of a completion."""
+
+    position: int
+    token_ids: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class Completion:
-    """One sampled answer, as tokens.
+    """One sampled answer, as tokens. In a conversation it has the tokens of all turns of the assistant.
 
     Values per token are arrays: 4 bytes per token, without a Python object for each. Other sequences are converted.
 
@@ -64,6 +71,8 @@ class Completion:
         policy_version: the number of optimizer steps of the weights that sampled it.
         entropies: entropy in nats at temperature 1 of the distribution that each token was sampled from; empty where
             the engine does not report it.
+        inserted: the tokens between the turns of a conversation (tool results, messages of an environment), which are
+            context: they have no log-prob and are not trained. In order of their positions.
     """
 
     token_ids: array[int]
@@ -71,6 +80,7 @@ class Completion:
     finish_reason: FinishReason
     policy_version: int
     entropies: array[float] = field(default_factory=lambda: array(FLOAT_TYPE))
+    inserted: tuple[Insertion, ...] = ()
 
     def __post_init__(self) -> None:
         """Convert sequences to arrays."""
@@ -78,6 +88,18 @@ class Completion:
             values = getattr(self, name)
             if not isinstance(values, array):
                 object.__setattr__(self, name, array(kind, values))
+
+    @property
+    def marked_ids(self) -> array[int]:
+        """All tokens in order; an inserted token is marked: it is stored as its complement `~id`, which is negative."""
+        if not self.inserted:
+            return self.token_ids
+        marked, start = array(TOKEN_TYPE), 0
+        for position, token_ids in self.inserted:
+            marked += self.token_ids[start:position]
+            marked.extend(~token for token in token_ids)
+            start = position
+        return marked + self.token_ids[start:]
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,10 @@ PROMPT = 0
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt with one or more of its completions, as token ids."""
+    """One prompt with one or more of its completions, as token ids; of these, inserted tokens are marked.
+
+    See `Completion.marked_ids`.
+    """
 
     prompt_ids: Sequence[int]
     completions: Sequence[Sequence[int]]
@@ -50,14 +53,14 @@ class Row:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """T packed tokens, of which N are completion tokens.
+    """T packed tokens, of which N are sampled tokens of completions.
 
     Attributes:
         input_ids: [1, T] int64, row after row, each the prompt followed by its completions.
         position_ids: [1, T] int64, position of each token in its own prompt and completion.
         packing: which tokens attend to which.
-        predictor_index: [N] int64, index into the T tokens of the token whose output predicts each completion token.
-        targets: [N] int64, the completion tokens, completion by completion in the order of the rows.
+        predictor_index: [N] int64, index into the T tokens of the token whose output predicts each sampled token.
+        targets: [N] int64, the sampled tokens, completion by completion in the order of the rows.
     """
 
     input_ids: Tensor
@@ -75,7 +78,7 @@ def rows_from_groups(groups: Sequence[Group], chosen_PG: Sequence[Sequence[bool]
     """
     rows = []
     for group, chosen_G in zip(groups, chosen_PG or repeat(repeat(True)), strict=False):
-        completions = [rollout.completion.token_ids for rollout in compress(group.rollouts_G, chosen_G)]
+        completions = [rollout.completion.marked_ids for rollout in compress(group.rollouts_G, chosen_G)]
         if completions:
             rows += split_row(Row(group.rollouts_G[0].prompt_ids, completions), MAX_SHARED_ROW_TOKENS)
     return rows
@@ -102,14 +105,15 @@ def collate(rows: Sequence[Row], device: torch.device) -> TokenBatch:
     """Return the rows as tensors on `device`, without padding."""
     packing = Packing(tuple((len(row.prompt_ids), *map(len, row.completions)) for row in rows), device)
     parts = [ids for row in rows for ids in (row.prompt_ids, *row.completions)]
-    ids = np.concatenate([np.asarray(part, np.int64) for part in parts])
+    marked = np.concatenate([np.asarray(part, np.int64) for part in parts])
+    ids = np.where(marked < 0, ~marked, marked)
     # The prompt's last token predicts a completion's first token; each later token is predicted by the one before it.
     predictors = np.arange(-1, len(ids) - 1)
     start, length, row_start, prompt, number = packing.segments.T
     has_first = (number != PROMPT) & (length > 0)
     predictors[start[has_first]] = (row_start + prompt - 1)[has_first]
     token_segments, positions = packing.token_layout
-    is_sampled = token_segments != PROMPT
+    is_sampled = (token_segments != PROMPT) & (marked >= 0)
     tokens = device_tensor(ids[None], device), device_tensor(positions[None], device)
     sampled = device_tensor(predictors[is_sampled], device), device_tensor(ids[is_sampled], device)
     return TokenBatch(*tokens, packing, *sampled)

@@ -18,7 +18,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import compress
+from itertools import chain, compress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -287,9 +287,10 @@ def _with_micro_batches(experience: Experience, policy: Policy, max_tokens: int)
     """
     ranks, device, groups = policy.ranks, policy.device, experience.groups
     prompts_P = [len(group.rollouts_G[0].prompt_ids) for group in groups]
-    lengths_PG = [[len(rollout.completion.token_ids) for rollout in group.rollouts_G] for group in groups]
+    completions_PG = [[rollout.completion for rollout in group.rollouts_G] for group in groups]
+    lengths_PG = [[len(item.marked_ids) for item in completions_G] for completions_G in completions_PG]
     owners_PG = np.array(balanced_owners(prompts_P, lengths_PG, ranks.size))
-    token_owners = owners_PG.repeat(np.ravel(lengths_PG))
+    token_owners = owners_PG.repeat([len(item.token_ids) for item in chain.from_iterable(completions_PG)])
     sequences, tokens = (np.flatnonzero(owners == ranks.rank) for owners in (owners_PG, token_owners))
     batches = []
     for rows in batch_rows(rows_from_groups(groups, (owners_PG == ranks.rank).tolist()), max_tokens):

@@ -10,6 +10,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,7 @@ from bandpo_cli.sampling.sampler import Sampler, SamplingParams
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training.components import Components, build_components
 from bandpo_cli.training.loop import train
-from bandpo_cli.types import TIMEOUT, Completion, Grade, Problem
+from bandpo_cli.types import TIMEOUT, Completion, Grade, Insertion, Problem
 from tests.conftest import SHAPE
 from tests.oracle.reference import GivenGroup, GivenRollout, ReferenceTrainer, StepResult
 
@@ -98,12 +99,21 @@ class GivenSampler(Sampler):
     """Samples one token at a time, reports log-probs with `noise` nats, and keeps what it returned in `given`.
 
     Without noise it reports entropies, unless `ahead`: then it samples from a copy that only `sync` replaces.
+
+    With `turns` there are tokens that are not sampled before the second and the fourth token of a completion.
     """
 
     def __init__(
-        self, model: Any, temperature: float, noise: float, shares_weights: bool, seed: int, ahead: bool
+        self,
+        model: Any,
+        temperature: float,
+        noise: float,
+        shares_weights: bool,
+        seed: int,
+        ahead: bool,
+        turns: bool = False,
     ) -> None:
-        self.shares_weights, self._ahead = shares_weights, ahead
+        self.shares_weights, self._ahead, self._turns = shares_weights, ahead, turns
         self.given: list[list[GivenGroup]] = []
         self._model = copy.deepcopy(model) if ahead else model
         self._temperature, self._noise, self._reports_entropies = temperature, noise, not noise and not ahead
@@ -117,36 +127,49 @@ class GivenSampler(Sampler):
     def _completion(self, rollout: GivenRollout) -> Completion:
         reason = "length" if rollout.truncated else "stop"
         entropies = rollout.sampler_entropies if self._reports_entropies else ()
-        return Completion(rollout.token_ids, rollout.sampler_logprobs, reason, self._version, entropies)
+        inserted = tuple(starmap(Insertion, rollout.inserted))
+        return Completion(
+            rollout.token_ids, rollout.sampler_logprobs, reason, self._version, entropies, inserted
+        )
 
     @torch.no_grad()
     def _group(self, prompt: tuple[int, ...], place: int) -> GivenGroup:
         rows = [list(prompt) for _ in range(SAMPLES)]
         logprobs: list[list[float]] = [[] for _ in rows]
         entropies: list[list[float]] = [[] for _ in rows]
-        for _ in range(MAX_TOKENS):
+        sampled: list[list[int]] = [[] for _ in rows]
+        inserted = ((1, (3, 4 + place % 5)), (3, (6,))) if self._turns else ()
+        for step in range(MAX_TOKENS):
+            rows = [
+                row + [token for index, ids in inserted if index == step for token in ids] for row in rows
+            ]
             logits = self._model(input_ids=torch.tensor(rows), use_cache=False).logits[:, -1].double()
             policies = torch.log_softmax(logits / self._temperature, dim=-1).tolist()
-            for row, entry, policy in zip(rows, logprobs, policies, strict=True):
+            for row, tokens, entry, policy in zip(rows, sampled, logprobs, policies, strict=True):
                 # Partly uniform and more often at an end than the model: rare tokens, completions of every length.
                 shares = [0.7 * math.exp(item) + 0.3 / len(policy) for item in policy]
                 shares[END] += 0.15
-                row += self._random.choices(range(len(policy)), shares)
+                tokens += self._random.choices(range(len(policy)), shares)
+                row.append(tokens[-1])
                 noise = self._random.gauss(0, self._noise)
                 entry.append(min(policy[row[-1]] + noise, -1e-3) if self._noise else policy[row[-1]])
             entropy = torch.distributions.Categorical(logits=logits).entropy().tolist()
             for entry, value in zip(entropies, entropy, strict=True):
                 entry.append(value)
-        columns = zip(rows, logprobs, entropies, strict=True)
-        rollouts = [self._rollout(prompt, row[len(prompt) :], *values) for row, *values in columns]
+        columns = zip(sampled, logprobs, entropies, strict=True)
+        rollouts = [self._rollout(prompt, inserted, *values) for values in columns]
         # Every third group repeats one completion, so that its rewards are all equal.
         return [rollouts[0]] * SAMPLES if place % 3 == 2 else rollouts
 
-    def _rollout(self, prompt: tuple[int, ...], ids: list[int], *values: list[float]) -> GivenRollout:
+    def _rollout(
+        self, prompt: tuple[int, ...], inserted: Any, ids: list[int], *values: list[float]
+    ) -> GivenRollout:
         length = ids.index(END) + 1 if END in ids else len(ids)
+        inserted = tuple(item for item in inserted if item[0] < length)
         grade = grade_text(tokenizer().decode(ids[:length], skip_special_tokens=True))
         columns = (tuple(column[:length]) for column in (ids, *values))
-        return GivenRollout(prompt, *columns, grade.reward, grade.correct, grade.verdict, END not in ids)
+        about = grade.reward, grade.correct, grade.verdict, END not in ids
+        return GivenRollout(prompt, *columns, *about, inserted)
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
         self._version = version
@@ -206,6 +229,7 @@ def compare(
     exact_sampler: bool = True,
     ahead: bool = False,
     seed: int = 0,
+    turns: bool = False,
 ) -> Case:
     """Run `steps` steps of the package below `folder` and of the reference on the same rollouts.
 
@@ -215,6 +239,7 @@ def compare(
         exact_sampler: the sampler reports that it runs the trainer's own model.
         ahead: the package samples each batch during the step before; the reference trains on them in their order.
         seed: of the completions.
+        turns: the completions have tokens that were not sampled.
     """
     config = with_resolved_dtype(resolve([BASE, {"model": {"path": str(model_folder)}}, layer]))
     settings = config.model_dump()
@@ -225,7 +250,8 @@ def compare(
         config = resolve([config.model_dump(), {"sampling": {"max_lag": 1}}])
     narrow = config.model.dtype == "bfloat16"
     noise = 0.05 if narrow else 0.0 if exact_sampler else 0.3
-    sampler = GivenSampler(built.policy.model, config.sampling.temperature, noise, exact_sampler, seed, ahead)
+    about = config.sampling.temperature, noise, exact_sampler, seed, ahead, turns
+    sampler = GivenSampler(built.policy.model, *about)
     grader = TextGrader(config.grading.timeout_reward)
     components = replace(built, sampler=sampler, grader=grader)  # type: ignore[arg-type]
     gradients = record_gradients(components)

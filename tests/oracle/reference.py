@@ -38,6 +38,7 @@ class GivenRollout:
     correct: bool
     verdict: str
     truncated: bool
+    inserted: tuple[tuple[int, tuple[int, ...]], ...] = ()  # each before the sampled token of an index
 
 
 GivenGroup = list[GivenRollout]
@@ -244,9 +245,12 @@ class ReferenceTrainer:
 
     def _logits(self, model: nn.Module, rollout: GivenRollout) -> torch.Tensor:
         """Return the logits from which each token was sampled, [tokens, vocabulary]."""
-        ids = torch.tensor([[*rollout.prompt_ids, *rollout.token_ids]])
-        first = len(rollout.prompt_ids) - 1
-        logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits[0, first:-1]
+        ids, predictors = list(rollout.prompt_ids), []
+        for index, token in enumerate(rollout.token_ids):
+            ids += [item for place, items in rollout.inserted if place == index for item in items]
+            predictors.append(len(ids) - 1)
+            ids.append(token)
+        logits: torch.Tensor = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, predictors]
         return logits
 
     def _logprobs(self, logits: torch.Tensor, rollout: GivenRollout) -> torch.Tensor:

@@ -42,6 +42,7 @@ class Variant(NamedTuple):
     seed: int = 0
     steps: int = 1
     model: str = "qwen2"
+    turns: bool = False
 
 
 def tokens_of(case: Case) -> list[Token]:
@@ -66,6 +67,12 @@ def weights_tokens_and_refills(case: Case) -> bool:
     weights = [t.importance for t in tokens_of(case)]
     truncates = min(weights) < 0.9 and max(weights) == 1.6 and sum(w < 1.6 for w in weights) > 5
     return truncates and max(r["train/groups_drawn"] for r in case.records) > 4
+
+
+def clips_conversations(case: Case) -> bool:
+    """Some completions end before the first inserted tokens, and some after the second ones."""
+    rollouts = [rollout for result in case.results for group in result.trained for rollout in group]
+    return clips_both_ways(case) and {len(rollout.inserted) for rollout in rollouts} == {0, 1, 2}
 
 
 def by_completion(case: Case) -> list[list[float]]:
@@ -135,6 +142,8 @@ VARIANTS = [
             "objective.advantage_std=false objective.aggregation=seq-sum-norm objective.reference_kl=0.05 "
             "optim.updates=2 optim.schedule=cosine optim.max_grad_norm=0.1 optim.micro_batch_tokens=30", learns,
             steps=2),
+    Variant("conversations", f"{KL} reward.overlong_buffer=3 optim.micro_batch_tokens=40 sampling.prompts=8",
+            clips_conversations, steps=2, turns=True),
     # methods and their settings; tests/bounds has all divergences
     Variant("band kl", KL, clips_both_ways, steps=2),
     Variant("untied output layer", KL, clips_both_ways, steps=2, seed=1, model="llama"),
@@ -202,7 +211,8 @@ VARIANTS = [
 def test_steps_equal_the_reference(tmp_path: Path, models: dict[str, Path], variant: Variant) -> None:
     layer = read_assignments(variant.settings.split())
     exact, seed, steps = variant.exact_sampler, variant.seed, variant.steps
-    case = compare(tmp_path, models[variant.model], layer, steps=steps, exact_sampler=exact, seed=seed)
+    options = {"steps": steps, "exact_sampler": exact, "seed": seed, "turns": variant.turns}
+    case = compare(tmp_path, models[variant.model], layer, **options)
     assert variant.exercised(case), case.records
     assert largest(case.differences) < TOLERANCE, case.differences
 
