@@ -10,8 +10,9 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
+from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -27,7 +28,7 @@ from bandpo_cli.paths import is_adapter_folder, user_path
 from bandpo_cli.rank_process import local_rank_count
 from bandpo_cli.registries import ENGINES
 from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
-from bandpo_cli.sampling.engine_server import Answer, send_slots, send_weights
+from bandpo_cli.sampling.engine_server import NO_MORE, Answer, send_slots, send_weights
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, engine_model
 from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.types import Completion
@@ -82,21 +83,37 @@ class EngineProcess(Sampler):
 
         The process asks for requests as its engine has room for them. It waits while the caller uses completions.
         """
-        more, taken = iter(requests), deque[SampleRequest | None]()
-        stopped: BaseException | None = None
+        with closing(self._stream(requests, params, "sample_stream")) as stream:
+            for _, groups in stream:
+                yield groups
+
+    def sample_turns(
+        self, requests: Iterable[SampleRequest | None], params: SamplingParams
+    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
+        """Yield number and completions [P][n] of each request, as the same engine in the trainer's process."""
+        return self._stream(requests, params, "sample_turns")
+
+    def _stream(
+        self, requests: Iterable[SampleRequest | None], params: SamplingParams, method: str
+    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
+        """Yield what the method of the engine in the process yields; the number of a request even where it does not."""
+        more, taken = iter(requests), dict[int, SampleRequest]()
+        numbers, stopped = count(), None
         try:
-            with self._conversation("stream", params) as pipe:
+            with self._conversation("stream", params, method) as pipe:
                 while not isinstance(message := pipe.recv(), Answer):
-                    reply: object = None if message is None else False  # it ends the stream
+                    reply: object = NO_MORE if message is None else False  # it ends the stream
                     try:
                         if stopped is None and message is None:  # the engine has room for a request
-                            reply = next(more, None)
-                            taken.append(reply)
+                            reply = next(more, NO_MORE)
+                            if isinstance(reply, SampleRequest):
+                                taken[next(numbers)] = reply
                         elif stopped is None:
-                            request = taken.popleft()
-                            if message and request is not None:
-                                self.check.observe(request.prompts_P[0], message[0][0])
-                            yield message
+                            number, groups = message
+                            request = taken.pop(number)
+                            if groups:
+                                self.check.observe(request.prompts_P[0], groups[0][0])
+                            yield number, groups
                             reply = True
                     except (Exception, GeneratorExit) as error:  # noqa: BLE001 - raised below
                         stopped = error

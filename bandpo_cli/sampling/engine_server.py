@@ -27,7 +27,6 @@ from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.sampling.sampler import (
     EngineModel,
     Sampler,
-    SampleRequest,
     SamplingParams,
     StaleEngineError,
     Weights,
@@ -38,6 +37,9 @@ from bandpo_cli.sampling.sampler import (
 
 SLOTS = 2
 """Weights in the shared memory: the trainer writes one while the engine reads the other."""
+
+NO_MORE = "no more requests"
+"""The trainer's answer where an engine has room for a request."""
 
 _ALIGNMENT = 256
 _HANDLE_DEVICE = 6
@@ -129,21 +131,25 @@ class EngineServer:
             deque(weights, maxlen=0)  # the trainer sends all of them in any case
         self._is_current = True
 
-    def stream(self, params: SamplingParams) -> None:
-        """Send the completions of each request; the trainer answers each with whether it takes more."""
+    def stream(self, params: SamplingParams, method: str) -> None:
+        """Send number and completions of each request; the trainer answers each with whether it takes more.
+
+        `method` is `sample_stream` or `sample_turns`. A request is None where there is none at present.
+        """
         if not self._is_current:
             raise StaleEngineError("the engine process has no complete weights since the last sync failed")
 
-        def requests() -> Iterator[SampleRequest]:
+        def requests() -> Iterator[Any]:
             self._pipe.send(None)
-            while (request := self._pipe.recv()) is not None:
+            while (request := self._pipe.recv()) != NO_MORE:
                 yield request
                 self._pipe.send(None)
 
-        with closing(self._sampler.sample_stream(requests(), params)) as stream:
-            for groups in stream:
+        stream = getattr(self._sampler, method)(requests(), params)
+        with closing(stream):
+            for item in stream if method == "sample_turns" else enumerate(stream):
                 self._has_sampled = True
-                self._pipe.send(groups)
+                self._pipe.send(item)
                 if not self._pipe.recv():
                     break
 

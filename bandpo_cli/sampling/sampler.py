@@ -44,15 +44,34 @@ class SamplingParams:
     entropy: bool = False
 
 
+class Turn(NamedTuple):
+    """One further turn of a conversation: the seed of its completion, and its maximum number of tokens."""
+
+    seed: int
+    max_tokens: int
+
+
 class SampleRequest(NamedTuple):
-    """The prompts of one call of `Sampler.sample`, and its seed."""
+    """The prompts of one call of `Sampler.sample`, and its seed.
+
+    With `turns_P`, each prompt is a conversation that has one completion, by its own seed and limit.
+    """
 
     prompts_P: Sequence[TokenIds]
     seed: int
+    turns_P: Sequence[Turn] | None = None
+
+    def turns(self, params: SamplingParams) -> tuple[int, Sequence[Turn]]:
+        """Return the number of completions per prompt, and seed and limit of each prompt [P]."""
+        if self.turns_P is not None:
+            return 1, self.turns_P
+        return params.samples, [Turn(self.seed + i, params.max_tokens) for i in range(len(self.prompts_P))]
 
 
 class Sampler(ABC):
-    """Samples completions from the policy's current weights. An engine defines `sample` or `sample_stream`.
+    """Samples completions from the policy's current weights.
+
+    An engine defines `sample`, and for conversations `sample_request`; or `sample_stream` and `sample_turns`.
 
     A training step samples (in one or more calls), then calls `sleep`, and after the update `sync`.
 
@@ -88,7 +107,22 @@ class Sampler(ABC):
         The sampler takes requests as it has room for them. Closing the generator drops the unfinished ones.
         """
         for request in requests:
-            yield self.sample(request.prompts_P, params, request.seed)
+            yield self.sample_request(request, params)
+
+    def sample_request(self, request: SampleRequest, params: SamplingParams) -> list[list[Completion]]:
+        """Return the completions [P][n] of a request; errors as in `sample`."""
+        return self.sample(request.prompts_P, params, request.seed)
+
+    def sample_turns(
+        self, requests: Iterable[SampleRequest | None], params: SamplingParams
+    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
+        """Yield the number of each request, from 0, and its completions [P][n], as soon as they are complete.
+
+        A request may depend on the completions of earlier ones. None stands for no request at present, and does not
+        count: the sampler continues with those that it has. Otherwise as `sample_stream`.
+        """
+        for number, request in enumerate(filter(None, requests)):
+            yield number, self.sample_request(request, params)
 
     @abstractmethod
     def sync(self, model: PreTrainedModel, version: int) -> None:

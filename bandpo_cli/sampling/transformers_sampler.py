@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.sharding import unsharded
-from bandpo_cli.sampling.sampler import Sampler, SamplingParams, TokenIds
+from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, TokenIds, Turn
 from bandpo_cli.types import FLOAT_TYPE, TOKEN_TYPE, Completion, FinishReason
 
 KEPT_UNTIL = 0.9
@@ -56,38 +56,45 @@ class TransformersSampler(Sampler):
         self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
     ) -> list[list[Completion]]:
         """Return completions [P][n]; see `Sampler`."""
-        batch_size = max(1, self._max_sequences // params.samples)
+        return self.sample_request(SampleRequest(prompts_P, seed), params)
+
+    def sample_request(self, request: SampleRequest, params: SamplingParams) -> list[list[Completion]]:
+        """Return the completions [P][n] of a request; see `Sampler`."""
+        samples, turns_P = request.turns(params)
+        batch_size = max(1, self._max_sequences // samples)
         groups: list[list[Completion]] = []
         with unsharded(self._model), float32_logits(self._model), torch.inference_mode():
-            for start in range(0, len(prompts_P), batch_size):
-                groups += self._sample_batch(prompts_P[start : start + batch_size], params, seed + start)
+            for start in range(0, len(turns_P), batch_size):
+                part = slice(start, start + batch_size)
+                groups += self._sample_batch(request.prompts_P[part], params, samples, turns_P[part])
         return groups
 
     def _sample_batch(
-        self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
+        self, prompts_P: Sequence[TokenIds], params: SamplingParams, n: int, turns_P: Sequence[Turn]
     ) -> list[list[Completion]]:
         """Prefill the prompts together, then sample one token of every unfinished completion per step."""
-        device, n = self._model.device, params.samples
+        device, max_tokens = self._model.device, max(turn.max_tokens for turn in turns_P)
+        limits = torch.tensor([turn.max_tokens for turn in turns_P], device=device).repeat_interleave(n)
         rows = [torch.tensor(prompt) for prompt in prompts_P]
         ids = pad_sequence(rows, batch_first=True, padding_value=self._pad_id, padding_side="left").to(device)
         lengths = torch.tensor([len(prompt) for prompt in prompts_P], device=device)
         attended = (torch.arange(ids.shape[1], device=device) >= ids.shape[1] - lengths[:, None]).long()
-        cache = growing_cache(self._model, ids.shape[1] + params.max_tokens)
+        cache = growing_cache(self._model, ids.shape[1] + max_tokens)
         logits = self._forward(ids, attended, (attended.cumsum(dim=1) - 1).clamp(min=0), cache)
         cache.batch_repeat_interleave(n)
         logits, attended = logits.repeat_interleave(n, dim=0), attended.repeat_interleave(n, dim=0)
         positions = lengths.repeat_interleave(n)
 
         total = len(prompts_P) * n
-        tokens = torch.full((total, params.max_tokens), self._pad_id, device=device)
-        logprobs = torch.zeros(total, params.max_tokens, device=device)
+        tokens = torch.full((total, max_tokens), self._pad_id, device=device)
+        logprobs = torch.zeros(total, max_tokens, device=device)
         entropies = torch.zeros_like(logprobs) if params.entropy else None
-        counts = torch.full((total,), params.max_tokens, device=device)
+        counts = limits.clone()
         stopped = torch.zeros(total, dtype=torch.bool, device=device)
         stop_ids = torch.tensor(params.stop_ids, device=device)
         active = torch.arange(total, device=device)
         running = torch.ones_like(stopped)
-        random = random_numbers(seed, len(prompts_P), n, params.max_tokens)
+        random = random_numbers([turn.seed for turn in turns_P], n, max_tokens)
         for step, uniforms in enumerate(random):
             sampled, sampled_logprobs = sample_tokens(logits, uniforms.to(device)[active], params.temperature)
             tokens[active, step], logprobs[active, step] = sampled, sampled_logprobs
@@ -96,9 +103,9 @@ class TransformersSampler(Sampler):
                 entropies[active, step] = torch.linalg.vecdot(all_logprobs.exp(), all_logprobs).neg_()
             ends = torch.isin(sampled, stop_ids) & running
             counts[active[ends]], stopped[active[ends]] = step + 1, True
-            running &= ~ends
+            running &= ~ends & (limits[active] > step + 1)
             left = int(running.sum())
-            if step + 1 == params.max_tokens or not left:
+            if not left:
                 break
             # A removal copies the cache. Ended completions stay until they are a part of the batch that is worth it;
             # their further tokens are beyond their counts.
@@ -114,9 +121,9 @@ class TransformersSampler(Sampler):
         flat = []
         for of_completion, count, stop in zip(values, counts.tolist(), stopped.tolist(), strict=True):
             sampled_bytes, *floats = (row[:count].tobytes() for row in of_completion)
-            first, *more = (array(FLOAT_TYPE, item) for item in floats)
+            first, entropy = (array(FLOAT_TYPE, item) for item in (*floats, b"")[:2])
             reason: FinishReason = "stop" if stop else "length"
-            flat.append(Completion(array(TOKEN_TYPE, sampled_bytes), first, reason, self._version, *more))
+            flat.append(Completion(array(TOKEN_TYPE, sampled_bytes), first, reason, self._version, entropy))
         return [flat[i : i + n] for i in range(0, total, n)]
 
     def _forward(
@@ -214,13 +221,13 @@ def growing_cache(model: PreTrainedModel, most_tokens: int) -> DynamicCache:
     return cache
 
 
-def random_numbers(seed: int, prompts: int, samples: int, max_tokens: int) -> Iterator[torch.Tensor]:
+def random_numbers(seeds_P: Sequence[int], samples: int, max_tokens: int) -> Iterator[torch.Tensor]:
     """Yield the random numbers of the next token of n completions of each of P prompts, [P·n] float64 in [0, 1).
 
-    Those of prompt i depend on `seed + i` alone, and every completion has one per token, also after its end: a
+    Those of a prompt depend on its seed alone, and every completion has one per token, also after its end: a
     completion depends neither on the other prompts of a batch nor on when other completions end.
     """
-    generators = [np.random.Generator(np.random.Philox(key=seed + i)) for i in range(prompts)]
+    generators = [np.random.Generator(np.random.Philox(key=seed)) for seed in seeds_P]
     for start in range(0, max_tokens, DRAWN_STEPS):
         shape = min(DRAWN_STEPS, max_tokens - start), samples
         drawn = np.stack([generator.random(shape) for generator in generators], axis=1)

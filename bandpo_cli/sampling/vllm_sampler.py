@@ -12,9 +12,9 @@ import logging
 import os
 import random
 import tempfile
-from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ from bandpo_cli.sampling.sampler import (
     SamplingParams,
     StaleEngineError,
     TokenIds,
+    Turn,
     engine_model,
     error_text,
 )
@@ -117,36 +118,61 @@ class VllmSampler(Sampler):
         self, requests: Iterable[SampleRequest], params: SamplingParams
     ) -> Generator[list[list[Completion]], None, None]:
         """Yield the completions [P][n] of each request; see `Sampler`."""
+        with closing(self._stream(requests, params, in_order=True)) as stream:
+            for _, groups in stream:
+                yield groups
+
+    def sample_turns(
+        self, requests: Iterable[SampleRequest | None], params: SamplingParams
+    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
+        """Yield number and completions [P][n] of each request as soon as it has ended; see `Sampler`."""
+        return self._stream(requests, params, in_order=False)
+
+    def _stream(
+        self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool
+    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
+        """Yield number and completions of each request, in the order of the requests or as they end."""
         assert not self._asleep, "sync wakes the engine before it samples"
-        more = iter(requests)
-        waiting = deque[list[str]]()  # the ids of the prompts of each request
+        more, numbers, no_more = iter(requests), count(), SampleRequest([], -1)
+        waiting: dict[int, list[str]] = {}  # the ids of the prompts of each request, by its number
         outputs: dict[str, Any] = {}
         try:
             while True:
-                while sum(map(len, waiting)) * params.samples < MAX_QUEUED and (request := next(more, None)):
-                    self._check_request(request.prompts_P, params)
-                    prompts = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts_P]
-                    of_prompts = _requests(params, request.seed, len(prompts))
-                    with self._engine_call():
-                        ids = self._llm.enqueue(prompts, of_prompts, use_tqdm=False)
-                    # vLLM's ids are `<number>-<random>`, and its outputs have the number alone.
-                    waiting.append([item.partition("-")[0] for item in ids])
-                if not waiting:
+                request: SampleRequest | None = None
+                while sum(map(len, waiting.values())) * params.samples < MAX_QUEUED:
+                    if (request := next(more, no_more)) is None or request is no_more:
+                        break
+                    waiting[next(numbers)] = self._enqueue(request, params)
+                if request is no_more and not waiting:
                     return
-                while waiting and all(number in outputs for number in waiting[0]):
-                    ended = [outputs.pop(number) for number in waiting.popleft()]
-                    groups = [[self._completion(output) for output in prompt.outputs] for prompt in ended]
-                    if groups:
-                        self.check.observe(ended[0].prompt_token_ids, groups[0][0])
-                    yield groups
-                if waiting:
+                if any(item not in outputs for ids in waiting.values() for item in ids):
                     with self._engine_call():
                         stepped = self._llm.llm_engine.step()
                     outputs |= {output.request_id: output for output in stepped if output.finished}
+                for number, ids in [*waiting.items()]:
+                    if all(item in outputs for item in ids):
+                        ended = [outputs.pop(item) for item in waiting.pop(number)]
+                        groups = [[self._completion(output) for output in prompt.outputs] for prompt in ended]
+                        if groups:
+                            self.check.observe(ended[0].prompt_token_ids, groups[0][0])
+                        yield number, groups
+                    elif in_order:
+                        break
         finally:
-            if unfinished := [number for ids in waiting for number in ids if number not in outputs]:
+            if unfinished := [item for ids in waiting.values() for item in ids if item not in outputs]:
                 with self._engine_call():
                     self._llm.llm_engine.abort_request(unfinished)
+
+    def _enqueue(self, request: SampleRequest, params: SamplingParams) -> list[str]:
+        """Add the prompts of a request to the engine's queue; return their ids."""
+        samples, turns_P = request.turns(params)
+        self._check_request(request.prompts_P, turns_P, params.temperature)
+        prompts = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts_P]
+        of_prompts = [_vllm_params(params, samples, turn) for turn in turns_P]
+        with self._engine_call():
+            ids = self._llm.enqueue(prompts, of_prompts, use_tqdm=False)
+        # vLLM's ids are `<number>-<random>`, and its outputs have the number alone.
+        return [item.partition("-")[0] for item in ids]
 
     @contextmanager
     def _engine_call(self) -> Iterator[None]:
@@ -218,18 +244,20 @@ class VllmSampler(Sampler):
         """Return module and name of the class that runs the model."""
         return str(self._llm.collective_rpc("policy_runner", args=())[0])
 
-    def _check_request(self, prompts_P: Sequence[TokenIds], params: SamplingParams) -> None:
+    def _check_request(
+        self, prompts_P: Sequence[TokenIds], turns_P: Sequence[Turn], temperature: float
+    ) -> None:
         """Raise UserError for lengths and temperatures that the engine does not support."""
-        longest = max(map(len, prompts_P), default=0)
-        if longest + params.max_tokens > self._max_model_len:
-            raise UserError(
-                f"a prompt of {longest} tokens and sampling.max_tokens = {params.max_tokens} exceed the "
-                f"engine's limit of {self._max_model_len} tokens (sampling.max_prompt_tokens + sampling.max_tokens)"
-            )
+        for prompt, turn in zip(prompts_P, turns_P, strict=True):
+            if len(prompt) + turn.max_tokens > self._max_model_len:
+                raise UserError(
+                    f"a prompt of {len(prompt)} tokens and sampling.max_tokens = {turn.max_tokens} exceed the "
+                    f"engine's limit of {self._max_model_len} tokens (sampling.max_prompt_tokens + sampling.max_tokens)"
+                )
         low, high = TEMPERATURES
-        if params.temperature and not low <= params.temperature <= high:
+        if temperature and not low <= temperature <= high:
             raise UserError(
-                f"temperature = {params.temperature:g}: vLLM samples at {low:g} to {high:g}, or at 0; "
+                f"temperature = {temperature:g}: vLLM samples at {low:g} to {high:g}, or at 0; "
                 "choose one of these, or use --sampler transformers"
             )
 
@@ -346,22 +374,19 @@ def _config_folder(config: PreTrainedConfig) -> Path:
     return folder
 
 
-def _requests(params: SamplingParams, seed: int, prompts: int) -> list[vllm.SamplingParams]:
-    """Return vLLM's parameters of the prompts of one call; those of prompt i depend on `seed + i` alone."""
+def _vllm_params(params: SamplingParams, samples: int, turn: Turn) -> vllm.SamplingParams:
+    """Return vLLM's parameters of one prompt."""
     import vllm
 
-    return [
-        vllm.SamplingParams(
-            n=params.samples,
-            temperature=params.temperature,
-            max_tokens=params.max_tokens,
-            stop_token_ids=list(params.stop_ids),
-            ignore_eos=True,  # only the tokens in stop_ids end a completion
-            # vLLM samples completion k of a request with the request's seed + k, so the seeds must be far apart.
-            seed=random.Random(seed + index).getrandbits(62),
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-        )
-        for index in range(prompts)
-    ]
+    return vllm.SamplingParams(
+        n=samples,
+        temperature=params.temperature,
+        max_tokens=turn.max_tokens,
+        stop_token_ids=list(params.stop_ids),
+        ignore_eos=True,  # only the tokens in stop_ids end a completion
+        # vLLM samples completion k of a request with the request's seed + k, so the seeds must be far apart.
+        seed=random.Random(turn.seed).getrandbits(62),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+    )

@@ -32,6 +32,7 @@ from bandpo_cli.sampling.sampler import (
     SampleRequest,
     SamplingParams,
     StaleEngineError,
+    Turn,
     is_exact,
 )
 from bandpo_cli.sampling.sync_check import SyncCheck
@@ -106,6 +107,28 @@ def test_a_stream_gives_the_completions_of_each_request_in_order(
     groups = [*engine.sample_stream(iter(REQUESTS), PARAMS)]
     assert groups == [in_this_process(policy, 1, request.seed, request.prompts_P) for request in REQUESTS]
     assert [*engine.sample_stream([], PARAMS)] == []
+
+
+def test_turns_in_the_process_are_those_of_the_engine(engine: EngineProcess, policy: Policy) -> None:
+    """The second request is made of the first completion, and is not there when the engine first asks for it."""
+    engine.sync(policy.model, 1)
+    own = TransformersSampler(policy.model, policy.pad_id)
+    own.sync(policy.model, 1)
+    for sampler in (engine, own):
+        found: list[Any] = []
+
+        def requests(found: list[Any] = found) -> Iterator[SampleRequest | None]:
+            yield SampleRequest(PROMPTS, 1)
+            yield None
+            (_, ((first, *_), *_)) = found[0]
+            yield SampleRequest([(*PROMPTS[0], *first.token_ids)], 0, [Turn(17, 3)])
+
+        for item in sampler.sample_turns(requests(), PARAMS):
+            found.append(item)
+        if sampler is engine:
+            of_process = found
+    assert [number for number, _ in found] == [0, 1]
+    assert of_process == found
 
 
 def test_a_stream_that_ends_early_leaves_the_engine_usable(engine: EngineProcess, policy: Policy) -> None:

@@ -14,7 +14,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.sampling import transformers_sampler
-from bandpo_cli.sampling.sampler import SamplingParams, build_sampler
+from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, Turn, build_sampler
 from bandpo_cli.sampling.transformers_sampler import (
     GrowingLayer,
     TransformersSampler,
@@ -183,3 +183,21 @@ def test_a_further_token_is_written_in_place() -> None:
     assert layer.keys.data_ptr() == place
     cache = growing_cache(random_model(), 100)
     assert [type(item) for item in cache.layers] == [GrowingLayer] * 2
+
+
+def test_each_conversation_has_its_own_seed_and_limit() -> None:
+    """The completions of turns are those of each conversation alone."""
+    sampler = TransformersSampler(random_model(), pad_id=0)
+    turns = [Turn(90, 3), Turn(7, 9), Turn(8, 1)]
+    prompts = [(5, 6, 7), (4,), (9, 9)]
+    unending = replace(PARAMS, stop_ids=(-1,))
+    together = sampler.sample_request(SampleRequest(prompts, 0, turns), unending)
+    for prompt, turn, group in zip(prompts, turns, together, strict=True):
+        params = replace(unending, samples=1, max_tokens=turn.max_tokens)
+        (alone,) = sampler.sample([prompt], params, turn.seed)
+        assert [item.token_ids for item in group] == [item.token_ids for item in alone]
+        assert group[0].finish_reason == alone[0].finish_reason
+        assert group[0].logprobs == pytest.approx(alone[0].logprobs, abs=1e-5)
+    assert [completion.finish_reason for (completion,) in together] == ["length"] * 3
+    assert [len(completion.token_ids) for (completion,) in together] == [3, 9, 1]
+    assert [*sampler.sample_turns([None, SampleRequest(prompts, 0, turns)], unending)] == [(0, together)]

@@ -19,6 +19,7 @@ from bandpo_cli.experiments.preflight import check_config
 from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.sampling import sync_check, vllm_sampler
 from bandpo_cli.sampling.sampler import (
+    SampleRequest,
     SamplingParams,
     StaleEngineError,
     build_sampler,
@@ -175,11 +176,13 @@ def test_the_seed_of_a_prompt_is_that_of_its_place_in_all_calls(monkeypatch: Pat
     """The prompts of a call, divided over two calls, have the same seeds."""
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
     params = SamplingParams(samples=4, temperature=1.0, max_tokens=8, stop_ids=(2,))
-    seeds = [request.seed for request in vllm_sampler._requests(params, 2**63 - 2, 5)]
-    first, second = (
-        vllm_sampler._requests(params, 2**63 - 2 + start, count) for start, count in ((0, 2), (2, 3))
-    )
-    assert seeds == [item.seed for item in (*first, *second)]
+
+    def seeds_of(count: int, seed: int) -> list[int]:
+        samples, turns = SampleRequest([(1,)] * count, seed).turns(params)
+        return [vllm_sampler._vllm_params(params, samples, turn).seed for turn in turns]
+
+    seeds = seeds_of(5, 2**63 - 2)
+    assert seeds == [*seeds_of(2, 2**63 - 2), *seeds_of(3, 2**63)]
     assert seeds[1] == random.Random(2**63 - 1).getrandbits(62)
     assert min(abs(a - b) for a in seeds for b in seeds if a != b) > params.samples
 
@@ -223,7 +226,7 @@ def test_out_of_memory_in_a_sync_names_the_settings_of_vllm(
 
 def test_out_of_memory_while_sampling_is_not_an_error_of_vllm(calls: list[str], monkeypatch: Patch) -> None:
     sampler = engine("cuda")
-    monkeypatch.setattr(vllm_sampler, "_requests", lambda *_: [])
+    monkeypatch.setattr(vllm_sampler, "_vllm_params", lambda *_: None)
     for error in OUT_OF_MEMORY:
         monkeypatch.setattr(FakeEngine, "enqueue", failing(error), raising=False)
         with pytest.raises(type(error), match=r"(?i)out of memory") as raised:

@@ -9,7 +9,7 @@ import pytest
 
 from bandpo_cli.errors import RunError
 from bandpo_cli.sampling import vllm_sampler
-from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
+from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, Turn
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
 
 SAMPLES = 4
@@ -62,22 +62,27 @@ class Engine:
             self.in_call = False
 
 
+def stream_sampler(engine: Engine) -> VllmSampler:
+    sampler = object.__new__(VllmSampler)
+    about = {"_llm": engine, "_threads": 1, "_asleep": False, "_max_model_len": 9, "_version": 0}
+    vars(sampler).update(about, check=SimpleNamespace(observe=lambda *_: None))
+    return sampler
+
+
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that starts a stream of requests of these numbers of prompts; prompts are (request, place)."""
 
-    def started(engine: Engine, sizes: list[int], max_queued: int) -> Iterator[Any]:
-        monkeypatch.setattr(vllm_sampler, "_requests", lambda params, seed, prompts: [params] * prompts)
+    def started(engine: Engine, sizes: list[int], max_queued: int, turns: bool = False) -> Iterator[Any]:
+        monkeypatch.setattr(vllm_sampler, "_vllm_params", lambda *parameters: parameters)
         monkeypatch.setattr(vllm_sampler, "engine_threads", engine.threads)
         monkeypatch.setattr(vllm_sampler, "MAX_QUEUED", max_queued)
-        sampler = object.__new__(VllmSampler)
-        about = {"_llm": engine, "_threads": 1, "_asleep": False, "_max_model_len": 9, "_version": 0}
-        vars(sampler).update(about, check=SimpleNamespace(observe=lambda *_: None))
+        sampler = stream_sampler(engine)
         requests = (
             SampleRequest([(number, place) for place in range(size)], number)
             for number, size in enumerate(sizes)
         )
-        return sampler.sample_stream(requests, PARAMS)
+        return sampler.sample_turns(requests, PARAMS) if turns else sampler.sample_stream(requests, PARAMS)
 
     return started
 
@@ -110,3 +115,25 @@ def test_closing_the_stream_drops_unfinished_requests(start: Any) -> None:
         next(start(engine, [3], 10**6))
     assert sorted(engine.aborted) == sorted(number for number, _ in engine.queue)
     assert len(engine.aborted) == 2
+
+
+def test_turns_come_as_they_end_and_lead_to_further_requests(start: Any) -> None:
+    """The engine ends the newest prompt first; a request that is not there yet holds up no other one."""
+    engine = Engine()
+    stream = start(engine, [1, 1, 3], 10**6, turns=True)
+    assert [(number, prompts_of(groups)) for number, groups in stream] == [
+        (2, [(2, 0), (2, 1), (2, 2)]), (1, [(1, 0)]), (0, [(0, 0)]),
+    ]  # fmt: skip
+    sampler, taken = stream_sampler(engine), []
+
+    def requests() -> Iterator[SampleRequest | None]:
+        yield SampleRequest([(0, 0)], 0)
+        yield SampleRequest([(1, 0)], 0)
+        yield None
+        while not taken:
+            yield None
+        yield SampleRequest([(2, taken[0])], 0, [Turn(5, 3)])
+
+    for number, _ in sampler.sample_turns(requests(), PARAMS):
+        taken.append(number)
+    assert taken == [1, 2, 0]

@@ -16,7 +16,7 @@ import torch
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.sampling import sync_check, vllm_sampler, vllm_worker
-from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, StaleEngineError
+from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, StaleEngineError, Turn
 from bandpo_cli.sampling.sync_check import HALF_PRECISION_LIMIT
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion
@@ -275,7 +275,7 @@ def test_the_prefix_cache_is_in_use(qwen2: Running) -> None:
     prompt, params = [*range(4, 94)], SamplingParams(1, 1.0, 4, (2,))
 
     def cached() -> int:
-        requests = vllm_sampler._requests(params, 1, 1)
+        requests = [vllm_sampler._vllm_params(params, 1, Turn(1, 4))]
         (output,) = qwen2.sampler._llm.generate({"prompt_token_ids": prompt}, requests, use_tqdm=False)
         return int(output.num_cached_tokens)
 
