@@ -323,6 +323,7 @@ def is_custom_grader(name: str) -> bool:
     return is_function_path(split_signature(name)[1])
 
 
+ENVIRONMENT_GRADER = "environment"
 _ANSWERS, _VERL = "bandpo_cli.grading.answers", "bandpo_cli.grading.verl_graders"
 
 GRADERS = Registry("grader", [
@@ -343,6 +344,7 @@ GRADERS = Registry("grader", [
     GraderEntry("reasoning-gym", "the scores of the library reasoning-gym for answers in <answer> tags",
                 f"{_ANSWERS}:grade_tagged", worker="bandpo_cli.grading.reasoning_gym:score",
                 vote=f"{_ANSWERS}:vote_tagged"),
+    GraderEntry(ENVIRONMENT_GRADER, "the reward of task.environment", f"{_ANSWERS}:grade_environment"),
 ], f"a custom function as module:function ({', '.join(f'{name}:module:function' for name in SIGNATURES)})",
    is_custom_grader)
 

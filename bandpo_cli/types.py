@@ -58,6 +58,29 @@ class Insertion(NamedTuple):
     token_ids: tuple[int, ...]
 
 
+MESSAGES, ENVIRONMENT_REWARD = "messages", "environment_reward"
+"""Keys of `Problem.extra` of a completion: the messages of its conversation, and the reward of its environment."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """The turns of a completion in which tools or an environment have answered.
+
+    Attributes:
+        messages: those after the prompt, as the chat template takes them: `role`, `content`, perhaps `tool_calls`.
+        turns: number of turns of the assistant.
+        calls: number of tool calls, or of messages that an environment has answered.
+        failed_calls: those of them with an error in place of a result.
+        reward: of the environment; where it has failed, the error; None without an environment.
+    """
+
+    messages: tuple[Mapping[str, object], ...]
+    turns: int
+    calls: int
+    failed_calls: int
+    reward: float | str | None = None
+
+
 @dataclass(frozen=True)
 class Completion:
     """One sampled answer, as tokens. In a conversation it has the tokens of all turns of the assistant.
@@ -73,6 +96,7 @@ class Completion:
             the engine does not report it.
         inserted: the tokens between the turns of a conversation (tool results, messages of an environment), which are
             context: they have no log-prob and are not trained. In order of their positions.
+        conversation: the turns; None for a single one.
     """
 
     token_ids: array[int]
@@ -81,6 +105,7 @@ class Completion:
     policy_version: int
     entropies: array[float] = field(default_factory=lambda: array(FLOAT_TYPE))
     inserted: tuple[Insertion, ...] = ()
+    conversation: Conversation | None = None
 
     def __post_init__(self) -> None:
         """Convert sequences to arrays."""
@@ -100,6 +125,11 @@ class Completion:
             marked.extend(~token for token in token_ids)
             start = position
         return marked + self.token_ids[start:]
+
+    @property
+    def last_turn_ids(self) -> array[int]:
+        """The sampled tokens after the last inserted ones: the answer that is graded."""
+        return self.token_ids[self.inserted[-1].position :] if self.inserted else self.token_ids
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from bandpo_cli.__main__ import main
 from bandpo_cli.errors import LostRankError, RunError, UserError, mark_received
-from bandpo_cli.grading import pool
+from bandpo_cli.grading import workers
 from bandpo_cli.rank_process import (
     RankError,
     is_main_process,
@@ -39,13 +39,13 @@ def test_the_place_of_a_process(environ: dict[str, str], place: tuple[int, int, 
 
 
 def test_the_ranks_of_a_machine_share_its_cores_for_grading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "usable_cores", lambda: 12)
-    assert pool.default_workers() == 8
+    monkeypatch.setattr(workers, "usable_cores", lambda: 12)
+    assert workers.default_workers() == 8
     for key, value in (("RANK", "1"), ("WORLD_SIZE", "16"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(key, value)
-    assert pool.default_workers() == 3
+    assert workers.default_workers() == 3
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
-    assert pool.default_workers() == 1
+    assert workers.default_workers() == 1
 
 
 def from_received(error: Exception) -> Exception:

@@ -24,6 +24,7 @@ from pydantic import (
 
 from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.config.section import NotEmpty, Section, TaggedSection, require
+from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.datasets import (
     DATA_TASK,
     DATASETS,
@@ -44,8 +45,15 @@ DatasetName = Annotated[str, AfterValidator(DATASETS.check_name)]
 GraderName = Annotated[str, AfterValidator(GRADERS.check_name)]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=60)]
 """A part of a metric name."""
+FunctionPath = Annotated[str, AfterValidator(lambda name: _check_function_path(name))]
+"""A custom function or class, as module:name."""
 AsList = BeforeValidator(lambda value: [value] if isinstance(value, (str, dict)) else value)
 """A single item need not be in a list."""
+
+
+def _check_function_path(name: str) -> str:
+    require(is_function_path(name), f"'{name}': write it as module:name")
+    return name
 
 
 class Fields(Section):
@@ -155,6 +163,15 @@ class TaskSettings(TaggedSection):
     rewards: Annotated[tuple[RewardComponent, ...] | None, AsList] = None
     """Several rewards, whose weighted sum is trained on. The first one decides which answers are correct, in training
     and in evaluations. null: the reward of the answers' grader."""
+    tools: Annotated[tuple[FunctionPath, ...], AsList] = ()
+    """Tools that the model can call, as module:function: functions with type hints and a docstring."""
+    environment: FunctionPath | None = None
+    """A class as module:Class that answers each message of the model and has the reward at the end."""
+    max_turns: PositiveInt = 8
+    """With tools or an environment: the largest number of messages of the model in a completion. Their tokens and what
+    is inserted between them count towards sampling.max_tokens."""
+    max_result_chars: PositiveInt = 2000
+    """Characters of a tool's result that the model receives."""
 
     @classmethod
     def classes(cls) -> Mapping[str, type[Self]]:
@@ -166,6 +183,19 @@ class TaskSettings(TaggedSection):
     def title(self) -> str:
         """The name of the task in overviews."""
         return self.name
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        require(
+            not (self.tools and self.environment),
+            "tools and environment: a task has one of them; remove the other",
+        )
+        return self
+
+    @property
+    def has_turns(self) -> bool:
+        """Whether a completion has several turns."""
+        return bool(self.tools or self.environment)
 
     @field_validator("rewards")
     @classmethod

@@ -16,12 +16,14 @@ from functools import partial
 from bandpo_cli.config.run import EvaluationConfig
 from bandpo_cli.evaluation.batches import Batch, background_grading, chunks, eval_row
 from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.sampling.conversations import Conversations
 from bandpo_cli.sampling.rollouts import (
     EncodedPrompt,
     PromptEncoder,
     decode_completions,
     problem_per_completion,
     stream_completions,
+    with_turns,
 )
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams
 from bandpo_cli.seeds import derive_seed
@@ -49,6 +51,7 @@ def sample_batches(
     done: Container[PartKey] = (),
     cancel: Callable[[], None] = lambda: None,
     ranks: Ranks = SINGLE,
+    conversations: Conversations | None = None,
 ) -> Iterator[Batch]:
     """Sample and grade `params.samples` completions per problem and yield them in batches.
 
@@ -66,6 +69,7 @@ def sample_batches(
         done: keys of batches to skip.
         cancel: makes a running call of `grade` end soon; called if the iteration ends early.
         ranks: the processes that sample and grade a share of each batch.
+        conversations: samples several turns per completion; None for one.
 
     Raises:
         StaleEngineError: the sampler does not run the weights of `version`.
@@ -73,7 +77,7 @@ def sample_batches(
     requested: deque[_Share] = deque()
     sampled: deque[tuple[_Share, list[list[Completion]], list[str], Future[list[Grade]]]] = deque()
 
-    def requests() -> Iterator[SampleRequest]:
+    def requests() -> Iterator[tuple[Sequence[Problem], SampleRequest]]:
         for index, (label, problems_P) in enumerate(sets.items()):
             set_seed = derive_seed(seed, "eval", label)
             for start, chunk in chunks(problems_P, batch_size // params.samples):
@@ -82,7 +86,7 @@ def sample_batches(
                     prompts = encoder.encode(problems)
                     requested.append((Batch(key, label, []), problems, prompts))
                     # A sampler gives the prompt after the first the next seed: a seed per problem of the set.
-                    yield SampleRequest([prompt.token_ids for prompt in prompts], set_seed + first)
+                    yield problems, SampleRequest([prompt.token_ids for prompt in prompts], set_seed + first)
 
     def next_batch() -> Batch:
         """Wait for the grades of the first sampled batch, and return it complete, on every rank."""
@@ -92,12 +96,12 @@ def sample_batches(
         for problem, prompt, group in zip(problems, prompts, completions_PG, strict=True):
             for item, (text, grade) in zip(group, graded, strict=False):
                 stored = StoredCompletion(text, len(item.token_ids), item.finish_reason, sum(item.logprobs))
-                rows.append(eval_row(batch.label, problem, prompt.text, stored, grade))
+                rows.append(eval_row(batch.label, with_turns(problem, item), prompt.text, stored, grade))
         return batch._replace(rows=ranks.gather_all(rows))
 
     with (
         background_grading(partial(partial, grade), cancel) as submit,
-        closing(stream_completions(sampler, requests(), params, version)) as stream,
+        closing(stream_completions(sampler, requests(), params, version, conversations)) as stream,
     ):
         for completions_PG in stream:
             share = requested.popleft()

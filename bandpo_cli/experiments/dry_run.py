@@ -78,7 +78,7 @@ def first_prompt(config: RunConfig, task: Task) -> tuple[EncodedPrompt, list[str
     from bandpo_cli.sampling.rollouts import PromptEncoder, check_some_prompt_fits
 
     model = config.model
-    encoder = PromptEncoder(load_tokenizer(model), model.prompts, model.chat_template_kwargs)
+    encoder = PromptEncoder.of_run(load_tokenizer(model), config)
     heldout = task.heldout_sets().items() if config.evaluation.every else ()
     for label, problems in (("training", task.train_problems()), *heldout):
         check_some_prompt_fits(encoder, label, problems, config)

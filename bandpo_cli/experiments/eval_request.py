@@ -24,6 +24,7 @@ from bandpo_cli.experiments.preflight import (
     check_model_and_task,
     check_model_contents,
     check_model_path,
+    prepare_task,
     resolve_model,
     run_layers,
 )
@@ -190,7 +191,7 @@ def _model_request(model: str, tasks: Sequence[str], runs_dir: Path, layers: Seq
     config = resolve([*base, task_layer, *layers, {"model": {"path": ref.path, "lora": None}}])
     check_engine(config.sampling.engine, config.model.device)
     check_model_and_task(config, f"--task {' '.join(tasks) or config.task.name}")
-    task = build_task(config.task)
+    task = prepare_task(config)
     problems = [problem for problems in task.heldout_sets().values() for problem in problems]
     check_graders(problems, trial=config.grading)
     if own is not None and tasks:
@@ -273,7 +274,7 @@ def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) ->
         check_model_path(ref.path)
         check_model_contents(Path(ref.path))
         check_engine(config.sampling.engine, config.model.device)
-    return EvalRequest(config, (ref, build_task(config.task)), legacy)
+    return EvalRequest(config, (ref, prepare_task(config)), legacy)
 
 
 def _task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:

@@ -368,14 +368,15 @@ def _open_source(request: EvalRequest, ranks: Ranks, events: _Events, stack: Exi
         from bandpo_cli.evaluation.evaluate import sample_batches
         from bandpo_cli.models.load import load_policy, with_resolved_dtype
         from bandpo_cli.sampling import rollouts
+        from bandpo_cli.sampling.conversations import build_conversations
         from bandpo_cli.sampling.sampler import SamplingParams, build_sampler, check_model
 
         check_model(config)
         config = check_memory(with_resolved_dtype(config), ranks, training=False, task=source[1])
         policy = load_policy(config.model, for_training=False, ranks=ranks)
         rollouts.check_context_length(policy, config)
-        arguments = config.model.chat_template_kwargs
-        encoder = rollouts.PromptEncoder(policy.tokenizer, config.model.prompts, arguments)
+        encoder = rollouts.PromptEncoder.of_run(policy.tokenizer, config)
+        conversations = build_conversations(config, encoder)
         notes: list[str] = []
         fitting = rollouts.drop_long_prompts_in_sets(encoder, source[1].heldout_sets(), config, notes)
         problems = [problem for problems_P in fitting.values() for problem in problems_P]
@@ -383,6 +384,8 @@ def _open_source(request: EvalRequest, ranks: Ranks, events: _Events, stack: Exi
         stop_ids = rollouts.completion_stop_ids(policy, encoder, problems)
         sampler = build_sampler(config, policy)
     stack.enter_context(closed_at_end("the sampling engine", sampler.close))
+    if conversations is not None:
+        stack.callback(conversations.pool.close)
     settings = config.evaluation
     params = SamplingParams(settings.samples, settings.temperature, config.sampling.max_tokens, stop_ids)
 
@@ -390,7 +393,9 @@ def _open_source(request: EvalRequest, ranks: Ranks, events: _Events, stack: Exi
         grade = partial(grade_components, pool.grade, config.task.rewards)
         about = sampler, encoder, grade, fitting, params, settings.batch, config.seed
         with out_of_memory_errors(config, training=False):
-            yield from sample_batches(*about, version=0, done=done, cancel=pool.cancel, ranks=ranks)
+            yield from sample_batches(
+                *about, version=0, done=done, cancel=pool.cancel, ranks=ranks, conversations=conversations
+            )
 
     ids = {label: [problem.id for problem in problems_P] for label, problems_P in fitting.items()}
     return _Source(config, ids, len(problems) * settings.samples, batches, pool, notes, sampler.describe())

@@ -102,8 +102,7 @@ def _longest_prompt(config: RunConfig, task: Task, training: bool) -> int:
     heldout = task.heldout_sets().values() if config.evaluation.every or not training else ()
     problems = chain(task.train_problems() if training else (), *heldout)
     longest = nlargest(_LONGEST_TEXTS, problems, key=lambda problem: len(str(problem.prompt)))
-    model = config.model
-    encoder = PromptEncoder(load_tokenizer(model), model.prompts, model.chat_template_kwargs)
+    encoder = PromptEncoder.of_run(load_tokenizer(config.model), config)
     return max(len(prompt.token_ids) for prompt in encoder.encode(longest))
 
 

@@ -6,8 +6,9 @@ Functions here do not import torch, except for a custom method or estimator; `ch
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
 from bandpo_cli.callbacks import Callback, TrainCallback
@@ -21,6 +22,7 @@ from bandpo_cli.custom_code import add_code_folder, load_setting
 from bandpo_cli.datasets import DATASETS, generated_tasks
 from bandpo_cli.errors import ConfigError, UserError, definition_location, nearest, plural
 from bandpo_cli.grading.pool import check_grader
+from bandpo_cli.grading.tools import first_messages, tool_schemas
 from bandpo_cli.paths import (
     GGUF_ADVICE,
     MODEL_CONFIG,
@@ -30,7 +32,7 @@ from bandpo_cli.paths import (
     path_exists,
     user_path,
 )
-from bandpo_cli.registries import ADVANTAGES, ENGINES, METHODS
+from bandpo_cli.registries import ADVANTAGES, ENGINES, ENVIRONMENT_GRADER, METHODS
 from bandpo_cli.storage.checkpoints import STATE, check_contents, model_checkpoints
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import (
@@ -137,9 +139,50 @@ def load_task(config: RunConfig, trial: bool = True) -> Task:
     if path != EMBEDDED_MODEL and is_adapter_folder(user_path(path)):
         raise ConfigError(f"model.path = {path!r}: an adapter; first: bandpo export merged {path} --out DIR")
     check_model_and_task(config, f"task.name = {config.task.name!r}")
-    task = build_task(config.task)
+    task = prepare_task(config)
     check_graders(task.train_problems(), config.task.rewards, config.grading if trial else None)
     return task
+
+
+def prepare_task(config: RunConfig) -> Task:
+    """Return the task of a run; with `task.environment`, its prompts are the first messages of the environment.
+
+    Raises:
+        ConfigError: a tool or the environment cannot be used, or the task has no problems.
+    """
+    if config.task.tools:
+        tool_schemas(config.task.tools)
+    task = build_task(config.task)
+    return task if config.task.environment is None else EnvironmentTask(task, config)
+
+
+class EnvironmentTask:
+    """A task whose prompts come from its environment."""
+
+    def __init__(self, task: Task, config: RunConfig) -> None:
+        self._task, self.name = task, task.name
+        grader = None if getattr(config.task, "chosen_grader", None) else ENVIRONMENT_GRADER
+        self._reset = partial(first_messages, str(config.task.environment), config.grading, grader=grader)
+
+    @cached_property
+    def _train(self) -> Sequence[Problem]:
+        return self._reset(self._task.train_problems())
+
+    @cached_property
+    def _heldout(self) -> Mapping[str, Sequence[Problem]]:
+        return {label: self._reset(problems) for label, problems in self._task.heldout_sets().items()}
+
+    def train_problems(self) -> Sequence[Problem]:
+        """Return the problems to train on."""
+        return self._train
+
+    def heldout_sets(self) -> Mapping[str, Sequence[Problem]]:
+        """Return the evaluation sets by label."""
+        return self._heldout
+
+    def notes(self) -> list[str]:
+        """Return lines for the user on the problems read so far."""
+        return self._task.notes()
 
 
 def check_model_and_task(config: RunConfig, setting: str) -> None:
@@ -170,10 +213,14 @@ def check_graders(
 def problems_by_grader(
     problems: Sequence[Problem], rewards: Sequence[RewardComponent] | None
 ) -> dict[str, Sequence[Problem]]:
-    """Return the problems of every grader by its name; the graders of `rewards` have all problems."""
+    """Return the problems of every grader by its name; the graders of `rewards` have all problems.
+
+    The reward of an environment has no grader to check.
+    """
     by_grader: dict[str, list[Problem]] = {}
     for problem in problems:
-        by_grader.setdefault(problem.grader, []).append(problem)
+        if problem.grader != ENVIRONMENT_GRADER:
+            by_grader.setdefault(problem.grader, []).append(problem)
     return by_grader | {reward.grader: problems for reward in rewards or () if reward.grader is not None}
 
 

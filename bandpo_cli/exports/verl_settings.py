@@ -368,6 +368,8 @@ def differences_of(config: RunConfig) -> list[str]:
         ("sampling.engine", sampling.engine not in ("auto", "vllm"), "the exported job samples with vLLM"),
         ("sampling.dynamic_batches", sampling.dynamic, "verl samples until it has all groups, without a limit"),
         ("sampling.max_lag", sampling.max_lag, "verl samples each batch with the weights of its step"),
+        ("task.tools", config.task.tools, "verl runs tools in its agent loops, which have settings of their own"),
+        ("task.environment", config.task.environment, "verl has interactions with an interface of its own"),
         ("bounds.method", method not in LOSSES, no_loss),
         ("bounds.delta_schedule", scheduled,
          "the radius is constant in verl, whose losses do not know the step"),
@@ -404,4 +406,5 @@ IMPORTANCE_DIFFERENCES = {
 
 def is_runnable(config: RunConfig) -> bool:
     """Return whether verl can run the configuration at all, with whatever differences."""
-    return config.bounds.method in LOSSES and config.optim.schedule in LR_SCHEDULES
+    is_known = config.bounds.method in LOSSES and config.optim.schedule in LR_SCHEDULES
+    return is_known and not config.task.has_turns

@@ -7,12 +7,12 @@ time: the only arithmetic is one division and one power of ten, both bounded.
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from bandpo_cli.extract import final_answer, unwrap
 from bandpo_cli.registries import GRADERS, GraderEntry, load_attribute
-from bandpo_cli.types import CORRECT, MALFORMED, WRONG, Grade, Problem
+from bandpo_cli.types import CORRECT, ENVIRONMENT_REWARD, MALFORMED, WRONG, Grade, Problem
 
 MAX_ANSWER_CHARS = 1000
 """Longer final answers are malformed. This bounds the work per answer before any deadline applies."""
@@ -199,6 +199,18 @@ def grade_math(problem: Problem, text: str) -> Grade | tuple[str, str]:
         is_right = equal(gold, number) or rounds_to(gold, number) or rounds_to(number, gold)
         return CORRECT if is_right else WRONG
     return CORRECT if same_text(reference, answer) else (reference, answer)
+
+
+def grade_environment(problem: Problem, text: str) -> Grade:
+    """Return the reward of the environment as a grade; the answer is correct from a reward of 1 on.
+
+    Raises:
+        KeyError, ValueError: the problem has no such reward, or the environment has failed.
+    """
+    reward = problem.extra[ENVIRONMENT_REWARD]
+    if not isinstance(reward, float):
+        raise ValueError(reward)
+    return replace(CORRECT if reward >= 1 else WRONG, reward=reward)
 
 
 def grade_tagged(problem: Problem, text: str) -> Grade | tuple[str, str, str, str]:

@@ -11,7 +11,7 @@ from itertools import count
 from threading import Thread
 from typing import Any
 
-from bandpo_cli.grading.signatures import BatchGrader
+from bandpo_cli.grading.signatures import BatchGrader, as_json
 from bandpo_cli.types import Grade
 
 BACKOFF_S = 0.5
@@ -73,8 +73,7 @@ class CallServer:
         try:
             async with asyncio.timeout(self.deadline * len(answers)) as timeout:
                 grades = await self._grade(answers, timeout)
-            results = [(grade.reward, grade.correct, grade.verdict, grade.has_reward) for grade in grades]
-            outcome: dict[str, Any] = {"results": results}
+            outcome: dict[str, Any] = {"results": [*map(as_json, grades)]}
         except BaseException as error:  # noqa: BLE001  (sys.exit in a custom function is an error like any other)
             outcome = self.describe_error(error, self.grader)
             if self._has_failed:

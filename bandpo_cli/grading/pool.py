@@ -14,10 +14,9 @@ from pathlib import Path
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError, RunError, one_line, plural
 from bandpo_cli.grading.signatures import Answer, answer_of
-from bandpo_cli.grading.workers import Failure, GraderArguments, WorkerPool
-from bandpo_cli.rank_process import local_rank_count, rank_count
+from bandpo_cli.grading.workers import Failure, GraderArguments, WorkerPool, default_workers
+from bandpo_cli.rank_process import rank_count
 from bandpo_cli.registries import GRADERS, load_attribute
-from bandpo_cli.storage.environment import usable_cores
 from bandpo_cli.storage.files import write_text
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade, Problem, is_ungraded
 
@@ -30,11 +29,6 @@ FAILURE_ADVICE = (
 )
 
 log = logging.getLogger("bandpo_cli")
-
-
-def default_workers() -> int:
-    """Return the number of workers per grader if `grading.workers` is null: the cores of this rank, at most 8."""
-    return min(max(1, usable_cores() // local_rank_count()), 8)
 
 
 @dataclass

@@ -48,13 +48,15 @@ class BatchGrader(NamedTuple):
     """A grader function with its signature adapted: `call` takes answers [N] and returns grades [N].
 
     N is 1 unless the function is `batched`. `location` is the end of an error message: where the function is defined.
-    The function of an `asynchronous` grader is `async def`, and an event loop can run several calls at a time.
+    The function of an `asynchronous` grader is `async def`, and an event loop can run several calls at a time. `about`
+    is sent to the parent process after the import.
     """
 
     call: Callable[[Sequence[Any]], Coroutine[Any, Any, list[Grade]]]
     batched: bool = False
     asynchronous: bool = False
     location: str = ""
+    about: Any = None
 
     @classmethod
     def of_calls(cls, function: GraderFunction, arguments: int | None = None) -> BatchGrader:
@@ -84,6 +86,18 @@ def answer_of(problem: Problem, text: str) -> Answer:
     turns = (Message("user", problem.prompt),) if isinstance(problem.prompt, str) else problem.prompt
     prompt = [{"role": turn.role, "content": turn.content} for turn in turns]
     return Answer(text, problem.answer, dict(problem.extra), prompt, problem.source)
+
+
+def as_json(result: Any) -> Any:
+    """Return a grade as the list of its fields that is sent to the parent process; any other result unchanged."""
+    if isinstance(result, Grade):
+        return result.reward, result.correct, result.verdict, result.has_reward
+    return result
+
+
+def load_worker(path: str) -> BatchGrader:
+    """Return the function of a grader of this package that runs in workers."""
+    return BatchGrader.of_calls(GraderFunction(load_function(path)))
 
 
 def load_grader(name: str) -> BatchGrader:

@@ -9,9 +9,9 @@ An asynchronous function has one worker, whose event loop works on all jobs that
 (`grading.event_loop`). If this worker exits, or sends no reply because a call blocks the loop, all its jobs end.
 
 Messages are lines of JSON, never pickles. A request is the key of a job and the list of its answers, each a list of
-arguments. The first reply, after the import of the function, is `{"batched": ..., "asynchronous": ...}`; a later one is
-`{"job": key}` with `"results": [[reward, correct, verdict, has_reward], ...]`, with `"timeout": true`, or with
-`"error": ..., "traceback": ..., "out_of_memory": ...`.
+arguments. The first reply, after the import of the function, is `{"batched": ..., "asynchronous": ..., "about": ...}`.
+A later one is `{"job": key}` with `"results": [[reward, correct, verdict, has_reward], ...]`, `"timeout": true`, or
+`"error": ..., "traceback": ..., "out_of_memory": ...`. The workers of a subclass of the pool have other results.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from bandpo_cli.custom_code import load_function
 from bandpo_cli.errors import ConfigError, RunError, describe_exit, escape_controls, user_code_location
-from bandpo_cli.grading.signatures import BatchGrader, GraderFunction, load_grader
-from bandpo_cli.registries import GRADERS, is_custom_grader, split_signature
+from bandpo_cli.grading.signatures import BatchGrader, as_json
+from bandpo_cli.rank_process import local_rank_count
+from bandpo_cli.registries import GRADERS, is_custom_grader, load_attribute, split_signature
+from bandpo_cli.storage.environment import usable_cores
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade
 
 if TYPE_CHECKING:  # a worker, which imports this module, does without pydantic
@@ -83,6 +84,19 @@ Job = Sequence[int]
 """The answers of one call: indices of a list of answers, or their keys in a pool. Its own key is the first of them."""
 
 
+class Loader(NamedTuple):
+    """How a worker gets its function: `function`, as module:name, takes `argument` and returns a `BatchGrader`."""
+
+    function: str
+    argument: Any
+
+    @property
+    def path(self) -> str:
+        """The custom function, or the function of this package, in messages."""
+        paths = [self.argument] if isinstance(self.argument, str) else self.argument
+        return ", ".join(split_signature(path)[1] for path in paths)
+
+
 class Failure(NamedTuple):
     """The first error of a function, or exit of a worker: one line, the traceback if there is one, and the answers."""
 
@@ -94,6 +108,11 @@ class Failure(NamedTuple):
 OnWait = Callable[[int, str | None], None]
 """Receives the number of graded answers, and the label of the answer that has been in work for the longest time, or
 None while no worker is ready."""
+
+
+def default_workers() -> int:
+    """Return the number of workers per grader if `grading.workers` is null: the cores of this rank, at most 8."""
+    return min(max(1, usable_cores() // local_rank_count()), 8)
 
 
 class WorkerPool:
@@ -109,21 +128,40 @@ class WorkerPool:
 
         Raise ConfigError unless `grader` is a custom grader or one of `GRADERS` with a function for workers.
         """
-        function = GRADERS[grader].worker if grader in GRADERS else None
-        if function is None and not is_custom_grader(grader):
-            raise ConfigError(f"grader '{grader}': none of that name{GRADERS.suggestion(grader)}")
+        self._title, self._loader = f"grader '{grader}'", self._find(grader)
+        self.about: Any = None  # what a worker has sent after its import
         self.failure: Failure | None = None
         self.asynchronous = False  # as a worker reports that has imported the function
-        self._grader, self._function, self._config, self._size = grader, function, config, size
+        self._config, self._size = config, size
         self._calls, self._batched = calls, False
         self._workers: list[_Worker] = []
         self._answers: dict[int, tuple[GraderArguments, str]] = {}  # by key, with their labels
         self._key = 0  # of the next answer
         self._submitted: deque[list[Job]] = deque()  # in the form for a function that takes several answers
         self._pending: deque[Job] = deque()
-        self._grades: dict[int, Grade] = {}
+        self._grades: dict[int, Any] = {}
         self._on_wait: Callable[[str | None], None] = lambda label: None
         self._output_left = MAX_PRINTED_BYTES
+
+    def _find(self, grader: str) -> Loader:
+        """Return how a worker loads the function."""
+        if grader in GRADERS and (function := GRADERS[grader].worker) is not None:
+            return Loader("bandpo_cli.grading.signatures:load_worker", function)
+        if is_custom_grader(grader):
+            return Loader("bandpo_cli.grading.signatures:load_grader", grader)
+        raise ConfigError(f"grader '{grader}': none of that name{GRADERS.suggestion(grader)}")
+
+    def _result(self, fields: Any) -> Any:
+        """Return the result of one answer from what a worker has sent."""
+        return Grade(*fields)
+
+    def _failed(self, error: str) -> Any:
+        """Return the result of an answer whose call has failed."""
+        return GRADER_ERROR
+
+    def _late(self) -> Any:
+        """Return the result of an answer that took longer than `grading.deadline`."""
+        return replace(TIMEOUT, has_reward=self._config.timeout_reward == "wrong")
 
     def submit(
         self, arguments: Sequence[GraderArguments], labels: Sequence[str], batches: Sequence[Job]
@@ -141,7 +179,7 @@ class WorkerPool:
         self._submitted.append([[keys[index] for index in batch] for batch in batches])
         return keys
 
-    def wait(self, keys: Sequence[int], on_wait: OnWait) -> list[Grade]:
+    def wait(self, keys: Sequence[int], on_wait: OnWait) -> list[Any]:
         """Return the grades [N] of the answers with these keys [N].
 
         `on_wait` is called before each wait for the workers, many times per second.
@@ -170,6 +208,22 @@ class WorkerPool:
             del self._answers[key]
         return [self._grades.pop(key) for key in keys]
 
+    def poll(self, seconds: float) -> dict[int, Any]:
+        """Return the results that are there, by key, after waiting at most `seconds` for the workers.
+
+        For a caller that does other work meanwhile, in place of `wait`; the errors are the same.
+        """
+        try:
+            self.spawn(1 if self.asynchronous else self._size)
+            self._poll_once(seconds)
+        except BaseException:
+            self.close()
+            raise
+        results, self._grades = self._grades, {}
+        for key in results:
+            del self._answers[key]
+        return results
+
     def start(self) -> None:
         """Wait until one worker has imported the function; raise the same errors as `wait`."""
         while not any(worker.ready for worker in self._workers):
@@ -179,14 +233,14 @@ class WorkerPool:
     def spawn(self, count: int = 1) -> None:
         """Spawn workers until there are `count`, without waiting for their imports."""
         while len(self._workers) < count:
-            self._workers.append(_Worker(self._grader, self._function, self._config))
+            self._workers.append(_Worker(self._loader, self._config))
 
     def close(self) -> None:
         """Terminate all workers."""
         while self._workers:
             self._terminate(self._workers[-1])
 
-    def _poll_once(self) -> None:
+    def _poll_once(self, most_seconds: float = MAX_WAIT_S) -> None:
         """Assign pending answers, wait for an event, and handle all replies, exits and passed deadlines."""
         poll = select.poll()
         jobs_per_worker = self._calls if self.asynchronous else _JOBS_PER_WORKER
@@ -202,7 +256,7 @@ class WorkerPool:
         longest = min(working, key=lambda worker: worker.started_at, default=None)
         self._on_wait(self._answers[next(iter(longest.jobs))][1] if longest else None)
         seconds = min(map(self._deadline, self._workers)) - time.monotonic()
-        poll.poll(max(0, min(seconds, MAX_WAIT_S)) * 1000 + 1)
+        poll.poll(max(0, min(seconds, most_seconds)) * 1000 + (most_seconds > 0))
         for worker in [*self._workers]:
             self._print(worker.read_output())
             worker.flush()
@@ -225,18 +279,18 @@ class WorkerPool:
             worker.started_at = time.monotonic()
             if not worker.ready:
                 if "error" in reply:
-                    raise ConfigError(f"grader '{self._grader}': {reply['error']}")
+                    raise ConfigError(f"{self._title}: {reply['error']}")
                 worker.ready, self._batched = True, reply["batched"]
-                self.asynchronous = reply["asynchronous"]
+                self.asynchronous, self.about = reply["asynchronous"], reply["about"]
             elif (job := worker.jobs.pop(reply["job"], None)) is None:
                 return False  # a reply without a request
             elif "error" in reply:
                 self._store_failure(job, reply["error"], reply["traceback"])
             elif "timeout" in reply:
-                self._store_timeout(job)
+                self._grades |= dict.fromkeys(job, self._late())
             else:
                 results = zip(job, reply["results"], strict=True)
-                self._grades |= {key: Grade(*result) for key, result in results}
+                self._grades |= {key: self._result(result) for key, result in results}
             if reply.get("out_of_memory"):
                 self._terminate(worker)
                 return True
@@ -244,11 +298,7 @@ class WorkerPool:
 
     def _store_failure(self, job: Job, error: str, traceback: str = "") -> None:
         self.failure = self.failure or Failure(error, traceback, [self._answers[key][0] for key in job])
-        self._grades |= dict.fromkeys(job, GRADER_ERROR)
-
-    def _store_timeout(self, job: Job) -> None:
-        has_reward = self._config.timeout_reward == "wrong"
-        self._grades |= dict.fromkeys(job, replace(TIMEOUT, has_reward=has_reward))
+        self._grades |= dict.fromkeys(job, self._failed(error))
 
     def _end(self, worker: _Worker, timed_out: bool) -> None:
         """Remove a worker that exited or whose deadline has passed; the answers in work, if any, get their verdict."""
@@ -257,10 +307,9 @@ class WorkerPool:
         end = self._terminate(worker)
         if not worker.ready:
             end = f"needed more than {IMPORT_TIMEOUT_S:g} seconds" if timed_out else end
-            path = self._function or split_signature(self._grader)[1]
-            raise ConfigError(f"grader '{self._grader}': its process {end} while importing '{path}'")
+            raise ConfigError(f"{self._title}: its process {end} while importing '{self._loader.path}'")
         if timed_out:
-            self._store_timeout(job)
+            self._grades |= dict.fromkeys(job, self._late())
         elif job:
             self._store_failure(job, f"the worker process {end}")
 
@@ -280,7 +329,7 @@ class WorkerPool:
             print(escape_controls(shown), end="", file=sys.stderr, flush=True)
         if 0 <= self._output_left < len(output):
             kib = MAX_PRINTED_BYTES >> 10
-            log.warning("grader '%s' has printed more than %d KiB; the rest is not shown", self._grader, kib)
+            log.warning("%s has printed more than %d KiB; the rest is not shown", self._title, kib)
         self._output_left -= len(output)
 
 
@@ -291,10 +340,10 @@ class _Worker:
     terminal reaches only the parent.
     """
 
-    def __init__(self, grader: str, function: str | None, config: GradingConfig) -> None:
+    def __init__(self, loader: Loader, config: GradingConfig) -> None:
         """Start the process, whose imports run concurrently with the caller; raise RunError if the system refuses."""
         path = [str(Path(entry).absolute()) for entry in (*sys.path, f"{Path(__file__).parents[2]}")]
-        arguments = [grader, function, config.deadline, config.memory_gb, config.retries, path]
+        arguments = [loader, config.deadline, config.memory_gb, config.retries, path]
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _WORKER_SOURCE, json.dumps(arguments)],
@@ -369,12 +418,11 @@ class _Worker:
         return describe_exit(code), output
 
 
-def serve(grader_name: str, worker: str | None, deadline: float, memory_gb: float, retries: int) -> None:
+def serve(loader: Sequence[Any], deadline: float, memory_gb: float, retries: int) -> None:
     """Serve requests for a function, in a worker process, until standard input closes.
 
     Args:
-        grader_name: The grader.
-        worker: Its `worker` in `GRADERS`; None for a custom grader.
+        loader: The fields of a `Loader`.
         deadline: Seconds per answer. The parent enforces it; see the comment on the alarm below.
         memory_gb: Memory limit in GiB, in addition to what the imports use.
         retries: Further calls of an asynchronous function after an error.
@@ -388,13 +436,13 @@ def serve(grader_name: str, worker: str | None, deadline: float, memory_gb: floa
         print(json.dumps(values), file=replies, flush=True)
 
     try:
-        own = GraderFunction(load_function(worker)) if worker else None
-        grader = load_grader(grader_name) if own is None else BatchGrader.of_calls(own)
+        function, argument = Loader(*loader)
+        grader: BatchGrader = load_attribute(function)(argument)
     except ValueError as error:
         reply(error=str(error))
         return
     _limit_memory(memory_gb)
-    reply(batched=grader.batched, asynchronous=grader.asynchronous)
+    reply(batched=grader.batched, asynchronous=grader.asynchronous, about=grader.about)
     if grader.asynchronous:
         import asyncio  # not at module level, since few functions are asynchronous
 
@@ -406,9 +454,7 @@ def serve(grader_name: str, worker: str | None, deadline: float, memory_gb: floa
         key, answers = json.loads(line)
         set_alarm(deadline * len(answers))
         try:
-            grades = grader.grade(answers)
-            results = [(grade.reward, grade.correct, grade.verdict, grade.has_reward) for grade in grades]
-            outcome: dict[str, Any] = {"results": results}
+            outcome: dict[str, Any] = {"results": [*map(as_json, grader.grade(answers))]}
         except BaseException as error:  # noqa: BLE001  (sys.exit in a custom function is an error like any other)
             outcome = describe_error(error, grader)
         set_alarm(None)

@@ -1,11 +1,13 @@
 """Rollouts: encoded prompts, prompts that are too long, tokens that end a completion, completions, graded groups."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from difflib import ndiff
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,6 +15,7 @@ from bandpo_cli.config.run import RewardConfig, RunConfig
 from bandpo_cli.config.task import DataTask, TaskSettings
 from bandpo_cli.datasets import TEMPLATES
 from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.grading.tools import tool_schemas
 from bandpo_cli.models.load import Policy
 from bandpo_cli.objective.advantages import shaped_reward
 from bandpo_cli.sampling.sampler import (
@@ -22,7 +25,22 @@ from bandpo_cli.sampling.sampler import (
     StaleEngineError,
 )
 from bandpo_cli.tasks.prompts import build_prompt
-from bandpo_cli.types import Completion, Grade, Group, Message, Problem, Rollout
+from bandpo_cli.types import (
+    ENVIRONMENT_REWARD,
+    MESSAGES,
+    Completion,
+    Grade,
+    Group,
+    Message,
+    Problem,
+    Rollout,
+)
+
+if TYPE_CHECKING:
+    from bandpo_cli.sampling.conversations import Conversations
+
+_ANSWER = "It-is-2"
+"""A message of the assistant that finds its place in a rendered template, which changes none of its characters."""
 
 _CHECKED_PROMPTS = 64
 """Prompts that are encoded at a time until one is short enough; usually the first ones are."""
@@ -71,6 +89,18 @@ class PromptEncoder:
         self._chat = has_template and prompts != "raw"
         self._lacks_template = not has_template and prompts == "auto"
 
+    @classmethod
+    def of_run(cls, tokenizer: PreTrainedTokenizerBase, config: RunConfig) -> PromptEncoder:
+        """Return the encoder of a run's prompts, which contain the schemas of its tools.
+
+        Raises:
+            ConfigError: as for the class, or a tool cannot be used.
+        """
+        arguments: dict[str, Any] = {**(config.model.chat_template_kwargs or {})}
+        if config.task.tools:
+            arguments["tools"] = tool_schemas(config.task.tools)
+        return cls(tokenizer, config.model.prompts, arguments)
+
     def encode(self, problems_P: Sequence[Problem]) -> list[EncodedPrompt]:
         """Return the prompts of `problems_P` as text and tokens.
 
@@ -106,6 +136,35 @@ class PromptEncoder:
         plain = self._try_render(problem.prompt, {}) or ""
         lines = ndiff(plain.splitlines(), self._render(problem.prompt, self._arguments).splitlines())
         return [line for line in lines if line.startswith(("- ", "+ "))]
+
+    def turn_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """Return the tokens between the end token of the assistant's turn and its next turn, with `messages` in them.
+
+        It is the end of what the template makes of a conversation, tokenized by itself: the turns before, as sampled,
+        are never tokenized again.
+
+        Raises:
+            ConfigError: the tokenizer has no chat template, or it refuses the messages.
+        """
+        if not self._chat:
+            raise ConfigError(
+                "task.tools and task.environment need a chat template, which the model's tokenizer does not have, or "
+                "model.prompts = 'raw' leaves out"
+            )
+        earlier = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        options = {**self._arguments, "tokenize": False, "add_generation_prompt": True}
+        try:
+            text = str(self.tokenizer.apply_chat_template([*earlier, *messages], **options))
+        except Exception as error:  # noqa: BLE001 - a template is a program that the model's author wrote
+            roles = ", ".join(sorted({str(message.get("role")) for message in messages}))
+            raise ConfigError(
+                f"the model's chat template refuses a conversation with messages of {roles} ({error!s:.300})"
+            ) from None
+        _, _, after = text.partition(_ANSWER)  # a result may have the same words
+        end = end_of_turn_id(self.tokenizer)
+        if end is not None:
+            after = after.partition(str(self.tokenizer.convert_ids_to_tokens(end)))[2]
+        return tuple(self.tokenizer(after, add_special_tokens=False)["input_ids"])
 
     def notes(self, problems_P: Sequence[Problem]) -> list[str]:
         """Return a line for the user where a missing chat template may be a mistake: a chat model expects one."""
@@ -158,8 +217,14 @@ class PromptEncoder:
         for name, value in self._arguments.items():
             others = {key: other for key, other in self._arguments.items() if key != name}
             without = self._try_render(messages, others)
-            tried = (self._try_render(messages, {**others, name: other}) for other in (value, True, False))
+            values = (value,) if name == "tools" else (value, True, False)
+            tried = (self._try_render(messages, {**others, name: other}) for other in values)
             if all(text == without for text in tried):
+                if name == "tools":
+                    raise ConfigError(
+                        "task.tools: the model's chat template has no place for tools; use a model whose template has, "
+                        "or describe them in task.system and answer in task.environment"
+                    )
                 near = nearest(name, re.findall(r"[a-z]\w*", str(self.tokenizer.chat_template)))
                 raise ConfigError(
                     f"model.chat_template_kwargs.{name} = {value!r}: the model's chat template ignores this "
@@ -269,42 +334,57 @@ def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
 
     None if the template writes nothing there or several tokens, or refuses the messages.
     """
-    # A turn of each role; the answer has no character that a template changes, and occurs nowhere else.
-    answer = "It-is-2"
-    turns = [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": answer}]
+    turns = [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": _ANSWER}]
     try:
         text = str(tokenizer.apply_chat_template(turns, tokenize=False))
     except Exception:  # noqa: BLE001 - a template is a program that the model's author wrote
         return None
-    _, match, after = text.rpartition(answer)
+    _, match, after = text.rpartition(_ANSWER)
     tokens: dict[str, int] = tokenizer.get_added_vocab()
     following = [name for name in tokens if name.strip() and after.lstrip().startswith(name.strip())]
     return tokens[max(following, key=len)] if match and following else None
 
 
 def stream_completions(
-    sampler: Sampler, requests: Iterable[SampleRequest], params: SamplingParams, version: int
+    sampler: Sampler,
+    requests: Iterable[tuple[Sequence[Problem], SampleRequest]],
+    params: SamplingParams,
+    version: int,
+    conversations: Conversations | None = None,
 ) -> Generator[list[list[Completion]], None, None]:
     """Yield the completions [P][n] of each request in order, sampled at the same time if the sampler can.
+
+    Args:
+        requests: each with its problems [P].
+        conversations: samples several turns per completion; None for one.
 
     Raises:
         StaleEngineError: the engine has other weights than those after `version` optimizer updates.
     """
-    with closing(sampler.sample_stream(requests, params)) as stream:
+    if conversations is not None:
+        yield from conversations.stream(sampler, requests, params, version)
+        return
+    without_problems = (request for _, request in requests)
+    with closing(sampler.sample_stream(without_problems, params)) as stream:
         for completions_PG in stream:
-            others = {item.policy_version for group in completions_PG for item in group} - {version}
-            if others:
-                raise StaleEngineError(
-                    f"the engine sampled from the weights of update {min(others)}, the policy is at {version}"
-                )
+            check_version(completions_PG, version)
             yield completions_PG
+
+
+def check_version(completions_PG: Sequence[Sequence[Completion]], version: int) -> None:
+    """Raise StaleEngineError if completions are from other weights than those after `version` optimizer updates."""
+    others = {item.policy_version for group in completions_PG for item in group} - {version}
+    if others:
+        raise StaleEngineError(
+            f"the engine sampled from the weights of update {min(others)}, the policy is at {version}"
+        )
 
 
 def decode_completions(
     tokenizer: PreTrainedTokenizerBase, completions_PG: Sequence[Sequence[Completion]]
 ) -> list[str]:
-    """Return the text of each completion, [P·G], without special tokens."""
-    ids = [list(completion.token_ids) for group in completions_PG for completion in group]
+    """Return the text of each completion, [P·G], without special tokens; of a conversation, that of the last turn."""
+    ids = [list(completion.last_turn_ids) for group in completions_PG for completion in group]
     # transformers decodes no sequences as one empty sequence
     return [*tokenizer.batch_decode(ids, skip_special_tokens=True)] if ids else []
 
@@ -312,8 +392,17 @@ def decode_completions(
 def problem_per_completion(
     problems_P: Sequence[Problem], completions_PG: Sequence[Sequence[Completion]]
 ) -> list[Problem]:
-    """Return the problem of each completion, [P·G]."""
-    return [problem for problem, group in zip(problems_P, completions_PG, strict=True) for _ in group]
+    """Return the problem of each completion, [P·G], with the turns of a conversation in `extra`, for its grader."""
+    pairs = zip(problems_P, completions_PG, strict=True)
+    return [with_turns(problem, completion) for problem, group in pairs for completion in group]
+
+
+def with_turns(problem: Problem, completion: Completion) -> Problem:
+    """Return the problem with the messages of a conversation, and the reward of its environment, in `extra`."""
+    if (turns := completion.conversation) is None:
+        return problem
+    reward = {} if turns.reward is None else {ENVIRONMENT_REWARD: turns.reward}
+    return replace(problem, extra={**problem.extra, MESSAGES: turns.messages, **reward})
 
 
 def graded_groups(
@@ -338,7 +427,8 @@ def graded_groups(
         text, unshaped = next(graded)
         shaped = shaped_reward(unshaped, len(completion.token_ids), max_tokens, reward)
         rollout_grade = replace(unshaped, reward=shaped)
-        return Rollout(problem, prompt.text, prompt.token_ids, completion, text, rollout_grade)
+        about = prompt.text, prompt.token_ids, completion, text, rollout_grade
+        return Rollout(with_turns(problem, completion), *about)
 
     return [
         Group(problem, tuple(rollout(problem, prompt, completion) for completion in completions))

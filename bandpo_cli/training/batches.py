@@ -140,10 +140,11 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
                     parts = chunks(prompts, config.grading.batch // params.samples)
                 # The seed of a prompt is one above that of the prompt before it, as within one call of the sampler.
                 requests = (
-                    SampleRequest([prompt.token_ids for prompt in part], seed + start)
+                    (problems[start:], SampleRequest([prompt.token_ids for prompt in part], seed + start))
                     for start, part in parts
                 )
-                with closing(stream_completions(components.sampler, requests, params, version)) as stream:
+                about = components.sampler, requests, params, version, components.conversations
+                with closing(stream_completions(*about)) as stream:
                     for part in stream:
                         answered = problems[len(completions) :][: len(part)]
                         completions += part
@@ -151,8 +152,8 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
                         if early is not None:
                             early.submit(problem_per_completion(answered, part), part_texts)
             with timer.phase("grade"):
-                about = components.grader, config.task.rewards, ranks, self._failures
-                grade = training_grader(*about, early.grade if early else None)
+                settings = components.grader, config.task.rewards, ranks, self._failures
+                grade = training_grader(*settings, early.grade if early else None)
                 grades = grade(problem_per_completion(problems, completions), texts)
                 shaping = config.reward, params.max_tokens
                 groups = graded_groups(problems, prompts, completions, texts, grades, *shaping)

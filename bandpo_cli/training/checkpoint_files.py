@@ -52,7 +52,7 @@ from bandpo_cli.storage.files import apply_umask, file_checksum, sync
 from bandpo_cli.tasks.task import ProblemStream
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.update import check_finite_weights
-from bandpo_cli.types import Completion, Grade, Group
+from bandpo_cli.types import Completion, Conversation, Grade, Group, Insertion
 
 OPTIMIZER = f"{TRAINER}/optimizer.safetensors"
 SHARDS = f"{TRAINER}/optimizer"
@@ -365,6 +365,10 @@ def write_sampled(path: Path, batch: SampledGroups) -> None:
         "group_sizes": [len(group.rollouts_G) for group in batch.sampled],
         "finish_reasons": [completion.finish_reason for completion in completions],
         "grades": [[*vars(rollout.grade).values()] for rollout in rollouts],
+        "inserted": [completion.inserted for completion in completions],
+        "conversations": [
+            None if item.conversation is None else vars(item.conversation) for item in completions
+        ],
     }
     save_file(tensors, path, {"rollouts": json.dumps(metadata)})
 
@@ -382,9 +386,21 @@ def read_sampled(
         names = ("lengths", "token_ids", "logprobs", "entropies")
         lengths, tokens, logprobs, entropies = (file.get_tensor(name).tolist() for name in names)
     spans = pairwise(accumulate(lengths, initial=0))
+    columns = (
+        metadata.get(name, [()] * len(lengths)) for name in ("finish_reasons", "inserted", "conversations")
+    )
+    about, version = zip(spans, *columns, strict=True), metadata["version"]
     completions = [
-        Completion(tokens[start:end], logprobs[start:end], reason, metadata["version"], entropies[start:end])
-        for (start, end), reason in zip(spans, metadata["finish_reasons"], strict=True)
+        Completion(
+            tokens[start:end],
+            logprobs[start:end],
+            reason,
+            version,
+            entropies[start:end],
+            tuple(Insertion(place, tuple(ids)) for place, ids in inserted),
+            Conversation(**turns | {"messages": tuple(turns["messages"])}) if turns else None,
+        )
+        for (start, end), reason, inserted, turns in about
     ]
     texts = decode_completions(tokenizer, [completions])
     grades = [Grade(*values) for values in metadata["grades"]]
@@ -395,7 +411,7 @@ def read_sampled(
     unshaped = RewardConfig(), 0
     sampled = graded_groups(problems, encoder.encode(problems), completions_PG, texts, grades, *unshaped)
     groups = [sampled[index] for index in metadata["trained"]]
-    step, version, position = (metadata[name] for name in ("step", "version", "position"))
+    step, position = metadata["step"], metadata["position"]
     return SampledGroups(step, version, position, 0.0, groups, sampled)
 
 

@@ -14,6 +14,7 @@ from bandpo_cli.errors import UserError, warn_on_failure
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import Policy, load_policy, load_reference
 from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.sampling.conversations import Conversations, build_conversations
 from bandpo_cli.sampling.engine_process import EngineProcess
 from bandpo_cli.sampling.rollouts import (
     PromptEncoder,
@@ -54,6 +55,7 @@ class Components:
             checkpoint stores it.
         problems_digest: hash of the problems of `stream` and `heldout`.
         notes: messages about the data for the user, one line each.
+        conversations: samples the turns of a task with tools or an environment; None for another task.
     """
 
     policy: Policy
@@ -68,6 +70,7 @@ class Components:
     problems_digest: str
     notes: list[str]
     ahead: SampledGroups | None = None
+    conversations: Conversations | None = None
 
     @property
     def ranks(self) -> Ranks:
@@ -116,6 +119,8 @@ class Components:
         If one of them fails, the other one is closed all the same, and then the error is raised.
         """
         with ExitStack() as stack:
+            if self.conversations is not None:
+                stack.callback(self.conversations.pool.close)
             stack.callback(self.grader.close)
             stack.callback(self.sampler.close)
 
@@ -133,7 +138,8 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
     torch.manual_seed(config.seed)
     policy = load_policy(config.model, ranks=ranks, seed=config.seed)
     check_context_length(policy, config)
-    encoder = PromptEncoder(policy.tokenizer, config.model.prompts, config.model.chat_template_kwargs)
+    encoder = PromptEncoder.of_run(policy.tokenizer, config)
+    conversations = build_conversations(config, encoder)
     notes: list[str] = []
     train = drop_long_prompts(encoder, "training", task.train_problems(), config, notes)
     heldout = drop_long_prompts_in_sets(encoder, task.heldout_sets(), config, notes)
@@ -162,6 +168,7 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
             ),
             problems_digest=_problems_digest(train, heldout),
             notes=notes,
+            conversations=conversations,
         )
     except BaseException:
         with warn_on_failure("the sampling engine could not be closed"):

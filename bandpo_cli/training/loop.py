@@ -197,6 +197,7 @@ def _evaluate(config: RunConfig, components: Components, folder: RunFolder, step
         version=components.optimizer.update,
         cancel=components.grader.cancel,
         ranks=components.ranks,
+        conversations=components.conversations,
     )
     rows = [row for batch in batches for row in batch.rows]
     graders, verdicts = [row["grader"] for row in rows], [row["verdict"] for row in rows]

@@ -35,7 +35,7 @@ from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.training.checkpoint_files import SampledGroups
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.update import AppliedUpdates
-from bandpo_cli.types import Grade, Group, Rollout, is_ungraded
+from bandpo_cli.types import Completion, Grade, Group, Rollout, is_ungraded
 
 CLIP_MAP_TOKENS = 20_000
 """Maximum number of tokens stored for a clip map: enough to show the bounds, few enough to plot."""
@@ -94,6 +94,25 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "grade/timeout_fraction": mean(lambda rollout: rollout.grade.verdict == "timeout"),
         "grade/error_fraction": mean(lambda rollout: rollout.grade.verdict == "grader-error"),
         "train/ungraded_fraction": mean(lambda rollout: is_ungraded(rollout.grade)),
+        **conversation_metrics([rollout.completion for rollout in rollouts]),
+    }
+
+
+def conversation_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """Return the means per completion of turns, calls and inserted tokens, and the share of calls that failed.
+
+    Empty for completions of a single turn; without a call there is no share.
+    """
+    turns = [item.conversation for item in completions if item.conversation is not None]
+    if not turns:
+        return {}
+    calls, failed = (sum(getattr(item, name) for item in turns) for name in ("calls", "failed_calls"))
+    inserted = sum(len(part.token_ids) for item in completions for part in item.inserted)
+    return {
+        "conversation/turns": sum(item.turns for item in turns) / len(turns),
+        "conversation/calls": calls / len(turns),
+        "conversation/inserted_tokens": inserted / len(turns),
+        **({"conversation/failed_call_fraction": failed / calls} if calls else {}),
     }
 
 

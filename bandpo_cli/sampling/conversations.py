@@ -1,0 +1,300 @@
+"""Conversations: completions of several turns, with tools or an environment between the turns.
+
+The next turn continues from the tokens so far and the tokens of what is inserted; no text is tokenized a second time.
+With an engine that streams, each conversation is a request of its own, and none waits for another. Otherwise all
+conversations of a request have their turns together, as many as one request of the sampler takes.
+
+The seed of a turn depends on the seed of the problem, the sample and the turn. `sampling.max_tokens` limits all tokens
+after the prompt, those that are inserted included.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import chain, count
+from typing import Any
+
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import first_line
+from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, as_problem, tool_schemas
+from bandpo_cli.grading.workers import default_workers
+from bandpo_cli.rank_process import rank_count
+from bandpo_cli.sampling.rollouts import PromptEncoder, check_version
+from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, Turn
+from bandpo_cli.seeds import derive_seed
+from bandpo_cli.types import (
+    FLOAT_TYPE,
+    TOKEN_TYPE,
+    Completion,
+    Conversation,
+    FinishReason,
+    Insertion,
+    Problem,
+)
+
+POLL_S = 0.1
+"""Longest wait for the workers while nothing is being sampled, in seconds; then they are polled again."""
+
+_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
+"""A call in the Hermes format, that of Qwen and others: a JSON object with `name` and `arguments`."""
+
+
+@dataclass
+class _Open:
+    """A conversation that is being sampled. `context` has all tokens after the prompt."""
+
+    problem: Problem
+    prompt_ids: Sequence[int]
+    seed: int
+    number: int
+    version: int = 0
+    context: array[int] = field(default_factory=lambda: array(TOKEN_TYPE))
+    token_ids: array[int] = field(default_factory=lambda: array(TOKEN_TYPE))
+    logprobs: array[float] = field(default_factory=lambda: array(FLOAT_TYPE))
+    entropies: array[float] = field(default_factory=lambda: array(FLOAT_TYPE))
+    inserted: list[Insertion] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)  # the messages that an environment answers
+    replies: list[Any] = field(default_factory=list)  # one per call of the turn; None until it is there
+    turns: int = 0
+    calls: int = 0
+    failed: int = 0
+    reward: float | str | None = None
+    reason: FinishReason | None = None  # set where no further turn is sampled
+    has_ended: bool = False
+
+    def completion(self) -> Completion:
+        about = Conversation(tuple(self.messages), self.turns, self.calls, self.failed, self.reward)
+        values = self.token_ids, self.logprobs, self.reason or "length", self.version, self.entropies
+        return Completion(*values, tuple(self.inserted), about)
+
+
+class Conversations:
+    """Samples conversations with the tools or the environment of a task.
+
+    Args:
+        encoder: renders and tokenizes what is inserted.
+        pool: the workers.
+        max_turns: `task.max_turns`.
+        max_chars: `task.max_result_chars`.
+
+    Raises:
+        ConfigError: the model's chat template has no place for the messages.
+    """
+
+    def __init__(self, encoder: PromptEncoder, pool: ToolPool, max_turns: int, max_chars: int) -> None:
+        self.encoder, self.pool, self.max_turns, self.max_chars = encoder, pool, max_turns, max_chars
+        self.has_environment = isinstance(pool, EnvironmentPool)
+        self.numbers = count()
+        encoder.turn_ids([{"role": "user" if self.has_environment else "tool", "content": "?"}])
+
+    def stream(
+        self,
+        sampler: Sampler,
+        requests: Iterable[tuple[Sequence[Problem], SampleRequest]],
+        params: SamplingParams,
+        version: int,
+    ) -> Generator[list[list[Completion]], None, None]:
+        """Yield the completions [P][n] of each request, in the order of the requests, which have their problems [P].
+
+        Raises:
+            StaleEngineError: the engine has other weights than those after `version` optimizer updates.
+            RunError: the system refuses to start a worker.
+        """
+        session = _Session(self, params, streams=sampler.streams)
+        with closing(sampler.sample_turns(session.requests(iter(requests)), params)) as stream:
+            for number, groups_P1 in stream:
+                check_version(groups_P1, version)
+                session.add_turns(number, [completion for (completion,) in groups_P1])
+                yield from session.completed()
+        yield from session.completed()  # those that have ended with a reply and not with a turn
+
+
+def build_conversations(config: RunConfig, encoder: PromptEncoder) -> Conversations | None:
+    """Return the conversations of a task with tools or an environment; None for another task. Workers start later."""
+    task, grading = config.task, config.grading
+    size, calls = grading.workers or default_workers(), max(1, grading.concurrency // rank_count())
+    if task.environment is not None:
+        pool: ToolPool = EnvironmentPool(task.environment, grading, size, calls)
+    elif task.tools:
+        pool = ToolPool(task.tools, grading, size, calls)
+    else:
+        return None
+    return Conversations(encoder, pool, task.max_turns, task.max_result_chars)
+
+
+class _Session:
+    """The conversations of one call of `Conversations.stream`."""
+
+    def __init__(self, about: Conversations, params: SamplingParams, streams: bool) -> None:
+        self._about, self._params, self._streams = about, params, streams
+        self._opened: deque[list[list[_Open]]] = deque()  # of each request, [P][n]
+        self._sampled: dict[int, list[_Open]] = {}  # those of each request of the sampler, by its number
+        self._waiting: dict[
+            int, tuple[_Open, int]
+        ] = {}  # conversation and index of a call, by its key in the pool
+        self._ready: deque[_Open] = deque()
+        self._numbers = count()
+
+    def requests(
+        self, more: Iterator[tuple[Sequence[Problem], SampleRequest]]
+    ) -> Iterator[SampleRequest | None]:
+        """Yield the requests of the sampler: of new conversations, and of turns that follow a reply."""
+        while True:
+            if self._streams:
+                idle = not self._sampled and not self._ready
+                self._take_replies(POLL_S if idle else 0.0)
+            while self._waiting and not self._streams:
+                self._take_replies(POLL_S)
+            if self._ready:
+                turns, self._ready = [*self._ready], deque()
+                yield from self._requests_of(turns)
+            elif (request := next(more, None)) is not None:
+                self._opened.append(self._open(*request))
+                yield from self._requests_of([*chain.from_iterable(self._opened[-1])])
+            elif self._sampled:
+                yield None
+            elif not self._waiting:
+                return
+
+    def add_turns(self, number: int, completions: Sequence[Completion]) -> None:
+        """Add a turn to each conversation of a request, and begin the calls that follow from it."""
+        for item, completion in zip(self._sampled.pop(number), completions, strict=True):
+            item.version, item.turns = completion.policy_version, item.turns + 1
+            for name in ("token_ids", "logprobs", "entropies"):
+                getattr(item, name).extend(getattr(completion, name))
+            item.context.extend(completion.token_ids)
+            item.messages.append(message := self._message(item, completion))
+            is_cut, is_last = completion.finish_reason == "length", item.turns == self._about.max_turns
+            calls = [call["function"] for call in message.get("tool_calls", ())]
+            if self._about.has_environment:
+                item.texts += [] if is_cut else [message["content"]]
+                self._submit(item, [self._step_of(item, is_end=is_cut or is_last)])
+            elif calls and not is_cut and not is_last:
+                self._submit(item, [[call["name"], call["arguments"]] for call in calls])
+            else:
+                item.reason, item.has_ended = "length" if is_cut or calls else "stop", True
+
+    def completed(self) -> Iterator[list[list[Completion]]]:
+        """Yield the completions [P][n] of the first requests, as far as all their conversations have ended."""
+        while self._opened and all(item.has_ended for item in chain.from_iterable(self._opened[0])):
+            yield [[item.completion() for item in group] for group in self._opened.popleft()]
+
+    def _open(self, problems_P: Sequence[Problem], request: SampleRequest) -> list[list[_Open]]:
+        def opened(place: int, sample: int) -> _Open:
+            seed = derive_seed(request.seed + place, "sample", sample)
+            return _Open(problems_P[place], request.prompts_P[place], seed, next(self._about.numbers))
+
+        samples = range(self._params.samples)
+        return [[opened(place, sample) for sample in samples] for place in range(len(problems_P))]
+
+    def _requests_of(self, items: Sequence[_Open]) -> Iterator[SampleRequest]:
+        """Yield the requests of the next turns: one for each with an engine that streams, else one for all."""
+        for part in [[item] for item in items] if self._streams else [items]:
+            self._sampled[next(self._numbers)] = [*part]
+            turns = [
+                Turn(derive_seed(item.seed, "turn", item.turns), self._params.max_tokens - len(item.context))
+                for item in part
+            ]
+            yield SampleRequest([[*item.prompt_ids, *item.context] for item in part], 0, turns)
+
+    def _message(self, item: _Open, completion: Completion) -> dict[str, Any]:
+        """Return a turn as a message, with its calls where the task has tools."""
+        tokenizer = self._about.encoder.tokenizer
+        text = str(tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
+        if self._about.has_environment:
+            return {"role": "assistant", "content": text}
+        if getattr(tokenizer, "response_template", None) is None:
+            return parse_calls(text)
+        try:
+            prefix = [*item.prompt_ids, *item.context[: -len(completion.token_ids)]]
+            schemas = tool_schemas(self._about.pool.tools)
+            return dict(tokenizer.parse_response(list(completion.token_ids), prefix=prefix, tools=schemas))
+        except Exception as error:  # noqa: BLE001 - of the parser of the model's author, on any text
+            return {**parse_calls(text), "tool_calls": [_call(None, f"not readable: {first_line(error)}")]}
+
+    def _step_of(self, item: _Open, is_end: bool) -> list[Any]:
+        """Return the arguments of a step of the environment; `is_end` asks for the reward in any case."""
+        return [item.number, as_problem(item.problem), item.texts, is_end]
+
+    def _submit(self, item: _Open, calls: Sequence[Sequence[Any]]) -> None:
+        """Submit the calls of a turn to the workers."""
+        item.calls, item.replies = item.calls + len(calls), [None] * len(calls)
+        batches = [[index] for index in range(len(calls))]
+        keys = self._about.pool.submit(calls, [item.problem.id] * len(calls), batches)
+        self._waiting |= {key: (item, index) for index, key in enumerate(keys)}
+
+    def _take_replies(self, seconds: float) -> None:
+        """Take the replies that are there, after waiting for one at most `seconds`."""
+        for key, reply in self._about.pool.poll(seconds).items() if self._waiting else ():
+            if (place := self._waiting.pop(key, None)) is None:
+                continue  # of a call of `stream` that ended early
+            item, index = place
+            item.replies[index] = reply
+            item.failed += bool(reply["failed"])
+            if None not in item.replies:
+                self._continue(item)
+
+    def _continue(self, item: _Open) -> None:
+        """Insert the replies to a turn, or end the conversation."""
+        if self._about.has_environment:
+            (reply,) = item.replies
+            if reply["messages"] is None:
+                item.reward, item.has_ended = reply["reward"], True
+                item.reason = "stop" if reply["is_over"] else "length"
+                return
+            messages = [*reply["messages"]]
+        else:
+            names = [call["function"]["name"] for call in item.messages[-1]["tool_calls"]]
+            contents = (self._cut(reply["content"]) for reply in item.replies)
+            pairs = zip(names, contents, strict=True)
+            messages = [{"role": "tool", "name": str(name), "content": content} for name, content in pairs]
+        ids = self._about.encoder.turn_ids(messages)
+        if len(item.context) + len(ids) < self._params.max_tokens:
+            item.messages += messages
+            item.inserted.append(Insertion(len(item.token_ids), ids))
+            item.context.extend(ids)
+            self._ready.append(item)
+        elif self._about.has_environment:
+            self._submit(item, [self._step_of(item, is_end=True)])
+        else:
+            item.reason, item.has_ended = "length", True
+
+    def _cut(self, text: str) -> str:
+        """Return the result of a tool without what exceeds `task.max_result_chars`."""
+        most = self._about.max_chars
+        return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most:,} more characters)"
+
+
+def parse_calls(text: str) -> dict[str, Any]:
+    """Return a message of the assistant in the Hermes format, with `tool_calls` if there are any.
+
+    The name of a call that is not readable is None, and its arguments are the error.
+    """
+    calls = [_read_call(match[1]) for match in _CALL.finditer(text)]
+    message: dict[str, Any] = {"role": "assistant", "content": _CALL.sub("", text).strip() if calls else text}
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def _read_call(text: str) -> dict[str, Any]:
+    try:
+        call = json.loads(text)
+        name, arguments = call["name"], call.get("arguments", {})
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+        if not isinstance(name, str) or not isinstance(arguments, Mapping):
+            raise TypeError("name must be a text, and arguments an object")
+    except KeyError as error:
+        return _call(None, f"the call has no {error}")
+    except (ValueError, TypeError, RecursionError) as error:
+        return _call(None, f"the call is not JSON with name and arguments: {first_line(error)}")
+    return _call(name, dict(arguments))
+
+
+def _call(name: str | None, arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}

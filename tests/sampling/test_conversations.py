@@ -1,0 +1,372 @@
+"""Conversations with tools and environments: tokens in and out, limits, errors, seeds, and the order of requests."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, first_messages, tool_schemas
+from bandpo_cli.sampling.conversations import Conversations, parse_calls
+from bandpo_cli.sampling.rollouts import PromptEncoder, decode_completions, with_turns
+from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams
+from bandpo_cli.types import Completion, Message, Problem
+from tests.text_model import END, TEMPLATE, save_text_model
+
+TOOLS_TEMPLATE = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + TEMPLATE
+CODE = '''
+import random, time
+
+def add(a: int, b: int) -> int:
+    """Add two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    print("adding")
+    if a == 13:
+        raise RuntimeError("no 13")
+    if a == 99:
+        time.sleep(60)
+    return "x" * b if a == 0 else a + b
+
+def untyped(a):
+    """Return it.
+
+    Args:
+        a: anything.
+    """
+    return a
+
+class Guess:
+    """Guess a number; the answer is how far away it is."""
+    def reset(self, problem):
+        self.number, self.reward = random.Random(problem["seed"]).randrange(100), 0.0
+        return [f"Guess a number from 0 to 99. {problem['question']}"]
+    def step(self, message):
+        if message["content"] == "crash":
+            raise KeyError("no such word")
+        distance = abs(int(message["content"]) - self.number)
+        self.reward = 1.0 if not distance else 1 / (1 + distance)
+        return None if not distance else [f"{distance} away"]
+
+class Endless:
+    reward = 0.25
+    def reset(self, problem): return "say something"
+    def step(self, message): return "go on"
+
+class NoStep:
+    reward = 1
+    def reset(self, problem): return "?"
+'''
+PARAMS = SamplingParams(samples=2, temperature=1.0, max_tokens=400, stop_ids=())
+
+
+class Script(Sampler):
+    """Samples what `reply` makes of the text of the prompt, and the end token."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, reply: Callable[[str], str], streams: bool = False
+    ) -> None:
+        self.streams, self._tokenizer, self._reply = streams, tokenizer, reply
+        self.requests: list[SampleRequest] = []
+
+    def sample_request(self, request: SampleRequest, params: SamplingParams) -> list[list[Completion]]:
+        self.requests.append(request)
+        assert request.turns_P is not None
+        groups = []
+        for prompt, turn in zip(request.prompts_P, request.turns_P, strict=True):
+            text = self._reply(self._tokenizer.decode(list(prompt))) + END
+            ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            reason = "length" if len(ids) > turn.max_tokens else "stop"
+            ids = ids[: turn.max_tokens]
+            groups.append([Completion(ids, [-0.5] * len(ids), reason, 3, [0.1] * len(ids))])
+        return groups
+
+    def sync(self, model: Any, version: int) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
+    folder = save_text_model(tmp_path_factory.mktemp("text"), [CODE, TOOLS_TEMPLATE], vocabulary=500)
+    loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
+    loaded.chat_template = TOOLS_TEMPLATE
+    return loaded
+
+
+@pytest.fixture(autouse=True)
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("turns_code.py").write_text(CODE)
+
+
+def call(**arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': 'add', 'arguments': arguments})}\n</tool_call>"
+
+
+def problems(count: int = 1) -> list[Problem]:
+    return [
+        Problem(f"p{place}", (Message("user", f"What is {place} + 1?"),), "1", "data", "number")
+        for place in range(count)
+    ]
+
+
+class Talk:
+    """Runs conversations of scripted replies; a context manager."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, environment: str | None = None, **options: Any
+    ) -> None:
+        config = GradingConfig(deadline=options.pop("deadline", 5.0), workers=2)
+        self.pool = (
+            ToolPool(("turns_code:add",), config, 2, 4)
+            if environment is None
+            else EnvironmentPool(f"turns_code:{environment}", config, 2, 4)
+        )
+        self.tokenizer, self.encoder = tokenizer, PromptEncoder(tokenizer)
+        self._options = {"max_turns": 4, "max_chars": 100} | options
+
+    def __enter__(self) -> "Talk":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.close()
+
+    def run(
+        self,
+        reply: Callable[[str], str],
+        batches: Sequence[Sequence[Problem]] = (problems(),),
+        params: SamplingParams = PARAMS,
+        streams: bool = False,
+    ) -> list[list[list[Completion]]]:
+        self.sampler = Script(self.tokenizer, reply, streams)
+
+        def requests() -> Iterator[tuple[Sequence[Problem], SampleRequest]]:
+            start = 0
+            for batch in batches:
+                prompts = [prompt.token_ids for prompt in self.encoder.encode(batch)]
+                yield batch, SampleRequest(prompts, 50 + start)
+                start += len(batch)
+
+        talk = Conversations(self.encoder, self.pool, **self._options)
+        return [*talk.stream(self.sampler, requests(), params, 3)]
+
+    def one(self, reply: Callable[[str], str], **options: Any) -> Completion:
+        (((first, *others),),) = self.run(reply, **options)
+        assert all(other == first for other in others)
+        return first
+
+
+def once(*texts: str) -> Callable[[str], str]:
+    """Return a reply by the number of the assistant's earlier turns."""
+    return lambda prompt: texts[min(prompt.count("<|im_start|>assistant") - 1, len(texts) - 1)]
+
+
+def contents(completion: Completion) -> list[Any]:
+    assert completion.conversation is not None
+    return [message["content"] for message in completion.conversation.messages]
+
+
+def test_the_next_turn_continues_from_the_tokens_and_not_from_the_text(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    with Talk(tokenizer) as talk:
+        completion = talk.one(once(f"I add.{call(a=40, b=2)}", "42"))
+        first, second = talk.sampler.requests
+    assert contents(completion) == ["I add.", "42", "42"]
+    about = completion.conversation
+    assert about is not None
+    assert (about.turns, about.calls, about.failed_calls, about.reward) == (2, 1, 0, None)
+    assert about.messages[0]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 40, "b": 2}}  # type: ignore[index]
+    assert [message["role"] for message in about.messages] == ["assistant", "tool", "assistant"]
+    ((place, inserted),) = completion.inserted
+    assert tokenizer.decode(inserted) == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+    first_turn, second_turn = completion.token_ids[:place], completion.token_ids[place:]
+    assert tokenizer.decode(list(second_turn)) == f"42{END}"
+    assert decode_completions(tokenizer, [[completion]]) == ["42"], "the last turn is graded"
+    assert second.prompts_P[0] == [*first.prompts_P[0], *first_turn, *inserted]
+    assert [*completion.marked_ids] == [*first_turn, *(~token for token in inserted), *second_turn]
+    assert completion.finish_reason == "stop"
+    assert len(completion.logprobs) == len(completion.entropies) == len(completion.token_ids)
+    graded = with_turns(problems()[0], completion)
+    assert graded.extra == {"messages": about.messages}
+
+
+def test_tokens_that_a_tokenizer_would_choose_differently_are_kept(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """A call in single bytes, as a model may sample it: its text tokenized again has fewer tokens."""
+    text = call(a=1, b=1)
+
+    class Bytes(Script):
+        def sample_request(self, request: SampleRequest, params: SamplingParams) -> list[list[Completion]]:
+            self.requests.append(request)
+            ids = [tokenizer(char, add_special_tokens=False)["input_ids"] for char in text]
+            sampled = [token for tokens in ids for token in tokens] + [tokenizer.eos_token_id]
+            if len(self.requests) > 1:
+                sampled = sampled[-1:]
+            return [[Completion(sampled, [0.0] * len(sampled), "stop", 3)] for _ in request.prompts_P]
+
+    with Talk(tokenizer) as talk:
+        sampler = Bytes(tokenizer, str)
+        (prompt,) = talk.encoder.encode(problems())
+        requests = [(problems(), SampleRequest([prompt.token_ids], 0))]
+        (((completion, _),),) = Conversations(talk.encoder, talk.pool, 4, 100).stream(
+            sampler, requests, PARAMS, 3
+        )
+    sampled, whole = completion.token_ids[:-1], tokenizer(text + END, add_special_tokens=False)["input_ids"]
+    assert len(sampled) > len(whole)
+    assert sampler.requests[1].prompts_P[0][len(prompt.token_ids) :][: len(sampled)] == [*sampled]
+
+
+@pytest.mark.parametrize(
+    ("words", "content", "deadline"),
+    [
+        (call(a=13, b=1), "Error: RuntimeError: no 13", 5.0),
+        (call(a=99, b=1), "Error: no result within 0.3 s", 0.3),
+        (call(a=1), "Error: TypeError: add() missing 1 required positional argument: 'b'", 5.0),
+        (call(a=0, b=200), f"{'x' * 100} ... (100 more characters)", 5.0),
+        (call(a=1, b=1).replace("add", "sub"), "Error: no tool 'sub'; there are add", 5.0),
+        ('<tool_call>{"name": "add", ', "Error: the call is not JSON with name and arguments: Expecting prop", 5.0),
+        ('<tool_call>{"arguments": {}}</tool_call>', "Error: the call has no 'name'", 5.0),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "Error: the call is not JSON with", 5.0),
+    ],
+)  # fmt: skip
+def test_what_goes_wrong_in_a_call_is_a_result_that_the_model_reads(
+    tokenizer: PreTrainedTokenizerBase, words: str, content: str, deadline: float
+) -> None:
+    with Talk(tokenizer, deadline=deadline) as talk:
+        completion = talk.one(once(words, "done"))
+    assert completion.conversation is not None
+    assert contents(completion)[1].startswith(content)
+    assert completion.conversation.failed_calls == ("more characters" not in content)
+    assert contents(completion)[-1] == "done"
+
+
+def test_the_calls_of_a_turn_are_answered_in_their_order(tokenizer: PreTrainedTokenizerBase) -> None:
+    with Talk(tokenizer) as talk:
+        completion = talk.one(once(call(a=1, b=1) + call(a=13, b=1) + call(a=2, b=2), "done"))
+    assert contents(completion) == ["", "2", "Error: RuntimeError: no 13", "4", "done"]
+
+
+def test_conversations_end_at_the_limits_of_turns_and_tokens(tokenizer: PreTrainedTokenizerBase) -> None:
+    again = once(call(a=1, b=1))
+    with Talk(tokenizer) as talk:
+        completion = talk.one(again)
+        assert (completion.conversation.turns, completion.conversation.calls) == (4, 3)  # type: ignore[union-attr]
+        assert completion.finish_reason == "length"
+        for max_tokens in range(3, 200, 7):
+            params = SamplingParams(1, 1.0, max_tokens, ())
+            ((group,),) = talk.run(again, params=params)
+            (cut,) = group
+            assert len(cut.marked_ids) <= max_tokens
+            assert cut.marked_ids[-1] >= 0, "the last token is a sampled one"
+            assert cut.finish_reason == "length"
+    assert talk.one(once("no call")).finish_reason == "stop"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_requests_come_back_in_order_and_do_not_depend_on_the_others(
+    tokenizer: PreTrainedTokenizerBase, streams: bool
+) -> None:
+    """Conversations of one and two turns; seeds depend on problem, sample and turn alone."""
+
+    def reply(prompt: str) -> str:
+        return "done" if "tool\n" in prompt or "2 +" in prompt else call(a=1, b=1)
+
+    every = problems(5)
+    with Talk(tokenizer) as talk:
+        together = talk.run(reply, [every], streams=streams)
+        seeds = {turn.seed for request in talk.sampler.requests for turn in request.turns_P or ()}
+        divided = talk.run(reply, [every[:2], every[2:4], every[4:]], streams=streams)
+        assert {turn.seed for request in talk.sampler.requests for turn in request.turns_P or ()} == seeds
+        most = max(len(request.prompts_P) for request in talk.sampler.requests)
+    assert most == (1 if streams else 4)
+    assert len(seeds) == 2 * (5 + 4)
+    assert [len(batch) for batch in divided] == [2, 2, 1]
+    assert [group for batch in divided for group in batch] == together[0]
+    assert [len(group) for group in together[0]] == [2] * 5
+
+
+def test_an_environment_gives_messages_and_the_reward(tokenizer: PreTrainedTokenizerBase) -> None:
+    """The guesses converge by the answers; some of the steps are repeated by another worker."""
+
+    def reply(prompt: str) -> str:
+        turns = prompt.split("<|im_start|>")
+        guess = 0
+        for before, after in pairwise(turns):
+            if before.startswith("assistant") and after.startswith("user"):
+                guess = int(before.split()[1].removesuffix(END)) + int(after.split()[1])
+        return str(guess)
+
+    prompted = first_messages("turns_code:Guess", GradingConfig(), problems(6), "environment")
+    assert prompted[2].prompt == (Message("user", "Guess a number from 0 to 99. What is 2 + 1?"),)
+    assert {problem.grader for problem in prompted} == {"environment"}
+    with Talk(tokenizer, "Guess") as talk:
+        (groups,) = talk.run(reply, [prompted])
+    for group in groups:
+        for completion in group:
+            about = completion.conversation
+            assert about is not None
+            assert (about.turns, about.reward, completion.finish_reason) == (2, 1.0, "stop")
+            assert about.messages[1]["content"] == f"{about.messages[2]['content']} away"
+    assert len({str(contents(group[0])) for group in groups}) > 3
+
+
+def test_an_environment_that_never_ends_or_fails(tokenizer: PreTrainedTokenizerBase) -> None:
+    with Talk(tokenizer, "Endless", max_turns=3) as talk:
+        completion = talk.one(once("well"))
+        assert (completion.conversation.turns, completion.conversation.reward) == (3, 0.25)  # type: ignore[union-attr]
+        assert completion.finish_reason == "length"
+        params = SamplingParams(1, 1.0, 20, ())
+        cut = talk.one(once("well " * 30), params=params)
+        assert (len(cut.token_ids), cut.conversation.reward) == (20, 0.25)  # type: ignore[union-attr]
+        too_long = talk.one(once("well"), params=SamplingParams(1, 1.0, 10, ()))
+        assert (too_long.conversation.turns, too_long.conversation.reward) == (1, 0.25)  # type: ignore[union-attr]
+    with Talk(tokenizer, "Guess") as talk:
+        completion = talk.one(once("crash"))
+    about = completion.conversation
+    assert about is not None
+    assert about.reward == "KeyError: 'no such word' (turns_code.py:33, in step)"
+    assert about.failed_calls == 1
+
+
+def test_tools_and_environments_that_cannot_be_used(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(
+        ConfigError, match=r"task.tools: 'turns_code:untyped' needs type hints and a docstring"
+    ):
+        tool_schemas(("turns_code:untyped",))
+    with pytest.raises(ConfigError, match=r"task.tools: module 'turns_code' has no function 'sub'"):
+        tool_schemas(("turns_code:sub",))
+    with pytest.raises(ConfigError, match=r"task.environment: 'turns_code:NoStep' has no method step"):
+        first_messages("turns_code:NoStep", GradingConfig(), problems(), None)
+    (schema,) = tool_schemas(("turns_code:add",))
+    plain = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+    with pytest.raises(ConfigError, match=r"task.tools: the model's chat template has no place for tools"):
+        PromptEncoder(plain, "auto", {"tools": [schema]}).encode(problems())
+    prompt = PromptEncoder(tokenizer, "auto", {"tools": [schema]}).encode(problems())[0].text
+    assert "Add two numbers." in prompt
+    with Talk(tokenizer) as talk, pytest.raises(ConfigError, match="need a chat template"):
+        Conversations(PromptEncoder(tokenizer, "raw"), talk.pool, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ("plain", "plain", []),
+        ('a <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call> b', "a  b", [("f", {"x": 1})]),
+        ('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', "", [("f", {"x": 1})]),
+        ('<tool_call>{"name": "f"}', "", [("f", {})]),
+    ],
+)
+def test_calls_in_the_format_of_hermes(text: str, content: str, calls: Iterable[Any]) -> None:
+    message = parse_calls(text)
+    functions = [item["function"] for item in message.get("tool_calls", ())]
+    assert message["content"] == content
+    assert [(item["name"], item["arguments"]) for item in functions] == calls
