@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.paths import check_regular_file
 from bandpo_cli.storage.files import step_name, step_of, write_atomically
-from bandpo_cli.types import Group
+from bandpo_cli.types import MESSAGES, Group
 
 TOKEN_COLUMNS = ("old_logprob", "ratio", "lower", "upper", "advantage", "gradient_weight")
 """The columns of `tokens/step-000100.parquet`, one row per token, float32: the data of the clip map. Files of earlier
@@ -164,8 +164,24 @@ def read_graded_completions(path: Path) -> list[GradedCompletion]:
     names = GradedCompletion.__annotations__
     with _reading(path, "completions") as table:
         label = "source" if "source" in table.column_names else "task"
-        rows = ({"reward": None, **row, "label": row[label]} for row in table.to_pylist())
+        rows = ({"reward": None, **row, "label": row[label], **_turns(row)} for row in table.to_pylist())
         return [cast(GradedCompletion, {name: row[name] for name in names}) for row in rows]
+
+
+def _turns(row: Mapping[str, Any]) -> dict[str, str]:
+    """Return as the text of a completion all turns of its conversation; {} for a single turn."""
+    extra = json.loads(row.get("extra") or "{}")
+    messages = extra.get(MESSAGES) if isinstance(extra, dict) else None
+    if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
+        return {}
+    lines = []
+    for message in messages:
+        calls = [
+            json.dumps(item.get("function"), ensure_ascii=False) for item in message.get("tool_calls", ())
+        ]
+        content = "\n".join(filter(None, [message.get("content"), *calls]))
+        lines.append(f"[{message.get('name') or message.get('role')}] {content}")
+    return {"text": "\n".join(lines)}
 
 
 def write_token_table(path: Path, columns: Mapping[str, Any]) -> Path:

@@ -82,6 +82,11 @@ def token_values(
         name: _half(columns.pop(name)) for name in ("entropy", "lower", "upper", "importance")
     }
     texts = token_texts(tokenizer, vocabulary.tolist())
+    for start, completion in zip(np.cumsum(lengths) - lengths, completions, strict=True):
+        for position, token_ids in completion.inserted:  # shown before the token that follows
+            text = f"⟦{tokenizer.decode(list(token_ids))}⟧{texts[text_index[start + position]]}"
+            text_index[start + position] = len(texts)
+            texts.append(text)
     return TokenValues(lengths, advantage, texts, text_index.astype(np.int32), **columns, **halves)
 
 
