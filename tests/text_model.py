@@ -39,6 +39,20 @@ def word_tokenizer(
     return tokenizer
 
 
+def character_tokenizer(
+    template: str, characters: str, special: Iterable[str], end: str
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of single characters and special tokens, which is the same after it was saved."""
+    alphabet = ["<pad>", *special, *(char.replace(" ", "Ġ") for char in characters)]
+    backend = Tokenizer(BPE({token: number for number, token in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = ByteLevel(add_prefix_space=False)
+    backend.decoder = ByteLevelDecoder()
+    backend.add_special_tokens(["<pad>", *special])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, pad_token="<pad>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
 def save_text_model(
     folder: Path,
     corpus: Iterable[str],

@@ -376,7 +376,7 @@ def _open_source(request: EvalRequest, ranks: Ranks, events: _Events, stack: Exi
         policy = load_policy(config.model, for_training=False, ranks=ranks)
         rollouts.check_context_length(policy, config)
         encoder = rollouts.PromptEncoder.of_run(policy.tokenizer, config)
-        conversations = build_conversations(config, encoder)
+        conversations = build_conversations(config, encoder, ranks)
         notes: list[str] = []
         fitting = rollouts.drop_long_prompts_in_sets(encoder, source[1].heldout_sets(), config, notes)
         problems = [problem for problems_P in fitting.values() for problem in problems_P]

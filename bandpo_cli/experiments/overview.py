@@ -285,7 +285,8 @@ def task_settings(task: TaskSettings) -> dict[str, Any]:
     """
     values = task.model_dump(mode="json") | task.model_dump(mode="json", exclude_defaults=True)
     settings = flatten({"task": values}, expand_lists=True).items()
-    return {key: value for key, value in settings if key != "task.name" and value not in (None, [])}
+    left_out = {"task.name"} | (set() if task.has_turns else {"task.max_turns", "task.max_result_chars"})
+    return {key: value for key, value in settings if key not in left_out and value not in (None, [])}
 
 
 def changed_settings(config: RunConfig, on_gpu: bool = False) -> dict[str, tuple[Any, Any]]:

@@ -152,8 +152,12 @@ def prepare_task(config: RunConfig) -> Task:
     """
     if config.task.tools:
         tool_schemas(config.task.tools)
-    task = build_task(config.task)
-    return task if config.task.environment is None else EnvironmentTask(task, config)
+    if config.task.environment is None:
+        return build_task(config.task)
+    settings = config.task
+    if isinstance(settings, DataTask):  # the environment has the question, without an instruction
+        settings = settings.model_copy(update={"template": "plain"})
+    return EnvironmentTask(build_task(settings), config)
 
 
 class EnvironmentTask:

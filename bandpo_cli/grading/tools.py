@@ -96,7 +96,8 @@ def first_messages(
                 f"task.environment = '{environment}': reset returned no messages for problem {problem.id}"
             )
         prompt = tuple(Message(item["role"], item["content"]) for item in reply["messages"])
-        prompted.append(replace(problem, prompt=prompt, grader=grader or problem.grader))
+        name, about = grader or problem.grader, as_problem(problem)
+        prompted.append(replace(problem, prompt=prompt, grader=name, extra=about))
     return prompted
 
 
@@ -211,7 +212,7 @@ def load_environment(paths: Sequence[str]) -> BatchGrader:
 
 
 def as_problem(problem: Problem) -> dict[str, Any]:
-    """Return what `reset` of an environment receives for a problem."""
+    """Return what `reset` of an environment receives for a problem; afterwards this is its `extra`."""
     question = problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1].content
     about = {"question": question, "answer": problem.answer, "seed": derive_seed(0, problem.id)}
     return {**about, **problem.extra}

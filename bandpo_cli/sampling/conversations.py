@@ -1,8 +1,8 @@
 """Conversations: completions of several turns, with tools or an environment between the turns.
 
 The next turn continues from the tokens so far and the tokens of what is inserted; no text is tokenized a second time.
-With an engine that streams, each conversation is a request of its own, and none waits for another. Otherwise all
-conversations of a request have their turns together, as many as one request of the sampler takes.
+With vLLM each conversation is a request of its own, and none waits for another. With transformers, which is fast on
+large batches only, the conversations of a request have their turns together.
 
 The seed of a turn depends on the seed of the problem, the sample and the turn. `sampling.max_tokens` limits all tokens
 after the prompt, those that are inserted included.
@@ -25,6 +25,7 @@ from bandpo_cli.errors import first_line
 from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, as_problem, tool_schemas
 from bandpo_cli.grading.workers import default_workers
 from bandpo_cli.rank_process import rank_count
+from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.rollouts import PromptEncoder, check_version
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, Turn
 from bandpo_cli.seeds import derive_seed
@@ -83,12 +84,16 @@ class Conversations:
         pool: the workers.
         max_turns: `task.max_turns`.
         max_chars: `task.max_result_chars`.
+        ranks: the processes that sample at the same time.
 
     Raises:
         ConfigError: the model's chat template has no place for the messages.
     """
 
-    def __init__(self, encoder: PromptEncoder, pool: ToolPool, max_turns: int, max_chars: int) -> None:
+    def __init__(
+        self, encoder: PromptEncoder, pool: ToolPool, max_turns: int, max_chars: int, ranks: Ranks = SINGLE
+    ) -> None:
+        self.ranks = ranks
         self.encoder, self.pool, self.max_turns, self.max_chars = encoder, pool, max_turns, max_chars
         self.has_environment = isinstance(pool, EnvironmentPool)
         self.numbers = count()
@@ -107,7 +112,7 @@ class Conversations:
             StaleEngineError: the engine has other weights than those after `version` optimizer updates.
             RunError: the system refuses to start a worker.
         """
-        session = _Session(self, params, streams=sampler.streams)
+        session = _Session(self, params, sampler)
         with closing(sampler.sample_turns(session.requests(iter(requests)), params)) as stream:
             for number, groups_P1 in stream:
                 check_version(groups_P1, version)
@@ -116,7 +121,7 @@ class Conversations:
         yield from session.completed()  # those that have ended with a reply and not with a turn
 
 
-def build_conversations(config: RunConfig, encoder: PromptEncoder) -> Conversations | None:
+def build_conversations(config: RunConfig, encoder: PromptEncoder, ranks: Ranks) -> Conversations | None:
     """Return the conversations of a task with tools or an environment; None for another task. Workers start later."""
     task, grading = config.task, config.grading
     size, calls = grading.workers or default_workers(), max(1, grading.concurrency // rank_count())
@@ -126,14 +131,16 @@ def build_conversations(config: RunConfig, encoder: PromptEncoder) -> Conversati
         pool = ToolPool(task.tools, grading, size, calls)
     else:
         return None
-    return Conversations(encoder, pool, task.max_turns, task.max_result_chars)
+    return Conversations(encoder, pool, task.max_turns, task.max_result_chars, ranks)
 
 
 class _Session:
     """The conversations of one call of `Conversations.stream`."""
 
-    def __init__(self, about: Conversations, params: SamplingParams, streams: bool) -> None:
-        self._about, self._params, self._streams = about, params, streams
+    def __init__(self, about: Conversations, params: SamplingParams, sampler: Sampler) -> None:
+        self._about, self._params, self._together = about, params, sampler.batches_turns
+        # A sharded model gathers its weights on all ranks at once, also where a rank has no conversation left.
+        self._ranks = about.ranks if sampler.shares_weights else SINGLE
         self._opened: deque[list[list[_Open]]] = deque()  # of each request, [P][n]
         self._sampled: dict[int, list[_Open]] = {}  # those of each request of the sampler, by its number
         self._waiting: dict[
@@ -147,12 +154,11 @@ class _Session:
     ) -> Iterator[SampleRequest | None]:
         """Yield the requests of the sampler: of new conversations, and of turns that follow a reply."""
         while True:
-            if self._streams:
-                idle = not self._sampled and not self._ready
-                self._take_replies(POLL_S if idle else 0.0)
-            while self._waiting and not self._streams:
+            is_idle = not self._sampled and not self._ready
+            self._take_replies(POLL_S if is_idle else 0.0)
+            while self._waiting and self._together:
                 self._take_replies(POLL_S)
-            if self._ready:
+            if self._ranks.any(bool(self._ready)):
                 turns, self._ready = [*self._ready], deque()
                 yield from self._requests_of(turns)
             elif (request := next(more, None)) is not None:
@@ -195,8 +201,8 @@ class _Session:
         return [[opened(place, sample) for sample in samples] for place in range(len(problems_P))]
 
     def _requests_of(self, items: Sequence[_Open]) -> Iterator[SampleRequest]:
-        """Yield the requests of the next turns: one for each with an engine that streams, else one for all."""
-        for part in [[item] for item in items] if self._streams else [items]:
+        """Yield the requests of the next turns: one for all together, or one for each."""
+        for part in [items] if self._together else [[item] for item in items]:
             self._sampled[next(self._numbers)] = [*part]
             turns = [
                 Turn(derive_seed(item.seed, "turn", item.turns), self._params.max_tokens - len(item.context))

@@ -67,6 +67,7 @@ class EngineProcess(Sampler):
         self._child: EngineChild | None = None
         self._trainer_threads = torch.get_num_threads()
         self._entry = ENGINES[resolve_engine(config.sampling.engine, policy.device.type == "cuda")]
+        self.batches_turns = self._entry.shares_weights
         checked = None if self._entry.shares_weights else policy
         self.check = SyncCheck(checked, config.sampling.max_prompt_tokens + config.sampling.max_tokens)
         try:

@@ -78,10 +78,13 @@ class Sampler(ABC):
     Attributes:
         shares_weights: the engine runs the trainer's own model; see `is_exact` for its log-probs.
         streams: `sample_stream` samples several requests at the same time.
+        batches_turns: the turns of several conversations are sampled best in one request. Otherwise each is a request
+            of its own, and none waits for another.
     """
 
     shares_weights = False
     streams = False
+    batches_turns = True
 
     def sample(
         self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int

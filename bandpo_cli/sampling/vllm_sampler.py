@@ -78,6 +78,7 @@ class VllmSampler(Sampler):
     """
 
     streams = True
+    batches_turns = False
 
     def __init__(self, config: SamplingConfig, policy: Policy | EngineModel) -> None:
         """Start the engine and load the policy's weights into it as version 0; all ranks of the policy do so together.

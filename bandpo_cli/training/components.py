@@ -139,7 +139,7 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
     policy = load_policy(config.model, ranks=ranks, seed=config.seed)
     check_context_length(policy, config)
     encoder = PromptEncoder.of_run(policy.tokenizer, config)
-    conversations = build_conversations(config, encoder)
+    conversations = build_conversations(config, encoder, ranks)
     notes: list[str] = []
     train = drop_long_prompts(encoder, "training", task.train_problems(), config, notes)
     heldout = drop_long_prompts_in_sets(encoder, task.heldout_sets(), config, notes)

@@ -76,7 +76,7 @@ def test_out_of_memory_while_a_run_is_resumed(tmp_path: Path, monkeypatch: pytes
     assert str(raised.value).startswith(ADVICE)
 
 
-@pytest.mark.parametrize("name", ["sample", "__init__"])
+@pytest.mark.parametrize("name", ["sample_request", "__init__"])
 def test_out_of_memory_in_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(TransformersSampler, name, out_of_memory)
     with pytest.raises(RunError, match=r"^out of memory") as raised:

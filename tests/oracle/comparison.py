@@ -166,7 +166,8 @@ class GivenSampler(Sampler):
     ) -> GivenRollout:
         length = ids.index(END) + 1 if END in ids else len(ids)
         inserted = tuple(item for item in inserted if item[0] < length)
-        grade = grade_text(tokenizer().decode(ids[:length], skip_special_tokens=True))
+        last = inserted[-1][0] if inserted else 0  # where the last turn begins, which is graded
+        grade = grade_text(tokenizer().decode(ids[last:length], skip_special_tokens=True))
         columns = (tuple(column[:length]) for column in (ids, *values))
         about = grade.reward, grade.correct, grade.verdict, END not in ids
         return GivenRollout(prompt, *columns, *about, inserted)

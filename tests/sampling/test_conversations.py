@@ -74,7 +74,7 @@ class Script(Sampler):
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, reply: Callable[[str], str], streams: bool = False
     ) -> None:
-        self.streams, self._tokenizer, self._reply = streams, tokenizer, reply
+        self.batches_turns, self._tokenizer, self._reply = not streams, tokenizer, reply
         self.requests: list[SampleRequest] = []
 
     def sample_request(self, request: SampleRequest, params: SamplingParams) -> list[list[Completion]]:

@@ -149,7 +149,11 @@ def test_rewards_have_the_configured_range_and_overlong_penalty() -> None:
 
 
 def test_completion_of_an_old_version_raises_stale_engine_error() -> None:
-    new, old, requests = completion(TWO, version=4), completion(TWO, version=3), [([], SampleRequest([(6,)], 1))]
+    new, old, requests = (
+        completion(TWO, version=4),
+        completion(TWO, version=3),
+        [([], SampleRequest([(6,)], 1))],
+    )
     for groups in ([[new, new], [new, old]], [[new, new], [new, new]]):
         sampler: Any = SimpleNamespace(sample_stream=lambda *_, groups=groups: (item for item in [groups]))
         if groups[1][1] is new:

@@ -1,0 +1,144 @@
+"""Runs with an environment: several ranks, LoRA, resumes and batches sampled ahead change nothing."""
+
+import json
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.experiments import resume, train
+from bandpo_cli.experiments.preflight import prepare_task
+from bandpo_cli.metric_names import without_clock
+from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.training import loop
+from bandpo_cli.training.components import build_components
+from tests.conftest import random_model
+from tests.text_model import character_tokenizer
+from tests.training.several_ranks import run_ranks
+
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CODE = '''
+class Echo:
+    """Answer with some letters of the message; the reward grows with their number and falls with the turns."""
+    def reset(self, problem):
+        self.letters, self.turns = problem["question"], 0
+        return [f"ab {self.letters}"]
+    def step(self, message):
+        self.turns += 1
+        self.letters = "".join(letter for letter in message["content"] if letter in "abcdefgh")[:4]
+        return None if self.letters < "c" else [self.letters]
+    @property
+    def reward(self):
+        return len(self.letters) / (1 + self.turns)
+'''
+VARIANTS: dict[str, dict[str, Any]] = {
+    "all weights": {},
+    "LoRA, several micro-batches": {"model": {"lora": {"rank": 4}}, "optim": {"micro_batch_tokens": 40}},
+    "sampled ahead": {"sampling": {"max_lag": 1}},
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model, data and an environment."""
+    folder = tmp_path_factory.mktemp("conversations")
+    special = ["<|end|>", "<|user|>", "<|assistant|>"]
+    tokenizer = character_tokenizer(TEMPLATE, "abcdefghijklmnopq1 ", special, "<|end|>")
+    model = random_model()
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rows = [{"question": f"{first} {second}", "answer": "a"} for first in "cdefg" for second in "cdefg"]
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "echo_environment.py").write_text(CODE)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def in_place(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+
+
+def config_of(name: str) -> RunConfig:
+    common = {
+        "steps": 4,
+        "model": {"path": "./model"},
+        "task": {
+            "name": "data", "train": "data.jsonl", "environment": "echo_environment:Echo", "max_turns": 3,
+            "heldout_fraction": 0.2,
+        },
+        "sampling": {"prompts": 4, "samples": 4, "max_prompt_tokens": 32, "max_tokens": 60},
+        "optim": {"updates": 2, "lr": 1e-3, "warmup_steps": 0},
+        "evaluation": {"every": 2, "problems": 4, "samples": 2, "k": [2]},
+        "checkpoint": {"every": 2},
+        "tracking": {"mlflow": False, "tokens_every": 2},
+        "grading": {"workers": 1},
+    }  # fmt: skip
+    return resolve([common, VARIANTS[name]])
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [without_clock(line) for line in RunFolder(folder).read_metrics()]
+
+
+def completions_of(folder: Path) -> list[dict[str, Any]]:
+    tables = [pq.read_table(path) for path in sorted((folder / "samples").glob("*.parquet"))]
+    return [row for table in tables for row in table.to_pylist()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_resumed_run_is_the_same(tmp_path: Path, name: str) -> None:
+    whole = train(config_of(name), tmp_path, "whole")
+    lines = lines_of(whole.folder)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    for line in lines[1:]:
+        assert 1 < line["conversation/turns"] < 3
+        assert line["conversation/inserted_tokens"] > 2
+        assert line["conversation/failed_call_fraction"] == 0
+        assert 0 < line["train/truncated_fraction"] < 1
+        assert line["optim/grad_norm"] > 0.01
+    steps = count()
+    stopped = train(config_of(name), tmp_path, "parts", stop_requested=lambda: next(steps) == 3)
+    assert stopped.status == "KILLED"
+    again = resume("parts", runs_dir=tmp_path)
+    assert again.status == "FINISHED"
+    assert lines_of(again.folder) == lines
+    assert completions_of(again.folder) == completions_of(whole.folder)
+
+
+def trained(ranks: Ranks, folder: Path, name: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Train all steps on these ranks; return the lines without times, and the completions."""
+    config, place = config_of(name), folder / f"on-{ranks.size}"
+    run = RunFolder.create(folder, place.name) if ranks.is_main else RunFolder(place)
+    components = build_components(config, prepare_task(config), ranks)
+    try:
+        lines = [without_clock(report.record) for report in loop.train(config, components, run)]
+    finally:
+        components.close()
+    return lines, completions_of(place)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", [*VARIANTS][:2])
+def test_two_ranks_train_as_one(tmp_path: Path, name: str) -> None:
+    others, same_completions = run_ranks(2, tmp_path / "ranks", partial(trained, name=name), tmp_path)[0]
+    lines, completions = trained(SINGLE, tmp_path, name)
+    columns = ("problem_id", "text", "extra", "reward", "length", "finish_reason")
+    assert [[row[key] for key in columns] for row in same_completions] == [
+        [row[key] for key in columns] for row in completions
+    ]
+    for line, expected in zip(others, lines, strict=True):
+        assert line == pytest.approx(expected, abs=1e-5, rel=1e-5, nan_ok=True)
+    assert torch.get_num_threads() == 1
