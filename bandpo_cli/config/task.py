@@ -193,9 +193,9 @@ class TaskSettings(TaggedSection):
         return self
 
     @property
-    def has_turns(self) -> bool:
-        """Whether a completion has several turns."""
-        return bool(self.tools or self.environment)
+    def functions(self) -> tuple[str, ...]:
+        """The tools or the environment; empty for completions of a single turn."""
+        return self.tools or ((self.environment,) if self.environment else ())
 
     @field_validator("rewards")
     @classmethod

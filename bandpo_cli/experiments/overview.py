@@ -285,7 +285,7 @@ def task_settings(task: TaskSettings) -> dict[str, Any]:
     """
     values = task.model_dump(mode="json") | task.model_dump(mode="json", exclude_defaults=True)
     settings = flatten({"task": values}, expand_lists=True).items()
-    left_out = {"task.name"} | (set() if task.has_turns else {"task.max_turns", "task.max_result_chars"})
+    left_out = {"task.name"} | (set() if task.functions else {"task.max_turns", "task.max_result_chars"})
     return {key: value for key, value in settings if key not in left_out and value not in (None, [])}
 
 

@@ -150,8 +150,7 @@ def prepare_task(config: RunConfig) -> Task:
     Raises:
         ConfigError: a tool or the environment cannot be used, or the task has no problems.
     """
-    if config.task.tools:
-        tool_schemas(config.task.tools)
+    tool_schemas(config.task.functions, config.task.environment is not None)
     if config.task.environment is None:
         return build_task(config.task)
     settings = config.task

@@ -407,4 +407,4 @@ IMPORTANCE_DIFFERENCES = {
 def is_runnable(config: RunConfig) -> bool:
     """Return whether verl can run the configuration at all, with whatever differences."""
     is_known = config.bounds.method in LOSSES and config.optim.schedule in LR_SCHEDULES
-    return is_known and not config.task.has_turns
+    return is_known and not config.task.functions

@@ -11,6 +11,8 @@ Messages are texts of the user, or dictionaries with `role` and `content`. A wor
 conversations that it has answered; another worker repeats the steps of a conversation from its start. So a worker
 may end at any time.
 
+An environment that is written for TRL has tools and no `step`; see `TrlEnvironment`.
+
 A result is a dictionary: `content` and `failed` of a tool call; `messages`, `reward` and `failed` of an environment.
 """
 
@@ -63,10 +65,17 @@ class ToolPool(WorkerPool):
 
 
 class EnvironmentPool(ToolPool):
-    """Workers that run environments: the arguments are key, problem, texts of the assistant, and whether to end."""
+    """Workers that run environments: the arguments are key, problem, messages of the assistant, and whether to end."""
 
-    def __init__(self, environment: str, config: GradingConfig, size: int, calls: int) -> None:
-        super().__init__([environment], config, size, calls, "load_environment")
+    def __init__(
+        self,
+        tools: Sequence[str],
+        config: GradingConfig,
+        size: int,
+        calls: int,
+        load: str = "load_environment",
+    ) -> None:
+        super().__init__(tools, config, size, calls, load)
         self._title = "task.environment"
 
     def _failed(self, error: str) -> Any:
@@ -81,7 +90,7 @@ def first_messages(
     Raises:
         ConfigError: the environment cannot be used.
     """
-    with closing(EnvironmentPool(environment, config, default_workers(), 1)) as pool:
+    with closing(EnvironmentPool([environment], config, default_workers(), 1)) as pool:
         requests = [[index, as_problem(problem), [], False] for index, problem in enumerate(problems)]
         keys = pool.submit(
             requests, [problem.id for problem in problems], [[i] for i in range(len(problems))]
@@ -102,113 +111,193 @@ def first_messages(
 
 
 @functools.cache
-def tool_schemas(tools: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return the schemas of tools, which a worker makes. Raise ConfigError if one of them cannot be used."""
+def tool_schemas(tools: tuple[str, ...], of_environment: bool) -> list[dict[str, Any]]:
+    """Return the schemas of tools, or those of an environment, which a worker makes.
+
+    Raises:
+        ConfigError: one of them cannot be used.
+    """
     from bandpo_cli.config.run import GradingConfig
 
-    with closing(ToolPool(tools, GradingConfig(), 1, 1, "load_schemas")) as pool:
+    if not tools:
+        return []
+    kind, load = (
+        (EnvironmentPool, "load_environment_schemas") if of_environment else (ToolPool, "load_schemas")
+    )
+    with closing(kind(tools, GradingConfig(), 1, 1, load)) as pool:
         pool.start()
         return list(pool.about)
 
 
 def load_schemas(paths: Sequence[str]) -> BatchGrader:
-    """Return no function, and the schemas of tools; raise ValueError if transformers cannot make one of them."""
+    """Return a grader with the schemas of tools as `about`; raise ValueError if one of them cannot be used."""
+    return load_tools(paths)._replace(about=_schemas([*_functions(paths).values()]))
+
+
+def load_environment_schemas(paths: Sequence[str]) -> BatchGrader:
+    """Return a grader with the schemas of the tools of an environment as `about`; errors as in `load_environment`."""
+    return load_environment(paths)._replace(about=_schemas([*trl_tools(load_function(paths[0])()).values()]))
+
+
+def _schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
+    """Return the schemas of functions; raise ValueError if transformers cannot make one of them."""
+    if not functions:
+        return []
     from transformers.utils.chat_template_utils import get_json_schema
 
     schemas = []
-    for path in paths:
-        function = load_function(path)
+    for function in functions:
         try:
             schemas.append(get_json_schema(function))
         except Exception as error:  # noqa: BLE001 - of several types
             raise ValueError(
-                f"'{path}' needs type hints and a docstring with its arguments: {first_line(error)}"
+                f"'{function.__name__}' needs type hints and a docstring with its arguments: {first_line(error)}"
                 f"{definition_location(function)}"
             ) from None
-    return load_tools(paths)._replace(about=schemas)
+    return schemas
 
 
 def load_tools(paths: Sequence[str]) -> BatchGrader:
-    """Import tools, without the seconds that the import of transformers takes; errors as in `load_schemas`.
+    """Import tools, without the seconds that the import of transformers takes; raise ValueError where that fails.
 
     Synchronous tools among asynchronous ones run in threads.
     """
-    import asyncio
-
-    functions: dict[str, Callable[..., Any]] = {}
-    for path in paths:
-        function = load_function(path)
-        if functions.setdefault(function.__name__, function) is not function:
-            raise ValueError(f"two tools have the name '{function.__name__}'")
+    functions = _functions(paths)
     asynchronous = any(map(inspect.iscoroutinefunction, functions.values()))
 
-    async def call(name: str | None, arguments: Any) -> dict[str, Any]:
-        if name is None:  # a call that was not readable
-            return {"content": f"Error: {arguments}", "failed": True}
-        if name not in functions:
-            return {"content": f"Error: no tool '{name}'; there are {', '.join(functions)}", "failed": True}
-        function = functions[name]
-        try:
-            if inspect.iscoroutinefunction(function):
-                result = await function(**arguments)
-            elif asynchronous:
-                result = await asyncio.to_thread(function, **arguments)
-            else:
-                result = function(**arguments)
-        except MemoryError:
-            raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - the model reads it
-            return {"content": f"Error: {type(error).__name__}: {first_line(error)}", "failed": True}
-        text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
-        return {"content": text, "failed": False}
-
     async def answer(calls: Sequence[Any]) -> list[Any]:
-        return [await call(*item) for item in calls]
+        return [await call_tool(functions, name, arguments, asynchronous) for name, arguments in calls]
 
     return BatchGrader(answer, asynchronous=asynchronous)
 
 
-def load_environment(paths: Sequence[str]) -> BatchGrader:
-    """Import an environment, of a single path; raise ValueError if it cannot be created or lacks a method."""
-    (path,) = paths
-    create = load_function(path)
+def _functions(paths: Sequence[str]) -> dict[str, Callable[..., Any]]:
+    functions: dict[str, Callable[..., Any]] = {}
+    for path in paths:
+        function = load_function(path)
+        if isinstance(function, type):
+            raise ValueError(
+                f"'{path}' is a class; a tool is a function, and a class goes into task.environment"
+            )
+        if functions.setdefault(function.__name__, function) is not function:
+            raise ValueError(f"two tools have the name '{function.__name__}'")
+    return functions
+
+
+async def call_tool(
+    functions: Mapping[str, Callable[..., Any]], name: str | None, arguments: Any, in_threads: bool = False
+) -> dict[str, Any]:
+    """Return the result of a call: `content` as a text, and whether it `failed`.
+
+    The name of a call that was not readable is None, and its arguments are the error.
+    """
+    if name is None:
+        return {"content": f"Error: {arguments}", "failed": True}
+    if name not in functions:
+        return {"content": f"Error: no tool '{name}'; there are {', '.join(functions)}", "failed": True}
+    function = functions[name]
     try:
-        first = create()
+        if in_threads and not inspect.iscoroutinefunction(function):
+            import asyncio  # not at module level: most workers need none
+
+            result = await asyncio.to_thread(function, **arguments)
+        else:
+            result = function(**arguments)
+            result = await result if inspect.isawaitable(result) else result
+    except MemoryError:
+        raise
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the model reads it
+        return {"content": f"Error: {type(error).__name__}: {first_line(error)}", "failed": True}
+    text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
+    return {"content": text, "failed": False}
+
+
+def trl_tools(environment: Any) -> dict[str, Callable[..., Any]]:
+    """Return the tools of an environment of TRL: its public methods, if it has no `step`."""
+    if hasattr(environment, "step"):
+        return {}
+    names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
+    own = (name for name in names if not name.startswith("_") and name not in ("reset", "get_reward"))
+    return {name: getattr(environment, name) for name in own}
+
+
+class TrlEnvironment:
+    """An environment written for TRL's `environment_factory` (1.16), whose public methods are tools.
+
+    `reset(**columns)` returns None or a text that follows the question; `get_reward()` returns the reward.
+    """
+
+    def __init__(self, environment: Any) -> None:
+        self._environment, self._tools = environment, trl_tools(environment)
+        self.reward = environment.get_reward
+
+    def reset(self, problem: dict[str, Any]) -> list[str]:
+        """Return the question and what the environment adds to it."""
+        return [f"{problem['question']}{self._environment.reset(**problem) or ''}"]
+
+    def step(self, message: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+        """Return the results of the message's calls; None if it has none, which ends the conversation."""
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        return [self._result(call["name"], call["arguments"]) for call in calls] or None
+
+    def _result(self, name: str | None, arguments: Any) -> dict[str, Any]:
+        import asyncio
+
+        result = asyncio.run(call_tool(self._tools, name, arguments))
+        return {"role": "tool", "name": str(name), **result}
+
+
+def _created(path: str, create: Callable[[], Any]) -> Any:
+    """Return an environment; raise ValueError if it cannot be created or lacks a method."""
+    try:
+        environment = create()
     except Exception as error:  # noqa: BLE001 - the user's code
         raise ValueError(
             f"'{path}' cannot be created: {type(error).__name__}: {first_line(error)}{user_code_location(error)}"
         ) from None
-    if missing := [name for name in ("reset", "step") if not callable(getattr(first, name, None))]:
+    needed = ("reset", "get_reward" if trl_tools(environment) else "step")
+    if missing := [name for name in needed if not callable(getattr(environment, name, None))]:
         raise ValueError(f"'{path}' has no method {' and no '.join(missing)}{definition_location(create)}")
+    return TrlEnvironment(environment) if trl_tools(environment) else environment
+
+
+def load_environment(paths: Sequence[str]) -> BatchGrader:
+    """Import an environment, of a single path; raise ValueError if it cannot be used."""
+    (path,) = paths
+    function = load_function(path)
+    create = functools.partial(_created, path, function)
+    create()
     kept: OrderedDict[str, tuple[Any, int]] = OrderedDict()
 
-    def reply(key: str, problem: Mapping[str, Any], texts: Sequence[str], is_end: bool) -> dict[str, Any]:
+    def reply(key: str, problem: Mapping[str, Any], turns: Sequence[Any], is_end: bool) -> dict[str, Any]:
         environment, done = kept.pop(key, (None, 0))
         messages: Any = ()
-        if environment is None or done > len(texts):
+        if environment is None or done > len(turns):
             environment, done = create(), 0
             messages = environment.reset(dict(problem))
             messages = [messages] if isinstance(messages, str) else messages
-        for text in texts[done:]:
+        for turn in turns[done:]:
             if messages is None:
                 raise ValueError(
                     "an environment that is not deterministic: it ended earlier when it was repeated"
                 )
-            messages = environment.step({"role": "assistant", "content": text})
+            messages = environment.step(turn)
             messages = [messages] if isinstance(messages, str) else messages
         if messages is None or is_end:
             reward = environment.reward
             value = reward() if callable(reward) else reward
             return {"messages": None, "reward": float(value), "is_over": messages is None, "failed": False}
-        kept[key] = environment, len(texts)
+        kept[key] = environment, len(turns)
         if len(kept) > KEPT_ENVIRONMENTS:
             kept.popitem(last=False)
-        return {"messages": [*map(as_message, messages)], "reward": None, "failed": False}
+        messages = [*map(as_message, messages)]
+        failed = sum(bool(message.pop("failed", False)) for message in messages)
+        return {"messages": messages, "reward": None, "failed": failed}
 
     async def answer(requests: Sequence[Any]) -> list[Any]:
         return [reply(*request) for request in requests]
 
-    return BatchGrader(answer, location=definition_location(create))
+    return BatchGrader(answer, location=definition_location(function))
 
 
 def as_problem(problem: Problem) -> dict[str, Any]:

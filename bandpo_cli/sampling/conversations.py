@@ -61,7 +61,7 @@ class _Open:
     entropies: array[float] = field(default_factory=lambda: array(FLOAT_TYPE))
     inserted: list[Insertion] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)  # the messages that an environment answers
+    answered: list[dict[str, Any]] = field(default_factory=list)  # the messages that an environment answers
     replies: list[Any] = field(default_factory=list)  # one per call of the turn; None until it is there
     turns: int = 0
     calls: int = 0
@@ -97,7 +97,8 @@ class Conversations:
         self.encoder, self.pool, self.max_turns, self.max_chars = encoder, pool, max_turns, max_chars
         self.has_environment = isinstance(pool, EnvironmentPool)
         self.numbers = count()
-        encoder.turn_ids([{"role": "user" if self.has_environment else "tool", "content": "?"}])
+        self.schemas = tool_schemas(pool.tools, self.has_environment)
+        encoder.turn_ids([{"role": "tool" if self.schemas else "user", "content": "?"}])
 
     def stream(
         self,
@@ -125,12 +126,9 @@ def build_conversations(config: RunConfig, encoder: PromptEncoder, ranks: Ranks)
     """Return the conversations of a task with tools or an environment; None for another task. Workers start later."""
     task, grading = config.task, config.grading
     size, calls = grading.workers or default_workers(), max(1, grading.concurrency // rank_count())
-    if task.environment is not None:
-        pool: ToolPool = EnvironmentPool(task.environment, grading, size, calls)
-    elif task.tools:
-        pool = ToolPool(task.tools, grading, size, calls)
-    else:
+    if not task.functions:
         return None
+    pool = (EnvironmentPool if task.environment else ToolPool)(task.functions, grading, size, calls)
     return Conversations(encoder, pool, task.max_turns, task.max_result_chars, ranks)
 
 
@@ -180,9 +178,11 @@ class _Session:
             is_cut, is_last = completion.finish_reason == "length", item.turns == self._about.max_turns
             calls = [call["function"] for call in message.get("tool_calls", ())]
             if self._about.has_environment:
-                item.texts += [] if is_cut else [message["content"]]
+                item.answered += [] if is_cut else [message]
+                item.calls += len(calls) if self._about.schemas else 1
                 self._submit(item, [self._step_of(item, is_end=is_cut or is_last)])
             elif calls and not is_cut and not is_last:
+                item.calls += len(calls)
                 self._submit(item, [[call["name"], call["arguments"]] for call in calls])
             else:
                 item.reason, item.has_ended = "length" if is_cut or calls else "stop", True
@@ -214,24 +214,24 @@ class _Session:
         """Return a turn as a message, with its calls where the task has tools."""
         tokenizer = self._about.encoder.tokenizer
         text = str(tokenizer.decode(list(completion.token_ids), skip_special_tokens=True))
-        if self._about.has_environment:
+        if not self._about.schemas:
             return {"role": "assistant", "content": text}
         if getattr(tokenizer, "response_template", None) is None:
             return parse_calls(text)
         try:
             prefix = [*item.prompt_ids, *item.context[: -len(completion.token_ids)]]
-            schemas = tool_schemas(self._about.pool.tools)
-            return dict(tokenizer.parse_response(list(completion.token_ids), prefix=prefix, tools=schemas))
+            options = {"prefix": prefix, "tools": self._about.schemas}
+            return dict(tokenizer.parse_response(list(completion.token_ids), **options))
         except Exception as error:  # noqa: BLE001 - of the parser of the model's author, on any text
             return {**parse_calls(text), "tool_calls": [_call(None, f"not readable: {first_line(error)}")]}
 
     def _step_of(self, item: _Open, is_end: bool) -> list[Any]:
         """Return the arguments of a step of the environment; `is_end` asks for the reward in any case."""
-        return [item.number, as_problem(item.problem), item.texts, is_end]
+        return [item.number, as_problem(item.problem), item.answered, is_end]
 
     def _submit(self, item: _Open, calls: Sequence[Sequence[Any]]) -> None:
         """Submit the calls of a turn to the workers."""
-        item.calls, item.replies = item.calls + len(calls), [None] * len(calls)
+        item.replies = [None] * len(calls)
         batches = [[index] for index in range(len(calls))]
         keys = self._about.pool.submit(calls, [item.problem.id] * len(calls), batches)
         self._waiting |= {key: (item, index) for index, key in enumerate(keys)}
@@ -243,7 +243,7 @@ class _Session:
                 continue  # of a call of `stream` that ended early
             item, index = place
             item.replies[index] = reply
-            item.failed += bool(reply["failed"])
+            item.failed += int(reply["failed"])
             if None not in item.replies:
                 self._continue(item)
 
@@ -255,7 +255,9 @@ class _Session:
                 item.reward, item.has_ended = reply["reward"], True
                 item.reason = "stop" if reply["is_over"] else "length"
                 return
-            messages = [*reply["messages"]]
+            messages = [
+                {**message, "content": self._cut(message["content"])} for message in reply["messages"]
+            ]
         else:
             names = [call["function"]["name"] for call in item.messages[-1]["tool_calls"]]
             contents = (self._cut(reply["content"]) for reply in item.replies)

@@ -97,8 +97,8 @@ class PromptEncoder:
             ConfigError: as for the class, or a tool cannot be used.
         """
         arguments: dict[str, Any] = {**(config.model.chat_template_kwargs or {})}
-        if config.task.tools:
-            arguments["tools"] = tool_schemas(config.task.tools)
+        if schemas := tool_schemas(config.task.functions, config.task.environment is not None):
+            arguments["tools"] = schemas
         return cls(tokenizer, config.model.prompts, arguments)
 
     def encode(self, problems_P: Sequence[Problem]) -> list[EncodedPrompt]:

@@ -64,6 +64,27 @@ class Endless:
 class NoStep:
     reward = 1
     def reset(self, problem): return "?"
+
+class Counter:
+    """An environment of TRL: its public methods are tools."""
+    def reset(self, **columns):
+        self.total = 0
+        return f" The sum is {self.total}."
+    def increase(self, by: int) -> str:
+        """Increase the sum.
+
+        Args:
+            by: the difference.
+        """
+        if by > 5:
+            raise ValueError("too much")
+        self.total += by
+        return str(self.total)
+    async def get(self) -> int:
+        """Return the sum."""
+        return self.total
+    def get_reward(self):
+        return self.total / 10
 '''
 PARAMS = SamplingParams(samples=2, temperature=1.0, max_tokens=400, stop_ids=())
 
@@ -127,7 +148,7 @@ class Talk:
         self.pool = (
             ToolPool(("turns_code:add",), config, 2, 4)
             if environment is None
-            else EnvironmentPool(f"turns_code:{environment}", config, 2, 4)
+            else EnvironmentPool([f"turns_code:{environment}"], config, 2, 4)
         )
         self.tokenizer, self.encoder = tokenizer, PromptEncoder(tokenizer)
         self._options = {"max_turns": 4, "max_chars": 100} | options
@@ -337,16 +358,35 @@ def test_an_environment_that_never_ends_or_fails(tokenizer: PreTrainedTokenizerB
     assert about.failed_calls == 1
 
 
+def test_an_environment_of_trl_has_tools(tokenizer: PreTrainedTokenizerBase) -> None:
+    def use(name: str, **arguments: int) -> str:
+        return call(**arguments).replace("add", name)
+
+    prompted = first_messages("turns_code:Counter", GradingConfig(), problems(), "environment")
+    assert prompted[0].prompt == (Message("user", "What is 0 + 1? The sum is 0."),)
+    names = [schema["function"]["name"] for schema in tool_schemas(("turns_code:Counter",), True)]
+    assert names == ["get", "increase"]
+    words = use("increase", by=3) + use("increase", by=9), use("increase", by=4) + use("get"), "done"
+    with Talk(tokenizer, "Counter") as talk:
+        completion = talk.one(once(*words), batches=[prompted])
+    about = completion.conversation
+    assert about is not None
+    assert contents(completion)[1:3] == ["3", "Error: ValueError: too much"]
+    assert contents(completion)[4:] == ["7", "7", "done"]
+    assert (about.turns, about.calls, about.failed_calls, about.reward) == (3, 4, 1, 0.7)
+    assert completion.finish_reason == "stop"
+
+
 def test_tools_and_environments_that_cannot_be_used(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(
-        ConfigError, match=r"task.tools: 'turns_code:untyped' needs type hints and a docstring"
-    ):
-        tool_schemas(("turns_code:untyped",))
+    with pytest.raises(ConfigError, match=r"task.tools: 'untyped' needs type hints and a docstring"):
+        tool_schemas(("turns_code:untyped",), False)
     with pytest.raises(ConfigError, match=r"task.tools: module 'turns_code' has no function 'sub'"):
-        tool_schemas(("turns_code:sub",))
+        tool_schemas(("turns_code:sub",), False)
     with pytest.raises(ConfigError, match=r"task.environment: 'turns_code:NoStep' has no method step"):
         first_messages("turns_code:NoStep", GradingConfig(), problems(), None)
-    (schema,) = tool_schemas(("turns_code:add",))
+    with pytest.raises(ConfigError, match=r"task.tools: 'turns_code:Guess' is a class; a tool is a function"):
+        tool_schemas(("turns_code:Guess",), False)
+    (schema,) = tool_schemas(("turns_code:add",), False)
     plain = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
     with pytest.raises(ConfigError, match=r"task.tools: the model's chat template has no place for tools"):
         PromptEncoder(plain, "auto", {"tools": [schema]}).encode(problems())
