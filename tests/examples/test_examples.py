@@ -15,7 +15,7 @@ from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.files import read_config
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable
-from examples import custom_grader, grpo_loop, python_api, sums
+from examples import custom_grader, grpo_loop, guess_number, python_api, sums
 from tests.cli.eval_command import bandpo, succeed
 from tests.cli.train_runs import SMALL, record
 from tests.commands import Forked
@@ -179,3 +179,18 @@ def test_the_example_for_verl_exports_both_arms(tmp_path: Path) -> None:
         config = resolve(layers)
         assert config.bounds.method == arm.partition("-")[0]
         assert (differences_of(config), is_runnable(config)) == ([], True)
+
+
+def test_the_environment_answers_higher_and_lower() -> None:
+    problem = {"question": "Game 1", "answer": "10", "seed": 3}
+    game = guess_number.GuessNumber()
+    assert game.reset(problem) == ["Guess my number from 1 to 10. Answer with a number only."]
+    number = game.number
+    assert game.step({"content": "I do not know"}) == ["Answer with a number only."]
+    assert game.step({"content": f"{number + 1}"}) == ["lower"]
+    assert game.step({"content": f"{number - 1}."}) == ["higher"]
+    assert game.step({"content": f"It is {number}"}) is None
+    assert game.reward == 1 / 4
+    again = guess_number.GuessNumber()
+    again.reset(problem)
+    assert again.number == number
