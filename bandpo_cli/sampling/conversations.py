@@ -218,12 +218,14 @@ class _Session:
             return {"role": "assistant", "content": text}
         if getattr(tokenizer, "response_template", None) is None:
             return parse_calls(text)
+        prefix = [*item.prompt_ids, *item.context[: -len(completion.token_ids)]]
         try:
-            prefix = [*item.prompt_ids, *item.context[: -len(completion.token_ids)]]
             options = {"prefix": prefix, "tools": self._about.schemas}
-            return dict(tokenizer.parse_response(list(completion.token_ids), **options))
+            message = tokenizer.parse_response(list(completion.token_ids), **options)
         except Exception as error:  # noqa: BLE001 - of the parser of the model's author, on any text
-            return {**parse_calls(text), "tool_calls": [_call(None, f"not readable: {first_line(error)}")]}
+            return _message(text, [_call(None, f"the message is not readable: {first_line(error)}")])
+        calls = [_read_call(call.get("function", call)) for call in message.get("tool_calls") or ()]
+        return _message(str(message.get("content") or ""), calls)
 
     def _step_of(self, item: _Open, is_end: bool) -> list[Any]:
         """Return the arguments of a step of the environment; `is_end` asks for the reward in any case."""
@@ -285,24 +287,32 @@ def parse_calls(text: str) -> dict[str, Any]:
 
     The name of a call that is not readable is None, and its arguments are the error.
     """
-    calls = [_read_call(match[1]) for match in _CALL.finditer(text)]
-    message: dict[str, Any] = {"role": "assistant", "content": _CALL.sub("", text).strip() if calls else text}
-    return message | ({"tool_calls": calls} if calls else {})
+
+    def read(call: str) -> dict[str, Any]:
+        try:
+            return _read_call(json.loads(call))
+        except (ValueError, RecursionError) as error:
+            return _call(None, f"the call is not JSON: {first_line(error)}")
+
+    calls = [read(match[1]) for match in _CALL.finditer(text)]
+    return _message(_CALL.sub("", text).strip() if calls else text, calls)
 
 
-def _read_call(text: str) -> dict[str, Any]:
+def _read_call(call: Any) -> dict[str, Any]:
+    """Return a call in the form of a message; its arguments may be JSON in a text."""
     try:
-        call = json.loads(text)
         name, arguments = call["name"], call.get("arguments", {})
         arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        if not isinstance(name, str) or not isinstance(arguments, Mapping):
-            raise TypeError("name must be a text, and arguments an object")
-    except KeyError as error:
-        return _call(None, f"the call has no {error}")
-    except (ValueError, TypeError, RecursionError) as error:
-        return _call(None, f"the call is not JSON with name and arguments: {first_line(error)}")
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError):
+        name = arguments = None
+    if not isinstance(name, str) or not isinstance(arguments, Mapping):
+        return _call(None, "a call is an object with name, a text, and arguments, an object")
     return _call(name, dict(arguments))
 
 
 def _call(name: str | None, arguments: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def _message(content: str, calls: Sequence[Any]) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **({"tool_calls": [*calls]} if calls else {})}

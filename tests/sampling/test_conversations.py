@@ -86,6 +86,7 @@ class Counter:
     def get_reward(self):
         return self.total / 10
 '''
+MALFORMED = "Error: a call is an object with name, a text, and arguments, an object"
 PARAMS = SamplingParams(samples=2, temperature=1.0, max_tokens=400, stop_ids=())
 
 
@@ -254,9 +255,9 @@ def test_tokens_that_a_tokenizer_would_choose_differently_are_kept(
         (call(a=1), "Error: TypeError: add() missing 1 required positional argument: 'b'", 5.0),
         (call(a=0, b=200), f"{'x' * 100} ... (100 more characters)", 5.0),
         (call(a=1, b=1).replace("add", "sub"), "Error: no tool 'sub'; there are add", 5.0),
-        ('<tool_call>{"name": "add", ', "Error: the call is not JSON with name and arguments: Expecting prop", 5.0),
-        ('<tool_call>{"arguments": {}}</tool_call>', "Error: the call has no 'name'", 5.0),
-        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "Error: the call is not JSON with", 5.0),
+        ('<tool_call>{"name": "add", ', "Error: the call is not JSON: Expecting prop", 5.0),
+        ('<tool_call>{"arguments": {}}</tool_call>', MALFORMED, 5.0),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', MALFORMED, 5.0),
     ],
 )  # fmt: skip
 def test_what_goes_wrong_in_a_call_is_a_result_that_the_model_reads(
@@ -268,6 +269,36 @@ def test_what_goes_wrong_in_a_call_is_a_result_that_the_model_reads(
     assert contents(completion)[1].startswith(content)
     assert completion.conversation.failed_calls == ("more characters" not in content)
     assert contents(completion)[-1] == "done"
+
+
+def test_calls_are_read_as_the_response_template_of_the_tokenizer_says(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls in another form, one of them with arguments that are no object, and a message that it cannot read."""
+    call_field = {
+        "open": "[call]",
+        "close": "[/call]",
+        "content": "json",
+        "repeats": True,
+        "transform": "{content}",
+    }
+    template = {
+        "version": 1,
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {"content": {"close": END}, "tool_calls": call_field},
+    }
+    monkeypatch.setattr(tokenizer, "response_template", template, raising=False)
+    words = (
+        '[call]{"name": "add", "arguments": {"a": 1, "b": 2}}[/call]',
+        '[call]{"name": "add", "arguments": 3}[/call]',
+    )
+    with Talk(tokenizer) as talk:
+        completion = talk.one(once(f"I add.{words[0]}", words[1], "[call]{[/call]", "5"))
+    assert contents(completion)[:2] == ["I add.", "3"]
+    assert contents(completion)[3] == MALFORMED
+    assert contents(completion)[5].startswith("Error: the message is not readable")
+    assert completion.conversation is not None
+    assert (completion.conversation.calls, completion.conversation.failed_calls) == (3, 2)
 
 
 def test_the_calls_of_a_turn_are_answered_in_their_order(tokenizer: PreTrainedTokenizerBase) -> None:
