@@ -5,6 +5,7 @@ A sync after which the engine does not run the new weights raises StaleEngineErr
 The log-probs are compared with a forward pass of transformers, one sequence at a time.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -157,6 +158,39 @@ def test_a_stream_samples_what_separate_calls_sample(running: Running) -> None:
     assert [len(next(iter(stream))) for _ in range(2)] == [0, 1]
     stream.close()  # type: ignore[attr-defined]
     assert not running.sampler._llm.llm_engine.has_unfinished_requests()
+
+
+@only_qwen2
+def test_turns_are_those_of_each_conversation_alone(running: Running) -> None:
+    """Second turns continue from the first ones; between them the engine asks for requests that are not there yet."""
+    single = replace(PARAMS, samples=1)
+    contexts, asked = [list(prompt) for prompt in PROMPTS * 3], dict[int, tuple[int, list[int], Turn]]()
+    waiting = deque(range(len(contexts)))
+    found: dict[int, Completion] = {}
+
+    def requests() -> Iterator[SampleRequest | None]:
+        while len(found) < 2 * len(contexts):
+            if not waiting:
+                yield None
+                continue
+            place, number = waiting.popleft(), len(asked)
+            asked[number] = place, [*contexts[place]], Turn(900 + number, 5 + place % 7)
+            yield SampleRequest([asked[number][1]], 0, [asked[number][2]])
+
+    for number, ((completion,),) in running.sampler.sample_turns(requests(), PARAMS):
+        found[number], place = completion, asked[number][0]
+        if number < len(contexts):
+            contexts[place] += [*completion.token_ids, 5, 6, 7]
+            waiting.append(place)
+    assert found.keys() == asked.keys()
+    assert not running.sampler._llm.llm_engine.has_unfinished_requests()
+    equal = 0
+    for number, (_, prompt, turn) in asked.items():
+        params = replace(single, max_tokens=turn.max_tokens)
+        (alone,) = running.sampler.sample([prompt], params, turn.seed)
+        assert len(found[number].token_ids) <= turn.max_tokens
+        equal += alone[0].token_ids == found[number].token_ids
+    assert equal >= 0.9 * len(asked)
 
 
 RELOAD = "vllm.v1.worker.gpu_model_runner.reload_weights"
