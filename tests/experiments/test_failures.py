@@ -39,7 +39,7 @@ ONE_STEP: list[Any] = [SMALL, {"steps": 1, "evaluation": {"every": 0}}]
 PHASES = [
     ("loading", components, "load_policy", out_of_memory),
     ("optimizer", Optimizer, "__init__", out_of_memory),  # the sampler is closed
-    ("sampling", TransformersSampler, "sample", out_of_memory),
+    ("sampling", TransformersSampler, "sample_request", out_of_memory),
     ("scoring", loop, "prepare_updates", out_of_memory),
     ("update", loop, "update_policy", out_of_memory),
     ("wake-up", TransformersSampler, "sync", out_of_memory),
@@ -112,7 +112,7 @@ def test_a_sampler_that_cannot_be_closed_does_not_hide_the_error(
         assert "RuntimeError: the engine does not answer" in caplog.text
         closed.clear()
         caplog.clear()
-    monkeypatch.setattr(TransformersSampler, "sample", out_of_memory)
+    monkeypatch.setattr(TransformersSampler, "sample_request", out_of_memory)
     with pytest.raises(RunError, match=r"^out of memory"):
         start(runs_dir=tmp_path, name="a")
     assert sorted(closed) == ["grader", "sampler"]
