@@ -21,7 +21,6 @@ import json
 import logging
 import math
 import os
-import resource
 import select
 import signal
 import subprocess
@@ -34,10 +33,10 @@ from io import RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from bandpo_cli.errors import ConfigError, RunError, describe_exit, escape_controls, user_code_location
-from bandpo_cli.grading.signatures import BatchGrader, as_json
+from bandpo_cli.errors import ConfigError, RunError, describe_exit, escape_controls
+from bandpo_cli.grading.worker_process import Loader
 from bandpo_cli.rank_process import local_rank_count
-from bandpo_cli.registries import GRADERS, is_custom_grader, load_attribute, split_signature
+from bandpo_cli.registries import GRADERS, is_custom_grader
 from bandpo_cli.storage.environment import usable_cores
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade
 
@@ -51,9 +50,6 @@ SPAWN_AFTER_S = 1.0
 """Seconds of grading after which a pool spawns its second and further workers. To import a grader takes about as long,
 so that one worker alone ends a shorter batch sooner."""
 
-ALARM_MARGIN_S = 10.0
-"""Seconds that a worker whose parent is gone may work beyond twice the deadline, before an alarm ends it."""
-
 LOOP_MARGIN_S = 5.0
 """Seconds beyond the deadline after which an event loop that sends no reply counts as blocked."""
 
@@ -64,15 +60,13 @@ answers are assigned."""
 MAX_PRINTED_BYTES = 1 << 16
 """What a grader prints beyond this is discarded: prints for every answer of a run would hide all other lines."""
 
-MAX_TRACEBACK_CHARS = 20_000
-
 _JOBS_PER_WORKER = 4
 _CHUNK_BYTES = 1 << 16
 # The worker gets the module search path of this process. It runs neither the __main__ of the user nor files of the
 # current folder.
 _WORKER_SOURCE = (
     "import json, sys; *arguments, sys.path[:] = json.loads(sys.argv[1]); "
-    "from bandpo_cli.grading.workers import serve; serve(*arguments)"
+    "from bandpo_cli.grading.worker_process import serve; serve(*arguments)"
 )
 
 log = logging.getLogger("bandpo_cli")
@@ -82,19 +76,6 @@ GraderArguments = Sequence[Any]
 
 Job = Sequence[int]
 """The answers of one call: indices of a list of answers, or their keys in a pool. Its own key is the first of them."""
-
-
-class Loader(NamedTuple):
-    """How a worker gets its function: `function`, as module:name, takes `argument` and returns a `BatchGrader`."""
-
-    function: str
-    argument: Any
-
-    @property
-    def path(self) -> str:
-        """The custom function, or the function of this package, in messages."""
-        paths = [self.argument] if isinstance(self.argument, str) else self.argument
-        return ", ".join(split_signature(path)[1] for path in paths)
 
 
 class Failure(NamedTuple):
@@ -416,77 +397,3 @@ class _Worker:
             code = self._process.wait()
             output = self.read_output()  # once: a process that has left the group may still be printing
         return describe_exit(code), output
-
-
-def serve(loader: Sequence[Any], deadline: float, memory_gb: float, retries: int) -> None:
-    """Serve requests for a function, in a worker process, until standard input closes.
-
-    Args:
-        loader: The fields of a `Loader`.
-        deadline: Seconds per answer. The parent enforces it; see the comment on the alarm below.
-        memory_gb: Memory limit in GiB, in addition to what the imports use.
-        retries: Further calls of an asynchronous function after an error.
-    """
-    # The protocol leaves descriptors 0 and 1, so that print() and input() in custom code cannot disturb it.
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)
-
-    def reply(**values: Any) -> None:
-        print(json.dumps(values), file=replies, flush=True)
-
-    try:
-        function, argument = Loader(*loader)
-        grader: BatchGrader = load_attribute(function)(argument)
-    except ValueError as error:
-        reply(error=str(error))
-        return
-    _limit_memory(memory_gb)
-    reply(batched=grader.batched, asynchronous=grader.asynchronous, about=grader.about)
-    if grader.asynchronous:
-        import asyncio  # not at module level, since few functions are asynchronous
-
-        from bandpo_cli.grading.event_loop import CallServer
-
-        server = CallServer(grader, reply, describe_error, set_alarm, deadline, retries)
-        asyncio.run(server.serve(requests))
-    for line in requests:
-        key, answers = json.loads(line)
-        set_alarm(deadline * len(answers))
-        try:
-            outcome: dict[str, Any] = {"results": [*map(as_json, grader.grade(answers))]}
-        except BaseException as error:  # noqa: BLE001  (sys.exit in a custom function is an error like any other)
-            outcome = describe_error(error, grader)
-        set_alarm(None)
-        reply(job=key, **outcome)
-
-
-def set_alarm(limit: float | None) -> None:
-    """Let an alarm end this process if the work takes much longer than `limit` seconds; None for no work.
-
-    The parent enforces the deadline. Without it, the alarm does, whatever code runs.
-    """
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, 0 if limit is None else 2 * limit + ALARM_MARGIN_S)
-
-
-def describe_error(error: BaseException, grader: BatchGrader) -> dict[str, Any]:
-    """Return the reply about an error of the function."""
-    message = f"{type(error).__name__}: {error!s:.300}"
-    if isinstance(error, MemoryError):  # a traceback may need more memory than is left
-        return {"error": message, "traceback": "", "out_of_memory": True}
-    import traceback  # not at module level, since few functions fail
-
-    text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARS:]
-    return {"error": message + (user_code_location(error) or grader.location), "traceback": text}
-
-
-def _limit_memory(memory_gb: float) -> None:
-    """Limit the address space to the present size plus `memory_gb` GiB, and disable core files."""
-    pages = Path("/proc/self/statm")
-    used = int(pages.read_text().split()[0]) * resource.getpagesize() if pages.exists() else 0
-    limit, (_, hard) = used + int(memory_gb * 2**30), resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(
-        resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
-    )
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

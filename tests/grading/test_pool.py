@@ -228,7 +228,7 @@ if sys.argv[1] in ("busy", "calling"):
     pool.grade([problem], ["sleep"])
 time.sleep(1000 if sys.argv[1] == "idle" else 0)
 """
-SHORT_ALARM = "import bandpo_cli.grading.workers as workers\nworkers.ALARM_MARGIN_S = -0.5\n"
+SHORT_ALARM = "import bandpo_cli.grading.worker_process as process\nprocess.ALARM_MARGIN_S = -0.5\n"
 """The alarm of a worker comes at 2 · 0.5 − 0.5 s."""
 
 
