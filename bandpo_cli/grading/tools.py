@@ -264,6 +264,8 @@ def _created(path: str, create: Callable[[], Any]) -> Any:
 
 def load_environment(paths: Sequence[str]) -> BatchGrader:
     """Import an environment, of a single path; raise ValueError if it cannot be used."""
+    import asyncio
+
     (path,) = paths
     function = load_function(path)
     create = functools.partial(_created, path, function)
@@ -287,6 +289,7 @@ def load_environment(paths: Sequence[str]) -> BatchGrader:
         if messages is None or is_end:
             reward = environment.reward
             value = reward() if callable(reward) else reward
+            value = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
             return {"messages": None, "reward": float(value), "is_over": messages is None, "failed": False}
         kept[key] = environment, len(turns)
         if len(kept) > KEPT_ENVIRONMENTS:
@@ -299,6 +302,10 @@ def load_environment(paths: Sequence[str]) -> BatchGrader:
         return [reply(*request) for request in requests]
 
     return BatchGrader(answer, location=definition_location(function))
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
 
 
 def as_problem(problem: Problem) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from itertools import chain, count
 from typing import Any
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import first_line
+from bandpo_cli.errors import ConfigError, first_line
 from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, as_problem, tool_schemas
 from bandpo_cli.grading.workers import default_workers
 from bandpo_cli.rank_process import rank_count
@@ -222,10 +222,10 @@ class _Session:
         try:
             options = {"prefix": prefix, "tools": self._about.schemas}
             message = tokenizer.parse_response(list(completion.token_ids), **options)
+            calls = [_read_call(call.get("function", call)) for call in message.get("tool_calls") or ()]
+            return _message(str(message.get("content") or ""), calls)
         except Exception as error:  # noqa: BLE001 - of the parser of the model's author, on any text
             return _message(text, [_call(None, f"the message is not readable: {first_line(error)}")])
-        calls = [_read_call(call.get("function", call)) for call in message.get("tool_calls") or ()]
-        return _message(str(message.get("content") or ""), calls)
 
     def _step_of(self, item: _Open, is_end: bool) -> list[Any]:
         """Return the arguments of a step of the environment; `is_end` asks for the reward in any case."""
@@ -265,7 +265,12 @@ class _Session:
             contents = (self._cut(reply["content"]) for reply in item.replies)
             pairs = zip(names, contents, strict=True)
             messages = [{"role": "tool", "name": str(name), "content": content} for name, content in pairs]
-        ids = self._about.encoder.turn_ids(messages)
+        try:
+            ids = self._about.encoder.turn_ids(messages)
+        except ConfigError as error:  # a role that the template does not know; the batch is not lost for it
+            item.reward, item.failed = str(error), item.failed + 1
+            item.reason, item.has_ended = "length", True
+            return
         if len(item.context) + len(ids) < self._params.max_tokens:
             item.messages += messages
             item.inserted.append(Insertion(len(item.token_ids), ids))
@@ -277,8 +282,8 @@ class _Session:
             item.reason, item.has_ended = "length", True
 
     def _cut(self, text: str) -> str:
-        """Return the result of a tool without what exceeds `task.max_result_chars`."""
-        most = self._about.max_chars
+        """Return the result of a tool without what exceeds `task.max_result_chars`, and without lone surrogates."""
+        text, most = text.encode(errors="replace").decode(), self._about.max_chars
         return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most:,} more characters)"
 
 

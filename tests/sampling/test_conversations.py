@@ -83,8 +83,16 @@ class Counter:
     async def get(self) -> int:
         """Return the sum."""
         return self.total
-    def get_reward(self):
+    async def get_reward(self):
         return self.total / 10
+
+class Odd:
+    """Answers with a character that has no encoding, then with a role that the template refuses."""
+    reward = 1
+    def reset(self, problem): return "?"
+    def step(self, message):
+        self.turns = getattr(self, "turns", 0) + 1
+        return ["\\ud800"] if self.turns == 1 else [{"role": "judge", "content": "no"}]
 '''
 MALFORMED = "Error: a call is an object with name, a text, and arguments, an object"
 PARAMS = SamplingParams(samples=2, temperature=1.0, max_tokens=400, stop_ids=())
@@ -299,6 +307,12 @@ def test_calls_are_read_as_the_response_template_of_the_tokenizer_says(
     assert contents(completion)[5].startswith("Error: the message is not readable")
     assert completion.conversation is not None
     assert (completion.conversation.calls, completion.conversation.failed_calls) == (3, 2)
+    monkeypatch.setitem(call_field, "content", "text")  # calls that are texts
+    with Talk(tokenizer) as talk:
+        completion = talk.one(once(words[0], "5"))
+    assert contents(completion)[1].startswith("Error: the message is not readable")
+    assert completion.conversation is not None
+    assert (completion.conversation.calls, completion.conversation.failed_calls) == (1, 1)
 
 
 def test_the_calls_of_a_turn_are_answered_in_their_order(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -406,6 +420,20 @@ def test_an_environment_of_trl_has_tools(tokenizer: PreTrainedTokenizerBase) -> 
     assert contents(completion)[4:] == ["7", "7", "done"]
     assert (about.turns, about.calls, about.failed_calls, about.reward) == (3, 4, 1, 0.7)
     assert completion.finish_reason == "stop"
+
+
+def test_messages_that_cannot_be_rendered_end_their_conversation_alone(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusing = "{% for m in messages if m['role'] == 'judge' %}{{ raise_exception('no judge') }}{% endfor %}"
+    monkeypatch.setattr(tokenizer, "chat_template", refusing + TOOLS_TEMPLATE)
+    with Talk(tokenizer, "Odd") as talk:
+        about = talk.one(once("well")).conversation
+    assert about is not None
+    assert (about.messages[1]["content"], about.turns, about.failed_calls) == ("?", 2, 1)
+    assert str(about.reward).startswith(
+        "the model's chat template refuses a conversation with messages of judge"
+    )
 
 
 def test_tools_and_environments_that_cannot_be_used(tokenizer: PreTrainedTokenizerBase) -> None:
