@@ -223,7 +223,7 @@ def test_close_ends_a_process_that_samples(monkeypatch: Patch, policy: Policy) -
 def test_close_ends_a_process_with_an_open_stream(monkeypatch: Patch, policy: Policy) -> None:
     """The end of the stream is then no error."""
     engine = started(
-        monkeypatch, policy, "pipe.send(None); pipe.recv_bytes(); pipe.send([]); time.sleep(600)"
+        monkeypatch, policy, "pipe.send(None); pipe.recv_bytes(); pipe.send((0, [])); time.sleep(600)"
     )
     stream = engine.sample_stream(REQUESTS, PARAMS)
     assert next(stream) == []
