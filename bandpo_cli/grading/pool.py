@@ -14,7 +14,7 @@ from pathlib import Path
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError, RunError, one_line, plural
 from bandpo_cli.grading.signatures import Answer, answer_of
-from bandpo_cli.grading.workers import Failure, GraderArguments, WorkerPool, default_workers
+from bandpo_cli.grading.workers import Failure, GraderArguments, GraderWorkers, default_workers
 from bandpo_cli.rank_process import rank_count
 from bandpo_cli.registries import GRADERS, load_attribute
 from bandpo_cli.storage.files import write_text
@@ -54,7 +54,7 @@ class GraderPool(AbstractContextManager["GraderPool"]):
     def __init__(self, config: GradingConfig) -> None:
         """Create the pool without spawning any worker."""
         self._config = config
-        self._worker_pools: dict[str, WorkerPool] = {}
+        self._worker_pools: dict[str, GraderWorkers] = {}
         self._uses: dict[str, GraderUse] = defaultdict(GraderUse)
         self._progress: tuple[int, str, str | None] = (0, "", None)
         """Number of graded answers, name of the grader, and the problem of the answer that has been in work for the
@@ -206,10 +206,10 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         waiting = f"the import of {name}" if problem_id is None else f"{name} on problem {problem_id:.80}"
         return f"grading: {graded:,} of {answers:,} answers are graded, waiting for {waiting}"
 
-    def _worker_pool(self, name: str) -> WorkerPool:
+    def _worker_pool(self, name: str) -> GraderWorkers:
         if name not in self._worker_pools:
             calls = max(1, self._config.concurrency // rank_count())
-            pool = WorkerPool(name, self._config, self._config.workers or default_workers(), calls)
+            pool = GraderWorkers(name, self._config, self._config.workers or default_workers(), calls)
             self._worker_pools[name] = self._closing.enter_context(closing(pool))
         return self._worker_pools[name]
 
@@ -259,7 +259,7 @@ def check_grader(name: str, problems: Sequence[Problem] = (), trial: GradingConf
             )
         return
     config = trial or GradingConfig()
-    pool = WorkerPool(name, config, size=1)
+    pool = GraderWorkers(name, config, size=1)
     with closing(pool):
         with delay_warnings(lambda: f"waiting for the import of grader '{name}'"):
             pool.start()

@@ -17,7 +17,17 @@ from typing import Any, NamedTuple
 from bandpo_cli.custom_code import load_function
 from bandpo_cli.errors import definition_location
 from bandpo_cli.registries import SIGNATURES, load_attribute, split_signature
-from bandpo_cli.types import CORRECT, NOT_APPLICABLE, UNGRADED_VERDICTS, WRONG, Grade, Message, Problem
+from bandpo_cli.types import (
+    CORRECT,
+    ENVIRONMENT_REWARD,
+    MESSAGES,
+    NOT_APPLICABLE,
+    UNGRADED_VERDICTS,
+    WRONG,
+    Grade,
+    Message,
+    Problem,
+)
 
 MAX_VERDICT_CHARS = 40
 """Maximal length of the verdict of a custom grader."""
@@ -27,7 +37,7 @@ _ANY_SCORE = (
 )
 # Arguments of TRL's rewards: those besides the columns, columns with other names, and those that do not exist here.
 _TRL_ARGUMENTS = frozenset({"prompts", "completions", "log_extra", "log_metric"})
-_TRL_PROMPT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
+_TRL_PROMPT_COLUMNS = frozenset({"prompt", "completion", "completion_ids", MESSAGES, ENVIRONMENT_REWARD})
 _NOT_AVAILABLE = frozenset({"completion_ids", "trainer_state", "environments"})
 
 
@@ -226,8 +236,9 @@ def adapt_verl(function: GraderFunction) -> BatchGrader:
 def adapt_trl(function: GraderFunction) -> BatchGrader:
     """Adapt a reward function of TRL's GRPOTrainer, which gets lists and returns one reward, or None, per completion.
 
-    Prompts and completions are lists of messages, as for any conversational data set in TRL; a function whose parameter
-    is annotated as `completions: list[str]` gets texts. The columns of the rows have one value per completion. None
+    Prompts and completions are lists of messages, as for any conversational data set in TRL: with tools or an
+    environment, all messages after the prompt. A function whose parameter is annotated as `completions: list[str]` gets
+    texts, the last message of each conversation. The columns of the rows have one value per completion. None
     and, as in TRL, NaN mean that the function does not apply to the completion. Raise ValueError if the function has no
     parameter `completions`, or needs an argument that only TRL's trainer has.
     """
@@ -253,10 +264,14 @@ def adapt_trl(function: GraderFunction) -> BatchGrader:
         if missing := required - _TRL_ARGUMENTS - set(columns):
             raise ValueError(f"no column {_enumerate(missing)} in the rows, which have {_enumerate(columns)}")
         columns["prompts"] = [answer.prompt for answer in batch]
-        columns["completions"] = [[{"role": "assistant", "content": answer.text}] for answer in batch]
+        columns["completions"] = [
+            answer.text
+            if as_text
+            else answer.extra.get(MESSAGES) or [{"role": "assistant", "content": answer.text}]
+            for answer in batch
+        ]
         if as_text:
-            for name in ("prompts", "completions"):
-                columns[name] = ["\n\n".join(turn["content"] for turn in turns) for turns in columns[name]]
+            columns["prompts"] = ["\n\n".join(turn["content"] for turn in answer.prompt) for answer in batch]
         # TRL's two functions that write to its own tables do nothing here.
         columns |= dict.fromkeys(("log_extra", "log_metric"), lambda *_, **__: None)
         grades = []

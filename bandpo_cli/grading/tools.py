@@ -45,15 +45,14 @@ KEPT_ENVIRONMENTS = 4096
 class ToolPool(WorkerPool):
     """Workers that call tools: the arguments of a call are the name of a tool and its arguments."""
 
-    def __init__(
-        self, tools: Sequence[str], config: GradingConfig, size: int, calls: int, load: str = "load_tools"
-    ) -> None:
-        self.tools, self._load = tuple(tools), load
-        super().__init__("", config, size, calls)
-        self._title = "task.tools"
+    title, load = "task.tools", "load_tools"
 
-    def _find(self, grader: str) -> Loader:
-        return Loader(f"{__name__}:{self._load}", self.tools)
+    def __init__(
+        self, tools: Sequence[str], config: GradingConfig, size: int, calls: int, load: str | None = None
+    ) -> None:
+        self.tools = tuple(tools)
+        loader = Loader(f"{__name__}:{load or self.load}", self.tools)
+        super().__init__(self.title, loader, config, size, calls)
 
     def _result(self, fields: Any) -> Any:
         return fields
@@ -68,16 +67,7 @@ class ToolPool(WorkerPool):
 class EnvironmentPool(ToolPool):
     """Workers that run environments: the arguments are key, problem, messages of the assistant, and whether to end."""
 
-    def __init__(
-        self,
-        tools: Sequence[str],
-        config: GradingConfig,
-        size: int,
-        calls: int,
-        load: str = "load_environment",
-    ) -> None:
-        super().__init__(tools, config, size, calls, load)
-        self._title = "task.environment"
+    title, load = "task.environment", "load_environment"
 
     def _failed(self, error: str) -> Any:
         return {"messages": None, "reward": error, "is_over": False, "failed": True}

@@ -1,4 +1,4 @@
-"""Worker processes for one grader function, and their pool, which assigns answers and enforces deadlines.
+"""Worker processes for one function, a grader or tools, and their pool, which assigns answers and enforces deadlines.
 
 A job is one call of the function, on one answer or, if the function takes batches, on several. Each worker holds a few
 jobs: it works on the first, and the others wait in its pipe so that it never idles. The deadline runs only for the
@@ -11,7 +11,7 @@ An asynchronous function has one worker, whose event loop works on all jobs that
 Messages are lines of JSON, never pickles. A request is the key of a job and the list of its answers, each a list of
 arguments. The first reply, after the import of the function, is `{"batched": ..., "asynchronous": ..., "about": ...}`.
 A later one is `{"job": key}` with `"results": [[reward, correct, verdict, has_reward], ...]`, `"timeout": true`, or
-`"error": ..., "traceback": ..., "out_of_memory": ...`. The workers of a subclass of the pool have other results.
+`"error": ..., "traceback": ..., "out_of_memory": ...`. Those of tools have results of another form.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -96,20 +97,22 @@ def default_workers() -> int:
     return min(max(1, usable_cores() // local_rank_count()), 8)
 
 
-class WorkerPool:
-    """A pool of processes that call the function of one grader and live until `close`.
+class WorkerPool(ABC):
+    """A pool of processes that call one function and live until `close`.
 
     A single thread may use it, but another thread may call `submit`.
     """
 
-    def __init__(self, grader: str, config: GradingConfig, size: int, calls: int = 1) -> None:
+    def __init__(self, title: str, loader: Loader, config: GradingConfig, size: int, calls: int = 1) -> None:
         """Create an empty pool; `wait`, `start` and `spawn` spawn at most `size` workers.
 
         An asynchronous function has one worker, and at most `calls` calls in flight.
 
-        Raise ConfigError unless `grader` is a custom grader or one of `GRADERS` with a function for workers.
+        Args:
+            title: the function in messages.
+            loader: how a worker loads the function.
         """
-        self._title, self._loader = f"grader '{grader}'", self._find(grader)
+        self._title, self._loader = title, loader
         self.about: Any = None  # what a worker has sent after its import
         self.failure: Failure | None = None
         self.asynchronous = False  # as a worker reports that has imported the function
@@ -124,25 +127,17 @@ class WorkerPool:
         self._on_wait: Callable[[str | None], None] = lambda label: None
         self._output_left = MAX_PRINTED_BYTES
 
-    def _find(self, grader: str) -> Loader:
-        """Return how a worker loads the function."""
-        if grader in GRADERS and (function := GRADERS[grader].worker) is not None:
-            return Loader("bandpo_cli.grading.signatures:load_worker", function)
-        if is_custom_grader(grader):
-            return Loader("bandpo_cli.grading.signatures:load_grader", grader)
-        raise ConfigError(f"grader '{grader}': none of that name{GRADERS.suggestion(grader)}")
-
+    @abstractmethod
     def _result(self, fields: Any) -> Any:
         """Return the result of one answer from what a worker has sent."""
-        return Grade(*fields)
 
+    @abstractmethod
     def _failed(self, error: str) -> Any:
         """Return the result of an answer whose call has failed."""
-        return GRADER_ERROR
 
+    @abstractmethod
     def _late(self) -> Any:
         """Return the result of an answer that took longer than `grading.deadline`."""
-        return replace(TIMEOUT, has_reward=self._config.timeout_reward == "wrong")
 
     def submit(
         self, arguments: Sequence[GraderArguments], labels: Sequence[str], batches: Sequence[Job]
@@ -312,6 +307,32 @@ class WorkerPool:
             kib = MAX_PRINTED_BYTES >> 10
             log.warning("%s has printed more than %d KiB; the rest is not shown", self._title, kib)
         self._output_left -= len(output)
+
+
+class GraderWorkers(WorkerPool):
+    """The workers of a grader; the results are grades."""
+
+    def __init__(self, grader: str, config: GradingConfig, size: int, calls: int = 1) -> None:
+        """Create an empty pool; see `WorkerPool`.
+
+        Raise ConfigError unless `grader` is a custom grader or one of `GRADERS` with a function for workers.
+        """
+        if grader in GRADERS and (function := GRADERS[grader].worker) is not None:
+            loader = Loader("bandpo_cli.grading.signatures:load_worker", function)
+        elif is_custom_grader(grader):
+            loader = Loader("bandpo_cli.grading.signatures:load_grader", grader)
+        else:
+            raise ConfigError(f"grader '{grader}': none of that name{GRADERS.suggestion(grader)}")
+        super().__init__(f"grader '{grader}'", loader, config, size, calls)
+
+    def _result(self, fields: Any) -> Grade:
+        return Grade(*fields)
+
+    def _failed(self, error: str) -> Grade:
+        return GRADER_ERROR
+
+    def _late(self) -> Grade:
+        return replace(TIMEOUT, has_reward=self._config.timeout_reward == "wrong")
 
 
 class _Worker:

@@ -280,13 +280,13 @@ def test_unusable_grader_is_reported_in_one_line(pool: GraderPool) -> None:
 def test_hostile_answers_are_never_correct_and_do_not_break_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each hostile answer is followed by an ordinary answer, which the worker grades once."""
     calls: list[int] = []
-    submit = pool_module.WorkerPool.submit
+    submit = pool_module.GraderWorkers.submit
 
-    def counting(worker_pool: pool_module.WorkerPool, arguments: Any, *rest: Any) -> range:
+    def counting(worker_pool: pool_module.GraderWorkers, arguments: Any, *rest: Any) -> range:
         calls.append(len(arguments))
         return submit(worker_pool, arguments, *rest)
 
-    monkeypatch.setattr(pool_module.WorkerPool, "submit", counting)
+    monkeypatch.setattr(pool_module.GraderWorkers, "submit", counting)
     five = Problem("five", "", "5", "test", "math")
     # One of the endless answers: a worker that is killed at its deadline takes seconds to replace.
     hostile_texts = [ENDLESS[0], *QUICK[::3]]

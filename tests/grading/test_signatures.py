@@ -150,6 +150,20 @@ def test_trl_gets_messages_and_every_column_once_per_completion() -> None:
     assert calls() == [[[prompt, prompt], completions, [3, 4], ["2", "2"], further]]
 
 
+def test_trl_gets_all_messages_of_a_conversation_and_a_function_of_texts_the_last_one() -> None:
+    turns = [
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]},
+        {"role": "tool", "name": "add", "content": "2"},
+        {"role": "assistant", "content": "It is 2"},
+    ]
+    asked = problem(level=3, messages=turns, environment_reward=0.5)
+    load("reward").grade([answer_of(asked, "It is 2")])
+    load("on_texts").grade([answer_of(asked, "It is 2")])
+    messages, texts = calls()
+    assert messages[1:] == [[turns], [3], ["2"], ["log_extra", "log_metric"]]
+    assert texts == [["be brief\n\n1 + 1?"], ["It is 2"]]
+
+
 def test_the_column_answer_of_the_row_comes_before_the_reference_and_annotated_functions_get_texts() -> None:
     load("reward").grade([answer_of(problem(level=3, answer="so it is #### 2"), "2")])
     load("on_texts").grade([answer_of(problem(), "two")])
