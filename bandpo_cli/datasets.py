@@ -85,7 +85,8 @@ class TaskEntry(Entry):
         build: a function from these settings to a `tasks.base.Task`.
         defaults: a mapping of settings by section that replace the general defaults for this task, where the user sets
             nothing; None for the general ones.
-        for_bundled_model: whether the bundled model was made for this task; it then has the general defaults.
+        bundled_model: the model of the package that was made for this task, the default for it; None for none.
+        bundled_defaults: `defaults` for the bundled model; None for the general ones.
         members: a function that returns a description of each member of the task, by name. `--task TASK:MEMBER` selects
             members, the setting `names`; None for a task that is one set of problems.
         package, install: the optional package that the task needs, and how to install it; None for none.
@@ -94,7 +95,8 @@ class TaskEntry(Entry):
     settings: str
     build: str
     defaults: str | None = None
-    for_bundled_model: bool = False
+    bundled_model: str | None = None
+    bundled_defaults: str | None = None
     members: str | None = None
     package: str | None = None
     install: str = ""
@@ -106,7 +108,10 @@ _CONFIG = "bandpo_cli.config.task"
 
 TASKS = Registry("task", [
     TaskEntry("countdown", "reach a target with +, − and * from given numbers", f"{_CONFIG}:CountdownTask",
-              "bandpo_cli.tasks.countdown:Countdown", f"{_CONFIG}:COUNTDOWN_DEFAULTS", for_bundled_model=True),
+              "bandpo_cli.tasks.countdown:Countdown", f"{_CONFIG}:COUNTDOWN_DEFAULTS", bundled_model="embedded"),
+    TaskEntry("calculator", "a product and a sum, with a calculator as a tool", f"{_CONFIG}:CalculatorTask",
+              "bandpo_cli.tasks.calculator:Calculator", f"{_CONFIG}:LANGUAGE_MODEL_DEFAULTS",
+              bundled_model="embedded-calculator", bundled_defaults=f"{_CONFIG}:CALCULATOR_DEFAULTS"),
     TaskEntry(DATA_TASK, "questions with reference answers from data sets and files", f"{_CONFIG}:DataTask",
               "bandpo_cli.tasks.question_answers:QuestionAnswerTask", f"{_CONFIG}:LANGUAGE_MODEL_DEFAULTS"),
     TaskEntry("reasoning-gym", "problems from the generators of the library reasoning-gym, scored by the library",
@@ -114,6 +119,9 @@ TASKS = Registry("task", [
               f"{_CONFIG}:LANGUAGE_MODEL_DEFAULTS", members="bandpo_cli.tasks.reasoning_gym:describe_generators",
               package="reasoning_gym", install='pip install "bandpo[gym]"'),
 ])
+
+BUNDLED_MODELS = {entry.bundled_model: entry.name for entry in TASKS.values() if entry.bundled_model}
+"""The models that the package ships, each with the task that it was made for."""
 
 def task_kind(name: str) -> str:
     """Return the name of the entry of `TASKS` for a task's name: `data` for the name of a data set."""

@@ -12,7 +12,8 @@ from rich.text import Text
 from bandpo_cli.cli.console import make_table, print_line
 from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.layers import to_yaml
-from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.experiments.memory import GIB, describe_memory, memory_of_task, memory_report, saving_advice
 from bandpo_cli.tasks.task import Task
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 def describe_model(config: RunConfig) -> str:
     """Return the model, its dtype and its adapters."""
     model = config.model
-    name = "the bundled model (ships with the package)" if model.path == EMBEDDED_MODEL else model.path
+    name = "the bundled model (ships with the package)" if model.path in BUNDLED_MODELS else model.path
     if model.device == "auto" and model.dtype == "auto":  # torch is not imported yet to look for a GPU
         dtype = f"{dtype_on('auto', on_gpu=True)} on a GPU, else {dtype_on('auto', on_gpu=False)}"
     else:

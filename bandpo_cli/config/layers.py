@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from bandpo_cli.config.files import FileLayer, parse_yaml, read_mapping
 from bandpo_cli.config.methods import MethodSettings
-from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.section import TaggedSection, setting_for
 from bandpo_cli.config.task import TaskSettings, default_layer
 from bandpo_cli.errors import ConfigError, has_secret, redact_credentials, unknown_choice
@@ -43,8 +43,7 @@ def resolve(layers: Iterable[Layer]) -> RunConfig:
     for layer in layers:
         merged = merge(merged, layer)
     model = merged.get("model")
-    is_bundled = not isinstance(model, dict) or model.get("path", EMBEDDED_MODEL) == EMBEDDED_MODEL
-    defaults = default_layer(merged.get("task"), is_bundled)
+    defaults = default_layer(merged.get("task"), model.get("path") if isinstance(model, dict) else None)
     try:
         return RunConfig.model_validate(_merge_mappings(defaults, merged))
     except ValidationError as error:

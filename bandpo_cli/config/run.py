@@ -105,7 +105,8 @@ class ModelConfig(Section):
     """The policy that is trained."""
 
     path: str = EMBEDDED_MODEL
-    """A Hugging Face folder or hub id; `embedded` is the small model that ships with the package."""
+    """A Hugging Face folder or hub id; `embedded` is the small model that ships with the package, and
+    `embedded-calculator`, the default of the task `calculator`, the one that calls a tool."""
     revision: NotEmpty | None = None
     """The revision (branch, tag or commit) of a model on the hub; null for the latest."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

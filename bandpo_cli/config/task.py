@@ -26,6 +26,7 @@ from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.config.section import NotEmpty, Section, TaggedSection, require
 from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.datasets import (
+    BUNDLED_MODELS,
     DATA_TASK,
     DATASETS,
     TASKS,
@@ -243,6 +244,13 @@ class CountdownTask(TaskSettings):
     other nine tenths."""
 
 
+class CalculatorTask(TaskSettings):
+    """Products of two numbers of two digits with a third number, with a calculator as the model's tool."""
+
+    name: Literal["calculator"] = "calculator"
+    tools: Annotated[tuple[FunctionPath, ...], AsList] = ("bandpo_cli.grading.countdown:calculate",)
+
+
 def _with_graders(sources: tuple[Source, ...]) -> tuple[Source, ...]:
     return tuple(source.model_copy(update={"grader": source.answer_grader}) for source in sources)
 
@@ -372,6 +380,12 @@ COUNTDOWN_DEFAULTS = LANGUAGE_MODEL_DEFAULTS | {
 }
 """Defaults for countdown with another model than the bundled one."""
 
+CALCULATOR_DEFAULTS: dict[str, Any] = {
+    "sampling": {"prompts": 32, "max_tokens": 48},
+    "optim": {"lr": 1e-4},
+}
+"""Defaults for the calculator with its bundled model, whose completions have 25 tokens with a call."""
+
 
 def task_from_arguments(texts: Sequence[str]) -> dict[str, Any]:
     """Return the values of `--task` as a layer of the `task` section.
@@ -401,14 +415,25 @@ def task_from_arguments(texts: Sequence[str]) -> dict[str, Any]:
     return {"name": text}
 
 
-def default_layer(task: Any, is_bundled: bool) -> dict[str, Any]:
-    """Return the defaults for the `task` section as the user wrote it, whatever it is, and for the kind of model."""
-    name = TaskSettings.kind_of(task if isinstance(task, dict) else {})
+def default_layer(task: Any, model: Any) -> dict[str, Any]:
+    """Return the defaults for the `task` section and the path of the model as the user wrote them, whatever they are.
+
+    Without a path (None), the model is the one that was made for the task, if there is one; without a name, the task is
+    the one that a bundled model was made for.
+    """
+    task = task if isinstance(task, dict) else {}
+    if TaskSettings.tag not in task and isinstance(model, str) and model in BUNDLED_MODELS:
+        task = {TaskSettings.tag: BUNDLED_MODELS[model]}
+    name = TaskSettings.kind_of(task)
     entry = TASKS.get(task_kind(name)) if isinstance(name, str) else None
-    if entry is None or entry.defaults is None or (is_bundled and entry.for_bundled_model):
+    if entry is None:
         return {}
-    defaults: dict[str, Any] = load_attribute(entry.defaults)
-    return defaults
+    is_bundled = entry.bundled_model is not None and model in (None, entry.bundled_model)
+    name = entry.bundled_defaults if is_bundled else entry.defaults
+    defaults: dict[str, Any] = {} if name is None else load_attribute(name)
+    return defaults | (
+        {"model": {"path": entry.bundled_model}, "task": {"name": entry.name}} if is_bundled else {}
+    )
 
 
 def check_package(name: str) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from bandpo_cli.config.layers import Layer, nest, read_layer, resolve, with_values, without_secret
-from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig, default_k
+from bandpo_cli.config.run import RunConfig, default_k
 from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, task_from_arguments
 from bandpo_cli.custom_code import add_code_folder
-from bandpo_cli.datasets import DATASETS, generated_tasks, split_member
+from bandpo_cli.datasets import BUNDLED_MODELS, DATASETS, generated_tasks, split_member
 from bandpo_cli.errors import ConfigError, UserError, nearest, plural
 from bandpo_cli.experiments.preflight import (
     ModelRef,
@@ -108,7 +108,7 @@ class EvalRequest:
 
 def _absolute_path(path: str | None) -> str | None:
     """Return the absolute path of a local file or folder; other texts unchanged."""
-    if not path or path == EMBEDDED_MODEL or not path_exists(user_path(path)):
+    if not path or path in BUNDLED_MODELS or not path_exists(user_path(path)):
         return path
     return str(user_path(path).absolute())
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.layers import read_layer, resolve, to_yaml
-from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import ConfigError, RunError, UserError, redact_credentials
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.overview import RunOverview, describe_line
@@ -141,8 +142,8 @@ def export_verl(
         for name, text in files.items():
             write_text(folder / name, text)
         (folder / "run.sh").chmod(0o755)
-        if config.model.path == EMBEDDED_MODEL:
-            verl_files.copy_embedded_model(folder / "model")
+        if config.model.path in BUNDLED_MODELS:
+            verl_files.copy_bundled_model(config.model.path, folder / "model")
     counts = len(training), sum(map(len, heldout.values()))
     return VerlExport(overrides, differences, arithmetic, task.notes(), *counts)
 

@@ -17,9 +17,9 @@ from bandpo_cli.config.layers import Layer, read_layer, resolve
 from bandpo_cli.config.methods import CustomSettings
 from bandpo_cli.config.run import EMBEDDED_MODEL, GradingConfig, RunConfig
 from bandpo_cli.config.sampling import check_engine
-from bandpo_cli.config.task import CountdownTask, DataTask, RewardComponent
+from bandpo_cli.config.task import DataTask, RewardComponent
 from bandpo_cli.custom_code import add_code_folder, load_setting
-from bandpo_cli.datasets import DATASETS, generated_tasks
+from bandpo_cli.datasets import BUNDLED_MODELS, DATASETS, generated_tasks
 from bandpo_cli.errors import ConfigError, UserError, definition_location, nearest, plural
 from bandpo_cli.grading.pool import check_grader
 from bandpo_cli.grading.tools import first_messages, tool_schemas
@@ -113,7 +113,7 @@ def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
     for name in config.tracking.other_trackers:
         tracker_class(name)
     path, revision = config.model.path, config.model.revision
-    if revision is not None and (path == EMBEDDED_MODEL or path_exists(user_path(path))):
+    if revision is not None and (path in BUNDLED_MODELS or path_exists(user_path(path))):
         raise ConfigError(f"model.revision = {revision!r}: model.path = {path!r} is a folder; leave it out")
     check_engine(config.sampling.engine, config.model.device, config.sampling.max_lag)
     return config, load_task(config)
@@ -136,7 +136,7 @@ def load_task(config: RunConfig, trial: bool = True) -> Task:
     """
     path = config.model.path
     check_model_path(path)
-    if path != EMBEDDED_MODEL and is_adapter_folder(user_path(path)):
+    if path not in BUNDLED_MODELS and is_adapter_folder(user_path(path)):
         raise ConfigError(f"model.path = {path!r}: an adapter; first: bandpo export merged {path} --out DIR")
     check_model_and_task(config, f"task.name = {config.task.name!r}")
     task = prepare_task(config)
@@ -189,14 +189,17 @@ class EnvironmentTask:
 
 
 def check_model_and_task(config: RunConfig, setting: str) -> None:
-    """Raise ConfigError for the bundled model on another task, and for another model without a task.
+    """Raise ConfigError for a bundled model on another task, and for another model without a task.
 
     `setting` is the task as the user named it.
     """
     path = config.model.path
-    if path == EMBEDDED_MODEL and not isinstance(config.task, CountdownTask):
-        raise ConfigError(f"{setting}: the bundled model was trained on countdown only; give a --model")
-    if path != EMBEDDED_MODEL and "task" not in config.model_fields_set:
+    task = BUNDLED_MODELS.get(path, config.task.name)
+    if task != config.task.name:
+        raise ConfigError(
+            f"{setting}: the bundled model was trained on {task} only; give another --model or --task {task}"
+        )
+    if path not in BUNDLED_MODELS and "task" not in config.model_fields_set:
         raise ConfigError(
             f"model.path = {path!r}: a task is missing, because countdown is the default of the bundled model only; "
             f"add --task FILE.jsonl, or --task NAME with one of {', '.join((*generated_tasks(), *DATASETS))}"
@@ -280,7 +283,7 @@ def check_model_path(path: str) -> None:
 
     Raises ConfigError if the folder does not exist or has no config.json, or the id is malformed.
     """
-    if path == EMBEDDED_MODEL:
+    if path in BUNDLED_MODELS:
         return
     folder = user_path(path)
     if path_exists(folder):
@@ -288,7 +291,7 @@ def check_model_path(path: str) -> None:
             advice = GGUF_ADVICE if gguf_file(folder) else "name the folder that save_pretrained wrote"
             raise ConfigError(f"model.path = {path!r}: no config.json there; {advice}")
     elif path.startswith((".", "~")) or not _HUB_ID.fullmatch(path):
-        near = nearest(path, [EMBEDDED_MODEL])
+        near = nearest(path, BUNDLED_MODELS)
         raise ConfigError(f"model.path = {path!r}: no such folder{near}; give {_MODELS}")
 
 
@@ -309,7 +312,7 @@ class ModelRef:
 
 
 def resolve_model(text: str, runs_dir: Path, option: str = "--model") -> ModelRef:
-    """Return what `text` means: `embedded`, RUN, RUN@STEP, a folder, or else a hub id.
+    """Return what `text` means: a bundled model, RUN, RUN@STEP, a folder, or else a hub id.
 
     RUN is a name in `runs_dir` or the path of a run folder, and means its latest checkpoint.
 
@@ -317,7 +320,7 @@ def resolve_model(text: str, runs_dir: Path, option: str = "--model") -> ModelRe
 
     Raises UserError if there is no such checkpoint, or nothing of that name.
     """
-    if text == EMBEDDED_MODEL:
+    if text in BUNDLED_MODELS:
         return ModelRef(text)
     folder = user_path(text).absolute()
     match = find_run(text, runs_dir)
@@ -340,7 +343,7 @@ def resolve_model(text: str, runs_dir: Path, option: str = "--model") -> ModelRe
         if other := other_folder(text, runs_dir):
             raise other
         names = folders_containing(runs_dir, "config.yaml")
-        hint = nearest(text.removeprefix(f"{runs_dir}/"), [*names, EMBEDDED_MODEL])
+        hint = nearest(text.removeprefix(f"{runs_dir}/"), [*names, *BUNDLED_MODELS])
         raise ConfigError(f"{option} {text[:200]}: no such run or folder{hint}; give a run or {_MODELS}")
     path = str(user_path(text)) if path_exists(folder) else text
     check_model_path(path)

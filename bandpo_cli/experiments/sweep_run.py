@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.layers import read_layer, resolve
-from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig, TrackingConfig
+from bandpo_cli.config.run import RunConfig, TrackingConfig
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.custom_code import code_first_in
+from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import ConfigError, UserError, plural, redact_credentials, unknown_choice
 from bandpo_cli.experiments.preflight import choose_run_name
 from bandpo_cli.experiments.rank_group import Dispatcher, check_ranks
@@ -294,7 +295,7 @@ def estimate_time(
     method = "by earlier runs"
     seconds = seconds_from_earlier_runs(first, Path(runs_dir), info.threads, info.ranks)
     if seconds is None:
-        if first.model.path != EMBEDDED_MODEL:
+        if first.model.path not in BUNDLED_MODELS:
             return None
         on_trial()
         variables = {**os.environ, "OMP_NUM_THREADS": str(info.threads)}
@@ -314,7 +315,7 @@ def estimate_disk_space(info: SweepInfo, runs_dir: Path) -> tuple[int, int]:
     needed, sizes = 0, dict[str, int]()
     for config in (info.configs[run.name] for run in info.pending):
         settings, path = config.checkpoint, config.model.path
-        if config.model.lora is None and path != EMBEDDED_MODEL:
+        if config.model.lora is None and path not in BUNDLED_MODELS:
             sizes[path] = sizes[path] if path in sizes else _count_weights(user_path(path))
             written = 1 + (config.steps - info.forked_at - 1) // (settings.every or config.steps)
             kept = written if settings.keep_last is None else settings.keep_last + settings.keep_best

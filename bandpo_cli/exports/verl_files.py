@@ -229,15 +229,15 @@ def _messages(problem: Problem, join: bool) -> list[dict[str, str]]:
     return [vars(message) for message in prompt]
 
 
-def copy_embedded_model(folder: Path) -> None:
-    """Copy the bundled model, and add two tokens to its tokenizer that verl asks every Qwen2 model for.
+def copy_bundled_model(name: str, folder: Path) -> None:
+    """Copy a bundled model, and add two tokens to its tokenizer that verl asks every Qwen2 model for.
 
     verl looks up the newline and the end of a chat turn (`utils/tokenizer/continuous_token.py`) before it has a prompt.
     The model cannot sample them: they are beyond its vocabulary.
     """
     from bandpo_cli.models.load import embedded_model_path
 
-    shutil.copytree(embedded_model_path(), folder)
+    shutil.copytree(embedded_model_path(name), folder)
     file = folder / "tokenizer.json"
     tokenizer = json.loads(file.read_text(encoding="utf-8"))
     first = 1 + max(tokenizer["model"]["vocab"].values())

@@ -14,7 +14,8 @@ from typing import Any
 
 from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.methods import BandSettings, DppoSettings
-from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.registries import TRACKERS
 
@@ -94,7 +95,7 @@ class InFolder(str):
 
 def _model_path(config: RunConfig) -> str:
     """Return a hub id, an absolute folder, or the copy of the bundled model in the exported folder."""
-    if config.model.path == EMBEDDED_MODEL:
+    if config.model.path in BUNDLED_MODELS:
         return InFolder("model")
     local = user_path(config.model.path)
     return str(local.absolute()) if path_exists(local) else config.model.path

@@ -58,3 +58,14 @@ def evaluate_expression(text: str) -> tuple[int, list[int]] | None:
         return value_of(ast.parse(stripped, mode="eval").body), numbers
     except SyntaxError:
         return None
+
+
+def calculate(expression: str) -> int:
+    """Evaluate an arithmetic expression.
+
+    Args:
+        expression: whole numbers with + - * and parentheses, as in 12*(3+4).
+    """
+    if (result := evaluate_expression(expression)) is None:
+        raise ValueError("not an expression of whole numbers with + - * and parentheses")
+    return result[0]

@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from bandpo_cli.config.hardware import dtype_on, with_dtype
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig
+from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import UserError, find_out_of_memory, first_line
 from bandpo_cli.models import checks, lora, sharding
 from bandpo_cli.models.attention import has_torch_varlen
@@ -53,9 +54,9 @@ def release_cached_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def embedded_model_path() -> Path:
-    """Return the Hugging Face folder of the model that the package ships, the default (docs/embedded_model.md)."""
-    return Path(__file__).parent / "embedded"
+def embedded_model_path(name: str = EMBEDDED_MODEL) -> Path:
+    """Return the Hugging Face folder of a model that the package ships (docs/embedded_model.md)."""
+    return Path(__file__).parent / name
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,9 @@ class Policy:
 
 
 def model_location(config: ModelConfig) -> str:
-    """Return the folder or hub id to load: the shipped folder for `embedded`, else the user's folder or hub id."""
-    if config.path == EMBEDDED_MODEL:
-        return str(embedded_model_path())
+    """Return the folder or hub id to load: the shipped folder of a bundled model, else the user's folder or hub id."""
+    if config.path in BUNDLED_MODELS:
+        return str(embedded_model_path(config.path))
     folder = user_path(config.path)
     return str(folder) if path_exists(folder) else config.path
 

@@ -32,7 +32,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from bandpo_cli.config.run import EMBEDDED_MODEL, LoraSettings, ModelConfig
+from bandpo_cli.config.run import LoraSettings, ModelConfig
+from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import UserError, first_line, nearest
 from bandpo_cli.models.sharding import forward_dtype, full_tensor, sharded_like
 from bandpo_cli.paths import ADAPTER_CONFIG, check_regular_file, is_adapter_folder, path_exists, user_path
@@ -50,7 +51,7 @@ ADAPTER_NAME = "default"
 # Of the names of the tensors in that file.
 _PREFIX, _END_A, _END_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 # The end of the path of the shipped model, which another installation has elsewhere.
-_EMBEDDED_PARTS = ("bandpo_cli", "models", "embedded")
+_BUNDLED_PARTS = ("bandpo_cli", "models")
 # Settings of adapter_config.json with the values that are supported.
 _EXPECTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -249,14 +250,14 @@ def base_config(config: ModelConfig) -> tuple[ModelConfig, Path | None]:
         UserError: the adapter cannot be used, or there is no such base model.
     """
     adapter = user_path(config.path)
-    if config.path == EMBEDDED_MODEL or not is_adapter_folder(adapter):
+    if config.path in BUNDLED_MODELS or not is_adapter_folder(adapter):
         return config, None
     stated = _read_config(adapter)
     path = stated["base_model_name_or_path"]
     folder = user_path(path)
     if not path_exists(folder):
-        if folder.parts[-3:] == _EMBEDDED_PARTS:
-            path = EMBEDDED_MODEL
+        if folder.parts[-3:-1] == _BUNDLED_PARTS and folder.name in BUNDLED_MODELS:
+            path = folder.name
         elif folder.is_absolute():
             advice = f"set base_model_name_or_path in {ADAPTER_CONFIG} to its folder or hub id"
             raise UserError(f"{adapter}: its base model {path} does not exist here; {advice}")

@@ -1,12 +1,30 @@
-"""Architecture of the bundled model: its tokenizer and its Qwen2 network with random weights."""
+"""Architecture of the bundled models: their tokenizers and their Qwen2 networks with random weights."""
 
 from typing import Any
 
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 PAD, EOS = "<pad>", "<eos>"
 ALPHABET = "0123456789+-*()=: "
 MAX_POSITIONS = 512
+
+CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "', '"}}</tool_call>'
+"""The text before and after the expression of a call."""
+
+CALCULATOR_TEMPLATE = """\
+{%- if tools %}{{ '<tools>' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{{- '<assistant>' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '<tool_call>' + (call.function | tojson) + '</tool_call>' }}
+{%- endfor %}
+{{- '<eos>' }}
+{%- else %}
+{{- ('<tool>' if message.role == 'tool' else '<user>') + message.content }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"""
 
 
 def build_tokenizer() -> Any:
@@ -29,8 +47,17 @@ def build_tokenizer() -> Any:
     )
 
 
-def build_model(tokenizer: Any) -> Any:
-    """Return a Qwen2 network of about a million parameters with random weights from torch's current random state.
+def build_calculator_tokenizer() -> Any:
+    """Return `build_tokenizer` with a chat template for tools, and with a token for each constant part of a call."""
+    tokenizer = build_tokenizer()
+    roles = [AddedToken(text, special=True) for text in ("<tools>", "<user>", "<assistant>", "<tool>")]
+    tokenizer.add_tokens([*roles, *(AddedToken(text, special=False) for text in CALL)])
+    tokenizer.chat_template = CALCULATOR_TEMPLATE
+    return tokenizer
+
+
+def build_model(tokenizer: Any, hidden_size: int = 128, layers: int = 5) -> Any:
+    """Return a Qwen2 network with random weights from torch's current random state; about a million by default.
 
     It is wide rather than deep, since the number of layers limits the speed of sampling more than their size.
     """
@@ -42,9 +69,9 @@ def build_model(tokenizer: Any) -> Any:
     model = Qwen2ForCausalLM(
         Qwen2Config(
             vocab_size=len(tokenizer),
-            hidden_size=128,
-            intermediate_size=384,
-            num_hidden_layers=5,
+            hidden_size=hidden_size,
+            intermediate_size=3 * hidden_size,
+            num_hidden_layers=layers,
             num_attention_heads=4,
             num_key_value_heads=4,
             max_position_embeddings=MAX_POSITIONS,
