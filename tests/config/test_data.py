@@ -96,7 +96,7 @@ def test_a_name_as_argument_is_a_task_also_beside_a_folder_of_that_name(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gsm8k").mkdir()
     names = [*TaskSettings.classes()]
-    assert names == ["countdown", "reasoning-gym", "data", *DATASETS]
+    assert names == ["countdown", "calculator", "reasoning-gym", "data", *DATASETS]
     for name in (*names, "gsm8"):  # the validation of the settings refuses gsm8
         assert task_from_arguments([name]) == {"name": name}
 

@@ -96,7 +96,8 @@ def test_a_password_is_in_neither_the_config_nor_the_error_message() -> None:
         ("evaluation.k=[1, 32]", ["k = 32", "evaluation.samples is 16"]),
         ("optim=3", ["optim = 3", "section"]),
         ("bounds=clip", ["bounds"]),
-        ("task.name=gsm8", ["= 'gsm8': unknown (did you mean 'gsm8k'?); allowed: countdown, reasoning-gym, data"]),
+        ("task.name=gsm8", [
+             "= 'gsm8': unknown (did you mean 'gsm8k'?); allowed: countdown, calculator, reasoning-gym, data"]),
         ("task.name=[gsm8k]", ["task.name = ['gsm8k']", "unknown"]),
         ("task={name: gsm8k, tempate: 1}", ["task.tempate", "of 'gsm8k'", "did you mean 'template'"]),
         ("task={name: gsm8k, numbers: 3}", ["task.numbers: no such setting of 'gsm8k'", "heldout"]),

@@ -11,9 +11,9 @@ from bandpo_cli.config.task import CalculatorTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import evaluate
 from bandpo_cli.experiments.preflight import check_model_and_task
-from bandpo_cli.grading.answers import grade_number
 from bandpo_cli.grading.countdown import calculate
 from bandpo_cli.grading.tools import tool_schemas
+from bandpo_cli.grading.verl_graders import grade_gsm8k_flexible
 from bandpo_cli.models.load import embedded_model_path
 from bandpo_cli.sampling.conversations import parse_calls
 from bandpo_cli.sampling.rollouts import PromptEncoder
@@ -36,7 +36,7 @@ def test_every_problem_has_the_value_of_its_expression_as_its_answer() -> None:
     assert len(problems) == 89**2
     for problem in problems:
         assert int(problem.answer) == calculate(expression_of(problem)) > 0
-        assert grade_number(problem, problem.answer).correct
+        assert grade_gsm8k_flexible(problem, problem.answer).correct
     assert {operator for problem in problems for operator in "+-" if operator in problem.id} == {"+", "-"}
 
 
@@ -73,7 +73,7 @@ def test_tokens_and_template_of_the_model(source: Path | None) -> None:
     assert prompt.text == f"<tools><user>{expression_of(problem)}=<assistant>"
     assert tokenizer.decode(encoder.turn_ids([{"role": "tool", "content": "21"}])) == "<tool>21<assistant>"
     message = {"role": "assistant", "content": "", "tool_calls": parse_calls(text)["tool_calls"]}
-    assert tokenizer.apply_chat_template([message], tokenize=False) == f"{text}<eos>"
+    assert tokenizer.apply_chat_template([message], tokenize=False) == f"<assistant>{text}<eos>"
 
 
 def test_the_model_belongs_to_the_task() -> None:
