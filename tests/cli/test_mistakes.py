@@ -130,7 +130,9 @@ MISTAKES: dict[str, list[str]] = {
     "train --model frist": ["model.path = frist: no such run or folder (did you mean 'first'?)"],
     "train --model first@9": ["model.path = first@9: no such checkpoint in runs/first; there are: 2"],
     # defaults that are for the bundled model
-    "train --model a/b": ["model.path = 'a/b': a task is missing", "add --task FILE.jsonl", "countdown, calculator, reasoning-gym"],
+    "train --model a/b": [
+        "model.path = 'a/b': a task is missing", "add --task FILE.jsonl", "countdown, calculator, reasoning-gym"
+    ],
     "eval --model a/b": ["model.path = 'a/b': a task is missing"],
     "sweep --model a/b --seeds 0,1": ["model.path = 'a/b': a task is missing"],
     "train --model a/b --grader math": ["of 'countdown', the default; known: name", "a setting of data, gsm8k"],
