@@ -429,11 +429,10 @@ def default_layer(task: Any, model: Any) -> dict[str, Any]:
     if entry is None:
         return {}
     is_bundled = entry.bundled_model is not None and model in (None, entry.bundled_model)
-    name = entry.bundled_defaults if is_bundled else entry.defaults
-    defaults: dict[str, Any] = {} if name is None else load_attribute(name)
-    return defaults | (
-        {"model": {"path": entry.bundled_model}, "task": {"name": entry.name}} if is_bundled else {}
-    )
+    location = entry.bundled_defaults if is_bundled else entry.defaults
+    defaults: dict[str, Any] = {} if location is None else load_attribute(location)
+    both = {"model": {"path": entry.bundled_model}, "task": {TaskSettings.tag: entry.name}}
+    return {**defaults, **both} if is_bundled else defaults
 
 
 def check_package(name: str) -> None:
