@@ -15,7 +15,8 @@ from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.files import read_config
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable
-from examples import custom_grader, grpo_loop, guess_number, python_api, sums
+from bandpo_cli.grading.tools import tool_schemas
+from examples import calculator, custom_grader, grpo_loop, guess_number, python_api, sums
 from tests.cli.eval_command import bandpo, succeed
 from tests.cli.train_runs import SMALL, record
 from tests.commands import Forked
@@ -194,3 +195,12 @@ def test_the_environment_answers_higher_and_lower() -> None:
     again = guess_number.GuessNumber()
     again.reset(problem)
     assert again.number == number
+
+
+def test_calculator_is_a_tool_and_computes_nothing_but_arithmetic() -> None:
+    (schema,) = tool_schemas(("examples.calculator:calculate",), of_environment=False)
+    assert schema["function"]["parameters"]["required"] == ["expression"]
+    assert [calculator.calculate(text) for text in ("(12 + 3) * 4", "1/3", "-2*3.5")] == [60, 0.333333, -7]
+    for text in ("2**9", "abs(3)", "x", "'a'*3"):
+        with pytest.raises(ValueError, match="only numbers"):
+            calculator.calculate(text)
