@@ -431,8 +431,11 @@ def default_layer(task: Any, model: Any) -> dict[str, Any]:
     is_bundled = entry.bundled_model is not None and model in (None, entry.bundled_model)
     location = entry.bundled_defaults if is_bundled else entry.defaults
     defaults: dict[str, Any] = {} if location is None else load_attribute(location)
-    both = {"model": {"path": entry.bundled_model}, "task": {TaskSettings.tag: entry.name}}
-    return {**defaults, **both} if is_bundled else defaults
+    if is_bundled:
+        defaults = {**defaults, "model": {"path": entry.bundled_model}}
+    if is_bundled and entry.name != TaskSettings.default:  # else messages say that the task is the default
+        defaults["task"] = {TaskSettings.tag: entry.name}
+    return defaults
 
 
 def check_package(name: str) -> None:
