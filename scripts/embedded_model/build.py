@@ -7,6 +7,8 @@ from transformers import AddedToken, GenerationConfig, Qwen2Config, Qwen2ForCaus
 PAD, EOS = "<pad>", "<eos>"
 ALPHABET = "0123456789+-*()=: "
 MAX_POSITIONS = 512
+HEAD_SIZE = 32
+"""The smallest one that vLLM's attention on CPUs takes."""
 
 CALL = '<tool_call>{"name": "calculate", "arguments": {"expression": "', '"}}</tool_call>'
 """The text before and after the expression of a call."""
@@ -72,8 +74,8 @@ def build_model(tokenizer: Any, hidden_size: int = 128, layers: int = 5) -> Any:
             hidden_size=hidden_size,
             intermediate_size=3 * hidden_size,
             num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=4,
+            num_attention_heads=hidden_size // HEAD_SIZE,
+            num_key_value_heads=hidden_size // HEAD_SIZE,
             max_position_embeddings=MAX_POSITIONS,
             tie_word_embeddings=True,
             dtype="float32",

@@ -23,7 +23,7 @@ from bandpo_cli.training.components import build_components
 from bandpo_cli.types import Group, Rollout
 
 Weights = dict[str, torch.Tensor]
-CLIP = 0.05
+CLIP = 0.02
 
 
 def config_of(**sections: Any) -> RunConfig:

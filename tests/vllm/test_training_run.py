@@ -1,5 +1,6 @@
 """Training runs with vLLM: log-prob gaps, a resume, and two ranks with an engine each, which train as one does."""
 
+from functools import partial
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,11 +18,13 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.experiments import evaluate, resume, train
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import checkpoint_weights, load_policy
-from bandpo_cli.ranks import Ranks
+from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training import loop
 from bandpo_cli.training.components import build_components
+from tests.training.conversation_gradients import check, config_of
+from tests.training.conversation_gradients import train as train_on_conversations
 from tests.training.several_ranks import run_ranks
 from tests.vllm.engines import silent
 
@@ -117,3 +120,14 @@ def test_two_ranks_train_as_one(resumed: RunFolder, tmp_path: Path) -> None:
     assert one.keys() == two["weights"].keys()
     for name, weight in one.items():
         torch.testing.assert_close(two["weights"][name], weight, atol=1e-5, rtol=0)
+
+
+def test_conversations_train_as_by_hand(tmp_path: Path) -> None:
+    """On one rank and on two, with the tools of the calculator task."""
+    config = config_of(sampling=SETTINGS["sampling"] | {"prompts": 8})
+    with silent():
+        check(config, *train_on_conversations(SINGLE, tmp_path, config))
+    cleanup_dist_env_and_memory()
+    function = partial(train_on_conversations, config=config)
+    (steps, weights), _ = run_ranks(2, tmp_path / "ranks", function, tmp_path, context=get_context("fork"))
+    check(config, steps, weights)
