@@ -1,6 +1,5 @@
 """Training runs with vLLM: log-prob gaps, a resume, and two ranks with an engine each, which train as one does."""
 
-from functools import partial
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -123,11 +122,7 @@ def test_two_ranks_train_as_one(resumed: RunFolder, tmp_path: Path) -> None:
 
 
 def test_conversations_train_as_by_hand(tmp_path: Path) -> None:
-    """On one rank and on two, with the tools of the calculator task."""
+    """With the tool of the calculator task."""
     config = config_of(sampling=SETTINGS["sampling"] | {"prompts": 8})
     with silent():
         check(config, *train_on_conversations(SINGLE, tmp_path, config))
-    cleanup_dist_env_and_memory()
-    function = partial(train_on_conversations, config=config)
-    (steps, weights), _ = run_ranks(2, tmp_path / "ranks", function, tmp_path, context=get_context("fork"))
-    check(config, steps, weights)
