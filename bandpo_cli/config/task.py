@@ -384,7 +384,7 @@ CALCULATOR_DEFAULTS: dict[str, Any] = {
     "sampling": {"prompts": 32, "max_tokens": 48},
     "optim": {"lr": 1e-4},
 }
-"""Defaults for the calculator with its bundled model, whose completions have 25 tokens with a call."""
+"""Defaults for the calculator with its bundled model, with 22 tokens for a call, its result and the answer."""
 
 
 def task_from_arguments(texts: Sequence[str]) -> dict[str, Any]:
