@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.components import build_components
@@ -35,17 +36,17 @@ DELTA, LR, EPS = 0.01, 2.0, 1e-2
 def settings(folder: Path, place: Path) -> dict[str, Any]:
     """Return settings of short runs in which the rewards of a group differ, whatever the model can do.
 
-    The completions of a prompt are different texts; the grader, a module in `place`, takes the parity of their length.
-    The commands run in that folder.
+    The completions of a prompt are different texts, which differ from machine to machine; the grader, a module in
+    `place`, gives each a reward of its own. The commands run in that folder.
     """
-    (place / "even_length.py").write_text("def judge(text, answer, extra):\n    return len(text) % 2 == 0\n")
+    (place / "by_text.py").write_text("def judge(text, answer, extra):\n    return sum(text.encode()) % 97 / 97\n")
     question = "Anna has {} apples and gets {} more."
     rows = [{"question": question.format(a, b), "answer": a + b} for a in range(2, 10) for b in range(2, 10)]
     template = "A funny line about this: {question}"
     train = [{"path": str(jsonl(place / "sums.jsonl", *rows))}]
     return {
         "model": {"path": str(folder), "device": "cpu", "dtype": "float32"},
-        "task": {"name": "data", "train": train, "template": template, "grader": "even_length:judge"},
+        "task": {"name": "data", "train": train, "template": template, "grader": "by_text:judge"},
         "sampling": {"prompts": 2, "samples": 4, "max_tokens": 8, "max_prompt_tokens": 100},
         "optim": {"updates": 2, "lr": 2e-5, "warmup_steps": 0},
         "evaluation": {"every": 0},
@@ -86,15 +87,15 @@ def train_one_step(
 ) -> tuple[StepReport, list[Sequence[int]], list[list[Completion]], dict[str, torch.Tensor]]:
     """Return the report, the prompts and completions of the sampler, and the trained weights."""
     components = build_components(config, build_task(config.task))
-    sample, prompts, groups = components.sampler.sample, [], []
+    sample, prompts, groups = components.sampler.sample_request, [], []
 
-    def recording(prompts_P: Sequence[Sequence[int]], params: Any, seed: int) -> Any:
-        sampled = sample(prompts_P, params, seed)
-        prompts.extend(prompts_P)
+    def recording(request: SampleRequest, params: SamplingParams) -> list[list[Completion]]:
+        sampled = sample(request, params)
+        prompts.extend(request.prompts_P)
         groups.extend(sampled)
         return sampled
 
-    with closing(components), mock.patch.object(components.sampler, "sample", recording):
+    with closing(components), mock.patch.object(components.sampler, "sample_request", recording):
         (report,) = train(config, components, run)
     policy = components.policy.model
     # Tied weights are trained as one matrix and stored once.
