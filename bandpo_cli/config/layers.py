@@ -1,8 +1,9 @@
 """Layers of settings and their validation: YAML files, then flags, then `--set a.b=c`.
 
 Later layers win, key by key. Where a later layer changes the tag of a section (say `bounds.method`), the fields of the
-earlier layers are dropped, because they belong to another class. A validation error becomes one line that names the
-key, the value, what is allowed and the nearest valid name.
+earlier layers are dropped, because they belong to another class; if they named no tag, only those that the default
+class has of its own. A validation error becomes one line that names the key, the value, what is allowed and the nearest
+valid name.
 """
 
 import json
@@ -58,7 +59,10 @@ def merge(base: Layer, over: Layer) -> dict[str, Any]:
         if not isinstance(earlier, dict) or not isinstance(later, dict) or cls.tag not in later:
             continue
         if cls.kind_of(earlier) != cls.kind_of(later):
-            del kept[name]
+            # What the default class does not have of its own was never meant for it: `template` without a task's name.
+            own = cls.classes()[cls.default].model_fields.keys() - cls.model_fields.keys()
+            is_default = cls.tag not in earlier
+            kept[name] = {key: earlier[key] for key in earlier if is_default and key not in own}
     return _merge_mappings(kept, over)
 
 

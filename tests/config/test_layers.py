@@ -31,6 +31,10 @@ MATH = {"task": {"name": "math", "train": {"name": "math", "levels": [3, 4, 5]}}
         ([GSM8K, {"task": {"name": "math"}}], {"task": {"name": "math"}}),
         ([GSM8K, {"task": {"name": "data"}}], {"task": {"name": "data"}}),
         ([{"task": {"numbers": 3}}, {"task": {"name": "gsm8k"}}], {"task": {"name": "gsm8k"}}),
+        # of a section without a tag, what the default class does not have stays, and what all classes have
+        ([{"task": {"numbers": 3, "template": "boxed", "max_turns": 3}}, {"task": {"name": "gsm8k"}}],
+         {"task": {"name": "gsm8k", "template": "boxed", "max_turns": 3}}),
+        ([{"bounds": {"delta": 0.2}}, {"bounds": {"method": "ripo"}}], {"bounds": {"method": "ripo"}}),
         ([GSM8K, ["task.template=plain"]], {"task": {**GSM8K["task"], "template": "plain"}}),
         ([GSM8K, {"task": {"name": "gsm8k", "system": "x"}}], {"task": {**GSM8K["task"], "system": "x"}}),
         ([GSM8K, {"task": {"train": "x.jsonl"}}], {"task": {**GSM8K["task"], "train": ["x.jsonl"]}}),
