@@ -21,6 +21,9 @@ _SHORTEST_ANSWER = 256
 _EXCERPT = 160
 """Characters of a completion that the warning quotes."""
 
+_CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>, or the form of its response template'
+"""The forms of a call (`sampling.conversations`)."""
+
 log = logging.getLogger("bandpo_cli")
 
 
@@ -42,6 +45,8 @@ def advice(config: RunConfig, metrics: Mapping[str, float]) -> list[str]:
         if isinstance(config.task, DataTask):
             form = "a prompt that asks for the form of the answer (--template), or another --grader"
         lines.append(f"{form}, since {unreadable:.1%} have no readable answer")
+    if _without_calls(config, metrics):
+        lines.append(f"a --template that shows the model {_CALL}; no completion called a tool")
     if (ungraded := metrics["train/ungraded_fraction"]) > COMMON:
         lines.append(f"a repaired grader or a longer grading.deadline, since {ungraded:.1%} were not graded")
     if useful <= COMMON and accuracy > 1 - COMMON:
@@ -58,17 +63,33 @@ def advice(config: RunConfig, metrics: Mapping[str, float]) -> list[str]:
     return lines
 
 
+def _without_calls(config: RunConfig, metrics: Mapping[str, float]) -> bool:
+    """Return whether the task has tools, and no completion of a step called one."""
+    return bool(config.task.tools) and metrics.get("conversation/calls") == 0
+
+
 class NothingLearned(CallbackBase):
-    """Warns once when several steps in a row had no group of different rewards, so that no token had a gradient."""
+    """Warns once when several steps in a row had no group of different rewards, so that no token had a gradient.
+
+    Of a task with tools also once when no completion of a step called one.
+    """
 
     def __init__(self, config: RunConfig) -> None:
-        self._config, self._in_a_row = config, 0
+        self._config, self._in_a_row, self._has_tools = config, 0, bool(config.task.tools)
 
     def step(self, report: StepReport) -> None:
         """Count the steps without a gradient; a step without rollouts (step 0) does not count."""
+        record = report.record
+        if report.sample is not None and self._has_tools and _without_calls(self._config, record):
+            self._has_tools = False
+            log.warning(
+                "no completion of step %d called a tool; one of them: '%s'; try a --template that shows the model %s",
+                report.step,
+                one_line(report.sample.text)[:_EXCERPT],
+                _CALL,
+            )
         if report.sample is None or self._in_a_row == STEPS_WITHOUT_GRADIENT:
             return
-        record = report.record
         self._in_a_row = self._in_a_row + 1 if record["train/uniform_group_fraction"] == 1 else 0
         if self._in_a_row == STEPS_WITHOUT_GRADIENT:
             reward = record.get("train/reward")

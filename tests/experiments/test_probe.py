@@ -86,6 +86,18 @@ def test_a_run_warns_once_after_three_steps_without_a_gradient(caplog: pytest.Lo
     assert "\n" not in record.message
 
 
+def test_a_run_warns_once_when_no_completion_calls_a_tool(caplog: pytest.LogCaptureFixture) -> None:
+    config = resolve([{"task": {"name": "calculator"}}])
+    callback, sample = NothingLearned(config), mock.Mock(text='```json\n{"name": "calculate"}\n```')
+    for step, calls in enumerate((0.5, 0, 0), start=1):
+        record = {**metrics(), "conversation/calls": calls}
+        assert len(advice(config, record)) == (calls == 0)
+        callback.step(StepReport(step, record, sample))
+        assert len(caplog.records) == (step >= 2)
+    (warning,) = caplog.records
+    assert 'of step 2 called a tool; one of them: \'```json {"name": "calculate"} ```\'' in warning.message
+
+
 @pytest.mark.slow
 def test_a_probe_has_the_metrics_of_a_first_step_and_writes_nothing(tmp_path: Path) -> None:
     """The training run has as many prompts; both have the random numbers of step 1."""

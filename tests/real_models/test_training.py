@@ -39,7 +39,9 @@ def settings(folder: Path, place: Path) -> dict[str, Any]:
     The completions of a prompt are different texts, which differ from machine to machine; the grader, a module in
     `place`, gives each a reward of its own. The commands run in that folder.
     """
-    (place / "by_text.py").write_text("def judge(text, answer, extra):\n    return sum(text.encode()) % 97 / 97\n")
+    (place / "by_text.py").write_text(
+        "def judge(text, answer, extra):\n    return sum(text.encode()) % 97 / 97\n"
+    )
     question = "Anna has {} apples and gets {} more."
     rows = [{"question": question.format(a, b), "answer": a + b} for a in range(2, 10) for b in range(2, 10)]
     template = "A funny line about this: {question}"
