@@ -270,6 +270,20 @@ def test_several_sets_have_a_mean_and_values_per_set(tmp_path):
     assert report.sets == ("gsm8k", "math500")
 
 
+def test_forks_of_one_checkpoint_are_compared_from_it_on(tmp_path):
+    accuracy = {0: 0.9, 2: 0.2, 4: 0.4}
+    runs = [VariantRun(name, 0, write_run(tmp_path / name, CLIP, accuracy=accuracy)) for name in "ab"]
+    for run in runs:
+        (run.folder / "env.json").write_text('{"parent": {"run": "runs/x", "step": 2}}')
+        for step, clipped in ((2, 0.9), (3, 0.3), (4, 0.1)):
+            edit_line(run.folder, step, **{"clip/active_fraction": clipped})
+    report = write_report(Selection("t", None, runs), tmp_path / "out")
+    figures = report.arms[0].figures
+    assert figures["clipped"].mean == pytest.approx(0.2)
+    assert figures["area"].mean == pytest.approx(0.3)
+    assert "All runs are forks of runs/x@2: metrics and curves begin at step 2." in report.notes
+
+
 def test_notes_name_differences_that_make_runs_incomparable(tmp_path):
     longer = write_run(tmp_path / "b", (*CLIP, "task.max_number=8"), 1, steps=6)
     (longer / "env.json").write_text('{"parent": {"run": "runs/x", "step": 2}}')

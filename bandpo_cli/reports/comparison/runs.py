@@ -116,25 +116,28 @@ class ExcludedRun:
     reason: str
 
 
-def read_variant_run(run: VariantRun) -> VariantRunData | ExcludedRun:
-    """Return the data of `run`, or why it is excluded: failed, unfinished, not evaluated, damaged or missing."""
+def read_variant_run(run: VariantRun, start: int = 0) -> VariantRunData | ExcludedRun:
+    """Return the data of `run` from step `start` on: the evaluation there, and the steps after it.
+
+    Or why it is excluded: failed, unfinished, not evaluated, damaged or missing.
+    """
     try:
-        return _read_finished_run(run)
+        return _read_finished_run(run, start)
     except UserError as error:
         return ExcludedRun(run.folder.name, run.arm, run.seed, str(error))
 
 
-def _read_finished_run(run: VariantRun) -> VariantRunData:
+def _read_finished_run(run: VariantRun, start: int) -> VariantRunData:
     """Return the data of `run`. Raise UserError with the reason if it has to be excluded."""
     if not run.folder.is_dir():
         raise UserError("its folder does not exist")
     settings = read_settings(run.folder)
-    records = _read_records(run.folder)
+    records = [record for record in _read_records(run.folder) if record["step"] >= start]
     last = records[-1]["step"] if records else 0
     _check_finished(run.folder, last, settings.get("steps"))
     if not (sets := _evaluations(records)):
         raise UserError(f"no evaluation at its last step, {last}")
-    training = [record for record in records if record["step"] > 0]
+    training = [record for record in records if record["step"] > start]
     clipped = series(training, "clip/active_fraction").values()
     clipped_tokens, tokens = {}, {}
     for name, text in probability_bins({name for record in training for name in record}):

@@ -124,6 +124,13 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return flatten(content, expand_lists=True) | engine | code | ({} if parent is None else {"fork": parent})
 
 
+def common_start(runs: Sequence[VariantRun]) -> int:
+    """Return the step of the checkpoint that all runs were forked from; 0 if they do not have one in common."""
+    parents = {read_parent(run.folder) for run in runs}
+    step = (parents.pop() or "").rpartition("@")[2] if len(parents) == 1 else ""
+    return int(step) if step.isdecimal() else 0
+
+
 def is_within(key: str, sections: Iterable[str]) -> bool:
     """Return whether a setting is one of `sections`, or lies in one of them."""
     return f"{key}.".startswith(tuple(f"{section}." for section in sections))

@@ -29,7 +29,7 @@ from bandpo_cli.reports.comparison.report_metrics import (
     shorten_list,
 )
 from bandpo_cli.reports.comparison.runs import Arms, ExcludedRun, VariantRunData, read_variant_run
-from bandpo_cli.reports.comparison.selection import Selection, differing_settings, is_within
+from bandpo_cli.reports.comparison.selection import Selection, common_start, differing_settings, is_within
 from bandpo_cli.reports.comparison.statistics import Estimate, PairedTest, p_text
 from bandpo_cli.reports.comparison.tuning import read_tuning
 from bandpo_cli.reports.comparison.variants import (
@@ -79,7 +79,8 @@ def write_report(selection: Selection, out: Path) -> Report:
     """
     baseline, tuning = selection.baseline, read_tuning(selection.sweep)
     check_baseline(baseline, [run.arm for run in selection.runs if run.arm])
-    read = [read_variant_run(run) for run in selection.runs]
+    start = common_start(selection.runs)
+    read = [read_variant_run(run, start) for run in selection.runs]
     excluded = tuple(run for run in read if isinstance(run, ExcludedRun))
     records = [run for run in read if isinstance(run, VariantRunData)]
     if not records:
@@ -111,7 +112,7 @@ def write_report(selection: Selection, out: Path) -> Report:
         left_out=excluded,
         files={},
     )
-    all_notes = [*selection.notes, *report_notes(report, arms, baseline), *equal.notes]
+    all_notes = [*selection.notes, *report_notes(report, arms, baseline, start), *equal.notes]
     all_notes += [] if tuning is None else tuning.notes_on_range()
     if len(arms) > MAX_VARIANTS_PLOTTED:
         best = f"{MAX_VARIANTS_PLOTTED} variants with the highest {metrics[0].name}"
@@ -215,7 +216,7 @@ def _ranking(arms: Sequence[Variant], metric: Metric) -> str:
     return f"{arms[0].name} ends with the highest {metric.name}, {mean} ({seeds}){untested}"
 
 
-def report_notes(report: Report, arms: Arms, baseline: str | None) -> Iterator[str]:
+def report_notes(report: Report, arms: Arms, baseline: str | None, start: int) -> Iterator[str]:
     """Yield what limits the comparison, one sentence per note; all runs of the baseline may have been excluded."""
     runs = [run for members in arms.values() for run in members]
     if missing := sorted({run.arm for run in report.left_out if run.arm and run.arm not in arms}):
@@ -240,7 +241,9 @@ def report_notes(report: Report, arms: Arms, baseline: str | None) -> Iterator[s
         yield "The numbers of steps of the runs differ."
     for parent in dict.fromkeys(run.settings.get("fork") for run in runs):
         forks = plural(sum(run.settings.get("fork") == parent for run in runs), "run")
-        if parent is not None:
+        if parent is not None and start:
+            yield f"All runs are forks of {parent}: metrics and curves begin at step {start}."
+        elif parent is not None:
             yield f"Forks of {parent} ({forks}) share its record: differences and intervals come from later steps."
     for name, members in arms.items():
         if keys := differing_settings(run.settings for run in members):
