@@ -1,5 +1,6 @@
 """Training runs with vLLM: log-prob gaps, a resume, and two ranks with an engine each, which train as one does."""
 
+from functools import partial
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -121,8 +122,14 @@ def test_two_ranks_train_as_one(resumed: RunFolder, tmp_path: Path) -> None:
         torch.testing.assert_close(two["weights"][name], weight, atol=1e-5, rtol=0)
 
 
-def test_conversations_train_as_by_hand(tmp_path: Path) -> None:
-    """With the tool of the calculator task."""
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_conversations_train_as_by_hand(tmp_path: Path, ranks: int) -> None:
+    """With the tool of the calculator task. The two ranks are new processes."""
     config = config_of(sampling=SETTINGS["sampling"] | {"prompts": 8})
-    with silent():
-        check(config, *train_on_conversations(SINGLE, tmp_path, config))
+    if ranks == 1:
+        with silent():
+            steps, weights = train_on_conversations(SINGLE, tmp_path, config)
+    else:
+        function = partial(train_on_conversations, config=config)
+        (steps, weights), _ = run_ranks(ranks, tmp_path / "ranks", function, tmp_path)
+    check(config, steps, weights)
