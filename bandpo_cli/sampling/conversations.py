@@ -45,6 +45,9 @@ POLL_S = 0.1
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 """A call in the Hermes format, that of Qwen and others: a JSON object with `name` and `arguments`."""
 
+_BARE_CALL = re.compile(r"\s*(?:```(?:json)?\s*(\{.*\})\s*```|(\{.*\}))\s*", re.DOTALL)
+"""A message that is one JSON object, in a fenced block or not: Qwen2.5-Coder leaves out the tags of its template."""
+
 
 @dataclass
 class _Open:
@@ -290,7 +293,8 @@ class _Session:
 def parse_calls(text: str) -> dict[str, Any]:
     """Return a message of the assistant in the Hermes format, with `tool_calls` if there are any.
 
-    The name of a call that is not readable is None, and its arguments are the error.
+    A message without tags that is nothing but the object of a call is a call too. The name of a call that is not
+    readable is None, and its arguments are the error.
     """
 
     def read(call: str) -> dict[str, Any]:
@@ -300,6 +304,9 @@ def parse_calls(text: str) -> dict[str, Any]:
             return _call(None, f"the call is not JSON: {first_line(error)}")
 
     calls = [read(match[1]) for match in _CALL.finditer(text)]
+    if not calls and '"arguments"' in text and (bare := _BARE_CALL.fullmatch(text)):
+        call = read(bare[1] or bare[2])
+        return _message("", [call]) if call["function"]["name"] is not None else _message(text, [])
     return _message(_CALL.sub("", text).strip() if calls else text, calls)
 
 

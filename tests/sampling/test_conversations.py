@@ -462,6 +462,13 @@ def test_tools_and_environments_that_cannot_be_used(tokenizer: PreTrainedTokeniz
         ('a <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call> b', "a  b", [("f", {"x": 1})]),
         ('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', "", [("f", {"x": 1})]),
         ('<tool_call>{"name": "f"}', "", [("f", {})]),
+        # without tags: the object alone, in a block or not
+        ('{"name": "f", "arguments": {"x": 1}}\n', "", [("f", {"x": 1})]),
+        ('```json\n{"name": "f", "arguments": {"x": 1}}\n```', "", [("f", {"x": 1})]),
+        ('So: {"name": "f", "arguments": {}}', 'So: {"name": "f", "arguments": {}}', []),
+        ('{"name": "Anna"}', '{"name": "Anna"}', []),
+        ('{"arguments": {"x": 1}}', '{"arguments": {"x": 1}}', []),
+        ('{"name": "f", "arguments": {}} {', '{"name": "f", "arguments": {}} {', []),
     ],
 )
 def test_calls_in_the_format_of_hermes(text: str, content: str, calls: Iterable[Any]) -> None:
