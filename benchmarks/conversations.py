@@ -9,7 +9,6 @@ Every message of the model counts as a call of the tool, so that a model need no
 from __future__ import annotations
 
 import argparse
-import asyncio
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
@@ -29,26 +28,6 @@ from bandpo_cli.types import Completion, Message, Problem
 
 PROMPT_TOKENS, INSERTED_TOKENS = 128, 40
 """More than the prompts have, and more than is inserted between two turns."""
-
-
-async def wait(seconds: float) -> str:
-    """Wait.
-
-    Args:
-        seconds: how long.
-    """
-    await asyncio.sleep(seconds)
-    return "done"
-
-
-def blocking_wait(seconds: float) -> str:
-    """Wait, and block the worker.
-
-    Args:
-        seconds: how long.
-    """
-    time.sleep(seconds)
-    return "done"
 
 
 class EndingSampler(Sampler):
@@ -101,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     prompts = [prompt.token_ids for prompt in encoder.encode(problems)]
     params = SamplingParams(1, 1.0, limit, ())
-    tools = (f"benchmarks.conversations:{options.tool}",)
+    tools = (f"benchmarks.waiting:{options.tool}",)
 
     def speed(sampler: Sampler, seconds: float, seed: int) -> float:
         call = {"type": "function", "function": {"name": options.tool, "arguments": {"seconds": seconds}}}
