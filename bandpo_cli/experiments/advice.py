@@ -21,7 +21,7 @@ _SHORTEST_ANSWER = 256
 _EXCERPT = 160
 """Characters of a completion that the warning quotes."""
 
-_CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call>, or the form of its response template'
+_CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call> (or the form of its response template)'
 """The forms of a call (`sampling.conversations`)."""
 
 log = logging.getLogger("bandpo_cli")
@@ -46,7 +46,7 @@ def advice(config: RunConfig, metrics: Mapping[str, float]) -> list[str]:
             form = "a prompt that asks for the form of the answer (--template), or another --grader"
         lines.append(f"{form}, since {unreadable:.1%} have no readable answer")
     if _without_calls(config, metrics):
-        lines.append(f"a --template that shows the model {_CALL}; no completion called a tool")
+        lines.append(f"a prompt that shows the model {_CALL}, since no completion called a tool")
     if (ungraded := metrics["train/ungraded_fraction"]) > COMMON:
         lines.append(f"a repaired grader or a longer grading.deadline, since {ungraded:.1%} were not graded")
     if useful <= COMMON and accuracy > 1 - COMMON:
@@ -71,7 +71,7 @@ def _without_calls(config: RunConfig, metrics: Mapping[str, float]) -> bool:
 class NothingLearned(CallbackBase):
     """Warns once when several steps in a row had no group of different rewards, so that no token had a gradient.
 
-    Of a task with tools also once when no completion of a step called one.
+    It also warns once when no completion of a step called a tool, of a task that has tools.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -83,7 +83,7 @@ class NothingLearned(CallbackBase):
         if report.sample is not None and self._has_tools and _without_calls(self._config, record):
             self._has_tools = False
             log.warning(
-                "no completion of step %d called a tool; one of them: '%s'; try a --template that shows the model %s",
+                "no completion of step %d called a tool; one of them: '%s'; try a prompt that shows the model %s",
                 report.step,
                 one_line(report.sample.text)[:_EXCERPT],
                 _CALL,
