@@ -13,12 +13,13 @@ import os
 import random
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from bandpo_cli.config.sampling import SamplingConfig, check_tensor_parallel
@@ -96,6 +97,7 @@ class VllmSampler(Sampler):
         self._settings = config.vllm
         self._sleeps = config.vllm.sleep and policy.device.type == "cuda"
         self._asleep = False
+        self._preserve_group = preserve_process_group if dist.is_initialized() else nullcontext
         self.check = SyncCheck(own, config.max_prompt_tokens + config.max_tokens)
         model = policy if isinstance(policy, EngineModel) else engine_model(policy.model)
         self._llm, self._threads = _start(config, model, ranks, self._sleeps)
@@ -234,7 +236,7 @@ class VllmSampler(Sampler):
         if not hasattr(self, "_llm"):
             return
         try:
-            with preserve_process_group():
+            with self._preserve_group():
                 self._llm.llm_engine.engine_core.shutdown()
         finally:
             del self._llm
@@ -310,8 +312,8 @@ def _start(config: SamplingConfig, model: EngineModel, ranks: Ranks, sleeps: boo
         with preserve_process_state(), preserve_process_group(), stderr_on_failure():
             import vllm
 
-            llm = vllm.LLM(**_engine_settings(config, model, sleeps, ranks))
-            return llm, torch.get_num_threads()
+            # Without a local name: vLLM keeps an error of its imports, and the error keeps the locals of this frame.
+            return vllm.LLM(**_engine_settings(config, model, sleeps, ranks)), torch.get_num_threads()
     except ImportError as error:
         raise UserError(f"sampling.engine = 'vllm': vLLM cannot be imported: {error_text(error)}") from error
     except (ValueError, RuntimeError, OSError, AssertionError) as error:

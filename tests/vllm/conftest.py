@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -23,12 +24,17 @@ def every_sync_is_checked_completely() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def running(request: pytest.FixtureRequest) -> Iterator[Running]:
     """Start the engine of `qwen2` or `llama`, by an indirect parameter; a call of some tests exceeds its batch."""
+    import torch.distributed
+
     from tests.vllm.engines import Running, process_state, random_policy, silent, start
 
     policy, before = random_policy(request.param), process_state()
     with silent():
         sampler = start(policy, max_sequences=64)
     assert process_state() == before
+    engine = weakref.ref(sampler._llm)
     yield Running(policy, sampler)
     sampler.close()
     sampler.close()
+    assert engine() is None, "its memory is free for another one"
+    assert not torch.distributed.is_initialized()

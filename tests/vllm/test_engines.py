@@ -15,8 +15,6 @@ from tests.sampling.stub_engine import forked_engines
 
 pytest.importorskip("vllm")
 
-from vllm.distributed import cleanup_dist_env_and_memory
-
 from tests.vllm.engines import SAMPLING, Running, perturb, random_policy, start
 from tests.vllm.test_sampling import PARAMS, PROMPTS, gap
 
@@ -42,7 +40,6 @@ def test_engine_with_two_worker_processes(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{first}|{second}")
     # vLLM spawns CPU workers, each of which imports vLLM; forks have it.
     fork = multiprocessing.get_context("fork")
-    cleanup_dist_env_and_memory()  # they also have the process group that an engine of a test before has left
     monkeypatch.setattr("vllm.v1.executor.multiproc_executor.get_mp_context", lambda: fork)
     policy = random_policy("qwen2")
     sampler = start(policy, vllm=SAMPLING["vllm"] | {"tensor_parallel": 2})

@@ -12,8 +12,6 @@ import torch
 
 pytest.importorskip("vllm")
 
-from vllm.distributed import cleanup_dist_env_and_memory
-
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.experiments import evaluate, resume, train
 from bandpo_cli.metric_names import without_clock
@@ -104,7 +102,6 @@ def test_two_ranks_train_as_one(resumed: RunFolder, tmp_path: Path) -> None:
 
     The ranks are forks of this process, which has imported vLLM. They grade after sampling.
     """
-    cleanup_dist_env_and_memory()  # an engine of a test before has left its process group, which forks inherit
     two, other = run_ranks(2, tmp_path / "two", trained, tmp_path / "two", context=get_context("fork"))
     assert two["lines"] == other["lines"], "all ranks report the same metrics"
     assert completions_of(RunFolder(tmp_path / "two" / "run")) == completions_of(resumed)
