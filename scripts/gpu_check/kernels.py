@@ -12,14 +12,14 @@ from scripts.gpu_check.work import Work
 
 MAX_COPIES = {"cuda": 150.0, "cpu": 1000.0}
 """Largest time of the operator in copies of the log-probs, by device type. Its tensor operations read and write 42 (kl)
-and 45 (tv) times the bytes of a copy, which is the time on a GPU if memory limits them; on a CPU arithmetic limits them
-(docs/results/benchmarks.md). No card has been measured yet."""
+and 45 (tv) times the bytes of a copy, which is the time on a GPU if memory limits them (an H100: 34 and 31); on a CPU
+arithmetic limits them (docs/results/benchmarks.md)."""
 MAX_LOGPROB_DIFFERENCE = 1e-2
 """Largest difference of a log-prob in nats from float32: products of bfloat16 factors are exact in it, sums round."""
 MAX_GRADIENT_DIFFERENCE = 2e-2
 """Largest norm of a gradient's difference over the gradient's norm: one rounding to bfloat16 is 2^-9 = 0.002."""
 MAX_ATTENTION_GAP = 0.05
-"""Largest mean difference between log-probs of two attention kernels in bfloat16, nats. No card has been measured."""
+"""Largest mean difference between log-probs of two attention kernels in bfloat16, nats. Not measured yet."""
 MAX_TILED_TIME = 2.0
 """Largest time of tiled log-probs over that of full ones, on a GPU. The tiles take four products instead of three."""
 MAX_TILED_MEMORY = 0.5

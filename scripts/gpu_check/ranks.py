@@ -16,23 +16,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from scripts.gpu_check.results import Measured, Skipped
 from scripts.gpu_check.training import (
     TrainedRun,
+    difference,
     is_missing,
+    largest_difference,
     measured_run,
     phase_values,
     step_limits,
     train_steps,
 )
 from scripts.gpu_check.work import Work
-
-if TYPE_CHECKING:
-    pass
 
 RANKS = 2
 SHAPE = "0.5b"
@@ -118,21 +117,6 @@ def equal_share(one: Sequence[Any], other: Sequence[Any]) -> float:
     if len(one) != len(other) or not one:
         return math.nan
     return sum(left == right for left, right in zip(one, other, strict=True)) / len(one)
-
-
-def difference(one: float, other: float) -> float:
-    """Return the difference, of values larger than 1 relative to them: a loss is a sum that is almost 0."""
-    return abs(one - other) / max(1.0, abs(one), abs(other))
-
-
-def largest_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    """Return the largest difference of two lines without the clock; infinite if their keys differ."""
-    from bandpo_cli.metric_names import without_clock
-
-    left, right = without_clock(one), without_clock(other)
-    if left.keys() != right.keys():
-        return math.inf
-    return max(difference(left[key], right[key]) for key in left if left[key] is not None)
 
 
 def run_on_ranks(work: Work, runs: Mapping[str, Mapping[str, Any]]) -> dict[str, TrainedRun]:
