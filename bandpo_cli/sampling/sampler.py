@@ -229,7 +229,7 @@ def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
         how = (
             f"use it with: --sampler {better}" if installed else f"install it with: {ENGINES[better].install}"
         )
-        slower = "on a GPU the %s engine is expected to sample 10 to 30 times slower than %s; %s"
+        slower = "on a GPU the %s engine samples several times slower than %s; %s"
         log.warning(slower, engine, better, how)
     sampler: Sampler = load_attribute(ENGINES[engine].build)(config.sampling, policy)
     return sampler

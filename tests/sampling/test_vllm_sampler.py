@@ -343,7 +343,7 @@ def test_the_setting_selects_the_engine_and_a_slow_one_on_a_gpu_is_warned_about(
     assert type(build_sampler(config, policy_on(device))) is kind
     assert len(caplog.records) == bool(advice)
     for record in caplog.records:
-        assert f"10 to 30 times slower than vllm; {advice}" in record.getMessage()
+        assert f"several times slower than vllm; {advice}" in record.getMessage()
 
 
 def test_an_engine_that_is_not_installed_is_refused(monkeypatch: Patch) -> None:
