@@ -68,10 +68,10 @@ def _without_calls(config: RunConfig, metrics: Mapping[str, float]) -> bool:
     return bool(config.task.tools) and metrics.get("conversation/calls") == 0
 
 
-class NothingLearned(CallbackBase):
-    """Warns once when several steps in a row had no group of different rewards, so that no token had a gradient.
+class AdviceCallback(CallbackBase):
+    """Warns once of each: several steps in a row without a gradient, and a step in which no completion called a tool.
 
-    It also warns once when no completion of a step called a tool, of a task that has tools.
+    A step has no gradient where the rewards of every group are equal.
     """
 
     def __init__(self, config: RunConfig) -> None:

@@ -34,7 +34,7 @@ from bandpo_cli.errors import (
     redact_credentials,
     warn_on_failure,
 )
-from bandpo_cli.experiments.advice import NothingLearned
+from bandpo_cli.experiments.advice import AdviceCallback
 from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors
 from bandpo_cli.experiments.overview import summary_fields
 from bandpo_cli.experiments.preflight import callback_class, check_config, choose_run_name, run_warnings
@@ -218,7 +218,7 @@ def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> Train
     if is_main:
         mlflow = [MlflowTracker(config.tracking)] if config.tracking.with_mlflow else []
         others = map(tracker_callback, config.tracking.other_trackers)
-        return Dispatcher([*mlflow, *others, *callbacks, NothingLearned(config)])
+        return Dispatcher([*mlflow, *others, *callbacks, AdviceCallback(config)])
     return Dispatcher([callback for callback in callbacks if getattr(callback, "on_every_rank", False)])
 
 

@@ -13,7 +13,7 @@ from bandpo_cli.cli.probe_view import time_text
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments import train
-from bandpo_cli.experiments.advice import NothingLearned, advice
+from bandpo_cli.experiments.advice import AdviceCallback, advice
 from bandpo_cli.experiments.probe_run import ProbeReport, probe
 from bandpo_cli.experiments.train_run import plan_training
 from tests.cli.eval_command import succeed
@@ -69,7 +69,7 @@ def test_advice_names_settings_with_their_reasons(
 
 
 def test_a_run_warns_once_after_three_steps_without_a_gradient(caplog: pytest.LogCaptureFixture) -> None:
-    callback, sample = NothingLearned(RunConfig()), mock.Mock(text="the\nanswer " * 50)
+    callback, sample = AdviceCallback(RunConfig()), mock.Mock(text="the\nanswer " * 50)
     callback.step(StepReport(0, {}, None))
     for step, useful in enumerate((0, 0, 0.1, 0, 0, 0, 0, 0, 0, 0), start=1):
         callback.step(StepReport(step, metrics(0, useful, truncated=1), sample))
@@ -88,7 +88,7 @@ def test_a_run_warns_once_after_three_steps_without_a_gradient(caplog: pytest.Lo
 
 def test_a_run_warns_once_when_no_completion_calls_a_tool(caplog: pytest.LogCaptureFixture) -> None:
     config = resolve([{"task": {"name": "calculator"}}])
-    callback, sample = NothingLearned(config), mock.Mock(text='```json\n{"name": "calculate"}\n```')
+    callback, sample = AdviceCallback(config), mock.Mock(text='```json\n{"name": "calculate"}\n```')
     for step, calls in enumerate((0.5, 0, 0), start=1):
         record = {**metrics(), "conversation/calls": calls}
         assert len(advice(config, record)) == (calls == 0)
