@@ -143,8 +143,13 @@ class Sampler(ABC):
         """
         raise NotImplementedError
 
-    def sleep(self) -> None:  # noqa: B027 - most engines have nothing to release
-        """Release accelerator memory to the trainer if the engine supports it; the next `sync` wakes the engine."""
+    def sleep(self) -> int:
+        """Release accelerator memory to the trainer if the engine supports it; the next `sync` wakes the engine.
+
+        Returns:
+            Bytes of this process that were released and that PyTorch still counts as allocated.
+        """
+        return 0
 
     def describe(self) -> dict[str, str]:
         """Return the engine's name, and what else decides how it computes, for env.json."""

@@ -183,11 +183,15 @@ class VllmSampler(Sampler):
         with _one_line_errors(RunError, "vLLM failed while sampling"), engine_threads(self._threads):
             yield
 
-    def sleep(self) -> None:
+    def sleep(self) -> int:
         """Free the GPU memory of weights and cache; the weights are not saved, since the next sync loads new ones."""
-        if self._sleeps and not self._asleep:
-            self._llm.sleep(level=2)
-            self._asleep = True
+        if not self._sleeps or self._asleep:
+            return 0
+        free, _ = torch.cuda.mem_get_info()
+        self._llm.sleep(level=2)
+        self._asleep = True
+        # PyTorch of this process does not count the memory of workers in other processes.
+        return torch.cuda.mem_get_info()[0] - free if self._settings.tensor_parallel == 1 else 0
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
         """Load the weights and check that the engine runs them, see `load`; all ranks must call this together."""

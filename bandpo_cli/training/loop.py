@@ -101,7 +101,8 @@ def train(
             # problems → rollouts → graded groups
             rollouts = batches.take(step, timer)
             lag = optimizer.update - rollouts.version
-            components.sampler.sleep()
+            work.note_memory()
+            released = components.sampler.sleep()
             batches.start(step + 1)  # only with sampling.max_lag
             with timer.phase("logprobs"):
                 # → advantages → token batches → old log-probs → bounds
@@ -123,7 +124,7 @@ def train(
                 record = rollout_metrics(rollouts.sampled) | token_metrics(trained) | update_metrics(updates)
                 scheduled = config.bounds.scheduled(step, config.steps)
                 record |= {f"bounds/{name}": value for name, value in scheduled.items()}
-                record |= work.metrics(timer, rollouts, trained)
+                record |= work.metrics(timer, rollouts, trained, released)
                 if config.sampling.max_lag:
                     record["sampler/lag"] = float(lag)
                 if is_main:

@@ -327,7 +327,7 @@ class PackedWork:
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks = SINGLE) -> None:
         self._ranks, self._device = ranks, model.device
-        self.flops, self.positions, self.padding = 0.0, 0, 0
+        self.flops, self.positions, self.padding, self._memory = 0.0, 0, 0, 0
         modules, head = model.base_model.modules(), model.get_output_embeddings().weight
         embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
         layers = [
@@ -372,8 +372,15 @@ class PackedWork:
         self.positions += positions or tokens
         self.padding += positions - sum(block.tokens for block in blocks)
 
+    def note_memory(self, released: int = 0) -> None:
+        """Take the peak memory since the last call, `released` bytes less: those of an engine that has slept since."""
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device) - released
+            self._memory = max(self._memory, peak)
+            torch.cuda.reset_peak_memory_stats(self._device)
+
     def metrics(
-        self, timer: StepTimer, rollouts: SampledGroups, trained: Sequence[Experience]
+        self, timer: StepTimer, rollouts: SampledGroups, trained: Sequence[Experience], released: int = 0
     ) -> dict[str, float]:
         """Return the metrics of a step and start counting the next one.
 
@@ -385,6 +392,7 @@ class PackedWork:
             timer: the times of the step's phases.
             rollouts: the rollouts of the step.
             trained: the batches of the applied updates; their zero-variance groups count, too.
+            released: bytes that `Sampler.sleep` has released since the last `note_memory`.
         """
         completions = [rollout.completion for group in rollouts.sampled for rollout in group.rollouts_G]
         sampled_tokens = sum(len(completion.token_ids) for completion in completions)
@@ -398,10 +406,9 @@ class PackedWork:
         if self.peak is not None:
             metrics["perf/model_flop_utilisation"] = flops / (training * self.peak * self._ranks.size)
         if self._device.type == "cuda":
-            peak = self._ranks.max(torch.cuda.max_memory_allocated(self._device))
-            metrics["perf/peak_memory_gib"] = peak / 2**30
-            torch.cuda.reset_peak_memory_stats(self._device)
-        self.flops, self.positions, self.padding = 0.0, 0, 0
+            self.note_memory(released)
+            metrics["perf/peak_memory_gib"] = self._ranks.max(self._memory) / 2**30
+        self.flops, self.positions, self.padding, self._memory = 0.0, 0, 0, 0
         return metrics
 
 

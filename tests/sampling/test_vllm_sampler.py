@@ -4,6 +4,7 @@ import logging
 import random
 import re
 import sys
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -79,6 +80,8 @@ def calls(monkeypatch: Patch) -> list[str]:
     monkeypatch.setattr(SyncCheck, "check", lambda *_: recorded.append("probe"))
     monkeypatch.setattr(sync_check, "_sampled_prompt", lambda policy, length: (1,) * length)
     monkeypatch.setattr(vllm_sampler, "release_cached_memory", lambda: recorded.append("release"))
+    free = count(10)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 80))
     return recorded
 
 
@@ -102,8 +105,8 @@ def test_sleeping_engine_wakes_in_two_stages(calls: list[str]) -> None:
     """
     sampler = engine("cuda")
     calls.clear()
-    sampler.sleep()
-    sampler.sleep()
+    assert sampler.sleep() == 1
+    assert sampler.sleep() == 0, "it sleeps already"
     with pytest.raises(AssertionError, match="sync wakes"):
         sampler.sample([], SimpleNamespace(), 0)  # type: ignore[arg-type]
     sampler.sync(random_model(), 1)

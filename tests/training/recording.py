@@ -212,8 +212,9 @@ class RecordingSampler(Sampler):
         step.samples.append(SampleCall([tuple(ids) for ids in prompts_P], params, seed, completions_PG))
         return completions_PG
 
-    def sleep(self) -> None:
+    def sleep(self) -> int:
         self.recording.current.order.append("sleep")
+        return 0
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
         step, weights = self.recording.current, weights_of(model)
