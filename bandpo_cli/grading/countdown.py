@@ -13,7 +13,7 @@ from bandpo_cli.types import CORRECT, MALFORMED, Grade, Problem
 MAX_CHARS = 256
 """Longer texts are malformed without being parsed. This bounds the time and the number of digits per answer."""
 
-_CHARACTERS = re.compile(r"(?:0(?![0-9])|[1-9][0-9]*+|[-+*() ])*+")  # Python would accept "00"
+_CHARACTERS = re.compile(r"(?:0(?![0-9])|[1-9][0-9]*+|[-+*() ])*")  # Python would accept "00"
 _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
