@@ -16,6 +16,7 @@ from scripts.gpu_check.training import (
     free_memory,
     is_missing,
     measured_run,
+    memory_limits,
     step_limits,
     train_steps,
 )
@@ -35,7 +36,9 @@ MAX_TIME_OVER_TRL = 1.1
 
 
 def check_vllm(work: Work) -> Measured:
-    """Train with vLLM as the sampler: model runner, sleep and wake, CUDA graphs, and the gaps after five syncs."""
+    """Train with vLLM as the sampler: model runner, sleep and wake, CUDA graphs, memory, and the gaps of five syncs."""
+    from bandpo_cli.experiments.memory import memory_report
+
     sampling = _vllm_settings(work)
     found: dict[str, Any] = {}
     gaps: list[float] = []
@@ -51,7 +54,8 @@ def check_vllm(work: Work) -> Measured:
         else:
             gaps.append(sampler.check.gap)
 
-    run = train_steps(work, work.config("0.5b", sampling=sampling), "vllm", observe)
+    config = work.config("0.5b", sampling=sampling)
+    run = train_steps(work, config, "vllm", observe)
     measured = step_limits(work, run)
     measured.values |= found | {"syncs": len(gaps), "sync_gap_max": max(gaps), "sync_gaps": _listed(gaps)}
     measured.at_least("syncs", SYNCS)
@@ -62,6 +66,7 @@ def check_vllm(work: Work) -> Measured:
         measured.at_least("freed_by_sleep_gib", MIN_FREED * MEMORY_FRACTION * total)
         measured.values["cuda_graphs"] = found["cudagraph_mode"] != "NONE"
         measured.equal("cuda_graphs", True)
+        measured.add(memory_limits(run.peak_gib, memory_report(config).peak / 2**30))
     return measured
 
 

@@ -28,6 +28,12 @@ class Measured:
     limits: list[str] = field(default_factory=list)
     shortfalls: list[str] = field(default_factory=list)
 
+    def add(self, other: "Measured") -> None:
+        """Add the values, limits and shortfalls of other measurements."""
+        self.values |= other.values
+        self.limits += other.limits
+        self.shortfalls += other.shortfalls
+
     def at_most(self, name: str, limit: float) -> None:
         """Require the value `name` to be at most `limit`; NaN is not."""
         self._require(
