@@ -1,6 +1,8 @@
 """Conversations with tools and environments: tokens in and out, limits, errors, seeds, and the order of requests."""
 
+import asyncio
 import json
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.grading import tools
 from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, first_messages, tool_schemas
 from bandpo_cli.sampling.conversations import Conversations, parse_calls
 from bandpo_cli.sampling.rollouts import PromptEncoder, decode_completions, with_turns
@@ -57,9 +60,11 @@ class Guess:
         return None if not distance else [f"{distance} away"]
 
 class Endless:
-    reward = 0.25
+    reward, steps = 0.25, 0
     def reset(self, problem): return "say something"
-    def step(self, message): return "go on"
+    def step(self, message):
+        Endless.steps += 1
+        return "go on"
 
 class NoStep:
     reward = 1
@@ -383,6 +388,18 @@ def test_an_environment_gives_messages_and_the_reward(tokenizer: PreTrainedToken
             assert (about.turns, about.reward, completion.finish_reason) == (2, 1.0, "stop")
             assert about.messages[1]["content"] == f"{about.messages[2]['content']} away"
     assert len({str(contents(group[0])) for group in groups}) > 3
+
+
+def test_the_environments_used_last_are_kept_and_the_others_repeat_their_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tools, "KEPT_ENVIRONMENTS", 1)
+    environments = tools.load_environment(["turns_code:Endless"])
+    steps = []
+    for name, turns in (("a", 1), ("a", 2), ("b", 1), ("a", 3)):
+        asyncio.run(environments.call([(name, {}, [{"content": "well"}] * turns, False)]))
+        steps.append(sys.modules["turns_code"].Endless.steps)
+    assert steps == [1, 2, 3, 3 + 3]
 
 
 def test_an_environment_that_never_ends_or_fails(tokenizer: PreTrainedTokenizerBase) -> None:
