@@ -390,6 +390,25 @@ def test_an_environment_gives_messages_and_the_reward(tokenizer: PreTrainedToken
     assert len({str(contents(group[0])) for group in groups}) > 3
 
 
+def test_replies_to_a_call_of_the_stream_that_ended_early_are_dropped(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They arrive together with the others."""
+    with Talk(tokenizer) as talk:
+        poll = talk.pool.poll
+        monkeypatch.setattr(talk.pool, "poll", lambda seconds: {-1: {"content": "old"}} | poll(seconds))
+        completion = talk.one(once(call(a=40, b=2), "42"))
+    assert contents(completion)[1:] == ["42", "42"]
+
+
+@pytest.mark.parametrize(
+    "message", [5, {"content": "no role"}, {"role": "user"}, {"role": "user", "content": 5}]
+)
+def test_an_environment_returns_texts_or_messages(message: Any) -> None:
+    with pytest.raises(ValueError, match="texts or messages with role and content, not"):
+        tools.as_message(message)
+
+
 def test_the_environments_used_last_are_kept_and_the_others_repeat_their_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
