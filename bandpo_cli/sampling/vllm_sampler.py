@@ -97,6 +97,7 @@ class VllmSampler(Sampler):
         self._settings = config.vllm
         self._sleeps = config.vllm.sleep and policy.device.type == "cuda"
         self._asleep = False
+        # The group of the ranks stays; one that the engine creates ends with it.
         self._preserve_group = preserve_process_group if dist.is_initialized() else nullcontext
         self.check = SyncCheck(own, config.max_prompt_tokens + config.max_tokens)
         model = policy if isinstance(policy, EngineModel) else engine_model(policy.model)
@@ -187,11 +188,13 @@ class VllmSampler(Sampler):
         """Free the GPU memory of weights and cache; the weights are not saved, since the next sync loads new ones."""
         if not self._sleeps or self._asleep:
             return 0
-        free, _ = torch.cuda.mem_get_info()
+        free, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
         self._llm.sleep(level=2)
         self._asleep = True
-        # PyTorch of this process does not count the memory of workers in other processes.
-        return torch.cuda.mem_get_info()[0] - free if self._settings.tensor_parallel == 1 else 0
+        if self._settings.tensor_parallel > 1:  # PyTorch of this process does not count that of the workers
+            return 0
+        # vLLM returns cached memory too, which PyTorch no longer counts.
+        return torch.cuda.mem_get_info()[0] - free - (reserved - torch.cuda.memory_reserved())
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
         """Load the weights and check that the engine runs them, see `load`; all ranks must call this together."""

@@ -80,8 +80,9 @@ def calls(monkeypatch: Patch) -> list[str]:
     monkeypatch.setattr(SyncCheck, "check", lambda *_: recorded.append("probe"))
     monkeypatch.setattr(sync_check, "_sampled_prompt", lambda policy, length: (1,) * length)
     monkeypatch.setattr(vllm_sampler, "release_cached_memory", lambda: recorded.append("release"))
-    free = count(10)
+    free, reserved = count(10, 30), count(70, -10)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(reserved))
     return recorded
 
 
@@ -105,7 +106,7 @@ def test_sleeping_engine_wakes_in_two_stages(calls: list[str]) -> None:
     """
     sampler = engine("cuda")
     calls.clear()
-    assert sampler.sleep() == 1
+    assert sampler.sleep() == 20, "30 are free, of which 10 were cached"
     assert sampler.sleep() == 0, "it sleeps already"
     with pytest.raises(AssertionError, match="sync wakes"):
         sampler.sample([], SimpleNamespace(), 0)  # type: ignore[arg-type]
