@@ -17,8 +17,8 @@ from rich.console import Console, JustifyMethod
 from rich.text import Text
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.completion import one_of
 from bandpo_cli.cli.console import make_table
+from bandpo_cli.cli.options import one_of
 from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.errors import UserError
 from bandpo_cli.paths import read_text

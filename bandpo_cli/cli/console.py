@@ -128,7 +128,7 @@ class SafeConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render an object; see `rich.console.Console.render`."""
         for segment in super().render(renderable, options):
-            if segment.control or segment.text.isprintable():
+            if segment.control or segment.text.isprintable() or segment.text == "\n":
                 yield segment
             else:
                 yield Segment(escape_controls(segment.text), segment.style)

@@ -8,8 +8,8 @@ import typer
 from rich.text import Text
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.completion import complete_shipped_config
 from bandpo_cli.cli.console import make_table, open_console, print_json, print_line, print_rows
+from bandpo_cli.cli.options import complete_shipped_config
 from bandpo_cli.errors import UserError, nearest
 
 configs_app = opt.command_group(invoke_without_command=True)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.completion import folder_of
 from bandpo_cli.cli.console import open_console
+from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.datasets import tasks_text
 from bandpo_cli.rank_process import launched_name
@@ -49,7 +49,6 @@ def evaluate(
     n: Annotated[int | None, opt.option("N", "the run's, else 16 or 4", flags=["--n"], min=1)] = None,
     k: Annotated[str | None, opt.option("K,K", "4, 16, ... up to n", flags=["--k"])] = None,
     settings: opt.EvalSettings,
-    legacy_best_at_k: Annotated[bool, opt.option(flags=["--legacy-best-at-k"])] = False,
     format_: opt.TableOrJson = "table",
     resume: Annotated[str | None, opt.option("NAME", complete=folder_of("evaluation"))] = None,
     name: Annotated[str | None, opt.option("NAME", "from model, tasks, n, seed and time")] = None,
@@ -85,8 +84,6 @@ def evaluate(
             answer and completions, or an earlier samples.parquet.
         n: Completions per problem.
         k: The k of pass@k and maj@k.
-        legacy_best_at_k: Add best@k as resampling with replacement gives it (biased), to compare with such
-            tables.
         resume: Resume an interrupted evaluation with the settings that it was started with.
         name: Name of the evaluation's folder.
     """
@@ -122,7 +119,6 @@ def evaluate(
             grader=settings.pop("task.grader", None),
             base=[*map(read_config, config or []), nest(tracking | settings)],
             settings=[read_assignments(set_ or [])],
-            legacy_best_at_k=legacy_best_at_k,
             runs_dir=runs_dir,
         )
         asked = launched_name() if name is None else name

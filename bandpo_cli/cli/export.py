@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Annotated
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.completion import folder_of
 from bandpo_cli.cli.console import open_console, print_line, print_rows
+from bandpo_cli.cli.options import folder_of
 
 export_app = opt.command_group(no_args_is_help=True)
 import_app = opt.command_group(no_args_is_help=True)

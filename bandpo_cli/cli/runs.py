@@ -16,7 +16,6 @@ from rich.rule import Rule
 from rich.text import Text
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.completion import folder_of, one_of
 from bandpo_cli.cli.console import (
     format_duration,
     make_table,
@@ -26,6 +25,7 @@ from bandpo_cli.cli.console import (
     print_rows,
     to_json,
 )
+from bandpo_cli.cli.options import folder_of, one_of
 from bandpo_cli.datasets import DATASETS, generated_tasks
 from bandpo_cli.errors import UserError
 from bandpo_cli.registries import METHODS

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.completion import folder_of, one_of
 from bandpo_cli.cli.console import open_console, print_line
+from bandpo_cli.cli.options import folder_of, one_of
 from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.errors import RunError, UserError
 

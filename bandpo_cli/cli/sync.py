@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.completion import folder_of, one_of
 from bandpo_cli.cli.console import ExperimentView, open_console, print_line
+from bandpo_cli.cli.options import folder_of, one_of
 from bandpo_cli.errors import plural
 from bandpo_cli.registries import TRACKERS
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.completion import folder_of
 from bandpo_cli.cli.console import open_console
+from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.errors import UserError
 from bandpo_cli.rank_process import launched_name, rank_count
