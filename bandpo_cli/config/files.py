@@ -1,6 +1,6 @@
 """Config files: a strict YAML loader, the files that the package ships, and the line of a setting in a file.
 
-The loader returns plain values of limited size and depth; an error is one line with its position.
+An error is one line with its position.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +13,6 @@ import yaml
 from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import nearest_file, path_exists, read_text
-
-MAX_VALUES, MAX_DEPTH, MAX_DIGITS = 100_000, 50, 100
-"""Limits on the values of a file (aliases expanded), on their nesting, and on the characters of a number."""
 
 MERGE_TAG = "tag:yaml.org,2002:merge"
 """The tag of the key `<<`, whose value is a mapping, or a list of mappings, to take entries from."""
@@ -30,10 +27,9 @@ def parse_yaml(text: str, where: str) -> Any:
     """Return the value of the document `text`, None for an empty one.
 
     Raises:
-        ConfigError: the text is not YAML, has a key twice, has a language-specific tag, or is too large or too deep.
+        ConfigError: the text is not YAML, has a key twice, or has a language-specific tag.
     """
     try:
-        _check_limits(text)
         return yaml.load(text, Loader=_StrictLoader)
     except Exception as error:  # noqa: BLE001 - PyYAML raises KeyError, IndexError and others for malformed values
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or type(error).__name__
@@ -71,45 +67,10 @@ class _StrictLoader(_Loader):  # type: ignore[misc]
             seen.add(key)
         super().flatten_mapping(node)
 
-    def construct_number(self, node: yaml.ScalarNode) -> Any:
-        """Construct a number. YAML has base-60 numbers, and long ones take hours to convert."""
-        if not isinstance(node.value, str) or len(node.value) > MAX_DIGITS:
-            raise _yaml_error(f"a number of more than {MAX_DIGITS} digits", node)
-        return self.construct_yaml_int(node) if node.tag.endswith("int") else self.construct_yaml_float(node)
-
-
-for _tag in ("int", "float"):
-    _StrictLoader.add_constructor(f"tag:yaml.org,2002:{_tag}", _StrictLoader.construct_number)
-
 
 def _yaml_error(text: str, place: Any) -> yaml.MarkedYAMLError:
-    """Return an error that `parse_yaml` reports with the line of `place`, a node or an event."""
+    """Return an error that `parse_yaml` reports with the line of `place`."""
     return yaml.constructor.ConstructorError(None, None, text, place.start_mark)
-
-
-def _check_limits(text: str) -> None:
-    """Raise an error for a document with too many values (aliases expanded), too deep, or with an alias inside itself.
-
-    This reads the events of the parser, because the loader is recursive, and libyaml's has no limit.
-    """
-    total = 0
-    sizes: dict[str | None, int] = {}  # number of values by anchor
-    parents: list[tuple[str | None, int]] = []  # anchor of a collection, and `total` where it begins
-    for event in yaml.parse(text, Loader=_Loader):
-        if isinstance(event, yaml.AliasEvent):
-            if event.anchor in dict(parents):
-                raise _yaml_error("an alias is inside its own value", event)
-            total += sizes.get(event.anchor, 1)
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, start = parents.pop()
-            sizes[anchor] = total - start
-        elif isinstance(event, yaml.NodeEvent):
-            total += 1
-            if isinstance(event, yaml.CollectionStartEvent):
-                parents.append((event.anchor, total - 1))
-        if total > MAX_VALUES or len(parents) > MAX_DEPTH:
-            limits = f"more than {MAX_VALUES:,} values, or nested more than {MAX_DEPTH} deep"
-            raise _yaml_error(limits, event)
 
 
 SHIPPED = Path(__file__).parents[1] / "configs"

@@ -20,7 +20,7 @@ from bandpo_cli.config.methods import MethodSettings
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.section import TaggedSection, setting_for
 from bandpo_cli.config.task import TaskSettings, default_layer
-from bandpo_cli.errors import ConfigError, has_secret, redact_credentials, unknown_choice
+from bandpo_cli.errors import ConfigError, redact_credentials, unknown_choice
 
 _TAGGED: Mapping[str, type[TaggedSection]] = {"task": TaskSettings, "bounds": MethodSettings}
 
@@ -109,21 +109,10 @@ def split_values(text: str) -> list[str]:
 def read_layer(path: Path, where: str = "--config") -> Layer:
     """Read a YAML config file that the package has written; `where` is the option or key that named the file.
 
-    Secrets in `tracking.uri`, which earlier versions have stored, are redacted.
-
     Raises:
         ConfigError: the file cannot be read, is not YAML, or does not hold a mapping.
     """
-    return without_secret(read_mapping(path, f"{where} {path}"))
-
-
-def without_secret(layer: Layer) -> Layer:
-    """Return stored settings with the secrets in `tracking.uri` redacted."""
-    tracking = layer.get("tracking")
-    uri = tracking.get("uri") if isinstance(tracking, dict) else None
-    if not isinstance(uri, str) or not has_secret(uri):
-        return layer
-    return _merge_mappings(layer, {"tracking": {"uri": redact_credentials(uri)}})
+    return read_mapping(path, f"{where} {path}")
 
 
 def read_assignments(assignments: Iterable[str]) -> Layer:

@@ -1,4 +1,4 @@
-"""Metrics of one problem (pass@k, maj@k, best@k) and 95% bootstrap intervals of their means over problems."""
+"""Metrics of one problem (pass@k, maj@k) and 95% bootstrap intervals of their means over problems."""
 
 from __future__ import annotations
 
@@ -45,19 +45,6 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     """
     _check_counts(n, correct, k, "pass")
     return 1.0 - comb(n - correct, k) / comb(n, k)
-
-
-def legacy_best_at_k(n: int, correct: int, k: int) -> float:
-    """Return best@k as estimated by resampling with replacement, 1 − (1 − c/n)^k, without the sampling noise.
-
-    It is biased, the more so the nearer k is to n: with 1 correct completion of 32 it is 0.64 for k = 32, although a
-    sample of 32 contained a correct answer. Only for comparison with published tables that use it (verl's `best@k`).
-
-    Raises:
-        ValueError: 1 ≤ k ≤ n or 0 ≤ correct ≤ n does not hold.
-    """
-    _check_counts(n, correct, k, "best")
-    return float(1.0 - (1.0 - correct / n) ** k)
 
 
 def maj_at_k(votes: Sequence[str | None], correct: Sequence[float], k: int) -> float:

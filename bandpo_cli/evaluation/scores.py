@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.evaluation.metrics import Interval, legacy_best_at_k, maj_at_k, mean_intervals, pass_at_k
+from bandpo_cli.evaluation.metrics import Interval, maj_at_k, mean_intervals, pass_at_k
 from bandpo_cli.storage.tables import EvalRow
 from bandpo_cli.types import UNGRADED_VERDICTS
 
@@ -62,7 +62,7 @@ class Scores:
         }
 
 
-def score(label: str, rows: Iterable[EvalRow], k: Sequence[int], legacy: bool = False) -> Scores:
+def score(label: str, rows: Iterable[EvalRow], k: Sequence[int]) -> Scores:
     """Return the scores of the graded completions of one evaluation set, in any order.
 
     A metric that needs a column (length, finish reason) is left out if any completion lacks it, the mean reward if no
@@ -71,7 +71,6 @@ def score(label: str, rows: Iterable[EvalRow], k: Sequence[int], legacy: bool = 
     Args:
         label: name of the set, for error messages.
         k: values of k for pass@k and maj@k.
-        legacy: also compute best@k as estimated by resampling with replacement.
 
     Raises:
         ConfigError: there are no completions, or a problem has fewer completions than the largest k.
@@ -94,7 +93,7 @@ def score(label: str, rows: Iterable[EvalRow], k: Sequence[int], legacy: bool = 
     columns = "length", "finish_reason"
     known = {column for column in columns if all(row.get(column) is not None for row in every_row)}
     known |= {"reward"} if any(row.get("reward") is not None for row in every_row) else set()
-    by_problem = {id_: _problem_metrics(rows_G, n, k, legacy, known) for id_, rows_G in problems.items()}
+    by_problem = {id_: _problem_metrics(rows_G, n, k, known) for id_, rows_G in problems.items()}
     names = list(next(iter(by_problem.values())))
     intervals = mean_intervals([[values[name] for values in by_problem.values()] for name in names])
     verdicts = dict(Counter(row["verdict"] for row in every_row).most_common())
@@ -157,7 +156,7 @@ def success_axis(n: int | None) -> str:
 
 
 def _problem_metrics(
-    rows_G: Sequence[EvalRow], n: str, k: Sequence[int], legacy: bool, known: Container[str]
+    rows_G: Sequence[EvalRow], n: str, k: Sequence[int], known: Container[str]
 ) -> dict[str, float]:
     """Return the metrics of one problem, which docs/evaluation.md defines; `n` is for the name of mean@n."""
     size, accuracies = len(rows_G), [row["accuracy"] for row in rows_G]
@@ -168,8 +167,6 @@ def _problem_metrics(
         metrics["reward"] = sum(row["reward"] or 0.0 for row in rows_G) / size
     metrics |= {f"pass_at_{size_k}": pass_at_k(size, correct, size_k) for size_k in k}
     metrics |= {f"maj_at_{size_k}": maj_at_k(votes, accuracies, size_k) for size_k in k}
-    if legacy:
-        metrics |= {f"legacy_best_at_{size_k}": legacy_best_at_k(size, correct, size_k) for size_k in k}
     metrics["answer_format_rate"] = (size - verdicts["malformed"]) / size
     if "finish_reason" in known:
         metrics["truncation_rate"] = sum(row["finish_reason"] == "length" for row in rows_G) / size

@@ -7,11 +7,11 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from bandpo_cli.config.layers import Layer, nest, read_layer, resolve, with_values, without_secret
+from bandpo_cli.config.layers import Layer, nest, read_layer, resolve, with_values
 from bandpo_cli.config.run import RunConfig, default_k
 from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, task_from_arguments
@@ -68,12 +68,10 @@ class EvalRequest:
     Attributes:
         config: seed, model, task, sampling, grading, evaluation and tracking are used, the other sections are not.
         source: the model and its task, or stored completions.
-        legacy: add best@k as resampling with replacement gives it.
     """
 
     config: RunConfig
     source: tuple[ModelRef, Task] | SamplesFile
-    legacy: bool = False
 
     def default_name(self) -> str:
         """Return the name of an evaluation to which the user gives none: what is evaluated, and the time."""
@@ -103,7 +101,7 @@ class EvalRequest:
             ref, _ = source
             run = None if ref.run is None else str(ref.run.path.absolute())
             model = {"path": _absolute_path(ref.path), "run": run, "step": ref.step}
-        return {"model": model, "samples": samples, "config": config, "legacy_best_at_k": self.legacy}
+        return {"model": model, "samples": samples, "config": config}
 
 
 def _absolute_path(path: str | None) -> str | None:
@@ -123,7 +121,6 @@ class EvalOptions(TypedDict, total=False):
         sampler: the sampling engine: auto, transformers or vllm.
         grader: the grader of all answers; None for the data's own.
         settings: other settings, as nested dictionaries; they win over the options above.
-        legacy_best_at_k: add best@k as resampling with replacement gives it.
     """
 
     samples: Path | str | None
@@ -136,7 +133,6 @@ class EvalOptions(TypedDict, total=False):
     sampler: str | None
     grader: str | None
     settings: Sequence[Layer]
-    legacy_best_at_k: bool
 
 
 def plan_evaluation(
@@ -178,7 +174,7 @@ def plan_evaluation(
         request = _model_request(model, tasks, Path(runs_dir), layers)
     if not request.config.evaluation.k:
         raise UserError("evaluation.k: give at least one k")
-    return replace(request, legacy=options.get("legacy_best_at_k", False))
+    return request
 
 
 def _model_request(model: str, tasks: Sequence[str], runs_dir: Path, layers: Sequence[Layer]) -> EvalRequest:
@@ -254,8 +250,8 @@ def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) ->
     add_code_folder(folder.path)
     record, complete = read_record(folder.path / RECORD_FILE), folder.samples_path.exists()
     try:
-        samples, model, legacy = record["samples"], record["model"], bool(record["legacy_best_at_k"])
-        layers = [without_secret(record["config"]), {"tracking": tracking or {}}]
+        samples, model = record["samples"], record["model"]
+        layers = [record["config"], {"tracking": tracking or {}}]
         if samples is not None:
             path, digest, grader = Path(samples["path"]), samples["sha256"], samples["grader"]
         else:
@@ -269,12 +265,12 @@ def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) ->
         if not complete and (not path_exists(path) or file_digest(path) != digest):
             raise UserError(f"--resume {folder.path}: {path} was changed or deleted; start a new evaluation")
         sets = {} if complete else read_completions(path, grader)
-        return EvalRequest(config, SamplesFile(path, digest, grader, sets), legacy)
+        return EvalRequest(config, SamplesFile(path, digest, grader, sets))
     if not complete:
         check_model_path(ref.path)
         check_model_contents(Path(ref.path))
         check_engine(config.sampling.engine, config.model.device)
-    return EvalRequest(config, (ref, prepare_task(config)), legacy)
+    return EvalRequest(config, (ref, prepare_task(config)))
 
 
 def _task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:

@@ -263,7 +263,7 @@ def _score(
         for row in completions:
             rows.setdefault(row["task"], []).append(row)
         k = request.config.evaluation.k
-        scores = {label: score(label, rows_N, k, request.legacy) for label, rows_N in rows.items()}
+        scores = {label: score(label, rows_N, k) for label, rows_N in rows.items()}
         record = {
             "name": folder.name,
             "status": "finished",

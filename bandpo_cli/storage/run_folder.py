@@ -47,7 +47,6 @@ RESERVED = ("mlartifacts", "mlflow.db", "mlruns")
 """Names that MLflow may use in the runs folder."""
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]{0,199}")
-_DEVICE = re.compile(r"(con|prn|aux|nul|com\d|lpt\d)(\..*)?", re.IGNORECASE)
 _TIMESTAMP = re.compile(r"-\d{8}-\d{6}(-\d{1,4}){0,9}$")
 """The end of a name of `timestamped`, with the suffixes of `unused_name`."""
 _STEP_FOLDERS = ("samples", "tokens", "token_values", "evals", "bad_batches")
@@ -345,22 +344,22 @@ def run_artifacts(folder: Path) -> list[Path]:
 
 
 def is_valid_name(name: str) -> bool:
-    """Return whether `name` is a single folder name on every system that a runs folder may be copied to."""
-    return _NAME.fullmatch(name) is not None and not _DEVICE.fullmatch(name) and not name.endswith(".")
+    """Return whether `name` is a single folder name that a shell, a URL and MLflow take as it is."""
+    return _NAME.fullmatch(name) is not None and not name.endswith(".")
 
 
 def check_name(name: str, runs_dir: Path) -> str:
     """Return `name` if it is a valid name for a new folder, else raise UserError with a name that is.
 
     Refused: the empty name, paths into or out of the runs folder, blanks and characters with a meaning in a shell
-    or file system, names of devices of Windows, and the names that MLflow uses there.
+    or file system, and the names that MLflow uses there.
     """
     if is_valid_name(name) and name not in RESERVED:
         return name
     raise UserError(
         f"--name {name!r} cannot be used: a run is a folder directly in {runs_dir}, and its name has at most 200 "
-        "letters, digits and ._-+=,@, starts with a letter, a digit or _, and is not one that Windows (con, nul, ...) "
-        f"or MLflow uses ({', '.join(RESERVED)}). Try: --name {unused_name(slug(name), runs_dir)}"
+        "letters, digits and ._-+=,@, starts with a letter, a digit or _, and is not one that MLflow uses "
+        f"({', '.join(RESERVED)}). Try: --name {unused_name(slug(name), runs_dir)}"
     )
 
 

@@ -87,7 +87,7 @@ report-runs < train-kl, train-clip, train-tv-relaxed: report runs/kl runs/clip r
 """
 
 _BYTES_WRITING = """
-eval-json < train-clip: eval --model clip@3 --n 8 --k 1,2,8 --limit 6 --seed 9 --legacy-best-at-k --name eval-json \
+eval-json < train-clip: eval --model clip@3 --n 8 --k 1,2,8 --limit 6 --seed 9 --name eval-json \
     --no-mlflow --format json
 eval-rescore-math: eval --samples stored.jsonl --grader math --name rescored-math --no-mlflow --format json \
     --set grading.workers=1 --set grading.deadline=60

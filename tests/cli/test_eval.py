@@ -84,7 +84,7 @@ def test_an_earlier_checkpoint_by_every_form_of_reference(place: Path, tmp_path:
 def test_flags_override_the_settings_of_the_run(place: Path) -> None:
     succeed(
         "eval", "--model", RUN, "--n", "2", "--limit", "3", "--temperature", "0.5", "--name", "flags",
-        "--set", "evaluation.batch=2", "--no-mlflow", "--legacy-best-at-k", cwd=place,
+        "--set", "evaluation.batch=2", "--no-mlflow", cwd=place,
     )  # fmt: skip
     record = record_of(place / "runs" / "flags")
     own = resolve([read_layer(place / "runs" / RUN / "config.yaml")]).model_dump(mode="json")
@@ -95,7 +95,7 @@ def test_flags_override_the_settings_of_the_run(place: Path) -> None:
     }  # fmt: skip
     scores = record["sets"]["countdown"]
     assert (scores["problems"], scores["completions"]) == (3, 6)
-    assert {"mean_at_2", "pass_at_2", "maj_at_2", "legacy_best_at_2"} <= set(scores["figures"])
+    assert {"mean_at_2", "pass_at_2", "maj_at_2"} <= set(scores["figures"])
 
 
 def test_standard_output_is_the_json_record_only(place: Path) -> None:

@@ -203,10 +203,10 @@ def test_resume_refuses_settings(tmp_path: Path) -> None:
         "--name": "b", "--set": "seed=1",
     }  # fmt: skip
     words = [word for flag in flags.items() for word in flag]
-    line = usage_error("eval", "--resume", "anything", *words, "--legacy-best-at-k", cwd=tmp_path)
+    line = usage_error("eval", "--resume", "anything", *words, cwd=tmp_path)
     assert "settings of the evaluation" in line
     named = line.partition("leave out ")[2].strip().split(", ")
-    assert sorted(named) == sorted([*flags, "--legacy-best-at-k"])
+    assert sorted(named) == sorted(flags)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_damaged_record_is_one_line(tmp_path: Path, change: dict) -> None:
     folder.mkdir(parents=True)
     record = {
         "name": "a", "status": "interrupted", "model": {"path": "embedded", "run": None, "step": None},
-        "samples": None, "config": {}, "legacy_best_at_k": False, "sets": {},
+        "samples": None, "config": {}, "sets": {},
     }  # fmt: skip
     (folder / "eval.json").write_text(json.dumps({**record, **change}))
     usage_error("eval", "--resume", "a", cwd=tmp_path)

@@ -19,7 +19,7 @@ from tests.cli.eval_command import Done, succeed, usage_error, without_torch
 LONG = "a" * 300
 HALF = {"name": "half", "status": "running", "sets": {"countdown": {"problems": 3}}}
 GONE = {
-    **HALF, "model": None, "config": {}, "legacy_best_at_k": False,
+    **HALF, "model": None, "config": {},
     "samples": {"path": "nowhere.jsonl", "sha256": "x", "grader": None},
 }  # fmt: skip
 

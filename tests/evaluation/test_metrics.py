@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bandpo_cli.config.run import EvaluationConfig
 from bandpo_cli.evaluation.evaluate import is_evaluation_due
-from bandpo_cli.evaluation.metrics import legacy_best_at_k, pass_at_k
+from bandpo_cli.evaluation.metrics import pass_at_k
 
 
 @pytest.mark.parametrize("n", [1, 3, 6])
@@ -42,9 +42,6 @@ def test_pass_at_32_of_one_correct_in_32_is_1() -> None:
     """Resampling with replacement would give 0.64; the 32 completions contain the correct one."""
     assert pass_at_k(32, 1, 32) == 1.0
     assert pass_at_k(32, 1, 1) == pytest.approx(1 / 32)
-    assert legacy_best_at_k(32, 1, 32) == pytest.approx(0.638, abs=1e-3)
-    assert legacy_best_at_k(5, 0, 3) == 0.0
-    assert legacy_best_at_k(8, 7, 2) == pytest.approx(1 - 1 / 64)
     # C(5000, 2500) has 1,504 digits, beyond the range of a float.
     assert pass_at_k(5000, 1, 2500) == pytest.approx(0.5, abs=1e-15)
 
@@ -53,8 +50,6 @@ def test_pass_at_32_of_one_correct_in_32_is_1() -> None:
 def test_invalid_counts_are_refused(n: int, correct: int, k: int) -> None:
     with pytest.raises(ValueError, match="pass@"):
         pass_at_k(n, correct, k)
-    with pytest.raises(ValueError, match="best@"):
-        legacy_best_at_k(n, correct, k)
 
 
 def test_evaluations_are_due_at_the_start_at_every_nth_step_and_at_the_end() -> None:

@@ -45,14 +45,12 @@ BY_HAND = {
     "grader_error_rate": (0.0, 1 / 4),
     "not_applicable_rate": (0.0, 0.0),
 }
-LEGACY = {"legacy_best_at_1": (1 / 2, 1 / 4), "legacy_best_at_2": (1 - 0.5**2, 1 - 0.75**2)}
 
 
 def test_every_metric() -> None:
-    scores = score("set", ROWS, (1, 2), legacy=True)
-    expected = BY_HAND | LEGACY
-    assert set(scores.metrics) == set(expected)
-    for name, (p, q) in expected.items():
+    scores = score("set", ROWS, (1, 2))
+    assert set(scores.metrics) == set(BY_HAND)
+    for name, (p, q) in BY_HAND.items():
         assert (scores.by_problem["p"][name], scores.by_problem["q"][name]) == pytest.approx((p, q)), name
         assert scores.metrics[name] == pytest.approx(mean_intervals([[p, q]])[0], nan_ok=True), name
         assert scores.metrics[name].value == pytest.approx((p + q) / 2), name

@@ -89,9 +89,9 @@ def test_a_comparison_with_itself_has_no_changes() -> None:
 
 def test_only_shared_sets_problems_and_metrics_are_read() -> None:
     assert list(compare_records({"sets": {**A["sets"], "other": None}}, B)) == ["math"]
-    row = {"mean_at_2": 0.5, "legacy_best_at_2": None, "maj_at_2": None}
+    row = {"mean_at_2": 0.5, "unknown": None, "maj_at_2": None}
     a = record(s={"p": row, "only a": {"mean_at_2": None}})
-    b = record(s={"p": {"mean_at_2": 1, "legacy_best_at_2": None}})
+    b = record(s={"p": {"mean_at_2": 1, "unknown": None}})
     comparison = compare_records(a, b)["s"]
     assert (list(comparison.metrics), comparison.metrics["mean"][1], comparison.shared) == (["mean"], 1.0, 1)
 

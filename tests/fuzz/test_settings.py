@@ -7,15 +7,11 @@ from typing import Any
 import pytest
 import yaml
 
-from bandpo_cli.config import files
 from bandpo_cli.config.files import parse_yaml
 from bandpo_cli.config.layers import read_assignments, read_layer, resolve, to_yaml
-from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import sweep_request
 from tests.fuzz.mutate import (
-    ALIAS_BOMB,
     KINDS,
-    MERGE_BOMB,
     NAMES,
     ODD,
     YAML_TEXTS,
@@ -90,28 +86,6 @@ def test_sweep_flags(empty_cwd: Path) -> None:
             plan = functools.partial(sweep_request.plan_sweep, None, {}, axes, option, [], empty_cwd / "runs")
             accepts(plan, (axes, option))
     assert not list(empty_cwd.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("text", "part"),
-    [
-        (ALIAS_BOMB, "values"),
-        (MERGE_BOMB, "not readable"),
-        ("a: &a [*a]", "inside its own value"),
-        ("- 1\n" * 1001, "more than 1,000 values"),
-        ("a: 0x" + "f" * 101, "100 digits"),
-        ("a: " + "1:" * 60 + "1", "100 digits"),
-        ("[" * 60 + "]" * 60, "deep"),
-        ("{a: " * 200_000, "deep"),
-    ],
-    ids=["aliases", "merges", "recursive", "many", "hexadecimal", "base-60", "deep", "very-deep"],
-)
-def test_an_expensive_yaml_text_is_refused_with_its_reason(
-    text: str, part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(files, "MAX_VALUES", 1000)
-    with pytest.raises(ConfigError, match=part):
-        parse_yaml(text, "--config x")
 
 
 def test_anchors_and_number_formats_are_read() -> None:
