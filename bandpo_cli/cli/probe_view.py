@@ -13,8 +13,8 @@ from bandpo_cli.cli.train_view import sample_text
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import plural
 from bandpo_cli.experiments.advice import advice
+from bandpo_cli.experiments.plan import Plan
 from bandpo_cli.experiments.probe_run import ProbeReport, probe
-from bandpo_cli.experiments.train_run import TrainPlan
 from bandpo_cli.metric_names import has_nonbinary_rewards
 
 
@@ -30,14 +30,15 @@ class ProbeView(ExperimentView):
     }
 
 
-def run_probe(plan: TrainPlan, runs_dir: Path) -> None:
+def run_probe(plan: Plan, runs_dir: Path) -> None:
     """Print the statement of the run, probe it, and print the results, the memory, and the settings to change."""
-    console = open_console(long_running=True)
-    print_statement(console, run_statement(plan.config, plan.task), plan.task.notes(), plan.warnings)
+    console, task = open_console(long_running=True), plan.task
+    assert task is not None  # only a resume can be without problems
+    print_statement(console, run_statement(plan.config, task), task.notes(), plan.warnings)
     with closing(ProbeView(console, runs_dir)) as view:
         report = probe(plan, [view])
     print_results(console, plan.config, report)
-    print_memory(console, plan.config, plan.task)
+    print_memory(console, plan.config, task)
     for line in (lines := advice(plan.config, report.metrics)):
         print_line(console, line, "try:", "yellow")
     if not lines:

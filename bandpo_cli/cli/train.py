@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,9 +14,8 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.rank_process import launched_name, rank_count
 
 if TYPE_CHECKING:
+    from bandpo_cli.experiments.plan import Plan
     from bandpo_cli.experiments.profile import ProfileCallback
-    from bandpo_cli.experiments.resume_run import ResumePlan
-    from bandpo_cli.experiments.train_run import TrainPlan
 
 
 @opt.takes_settings("train")
@@ -73,14 +71,12 @@ def train(
     from bandpo_cli.cli.launch import launch, ranks_to_start
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import nest, read_assignments, resolve
-    from bandpo_cli.experiments.fork_run import plan_fork
     from bandpo_cli.experiments.preflight import new_run_layers
-    from bandpo_cli.experiments.resume_run import locked_resume
-    from bandpo_cli.experiments.train_run import plan_training
 
     layers = [*map(read_config, config or []), nest(settings | tracking), read_assignments(set_ or [])]
     to_start = ranks_to_start(nproc)
     ranks = to_start or rank_count()
+    asked = launched_name() if name is None else name
     if fork is not None and (resume is not None or probe):
         raise UserError(
             f"--fork {fork}: it starts a new run from a checkpoint; leave out --resume and --probe"
@@ -89,41 +85,40 @@ def train(
         others = {"--resume": resume, "--profile": profile, "--dry-run": dry_run, "several ranks": ranks > 1}
         if given := [flag for flag, value in others.items() if value]:
             raise UserError(f"--probe: it tries a new run in one process; leave out {' and '.join(given)}")
-    plan: TrainPlan | ResumePlan
     with ExitStack() as lock:
-        if resume is None:
-            asked = launched_name() if name is None else name
-            if fork is not None:
-                plan = plan_fork(fork, layers, runs_dir, asked, ranks)
-            else:
-                plan = plan_training(resolve(new_run_layers(layers, runs_dir)), runs_dir, asked, ranks)
-            folder, first_step, is_trained = runs_dir / plan.name, plan.first_step, False
-            if probe:
-                from bandpo_cli.cli.probe_view import run_probe
+        if resume is not None:
+            from bandpo_cli.experiments.resume_plan import locked_resume
 
-                run_probe(plan, runs_dir)
-                return None
-        else:
             if name is not None:
                 raise UserError(f"--resume {resume}: the run continues in its folder; remove --name")
             plan = lock.enter_context(locked_resume(resume, runs_dir, layers, read_only=dry_run, ranks=ranks))
-            folder, first_step, is_trained = plan.folder.path, plan.step + 1, plan.task is None
+        elif fork is not None:
+            from bandpo_cli.experiments.fork_plan import plan_fork
+
+            plan = plan_fork(fork, layers, runs_dir, asked, ranks)
+        else:
+            from bandpo_cli.experiments.plan import plan_training
+
+            plan = plan_training(resolve(new_run_layers(layers, runs_dir)), runs_dir, asked, ranks)
+        if probe:
+            from bandpo_cli.cli.probe_view import run_probe
+
+            run_probe(plan, runs_dir)
+            return None
         profiler = None
         if profile is not None:
             from bandpo_cli.experiments.profile import ProfileCallback, check_profile_steps
 
-            check_profile_steps(profile, first_step, plan.config.steps)
+            check_profile_steps(profile, plan.first_step, plan.config.steps)
             profiler = ProfileCallback(profile)
-        if to_start is None or dry_run or is_trained:  # plots and the summary need one process
+        if to_start is None or dry_run or plan.task is None:  # plots and the summary need one process
             _run(plan, runs_dir, ranks, profiler, dry_run)
             return None
     # With --nproc this process has only checked the settings. The lock of a resume is released: rank 0 takes it.
-    return launch(to_start, plan.config, "train", folder, runs_dir)
+    return launch(to_start, plan.config, "train", plan.folder.path, runs_dir)
 
 
-def _run(
-    plan: TrainPlan | ResumePlan, runs_dir: Path, ranks: int, profiler: ProfileCallback | None, dry_run: bool
-) -> None:
+def _run(plan: Plan, runs_dir: Path, ranks: int, profiler: ProfileCallback | None, dry_run: bool) -> None:
     """Print the statement, then train with the console view and the signal handlers, and print the summary.
 
     A dry run prints the settings, the memory and the first prompt of a new run instead.
@@ -133,26 +128,21 @@ def _run(
     """
     from bandpo_cli.cli.statement import print_dry_run, print_profile, print_statement, run_statement
     from bandpo_cli.cli.train_view import TrainView, print_summary
-    from bandpo_cli.experiments.fork_run import ForkPlan
-    from bandpo_cli.experiments.resume_run import ResumePlan, resume
-    from bandpo_cli.experiments.train_run import train
+    from bandpo_cli.experiments.run import run
 
     console = open_console(long_running=True)
-    task, config = plan.task, plan.config
+    task, config, start = plan.task, plan.pinned, plan.start
     rows = [] if task is None else run_statement(config, task, ranks)
-    if isinstance(plan, ResumePlan):
-        rows.append(("resume", plan.describe()))
-    if isinstance(plan, ForkPlan):
-        rows.append(("fork of", plan.describe()))
+    if start.text:
+        rows.append(("resume" if start.is_resume else "fork of", start.text))
     print_statement(console, rows, [] if task is None else task.notes(), plan.warnings)
     if dry_run:
-        if not isinstance(plan, ResumePlan):
-            print_dry_run(console, config, plan.task, ranks)
+        if task is not None and not start.is_resume:
+            print_dry_run(console, config, task, ranks)
         return
-    start = partial(resume, plan) if isinstance(plan, ResumePlan) else partial(train, plan)
     with StopSignals() as signals, closing(TrainView(console, runs_dir, signals)) as view:
         callbacks = [view, signals, *([] if profiler is None else [profiler])]
-        result = start(callbacks=callbacks, stop_requested=lambda: signals.requested)
+        result = run(plan, callbacks, lambda: signals.requested)
         if result.status != "FINISHED":
             raise SystemExit(signals.exit_code)
         print_summary(console, config, result)

@@ -19,23 +19,23 @@ if TYPE_CHECKING:
     from bandpo_cli.experiments.exchange import export_merged as export_merged
     from bandpo_cli.experiments.exchange import export_verl as export_verl
     from bandpo_cli.experiments.exchange import import_verl as import_verl
-    from bandpo_cli.experiments.fork_run import fork as fork
-    from bandpo_cli.experiments.resume_run import resume as resume
+    from bandpo_cli.experiments.fork_plan import fork as fork
+    from bandpo_cli.experiments.resume_plan import resume as resume
+    from bandpo_cli.experiments.run import train as train
     from bandpo_cli.experiments.sweep_run import sweep as sweep
     from bandpo_cli.experiments.sync_runs import sync as sync
-    from bandpo_cli.experiments.train_run import train as train
 
 _MODULES = {
     "compare": "eval_comparison",
     "evaluate": "eval_run",
     "export_merged": "exchange",
     "export_verl": "exchange",
-    "fork": "fork_run",
+    "fork": "fork_plan",
     "import_verl": "exchange",
-    "resume": "resume_run",
+    "resume": "resume_plan",
     "sweep": "sweep_run",
     "sync": "sync_runs",
-    "train": "train_run",
+    "train": "run",
 }
 """The module of each function. It is imported when the function is first used, so that a command imports only what it
 needs."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.layers import with_values
 from bandpo_cli.experiments.memory import out_of_memory_errors
+from bandpo_cli.experiments.plan import Plan
 from bandpo_cli.experiments.rank_group import Dispatcher
-from bandpo_cli.experiments.train_run import TrainPlan, loaded_components
+from bandpo_cli.experiments.run import loaded_components
 from bandpo_cli.types import Group
 
 PROBLEMS = 32
@@ -43,7 +44,7 @@ class ProbeReport:
     run_seconds: float
 
 
-def probe(plan: TrainPlan, callbacks: Sequence[TrainCallback] = ()) -> ProbeReport:
+def probe(plan: Plan, callbacks: Sequence[TrainCallback] = ()) -> ProbeReport:
     """Sample and grade completions of the untrained model, and measure a trial step.
 
     The trial step has the updates of a step of the run at the full learning rate, on a part of the groups, first those
@@ -55,8 +56,9 @@ def probe(plan: TrainPlan, callbacks: Sequence[TrainCallback] = ()) -> ProbeRepo
     Raises:
         UserError, RunError: as `train`.
     """
-    run, updates = plan.config, plan.config.optim.updates
-    problems = min(PROBLEMS, len(plan.task.train_problems()))
+    run, updates, task = plan.pinned, plan.config.optim.updates, plan.task
+    assert task is not None  # only a resume can be without problems
+    problems = min(PROBLEMS, len(task.train_problems()))
     values = {
         "sampling.prompts": max(1, problems // updates) * updates,
         "sampling.dynamic": False,
@@ -65,7 +67,7 @@ def probe(plan: TrainPlan, callbacks: Sequence[TrainCallback] = ()) -> ProbeRepo
     }
     events: Dispatcher[RunInfo, StepReport, RunResult] = Dispatcher(callbacks)
     with (
-        loaded_components(with_values(run, values), plan.task, events) as (config, components),
+        loaded_components(with_values(run, values), task, events) as (config, components),
         out_of_memory_errors(config),
     ):
         from bandpo_cli.evaluation.evaluate import is_evaluation_due
@@ -101,7 +103,7 @@ def probe(plan: TrainPlan, callbacks: Sequence[TrainCallback] = ()) -> ProbeRepo
         per_useful = timer.seconds("logprobs", "update") / min(useful, tried)
         updating = run.sampling.prompts * useful / len(groups) * per_useful
     evaluations = sum(is_evaluation_due(run.evaluation, step, run.steps) for step in range(run.steps + 1))
-    heldout = sum(len(items[: run.evaluation.problems]) for items in plan.task.heldout_sets().values())
+    heldout = sum(len(items[: run.evaluation.problems]) for items in task.heldout_sets().values())
     evaluating = evaluations * heldout * per_prompt * run.evaluation.samples / run.sampling.samples
     seconds = sampling, updating, run.steps * (sampling + (updating or 0.0)) + evaluating
     return ProbeReport(groups, metrics, tried, *seconds)

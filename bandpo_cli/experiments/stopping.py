@@ -1,7 +1,8 @@
 """Criteria of `stop`: a run ends once a metric was beyond its limit in a number of consecutive steps."""
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple
 
@@ -32,6 +33,35 @@ _CRITERIA = {
     "truncation_above": _Criterion("train/truncated_fraction", "", "above", operator.gt),
 }
 """The metric of each limit in `stop`, and the side of the limit on which a step counts."""
+
+
+class StopCriteria:
+    """The reasons to end a run between two steps: its criteria, and a request.
+
+    Args:
+        records: lines of metrics.jsonl of the steps before; the last `stop.steps` of them count.
+        requested: returns True once the user has asked the run to stop; None where nobody can.
+    """
+
+    def __init__(
+        self, config: RunConfig, records: Iterable[Record], requested: Callable[[], bool] | None
+    ) -> None:
+        self._config, self._requested = config, requested
+        self._recent = deque(records, maxlen=config.stop.steps)
+
+    def add(self, record: Record) -> list[str]:
+        """Add the line of a step, and return the warnings about it."""
+        self._recent.append(record)
+        return stop_warnings(self._config, self._recent)
+
+    @property
+    def reason(self) -> str | None:
+        """The criterion that ends the run after the last step, in one line; None without one."""
+        return stop_reason(self._config, self._recent)
+
+    def is_met(self) -> bool:
+        """Return whether the run is to end now."""
+        return self.reason is not None or (self._requested is not None and self._requested())
 
 
 def stop_reason(config: RunConfig, records: Sequence[Record]) -> str | None:

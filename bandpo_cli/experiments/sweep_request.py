@@ -15,7 +15,7 @@ from bandpo_cli.config.methods import TrustRegionSettings
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.experiments.fork_run import fork_point
+from bandpo_cli.experiments.fork_plan import fork_point
 from bandpo_cli.experiments.preflight import check_config, read_numbers
 from bandpo_cli.storage.run_folder import RunFolder, shell_command
 from bandpo_cli.storage.run_record import read_summary

@@ -9,8 +9,9 @@ from bandpo_cli.config.layers import resolve, to_yaml
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.experiments import resume
-from bandpo_cli.experiments.fork_run import plan_fork
+from bandpo_cli.experiments.fork_plan import plan_fork
 from bandpo_cli.experiments.overview import describe_run
+from bandpo_cli.experiments.record import copy_parent
 from bandpo_cli.experiments.sweep_request import plan_sweep, request_from_config
 from bandpo_cli.experiments.sweep_run import Executor, dry_run_info
 from bandpo_cli.storage.checkpoints import (
@@ -75,15 +76,18 @@ def test_progress_of_a_fork(runs: Path, settings: dict[str, Any], expected: tupl
     """The updates, whether the batch of the parent is trained on, and whether the problems must be the same."""
     plan = plan_fork("a@4", [NO_MLFLOW, settings], runs)
     updates, keeps_batch, same_problems = expected
-    assert plan.progress == Progress(4, updates, 1, 20, "abc" if same_problems else ANY_PROBLEMS)
-    assert (plan.first_step, plan.keeps_batch) == (5, keeps_batch)
+    fork = plan.start.fork
+    assert fork is not None
+    assert fork.progress == Progress(4, updates, 1, 20, "abc" if same_problems else ANY_PROBLEMS)
+    assert (plan.first_step, fork.keeps_batch) == (5, keeps_batch)
 
 
 def test_a_fork_begins_as_the_record_of_its_parent(runs: Path) -> None:
     """Only up to the step; it stays when the parent is removed."""
     plan = plan_fork("a", [NO_MLFLOW, {"optim": {"updates": 4}, "bounds": {"method": "clip"}}], runs, "b")
     folder, parent = RunFolder.create(runs, "b"), RunFolder(runs / "a")
-    about = plan.fill(folder)[PARENT]
+    assert plan.start.fork is not None
+    about = copy_parent(plan.start.fork, folder)[PARENT]
     assert about == {
         "run": str(parent.path),
         "path": str(parent.path),
@@ -100,9 +104,9 @@ def test_a_fork_begins_as_the_record_of_its_parent(runs: Path) -> None:
     assert (complete, damaged) == ({4: Progress(4, 16, 1, 20, "abc")}, {})
     assert not (folder.checkpoint_dir(4) / ROLLOUTS).exists()
     with pytest.raises(RunError, match=r"step-000004: the run has removed it; fork its last checkpoint"):
-        plan.fill(RunFolder.create(runs, "c"))
+        copy_parent(plan.start.fork, RunFolder.create(runs, "c"))
     assert not (runs / "c").exists()
-    folder.write_config(to_yaml(plan.settings))
+    folder.write_config(to_yaml(plan.config))
     folder.write_env({PARENT: about})
     shown = describe_run("b", runs)
     assert shown.overview.parent == f"{parent.path}@4"
@@ -116,12 +120,12 @@ def test_a_fork_begins_as_the_record_of_its_parent(runs: Path) -> None:
 def test_a_fork_is_a_child_of_the_mlflow_run_of_its_parent(runs: Path) -> None:
     """Unless it has another parent, such as its sweep; the settings `tracking` of the parent are not its own."""
     uri = f"sqlite:///{runs.absolute()}/mlflow.db"
-    assert plan_fork("a", [], runs).settings.tracking.parent is None
+    assert plan_fork("a", [], runs).config.tracking.parent is None
     write_link(runs / "a", Link(uri, "bandpo", "key", "the-run"))
-    assert plan_fork("a", [], runs).settings.tracking.parent == "the-run"
-    assert plan_fork("a", [{"tracking": {"parent": "other"}}], runs).settings.tracking.parent == "other"
-    assert plan_fork("a", [NO_MLFLOW], runs).settings.tracking.parent is None
-    assert plan_fork("a", [{"tracking": {"experiment": "x"}}], runs).settings.tracking.parent is None
+    assert plan_fork("a", [], runs).config.tracking.parent == "the-run"
+    assert plan_fork("a", [{"tracking": {"parent": "other"}}], runs).config.tracking.parent == "other"
+    assert plan_fork("a", [NO_MLFLOW], runs).config.tracking.parent is None
+    assert plan_fork("a", [{"tracking": {"experiment": "x"}}], runs).config.tracking.parent is None
 
 
 def _imported(folder: Path) -> None:

@@ -22,8 +22,8 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import memory, resume, train
 from bandpo_cli.experiments.memory import GIB, check_memory, memory_of_task, memory_report
-from bandpo_cli.experiments.resume_run import CHANGEABLE_SETTINGS
-from bandpo_cli.experiments.train_run import loaded_components
+from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS
+from bandpo_cli.experiments.run import loaded_components
 from bandpo_cli.models import load
 from bandpo_cli.models.memory import SLEEPING_ENGINE_BYTES, Device, estimate_memory
 from bandpo_cli.ranks import SINGLE
@@ -250,7 +250,7 @@ def test_a_resume_keeps_the_share_of_vllm(tmp_path: Path, monkeypatch: pytest.Mo
         seen.append(config.sampling.vllm.memory_fraction)
         return with_values(config, {SHARE: seen[-1] or 0.31})
 
-    monkeypatch.setattr("bandpo_cli.experiments.train_run.check_memory", checked)
+    monkeypatch.setattr("bandpo_cli.experiments.run.check_memory", checked)
     train(resolve([SMALL, {"steps": 1, "evaluation": {"every": 0}}]), runs_dir=tmp_path, name="a")
     stored = read_layer(tmp_path / "a" / "config.yaml")
     assert stored["sampling"]["vllm"]["memory_fraction"] == 0.31

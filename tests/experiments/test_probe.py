@@ -14,8 +14,8 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments import train
 from bandpo_cli.experiments.advice import AdviceCallback, advice
+from bandpo_cli.experiments.plan import plan_training
 from bandpo_cli.experiments.probe_run import ProbeReport, probe
-from bandpo_cli.experiments.train_run import plan_training
 from tests.cli.eval_command import succeed
 from tests.cli.train_runs import SMALL as SMALL_FLAGS
 from tests.experiments.test_api import SMALL

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import LostRankError, RunError, UserError
 from bandpo_cli.experiments.rank_group import check_same_on_all, connected_ranks, lost_rank_errors
-from bandpo_cli.experiments.train_run import loaded_components
+from bandpo_cli.experiments.run import loaded_components
 from bandpo_cli.grading.pool import GraderUse
 from bandpo_cli.ranks import SINGLE, Ranks, connected
 from tests.training.several_ranks import run_ranks
@@ -77,11 +77,11 @@ def grader_warnings(ranks: Ranks) -> list[list[str]]:
         with (
             mock.patch("bandpo_cli.training.components.build_components", return_value=components),
             mock.patch.multiple(
-                "bandpo_cli.experiments.train_run",
+                "bandpo_cli.experiments.run",
                 connected_ranks=lambda config: contextlib.nullcontext(ranks),
                 check_memory=lambda config, *_, **__: config,
             ),
-            mock.patch("bandpo_cli.experiments.train_run.log.warning") as warn,
+            mock.patch("bandpo_cli.experiments.run.log.warning") as warn,
             contextlib.suppress(RunError),
             lost_rank_errors(),
             loaded_components(RunConfig(), mock.Mock(), mock.Mock()),

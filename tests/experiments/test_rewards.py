@@ -11,7 +11,7 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import GraderFailedError
 from bandpo_cli.experiments import evaluate, resume, train
 from bandpo_cli.experiments.eval_run import resume_evaluation
-from bandpo_cli.experiments.train_run import plan_training
+from bandpo_cli.experiments.plan import plan_training
 from bandpo_cli.metric_names import without_clock
 
 SMALL: dict[str, Any] = {

@@ -129,7 +129,7 @@ def describe_warning(folder: Path) -> str:
 
 def on_ranks(ranks: Ranks, folder: Path) -> tuple[str, list[int]]:
     """Train and return the status and the steps that this rank reports."""
-    connected = "bandpo_cli.experiments.train_run.connected_ranks"
+    connected = "bandpo_cli.experiments.run.connected_ranks"
     with mock.patch(connected, return_value=nullcontext(ranks)):
         result = train(resolve([SMALL, STOP]), folder, "r")
     return result.status, [line["step"] for line in result.records]

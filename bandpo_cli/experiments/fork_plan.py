@@ -7,35 +7,31 @@ imported at module level.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from bandpo_cli.callbacks import RunResult, TrainCallback
 from bandpo_cli.config.layers import Layer, changes_text, resolve, setting_changes, with_values
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.custom_code import changed_code
-from bandpo_cli.errors import ConfigError, RunError, UserError, plural
+from bandpo_cli.errors import ConfigError, UserError, plural
+from bandpo_cli.experiments.plan import Fork, Plan, Start, plan_training
 from bandpo_cli.experiments.preflight import inherited_layers
-from bandpo_cli.experiments.resume_run import CHANGEABLE_PREFIXES, FIXED_SETTINGS, as_loaded, last_step, pin
+from bandpo_cli.experiments.resume_plan import CHANGEABLE_PREFIXES, FIXED_SETTINGS, last_step, pin
+from bandpo_cli.experiments.run import Stop
+from bandpo_cli.experiments.run import run as run_plan
 from bandpo_cli.experiments.stopping import stop_reason
-from bandpo_cli.experiments.train_run import Stop, TrainPlan, plan_training, train
 from bandpo_cli.paths import path_exists, relative_to_cwd
 from bandpo_cli.storage.checkpoints import (
     ANY_PROBLEMS,
     Progress,
     check_contents,
     complete_checkpoints,
-    copy_checkpoint,
-    remove_tree,
 )
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, find_run, not_found, shell_command
-from bandpo_cli.storage.run_record import PARENT
 from bandpo_cli.tracking.store import find_link, tracking_store
-
-if TYPE_CHECKING:
-    from bandpo_cli.training.components import Components
 
 _OF_THE_PROBLEMS = ("model.", "task.", "sampling.", "evaluation.")
 """Sections that the problems of a run and of its evaluations depend on."""
@@ -93,68 +89,6 @@ class ForkPoint:
         return changes
 
 
-@dataclass(frozen=True)
-class ForkPlan(TrainPlan):
-    """A fork that has been checked and not started; its `config` has the engine and the commits of the parent.
-
-    Attributes:
-        settings: the settings without these values, for config.yaml.
-        point: the checkpoint that it continues.
-        changes: the settings that differ: the values of the parent and of the fork.
-        progress: that of the first checkpoint of the fork.
-        keeps_batch: whether the fork trains on the batch that the parent has sampled ahead, if there is one.
-    """
-
-    settings: RunConfig
-    point: ForkPoint
-    changes: Mapping[str, tuple[Any, Any]]
-    progress: Progress
-    keeps_batch: bool
-
-    @property
-    def first_step(self) -> int:
-        return self.progress.step + 1
-
-    def describe(self) -> str:
-        """Return the checkpoint, the number of steps to train, and the changed settings, one line each."""
-        left = plural(self.config.steps - self.progress.step, "step")
-        where = f"{relative_to_cwd(self.point.checkpoint)}: {left} to go"
-        return "\n".join([where, *filter(None, [changes_text(self.changes, separator="\n")])])
-
-    def recorded(self, loaded: RunConfig) -> RunConfig:
-        return as_loaded(self.settings, loaded)
-
-    def fill(self, folder: RunFolder) -> Mapping[str, object]:
-        """Copy the record and the checkpoint of the parent; raise RunError if a file cannot be copied.
-
-        A parent that is running may have removed the checkpoint meanwhile.
-        """
-        point, step = self.point, self.progress.step
-        try:
-            folder.begin_with(point.run, step)
-            copy_checkpoint(point.checkpoint, folder.checkpoint_dir(step), self.progress, self.keeps_batch)
-        except (OSError, UserError) as error:
-            remove_tree(folder.path)
-            is_there = path_exists(point.checkpoint)
-            why = (
-                f"cannot be copied: {error}"
-                if is_there
-                else "the run has removed it; fork its last checkpoint"
-            )
-            raise RunError(f"{point.checkpoint}: {why}") from error
-        path = point.run.path.absolute()
-        about = {"run": str(relative_to_cwd(path)), "path": str(path), "step": step}
-        return {PARENT: {**about, "changed": self.changes}}
-
-    def load_state(self, folder: RunFolder, components: Components) -> None:
-        try:
-            components.resume_from(folder.checkpoint_dir(self.progress.step))
-        except UserError as error:  # the data of the task have changed since the checkpoint was written
-            if components.ranks.is_main:
-                remove_tree(folder.path)
-            raise UserError(str(error).replace(str(folder.path), str(self.point.run.path))) from None
-
-
 def fork(
     run: str,
     runs_dir: Path | str = "runs",
@@ -174,8 +108,7 @@ def fork(
         UserError: there is no such checkpoint, or a setting cannot be used or cannot be changed.
         RunError: as `train`.
     """
-    plan = plan_fork(run, settings, runs_dir, name)
-    return train(plan, callbacks=callbacks, stop_requested=stop_requested)
+    return run_plan(plan_fork(run, settings, runs_dir, name), callbacks, stop_requested)
 
 
 def plan_fork(
@@ -184,7 +117,7 @@ def plan_fork(
     runs_dir: Path | str = "runs",
     name: str | None = None,
     ranks: int | None = None,
-) -> ForkPlan:
+) -> Plan:
     """Check everything about a fork that can be checked without torch, and load the problems.
 
     `ranks` is the number of processes; None for those that torchrun has started, 1 without it.
@@ -213,11 +146,12 @@ def plan_fork(
         updates=point.progress.updates * config.optim.updates // point.config.optim.updates,
         problems=point.progress.problems if same_problems else ANY_PROBLEMS,
     )
-    about = {**vars(plan), "warnings": [*warnings, *plan.warnings]}
     config = config.model_copy(update={"bounds": plan.config.bounds})  # with all options of a custom method
-    return ForkPlan(
-        **about, settings=config, point=point, changes=changes, progress=progress, keeps_batch=keeps_batch
-    )
+    left = plural(config.steps - progress.step, "step")
+    where = f"{relative_to_cwd(point.checkpoint)}: {left} to go"
+    text = "\n".join([where, *filter(None, [changes_text(changes, separator="\n")])])
+    start = Start(progress.step, text, Fork(point.run, progress, keeps_batch, changes))
+    return replace(plan, config=config, start=start, warnings=[*warnings, *plan.warnings])
 
 
 def fork_point(text: str, runs_dir: Path) -> ForkPoint:

@@ -4,10 +4,8 @@
 engine, the dtype and the commits that the run started with. Nothing heavy is imported at module level.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from datetime import UTC, datetime
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -21,57 +19,33 @@ from bandpo_cli.config.layers import (
     resolve,
     setting_changes,
     setting_text,
-    to_yaml,
     with_values,
 )
 from bandpo_cli.config.methods import TrustRegionSettings
-from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.config.task import DataTask
-from bandpo_cli.custom_code import changed_code, code_from, keep_code
+from bandpo_cli.custom_code import changed_code, code_from
 from bandpo_cli.errors import ConfigError, UserError, plural
-from bandpo_cli.experiments.memory import out_of_memory_errors
+from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, Start
 from bandpo_cli.experiments.preflight import check_config, run_warnings
-from bandpo_cli.experiments.rank_group import check_ranks, check_same_on_all
+from bandpo_cli.experiments.rank_group import check_ranks
+from bandpo_cli.experiments.record import RESOLVED
+from bandpo_cli.experiments.run import Stop
+from bandpo_cli.experiments.run import run as run_plan
 from bandpo_cli.experiments.stopping import stop_reason
-from bandpo_cli.experiments.train_run import (
-    RESOLVED,
-    Stop,
-    loaded_components,
-    record_run,
-    run_environment,
-    run_steps,
-    train_events,
-)
 from bandpo_cli.paths import is_commit, path_exists
 from bandpo_cli.rank_process import is_main_process, rank_count
 from bandpo_cli.registries import AUTO_ENGINE, ENGINES
 from bandpo_cli.storage.checkpoints import (
     check_contents,
     complete_checkpoints,
-    prune_checkpoints,
-    remove_checkpoints_after,
 )
-from bandpo_cli.storage.environment import describe_environment
-from bandpo_cli.storage.files import read_json_object, remove_temporary_files, run_lock
+from bandpo_cli.storage.files import read_json_object, run_lock
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, iterate_metrics, shell_command
 from bandpo_cli.storage.run_record import is_finished, read_parent
 from bandpo_cli.tasks.question_answers import hub_ids
-from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.store import is_redacted, tracking_store
-
-CHANGEABLE_SETTINGS = (
-    *WITHOUT_EFFECT,
-    "optim.max_skips",
-    "sampling.vllm.kv_cache_gb",
-    "sampling.weight_transfer",
-    "sampling.vllm.sleep",
-)
-"""Settings and complete sections that a resume may change: those without effect on the record, and limits that a run
-may have to change to continue after an error.
-
-`steps` may change too, under conditions: see `_check_changes`.
-"""
 
 FIXED_SETTINGS = ("model.path", "model.revision", "model.dtype", "model.lora")
 """Settings that a fork cannot change either: weights and optimizer state are those of the checkpoint."""
@@ -81,40 +55,8 @@ _RESTORE = "restore the file from a copy, or start a new run"
 CHANGEABLE_PREFIXES = ("steps", *(f"{name}." if "." not in name else name for name in CHANGEABLE_SETTINGS))
 
 
-@dataclass(frozen=True)
-class ResumePlan:
-    """A run that is to be resumed.
-
-    Attributes:
-        config: the run's settings with the requested changes.
-        pinned: the same, with the engine, the dtype and the commits that the run started with.
-        task: its problems, loaded; None where all steps are done.
-        done: the last step in metrics.jsonl; -1 before the first line.
-        step: the step after which the run continues; -1 for from the start.
-    """
-
-    folder: RunFolder
-    config: RunConfig
-    pinned: RunConfig
-    task: Task | None
-    done: int
-    step: int
-    warnings: Sequence[str]
-
-    def describe(self) -> str:
-        """Return the step from which the run continues, in one line."""
-        if self.task is None:
-            return f"all {self.step} steps are done; what is left is the summary and the plots"
-        if self.step < 0:
-            again = f"; {self.done} of {self.config.steps} steps are done again" if self.done > 0 else ""
-            return f"from the start: there is no checkpoint yet{again}"
-        again = f", {self.done - self.step} of them done again" if self.done > self.step else ""
-        left = plural(self.config.steps - self.step, "step")
-        return f"after step {self.step} ({self.folder.checkpoint_dir(self.step)}): {left} to go{again}"
-
-
 def resume(
-    run: str | ResumePlan,
+    run: str,
     runs_dir: Path | str = "runs",
     settings: Sequence[Layer] = (),
     callbacks: Sequence[TrainCallback] = (),
@@ -125,7 +67,7 @@ def resume(
     Steps after the checkpoint are removed once the model and its state are loaded, not before.
 
     Args:
-        run: its name in `runs_dir`, its folder, or a plan of `locked_resume`, whose lock the caller holds.
+        run: its name in `runs_dir`, or its folder.
         settings: settings to change; see `CHANGEABLE_SETTINGS`. `{"steps": n}` trains further.
 
     Raises:
@@ -133,28 +75,8 @@ def resume(
             change.
         RunError: as `train`.
     """
-    with ExitStack() as stack:
-        plan = run
-        if not isinstance(plan, ResumePlan):
-            plan = stack.enter_context(locked_resume(plan, runs_dir, settings))
-        events = train_events(plan.config, callbacks)
-        folder, first_step = plan.folder, plan.step + 1
-        if plan.task is None:
-            if is_main_process():
-                _roll_back(plan, plan.config, describe_environment())
-            return record_run(plan.config, folder, events, (), first_step, lambda: "FINISHED")
-        loaded = loaded_components(plan.pinned, plan.task, events, CHANGEABLE_SETTINGS)
-        pinned, components = stack.enter_context(loaded)
-        config = as_loaded(plan.config, pinned)
-        ranks = components.ranks
-        check_same_on_all(ranks, to_yaml(config), str(plan.step))
-        if plan.step >= 0:
-            with out_of_memory_errors(pinned):
-                components.resume_from(folder.checkpoint_dir(plan.step))
-        if ranks.is_main:
-            _roll_back(plan, config, run_environment(pinned, components))
-        ranks.wait()
-        return run_steps(config, folder, components, events, first_step, stop_requested)
+    with locked_resume(run, runs_dir, settings) as plan:
+        return run_plan(plan, callbacks, stop_requested)
 
 
 @contextmanager
@@ -164,7 +86,7 @@ def locked_resume(
     settings: Sequence[Layer] = (),
     read_only: bool = False,
     ranks: int | None = None,
-) -> Iterator[ResumePlan]:
+) -> Iterator[Plan]:
     """Yield the plan of a resume, with the run's lock held; a read-only plan takes no lock.
 
     `ranks` is the number of processes; None for those that torchrun has started, 1 without it.
@@ -182,7 +104,7 @@ def locked_resume(
         yield plan
 
 
-def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Path("runs")) -> ResumePlan:
+def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Path("runs")) -> Plan:
     """Return how the run in `folder` continues; `layers` are the settings that were given with --resume.
 
     Raises UserError if the run is complete, its record is damaged, or a setting was given that cannot change.
@@ -239,7 +161,25 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
         warnings += damage
         pinned, task = check_config(pinned)
         warnings += changed_code(pinned.model_dump_json(), folder.path)
-    return ResumePlan(folder, config, pinned, task, done, step, [*warnings, *run_warnings(config, task)])
+    start = Start(step, _describe(folder, config, done, step), is_resume=True)
+    return Plan(config, pinned, task, folder, start, [*warnings, *run_warnings(config, task)])
+
+
+def _describe(folder: RunFolder, config: RunConfig, done: int, step: int) -> str:
+    """Return the step from which the run continues, in one line.
+
+    Args:
+        done: the last step in metrics.jsonl; -1 before the first line.
+        step: the step after which the run continues; -1 for from the start.
+    """
+    if step >= config.steps:
+        return f"all {step} steps are done; what is left is the summary and the plots"
+    if step < 0:
+        again = f"; {done} of {config.steps} steps are done again" if done > 0 else ""
+        return f"from the start: there is no checkpoint yet{again}"
+    again = f", {done - step} of them done again" if done > step else ""
+    left = plural(config.steps - step, "step")
+    return f"after step {step} ({folder.checkpoint_dir(step)}): {left} to go{again}"
 
 
 def pin(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
@@ -277,27 +217,6 @@ def pin(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
     if isinstance(task, DataTask) and isinstance(data, dict):
         changes["task.revisions"] = {name: data[name] for name in hub_ids(task) if is_commit(data.get(name))}
     return with_values(config, changes), []
-
-
-def as_loaded(config: RunConfig, loaded: RunConfig) -> RunConfig:
-    """Return the settings for config.yaml: with the dtype and the share of the GPU that `loaded_components` chose."""
-    dtype, fraction = loaded.model.dtype, loaded.sampling.vllm.memory_fraction
-    return with_values(config, {"model.dtype": dtype, "sampling.vllm.memory_fraction": fraction})
-
-
-def _roll_back(plan: ResumePlan, config: RunConfig, env: Mapping[str, object]) -> None:
-    """Cut the record and the checkpoints back to the step after which the run continues, and record the resume."""
-    folder = plan.folder
-    (folder.path / "summary.json").unlink(missing_ok=True)
-    remove_temporary_files(folder.path / "plots")
-    # Checkpoints first: after a kill in between, a checkpoint ahead of the record would mean that lines are missing.
-    remove_checkpoints_after(folder, plan.step)
-    folder.roll_back(plan.step)
-    prune_checkpoints(folder, config.checkpoint)
-    keep_code(config.model_dump_json(), folder.path)  # of callbacks that are new
-    folder.write_config(to_yaml(config))
-    when = datetime.now(UTC).isoformat(timespec="seconds")
-    folder.record_resume({"time": when, "after_step": max(plan.step, 0)}, env)
 
 
 def _schedules_over_run(config: RunConfig) -> dict[str, str]:

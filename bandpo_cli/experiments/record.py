@@ -1,0 +1,271 @@
+"""The record of a training run in its folder: opening the folder of a plan, and closing the record however it ends."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import UTC, datetime
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
+from bandpo_cli.config.layers import to_yaml
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.sampling import resolve_engine
+from bandpo_cli.config.task import DataTask
+from bandpo_cli.custom_code import keep_code
+from bandpo_cli.errors import RunError, SignalExit, UserError, redact_credentials, warn_on_failure
+from bandpo_cli.experiments.memory import out_of_memory_errors
+from bandpo_cli.experiments.overview import summary_fields
+from bandpo_cli.experiments.plan import Fork, Plan, Start, as_loaded
+from bandpo_cli.experiments.rank_group import Dispatcher, check_same_on_all
+from bandpo_cli.experiments.stopping import stop_reason
+from bandpo_cli.paths import cached_commit, path_exists, relative_to_cwd
+from bandpo_cli.rank_process import is_main_process
+from bandpo_cli.storage.checkpoints import (
+    copy_checkpoint,
+    prune_checkpoints,
+    remove_checkpoints_after,
+    remove_tree,
+)
+from bandpo_cli.storage.environment import describe_environment
+from bandpo_cli.storage.files import remove_temporary_files, run_lock
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_record import PARENT
+from bandpo_cli.tasks.question_answers import hub_ids
+from bandpo_cli.types import RunStatus, status_of
+
+if TYPE_CHECKING:
+    from bandpo_cli.training.components import Components
+
+RESOLVED = "resolved"
+"""The entry of env.json with what settings such as `auto` resolved to, which a resume uses again."""
+
+log = logging.getLogger("bandpo_cli")
+
+
+@contextmanager
+def opened_folder(plan: Plan, loaded: RunConfig, components: Components | None) -> Iterator[RunFolder]:
+    """Open the folder of a plan for writing, and load the state with which the run starts into the components.
+
+    The folder of a new run is created, with the record and the checkpoint of the parent of a fork. With config.yaml,
+    which is written last, the folder is a run. A folder of a resume is cut back to the step of its checkpoint once that
+    has been loaded, not before. Rank 0 holds the lock of a new folder; the caller holds the lock of a resume.
+
+    Args:
+        loaded: the settings with which the components were loaded.
+        components: None for a resume of a run whose steps are all done.
+    """
+    config, start, folder = as_loaded(plan.config, loaded), plan.start, plan.folder
+    env = describe_environment() if components is None else run_environment(loaded, components)
+    if components is None:
+        if is_main_process():
+            _cut_back(folder, config, start.step, env)
+        yield folder
+        return
+    ranks = components.ranks
+    check_same_on_all(ranks, to_yaml(config), str(start.step))
+    if start.is_resume:
+        _load_state(folder, loaded, components, start)
+        if ranks.is_main:
+            _cut_back(folder, config, start.step, env)
+        ranks.wait()
+        yield folder
+        return
+    if not ranks.is_main:
+        folder = ranks.gather(folder)[0]
+        _load_state(folder, loaded, components, start)
+        yield folder
+        return
+    folder = RunFolder.create(folder.path.parent, folder.name)
+    with run_lock(folder.path):
+        keep_code(plan.pinned.model_dump_json(), folder.path)
+        folder.write_env({**({} if start.fork is None else copy_parent(start.fork, folder)), **env})
+        folder.write_config(to_yaml(config))
+        ranks.gather(folder)
+        _load_state(folder, loaded, components, start)
+        yield folder
+
+
+def _load_state(folder: RunFolder, loaded: RunConfig, components: Components, start: Start) -> None:
+    """Load the checkpoint with which the run starts; a run from scratch keeps the initial weights."""
+    if start.step < 0:
+        return
+    try:
+        with out_of_memory_errors(loaded):
+            components.resume_from(folder.checkpoint_dir(start.step))
+    except UserError as error:
+        if start.fork is None:
+            raise
+        if components.ranks.is_main:  # the data of the task have changed since the checkpoint was written
+            remove_tree(folder.path)
+        raise UserError(str(error).replace(str(folder.path), str(start.fork.run.path))) from None
+
+
+def run_environment(config: RunConfig, components: Components) -> dict[str, Any]:
+    """Return the content of env.json.
+
+    Its entry `resolved` has what settings such as `auto` resolved to: `engine`, the sampling engine; `dtype` of the
+    weights; `model`, the commit of a model on the hub, None for a folder; `data`, the commits of the data sets on the
+    hub by id, without those that are not known.
+    """
+    policy, task, data = components.policy, config.task, {}
+    if isinstance(task, DataTask):
+        commits = {name: cached_commit(name, "dataset", task.revisions.get(name)) for name in hub_ids(task)}
+        data = {name: commit for name, commit in commits.items() if commit is not None}
+    engine = resolve_engine(config.sampling.engine, on_gpu=policy.device.type == "cuda")
+    dtype = str(policy.dtype).removeprefix("torch.")
+    resolved = {"engine": engine, "dtype": dtype, "model": policy.commit, "data": data}
+    return {**describe_environment(sampler=components.sampler.describe()), RESOLVED: resolved}
+
+
+def copy_parent(fork: Fork, folder: RunFolder) -> dict[str, object]:
+    """Copy the record and the checkpoint of the parent, and return the entry of env.json about it.
+
+    Raises RunError if a file cannot be copied: a parent that is running may have removed the checkpoint meanwhile.
+    """
+    step = fork.progress.step
+    checkpoint = fork.run.checkpoint_dir(step)
+    try:
+        folder.begin_with(fork.run, step)
+        copy_checkpoint(checkpoint, folder.checkpoint_dir(step), fork.progress, fork.keeps_batch)
+    except (OSError, UserError) as error:
+        remove_tree(folder.path)
+        why = "the run has removed it; fork its last checkpoint"
+        if path_exists(checkpoint):
+            why = f"cannot be copied: {error}"
+        raise RunError(f"{checkpoint}: {why}") from error
+    path = fork.run.path.absolute()
+    about = {"run": str(relative_to_cwd(path)), "path": str(path), "step": step}
+    return {PARENT: {**about, "changed": fork.changes}}
+
+
+def _cut_back(folder: RunFolder, config: RunConfig, step: int, env: dict[str, Any]) -> None:
+    """Cut the record and the checkpoints back to the step after which the run continues, and record the resume."""
+    (folder.path / "summary.json").unlink(missing_ok=True)
+    remove_temporary_files(folder.path / "plots")
+    # Checkpoints first: after a kill in between, a checkpoint ahead of the record would mean that lines are missing.
+    remove_checkpoints_after(folder, step)
+    folder.roll_back(step)
+    prune_checkpoints(folder, config.checkpoint)
+    keep_code(config.model_dump_json(), folder.path)  # of callbacks that are new
+    folder.write_config(to_yaml(config))
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    folder.record_resume({"time": when, "after_step": max(step, 0)}, env)
+
+
+class RunRecord:
+    """The record of a run: `start` of the callbacks at the beginning of the block; plots, summary and `end` at its end.
+
+    A rank other than 0 writes nothing and has no records.
+
+    Attributes:
+        status: how the run ends; to be set in the block. After an error in the block it is that of the error.
+        result: the end of the run, after the block.
+    """
+
+    result: RunResult
+
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: RunFolder,
+        events: Dispatcher[RunInfo, StepReport, RunResult],
+        notes: tuple[str, ...],
+        first_step: int,
+    ) -> None:
+        self._config, self._folder, self._events = config, folder, events
+        self._notes, self._first_step = notes, first_step
+        self.status: RunStatus = "FAILED"
+
+    def __enter__(self) -> RunRecord:
+        path, config = self._folder.path, self._config
+        env = json.loads((path / "env.json").read_text(encoding="utf-8")) if is_main_process() else {}
+        about = config.steps, self._first_step, self._notes, config.tracking.parent
+        try:
+            self._events.start(RunInfo(path, config.model_dump(mode="json"), env, *about))
+        except BaseException as error:
+            self._close(error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        """Write the plots and the summary, then call `end`; `error` is the one that has ended the run."""
+        folder, records = self._folder, list[dict[str, Any]]()
+        if error is not None:
+            self.status = status_of(error)
+        try:
+            self._events.phase("close")
+            if is_main_process():
+                records = folder.read_metrics()
+                _write_summary(self._config, folder, RunResult(folder.path, self.status, records, error))
+        except Exception as failure:  # such as a full disk; an error that ended the run is the one to report
+            if error is None:
+                error, self.status = failure, "FAILED"
+                raise
+            with warn_on_failure("the summary and the plots cannot be written"):
+                raise
+        finally:
+            self.result = RunResult(folder.path, self.status, records, error)
+            with nullcontext() if error is None else warn_on_failure("the end of the run was not reported"):
+                self._events.end(self.result)
+
+
+@contextmanager
+def disk_errors(folder: RunFolder) -> Iterator[None]:
+    """Raise RunError with one line in place of the system's error where the disk accepts no more data."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+            raise
+        raise RunError(f"{folder.path} cannot be written to: {os.strerror(error.errno)}") from error
+
+
+def _write_summary(config: RunConfig, folder: RunFolder, result: RunResult) -> None:
+    """Write the plots, then summary.json: status FINISHED there means that the run folder is complete."""
+    from bandpo_cli.reports.run_plots import plot_run
+
+    status, records, error = result.status, result.records, result.error
+    scores = (
+        {key: record[key] for key in record if key == "step" or key.startswith("eval/")} for record in records
+    )
+    evaluations = [record for record in scores if len(record) > 1]
+    stopped_by = stop_reason(config, records) if status == "FINISHED" else None
+    message = "stopped by request" if status == "KILLED" else None
+    if error is not None:
+        message = str(error) if isinstance(error, SignalExit) else f"{type(error).__name__}: {error}"
+        message = redact_credentials(message)
+    try:
+        if records:
+            plot_run(folder.path)
+    except (KeyboardInterrupt, SystemExit):
+        with suppress(OSError):  # it is not empty
+            (folder.path / "plots").rmdir()
+        log.warning("the plots are incomplete; type bandpo plot %s", shlex.quote(str(folder.path)))
+        raise
+    finally:
+        folder.write_summary(
+            {
+                "status": status,
+                "error": message,
+                "stopped_by": stopped_by,
+                "steps": int(records[-1]["step"]) if records else 0,
+                "of_steps": config.steps,
+                "time/train_s": round(sum(record["time/step"] for record in records), 3),
+                "first_eval": evaluations[0] if evaluations else None,
+                "last_eval": evaluations[-1] if evaluations else None,
+                "last_step": records[-1] if records else None,
+                **summary_fields(folder.path),
+            }
+        )
