@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.config.layers import with_values
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.experiments.preflight import check_config, choose_run_name, run_warnings
 from bandpo_cli.experiments.rank_group import check_ranks
@@ -119,5 +118,7 @@ def plan_training(
 
 def as_loaded(config: RunConfig, loaded: RunConfig) -> RunConfig:
     """Return the settings for config.yaml: with the dtype and the share of the GPU that were chosen at the start."""
-    dtype, fraction = loaded.model.dtype, loaded.sampling.vllm.memory_fraction
-    return with_values(config, {"model.dtype": dtype, "sampling.vllm.memory_fraction": fraction})
+    model = config.model.model_copy(update={"dtype": loaded.model.dtype})
+    fraction = {"memory_fraction": loaded.sampling.vllm.memory_fraction}
+    sampling = {"vllm": config.sampling.vllm.model_copy(update=fraction)}
+    return config.model_copy(update={"model": model, "sampling": config.sampling.model_copy(update=sampling)})

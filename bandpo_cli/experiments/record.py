@@ -22,7 +22,7 @@ from bandpo_cli.custom_code import keep_code
 from bandpo_cli.errors import RunError, SignalExit, UserError, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.overview import summary_fields
-from bandpo_cli.experiments.plan import Fork, Plan, Start, as_loaded
+from bandpo_cli.experiments.plan import Fork, Plan, Start
 from bandpo_cli.experiments.rank_group import Dispatcher, check_same_on_all
 from bandpo_cli.experiments.stopping import stop_reason
 from bandpo_cli.paths import cached_commit, path_exists, relative_to_cwd
@@ -50,7 +50,7 @@ log = logging.getLogger("bandpo_cli")
 
 
 @contextmanager
-def opened_folder(plan: Plan, loaded: RunConfig, components: Components | None) -> Iterator[RunFolder]:
+def opened_folder(plan: Plan, config: RunConfig, components: Components | None) -> Iterator[RunFolder]:
     """Open the folder of a plan for writing, and load the state with which the run starts into the components.
 
     The folder of a new run is created, with the record and the checkpoint of the parent of a fork. With config.yaml,
@@ -58,46 +58,46 @@ def opened_folder(plan: Plan, loaded: RunConfig, components: Components | None) 
     has been loaded, not before. Rank 0 holds the lock of a new folder; the caller holds the lock of a resume.
 
     Args:
-        loaded: the settings with which the components were loaded.
+        config: the settings for config.yaml.
         components: None for a resume of a run whose steps are all done.
     """
-    config, start, folder = as_loaded(plan.config, loaded), plan.start, plan.folder
-    env = describe_environment() if components is None else run_environment(loaded, components)
+    start, folder = plan.start, plan.folder
     if components is None:
         if is_main_process():
-            _cut_back(folder, config, start.step, env)
+            _cut_back(folder, config, start.step, describe_environment())
         yield folder
         return
     ranks = components.ranks
     check_same_on_all(ranks, to_yaml(config), str(start.step))
     if start.is_resume:
-        _load_state(folder, loaded, components, start)
+        _load_state(folder, config, components, start)
         if ranks.is_main:
-            _cut_back(folder, config, start.step, env)
+            _cut_back(folder, config, start.step, run_environment(plan.pinned, components))
         ranks.wait()
         yield folder
         return
     if not ranks.is_main:
         folder = ranks.gather(folder)[0]
-        _load_state(folder, loaded, components, start)
+        _load_state(folder, config, components, start)
         yield folder
         return
     folder = RunFolder.create(folder.path.parent, folder.name)
     with run_lock(folder.path):
         keep_code(plan.pinned.model_dump_json(), folder.path)
-        folder.write_env({**({} if start.fork is None else copy_parent(start.fork, folder)), **env})
+        parent = {} if start.fork is None else copy_parent(start.fork, folder)
+        folder.write_env({**parent, **run_environment(plan.pinned, components)})
         folder.write_config(to_yaml(config))
         ranks.gather(folder)
-        _load_state(folder, loaded, components, start)
+        _load_state(folder, config, components, start)
         yield folder
 
 
-def _load_state(folder: RunFolder, loaded: RunConfig, components: Components, start: Start) -> None:
+def _load_state(folder: RunFolder, config: RunConfig, components: Components, start: Start) -> None:
     """Load the checkpoint with which the run starts; a run from scratch keeps the initial weights."""
     if start.step < 0:
         return
     try:
-        with out_of_memory_errors(loaded):
+        with out_of_memory_errors(config):
             components.resume_from(folder.checkpoint_dir(start.step))
     except UserError as error:
         if start.fork is None:

@@ -94,7 +94,7 @@ def run(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested: Sto
     with loaded_components(plan.pinned, plan.task, events, changeable) as (loaded, components):
         config, notes = as_loaded(plan.config, loaded), tuple(components.notes)
         with (
-            opened_folder(plan, loaded, components) as folder,
+            opened_folder(plan, config, components) as folder,
             RunRecord(config, folder, events, notes, first) as record,
         ):
             record.status = train_steps(config, folder, components, events, first, stop_requested)

@@ -1,4 +1,4 @@
-"""Attention over packed rows, which lie one after another without padding and do not attend to each other.
+"""Attention over packed rows, which lie one after another without padding; the key-value cache of sampling.
 
 Every layer except attention treats tokens independently, so it runs on the packed tokens unchanged. Only attention
 depends on the rows: it gathers their queries, keys and values, calls the model's own attention function on them and
@@ -19,11 +19,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bandpo_cli.models.packing import Packing, causal_mask
+
+MIN_SPARE_TOKENS, SPARE_SHARE = 32, 0.25
+"""Room for further tokens that a cache layer gets when it grows: a share of its length, but at least a number."""
 
 Output = tuple[Tensor, Tensor | None]
 Attention = Callable[..., Output]
@@ -143,3 +147,53 @@ _IMPLEMENTATIONS: dict[str, tuple[Attention, Attention, AttendPacked]] = {
 AttentionMaskInterface.register("varlen", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
 for _name, _functions in _IMPLEMENTATIONS.items():
     AttentionInterface.register(_name, _packed(*_functions))
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+    """Cache layer with room for further tokens: a new token is written in place, and does not copy all others."""
+
+    def __init__(self, most_tokens: int) -> None:
+        """Create an empty layer; it never has room for more than `most_tokens`."""
+        super().__init__()
+        self._most = most_tokens
+        self._buffers: list[Tensor] = []
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Append keys and values [B, heads, n, width]; return all [B, heads, L, width]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states, value_states
+            return self.keys, self.values
+        before = self.get_seq_length()
+        length = before + key_states.shape[-2]
+        if not self._buffers or self._buffers[0].shape[-2] < length:
+            room = min(self._most, length + max(MIN_SPARE_TOKENS, int(SPARE_SHARE * length)))
+            stored = self.keys, self.values
+            self._buffers = [item.new_empty(*item.shape[:2], room, item.shape[3]) for item in stored]
+            for buffer, states in zip(self._buffers, stored, strict=True):
+                buffer[:, :, :before] = states
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, before:length] = states
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        super().batch_repeat_interleave(repeats)
+        self._buffers = []
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences of the indices."""
+        super().batch_select_indices(indices)
+        self._buffers = []
+
+
+def growing_cache(model: PreTrainedModel, most_tokens: int) -> DynamicCache:
+    """Return a cache for up to `most_tokens` per sequence; layers that keep all tokens grow in place."""
+    cache = DynamicCache(config=model.config)
+    for place, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[place] = GrowingLayer(most_tokens)
+    return cache
