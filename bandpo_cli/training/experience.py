@@ -2,11 +2,9 @@
 
 With several ranks, every rank holds the values of all N tokens, but its micro-batches are only its part of them.
 
-Values under π_old, the policy before a step's first update, come from the sampler, where it runs the trainer's model
-in float32 or `objective.old_logprobs` is `sampler`; from the first update's own forward pass, since the policy is still
-π_old then; or from a forward pass without gradient. A pass that the loss does not need runs only with
-`objective.all_token_metrics`. Groups whose advantages are all 0 are left out: without a reference model and an entropy
-bonus they have no gradient. With `objective.mask_truncated` a truncated completion has the advantage and the weight 0.
+`old_policy` chooses the source of the values under π_old, the policy before a step's first update. Groups whose
+advantages are all 0 are left out: without a reference model and an entropy bonus they have no gradient. With
+`objective.mask_truncated` a truncated completion has the advantage and the weight 0.
 
 Dimensions: P groups of G completions, S = P·G completions, N tokens in total. Per-token tensors are flat, [N], without
 padding, and in the order of the completions. Log-probs and entropies are in nats.
@@ -17,14 +15,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, compress
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import ObjectiveConfig, RunConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
@@ -56,8 +53,44 @@ class MicroBatch(NamedTuple):
     sequences: torch.Tensor
 
 
-_PER_COMPLETION = ("lengths", "has_loss", "wrong_peers")
-"""Attributes of `Experience` with a value per completion, [S]."""
+Batch = TypeVar("Batch", bound=LossBatch)
+
+Pass = Literal["own pass", "extra pass"]
+"""A forward pass of the trainer under π_old: that of the first update itself, since the policy is still π_old then, or
+one without gradient before the updates."""
+
+
+class OldPolicy(NamedTuple):
+    """The source of an update's values under π_old.
+
+    Attributes:
+        source: of the log-probs that the ratio is taken to.
+        measured: the pass that gives the log-probs and entropies by the trainer; None for the values of the sampler.
+        is_exact: the sampler's log-probs are the trainer's, and need no correction; see `sampling.sampler.is_exact`.
+    """
+
+    source: Literal["sampler"] | Pass
+    measured: Pass | None
+    is_exact: bool
+
+
+def old_policy(
+    objective: ObjectiveConfig, loss: PolicyLoss, sampler_is_exact: bool, is_first: bool
+) -> OldPolicy:
+    """Choose where an update takes its values under π_old from; `is_first` for the first update after sampling.
+
+    The ratio is taken to the sampler's log-probs if `objective.old_logprobs` says so, and in later updates if they are
+    exact. The first update takes its own even then: its ratios are exactly 1. A method that compares all tokens of an
+    update cannot wait for the pass of the update. A pass that only serves metrics runs with
+    `objective.all_token_metrics`, or as a part of the first update.
+    """
+    if objective.old_logprobs == "sampler" or (sampler_is_exact and not is_first):
+        measured: Pass | None = "own pass" if is_first else None
+        if objective.all_token_metrics and not (is_first or sampler_is_exact):
+            measured = "extra pass"
+        return OldPolicy("sampler", measured, sampler_is_exact)
+    source: Pass = "own pass" if is_first and not loss.needs_all_tokens else "extra pass"
+    return OldPolicy(source, source, sampler_is_exact)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,10 +106,8 @@ class Experience(LossBatch):
             one rank, where both orders are the same.
         sampler_logprobs: [N] float32, log-probs of π_old as the sampler reported them.
         loss: the policy loss of the method.
-        uses_sampler: the ratio is taken to the sampler's log-probs. Otherwise `old_logprobs` are those of the sampler
-            only until the trainer's are known.
-        sampler_is_exact: the sampler's log-probs are the trainer's; see `sampling.sampler.is_exact`.
-        is_first: the update is the first one after sampling: the policy that it starts from is π_old.
+        old: the source of the values under π_old. `old_logprobs` are those of the sampler until the source has given
+            them.
         trainer_logprobs: [N] float32, log-probs of π_old as the trainer computes them; None where it does not.
         entropy: [N] float32, entropy of π_old at T=1, by the trainer, else as the sampler reported it; None where
             neither is known.
@@ -90,9 +121,7 @@ class Experience(LossBatch):
     order: torch.Tensor | None
     sampler_logprobs: torch.Tensor
     loss: PolicyLoss
-    uses_sampler: bool
-    sampler_is_exact: bool
-    is_first: bool
+    old: OldPolicy
     trainer_logprobs: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     left_out: Experience | None = None
@@ -117,21 +146,34 @@ class Experience(LossBatch):
             return self.advantages
         return torch.where(self.importance_weights == 0, 0.0, self.advantages)
 
-    @property
-    def needs_own_pass(self) -> bool:
-        """Whether the update's own forward pass gives the trainer's log-probs and entropies under π_old."""
-        return self.is_first and self.trainer_logprobs is None
+    def batch(self, part: MicroBatch) -> LossBatch:
+        """Return the values of the tokens of one of `micro_batches`, without those of a pass that is yet to run."""
+        tokens, completions = part.span, part.sequences
+        return LossBatch(
+            lengths=self.lengths[completions],
+            advantages=self.advantages[tokens],
+            old_logprobs=self.old_logprobs[tokens],
+            columns={name: column[tokens] for name, column in self.columns.items()},
+            importance_weights=None if self.importance_weights is None else self.importance_weights[tokens],
+            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[tokens],
+            wrong_peers=None if self.wrong_peers is None else self.wrong_peers[completions],
+        )
 
-    def micro_batch(self, batch: MicroBatch) -> Experience:
-        """Return the tokens of one of `micro_batches`."""
-        per_token: dict[str, Any] = {
-            name: value[batch.span]
-            for name, value in vars(self).items()
-            if isinstance(value, torch.Tensor) and name not in (*_PER_COMPLETION, "order")
-        }
-        per_completion = {name: getattr(self, name)[batch.sequences] for name in _PER_COMPLETION}
-        columns = {name: column[batch.span] for name, column in self.columns.items()}
-        return replace(self, columns=columns, **per_completion, **per_token)
+    def under_trainer(self, batch: Batch, logprobs: torch.Tensor, sampled: torch.Tensor) -> Batch:
+        """Return tokens of the update with the ratio taken to log-probs of π_old by the trainer.
+
+        The importance weights and the columns of the method follow from them.
+
+        Args:
+            batch: n tokens.
+            logprobs: [n] float32, by the trainer.
+            sampled: [n] float32, as the sampler reported them.
+        """
+        weights = None
+        if not self.old.is_exact:
+            weights = importance_weights(logprobs, sampled, batch.lengths, self.loss.objective)
+        columns = self.loss.prepare(logprobs, batch.advantages)
+        return replace(batch, old_logprobs=logprobs, importance_weights=weights, columns=columns)
 
     def gather(self, ranks: Ranks, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return columns with the values of all ranks, [N] each, in the order of the update.
@@ -144,20 +186,16 @@ class Experience(LossBatch):
             return gathered
         return [torch.empty_like(column).index_copy_(0, self.order, column) for column in gathered]
 
-    def with_trainer_values(self, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Experience:
+    def measured(self, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Experience:
         """Return the experience with log-probs and entropies (None: those of the sampler) by the trainer, [N] float32.
 
-        Unless the ratio is taken to the sampler's log-probs, it is taken to these, and the importance weights and
-        columns follow from them.
+        The ratio is taken to these log-probs unless its source is the sampler.
         """
         entropy = self.entropy if entropy is None else entropy
-        measured = replace(self, trainer_logprobs=logprobs, entropy=entropy)
-        if self.uses_sampler:
-            return measured
-        columns, weights = self.loss.prepare(logprobs, self.advantages), None
-        if not self.sampler_is_exact:
-            weights = importance_weights(logprobs, self.sampler_logprobs, self.lengths, self.loss.objective)
-        return replace(measured, old_logprobs=logprobs, importance_weights=weights, columns=columns)
+        experience = replace(self, trainer_logprobs=logprobs, entropy=entropy)
+        if self.old.source == "sampler":
+            return experience
+        return self.under_trainer(experience, logprobs, self.sampler_logprobs)
 
 
 @torch.no_grad()
@@ -190,42 +228,30 @@ def prepare_updates(
     max_tokens, temperature = config.optim.micro_batch_tokens, config.sampling.temperature
     has_loss_PG = completions_with_loss(groups, config.objective.mask_truncated)
     advantages_PG = advantages_PG.where(has_loss_PG, 0.0)
-    measures_all = config.objective.all_token_metrics and not sampler_is_exact
-    size = len(groups) // config.optim.updates
+    objective, size = config.objective, len(groups) // config.optim.updates
     experiences = []
     for start in range(0, len(groups), size):
-        is_first = start == 0
         advantages, has_loss = (values[start : start + size] for values in (advantages_PG, has_loss_PG))
         runs = active_groups(advantages)
-        if reference is not None or loss.needs_all_tokens or config.objective.entropy_bonus:
+        if reference is not None or loss.needs_all_tokens or objective.entropy_bonus:
             runs = torch.ones_like(runs)
-        # The first update takes the trainer's log-probs even where those of the sampler are exact: its ratios are
-        # exactly 1.
-        uses_sampler = config.objective.old_logprobs == "sampler" or (sampler_is_exact and not is_first)
-        sampled = partial(
-            _sampled,
-            loss=loss,
-            uses_sampler=uses_sampler,
-            sampler_is_exact=sampler_is_exact,
-            is_first=is_first,
-        )
+        old = old_policy(objective, loss, sampler_is_exact, is_first=start == 0)
         used, others = ([*compress(groups[start : start + size], mask.tolist())] for mask in (runs, ~runs))
-        experience = sampled(used, advantages[runs].to(policy.device), has_loss[runs])
+        experience = _sampled(used, advantages[runs].to(policy.device), has_loss[runs], loss, old)
         experience = _with_micro_batches(experience, policy, max_tokens)
         if reference is not None:
             (ref_logprobs,) = _forward(reference, experience, temperature, with_entropy=False)
             experience = replace(experience, ref_logprobs=ref_logprobs)
-        if uses_sampler:
+        if old.source == "sampler":
             columns = loss.prepare(experience.old_logprobs, experience.advantages)
             experience = replace(experience, columns=columns)
-        has_own_pass = is_first and not loss.needs_all_tokens
-        if not (uses_sampler or has_own_pass) or (measures_all and not is_first):
-            experience = experience.with_trainer_values(*_forward(policy, experience, temperature))
+        if old.measured == "extra pass":
+            experience = experience.measured(*_forward(policy, experience, temperature))
         if others:
-            left_out = sampled(others, advantages[~runs].to(policy.device), has_loss[~runs])
-            if measures_all:
+            left_out = _sampled(others, advantages[~runs].to(policy.device), has_loss[~runs], loss, old)
+            if objective.all_token_metrics and not sampler_is_exact:
                 in_model = _with_micro_batches(left_out, policy, max_tokens)
-                left_out = left_out.with_trainer_values(*_forward(policy, in_model, temperature))
+                left_out = left_out.measured(*_forward(policy, in_model, temperature))
             experience = replace(experience, left_out=left_out)
         experiences.append(experience)
     return experiences
@@ -249,7 +275,11 @@ def completions_with_loss(groups: Sequence[Group], mask_truncated: bool) -> torc
 
 
 def _sampled(
-    groups: Sequence[Group], advantages_PG: torch.Tensor, has_loss_PG: torch.Tensor, **about: Any
+    groups: Sequence[Group],
+    advantages_PG: torch.Tensor,
+    has_loss_PG: torch.Tensor,
+    loss: PolicyLoss,
+    old: OldPolicy,
 ) -> Experience:
     """Return the experience of groups with the values that the sampler has reported, without micro-batches."""
     completions = [rollout.completion for group in groups for rollout in group.rollouts_G]
@@ -275,7 +305,8 @@ def _sampled(
         sampler_logprobs=sampler_logprobs,
         old_logprobs=sampler_logprobs,
         entropy=flat([completion.entropies for completion in completions]) if has_entropies else None,
-        **about,
+        loss=loss,
+        old=old,
     )
 
 

@@ -101,7 +101,7 @@ def update_policy(
                     "the advantages": experience.advantages,
                 }
             )
-            forward = _accumulate_gradient(policy, experience, config)
+            forward = accumulate_gradient(policy, experience, config)
             _check_tokens({"the policy's log-probs under update": forward.logprobs})
             if not math.isfinite(loss := forward.loss.item()):
                 raise NonFiniteError(f"the loss is {loss}")
@@ -113,33 +113,30 @@ def update_policy(
             optimizer.skip()
             updates.skipped += 1
             continue
-        if experience.needs_own_pass:
-            experience = experience.with_trainer_values(forward.logprobs, forward.entropy)
+        if experience.old.measured == "own pass":
+            experience = experience.measured(forward.logprobs, forward.entropy)
         updates.trained.append(experience)
         updates.forwards.append(forward)
         updates.grad_norms.append(norm)
     return updates
 
 
-def _accumulate_gradient(policy: Policy, experience: Experience, config: RunConfig) -> Forward:
+def accumulate_gradient(policy: Policy, experience: Experience, config: RunConfig) -> Forward:
     """Compute the loss of an update and add its gradient to the parameters, micro-batch by micro-batch.
 
     The aggregation weights are those of the complete update, so the sum over micro-batches of any size, and over ranks,
     is its loss.
     """
     weights = experience.loss_weights(config.objective.aggregation, config.sampling.max_tokens)
-    losses, columns = (
-        [],
-        [],
-    )  # of each micro-batch; columns are log-probs, ratios, gradient weights, entropies
-    own_pass = experience.needs_own_pass
-    with_entropy = own_pass and not (experience.sampler_is_exact and experience.entropy is not None)
+    old, losses, columns = experience.old, [], []  # of each micro-batch; columns as in `Forward`
+    with_entropy = old.measured == "own pass" and not (old.is_exact and experience.entropy is not None)
     temperature, with_bonus = config.sampling.temperature, config.objective.entropy_bonus > 0
     for batch in experience.micro_batches:
         new = token_logprobs(policy.model, batch.tokens, temperature, with_entropy, with_bonus)
-        part = experience.micro_batch(batch)
-        if own_pass:
-            part = part.with_trainer_values(new.logprobs.detach(), new.entropy)
+        part = experience.batch(batch)
+        if old.source == "own pass":
+            sampled = experience.sampler_logprobs[batch.span]
+            part = experience.under_trainer(part, new.logprobs.detach(), sampled)
         reference_kl = config.objective.reference_kl
         out = policy_objective(
             experience.loss, new.logprobs, part, weights[batch.span], reference_kl, new.sampling_entropy
@@ -234,7 +231,7 @@ def _token_columns(experience: Experience, forward: Forward | None) -> dict[str,
     """Return the columns of a bad batch with token values (docs/metrics.md); None where a value was not computed."""
     lengths = experience.lengths.tolist()
     columns: dict[str, torch.Tensor | None] = {
-        "old_logprobs": None if experience.needs_own_pass else experience.old_logprobs,
+        "old_logprobs": None if experience.old.measured == "own pass" else experience.old_logprobs,
         "new_logprobs": None if forward is None else forward.logprobs,
         "trainer_logprobs": experience.trainer_logprobs,
         "sampler_logprobs": experience.sampler_logprobs,
