@@ -74,7 +74,7 @@ def sweep(
     [bold]bandpo sweep --resume NAME[/bold]  after Ctrl-C, a crash or a failed run
 
     Args:
-        file: A sweep file with the keys fixed, axes, arms, exclude, seeds, fork and baseline.
+        file: A sweep file with the keys fixed, axes, variants, exclude, seeds, fork and baseline.
         seeds: Seeds; every variant runs once per seed.
         axis: Any other setting's values; repeatable.
         fork: Continue a checkpoint of RUN in every run, by default the last one. The settings of RUN are the defaults;

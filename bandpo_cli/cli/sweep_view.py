@@ -161,10 +161,10 @@ class SweepView(ExperimentView):
 def plan_table(runs: Sequence[SweepRun], steps: Mapping[str, int]) -> Table:
     """Return one row per variant, with its seeds and steps."""
     table = make_table("variant", "seeds", ">steps", ">runs")
-    for arm, members in by_variant(runs).items():
+    for variant, members in by_variant(runs).items():
         seeds = ", ".join(str(run.seed) for run in members)
         counts = sorted({steps[run.name] for run in members})
-        table.add_row(Text(arm), seeds, " ".join(map(str, counts)), str(len(members)))
+        table.add_row(Text(variant), seeds, " ".join(map(str, counts)), str(len(members)))
     return table
 
 
@@ -178,22 +178,22 @@ def variants_table(runs: Sequence[SweepRun], states: States) -> Table:
     metric = "reward" if any(state.metric == "reward" for state in known) else "accuracy"
     heading = f">{'held-out' if held_out else 'training'} {metric}"
     table = make_table("variant", ">finished", "running at step", heading, ">entropy", ">left")
-    for arm, members in by_variant(runs).items():
-        variant = [states[run.name] for run in members]
-        counts = Counter(state.status for state in variant)
-        running = [state for state in variant if state.status == "running"]
-        scores = [state.score for state in variant if state.evaluations or not held_out]
+    for variant, members in by_variant(runs).items():
+        own = [states[run.name] for run in members]
+        counts = Counter(state.status for state in own)
+        running = [state for state in own if state.status == "running"]
+        scores = [state.score for state in own if state.evaluations or not held_out]
         left = [state.seconds_left for state in running if state.seconds_left is not None]
         table.add_row(
-            Text(arm),
+            Text(variant),
             Text.assemble(
-                f"{counts['finished']}/{len(variant)}",
+                f"{counts['finished']}/{len(own)}",
                 (f" {counts['failed']} failed" if counts["failed"] else "", "red"),
                 (f" {counts['stopped']} stopped" if counts["stopped"] else "", "yellow"),
             ),
             "  ".join(f"{state.step}/{state.steps}" for state in running) or "·",
             _mean_text(scores),
-            _mean_text(state.entropy for state in variant),
+            _mean_text(state.entropy for state in own),
             format_duration(max(left)) if left else "·",
         )
     return table
@@ -244,7 +244,7 @@ def print_report(console: Console, report: Report) -> None:
     for note in report.notes:
         print_text(note, "note: ", "yellow")
     for run in report.left_out:
-        variant_and_seed = f"{run.arm}, seed {run.seed}: " if run.arm else ""
+        variant_and_seed = f"{run.variant}, seed {run.seed}: " if run.variant else ""
         print_text(f"{run.run}: {variant_and_seed}{run.reason}", "left out: ", "yellow")
     console.print()
     for name in ("report.html", "report.md", "leaderboard.csv"):
@@ -265,12 +265,12 @@ def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> 
 
     headings = [f">{heading(metric)}" for metric in metrics]
     table = make_table("variant", ">seeds", *headings, gap=1 if separator == "\n" else 2)
-    for arm in report.arms:
-        name = Text.assemble(arm.name, ("\nbaseline" if arm.name == report.baseline else "", "dim"))
+    for variant in report.variants:
+        name = Text.assemble(variant.name, ("\nbaseline" if variant.name == report.baseline else "", "dim"))
         cells = []
         for metric in metrics:
-            around = short_range_text(metric, arm)
+            around = short_range_text(metric, variant)
             interval = (f"{separator}{around}" if around else "", "dim")
-            cells.append(Text.assemble(value_text(metric, arm.figures.get(metric.key)), interval))
-        table.add_row(name, str(len(arm.seeds)), *cells)
+            cells.append(Text.assemble(value_text(metric, variant.figures.get(metric.key)), interval))
+        table.add_row(name, str(len(variant.seeds)), *cells)
     return table

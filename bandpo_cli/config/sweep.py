@@ -20,7 +20,7 @@ class SweepConfig(Section):
     axes: dict[str, list[Any]] = Field(default_factory=dict)
     """Values by dotted setting. An axis for which a variant's method has no setting (`bounds.delta` of clip) does not
     multiply that variant."""
-    arms: dict[str, Settings] = Field(default_factory=dict)
+    variants: dict[str, Settings] = Field(default_factory=dict)
     """Named variants, each with its own dotted settings; combined with all values of the axes."""
     exclude: list[Settings] = Field(default_factory=list)
     """Excluded combinations: variants that have all the values of one of these."""
@@ -32,7 +32,7 @@ class SweepConfig(Section):
     """The run whose recorded tokens are used for `bounds.delta: match:clip`: the δ at which the Band clips as many of
     them as clip does."""
     tuned_on: str | None = None
-    """A finished sweep in place of axes and arms: each of its groups (the variants without the values of the axes,
+    """A finished sweep in place of axes and variants: each of its groups (the variants without the values of the axes,
     except method and divergence) is a variant here, with the settings that were best there."""
     tuned_by: Literal["accuracy", "area"] = "accuracy"
     """The metric of the report that decides which settings were best: the mean over the seeds of that sweep. The reward
@@ -53,7 +53,7 @@ class SweepConfig(Section):
     def _check_seeds_and_variants(self) -> Self:
         require(self.seeds, "seeds: give at least one")
         _check_unique("seeds:", self.seeds)
-        given = [name for name in ("axes", "arms", "exclude", "fork", "recorded") if getattr(self, name)]
+        given = [name for name in ("axes", "variants", "exclude", "fork", "recorded") if getattr(self, name)]
         require(
             self.tuned_on is None or not given,
             f"{''.join(given[:1])}: the variants are those of tuned_on = {self.tuned_on}; remove one of the two",

@@ -56,9 +56,9 @@ class SweepRequest:
         """Return one line for forks, per matched radius and per tuned variant, each after its kind."""
         forks = f"{self.about.get('fork')}: the seed of a run decides the random numbers after this step"
         matched = [
-            f"{arm}: δ = {match['delta']:g}, which clips {match['reached']:.3%} of the recorded tokens "
-            f"({arm.partition(MATCH_PREFIX)[2]}: {match['wanted']:.3%})"
-            for arm, match in self.about.get("matched", {}).items()
+            f"{variant}: δ = {match['delta']:g}, which clips {match['reached']:.3%} of the recorded tokens "
+            f"({variant.partition(MATCH_PREFIX)[2]}: {match['wanted']:.3%})"
+            for variant, match in self.about.get("matched", {}).items()
         ]
         tuned = [] if self.tuning is None else self.tuning.notes()
         return [
@@ -153,9 +153,9 @@ def _tuned_layers(config: SweepConfig, sweep: str, runs_dir: Path) -> tuple[dict
         tuning = choose(folder.path.name, config.tuned_by, groups)
     except UserError as error:
         raise ConfigError(f"tuned_on: {error}") from None
-    plans = {run.arm: folder.plan_path(run.name) for run in folder.runs}
+    plans = {run.variant: folder.plan_path(run.name) for run in folder.runs}
     add_code_folder(folder.path / "plans")
-    return {group: read_layer(plans[best.arm]) for group, best in tuning.chosen.items()}, tuning
+    return {group: read_layer(plans[best.variant]) for group, best in tuning.chosen.items()}, tuning
 
 
 def _runs_by_group(folder: SweepFolder, runs_dir: Path) -> dict[str, dict[str, list[VariantRunData]]]:
@@ -173,12 +173,12 @@ def _runs_by_group(folder: SweepFolder, runs_dir: Path) -> dict[str, dict[str, l
         again = shell_command("sweep --resume", folder.path, runs_dir)
         raise UserError(f"{counts} ({', '.join(unfinished[:3])}); finish them first: {again}")
     groups: dict[str, dict[str, list[VariantRunData]]] = {run.group: {} for run in folder.runs}
-    for arm, runs in by_variant(folder.runs).items():
-        read = (read_variant_run(VariantRun(arm, run.seed, folder.path / run.name)) for run in runs)
+    for variant, runs in by_variant(folder.runs).items():
+        read = (read_variant_run(VariantRun(variant, run.seed, folder.path / run.name)) for run in runs)
         finished = [record for record in read if isinstance(record, VariantRunData)]
         if len(finished) == len(runs):
-            groups[runs[0].group][arm] = finished
-    if without := [group for group, arms in groups.items() if not arms]:
+            groups[runs[0].group][variant] = finished
+    if without := [group for group, variants in groups.items() if not variants]:
         names = ", ".join(without)
         raise UserError(f"{folder.path.name}: no variant of {names} has finished with every seed")
     return groups

@@ -101,8 +101,12 @@ def sweep_mlflow_run(
 
 def _sweep_means(report: Report | None) -> dict[str, float]:
     """Return the means of a report as metrics `sweep/<variant>/<column>`."""
-    arms = [] if report is None else report.arms
-    return {f"sweep/{arm.name}/{key}": estimate.mean for arm in arms for key, estimate in arm.figures.items()}
+    variants = [] if report is None else report.variants
+    return {
+        f"sweep/{variant.name}/{key}": estimate.mean
+        for variant in variants
+        for key, estimate in variant.figures.items()
+    }
 
 
 def _report_files(folder: SweepFolder) -> list[Path]:
@@ -111,8 +115,8 @@ def _report_files(folder: SweepFolder) -> list[Path]:
 
 def _about_sweep(folder: SweepFolder) -> dict[str, Any]:
     """Return the params of a sweep at its trackers."""
-    variants = sorted({run.arm for run in folder.runs})
-    return {"arms": variants, "runs": len(folder.runs), "baseline": folder.baseline}
+    variants = sorted({run.variant for run in folder.runs})
+    return {"variants": variants, "runs": len(folder.runs), "baseline": folder.baseline}
 
 
 def _send_to_trackers(folder: SweepFolder, config: TrackingConfig, report: Report | None) -> None:

@@ -98,7 +98,7 @@ class SweepFolder:
         for name, times in Counter(run.name for run in plan.runs).items():
             if not is_valid_name(name) or name in _RESERVED_NAMES or times > 1:
                 raise UserError(f"{file}: runs: name = {name!r} is not a valid folder name or given twice")
-        check_baseline(plan.baseline, [run.arm for run in plan.runs], f"{file}: ")
+        check_baseline(plan.baseline, [run.variant for run in plan.runs], f"{file}: ")
         return cls(path, plan.runs, content)
 
     def plan_path(self, name: str) -> Path:
@@ -182,4 +182,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 def by_variant(runs: Sequence[SweepRun]) -> dict[str, list[SweepRun]]:
     """Return the runs by variant, in the order of the first run of each variant."""
-    return {arm: [run for run in runs if run.arm == arm] for arm in dict.fromkeys(run.arm for run in runs)}
+    return {
+        variant: [run for run in runs if run.variant == variant]
+        for variant in dict.fromkeys(run.variant for run in runs)
+    }

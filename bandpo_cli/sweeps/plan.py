@@ -31,12 +31,12 @@ DeltaMatcher = Callable[[TrustRegionSettings, str], float]
 class SweepRun:
     """One run of a sweep, an entry of `runs` in `sweep.yaml`. Its name is the name of its folder.
 
-    The runs of an `arm` differ in the seed alone, those of a `group` also in the values of the axes, except method and
-    divergence: a group is what `tuned_on` compares the settings of. Plans of earlier versions have no groups: "".
+    The runs of a `variant` differ in the seed alone, those of a `group` also in the values of the axes, except method
+    and divergence: a group is what `tuned_on` compares the settings of.
     """
 
     name: Text
-    arm: Text
+    variant: Text
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**31)]
     group: Text = ""
 
@@ -68,10 +68,10 @@ def plan_runs(
     varying = {key for key, values in sweep.axes.items() if len(values) > 1}
     classes = MethodSettings.classes().values()
     fields = {f"bounds.{name}" for method in classes for name in method.model_fields}
-    arms: dict[RunConfig, tuple[str, str]] = {}
+    variants: dict[RunConfig, tuple[str, str]] = {}
     unused = set(sweep.axes)
     errors: dict[int, ConfigError | None] = {}  # of excluded combinations that no variant can have
-    for (variant_name, own), *values in product((sweep.arms or {"": {}}).items(), *sweep.axes.values()):
+    for (variant_name, own), *values in product((sweep.variants or {"": {}}).items(), *sweep.axes.values()):
         settings = {**own, **dict(zip(sweep.axes, values, strict=True))}
         # An axis without effect on the variant's method does not multiply it. `resolve` reports an unknown setting.
         method = resolve([*base, nest({key: settings[key] for key in settings.keys() & {_METHOD}})]).bounds
@@ -91,20 +91,20 @@ def plan_runs(
         config = resolve([*base, nest(_resolve_match(kept, base, match))])
         name = _describe_variant(variant_name, kept, varying, config)
         group = _describe_variant(variant_name, kept, varying & {_METHOD, _DIVERGENCE}, config)
-        other, _ = arms.get(config, (None, None))
+        other, _ = variants.get(config, (None, None))
         if other == name:
             continue  # differs only in an axis that does not apply to this variant's method
-        if other is not None or name in [arm for arm, _ in arms.values()]:
+        if other is not None or name in [variant for variant, _ in variants.values()]:
             raise ConfigError(f"the variants '{other or name}' and '{name}' are the same runs; remove one")
-        arms[config] = name, group
+        variants[config] = name, group
     for error in filter(None, errors.values()):
         raise ConfigError(f"exclude: {error}")
     if unused:
         axis = sorted(unused)[0]
         raise ConfigError(f"the axis '{axis}' applies to no variant: none of their methods has this setting")
-    if not arms:
+    if not variants:
         raise ConfigError("no runs are left: every combination is excluded")
-    return _with_seeds(sweep, arms)
+    return _with_seeds(sweep, variants)
 
 
 def plan_tuned_runs(
@@ -116,17 +116,17 @@ def plan_tuned_runs(
         tuned: all settings of each variant; those of `layers` and of `sweep.fixed` override them.
         layers: settings of all runs.
     """
-    arms: dict[RunConfig, tuple[str, str]] = {}
-    for arm, settings in tuned.items():
-        other, _ = arms.setdefault(resolve([settings, *layers, sweep.fixed]), (arm, arm))
-        if other != arm:
-            raise ConfigError(f"the variants '{other}' and '{arm}' are the same runs")
-    return _with_seeds(sweep, arms)
+    variants: dict[RunConfig, tuple[str, str]] = {}
+    for variant, settings in tuned.items():
+        other, _ = variants.setdefault(resolve([settings, *layers, sweep.fixed]), (variant, variant))
+        if other != variant:
+            raise ConfigError(f"the variants '{other}' and '{variant}' are the same runs")
+    return _with_seeds(sweep, variants)
 
 
-def run_name(arm: str, seed: int) -> str:
-    """Return the folder name of a variant's run with this seed: the characters of `arm` that it can have."""
-    return f"{re.sub(r'[^A-Za-z0-9_.=+-]+', '-', arm).strip('-.=+') or 'run'}-s{seed}"
+def run_name(variant: str, seed: int) -> str:
+    """Return the folder name of a variant's run with this seed: the characters of `variant` that it can have."""
+    return f"{re.sub(r'[^A-Za-z0-9_.=+-]+', '-', variant).strip('-.=+') or 'run'}-s{seed}"
 
 
 def check_names(runs: Sequence[PlannedRun]) -> None:
@@ -134,16 +134,18 @@ def check_names(runs: Sequence[PlannedRun]) -> None:
     seen: dict[str, str] = {}
     for run in runs:
         if not is_valid_name(run.name):
-            why = "gives no valid folder name of at most 200 characters; give it a shorter name in arms:"
-            raise ConfigError(f"the variant '{run.arm:.100}' {why}")
-        other = seen.setdefault(run.name, run.arm)
-        if other != run.arm:
-            raise ConfigError(f"the variants '{other}' and '{run.arm}' have the same folder name; rename one")
+            why = "gives no valid folder name of at most 200 characters; give it a shorter name in variants:"
+            raise ConfigError(f"the variant '{run.variant:.100}' {why}")
+        other = seen.setdefault(run.name, run.variant)
+        if other != run.variant:
+            raise ConfigError(
+                f"the variants '{other}' and '{run.variant}' have the same folder name; rename one"
+            )
 
 
-def check_baseline(baseline: str | None, arms: Iterable[str], where: str = "") -> None:
-    """Raise ConfigError, which begins with `where`, if `baseline` is neither None nor one of the variants `arms`."""
-    names = list(dict.fromkeys(arms))
+def check_baseline(baseline: str | None, variants: Iterable[str], where: str = "") -> None:
+    """Raise ConfigError, which begins with `where`, if `baseline` is neither None nor one of `variants`."""
+    names = list(dict.fromkeys(variants))
     if baseline is not None and baseline not in names:
         none = f"no variant of that name{nearest(baseline, names)}"
         raise ConfigError(f"{where}baseline = {baseline!r}: {none}; variants: {', '.join(names)}")
@@ -165,13 +167,15 @@ def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
     return axes
 
 
-def _with_seeds(sweep: SweepConfig, arms: Mapping[RunConfig, tuple[str, str]]) -> list[PlannedRun]:
+def _with_seeds(sweep: SweepConfig, variants: Mapping[RunConfig, tuple[str, str]]) -> list[PlannedRun]:
     """Return the runs of variants that are given as settings with name and group, one seed after the other."""
-    check_baseline(sweep.baseline, [arm for arm, _ in arms.values()])
+    check_baseline(sweep.baseline, [variant for variant, _ in variants.values()])
     return [
-        PlannedRun(run_name(arm, seed), arm, seed, group, config=config.model_copy(update={"seed": seed}))
+        PlannedRun(
+            run_name(variant, seed), variant, seed, group, config=config.model_copy(update={"seed": seed})
+        )
         for seed in sweep.seeds
-        for config, (arm, group) in arms.items()
+        for config, (variant, group) in variants.items()
     ]
 
 

@@ -144,9 +144,9 @@ def runs_to_stop(runs: Sequence[SweepRun], states: Mapping[str, RunState], margi
             continue
         scores = defaultdict(list)
         for other in runs:
-            if other.arm != run.arm and step in states[other.name].evaluations:
-                scores[other.arm].append(states[other.name].evaluations[step])
-        means = {arm: fmean(values) for arm, values in scores.items()}
+            if other.variant != run.variant and step in states[other.name].evaluations:
+                scores[other.variant].append(states[other.name].evaluations[step])
+        means = {variant: fmean(values) for variant, values in scores.items()}
         best, own = max(means, key=means.__getitem__, default=""), state.evaluations[step]
         if best and means[best] - own > margin:
             below = f"held-out {state.metric} {own:.3f} at step {step}"

@@ -195,7 +195,7 @@ sweep axis.yaml
 sweep no-such-file.yaml
 sweep --resume no-such-sweep
 report no-such-folder
-report sweep --baseline no-such-arm
+report sweep --baseline no-such-variant
 report sweep --by optim.lrr
 report sweep --format csv
 sync no-such-run

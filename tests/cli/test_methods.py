@@ -63,4 +63,4 @@ def test_a_run_of_a_method_without_bounds_in_every_view(tmp_path: Path) -> None:
     assert "clip/outside_fraction" not in shown
     assert "clip/outside_fraction" in succeed("show", "hard", cwd=tmp_path).out
     report = json.loads(succeed("report", "runs", "--format", "json", cwd=tmp_path).out)
-    assert {arm["name"] for arm in report["arms"]} == {"sapo", "clip"}
+    assert {variant["name"] for variant in report["variants"]} == {"sapo", "clip"}

@@ -44,8 +44,8 @@ def test_standard_output_is_json_only(report, tmp_path):
     code, out, err = report("runs/deltas", "--format", "json", "--out", "there")
     found = json.loads(out)
     assert (code, err) == (0, "")
-    assert [arm["name"] for arm in found["arms"]] == ["kl 0.02", "clip"]
-    assert found["arms"][1]["figures"]["accuracy"]["mean"] == pytest.approx(0.41)
+    assert [variant["name"] for variant in found["variants"]] == ["kl 0.02", "clip"]
+    assert found["variants"][1]["figures"]["accuracy"]["mean"] == pytest.approx(0.41)
     assert found["files"]["report.html"] == "there/report.html"
     assert (tmp_path / "there" / "report.html").is_file()
     assert not (tmp_path / "runs" / "deltas" / "report").exists()
@@ -108,7 +108,7 @@ def test_reading_files_imports_no_large_package(tmp_path):
     code = (
         "import sys; from pathlib import Path; from bandpo_cli.reports.comparison import read_sweep, write_report\n"
         "folder = Path(sys.argv[1])\n"
-        "assert write_report(read_sweep(folder), folder / 'report').arms\n"
+        "assert write_report(read_sweep(folder), folder / 'report').variants\n"
         "print([m for m in ('torch', 'matplotlib.pyplot', 'mlflow', 'pandas') if m in sys.modules])"
     )
     arguments = [sys.executable, "-c", code, str(tmp_path / "s")]

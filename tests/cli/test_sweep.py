@@ -110,7 +110,7 @@ def test_a_failed_run_does_not_stop_others(tmp_path: Path, monkeypatch: pytest.M
     file = tmp_path / "two.yaml"
     # With this learning rate the weights are not finite after the first update.
     file.write_text(
-        "arms: {good: {}, bad: {optim.lr: 1.0e+30, optim.warmup_steps: 0, optim.max_grad_norm: null}}\n"
+        "variants: {good: {}, bad: {optim.lr: 1.0e+30, optim.warmup_steps: 0, optim.max_grad_norm: null}}\n"
     )
     store = (tmp_path / "mlruns").as_uri()  # of files: a fork shares no connection to a database
     tracking = ["--mlflow", "--tracking-uri", store]
@@ -122,7 +122,7 @@ def test_a_failed_run_does_not_stop_others(tmp_path: Path, monkeypatch: pytest.M
     assert "bandpo sweep --resume b" in err
     assert summary(tmp_path / "runs/b/good-s0")["status"] == "FINISHED"
     with (tmp_path / "runs/b/report/leaderboard.csv").open(encoding="utf-8") as board:
-        assert [row["arm"] for row in csv.DictReader(board)] == ["good"]
+        assert [row["variant"] for row in csv.DictReader(board)] == ["good"]
 
     from mlflow.tracking import MlflowClient
 

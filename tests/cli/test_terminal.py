@@ -156,8 +156,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_text_model(folder / "model", ["1+1"], layers=1)
     shutil.copytree(folder / "model", folder / "hostile-model")
     poison_json(folder / "hostile-model" / "config.json")
-    arms = {NAME: {"bounds.method": HOSTILE}}
-    (folder / "sweep.yaml").write_text(yaml.safe_dump({"arms": arms, "seeds": [0]}))
+    variants = {NAME: {"bounds.method": HOSTILE}}
+    (folder / "sweep.yaml").write_text(yaml.safe_dump({"variants": variants, "seeds": [0]}))
     (folder / "settings.yaml").write_text(yaml.safe_dump({HOSTILE: HOSTILE}))
     (folder / "p.txt").write_text(f"0.1 {HOSTILE}\n")
     return folder

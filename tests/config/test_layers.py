@@ -161,13 +161,13 @@ def test_merge_keys_take_entries_of_other_mappings(tmp_path: Path) -> None:
     """The entries of the mapping itself win, then those of the first merged mapping; merges may be nested."""
     path = tmp_path / "merged.yaml"
     path.write_text(
-        "arms:\n"
+        "variants:\n"
         "  base: &base {method: clip, eps: 0.2}\n"
         "  wide: &wide {<<: *base, eps: 0.3}\n"
         "  both: {<<: [*wide, {eps: 0.4, extra: 1}], method: dcpo}\n"
         "  again: *wide\n"
     )
-    assert read_layer(path)["arms"] == {
+    assert read_layer(path)["variants"] == {
         "base": {"method": "clip", "eps": 0.2},
         "wide": {"method": "clip", "eps": 0.3},
         "both": {"method": "dcpo", "eps": 0.3, "extra": 1},

@@ -55,21 +55,21 @@ def runs_of(sweep: Path, radius: float = 0.02) -> list[PlannedRun]:
 def test_the_sweeps_have_the_arms_and_runs_of_the_docs() -> None:
     planned = {file.stem: runs_of(file) for file in SWEEPS}
     assert all(len({run.name for run in runs}) == len(runs) for runs in planned.values())
-    assert {name: (len({run.arm for run in runs}), len(runs)) for name, runs in planned.items()} == {
+    assert {name: (len({run.variant for run in runs}), len(runs)) for name, runs in planned.items()} == {
         "radius": (6, 18), "methods": (8, 24), "rare-tokens": (8, 64),
         "fair-rare-tuning": (24, 48), "fair-countdown-tuning": (12, 24),
         "fair-rare": (6, 36), "fair-countdown": (2, 12), "fair-rare-one-rate": (3, 18),
         "pretrained-tuning": (9, 9), "pretrained": (3, 15),
     }  # fmt: skip
-    for arm, bounds in {(run.arm, run.config.bounds) for run in planned["methods"]}:
-        shipped = CONFIGS / "methods" / f"{'band-' if bounds.method == 'band' else ''}{arm}.yaml"
+    for variant, bounds in {(run.variant, run.config.bounds) for run in planned["methods"]}:
+        shipped = CONFIGS / "methods" / f"{'band-' if bounds.method == 'band' else ''}{variant}.yaml"
         assert bounds == config_of(shipped).bounds
 
 
 def test_the_tuning_sweeps_group_their_arms_by_method() -> None:
     runs = runs_of(CONFIGS / "sweeps" / "fair-rare-tuning.yaml")
-    arms = {(run.group, run.arm) for run in runs}
-    assert Counter(group for group, _ in arms) == {
+    variants = {(run.group, run.variant) for run in runs}
+    assert Counter(group for group, _ in variants) == {
         "clip": 3, "clip-higher": 3, "dcpo": 3, "cispo": 3, "dppo": 3, "kl": 9,
     }  # fmt: skip
 
@@ -78,7 +78,7 @@ def test_the_recorded_run_of_rare_tokens_equals_its_clip_arm_but_for_the_seed() 
     """The radius is matched on the clip variant of the sweep, with a seed that the sweep does not use."""
     runs = runs_of(CONFIGS / "sweeps" / "rare-tokens.yaml")
     pilot = config_of(CONFIGS / "sweeps" / "rare-tokens-pilot.yaml")
-    clip = next(run.config for run in runs if run.arm == "clip")
+    clip = next(run.config for run in runs if run.variant == "clip")
     assert clip.model_copy(update={"seed": pilot.seed}) == pilot
     assert pilot.seed not in {run.seed for run in runs}
 

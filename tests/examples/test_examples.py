@@ -157,7 +157,7 @@ def test_custom_code_beside_a_config_file_is_resumed_elsewhere_and_runs_on_two_r
         assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-5)
 
 
-def test_the_example_for_verl_exports_both_arms(tmp_path: Path) -> None:
+def test_the_example_for_verl_exports_both_variants(tmp_path: Path) -> None:
     """The commands of its run.sh, with programs in place of bandpo and of the exported scripts, and their settings."""
     program = tmp_path / "bin" / "bandpo"
     program.parent.mkdir()
@@ -171,14 +171,14 @@ def test_the_example_for_verl_exports_both_arms(tmp_path: Path) -> None:
         ["bash", ROOT / "examples" / "verl_band" / "run.sh", "a=b"],
         env={"PATH": f"{program.parent}:/usr/bin:/bin", "GPUS": "2"}, cwd=tmp_path, check=True,
     )  # fmt: skip
-    for arm in ("band-kl", "clip"):
-        folder = tmp_path / "verl-jobs" / arm
+    for variant in ("band-kl", "clip"):
+        folder = tmp_path / "verl-jobs" / variant
         assert (folder / "ran").read_text() == "ran a=b\n"
         words = (folder / "words").read_text().split()
         assert words[-4:] == ["--nodes", "1", "--gpus-per-node", "2"]
         layers = [read_config(Path(name)) for flag, name in pairwise(words) if flag == "-c"]
         config = resolve(layers)
-        assert config.bounds.method == arm.partition("-")[0]
+        assert config.bounds.method == variant.partition("-")[0]
         assert (differences_of(config), is_runnable(config)) == ([], True)
 
 

@@ -178,5 +178,5 @@ def test_runs_of_both_engines_are_two_arms_of_one_report(
     assert "FINISHED, step 3 of 3" in out
     assert "left out  actor/entropy" in out
     assert run_command("report", str(own.path), str(tmp_path / "theirs"), "--format", "json") == 0
-    arms = json.loads(capsys.readouterr().out)["arms"]
-    assert {arm["name"] for arm in arms} == {"kl 0.05", "kl 0.05 engine=verl"}
+    variants = json.loads(capsys.readouterr().out)["variants"]
+    assert {variant["name"] for variant in variants} == {"kl 0.05", "kl 0.05 engine=verl"}

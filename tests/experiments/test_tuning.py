@@ -31,12 +31,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "tuning"
     (folder / "plans").mkdir(parents=True)
     runs = []
-    for (group, arm, settings), by_seed in FINALS.items():
+    for (group, variant, settings), by_seed in FINALS.items():
         for seed, final in by_seed.items():
-            name = f"{arm.replace(' ', '-')}-s{seed}"
+            name = f"{variant.replace(' ', '-')}-s{seed}"
             write_run(folder / name, settings, seed, {0: 0.2, 2: 0.9 - final, 4: final})
             shutil.copy(folder / name / "config.yaml", folder / "plans" / f"{name}.yaml")
-            runs.append({"name": name, "arm": arm, "seed": seed, "group": group})
+            runs.append({"name": name, "variant": variant, "seed": seed, "group": group})
     write_plan(folder, {"name": "tuning", "runs": runs})
     return folder
 
@@ -59,16 +59,18 @@ def set_status(runs_dir: Path, run: str, status: str | None) -> None:
 def settings_of(runs_dir: Path, config: SweepConfig) -> Mapping[str, tuple[float, float | None]]:
     """Return learning rate and radius of each variant."""
     request = request_from_config(config, [], runs_dir)
-    return {run.arm: (run.config.optim.lr, getattr(run.config.bounds, "delta", None)) for run in request.runs}
+    return {
+        run.variant: (run.config.optim.lr, getattr(run.config.bounds, "delta", None)) for run in request.runs
+    }
 
 
 def test_each_group_has_the_settings_with_the_best_mean_and_new_seeds(runs_dir: Path) -> None:
     options = {"tuned_on": "tuning", "seeds": "0,1,2", "baseline": "clip"}
     request = plan_sweep(None, {}, [], options, [{"steps": 7}], runs_dir)
-    names = [f"{arm}-s{seed}" for seed in (0, 1, 2) for arm in ("clip", "kl")]
+    names = [f"{variant}-s{seed}" for seed in (0, 1, 2) for variant in ("clip", "kl")]
     assert [run.name for run in request.runs] == names
     for run in request.runs:
-        best = "bounds.method=clip" if run.arm == "clip" else "bounds.delta=0.1"
+        best = "bounds.method=clip" if run.variant == "clip" else "bounds.delta=0.1"
         expected = [f"seed={run.seed}", "steps=7", best, "optim.lr=1e-5"]
         assert run.config == resolve([read_assignments(expected)])
     assert [kind for kind, _ in request.notes()] == ["tuned:", "tuned:"]
@@ -79,15 +81,18 @@ def test_each_group_has_the_settings_with_the_best_mean_and_new_seeds(runs_dir: 
 def test_the_plan_on_disk_says_how_the_settings_were_chosen(runs_dir: Path) -> None:
     request = request_from_config(SweepConfig(tuned_on="tuning"), [], runs_dir)
     folder = SweepFolder.create(runs_dir, "tested", request.runs, request.baseline, request.about)
-    assert [run.arm for run in SweepFolder.open(runs_dir, "tested").runs] == ["clip", "kl"]
+    assert [run.variant for run in SweepFolder.open(runs_dir, "tested").runs] == ["clip", "kl"]
     tuning = read_tuning(folder)
     assert tuning == request.tuning
     assert tuning is not None
     assert (tuning.sweep, tuning.metric, tuning.seeds) == ("tuning", "accuracy", [100, 101])
-    assert [arm.arm for arm in tuning.arms if arm.chosen] == ["clip lr=1e-05", "kl 0.1 lr=1e-05"]
-    finals = {arm: list(values.values()) for (_, arm, _), values in FINALS.items()}
-    assert {arm.arm: arm.values for arm in tuning.arms} == finals
-    assert [arm.settings for arm in tuning.arms[:2]] == [{"optim.lr": 1e-5}, {"optim.lr": 1e-4}]
+    assert [variant.variant for variant in tuning.variants if variant.chosen] == [
+        "clip lr=1e-05",
+        "kl 0.1 lr=1e-05",
+    ]
+    finals = {variant: list(values.values()) for (_, variant, _), values in FINALS.items()}
+    assert {variant.variant: variant.values for variant in tuning.variants} == finals
+    assert [variant.settings for variant in tuning.variants[:2]] == [{"optim.lr": 1e-5}, {"optim.lr": 1e-4}]
     assert read_tuning(SweepFolder.read(runs_dir / "tuning")) is None
 
 
@@ -103,8 +108,8 @@ def test_an_arm_with_a_failed_or_stopped_run_is_not_chosen(runs_dir: Path, stopp
     if stopped:
         SweepFolder.open(runs_dir, "tuning").record_stopped("clip-lr=1e-05-s100", "far behind")
     assert settings_of(runs_dir, SweepConfig(tuned_on="tuning"))["clip"] == (1e-4, None)
-    for arm in ("0.02", "0.1"):
-        set_status(runs_dir, f"kl-{arm}-lr=1e-05-s100", "FAILED")
+    for variant in ("0.02", "0.1"):
+        set_status(runs_dir, f"kl-{variant}-lr=1e-05-s100", "FAILED")
     with pytest.raises(ConfigError, match="no variant of kl has finished with every seed"):
         settings_of(runs_dir, SweepConfig(tuned_on="tuning"))
 

@@ -119,11 +119,11 @@ def test_a_script_next_to_the_data_is_not_executed(tmp_path: Path) -> None:
 def sweep(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a sweep of two runs, one of them finished, as another user could share it."""
     folder = tmp_path_factory.mktemp("runs") / "sweep"
-    runs = [{"name": f"{arm}-s0", "arm": arm, "seed": 0} for arm in ("clip", "none")]
+    runs = [{"name": f"{variant}-s0", "variant": variant, "seed": 0} for variant in ("clip", "none")]
     (folder / "plans").mkdir(parents=True)
     for run in runs:
-        write_run(folder / run["name"], (f"bounds.method={run['arm']}",), steps=2)
-        (folder / run["name"] / "config.yaml").write_text(f"steps: 2\nbounds: {{method: {run['arm']}}}\n")
+        write_run(folder / run["name"], (f"bounds.method={run['variant']}",), steps=2)
+        (folder / run["name"] / "config.yaml").write_text(f"steps: 2\nbounds: {{method: {run['variant']}}}\n")
         (folder / "plans" / f"{run['name']}.yaml").write_text("seed: 0\n")
     (folder / "sweep.yaml").write_text(yaml.safe_dump({"name": "sweep", "baseline": "clip", "runs": runs}))
     (folder / "stopped.json").write_text('{"none-s0": "far behind"}')

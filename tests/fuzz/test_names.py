@@ -144,6 +144,6 @@ def test_a_link_instead_of_a_run_is_archived_and_not_followed(tmp_path: Path) ->
 
 def test_a_too_long_arm_name_is_refused(tmp_path: Path) -> None:
     sweep = tmp_path / "s.yaml"
-    sweep.write_text(yaml.safe_dump({"arms": {"x" * 300: {"bounds.method": "clip"}}}))
+    sweep.write_text(yaml.safe_dump({"variants": {"x" * 300: {"bounds.method": "clip"}}}))
     with pytest.raises(UserError, match="a shorter name"):
         sweep_request.plan_sweep(sweep, {}, [], {}, [], tmp_path)

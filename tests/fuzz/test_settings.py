@@ -26,7 +26,7 @@ DATA_TASK = {"name": "data", "train": [{"path": "a.jsonl", "fields": {"question"
 SWEEP: dict[str, Any] = {
     "fixed": {"steps": 2, "optim": {"lr": 1e-4}},
     "axes": {"bounds.method": ["band", "clip"], "bounds.delta": [0.01, 0.05], "optim.updates": [4, 8]},
-    "arms": {"a": {"reward.wrong": -1}, "b": {}},
+    "variants": {"a": {"reward.wrong": -1}, "b": {}},
     "exclude": [{"bounds.method": "clip", "optim.updates": 8}],
     "seeds": [0, 1],
     "baseline": None,

@@ -58,12 +58,14 @@ def write_run(
 def write_sweep(folder: Path, finals: Mapping[str, Mapping[int, float]]) -> Path:
     """Write a sweep with these final accuracies by variant and seed. The variant `clip` uses clip, others are Bands."""
     runs = []
-    for index, (arm, by_seed) in enumerate(finals.items()):
-        settings = CLIP if arm == "clip" else ("bounds.divergence=kl", f"bounds.delta={0.01 * (index + 1)}")
+    for index, (variant, by_seed) in enumerate(finals.items()):
+        settings = (
+            CLIP if variant == "clip" else ("bounds.divergence=kl", f"bounds.delta={0.01 * (index + 1)}")
+        )
         for seed, final in by_seed.items():
-            name = f"{arm.replace(' ', '-')}-s{seed}"
+            name = f"{variant.replace(' ', '-')}-s{seed}"
             write_run(folder / name, settings, seed, {0: 0.2, 4: final})
-            runs.append({"name": name, "arm": arm, "seed": seed})
+            runs.append({"name": name, "variant": variant, "seed": seed})
     write_plan(folder, {"name": folder.name, "baseline": "clip", "axes": "ignored", "runs": runs})
     return folder
 

@@ -28,20 +28,22 @@ def _entropy(of_policies: Sequence[float]) -> dict[int, float]:
     return dict(enumerate(of_policies, start=1))
 
 
-def _run(accuracy: Mapping[int, float], entropy: Sequence[float], arm: str, seed: int = 0) -> VariantRunData:
+def _run(
+    accuracy: Mapping[int, float], entropy: Sequence[float], variant: str, seed: int = 0
+) -> VariantRunData:
     sets = {"countdown": Evaluations("16", dict(accuracy), dict(accuracy), {})}
     return VariantRunData(
-        arm, seed, Path("unused"), {}, max(accuracy), sets, _entropy(entropy), None, {}, {}, []
+        variant, seed, Path("unused"), {}, max(accuracy), sets, _entropy(entropy), None, {}, {}, []
     )
 
 
 def _equal(finals: Mapping[str, Sequence[float]], start: float = 0.1) -> EqualAccuracy:
     """Return the entropies at equal accuracy of runs whose accuracy rises from `start` in 4 steps."""
-    arms = {
-        arm: [_run({0: start, 4: final}, FALLING, arm, seed) for seed, final in enumerate(by_seed)]
-        for arm, by_seed in finals.items()
+    variants = {
+        variant: [_run({0: start, 4: final}, FALLING, variant, seed) for seed, final in enumerate(by_seed)]
+        for variant, by_seed in finals.items()
     }
-    return entropy_at_equal_accuracy(arms, ["countdown"])
+    return entropy_at_equal_accuracy(variants, ["countdown"])
 
 
 @pytest.mark.parametrize(
@@ -94,11 +96,11 @@ def test_entropy_stays_in_the_range_of_steps_and_values_that_it_is_computed_from
 
 def test_level_is_the_highest_that_all_runs_reach_at_any_evaluation():
     first = _run({0: 0.1, 2: 0.4, 4: 0.2}, FALLING, "a")  # its best evaluation is not the last
-    arms = {
+    variants = {
         "a": [first, _run({0: 0.1, 2: 0.3, 4: 0.5}, FALLING, "a", seed=1)],
         "b": [_run({0: 0.1, 2: 0.5, 4: 0.6}, [0.5, 0.4, 0.3, 0.2], "b")],
     }
-    equal = entropy_at_equal_accuracy(arms, ["countdown"])
+    equal = entropy_at_equal_accuracy(variants, ["countdown"])
     assert equal.level == 0.4
     # reached after 2, 3 and 1.5 steps
     assert equal.values == pytest.approx({("a", 0): 0.8, ("a", 1): 0.7, ("b", 0): 0.35})
@@ -111,7 +113,7 @@ def test_a_variant_far_behind_has_no_value_and_does_not_lower_the_level(last_see
     """A mean over its seeds that reach the level would be a mean over selected seeds."""
     equal = _equal({"a": [0.6, 0.5], "b": [0.4, 0.45], "none": [0.12, 0.15, *last_seed]})
     assert equal.level == 0.4
-    assert {arm for arm, _ in equal.values} == {"a", "b"}
+    assert {variant for variant, _ in equal.values} == {"a", "b"}
     (note,) = equal.notes[1:]
     assert note.startswith(
         "No entropy at 40% held-out accuracy, since the best value (median over seeds) is under"
@@ -120,7 +122,7 @@ def test_a_variant_far_behind_has_no_value_and_does_not_lower_the_level(last_see
 
 
 def test_half_of_the_best_accuracy_is_the_limit():
-    assert {arm for arm, _ in _equal({"a": [0.6], "b": [0.3]}).values} == {"a", "b"}
+    assert {variant for variant, _ in _equal({"a": [0.6], "b": [0.3]}).values} == {"a", "b"}
     assert "fewer than two variants are left" in _equal({"a": [0.6], "b": [0.299]}).notes[0]
 
 
@@ -150,29 +152,30 @@ def test_no_values_without_a_level_that_two_variants_cross(finals, start, notes)
 
 
 def test_runs_without_entropy_have_no_value():
-    arms = {
+    variants = {
         "a": [_run({0: 0.1, 4: 0.5}, [0.5] * 4, "a"), _run({0: 0.1, 4: 0.5}, [], "a", seed=1)],
         "b": [_run({0: 0.1, 4: 0.5}, [0.4] * 4, "b")],
     }
-    equal = entropy_at_equal_accuracy(arms, ["countdown"])
+    equal = entropy_at_equal_accuracy(variants, ["countdown"])
     assert equal.values == {("a", 0): 0.5, ("b", 0): 0.4}
     assert "a (seed 1)" in equal.notes[-1]
-    assert entropy_at_equal_accuracy({**arms, "a": arms["a"][1:]}, ["countdown"]).values == {}
+    assert entropy_at_equal_accuracy({**variants, "a": variants["a"][1:]}, ["countdown"]).values == {}
 
 
 def test_all_forms_of_the_report_have_the_metric(tmp_path, without_plots):
     # Accuracy rises linearly from 0.2 in 4 steps; the recorded entropy of the policy after t steps is 0.45 − 0.05·t.
     finals = {"clip": [0.40, 0.50, 0.60], "kl 0.02": [0.60, 0.62, 0.70], "kl 0.03": [0.21, 0.22, 0.23]}
     report = report_of(
-        write_sweep(tmp_path / "s", {arm: dict(enumerate(ends)) for arm, ends in finals.items()})
+        write_sweep(tmp_path / "s", {variant: dict(enumerate(ends)) for variant, ends in finals.items()})
     )
     clip, kl = (
-        [0.45 - 0.05 * min(3, 0.8 / (end - 0.2)) for end in finals[arm]] for arm in ("clip", "kl 0.02")
+        [0.45 - 0.05 * min(3, 0.8 / (end - 0.2)) for end in finals[variant]]
+        for variant in ("clip", "kl 0.02")
     )
     metric = report.figures[3]
     assert (metric.key, metric.name) == ("entropy_at_accuracy", "entropy at 40% accuracy")
     assert json.loads(json.dumps(report.as_json()))["accuracy_level"] == 0.4
-    differences = {item.arm: item for item in report.differences if item.figure == metric.key}
+    differences = {item.variant: item for item in report.differences if item.figure == metric.key}
     expected = stats.ttest_rel(kl, clip)
     tested, untested = differences["kl 0.02"], differences["kl 0.03"]
     assert (tested.paired.p, tested.p_holm) == (
@@ -180,8 +183,10 @@ def test_all_forms_of_the_report_have_the_metric(tmp_path, without_plots):
     ) * 2  # the other is not tested
     assert (untested.paired, untested.verdict) == (None, "no value")
     with report.files["leaderboard.csv"].open(newline="") as file:
-        rows = {row["arm"]: row[metric.key] for row in csv.DictReader(file)}
-    assert [float(rows[arm]) for arm in ("clip", "kl 0.02")] == pytest.approx([np.mean(clip), np.mean(kl)])
+        rows = {row["variant"]: row[metric.key] for row in csv.DictReader(file)}
+    assert [float(rows[variant]) for variant in ("clip", "kl 0.02")] == pytest.approx(
+        [np.mean(clip), np.mean(kl)]
+    )
     assert rows["kl 0.03"] == ""
     for name in ("report.md", "report.html"):
         text = report.files[name].read_text()
@@ -190,11 +195,11 @@ def test_all_forms_of_the_report_have_the_metric(tmp_path, without_plots):
 
 
 def test_several_sets_are_compared_at_their_mean_accuracy(tmp_path, without_plots):
-    folders = [write_run(tmp_path / arm, accuracy={0: 0.2, 4: 0.4}, sets=["x", "y"]) for arm in "ab"]
+    folders = [write_run(tmp_path / variant, accuracy={0: 0.2, 4: 0.4}, sets=["x", "y"]) for variant in "ab"]
     edit_line(folders[1], 4, **{"eval/y/mean_at_16": 0.8})
     report = write_report(
         Selection("t", None, [VariantRun(folder.name, 0, folder) for folder in folders]), tmp_path / "out"
     )
     assert report.accuracy_level == pytest.approx(0.4)
-    best = report.arms[0].figures["entropy_at_accuracy"]
+    best = report.variants[0].figures["entropy_at_accuracy"]
     assert best.mean == pytest.approx(0.45 - 0.05 * 2)  # halfway from 0.2 to 0.6

@@ -53,17 +53,17 @@ def test_page_and_markdown_have_the_plots_and_need_no_network(tmp_path):
     for content in (markdown, text):
         others = re.sub(r"[Hh]eld-out accuracy|entropy at [\d.]+% accuracy", "", content)
         assert not re.search("accuracy(?!_entropy|\\.png|_)", others)
-    assert json.loads(json.dumps(report.as_json()))["arms"][0]["name"] == "kl 0.02"
+    assert json.loads(json.dumps(report.as_json()))["variants"][0]["name"] == "kl 0.02"
 
 
 @pytest.mark.usefixtures("without_plots")
 def test_names_are_escaped_in_html_and_markdown(tmp_path):
-    arm = "<script>alert(1)</script> | *a* $x$ [b](c)"
+    variant = "<script>alert(1)</script> | *a* $x$ [b](c)"
     folder = write_run(tmp_path / "a", CLIP)
-    report = write_report(Selection("<b>t</b> & $", None, [VariantRun(arm, 0, folder)]), tmp_path / "out")
+    report = write_report(Selection("<b>t</b> & $", None, [VariantRun(variant, 0, folder)]), tmp_path / "out")
     page = _Page(report.files["report.html"].read_text())
     assert not {"script", "b"} & set(page.tags)
-    assert arm in page.text
+    assert variant in page.text
     lines = report.files["report.md"].read_text().splitlines()
     row = next(line for line in lines if line.startswith("| \\<script>"))
     head = next(line for line in lines if line.startswith("| variant"))
@@ -95,13 +95,13 @@ def test_runs_with_accuracy_only_give_a_report(tmp_path, figures):
 def test_tables_scroll_inside_the_page_and_settings_are_rows(tmp_path, without_plots):
     """The variants differ in many settings; there are two sets and an excluded run."""
     folder = tmp_path / "runs"
-    for arm in range(3):
-        numbers = (f"bounds.delta={0.01 * (arm + 1)}", f"task.max_number={9 - arm}")
-        settings, accuracy = (*numbers, f"model.path={'x/' * 50}{arm}"), {0: 0.1, 4: 0.2 + 0.1 * arm}
-        write_run(folder / f"{arm}", settings, 0, accuracy, sets=("a-long-name", "math500"))
+    for variant in range(3):
+        numbers = (f"bounds.delta={0.01 * (variant + 1)}", f"task.max_number={9 - variant}")
+        settings, accuracy = (*numbers, f"model.path={'x/' * 50}{variant}"), {0: 0.1, 4: 0.2 + 0.1 * variant}
+        write_run(folder / f"{variant}", settings, 0, accuracy, sets=("a-long-name", "math500"))
     write_run(folder / "failed", settings, 7, status="FAILED")
     selection = select_runs([folder], folder)
-    report = write_report(Selection("a title", selection.runs[0].arm, selection.runs), tmp_path / "out")
+    report = write_report(Selection("a title", selection.runs[0].variant, selection.runs), tmp_path / "out")
     text = report.files["report.html"].read_text(encoding="utf-8")
     assert len(re.findall("<table>", text)) == 4
     assert len(re.findall(r'<div class="scroll"[^>]*>\s*<table>', text)) == 4

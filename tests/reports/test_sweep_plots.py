@@ -148,19 +148,21 @@ def test_accuracy_against_learning_rate_shows_the_most_accurate_of_many_lines():
 
 
 def test_every_variant_has_its_own_line_style():
-    names = [f"arm {index}" for index in range(MAX_VARIANTS_PLOTTED)]
-    styles = variant_styles(names, "arm 3")
+    names = [f"variant {index}" for index in range(MAX_VARIANTS_PLOTTED)]
+    styles = variant_styles(names, "variant 3")
     assert len({(line["color"], str(line["linestyle"])) for line in styles.values()}) == MAX_VARIANTS_PLOTTED
-    assert styles["arm 3"]["color"] == style.MUTED_COLOR
-    assert variant_styles(names, None)["arm 0"]["color"] != style.MUTED_COLOR
-    long = legend_name("kl 0.05 optim.betas=0.9,0.999 arm=7")
-    assert (len(long) <= 30, long.startswith("kl 0.05"), long.endswith("arm=7")) == (True,) * 3
+    assert styles["variant 3"]["color"] == style.MUTED_COLOR
+    assert variant_styles(names, None)["variant 0"]["color"] != style.MUTED_COLOR
+    long = legend_name("kl 0.05 optim.betas=0.9,0.999 variant=7")
+    assert (len(long) <= 30, long.startswith("kl 0.05"), long.endswith("variant=7")) == (True,) * 3
 
 
 @pytest.mark.slow
 def test_of_many_variants_the_most_accurate_and_the_baseline_are_plotted(tmp_path, figures):
     finals = {"clip": {0: 0.3}}
-    finals |= {f"kl 0.05 learning_rate=1e-4 arm={index:02d}": {0: 0.4 + index / 100} for index in range(13)}
+    finals |= {
+        f"kl 0.05 learning_rate=1e-4 variant={index:02d}": {0: 0.4 + index / 100} for index in range(13)
+    }
     report = report_of(write_sweep(tmp_path / "s", finals))
     assert (
         report.notes[-1]

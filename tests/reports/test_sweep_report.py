@@ -34,15 +34,15 @@ def leaderboard(report):
 
 def in_accuracy(report):
     """Return the differences in the accuracy by variant."""
-    return {item.arm: item for item in report.differences if item.figure == "accuracy"}
+    return {item.variant: item for item in report.differences if item.figure == "accuracy"}
 
 
 def test_leaderboard_has_means_and_intervals_of_scipy(sweep):
     report = report_of(sweep)
     rows = leaderboard(report)
-    assert [row["arm"] for row in rows] == ["kl 0.02", "kl 0.03", "clip"]
+    assert [row["variant"] for row in rows] == ["kl 0.02", "kl 0.03", "clip"]
     for row in rows:
-        values = list(CLEAR[row["arm"]].values())
+        values = list(CLEAR[row["variant"]].values())
         low, high = stats.t.interval(0.95, 2, np.mean(values), stats.sem(values))
         expected = {
             "accuracy": np.mean(values), "accuracy_low": low, "accuracy_high": high, "seeds": 3, "steps": 4,
@@ -51,14 +51,14 @@ def test_leaderboard_has_means_and_intervals_of_scipy(sweep):
         }  # fmt: skip
         assert {key: float(row[key]) for key in expected} == pytest.approx(expected)
         assert row["entropy_low"] == ""
-    assert [arm.name for arm in report.arms] == [row["arm"] for row in rows]
+    assert [variant.name for variant in report.variants] == [row["variant"] for row in rows]
 
 
 def test_intervals_of_shares_are_within_0_and_1(tmp_path):
     sweep = write_sweep(tmp_path / "s", {"clip": {0: 0.02, 1: 0.04}, "kl 0.02": {0: 0.3, 1: 0.6}})
     report = report_of(sweep)
-    for arm, key in product(report.arms, ("accuracy", "area", "pass_at_16")):
-        assert 0 <= arm.figures[key].low <= arm.figures[key].high <= 1
+    for variant, key in product(report.variants, ("accuracy", "area", "pass_at_16")):
+        assert 0 <= variant.figures[key].low <= variant.figures[key].high <= 1
     change = in_accuracy(report)["kl 0.02"].change
     assert (change.low, change.high) == (-1, 1)
     for name in ("report.html", "report.md"):
@@ -72,10 +72,10 @@ def test_time_per_step_has_the_range_of_its_steps(tmp_path):
         times = {"time/step": seconds[seed][step - 1] + 0.75, "time/checkpoint": 0.5, "time/eval": 0.25}
         edit_line(sweep / f"clip-s{seed}", step, **times)
     report = report_of(sweep)
-    (arm,) = report.arms
+    (variant,) = report.variants
     low, high = np.percentile(seconds[0] + seconds[1], [10, 90])
-    assert arm.figures["seconds_per_step"].mean == pytest.approx((3.15 + 3.65) / 2)
-    assert arm.spreads == {"seconds_per_step": pytest.approx([low, high])}
+    assert variant.figures["seconds_per_step"].mean == pytest.approx((3.15 + 3.65) / 2)
+    assert variant.spreads == {"seconds_per_step": pytest.approx([low, high])}
     (row,) = leaderboard(report)
     columns = ("seconds_per_step_p10", "seconds_per_step_p90")
     assert [float(row[name]) for name in columns] == pytest.approx([low, high])
@@ -89,7 +89,7 @@ def test_differences_are_paired_by_seed_and_adjusted_and_the_finding_names_the_s
     differences = in_accuracy(report)
     higher, neither = differences["kl 0.02"], differences["kl 0.03"]
     for difference, factor in ((higher, 2), (neither, 1)):
-        expected = stats.ttest_rel(list(CLEAR[difference.arm].values()), list(CLEAR["clip"].values()))
+        expected = stats.ttest_rel(list(CLEAR[difference.variant].values()), list(CLEAR["clip"].values()))
         assert difference.paired.p == pytest.approx(expected.pvalue)
         assert difference.p_holm == pytest.approx(factor * expected.pvalue)
         assert difference.change.low == pytest.approx(expected.confidence_interval().low)
@@ -118,8 +118,8 @@ def test_rewards_other_than_0_and_1_come_before_the_accuracy_and_decide(tmp_path
     finals, rewards = {"clip": 0.2, "kl": 0.1}, {"clip": (-0.5, -0.3), "kl": (-0.1, 0.1)}
     report = _report_with_rewards(tmp_path / "nonbinary", finals, rewards)
     assert [metric.key for metric in report.figures][:3] == ["reward", "accuracy", "area"]
-    assert [arm.name for arm in report.arms] == ["kl", "clip"]
-    kl = report.arms[0].figures
+    assert [variant.name for variant in report.variants] == ["kl", "clip"]
+    kl = report.variants[0].figures
     assert (kl["reward"].mean, kl["accuracy"].mean, kl["area"].mean) == pytest.approx((0.0, 0.1, 0.0))
     assert kl["reward"].low < -1, "the interval of a reward has no limits"
     assert report.finding.startswith(
@@ -128,7 +128,7 @@ def test_rewards_other_than_0_and_1_come_before_the_accuracy_and_decide(tmp_path
     equal = {name: (final,) * 2 for name, final in finals.items()}
     report = _report_with_rewards(tmp_path / "binary", finals, equal)
     assert [metric.key for metric in report.figures][:2] == ["accuracy", "area"]
-    assert [arm.name for arm in report.arms] == ["clip", "kl"]
+    assert [variant.name for variant in report.variants] == ["clip", "kl"]
 
 
 def test_finding_on_several_variants_in_both_directions(tmp_path):
@@ -167,7 +167,7 @@ def test_verdict_where_only_the_unadjusted_p_value_is_significant(tmp_path):
 def test_one_seed_has_no_interval_in_any_output(tmp_path):
     sweep = write_sweep(tmp_path / "s", {"clip": {0: 0.4}, "kl 0.02": {0: 0.6}})
     report = report_of(sweep)
-    assert all(value.low is None for arm in report.arms for value in arm.figures.values())
+    assert all(value.low is None for variant in report.variants for value in variant.figures.values())
     assert {difference.verdict for difference in report.differences} == {"one seed: no test"}
     assert "highest held-out accuracy, 0.600 (one seed, no interval); with these seeds no" in report.finding
     assert "±" not in (sweep / "report" / "report.md").read_text()
@@ -181,7 +181,7 @@ def test_one_seed_has_no_interval_in_any_output(tmp_path):
 
 def test_without_baseline_there_are_no_differences_and_a_note(sweep):
     runs = read_sweep(sweep).runs
-    gone = [run for run in runs if run.arm != "clip"] + [VariantRun("clip", 0, sweep / "gone")]
+    gone = [run for run in runs if run.variant != "clip"] + [VariantRun("clip", 0, sweep / "gone")]
     report = write_report(Selection("t", "clip", gone), sweep / "report")
     assert (report.baseline, report.differences) == (None, ())
     assert any("All runs of the baseline 'clip' were excluded" in note for note in report.notes)
@@ -207,14 +207,14 @@ def test_excluded_runs_are_listed_and_do_not_change_the_results(sweep):
     failed = write_run(sweep / "failed", CLIP, 3, {0: 0.2, 4: 0.99}, status="FAILED")
     more = [*runs, VariantRun("clip", 3, failed), VariantRun("dcpo", 0, sweep / "gone")]
     report = write_report(Selection("t", "clip", more), sweep / "report")
-    excluded = [(item.run, item.arm, item.seed) for item in report.left_out]
+    excluded = [(item.run, item.variant, item.seed) for item in report.left_out]
     assert excluded == [("failed", "clip", 3), ("gone", "dcpo", 0)]
     assert "All runs of dcpo were excluded." in report.notes
     for name, reason in product(
         ("report.html", "report.md"), ("NonFiniteError: the loss is nan", "does not exist")
     ):
         assert reason in report.files[name].read_text()
-    assert report.arms == report_of(sweep).arms
+    assert report.variants == report_of(sweep).variants
 
 
 @pytest.mark.parametrize("exists", [False, True])
@@ -235,8 +235,8 @@ def test_errors_are_one_line(sweep, tmp_path):
     runs = read_sweep(sweep).runs
     gone = [VariantRun("clip", seed, sweep / f"gone-{seed}") for seed in (0, 1)]
 
-    def and_run(arm, name, *settings, sets=("countdown",)):
-        return [*runs, VariantRun(arm, 0, write_run(sweep / name, (*CLIP, *settings), 0, sets=sets))]
+    def and_run(variant, name, *settings, sets=("countdown",)):
+        return [*runs, VariantRun(variant, 0, write_run(sweep / name, (*CLIP, *settings), 0, sets=sets))]
 
     sets = {"a": ["x", "y"], "b": ["x"], "c": ["y"]}  # only pairs share a set
     pairs = [VariantRun(name, 0, write_run(tmp_path / name, CLIP, sets=sets[name])) for name in sets]
@@ -263,7 +263,7 @@ def test_several_sets_have_a_mean_and_values_per_set(tmp_path):
     folder = write_run(tmp_path / "a", CLIP, 0, sets=sets)
     edit_line(folder, 4, **{"eval/math500/mean_at_16": 0.1})
     report = write_report(Selection("t", None, [VariantRun("clip", 0, folder)]), tmp_path / "out")
-    figures = report.arms[0].figures
+    figures = report.variants[0].figures
     assert figures["accuracy"].mean == pytest.approx(0.25)
     assert (figures["accuracy/gsm8k"].mean, figures["accuracy/math500"].mean) == (0.4, 0.1)
     assert figures["area"].mean == pytest.approx((0.3 + 0.15) / 2)
@@ -278,7 +278,7 @@ def test_forks_of_one_checkpoint_are_compared_from_it_on(tmp_path):
         for step, clipped in ((2, 0.9), (3, 0.3), (4, 0.1)):
             edit_line(run.folder, step, **{"clip/active_fraction": clipped})
     report = write_report(Selection("t", None, runs), tmp_path / "out")
-    figures = report.arms[0].figures
+    figures = report.variants[0].figures
     assert figures["clipped"].mean == pytest.approx(0.2)
     assert figures["area"].mean == pytest.approx(0.3)
     assert "All runs are forks of runs/x@2: metrics and curves begin at step 2." in report.notes

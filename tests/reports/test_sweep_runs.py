@@ -105,4 +105,4 @@ def test_reason_of_an_excluded_run(tmp_path, damage, reason):
     assert isinstance(excluded, ExcludedRun)
     assert reason in excluded.reason
     assert "\n" not in excluded.reason
-    assert (excluded.run, excluded.arm, excluded.seed) == ("a", "clip", 0)
+    assert (excluded.run, excluded.variant, excluded.seed) == ("a", "clip", 0)

@@ -33,7 +33,7 @@ def runs(tmp_path):
 
 
 def _listed(paths, runs_dir, **options):
-    return [(run.arm, run.seed, run.folder.name) for run in select_runs(paths, runs_dir, **options).runs]
+    return [(run.variant, run.seed, run.folder.name) for run in select_runs(paths, runs_dir, **options).runs]
 
 
 def test_runs_of_a_sweep_have_the_arms_of_its_plan(tmp_path):
@@ -42,7 +42,7 @@ def test_runs_of_a_sweep_have_the_arms_of_its_plan(tmp_path):
     assert (selection.title, selection.baseline, selection.sweep.path) == ("deltas", "clip", sweep)
     folders = [sweep / name for name in ("clip-s0", "clip-s1", "kl-0.02-s0")]
     expected = zip(("clip", "clip", "kl 0.02"), (0, 1, 0), folders, strict=True)
-    assert [(run.arm, run.seed, run.folder) for run in selection.runs] == list(expected)
+    assert [(run.variant, run.seed, run.folder) for run in selection.runs] == list(expected)
 
 
 def test_other_runs_are_grouped_by_their_settings(runs, tmp_path, monkeypatch):
@@ -63,22 +63,22 @@ def test_runs_with_different_custom_code_are_variants(runs, tmp_path):
     write_run(runs / "d", CLIP, seed=2)
     for name in "ab":
         (runs / name / "loss.py").write_text("x = 1")
-    assert {arm for arm, _, _ in _listed([runs / name for name in "abd"], tmp_path)} == {"clip"}
+    assert {variant for variant, _, _ in _listed([runs / name for name in "abd"], tmp_path)} == {"clip"}
     (runs / "b" / "loss.py").write_text("x = 2")
-    arms = [arm for arm, _, _ in _listed([runs / "a", runs / "b"], tmp_path)]
-    assert len({*arms}) == 2
-    assert all(arm.startswith("clip loss=") for arm in arms)
+    variants = [variant for variant, _, _ in _listed([runs / "a", runs / "b"], tmp_path)]
+    assert len({*variants}) == 2
+    assert all(variant.startswith("clip loss=") for variant in variants)
 
 
 def test_by_groups_runs_and_sweeps_and_notes_the_other_differences(runs, tmp_path):
     selection = select_runs([runs], tmp_path, by=["optim.lr"])
-    assert {run.arm for run in selection.runs} == {"lr=5e-5"}
+    assert {run.variant for run in selection.runs} == {"lr=5e-5"}
     (note,) = selection.notes
     assert "bounds.method (clip, band)" in note
     assert select_runs([runs], tmp_path, by=["bounds"]).notes == ()
     sweep = write_sweep(tmp_path / "s", {"clip": {0: 0.4}, "kl 0.02": {0: 0.6}, "kl 0.03": {1: 0.5}})
     selection = select_runs([sweep], tmp_path, by=["bounds.method"])
-    assert [run.arm for run in selection.runs] == ["clip", "band", "band"]
+    assert [run.variant for run in selection.runs] == ["clip", "band", "band"]
     assert selection.baseline == "clip"
 
 
@@ -104,7 +104,7 @@ def test_paths_without_runs_and_runs_given_twice_are_refused(runs, tmp_path):
         _assert_refused(message, *paths)
 
 
-RUN = "{name: a, arm: clip, seed: 1}"
+RUN = "{name: a, variant: clip, seed: 1}"
 
 
 @pytest.mark.parametrize(
@@ -112,9 +112,9 @@ RUN = "{name: a, arm: clip, seed: 1}"
     [
         ("runs: [", ": not readable as YAML"),
         ("runs: []", "runs = '[]': List should have at least 1 item"),
-        ("runs: [{name: a, arm: x}]", "runs.0.seed = \"{'name': 'a', 'arm': 'x'}\": Field required"),
-        ("runs: [{name: ../a, arm: x, seed: 1}]", "name = '../a' is not a valid folder name"),
-        ("runs: [{name: plans, arm: x, seed: 1}]", "name = 'plans' is not a valid folder name"),
+        ("runs: [{name: a, variant: x}]", "runs.0.seed = \"{'name': 'a', 'variant': 'x'}\": Field required"),
+        ("runs: [{name: ../a, variant: x, seed: 1}]", "name = '../a' is not a valid folder name"),
+        ("runs: [{name: plans, variant: x, seed: 1}]", "name = 'plans' is not a valid folder name"),
         (f"runs: [{RUN}, {RUN}]", "name = 'a' is not a valid folder name or"),
         (f"{{runs: [{RUN}], baseline: klip}}", "no variant of that name (did you mean 'clip'?)"),
         (f"{{runs: [{RUN}], gpus_per_run: true}}", "gpus_per_run = 'True': Input should be a valid"),
@@ -128,10 +128,10 @@ def test_error_for_a_damaged_plan(tmp_path, plan, message):
 
 
 def test_arms_and_names_can_be_numbers_in_yaml(tmp_path):
-    write_plan(tmp_path, {"name": 5, "baseline": 1, "runs": [{"name": 10, "arm": 1, "seed": 0}]})
+    write_plan(tmp_path, {"name": 5, "baseline": 1, "runs": [{"name": 10, "variant": 1, "seed": 0}]})
     chosen = read_sweep(tmp_path)
     (run,) = chosen.runs
-    assert (chosen.title, chosen.baseline, run.arm, run.folder.name) == ("5", "1", "1", "10")
+    assert (chosen.title, chosen.baseline, run.variant, run.folder.name) == ("5", "1", "1", "10")
 
 
 def settings(*assignments):
@@ -170,7 +170,7 @@ def test_names_have_settings_that_differ_within_a_method():
         (("model.device=cpu",), ["model.device"]),
     ],
 )
-def test_settings_that_can_change_a_number_separate_arms(assignments, differing):
+def test_settings_that_can_change_a_number_separate_variants(assignments, differing):
     runs = [settings("seed=0"), settings("seed=1", *assignments)]
     assert differing_settings(runs) == differing
     assert len(set(variant_names(runs))) == (2 if differing else 1)

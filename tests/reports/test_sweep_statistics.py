@@ -47,13 +47,13 @@ def test_intervals_stay_within_the_limits_of_the_metric():
 
 
 def test_paired_test_uses_common_seeds_and_agrees_with_scipy():
-    arm = {0: 0.50, 1: 0.47, 2: 0.52, 3: 0.49, 9: 0.99}
+    variant = {0: 0.50, 1: 0.47, 2: 0.52, 3: 0.49, 9: 0.99}
     baseline = {3: 0.48, 2: 0.46, 1: 0.48, 0: 0.45, 7: 0.01}
-    a, b = [arm[seed] for seed in range(4)], [baseline[seed] for seed in range(4)]
+    a, b = [variant[seed] for seed in range(4)], [baseline[seed] for seed in range(4)]
     expected = stats.ttest_rel(a, b)
     interval = expected.confidence_interval(0.95)
     change = (4, np.mean(a) - np.mean(b), interval.low, interval.high)
-    found = paired_test(arm, baseline)
+    found = paired_test(variant, baseline)
     assert astuple(found.change) == pytest.approx(change)
     assert (found.p, found.higher, found.lower) == (pytest.approx(expected.pvalue), 3, 1)
 
@@ -62,8 +62,8 @@ def test_p_is_below_5_percent_exactly_when_the_interval_excludes_zero():
     rng = np.random.default_rng(1)
     seen = set()
     for _ in range(100):
-        arm, baseline = rng.normal(0.05, 0.03, 3), rng.normal(0, 0.01, 3)
-        found = paired_test(dict(enumerate(arm)), dict(enumerate(baseline)))
+        variant, baseline = rng.normal(0.05, 0.03, 3), rng.normal(0, 0.01, 3)
+        found = paired_test(dict(enumerate(variant)), dict(enumerate(baseline)))
         excluded = not found.change.low <= 0 <= found.change.high
         assert excluded == (found.p < 0.05)
         seen.add(excluded)

@@ -65,8 +65,8 @@ def test_a_number_at_an_end_of_the_values_tried_is_named(report):
     assert "optim.lr = 1e-4 of kl, bounds.delta = 0.02 of kl." in note
     assert "clip" not in note
     assert note in report.notes
-    assert replace(TUNING, arms=TUNING.arms[:3]).notes_on_range() == []
-    assert replace(TUNING, arms=[TUNING.arms[1]]).notes_on_range() == []  # a single value is no end
+    assert replace(TUNING, variants=TUNING.variants[:3]).notes_on_range() == []
+    assert replace(TUNING, variants=[TUNING.variants[1]]).notes_on_range() == []  # a single value is no end
 
 
 def test_the_terminal_names_the_chosen_settings(report):
@@ -99,9 +99,9 @@ def test_a_damaged_tuning_is_refused(tmp_path):
         read_tuning(select_runs([folder], tmp_path).sweep)
 
 
-def _run(folder, arm, *settings, seed=0, final=0.4):
-    path = folder / run_folder.slug(f"{arm}-{seed}")
-    return VariantRun(arm, seed, write_run(path, settings, seed, {0: 0.2, 4: final}))
+def _run(folder, variant, *settings, seed=0, final=0.4):
+    path = folder / run_folder.slug(f"{variant}-{seed}")
+    return VariantRun(variant, seed, write_run(path, settings, seed, {0: 0.2, 4: final}))
 
 
 def _lines(runs):
@@ -139,7 +139,7 @@ def test_runs_with_equal_other_settings_are_a_line_in_all_forms_of_the_report(gr
 
 
 @pytest.mark.parametrize(
-    ("arms", "line"),
+    ("variants", "line"),
     [
         (("clip lr=1e-5", "clip lr=0.0001"), "clip"),
         (("a optim.lr=1e-5 updates=8", "a optim.lr=1e-4 updates=8"), "a updates=8"),
@@ -148,8 +148,11 @@ def test_runs_with_equal_other_settings_are_a_line_in_all_forms_of_the_report(gr
         (("slow clear=1 lr=1e-5", "slow clear=1"), "slow clear=1"),
     ],
 )
-def test_a_line_has_the_name_of_its_arms_without_the_learning_rate(tmp_path, arms, line):
-    runs = [_run(tmp_path, arm, *CLIP, f"optim.lr={rate}") for arm, rate in zip(arms, RATES, strict=True)]
+def test_a_line_has_the_name_of_its_arms_without_the_learning_rate(tmp_path, variants, line):
+    runs = [
+        _run(tmp_path, variant, *CLIP, f"optim.lr={rate}")
+        for variant, rate in zip(variants, RATES, strict=True)
+    ]
     assert _lines(runs) == {line: {1e-5: [0.4], 1e-4: [0.4]}}
 
 

@@ -13,10 +13,10 @@ from bandpo_cli.registries import METHODS
 from bandpo_cli.sweeps.plan import check_names, parse_axes, plan_runs
 
 
-def arms(layers: list[dict[str, Any]] | None = None, **settings: Any) -> list[str]:
+def variants(layers: list[dict[str, Any]] | None = None, **settings: Any) -> list[str]:
     runs = plan_runs(SweepConfig(**settings), layers or [])
     check_names(runs)
-    return [run.arm for run in runs if run.seed == runs[0].seed]
+    return [run.variant for run in runs if run.seed == runs[0].seed]
 
 
 def test_every_combination_with_every_seed_one_seed_after_the_other():
@@ -25,7 +25,7 @@ def test_every_combination_with_every_seed_one_seed_after_the_other():
     assert len(runs) == len({run.name for run in runs}) == 18
     assert [run.seed for run in runs] == [0] * 6 + [1] * 6 + [2] * 6
     for run in runs:
-        divergence, delta = run.arm.split()
+        divergence, delta = run.variant.split()
         expected = {"seed": run.seed, "bounds": {"divergence": divergence, "delta": float(delta)}}
         assert run.config == resolve([expected])
         assert run.name == f"{divergence}-{delta}-s{run.seed}"
@@ -33,30 +33,32 @@ def test_every_combination_with_every_seed_one_seed_after_the_other():
 
 def test_an_axis_does_not_multiply_methods_without_its_setting():
     axes = parse_axes({"bounds.method": "band,clip,none", "bounds.delta": "0.01,0.05"})
-    assert arms(axes=axes) == ["band 0.01", "band 0.05", "clip", "none"]
+    assert variants(axes=axes) == ["band 0.01", "band 0.05", "clip", "none"]
     axes = parse_axes({"bounds.method": "band,clip", "bounds.divergence": "kl,tv"})
-    assert arms(axes=axes) == ["kl", "tv", "clip"]
+    assert variants(axes=axes) == ["kl", "tv", "clip"]
     axes = {"sampling.temperature": [1.0, 0.7], "evaluation.temperature": [1.0, 0.5]}
-    assert arms(axes=axes)[-1] == "temperature=0.7 temperature=0.5"
+    assert variants(axes=axes)[-1] == "temperature=0.7 temperature=0.5"
 
 
 def test_arms_of_a_trust_region_other_than_the_band_have_its_name():
     """`kl 0.05` is the Band; DPPO has divergences and radii too, and other methods have neither."""
     axes = parse_axes({"bounds.method": "clip,dppo,gspo,kl-cov", "bounds.delta": "0.01,0.05"})
-    assert arms(axes=axes) == ["clip", "dppo 0.01", "dppo 0.05", "gspo", "kl-cov"]
+    assert variants(axes=axes) == ["clip", "dppo 0.01", "dppo 0.05", "gspo", "kl-cov"]
     axes = parse_axes({"bounds.method": "band,dppo,sapo", "bounds.divergence": "kl,tv"})
-    assert arms(axes=axes) == ["kl", "tv", "dppo kl", "dppo tv", "sapo"]
+    assert variants(axes=axes) == ["kl", "tv", "dppo kl", "dppo tv", "sapo"]
     runs = plan_runs(SweepConfig(axes=axes))
     assert [run.config.bounds.model_dump().get("delta") for run in runs] == [0.05, 0.05, 0.05, 0.15, None]
     axes |= parse_axes({"bounds.delta": "0.1,0.2"})
-    assert arms(axes=axes)[3:6] == ["tv 0.2", "dppo kl 0.1", "dppo kl 0.2"]
-    assert arms(axes={"bounds.method": list(METHODS)}) == list(METHODS)
+    assert variants(axes=axes)[3:6] == ["tv 0.2", "dppo kl 0.1", "dppo kl 0.2"]
+    assert variants(axes={"bounds.method": list(METHODS)}) == list(METHODS)
 
 
 def test_named_arms_are_crossed_with_the_axes():
     named = {"PPO": {"bounds.method": "clip"}, "wide": {"bounds.method": "clip", "bounds.eps_high": 0.5}}
-    found = plan_runs(SweepConfig(arms=named, axes={"optim.updates": [4, 8]}))
-    assert [run.arm for run in found] == [f"{arm} updates={n}" for arm in ("PPO", "wide") for n in (4, 8)]
+    found = plan_runs(SweepConfig(variants=named, axes={"optim.updates": [4, 8]}))
+    assert [run.variant for run in found] == [
+        f"{variant} updates={n}" for variant in ("PPO", "wide") for n in (4, 8)
+    ]
     assert found[3].config.bounds.model_dump() == {"method": "clip", "eps_low": 0.2, "eps_high": 0.5}
     assert found[3].config.optim.updates == 8
 
@@ -82,7 +84,7 @@ def test_base_layers_and_fixed_settings_apply_to_all_runs():
 def test_excluded_values_are_compared_after_validation(exclude, left):
     """They may also be settings of all variants or defaults; a setting that a method does not have excludes nothing."""
     axes = {"bounds.method": ["band", "clip"], "optim.lr": ["1e-4", 1e-3]}
-    found = arms(fixed={"steps": 7}, axes=axes, exclude=[exclude])
+    found = variants(fixed={"steps": 7}, axes=axes, exclude=[exclude])
     assert sorted(found) == sorted(left)
 
 
@@ -98,19 +100,19 @@ def test_excluded_values_are_compared_after_validation(exclude, left):
         ({"exclude": [{"seed": 1}]}, ["exclude: seed", "`seeds`"]),
         ({"exclude": [{"bounds.method": "clp"}]}, ["exclude: bounds.method = 'clp'", "mean 'clip'"]),
         ({"exclude": [{"bounds.eps_low": 0.2}]}, ["exclude: bounds.eps_low: no such setting of 'band'"]),
-        ({"arms": {"a": {}, "b": {}}}, ["'a'", "'b'", "the same runs"]),
-        ({"arms": {"a": {"bounds.method": "clip"}}, "baseline": "b"}, ["baseline = 'b'", "variants: a"]),
+        ({"variants": {"a": {}, "b": {}}}, ["'a'", "'b'", "the same runs"]),
+        ({"variants": {"a": {"bounds.method": "clip"}}, "baseline": "b"}, ["baseline = 'b'", "variants: a"]),
         (
             {"axes": {"bounds.method": ["dppo"], "bounds.divergence": ["chi2"]}},
             ["= 'chi2'", "allowed: kl, tv"],
         ),
-        ({"arms": {"a b": {}, "a-b": {"steps": 3}}}, ["'a b'", "'a-b'", "same folder name"]),
-        ({"arms": {"a": {"optim..lr": 1}}}, ["'optim..lr'", "section.key"]),
+        ({"variants": {"a b": {}, "a-b": {"steps": 3}}}, ["'a b'", "'a-b'", "same folder name"]),
+        ({"variants": {"a": {"optim..lr": 1}}}, ["'optim..lr'", "section.key"]),
     ],
 )
 def test_a_mistake_is_one_error_line(settings, words):
     with pytest.raises(ConfigError) as caught:
-        arms(**settings)
+        variants(**settings)
     assert "\n" not in str(caught.value)
     for word in words:
         assert word in str(caught.value)
@@ -132,7 +134,7 @@ def test_invalid_axes_and_seeds_are_refused(settings, words):
         SweepConfig(**settings)
 
 
-def test_the_matched_radius_is_computed_for_the_band_of_each_arm():
+def test_the_matched_radius_is_computed_for_the_band_of_each_variant():
     """The stand-in matcher returns a radius that identifies the Band and records its arguments."""
     calls: list[tuple[str, float | None, str]] = []
 
@@ -154,9 +156,9 @@ def test_the_matched_radius_is_computed_for_the_band_of_each_arm():
     assert radii == [("kl", 0.5), ("kl", 0.03), ("tv", 0.5), ("tv", 0.04)] * 2
     exclude = [{"bounds.delta": "match:clip", "bounds.divergence": "tv"}]
     left = plan_runs(sweep.model_copy(update={"exclude": exclude, "seeds": (0,)}), match=match)
-    assert [run.arm for run in left] == ["kl 0.5", "kl match:clip", "tv 0.5"]
+    assert [run.variant for run in left] == ["kl 0.5", "kl match:clip", "tv 0.5"]
     # Another trust region than the Band is matched too; a method without one has no radius.
     axes = parse_axes({"bounds.method": "dppo,sapo", "bounds.divergence": "kl", "bounds.delta": "match:clip"})
     others = plan_runs(SweepConfig(axes=axes), match=match)
-    radii = [(run.arm, run.config.bounds.model_dump().get("delta")) for run in others]
+    radii = [(run.variant, run.config.bounds.model_dump().get("delta")) for run in others]
     assert radii == [("dppo kl", 0.02), ("sapo", None)]

@@ -173,5 +173,5 @@ AHEAD = state("finished", {40: 0.9, 60: 0.32, 99: 0.9, 100: 0.9})
         ((A0, A1, state("failed", {60: 0.1})), set()),
     ],
 )
-def test_runs_are_compared_late_and_with_the_mean_of_another_arm(runs, expected):
+def test_runs_are_compared_late_and_with_the_mean_of_another_variant(runs, expected):
     assert set(runs_to_stop(RUNS, dict(zip([run.name for run in RUNS], runs, strict=True)), 0.1)) == expected

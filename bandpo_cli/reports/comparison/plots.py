@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from bandpo_cli.reports import style
 from bandpo_cli.reports.comparison.report_metrics import common_n, percent_text
-from bandpo_cli.reports.comparison.runs import Arms, Score, scores_of
+from bandpo_cli.reports.comparison.runs import Score, Variants, scores_of
 from bandpo_cli.reports.comparison.selection import format_setting
 from bandpo_cli.reports.comparison.statistics import Limits, interval_band
 from bandpo_cli.reports.comparison.tuning import Lines, by_learning_rate
@@ -47,23 +47,23 @@ _ROW_HEIGHT, _TICK_HEIGHT = 0.7, 0.94  # inches: a row of the table of clipped t
 _MIN_SHARE = 1e-4  # a smaller share of clipped tokens has the colour of 0
 
 
-def plot_all(arms: Arms, report: Report, out: Path) -> dict[str, Path]:
+def plot_all(variants: Variants, report: Report, out: Path) -> dict[str, Path]:
     """Plot into `out` what the runs have data for, and the tuning; return the files by the names of `CAPTIONS`.
 
-    Line styles are assigned in the order of `arms`.
+    Line styles are assigned in the order of `variants`.
     """
     subtitle, sets = escape_mathtext(report.title), report.sets
-    order = [arm.name for arm in report.arms]
+    order = [variant.name for variant in report.variants]
     names = [name for name in order if name in order[:MAX_VARIANTS_PLOTTED] or name == report.baseline]
-    styles = variant_styles([name for name in arms if name in names], report.baseline)
-    scores = scores_of(run for runs in arms.values() for run in runs)
+    styles = variant_styles([name for name in variants if name in names], report.baseline)
+    scores = scores_of(run for runs in variants.values() for run in runs)
     curves = {
-        score: common_curves({name: [run.curve(score, sets) for run in arms[name]] for name in names})
+        score: common_curves({name: [run.curve(score, sets) for run in variants[name]] for name in names})
         for score in scores
     }
-    entropy = common_curves({name: [smooth_curve(run.entropy) for run in arms[name]] for name in names})
+    entropy = common_curves({name: [smooth_curve(run.entropy) for run in variants[name]] for name in names})
     over_sets = f", mean of {len(sets)} sets" if len(sets) > 1 else ""
-    n = common_n([run for runs in arms.values() for run in runs], sets)
+    n = common_n([run for runs in variants.values() for run in runs], sets)
     y_labels = {
         "reward": f"held-out reward{over_sets}",
         "accuracy": f"held-out accuracy, mean@{n}{over_sets}",
@@ -72,7 +72,7 @@ def plot_all(arms: Arms, report: Report, out: Path) -> dict[str, Path]:
     for score in scores:
         title, y_label = f"Held-out {score}", y_labels[score]
         figures[score] = _plot_over_steps(curves[score], styles, title, subtitle, y_label, _LIMITS[score])
-        rates = by_learning_rate(arms, score, sets)
+        rates = by_learning_rate(variants, score, sets)
         title += " against learning rate"
         figures[f"{score}_lr"] = plot_by_learning_rate(rates, title, subtitle, y_label, _LIMITS[score])
     figures |= {
@@ -82,7 +82,7 @@ def plot_all(arms: Arms, report: Report, out: Path) -> dict[str, Path]:
         "accuracy_entropy": _plot_accuracy_entropy(
             curves["accuracy"], entropy, styles, report.accuracy_level, subtitle, y_labels["accuracy"]
         ),
-        "clip_by_probability": _plot_clip_table({name: arms[name] for name in names}, styles, subtitle),
+        "clip_by_probability": _plot_clip_table({name: variants[name] for name in names}, styles, subtitle),
     }
     if (tuning := report.tuning) is not None:
         score = scores[0] if tuning.metric == "area" else tuning.metric
@@ -207,12 +207,12 @@ def _plot_accuracy_entropy(
     return figure
 
 
-def _plot_clip_table(arms: Arms, styles: LineStyles, subtitle: str) -> Figure | None:
+def _plot_clip_table(variants: Variants, styles: LineStyles, subtitle: str) -> Figure | None:
     """Plot the clipped share of the tokens as a table of variants and bins of π_old; None without data."""
-    clipped = {name: _mean_by_key([run.clipped_by_bin for run in runs]) for name, runs in arms.items()}
-    if not (names := [name for name in arms if clipped[name]]):
+    clipped = {name: _mean_by_key([run.clipped_by_bin for run in runs]) for name, runs in variants.items()}
+    if not (names := [name for name in variants if clipped[name]]):
         return None
-    token_shares = _mean_by_key([run.token_share for name in names for run in arms[name]])
+    token_shares = _mean_by_key([run.token_share for name in names for run in variants[name]])
     bins = sorted(token_shares, key=lambda text: float(text.split()[0]))
     values = np.array([[clipped[name].get(key, np.nan) for key in bins] for name in names])
     subtitle += " · clipped share of the tokens of each bin, mean over steps and seeds"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.reports.comparison.runs import Arms, VariantRunData, scores_of
+from bandpo_cli.reports.comparison.runs import VariantRunData, Variants, scores_of
 from bandpo_cli.reports.comparison.statistics import Estimate, Limits
 from bandpo_cli.reports.run_plots import Curve
 
@@ -41,7 +41,7 @@ class EqualAccuracy(NamedTuple):
     notes: Sequence[str]
 
 
-def entropy_at_equal_accuracy(arms: Arms, sets: Sequence[str]) -> EqualAccuracy:
+def entropy_at_equal_accuracy(variants: Variants, sets: Sequence[str]) -> EqualAccuracy:
     """Return the entropy of each run at the moment at which its held-out accuracy first reaches a common level.
 
     The level is the highest accuracy that all compared runs reach at some evaluation. Not compared are variants that
@@ -52,15 +52,15 @@ def entropy_at_equal_accuracy(arms: Arms, sets: Sequence[str]) -> EqualAccuracy:
     There are no values if fewer than two variants have one, or if a run starts at or above the level: the moment at
     which such a run reached it is not known. The accuracy is the mean over `sets`.
     """
-    runs = {(name, run.seed): run for name, members in arms.items() for run in members}
+    runs = {(name, run.seed): run for name, members in variants.items() for run in members}
     curves = {key: run.accuracy(sets) for key, run in runs.items()}
     best = {key: max(curve.values()) for key, curve in curves.items()}
-    typical = {name: median(best[name, run.seed] for run in members) for name, members in arms.items()}
+    typical = {name: median(best[name, run.seed] for run in members) for name, members in variants.items()}
     limit = FAR_BEHIND * max(typical.values())
-    behind = [name for name in arms if typical[name] < limit]
+    behind = [name for name in variants if typical[name] < limit]
     compared = [key for key in runs if key[0] not in behind and best[key] >= limit and runs[key].entropy]
     none = "No entropy at equal held-out accuracy"
-    if len({arm for arm, _ in compared}) < 2:
+    if len({variant for variant, _ in compared}) < 2:
         why = "fewer than two variants are left without those whose best value (median over seeds) is under half of"
         note = f"{none}: {why} the best variant's, {shorten_list(behind)}."
         return EqualAccuracy(None, {}, [note] if behind else [])
@@ -72,9 +72,9 @@ def entropy_at_equal_accuracy(arms: Arms, sets: Sequence[str]) -> EqualAccuracy:
         return EqualAccuracy(None, {}, [f"{none}: the highest level that all compared runs reach, {above}."])
     entropies = {key: entropy_when_reached(runs[key].entropy, curves[key], level) for key in compared}
     values = {key: entropy for key, entropy in entropies.items() if entropy is not None}
-    if len({arm for arm, _ in values}) < 2:
+    if len({variant for variant, _ in values}) < 2:
         return EqualAccuracy(None, {}, [])
-    texts = {(arm, seed): f"{arm} (seed {seed})" for arm, seed in runs}
+    texts = {(variant, seed): f"{variant} (seed {seed})" for variant, seed in runs}
     notes = [
         f"The entropy of a run is taken where its held-out accuracy first reaches {percent}, the highest level that "
         f"all compared runs reach. {texts[lowest]} does not exceed {percent}"
@@ -214,13 +214,13 @@ def common_n(records: Sequence[VariantRunData], sets: Sequence[str]) -> str:
     return ns.pop() if len(ns) == 1 else "n"
 
 
-def measure(arms: Arms, sets: Sequence[str], equal: EqualAccuracy) -> list[tuple[Metric, Values]]:
+def measure(variants: Variants, sets: Sequence[str], equal: EqualAccuracy) -> list[tuple[Metric, Values]]:
     """Return the metrics that at least one run has a value of, the mean over several sets first.
 
     The first metrics are those of `scores_of`; only they are compared in a single set, not its area and pass@k. `equal`
     has the values of the entropy at equal accuracy.
     """
-    runs = [run for members in arms.values() for run in members]
+    runs = [run for members in variants.values() for run in members]
     n, passes_of = common_n(runs, sets), [set(run.sets[label].passes) for run in runs for label in sets]
     k = max(set.intersection(*passes_of), default=None)  # None has no values
     over = f"mean over {len(sets)} evaluation sets of " if len(sets) > 1 else ""
@@ -263,7 +263,7 @@ def measure(arms: Arms, sets: Sequence[str], equal: EqualAccuracy) -> list[tuple
         *map(score, compared),
         score("area"),
         (entropy, lambda run: run.final_entropy),
-        (at_equal, lambda run: equal.values.get((run.arm, run.seed))),
+        (at_equal, lambda run: equal.values.get((run.variant, run.seed))),
         score(passes),
         (clipped, lambda run: run.clipped),
         (time, lambda run: fmean(run.step_seconds) if run.step_seconds else None),
@@ -273,7 +273,7 @@ def measure(arms: Arms, sets: Sequence[str], equal: EqualAccuracy) -> list[tuple
     for metric, value_of in table:
         values = {
             name: {run.seed: value for run in members if (value := value_of(run)) is not None}
-            for name, members in arms.items()
+            for name, members in variants.items()
         }
         if any(values.values()):
             measured.append((metric, values))

@@ -95,7 +95,7 @@ class VariantRunData(VariantRun):
         return {step: fmean(curve[step] for curve in curves) for step in steps}
 
 
-Arms = Mapping[str, Sequence[VariantRunData]]
+Variants = Mapping[str, Sequence[VariantRunData]]
 """The runs of each variant, by name."""
 
 
@@ -111,7 +111,7 @@ class ExcludedRun:
     """A run that is excluded from all metrics, and the reason. The fields are keys of `bandpo report --format json`."""
 
     run: str
-    arm: str
+    variant: str
     seed: int
     reason: str
 
@@ -124,7 +124,7 @@ def read_variant_run(run: VariantRun, start: int = 0) -> VariantRunData | Exclud
     try:
         return _read_finished_run(run, start)
     except UserError as error:
-        return ExcludedRun(run.folder.name, run.arm, run.seed, str(error))
+        return ExcludedRun(run.folder.name, run.variant, run.seed, str(error))
 
 
 def _read_finished_run(run: VariantRun, start: int) -> VariantRunData:

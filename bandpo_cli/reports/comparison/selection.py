@@ -45,12 +45,12 @@ class VariantRun:
     """A run and the variant that it belongs to.
 
     Attributes:
-        arm: name of the variant.
+        variant: name of the variant.
         seed: seed of the run; runs of different variants are paired by it.
         folder: run folder. A missing folder is allowed: the report lists the run as excluded.
     """
 
-    arm: str
+    variant: str
     seed: int
     folder: Path
 
@@ -101,7 +101,7 @@ def select_runs(
 def read_sweep(folder: Path) -> Selection:
     """Return the runs of a sweep with the variants of its plan; raise UserError if `sweep.yaml` is damaged."""
     sweep = SweepFolder.read(folder)
-    runs = [VariantRun(run.arm, run.seed, sweep.path / run.name) for run in sweep.runs]
+    runs = [VariantRun(run.variant, run.seed, sweep.path / run.name) for run in sweep.runs]
     return Selection(str(sweep.plan.get("name") or folder.resolve().name), sweep.baseline, runs, sweep=sweep)
 
 
@@ -235,7 +235,7 @@ def _group_by_settings(selection: Selection, by: Sequence[str]) -> Selection:
     names = dict(zip(settings, variant_names(list(settings.values()), keys), strict=True))
     seeds = {folder: values["seed"] for folder, values in settings.items() if "seed" in values}
     runs = [
-        VariantRun(names.get(run.folder, run.arm), seeds.get(run.folder, run.seed), run.folder)
+        VariantRun(names.get(run.folder, run.variant), seeds.get(run.folder, run.seed), run.folder)
         for run in selection.runs
     ]
     values = {

@@ -76,14 +76,14 @@ def estimate(values: ArrayLike, limits: Limits = _NO_LIMITS) -> Estimate | None:
 
 
 def paired_test(
-    arm: Mapping[int, float], baseline: Mapping[int, float], limits: Limits = _NO_LIMITS
+    variant: Mapping[int, float], baseline: Mapping[int, float], limits: Limits = _NO_LIMITS
 ) -> PairedTest | None:
     """Return the paired comparison of two variants, given as values by seed; None without a common seed.
 
     Pairing removes what a seed changes in both variants alike, such as the order of the problems. `limits` are those of
     the metric; those of its differences follow from them.
     """
-    changes = np.array([arm[seed] - baseline[seed] for seed in sorted(arm.keys() & baseline.keys())])
+    changes = np.array([variant[seed] - baseline[seed] for seed in sorted(variant.keys() & baseline.keys())])
     widest = limits[1] - limits[0]
     if (change := estimate(changes, (-widest, widest))) is None:
         return None

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeGuard
 
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.reports.comparison.report_metrics import common_sets
-from bandpo_cli.reports.comparison.runs import Arms, Score, VariantRunData, scores_of
+from bandpo_cli.reports.comparison.runs import Score, VariantRunData, Variants, scores_of
 from bandpo_cli.reports.comparison.selection import (
     differing_settings,
     format_setting,
@@ -33,14 +33,14 @@ class TunedVariant:
 
     Attributes:
         group: the group that the variant belongs to, which is a variant of the tuned sweep.
-        arm: name of the variant.
+        variant: name of the variant.
         settings: the settings in which the variants of its group differ, by dotted key.
         values: the value of the metric for each tuning seed.
         chosen: whether the variant is the best of its group.
     """
 
     group: str
-    arm: str
+    variant: str
     settings: Mapping[str, Any]
     values: Sequence[float]
     chosen: bool = False
@@ -70,13 +70,13 @@ class Tuning:
         sweep: name of the tuning sweep.
         metric: the metric that decides, `accuracy`, `reward` or `area` of the report.
         seeds: the tuning seeds.
-        arms: the variants of the tuning sweep, group by group.
+        variants: the variants of the tuning sweep, group by group.
     """
 
     sweep: str
     metric: Literal["accuracy", "reward", "area"]
     seeds: Sequence[int]
-    arms: Sequence[TunedVariant]
+    variants: Sequence[TunedVariant]
 
     @property
     def caption(self) -> str:
@@ -87,13 +87,13 @@ class Tuning:
     @property
     def groups(self) -> dict[str, list[TunedVariant]]:
         """The variants of each group."""
-        names = dict.fromkeys(arm.group for arm in self.arms)
-        return {name: [arm for arm in self.arms if arm.group == name] for name in names}
+        names = dict.fromkeys(variant.group for variant in self.variants)
+        return {name: [variant for variant in self.variants if variant.group == name] for name in names}
 
     @property
     def chosen(self) -> dict[str, TunedVariant]:
         """The best variant of each group."""
-        return {arm.group: arm for arm in self.arms if arm.chosen}
+        return {variant.group: variant for variant in self.variants if variant.chosen}
 
     def notes(self) -> list[str]:
         """Return a line per group: the best variant, its value, and the number of variants that it was chosen from."""
@@ -109,7 +109,7 @@ class Tuning:
         ends = []
         for group, best in self.chosen.items():
             for key, value in best.settings.items():
-                tried = set(filter(_is_number, (arm.settings.get(key) for arm in self.groups[group])))
+                tried = set(filter(_is_number, (variant.settings.get(key) for variant in self.groups[group])))
                 if len(tried) > 1 and value in (min(tried), max(tried)):
                     ends.append(f"{key} = {format_setting(value)} of {group}")
         tried_in = f"Chosen at an end of the values tried in {self.sweep}, beyond which a better one may lie"
@@ -118,16 +118,16 @@ class Tuning:
     def by_learning_rate(self) -> Lines:
         """Return the values of the variants, a line per group and other tuned settings: `kl delta=0.02`."""
         lines: Lines = {}
-        for arm in self.arms:
-            others = {key: value for key, value in arm.settings.items() if key != _LEARNING_RATE}
+        for variant in self.variants:
+            others = {key: value for key, value in variant.settings.items() if key != _LEARNING_RATE}
             texts = [f"{key.rpartition('.')[2]}={format_setting(value)}" for key, value in others.items()]
-            name = " ".join([arm.group, *texts])
-            if _is_number(rate := arm.settings.get(_LEARNING_RATE)):
-                lines.setdefault(name, {})[float(rate)] = list(arm.values)
+            name = " ".join([variant.group, *texts])
+            if _is_number(rate := variant.settings.get(_LEARNING_RATE)):
+                lines.setdefault(name, {})[float(rate)] = list(variant.values)
         return lines
 
 
-def choose(sweep: str, by: Literal["accuracy", "area"], groups: Mapping[str, Arms]) -> Tuning:
+def choose(sweep: str, by: Literal["accuracy", "area"], groups: Mapping[str, Variants]) -> Tuning:
     """Return the variants with their values, the best of each group chosen; of equal variants the first.
 
     Args:
@@ -139,13 +139,13 @@ def choose(sweep: str, by: Literal["accuracy", "area"], groups: Mapping[str, Arm
     Raises:
         UserError: the runs share no evaluation set, or have no value of the metric.
     """
-    records = [run for arms in groups.values() for runs in arms.values() for run in runs]
+    records = [run for variants in groups.values() for runs in variants.values() for run in runs]
     sets, metric = common_sets(records), by if by == "area" else scores_of(records)[0]
     candidates: list[TunedVariant] = []
-    for group, arms in groups.items():
-        differing = differing_settings(run.settings for runs in arms.values() for run in runs)
+    for group, variants in groups.items():
+        differing = differing_settings(run.settings for runs in variants.values() for run in runs)
         members = []
-        for name, runs in arms.items():
+        for name, runs in variants.items():
             values = [value for run in runs if (value := run.score(metric, sets)) is not None]
             if len(values) < len(runs):
                 raise UserError(f"{sweep}: {name} has no {metric}: it was evaluated only once")
@@ -163,21 +163,21 @@ def read_tuning(sweep: SweepFolder | None) -> Tuning | None:
     return validated(Tuning, sweep.plan["tuning"], sweep.path / PLAN_FILE, "tuning")
 
 
-def by_learning_rate(arms: Arms, score: Score, sets: Sequence[str]) -> Lines:
+def by_learning_rate(variants: Variants, score: Score, sets: Sequence[str]) -> Lines:
     """Return the last accuracies or rewards of the runs, the learning rates ascending.
 
     A line has the runs whose settings are equal except for the learning rate and the seed. Its name is the name of its
     variants without `lr=...`, or the name of its method where these names differ; a second line of a name ends with `
     #2`. The value is the mean over `sets`.
     """
-    runs = [run for members in arms.values() for run in members if _learning_rate(run) > 0]
+    runs = [run for members in variants.values() for run in members if _learning_rate(run) > 0]
     keys = [key for key in differing_settings(run.settings for run in runs) if key != _LEARNING_RATE]
     groups = defaultdict[tuple[str, ...], list[VariantRunData]](list)
     for run in runs:
         groups[setting_texts(run.settings, keys)].append(run)
     lines: Lines = {}
     for group in groups.values():
-        names = {_LR_PART.sub("", run.arm).strip() for run in group}
+        names = {_LR_PART.sub("", run.variant).strip() for run in group}
         stem = (names.pop() if len(names) == 1 else "") or method_name(group[0].settings)
         numbered = chain([stem], (f"{stem} #{number}" for number in count(2)))
         line = lines.setdefault(next(name for name in numbered if name not in lines), {})

@@ -12,7 +12,7 @@ import numpy as np
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.reports.comparison.report_metrics import SECONDS_PER_STEP, Metric, Values
-from bandpo_cli.reports.comparison.runs import Arms, ExcludedRun, VariantRunData
+from bandpo_cli.reports.comparison.runs import ExcludedRun, VariantRunData, Variants
 from bandpo_cli.reports.comparison.selection import ABSENT, differing_settings, format_setting
 from bandpo_cli.reports.comparison.statistics import LEVEL, Estimate, PairedTest, estimate, holm, paired_test
 from bandpo_cli.reports.comparison.tuning import Tuning
@@ -46,14 +46,14 @@ class VariantDifference:
     """Difference between a variant and the baseline in one metric. The fields are keys of `--format json`.
 
     Attributes:
-        arm: name of the variant.
+        variant: name of the variant.
         figure: key of the metric.
         paired: comparison over the common seeds; None without a common seed.
         p_holm: p-value adjusted over the variants compared in this metric; None without a test.
         verdict: conclusion in words.
     """
 
-    arm: str
+    variant: str
     figure: str
     paired: PairedTest | None
     p_holm: float | None
@@ -78,7 +78,7 @@ class Report:
         sets: evaluation sets that all runs have. With several sets, a metric without a set's name is the plain mean.
         accuracy_level: held-out accuracy of the metric `entropy_at_accuracy`; None without this metric.
         figures: the metrics; the first is the accuracy, or the reward if rewards are not just 0 and 1.
-        arms: highest value of the first metric first.
+        variants: highest value of the first metric first.
         differences: ordered by metric, then by variant.
         tuning: the variants that the settings were chosen from; None for settings that no sweep chose.
         notes: sentences about limits of the comparison.
@@ -93,7 +93,7 @@ class Report:
     sets: tuple[str, ...]
     accuracy_level: float | None
     figures: tuple[Metric, ...]
-    arms: tuple[Variant, ...]
+    variants: tuple[Variant, ...]
     differences: tuple[VariantDifference, ...]
     tuning: Tuning | None
     notes: tuple[str, ...]
@@ -107,22 +107,22 @@ class Report:
 
 def group_by_variant(records: Iterable[VariantRunData]) -> dict[str, list[VariantRunData]]:
     """Return the runs of each variant, sorted by seed; raise UserError if two of a variant have the same seed."""
-    arms: dict[str, dict[int, VariantRunData]] = {}
+    variants: dict[str, dict[int, VariantRunData]] = {}
     for run in records:
-        other = arms.setdefault(run.arm, {}).setdefault(run.seed, run)
+        other = variants.setdefault(run.variant, {}).setdefault(run.seed, run)
         if other is not run:
             keys = ", ".join(differing_settings([other.settings, run.settings])[:3])
             advice = f"they differ in {keys}: add it to --by" if keys else "give only one of them"
-            which = f"seed {run.seed} of the variant '{run.arm}'"
+            which = f"seed {run.seed} of the variant '{run.variant}'"
             raise UserError(f"{other.folder} and {run.folder} are both {which}; {advice}")
-    return {name: [seeds[seed] for seed in sorted(seeds)] for name, seeds in arms.items()}
+    return {name: [seeds[seed] for seed in sorted(seeds)] for name, seeds in variants.items()}
 
 
-def evaluate_variants(arms: Arms, measured: Sequence[tuple[Metric, Values]]) -> list[Variant]:
+def evaluate_variants(variants: Variants, measured: Sequence[tuple[Metric, Values]]) -> list[Variant]:
     """Return the variants with the estimates of their metrics, the highest value of the first metric first."""
-    keys = differing_settings(run.settings for runs in arms.values() for run in runs)
+    keys = differing_settings(run.settings for runs in variants.values() for run in runs)
     evaluated = []
-    for name, runs in arms.items():
+    for name, runs in variants.items():
         estimates = {metric.key: estimate(list(of[name].values()), metric.limits) for metric, of in measured}
         steps, seconds = [run.steps for run in runs], [value for run in runs for value in run.step_seconds]
         texts = {key: [format_setting(run.settings.get(key, ABSENT)) for run in runs] for key in keys}
@@ -137,7 +137,7 @@ def evaluate_variants(arms: Arms, measured: Sequence[tuple[Metric, Values]]) -> 
             )
         )
     decisive = measured[0][0].key
-    return sorted(evaluated, key=lambda arm: -arm.figures[decisive].mean)
+    return sorted(evaluated, key=lambda variant: -variant.figures[decisive].mean)
 
 
 def compare_variants(

@@ -28,7 +28,7 @@ from bandpo_cli.reports.comparison.report_metrics import (
     measure,
     shorten_list,
 )
-from bandpo_cli.reports.comparison.runs import Arms, ExcludedRun, VariantRunData, read_variant_run
+from bandpo_cli.reports.comparison.runs import ExcludedRun, VariantRunData, Variants, read_variant_run
 from bandpo_cli.reports.comparison.selection import Selection, common_start, differing_settings, is_within
 from bandpo_cli.reports.comparison.statistics import Estimate, PairedTest, p_text
 from bandpo_cli.reports.comparison.tuning import read_tuning
@@ -78,7 +78,7 @@ def write_report(selection: Selection, out: Path) -> Report:
             the baseline is not a variant, the plan of the sweep is damaged, or `out` cannot be written to.
     """
     baseline, tuning = selection.baseline, read_tuning(selection.sweep)
-    check_baseline(baseline, [run.arm for run in selection.runs if run.arm])
+    check_baseline(baseline, [run.variant for run in selection.runs if run.variant])
     start = common_start(selection.runs)
     read = [read_variant_run(run, start) for run in selection.runs]
     excluded = tuple(run for run in read if isinstance(run, ExcludedRun))
@@ -87,34 +87,34 @@ def write_report(selection: Selection, out: Path) -> Report:
         reasons = [f"all runs are excluded: {run.run}: {run.reason}" for run in excluded[:1]]
         reasons += [f"{len(excluded) - 1} more"] if len(excluded) > 1 else []
         raise UserError(f"{selection.title}: {'; '.join(reasons) or 'no runs to report on'}")
-    arms = group_by_variant(records)
+    variants = group_by_variant(records)
     sets = common_sets(records)
-    equal = entropy_at_equal_accuracy(arms, sets)
-    measured = measure(arms, sets, equal)
+    equal = entropy_at_equal_accuracy(variants, sets)
+    measured = measure(variants, sets, equal)
     metrics = tuple(metric for metric, _ in measured)
-    evaluated = evaluate_variants(arms, measured)
+    evaluated = evaluate_variants(variants, measured)
     differences = []
-    if baseline is not None and baseline in arms and len(arms) > 1:
-        differences = compare_variants([arm.name for arm in evaluated], baseline, measured)
+    if baseline is not None and baseline in variants and len(variants) > 1:
+        differences = compare_variants([variant.name for variant in evaluated], baseline, measured)
     decisive = [difference for difference in differences if difference.figure == metrics[0].key]
     report = Report(
         title=selection.title,
         about=scope(evaluated, sets),
         finding=headline(evaluated, baseline, decisive, metrics[0]),
-        baseline=baseline if baseline in arms else None,
+        baseline=baseline if baseline in variants else None,
         sets=tuple(sets),
         accuracy_level=equal.level,
         figures=metrics,
-        arms=tuple(evaluated),
+        variants=tuple(evaluated),
         differences=tuple(differences),
         tuning=tuning,
         notes=(),
         left_out=excluded,
         files={},
     )
-    all_notes = [*selection.notes, *report_notes(report, arms, baseline, start), *equal.notes]
+    all_notes = [*selection.notes, *report_notes(report, variants, baseline, start), *equal.notes]
     all_notes += [] if tuning is None else tuning.notes_on_range()
-    if len(arms) > MAX_VARIANTS_PLOTTED:
+    if len(variants) > MAX_VARIANTS_PLOTTED:
         best = f"{MAX_VARIANTS_PLOTTED} variants with the highest {metrics[0].name}"
         all_notes += [f"The plots show the {best}, and the baseline."]
     report = replace(report, notes=tuple(all_notes))
@@ -124,7 +124,7 @@ def write_report(selection: Selection, out: Path) -> Report:
         # All files are written into a temporary folder first: an interrupted report leaves nothing behind.
         with TemporaryDirectory(prefix=".report.", suffix=".tmp", dir=beside) as folder:
             hidden = Path(folder)
-            plots = plot_all(arms, report, hidden)
+            plots = plot_all(variants, report, hidden)
             names = ["report.html", "report.md", "leaderboard.csv", *(path.name for path in plots.values())]
             report = replace(report, files={name: out / name for name in names})
             write_text(hidden / "leaderboard.csv", leaderboard_csv(report))
@@ -138,24 +138,27 @@ def write_report(selection: Selection, out: Path) -> Report:
     return report
 
 
-def scope(arms: Sequence[Variant], sets: Sequence[str]) -> str:
+def scope(variants: Sequence[Variant], sets: Sequence[str]) -> str:
     """Return `3 variants, 9 runs over seeds 0, 1, 2; 100 steps; evaluated on countdown`."""
-    seeds = sorted({seed for arm in arms for seed in arm.seeds})
-    least, most = min(arm.steps[0] for arm in arms), max(arm.steps[1] for arm in arms)
-    runs = plural(sum(len(arm.seeds) for arm in arms), "run")
+    seeds = sorted({seed for variant in variants for seed in variant.seeds})
+    least, most = min(variant.steps[0] for variant in variants), max(variant.steps[1] for variant in variants)
+    runs = plural(sum(len(variant.seeds) for variant in variants), "run")
     steps = f"{most:,} steps" if least == most else f"{least:,} to {most:,} steps"
     listed = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}"
     over = listed if len(seeds) <= 8 else f"{len(seeds)} seeds"
-    return f"{plural(len(arms), 'variant')}, {runs} over {over}; {steps}; evaluated on {', '.join(sets)}"
+    return f"{plural(len(variants), 'variant')}, {runs} over {over}; {steps}; evaluated on {', '.join(sets)}"
 
 
 def headline(
-    arms: Sequence[Variant], baseline: str | None, differences: Sequence[VariantDifference], metric: Metric
+    variants: Sequence[Variant],
+    baseline: str | None,
+    differences: Sequence[VariantDifference],
+    metric: Metric,
 ) -> str:
     """Return the result in one sentence, which claims no more than the tests support.
 
     Args:
-        arms: highest value of `metric` first.
+        variants: highest value of `metric` first.
         baseline: name of the baseline; None for no comparison.
         metric: the first of the report, held-out accuracy or reward.
         differences: the differences in `metric`.
@@ -163,12 +166,14 @@ def headline(
     tested = [difference for difference in differences if difference.p_holm is not None]
     if not tested:
         untested = f"; with these seeds no difference from {baseline} can be tested" if differences else ""
-        return f"{_ranking(arms, metric)}{untested}."
+        return f"{_ranking(variants, metric)}{untested}."
     tested.sort(key=lambda difference: -abs(difference.change.mean))
     groups, rest = [], len(differences)
     for word in ("higher", "lower"):
         group = [difference for difference in tested if difference.verdict == word]
-        texts = [f"{item.arm} ({_evidence(item, metric, item is group[0])})" for item in group[:_MAX_NAMED]]
+        texts = [
+            f"{item.variant} ({_evidence(item, metric, item is group[0])})" for item in group[:_MAX_NAMED]
+        ]
         if len(group) > _MAX_NAMED:
             texts.append(plural(len(group) - _MAX_NAMED, "more variant"))
         if texts:
@@ -178,7 +183,7 @@ def headline(
         others = "the other variant does" if rest == 1 else f"the other {rest} variants do"
         more = f"; {others} not differ significantly from it" if rest else ""
         return f"Against {baseline}, final {metric.name} is {' and '.join(groups)}{more}."
-    largest, evidence = tested[0].arm, _evidence(tested[0], metric)
+    largest, evidence = tested[0].variant, _evidence(tested[0], metric)
     if len(differences) == 1:
         equal = f"do not differ significantly in final {metric.name}"
         return f"{largest} and {baseline} {equal}: the difference is {evidence}."
@@ -196,45 +201,49 @@ def _evidence(difference: VariantDifference, metric: Metric, in_full: bool = Tru
     return f"{mean}, 95% interval {metric.interval(change, sign=True)} over {change.n} seeds, {p}"
 
 
-def _ranking(arms: Sequence[Variant], metric: Metric) -> str:
+def _ranking(variants: Sequence[Variant], metric: Metric) -> str:
     """Return a sentence on the highest final value of `metric`; it adds that a ranking is no test.
 
     Variants whose values are equal as printed are named together.
     """
-    value = arms[0].figures[metric.key]
+    value = variants[0].figures[metric.key]
     seeds = f"{value.n} seeds" if value.n > 1 else "one seed, no interval"
     if interval := metric.interval(value):
         seeds = f"95% interval {interval.replace(' – ', ' to ')} over {seeds}"
     mean = metric.text(value.mean)
-    if len(arms) == 1:
-        return f"{arms[0].name} ends at a {metric.name} of {mean} ({seeds})"
+    if len(variants) == 1:
+        return f"{variants[0].name} ends at a {metric.name} of {mean} ({seeds})"
     untested = "; a ranking, not a test" if value.n > 1 else ""
-    tied = [arm.name for arm in arms if value_text(metric, arm.figures.get(metric.key)) == mean]
+    tied = [
+        variant.name for variant in variants if value_text(metric, variant.figures.get(metric.key)) == mean
+    ]
     if len(tied) > 1:
         seeds = "means over seeds" if value.n > 1 else "one seed, no interval"
         return f"{shorten_list(tied)} end with the highest {metric.name}, {mean} each ({seeds}){untested}"
-    return f"{arms[0].name} ends with the highest {metric.name}, {mean} ({seeds}){untested}"
+    return f"{variants[0].name} ends with the highest {metric.name}, {mean} ({seeds}){untested}"
 
 
-def report_notes(report: Report, arms: Arms, baseline: str | None, start: int) -> Iterator[str]:
+def report_notes(report: Report, variants: Variants, baseline: str | None, start: int) -> Iterator[str]:
     """Yield what limits the comparison, one sentence per note; all runs of the baseline may have been excluded."""
-    runs = [run for members in arms.values() for run in members]
-    if missing := sorted({run.arm for run in report.left_out if run.arm and run.arm not in arms}):
+    runs = [run for members in variants.values() for run in members]
+    if missing := sorted(
+        {run.variant for run in report.left_out if run.variant and run.variant not in variants}
+    ):
         yield f"All runs of {shorten_list(missing)} were excluded."
-    if single := [name for name, members in arms.items() if len(members) == 1]:
+    if single := [name for name, members in variants.items() if len(members) == 1]:
         yield f"Only one seed, and therefore no interval: {shorten_list(single)}."
-    if len({tuple(run.seed for run in members) for members in arms.values()}) > 1:
+    if len({tuple(run.seed for run in members) for members in variants.values()}) > 1:
         yield "The variants do not have the same seeds; each is compared over the seeds that the baseline has too."
-    if len(arms) > 1 and baseline is None:
+    if len(variants) > 1 and baseline is None:
         yield "No baseline was given, so there are no differences; choose one with --baseline VARIANT."
-    elif len(arms) > 1 and baseline not in arms:
+    elif len(variants) > 1 and baseline not in variants:
         yield f"All runs of the baseline '{baseline}' were excluded, so there are no differences."
-    elif len(arms) > 2:
+    elif len(variants) > 2:
         metrics = len({difference.figure for difference in report.differences})
-        what = f"{len(arms) - 1} variants against {baseline} in {metrics} metrics"
+        what = f"{len(variants) - 1} variants against {baseline} in {metrics} metrics"
         adjusted = "p-values are adjusted over the variants for each metric (Holm), not over the metrics"
         yield f"{plural(len(report.differences), 'comparison')}: {what}. {adjusted}."
-    if unequal := [name for name, members in arms.items() if len({run.steps for run in members}) > 1]:
+    if unequal := [name for name, members in variants.items() if len({run.steps for run in members}) > 1]:
         common = "curves cover the common steps; final metrics are taken at the last step of each run"
         yield f"Runs of unequal length in {shorten_list(unequal)}: {common}."
     if len({run.steps for run in runs}) > 1:
@@ -245,7 +254,7 @@ def report_notes(report: Report, arms: Arms, baseline: str | None, start: int) -
             yield f"All runs are forks of {parent}: metrics and curves begin at step {start}."
         elif parent is not None:
             yield f"Forks of {parent} ({forks}) share its record: differences and intervals come from later steps."
-    for name, members in arms.items():
+    for name, members in variants.items():
         if keys := differing_settings(run.settings for run in members):
             yield f"The runs of {name} differ in more than their seed: {', '.join(keys[:MAX_LISTED])}."
     differing = differing_settings(run.settings for run in runs)
@@ -265,19 +274,19 @@ def value_text(metric: Metric, estimate: Estimate | None) -> str:
     return "–" if estimate is None else metric.text(estimate.mean)
 
 
-def range_text(metric: Metric, arm: Variant) -> str:
+def range_text(metric: Metric, variant: Variant) -> str:
     """Return the interval of a metric of a variant, or the spread of its steps where the metric has one; else ''."""
-    if metric.key in arm.spreads:
-        return " – ".join(map(metric.text, arm.spreads[metric.key]))
-    return metric.interval(arm.figures[metric.key]) if metric.key in arm.figures else ""
+    if metric.key in variant.spreads:
+        return " – ".join(map(metric.text, variant.spreads[metric.key]))
+    return metric.interval(variant.figures[metric.key]) if metric.key in variant.figures else ""
 
 
-def short_range_text(metric: Metric, arm: Variant) -> str:
+def short_range_text(metric: Metric, variant: Variant) -> str:
     """Return the same for narrow columns: `±0.023`, or `0–0.797` for an interval that ends at a limit of the metric."""
-    text = range_text(metric, arm)
-    if not text or metric.key in arm.spreads:
+    text = range_text(metric, variant)
+    if not text or metric.key in variant.spreads:
         return text.replace(" ", "")
-    estimate = arm.figures[metric.key]
+    estimate = variant.figures[metric.key]
     assert estimate.low is not None
     assert estimate.high is not None
     if estimate.low > metric.limits[0] and estimate.high < metric.limits[1]:
@@ -301,17 +310,21 @@ def leaderboard_csv(report: Report) -> str:
     The last columns are the quantiles of metrics with a spread: `seconds_per_step_p10`, `seconds_per_step_p90`.
     """
     keys = [metric.key for metric in report.figures]
-    spreads = [key for key in keys if any(key in arm.spreads for arm in report.arms)]
-    columns = ["arm", "seeds", "steps", *(f"{key}{end}" for key in keys for end in ("", "_low", "_high"))]
+    spreads = [key for key in keys if any(key in variant.spreads for variant in report.variants)]
+    columns = ["variant", "seeds", "steps", *(f"{key}{end}" for key in keys for end in ("", "_low", "_high"))]
     columns += [f"{key}_p{100 * share:.0f}" for key in spreads for share in SPREAD]
     out = io.StringIO()
     writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
     writer.writeheader()
-    for arm in report.arms:
-        row: dict[str, object] = {"arm": arm.name, "seeds": len(arm.seeds), "steps": arm.steps[1]}
-        for key, value in arm.figures.items():
+    for variant in report.variants:
+        row: dict[str, object] = {
+            "variant": variant.name,
+            "seeds": len(variant.seeds),
+            "steps": variant.steps[1],
+        }
+        for key, value in variant.figures.items():
             row |= {key: value.mean, f"{key}_low": value.low, f"{key}_high": value.high}
-        for key, ends in arm.spreads.items():
+        for key, ends in variant.spreads.items():
             row |= {f"{key}_p{100 * share:.0f}": end for share, end in zip(SPREAD, ends, strict=True)}
         writer.writerow(row)
     return out.getvalue()
@@ -320,7 +333,7 @@ def leaderboard_csv(report: Report) -> str:
 def token_pages(runs: Sequence[VariantRunData], out: Path) -> dict[str, str]:
     """Return links, relative to `out`, to the last page of `bandpo view` in the folder of each run that has one."""
     pages = [(run, file) for run in runs for file in sorted((run.folder / "view").glob("step-*.html"))[-1:]]
-    return {f"{run.arm}, seed {run.seed}": quote(os.path.relpath(file, out)) for run, file in pages}
+    return {f"{run.variant}, seed {run.seed}": quote(os.path.relpath(file, out)) for run, file in pages}
 
 
 def render(
