@@ -127,6 +127,6 @@ def import_verl(
     """
     from bandpo_cli.experiments import import_verl as import_run
 
-    imported, left_out = import_run(job, name=name, uri=tracking_uri, run_id=run, runs_dir=runs_dir)
+    imported, excluded = import_run(job, name=name, uri=tracking_uri, run_id=run, runs_dir=runs_dir)
     progress = f"{imported.status}, step {imported.step:,} of {imported.steps:,}"
-    print_rows(open_console(), [(str(imported.path), progress), ("left out", ", ".join(left_out))])
+    print_rows(open_console(), [(str(imported.path), progress), ("excluded", ", ".join(excluded))])

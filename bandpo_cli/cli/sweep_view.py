@@ -233,19 +233,19 @@ def print_report(console: Console, report: Report) -> None:
     print_text(report.finding)
     console.print()
     separator = " " if console.width >= _WIDE else "\n"
-    over_sets = [metric for metric in report.figures if "/" not in metric.key]
+    over_sets = [metric for metric in report.metrics if "/" not in metric.key]
     console.print(_report_table(report, over_sets, separator))
     if len(report.sets) > 1:
         console.print()
-        by_set = [metric for metric in report.figures if metric.key.startswith(("reward/", "accuracy/"))]
+        by_set = [metric for metric in report.metrics if metric.key.startswith(("reward/", "accuracy/"))]
         console.print(_report_table(report, by_set, separator))
     for line in report.tuning.notes() if report.tuning is not None else ():
         print_text(line, "tuned: ", "dim")
     for note in report.notes:
         print_text(note, "note: ", "yellow")
-    for run in report.left_out:
+    for run in report.excluded:
         variant_and_seed = f"{run.variant}, seed {run.seed}: " if run.variant else ""
-        print_text(f"{run.run}: {variant_and_seed}{run.reason}", "left out: ", "yellow")
+        print_text(f"{run.run}: {variant_and_seed}{run.reason}", "excluded: ", "yellow")
     console.print()
     for name in ("report.html", "report.md", "leaderboard.csv"):
         console.print(Text(str(relative_to_cwd(report.files[name]))), soft_wrap=True)
@@ -271,6 +271,6 @@ def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> 
         for metric in metrics:
             around = short_range_text(metric, variant)
             interval = (f"{separator}{around}" if around else "", "dim")
-            cells.append(Text.assemble(value_text(metric, variant.figures.get(metric.key)), interval))
+            cells.append(Text.assemble(value_text(metric, variant.metrics.get(metric.key)), interval))
         table.add_row(name, str(len(variant.seeds)), *cells)
     return table

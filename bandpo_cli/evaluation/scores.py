@@ -56,7 +56,7 @@ class Scores:
             "problems": len(self.by_problem),
             "completions": self.completions,
             "completions_per_problem": [self.fewest, self.most],
-            "figures": {name: interval._asdict() for name, interval in self.metrics.items()},
+            "metrics": {name: interval._asdict() for name, interval in self.metrics.items()},
             "verdicts": self.verdicts,
             "by_problem": self.by_problem,
         }

@@ -66,7 +66,7 @@ class Comparison:
         """Return the comparison as JSON values."""
         return {
             "problems": {"shared": self.shared, "only_a": self.only_a, "only_b": self.only_b},
-            "figures": {
+            "metrics": {
                 name: {"a": a, "b": b, **change._asdict()} for name, (a, b, change) in self.metrics.items()
             },
             "wins": self.wins,

@@ -238,7 +238,7 @@ def import_verl(
         check_reachable(store)
         client = mlflow_client(store)
         run = client.get_run(run_id) if run_id else _find_run(client, config.tracking.experiment, job_name)
-        records, left_out = _read_metrics(client, run, config.objective.aggregation)
+        records, excluded = _read_metrics(client, run, config.objective.aggregation)
     except UserError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever MLflow and the network raise ends as one line
@@ -256,8 +256,8 @@ def import_verl(
         folder.append_metrics(record)
     folder.write_summary({"status": "KILLED" if status == "RUNNING" else status, "steps": last})
     about = {"verl": VERL_VERSION, "uri": redact_credentials(store), "run_id": run.info.run_id}
-    write_json(folder.path / VERL_FILE, {**about, "left_out": left_out})
-    return describe_line(folder.path, runs_dir), left_out
+    write_json(folder.path / VERL_FILE, {**about, "excluded": excluded})
+    return describe_line(folder.path, runs_dir), excluded
 
 
 def _find_run(client: Any, experiment: str, name: str) -> Any:
@@ -277,7 +277,7 @@ def _read_metrics(client: Any, run: Any, aggregation: str) -> tuple[list[dict[st
     """Return the metrics of each step of a run by the names of this package, and the names without a counterpart."""
     names = NAMES | (TOKEN_MEANS if aggregation == "token-mean" else {})
     records: dict[int, dict[str, Any]] = {}
-    left_out = []
+    excluded = []
     for key in sorted(run.data.metrics):
         evaluation = _EVALUATION.fullmatch(key)
         name = f"eval/{evaluation[1]}/mean_at_{evaluation[2]}" if evaluation else names.get(key)
@@ -286,5 +286,5 @@ def _read_metrics(client: Any, run: Any, aggregation: str) -> tuple[list[dict[st
                 if math.isfinite(value.value):
                     records.setdefault(value.step, {"step": value.step})[name] = value.value
         elif key.startswith(("actor/", "val-core/")):
-            left_out.append(key)
-    return [records[step] for step in sorted(records)], left_out
+            excluded.append(key)
+    return [records[step] for step in sorted(records)], excluded

@@ -105,7 +105,7 @@ def _sweep_means(report: Report | None) -> dict[str, float]:
     return {
         f"sweep/{variant.name}/{key}": estimate.mean
         for variant in variants
-        for key, estimate in variant.figures.items()
+        for key, estimate in variant.metrics.items()
     }
 
 

@@ -118,7 +118,7 @@ def read_intervals(folder: Path) -> Intervals:
         sets = read_record(path)["sets"]
         try:
             for label, scores in sets.items():
-                for name, value in scores["figures"].items():
+                for name, value in scores["metrics"].items():
                     if value["low"] is not None:
                         ends = intervals.setdefault(f"eval/{label}/{name}", {})
                         ends[step] = value["low"], value["high"]

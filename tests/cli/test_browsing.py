@@ -166,7 +166,7 @@ def test_step_0_of_a_run_is_its_model_before_training(changed: Path) -> None:
     compared = json.loads(bandpo(changed, "eval", "compare", "before", "first@0", "--format", "json"))
     assert compared["differences"] == {}
     assert compared["sets"]["countdown"]["problems"] == {"shared": 3, "only_a": 0, "only_b": 0}
-    assert {metric["value"] for metric in compared["sets"]["countdown"]["figures"].values()} == {0.0}
+    assert {metric["value"] for metric in compared["sets"]["countdown"]["metrics"].values()} == {0.0}
     bandpo(changed, "eval", "--model", "first", "--seed", "7", "--name", "after", "--no-mlflow")
     assert "differs  seed is 0 in A and 7 in B" in bandpo(changed, "eval", "compare", "first@0", "after")
     record = json.loads((changed / "runs" / "after" / "eval.json").read_text())
@@ -197,8 +197,8 @@ def test_mistakes_are_one_line(trained: Path, arguments: str, message: str) -> N
 
 @pytest.mark.slow
 def test_plot_writes_the_format_that_is_asked_for(changed: Path) -> None:
-    out = bandpo(changed, "plot", "first", "--format", "svg", "--out", "figures")
-    written = sorted((changed / "figures").iterdir())
+    out = bandpo(changed, "plot", "first", "--format", "svg", "--out", "metrics")
+    written = sorted((changed / "metrics").iterdir())
     assert [path.stem for path in written] == ["accuracy", "clip", "clip_map", "entropy"]
     assert all(path.read_bytes().startswith(b"<?xml") for path in written)
     assert out.split() == [f"figures/{name}.svg" for name in ("accuracy", "entropy", "clip", "clip_map")]

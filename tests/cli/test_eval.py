@@ -51,7 +51,7 @@ def test_metrics_of_a_checkpoint_equal_those_of_training(place: Path, latest: Pa
 
 def test_metrics_agree_with_the_table_of_completions(latest: Path) -> None:
     """The means are recomputed by pandas from the table, with the definitions of docs/evaluation.md."""
-    table, figures = samples_of(latest), record_of(latest)["sets"]["countdown"]["figures"]
+    table, figures = samples_of(latest), record_of(latest)["sets"]["countdown"]["metrics"]
     assert len(table) == 6 * 8
     by_problem = table.groupby("problem_id")
     corrects = by_problem["accuracy"].sum()
@@ -95,7 +95,7 @@ def test_flags_override_the_settings_of_the_run(place: Path) -> None:
     }  # fmt: skip
     scores = record["sets"]["countdown"]
     assert (scores["problems"], scores["completions"]) == (3, 6)
-    assert {"mean_at_2", "pass_at_2", "maj_at_2"} <= set(scores["figures"])
+    assert {"mean_at_2", "pass_at_2", "maj_at_2"} <= set(scores["metrics"])
 
 
 def test_standard_output_is_the_json_record_only(place: Path) -> None:
@@ -131,8 +131,8 @@ def test_two_steps_of_a_run_are_compared(place: Path, latest: Path) -> None:
     done = succeed("eval", "compare", f"{RUN}@0", f"{RUN}@4", "--format", "json", cwd=place)
     found = json.loads(done.out)["sets"]["countdown"]
     a, b = (training_record(place, step)["sets"]["countdown"] for step in (0, 4))
-    before, after = (record["figures"]["mean_at_8"]["value"] for record in (a, b))
-    change = found["figures"]["mean"]
+    before, after = (record["metrics"]["mean_at_8"]["value"] for record in (a, b))
+    change = found["metrics"]["mean"]
     assert [change[key] for key in ("a", "b", "value")] == pytest.approx([before, after, after - before])
     shares = [[x["by_problem"][id_]["mean_at_8"] for x in (a, b)] for id_ in a["by_problem"]]
     assert found["wins"] == sum(y > x for x, y in shares)
@@ -145,7 +145,7 @@ def test_an_evaluation_equals_the_step_that_it_repeats(place: Path, latest: Path
     for other in ("latest", "runs/latest/eval.json"):
         done = succeed("eval", "compare", RUN, other, "--format", "json", cwd=place)
         found = json.loads(done.out)["sets"]["countdown"]
-        assert all(item["value"] == 0 for item in found["figures"].values())
+        assert all(item["value"] == 0 for item in found["metrics"].values())
         assert (found["wins"], found["losses"], found["ties"]) == (0, 0, 6)
     text = succeed("eval", "compare", RUN, "latest", cwd=place).out
     assert "6 problems in both" in text

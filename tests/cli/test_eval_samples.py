@@ -57,7 +57,7 @@ def test_completions_of_a_training_step_get_equal_verdicts(place: Path) -> None:
     names = ["problem_id", "text", "accuracy", "verdict", "length", "finish_reason", "logprob_sum", "extra"]
     for name in names:
         assert list(after[name]) == list(before[name]), name
-    figures = record_of(folder)["sets"]["countdown"]["figures"]
+    figures = record_of(folder)["sets"]["countdown"]["metrics"]
     by_problem = before.groupby("problem_id")["accuracy"]
     assert by_problem.size().nunique() == 1
     assert figures["mean_at_4"]["value"] == pytest.approx(by_problem.mean().mean())
@@ -100,7 +100,7 @@ def test_different_numbers_of_completions_per_problem(tmp_path: Path) -> None:
     done = succeed("eval", "--samples", path, "--name", "a", "--no-mlflow", cwd=tmp_path)
     assert "3 problems × 1 to 3 = 5 completions" in done.out
     scores = record_of(tmp_path / "runs" / "a")["sets"]["mine"]
-    values = {name: figure["value"] for name, figure in scores["figures"].items()}
+    values = {name: figure["value"] for name, figure in scores["metrics"].items()}
     expected = dict.fromkeys(("mean_at_n", "reward", "pass_at_1", "maj_at_1"), (2 / 3 + 0 + 1) / 3)
     expected |= {
         "answer_format_rate": 2 / 3,
@@ -180,7 +180,7 @@ def test_sampling_settings_of_a_config_file_are_ignored(tmp_path: Path) -> None:
     )
     record = record_of(rescore(tmp_path, "a.jsonl", "--config", "my.yaml", "--k", "2"))
     assert record["config"]["evaluation"]["samples"] == 2
-    assert record["sets"]["a"]["figures"]["pass_at_2"]["value"] == 1.0
+    assert record["sets"]["a"]["metrics"]["pass_at_2"]["value"] == 1.0
     succeed("eval", "--resume", "a", "--no-mlflow", cwd=tmp_path)
 
 

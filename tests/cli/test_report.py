@@ -45,7 +45,7 @@ def test_standard_output_is_json_only(report, tmp_path):
     found = json.loads(out)
     assert (code, err) == (0, "")
     assert [variant["name"] for variant in found["variants"]] == ["kl 0.02", "clip"]
-    assert found["variants"][1]["figures"]["accuracy"]["mean"] == pytest.approx(0.41)
+    assert found["variants"][1]["metrics"]["accuracy"]["mean"] == pytest.approx(0.41)
     assert found["files"]["report.html"] == "there/report.html"
     assert (tmp_path / "there" / "report.html").is_file()
     assert not (tmp_path / "runs" / "deltas" / "report").exists()
@@ -71,8 +71,8 @@ def test_excluded_runs_are_listed(report, tmp_path):
     (tmp_path / "runs" / "c" / "config.yaml").write_text("[")
     _, out, _ = report("runs")
     arguments = " ".join(out.split())
-    assert "left out: b: clip, seed 1: failed at step 4 of 4: NonFiniteError: the loss is nan" in arguments
-    assert "left out: c: config.yaml, line " in arguments
+    assert "excluded: b: clip, seed 1: failed at step 4 of 4: NonFiniteError: the loss is nan" in arguments
+    assert "excluded: c: config.yaml, line " in arguments
 
 
 @pytest.mark.slow

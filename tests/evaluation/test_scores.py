@@ -73,7 +73,7 @@ def test_uneven_numbers_of_completions() -> None:
     assert not any(name.startswith("mean_at_") for name in set(scores.metrics) - {"mean_at_n"})
     record = scores.as_json()
     assert (record["problems"], record["completions"], record["completions_per_problem"]) == (2, 9, [4, 5])
-    assert record["figures"]["mean_at_n"].keys() == {"value", "low", "high"}
+    assert record["metrics"]["mean_at_n"].keys() == {"value", "low", "high"}
     assert record["by_problem"]["q"]["mean_at_n"] == 0.4
 
 

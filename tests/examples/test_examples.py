@@ -63,7 +63,7 @@ def test_the_custom_grader_and_its_data_work_in_the_command(tmp_path: Path) -> N
     done = succeed("eval", "--samples", stored, *flags, "--runs-dir", tmp_path / "runs", cwd=ROOT)
     assert "failed" not in done.err
     (scores,) = json.loads(done.out)["sets"].values()
-    assert scores["figures"]["mean_at_1"]["value"] == pytest.approx(1 / 3)
+    assert scores["metrics"]["mean_at_1"]["value"] == pytest.approx(1 / 3)
     half = {"score": 0.5, "correct": False, "verdict": "wrong"}
     assert custom_grader.reversed_word("dnab", "dnab", {"letters": 4})["score"] == 1.0
     assert custom_grader.reversed_word("dnxx", "dnab", {"letters": 4}) == half

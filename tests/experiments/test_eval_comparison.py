@@ -83,7 +83,7 @@ def test_a_comparison_with_itself_has_no_changes() -> None:
         assert change.value == 0
         assert math.isnan(change.low)
     plain = json.loads(json.dumps(replace_nonfinite(comparison.as_json()), allow_nan=False))
-    assert plain["figures"]["mean"] == {"a": 0.4375, "b": 0.4375, "value": 0.0, "low": None, "high": None}
+    assert plain["metrics"]["mean"] == {"a": 0.4375, "b": 0.4375, "value": 0.0, "low": None, "high": None}
     assert plain["problems"] == {"shared": 4, "only_a": 0, "only_b": 0}
 
 

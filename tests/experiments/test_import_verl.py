@@ -63,7 +63,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_metrics_get_the_names_of_a_run_here(job: Path, tmp_path: Path) -> None:
-    run, left_out = import_verl(job, runs_dir=tmp_path / "runs")
+    run, excluded = import_verl(job, runs_dir=tmp_path / "runs")
     assert (run.status, run.step, run.steps, run.name) == ("FINISHED", 3, 3, "job")
     first, *_, last = records(run.path)
     assert first == {"step": 0, "eval/countdown/mean_at_16": 0.1}
@@ -72,8 +72,8 @@ def test_metrics_get_the_names_of_a_run_here(job: Path, tmp_path: Path) -> None:
         "optim/grad_norm": 1.5, "optim/lr": 5e-5, "train/response_length": 7.0, "time/step": 12.0,
         "eval/countdown/mean_at_16": 0.4,
     }  # fmt: skip
-    assert left_out == ["actor/entropy", "actor/ppo_kl", "val-core/countdown/acc/best_at_16/mean"]
-    assert json.loads((run.path / "verl.json").read_text("utf-8"))["left_out"] == left_out
+    assert excluded == ["actor/entropy", "actor/ppo_kl", "val-core/countdown/acc/best_at_16/mean"]
+    assert json.loads((run.path / "verl.json").read_text("utf-8"))["excluded"] == excluded
     write_settings(job, steps=3, objective={"aggregation": "token-mean"})  # then the entropy means the same
     run, _ = import_verl(job, runs_dir=tmp_path / "runs", name="tokens")
     assert records(run.path)[-1]["train/entropy"] == 0.5
@@ -176,7 +176,7 @@ def test_runs_of_both_engines_are_two_arms_of_one_report(
     assert run_command("import", "verl", str(job), "--name", "theirs", "--runs-dir", str(tmp_path)) == 0
     out = capsys.readouterr().out
     assert "FINISHED, step 3 of 3" in out
-    assert "left out  actor/entropy" in out
+    assert "excluded  actor/entropy" in out
     assert run_command("report", str(own.path), str(tmp_path / "theirs"), "--format", "json") == 0
     variants = json.loads(capsys.readouterr().out)["variants"]
     assert {variant["name"] for variant in variants} == {"kl 0.05", "kl 0.05 engine=verl"}

@@ -172,7 +172,7 @@ def test_all_forms_of_the_report_have_the_metric(tmp_path, without_plots):
         [0.45 - 0.05 * min(3, 0.8 / (end - 0.2)) for end in finals[variant]]
         for variant in ("clip", "kl 0.02")
     )
-    metric = report.figures[3]
+    metric = report.metrics[3]
     assert (metric.key, metric.name) == ("entropy_at_accuracy", "entropy at 40% accuracy")
     assert json.loads(json.dumps(report.as_json()))["accuracy_level"] == 0.4
     differences = {item.variant: item for item in report.differences if item.figure == metric.key}
@@ -201,5 +201,5 @@ def test_several_sets_are_compared_at_their_mean_accuracy(tmp_path, without_plot
         Selection("t", None, [VariantRun(folder.name, 0, folder) for folder in folders]), tmp_path / "out"
     )
     assert report.accuracy_level == pytest.approx(0.4)
-    best = report.variants[0].figures["entropy_at_accuracy"]
+    best = report.variants[0].metrics["entropy_at_accuracy"]
     assert best.mean == pytest.approx(0.45 - 0.05 * 2)  # halfway from 0.2 to 0.6

@@ -88,7 +88,7 @@ def test_runs_with_accuracy_only_give_a_report(tmp_path, figures):
     folders = [write_run(tmp_path / f"{seed}", CLIP, seed, {4: 0.3 + seed}, **nothing) for seed in (0, 1)]
     runs = [VariantRun("clip", seed, folder) for seed, folder in enumerate(folders)]
     report = write_report(Selection("t", None, runs), tmp_path / "out")
-    assert [figure.key for figure in report.figures] == ["accuracy", "pass_at_16"]
+    assert [figure.key for figure in report.metrics] == ["accuracy", "pass_at_16"]
     assert list(figures) == ["accuracy.png"]
 
 

@@ -73,7 +73,7 @@ def test_plots_without_data_are_skipped(run, figures):
 
 
 def _write_interval(run: RunFolder, step: int, low: float | None, high: float | None) -> None:
-    scores = {"figures": {"mean_at_16": {"value": 0.3, "low": low, "high": high}}}
+    scores = {"metrics": {"mean_at_16": {"value": 0.3, "low": low, "high": high}}}
     run.write_eval(step, {"step": step, "sets": {"countdown": scores}})
 
 
@@ -102,7 +102,7 @@ def test_rewards_other_than_0_and_1_have_a_plot_before_the_accuracy(run, figures
     for step in (10, 20):
         scores = {"eval/countdown/mean_at_16": 0.0, "eval/countdown/reward": -step / 100}
         run.append_metrics({"step": step, "train/accuracy": 0.0, "train/reward": step / 50, **scores})
-        values = {"figures": {"reward": {"value": -step / 100, "low": -0.5, "high": 0.1}}}
+        values = {"metrics": {"reward": {"value": -step / 100, "low": -0.5, "high": 0.1}}}
         run.write_eval(step, {"step": step, "sets": {"countdown": values}})
     assert _plotted(run) == ["reward.png", "accuracy.png"]
     (axes,) = figures["reward.png"].axes
@@ -126,7 +126,7 @@ def test_interval_of_a_single_evaluation_is_a_line_and_there_may_be_none(run, fi
 def test_damaged_record_of_an_evaluation_is_named(run):
     run.append_metrics({"step": 10, **RECORD})
     (run.path / "evals").mkdir()
-    for content in ("{", "3", "{}", '{"sets": {"a": {}}}', '{"sets": {"a": {"figures": {"b": 1}}}}'):
+    for content in ("{", "3", "{}", '{"sets": {"a": {}}}', '{"sets": {"a": {"metrics": {"b": 1}}}}'):
         (run.path / "evals" / "step-000010.json").write_text(content)
         with pytest.raises(UserError, match=r"step-000010\.json"):
             plot_run(run.path)

@@ -58,7 +58,7 @@ def test_intervals_of_shares_are_within_0_and_1(tmp_path):
     sweep = write_sweep(tmp_path / "s", {"clip": {0: 0.02, 1: 0.04}, "kl 0.02": {0: 0.3, 1: 0.6}})
     report = report_of(sweep)
     for variant, key in product(report.variants, ("accuracy", "area", "pass_at_16")):
-        assert 0 <= variant.figures[key].low <= variant.figures[key].high <= 1
+        assert 0 <= variant.metrics[key].low <= variant.metrics[key].high <= 1
     change = in_accuracy(report)["kl 0.02"].change
     assert (change.low, change.high) == (-1, 1)
     for name in ("report.html", "report.md"):
@@ -74,14 +74,14 @@ def test_time_per_step_has_the_range_of_its_steps(tmp_path):
     report = report_of(sweep)
     (variant,) = report.variants
     low, high = np.percentile(seconds[0] + seconds[1], [10, 90])
-    assert variant.figures["seconds_per_step"].mean == pytest.approx((3.15 + 3.65) / 2)
+    assert variant.metrics["seconds_per_step"].mean == pytest.approx((3.15 + 3.65) / 2)
     assert variant.spreads == {"seconds_per_step": pytest.approx([low, high])}
     (row,) = leaderboard(report)
     columns = ("seconds_per_step_p10", "seconds_per_step_p90")
     assert [float(row[name]) for name in columns] == pytest.approx([low, high])
     for name in ("report.html", "report.md"):
         assert f"{low:.2f} – {high:.2f}" in report.files[name].read_text()
-    assert "largest" in json.loads(json.dumps(report.as_json()))["figures"][0]
+    assert "largest" in json.loads(json.dumps(report.as_json()))["metrics"][0]
 
 
 def test_differences_are_paired_by_seed_and_adjusted_and_the_finding_names_the_significant_ones(sweep):
@@ -117,9 +117,9 @@ def _report_with_rewards(folder, finals, rewards):
 def test_rewards_other_than_0_and_1_come_before_the_accuracy_and_decide(tmp_path):
     finals, rewards = {"clip": 0.2, "kl": 0.1}, {"clip": (-0.5, -0.3), "kl": (-0.1, 0.1)}
     report = _report_with_rewards(tmp_path / "nonbinary", finals, rewards)
-    assert [metric.key for metric in report.figures][:3] == ["reward", "accuracy", "area"]
+    assert [metric.key for metric in report.metrics][:3] == ["reward", "accuracy", "area"]
     assert [variant.name for variant in report.variants] == ["kl", "clip"]
-    kl = report.variants[0].figures
+    kl = report.variants[0].metrics
     assert (kl["reward"].mean, kl["accuracy"].mean, kl["area"].mean) == pytest.approx((0.0, 0.1, 0.0))
     assert kl["reward"].low < -1, "the interval of a reward has no limits"
     assert report.finding.startswith(
@@ -127,7 +127,7 @@ def test_rewards_other_than_0_and_1_come_before_the_accuracy_and_decide(tmp_path
     )
     equal = {name: (final,) * 2 for name, final in finals.items()}
     report = _report_with_rewards(tmp_path / "binary", finals, equal)
-    assert [metric.key for metric in report.figures][:2] == ["accuracy", "area"]
+    assert [metric.key for metric in report.metrics][:2] == ["accuracy", "area"]
     assert [variant.name for variant in report.variants] == ["clip", "kl"]
 
 
@@ -167,7 +167,7 @@ def test_verdict_where_only_the_unadjusted_p_value_is_significant(tmp_path):
 def test_one_seed_has_no_interval_in_any_output(tmp_path):
     sweep = write_sweep(tmp_path / "s", {"clip": {0: 0.4}, "kl 0.02": {0: 0.6}})
     report = report_of(sweep)
-    assert all(value.low is None for variant in report.variants for value in variant.figures.values())
+    assert all(value.low is None for variant in report.variants for value in variant.metrics.values())
     assert {difference.verdict for difference in report.differences} == {"one seed: no test"}
     assert "highest held-out accuracy, 0.600 (one seed, no interval); with these seeds no" in report.finding
     assert "±" not in (sweep / "report" / "report.md").read_text()
@@ -207,7 +207,7 @@ def test_excluded_runs_are_listed_and_do_not_change_the_results(sweep):
     failed = write_run(sweep / "failed", CLIP, 3, {0: 0.2, 4: 0.99}, status="FAILED")
     more = [*runs, VariantRun("clip", 3, failed), VariantRun("dcpo", 0, sweep / "gone")]
     report = write_report(Selection("t", "clip", more), sweep / "report")
-    excluded = [(item.run, item.variant, item.seed) for item in report.left_out]
+    excluded = [(item.run, item.variant, item.seed) for item in report.excluded]
     assert excluded == [("failed", "clip", 3), ("gone", "dcpo", 0)]
     assert "All runs of dcpo were excluded." in report.notes
     for name, reason in product(
@@ -263,7 +263,7 @@ def test_several_sets_have_a_mean_and_values_per_set(tmp_path):
     folder = write_run(tmp_path / "a", CLIP, 0, sets=sets)
     edit_line(folder, 4, **{"eval/math500/mean_at_16": 0.1})
     report = write_report(Selection("t", None, [VariantRun("clip", 0, folder)]), tmp_path / "out")
-    figures = report.variants[0].figures
+    figures = report.variants[0].metrics
     assert figures["accuracy"].mean == pytest.approx(0.25)
     assert (figures["accuracy/gsm8k"].mean, figures["accuracy/math500"].mean) == (0.4, 0.1)
     assert figures["area"].mean == pytest.approx((0.3 + 0.15) / 2)
@@ -278,7 +278,7 @@ def test_forks_of_one_checkpoint_are_compared_from_it_on(tmp_path):
         for step, clipped in ((2, 0.9), (3, 0.3), (4, 0.1)):
             edit_line(run.folder, step, **{"clip/active_fraction": clipped})
     report = write_report(Selection("t", None, runs), tmp_path / "out")
-    figures = report.variants[0].figures
+    figures = report.variants[0].metrics
     assert figures["clipped"].mean == pytest.approx(0.2)
     assert figures["area"].mean == pytest.approx(0.3)
     assert "All runs are forks of runs/x@2: metrics and curves begin at step 2." in report.notes

@@ -144,7 +144,7 @@ def test_evaluation_metrics_are_those_of_the_recorded_grades(recorded: Recording
         for name in next(iter(problems.values())):
             expected = pytest.approx(mean([values[name] for values in problems.values()]))
             assert line[f"eval/{label}/{name}"] == expected
-            assert scores["figures"][name]["value"] == expected
+            assert scores["metrics"][name]["value"] == expected
 
 
 def test_evaluations_are_due_at_the_start_every_second_step_and_the_end(recorded: Recording) -> None:

@@ -29,7 +29,7 @@ class Variant:
         seeds: seeds of the runs that are included.
         steps: smallest and largest number of steps of these runs.
         settings: the settings in which the variants differ, as a user would type them.
-        figures: mean and interval over seeds by key of the metric; only the metrics for which the runs have values.
+        metrics: mean and interval over seeds by key of the metric; only the metrics for which the runs have values.
         spreads: range of the middle 80% of the steps of all runs, by key of the metric; only for the seconds per step.
     """
 
@@ -37,7 +37,7 @@ class Variant:
     seeds: tuple[int, ...]
     steps: tuple[int, int]
     settings: Mapping[str, str]
-    figures: Mapping[str, Estimate]
+    metrics: Mapping[str, Estimate]
     spreads: Mapping[str, Sequence[float]]
 
 
@@ -77,12 +77,12 @@ class Report:
         baseline: the variant that the others are compared with; None for no comparison.
         sets: evaluation sets that all runs have. With several sets, a metric without a set's name is the plain mean.
         accuracy_level: held-out accuracy of the metric `entropy_at_accuracy`; None without this metric.
-        figures: the metrics; the first is the accuracy, or the reward if rewards are not just 0 and 1.
+        metrics: the metrics; the first is the accuracy, or the reward if rewards are not just 0 and 1.
         variants: highest value of the first metric first.
         differences: ordered by metric, then by variant.
         tuning: the variants that the settings were chosen from; None for settings that no sweep chose.
         notes: sentences about limits of the comparison.
-        left_out: excluded runs.
+        excluded: excluded runs.
         files: written files by name.
     """
 
@@ -92,12 +92,12 @@ class Report:
     baseline: str | None
     sets: tuple[str, ...]
     accuracy_level: float | None
-    figures: tuple[Metric, ...]
+    metrics: tuple[Metric, ...]
     variants: tuple[Variant, ...]
     differences: tuple[VariantDifference, ...]
     tuning: Tuning | None
     notes: tuple[str, ...]
-    left_out: tuple[ExcludedRun, ...]
+    excluded: tuple[ExcludedRun, ...]
     files: Mapping[str, Path]
 
     def as_json(self) -> dict[str, Any]:
@@ -132,12 +132,12 @@ def evaluate_variants(variants: Variants, measured: Sequence[tuple[Metric, Value
                 seeds=tuple(run.seed for run in runs),
                 steps=(min(steps), max(steps)),
                 settings={key: " or ".join(dict.fromkeys(values)) for key, values in texts.items()},
-                figures={key: value for key, value in estimates.items() if value is not None},
+                metrics={key: value for key, value in estimates.items() if value is not None},
                 spreads={SECONDS_PER_STEP: np.quantile(seconds, SPREAD).tolist()} if len(seconds) > 1 else {},
             )
         )
     decisive = measured[0][0].key
-    return sorted(evaluated, key=lambda variant: -variant.figures[decisive].mean)
+    return sorted(evaluated, key=lambda variant: -variant.metrics[decisive].mean)
 
 
 def compare_variants(

@@ -104,12 +104,12 @@ def write_report(selection: Selection, out: Path) -> Report:
         baseline=baseline if baseline in variants else None,
         sets=tuple(sets),
         accuracy_level=equal.level,
-        figures=metrics,
+        metrics=metrics,
         variants=tuple(evaluated),
         differences=tuple(differences),
         tuning=tuning,
         notes=(),
-        left_out=excluded,
+        excluded=excluded,
         files={},
     )
     all_notes = [*selection.notes, *report_notes(report, variants, baseline, start), *equal.notes]
@@ -206,7 +206,7 @@ def _ranking(variants: Sequence[Variant], metric: Metric) -> str:
 
     Variants whose values are equal as printed are named together.
     """
-    value = variants[0].figures[metric.key]
+    value = variants[0].metrics[metric.key]
     seeds = f"{value.n} seeds" if value.n > 1 else "one seed, no interval"
     if interval := metric.interval(value):
         seeds = f"95% interval {interval.replace(' – ', ' to ')} over {seeds}"
@@ -215,7 +215,7 @@ def _ranking(variants: Sequence[Variant], metric: Metric) -> str:
         return f"{variants[0].name} ends at a {metric.name} of {mean} ({seeds})"
     untested = "; a ranking, not a test" if value.n > 1 else ""
     tied = [
-        variant.name for variant in variants if value_text(metric, variant.figures.get(metric.key)) == mean
+        variant.name for variant in variants if value_text(metric, variant.metrics.get(metric.key)) == mean
     ]
     if len(tied) > 1:
         seeds = "means over seeds" if value.n > 1 else "one seed, no interval"
@@ -227,7 +227,7 @@ def report_notes(report: Report, variants: Variants, baseline: str | None, start
     """Yield what limits the comparison, one sentence per note; all runs of the baseline may have been excluded."""
     runs = [run for members in variants.values() for run in members]
     if missing := sorted(
-        {run.variant for run in report.left_out if run.variant and run.variant not in variants}
+        {run.variant for run in report.excluded if run.variant and run.variant not in variants}
     ):
         yield f"All runs of {shorten_list(missing)} were excluded."
     if single := [name for name, members in variants.items() if len(members) == 1]:
@@ -265,7 +265,7 @@ def report_notes(report: Report, variants: Variants, baseline: str | None, start
         yield f"Excluded, because not every run was evaluated on these sets: {', '.join(others)}."
     if len(ns := sorted({run.sets[label].n for run in runs for label in report.sets})) > 1:
         yield f"The number of completions per problem differs between the values of mean@n: {', '.join(ns)}."
-    if not any(metric.key.startswith("pass_at_") for metric in report.figures):
+    if not any(metric.key.startswith("pass_at_") for metric in report.metrics):
         yield "No pass@k is common to all runs."
 
 
@@ -278,7 +278,7 @@ def range_text(metric: Metric, variant: Variant) -> str:
     """Return the interval of a metric of a variant, or the spread of its steps where the metric has one; else ''."""
     if metric.key in variant.spreads:
         return " – ".join(map(metric.text, variant.spreads[metric.key]))
-    return metric.interval(variant.figures[metric.key]) if metric.key in variant.figures else ""
+    return metric.interval(variant.metrics[metric.key]) if metric.key in variant.metrics else ""
 
 
 def short_range_text(metric: Metric, variant: Variant) -> str:
@@ -286,7 +286,7 @@ def short_range_text(metric: Metric, variant: Variant) -> str:
     text = range_text(metric, variant)
     if not text or metric.key in variant.spreads:
         return text.replace(" ", "")
-    estimate = variant.figures[metric.key]
+    estimate = variant.metrics[metric.key]
     assert estimate.low is not None
     assert estimate.high is not None
     if estimate.low > metric.limits[0] and estimate.high < metric.limits[1]:
@@ -309,7 +309,7 @@ def leaderboard_csv(report: Report) -> str:
 
     The last columns are the quantiles of metrics with a spread: `seconds_per_step_p10`, `seconds_per_step_p90`.
     """
-    keys = [metric.key for metric in report.figures]
+    keys = [metric.key for metric in report.metrics]
     spreads = [key for key in keys if any(key in variant.spreads for variant in report.variants)]
     columns = ["variant", "seeds", "steps", *(f"{key}{end}" for key in keys for end in ("", "_low", "_high"))]
     columns += [f"{key}_p{100 * share:.0f}" for key in spreads for share in SPREAD]
@@ -322,7 +322,7 @@ def leaderboard_csv(report: Report) -> str:
             "seeds": len(variant.seeds),
             "steps": variant.steps[1],
         }
-        for key, value in variant.figures.items():
+        for key, value in variant.metrics.items():
             row |= {key: value.mean, f"{key}_low": value.low, f"{key}_high": value.high}
         for key, ends in variant.spreads.items():
             row |= {f"{key}_p{100 * share:.0f}": end for share, end in zip(SPREAD, ends, strict=True)}
