@@ -155,6 +155,12 @@ def read_eval_table(path: Path) -> list[EvalRow]:
         return table.to_pylist()  # type: ignore[no-any-return]
 
 
+def read_table(path: Path) -> Any:
+    """Return the pyarrow.Table in a file of completions. Raises UserError for a missing or damaged file."""
+    with _reading(path, "completions") as table:
+        return table
+
+
 def read_graded_completions(path: Path) -> list[GradedCompletion]:
     """Return the completions of a file of `write_sample_table` or `write_eval_table`, in their order.
 

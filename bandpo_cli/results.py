@@ -1,13 +1,23 @@
-"""Overviews of what is in a runs folder: a line per run, the settings and metrics of one run, its completions."""
+"""Results as tables: pandas DataFrames of runs, metrics, evaluations, completions and tokens, and overviews of runs.
+
+    from bandpo_cli import results
+
+    runs = results.runs("runs")
+    results.metrics("runs/demo")["train/entropy"].plot()
+
+pandas is imported when a table is made: the overviews, which a run writes at its end, do not need it.
+"""
+
+from __future__ import annotations
 
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -20,7 +30,7 @@ from bandpo_cli.metric_names import HELDOUT_ACCURACY, HELDOUT_REWARD, has_nonbin
 from bandpo_cli.registries import method_name
 from bandpo_cli.storage.checkpoints import complete_checkpoints
 from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder
-from bandpo_cli.storage.files import file_checksum, is_locked, step_name, step_of
+from bandpo_cli.storage.files import file_checksum, is_locked, read_json_object, step_name, step_of
 from bandpo_cli.storage.run_folder import RunFolder, find_folder
 from bandpo_cli.storage.run_record import (
     StoredRun,
@@ -29,9 +39,17 @@ from bandpo_cli.storage.run_record import (
     read_stored_run,
     read_summary,
 )
-from bandpo_cli.storage.tables import GradedCompletion, read_graded_completions
+from bandpo_cli.storage.tables import (
+    GradedCompletion,
+    read_graded_completions,
+    read_table,
+    read_token_values,
+)
 from bandpo_cli.sweeps.folder import find_runs
 from bandpo_cli.types import RunStatus
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 Status = RunStatus | Literal["RUNNING"]
 """How a run ended, or RUNNING while a process writes it."""
@@ -111,6 +129,111 @@ class RunDescription:
     sampled_steps: tuple[int, ...]
     plots: tuple[Path, ...]
     seconds: float
+
+
+def runs(folder: Path | str = "runs") -> DataFrame:
+    """Return a row per run in a runs folder, those of its sweeps included, the oldest first.
+
+    The columns are the attributes of `RunOverview`: `name`, `path`, `method`, `task`, `model`, `seed`, `status`,
+    `step`, `steps`, the scores of the last evaluation and of the last step, `started_ms`, `parent`, `error` and
+    `stopped_by`.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    import pandas as pd
+
+    names = [field.name for field in fields(RunOverview)]
+    return pd.DataFrame([asdict(run) for run in list_runs(folder)], columns=names)
+
+
+def metrics(run: Path | str, runs_dir: Path | str = "runs") -> DataFrame:
+    """Return the metrics of a run, a row per step; a metric that a step does not have is NaN.
+
+    The index is `step`, the columns are the names of docs/metrics.md, such as `train/accuracy`.
+
+    Args:
+        run: the folder of a run, or its name in `runs_dir`.
+
+    Raises:
+        UserError: there is no such run, or metrics.jsonl is damaged.
+    """
+    import pandas as pd
+
+    records = RunFolder.open(Path(runs_dir), str(run)).read_metrics()
+    return pd.DataFrame.from_records(records, columns=None if records else ["step"]).set_index("step")
+
+
+def samples(run: Path | str, step: int | None = None, runs_dir: Path | str = "runs") -> DataFrame:
+    """Return the completions of a run, a row per completion, with the column `step`; or those of an evaluation.
+
+    The other columns are those of `samples/` (docs/metrics.md): `problem_id`, `prompt`, `reference`, `text`, `reward`,
+    `accuracy`, `length` in tokens, `finish_reason`, `verdict`, `logprob_sum` in nats, and `reward/<name>`.
+
+    Args:
+        run: the folder of a run or an evaluation, or its name in `runs_dir`.
+        step: a step of the run; None for all steps.
+
+    Raises:
+        UserError: there is no such run or step, or a table is damaged.
+    """
+    import pandas as pd
+
+    root = Path(runs_dir)
+    if find_folder(str(run), root, RECORD_FILE) is not None:
+        return pd.DataFrame(read_table(completions_path(str(run), root, step)).to_pandas())
+    folder = RunFolder.open(root, str(run))
+    steps = _sampled_steps(folder) if step is None else [step]
+    tables = {number: read_table(completions_path(str(run), root, number)).to_pandas() for number in steps}
+    if not tables:
+        return pd.DataFrame(columns=["step"])
+    joined: DataFrame = pd.concat(tables, names=["step", None])
+    return joined.reset_index("step").reset_index(drop=True)
+
+
+def evaluations(run: Path | str, runs_dir: Path | str = "runs") -> DataFrame:
+    """Return the held-out metrics of a run, a row per step, evaluation set and metric.
+
+    The columns are `step`, `set`, `metric` (`mean_at_16`, `pass_at_4`, `response_length`, ...), `value`, `low` and
+    `high`, the ends of the 95% interval over problems (NaN for one problem), `problems` and `completions`.
+
+    Raises:
+        UserError: there is no such run, or a file of `evals/` is damaged.
+    """
+    import pandas as pd
+
+    folder, rows = RunFolder.open(Path(runs_dir), str(run)), []
+    for path in sorted((folder.path / "evals").glob("step-*.json")):
+        content = read_json_object(path)
+        for label, scores in content["sets"].items():
+            counts = {"problems": scores["problems"], "completions": scores["completions"]}
+            about = {"step": content["step"], "set": label}
+            rows += [about | {"metric": name} | value | counts for name, value in scores["metrics"].items()]
+    names = ["step", "set", "metric", "value", "low", "high", "problems", "completions"]
+    return pd.DataFrame(rows, columns=names).astype({"value": float, "low": float, "high": float})
+
+
+def tokens(run: Path | str, step: int, runs_dir: Path | str = "runs") -> DataFrame:
+    """Return the tokens of the completions of a step, a row per token, in their order.
+
+    The columns are `completion` (its row among those of `samples(run, step)`), `token` (its text), `advantage` and the
+    other values of `storage.tables.TokenValues`; log-probs and entropies are in nats.
+
+    Raises:
+        UserError: there is no such run, the tokens of the step are not stored (`tracking.tokens_every`), or the table
+            is damaged.
+    """
+    import numpy as np
+    import pandas as pd
+
+    folder = RunFolder.open(Path(runs_dir), str(run))
+    values = read_token_values(folder.path / "token_values" / f"{step_name(step)}.parquet")
+    completion = np.repeat(np.arange(len(values.lengths)), values.lengths)
+    texts = np.asarray(values.texts, dtype=object)
+    columns = {"completion": completion, "token": texts[values.text_index]}
+    columns["advantage"] = values.advantage[completion]
+    numbers = ("old_logprob", "ratio", "entropy", "lower", "upper", "importance", "clipped")
+    return pd.DataFrame(columns | {name: getattr(values, name) for name in numbers})
 
 
 def list_runs(
@@ -317,22 +440,30 @@ def read_completions_of(
 ) -> tuple[Path, list[GradedCompletion]]:
     """Return the completions of a step of a run, or of an evaluation, with the path of their table.
 
+    Arguments and errors are those of `completions_path`; a damaged table raises UserError, too.
+    """
+    path = completions_path(name, Path(runs_dir), step)
+    return path, read_graded_completions(path)
+
+
+def completions_path(name: str, runs_dir: Path, step: int | None = None) -> Path:
+    """Return the table with the completions of a step of a run, or of an evaluation.
+
     Args:
         name: a run or an evaluation: its name in `runs_dir`, or its folder.
         step: a step of the run; None for the last one whose completions are stored.
 
-    Raises UserError if there is no such run or step, or the table is damaged.
+    Raises UserError if there is no such run or step.
     """
-    root = Path(runs_dir)
-    evaluation = find_folder(name, root, RECORD_FILE)
+    evaluation = find_folder(name, runs_dir, RECORD_FILE)
     if evaluation is not None:
         if step is not None:
             raise UserError(f"--step {step}: {evaluation.name} is an evaluation, which has no steps")
         path = EvalFolder(evaluation).samples_path
         if not path.exists():
             raise UserError(f"{evaluation} has no {path.name}: the evaluation has not finished")
-        return path, read_graded_completions(path)
-    folder = RunFolder.open(root, name)
+        return path
+    folder = RunFolder.open(runs_dir, name)
     steps = _sampled_steps(folder)
     if not steps:
         raise UserError(f"{folder.path} has no completions: the run has completed no step")
@@ -340,8 +471,7 @@ def read_completions_of(
     if step not in steps:
         near = min(steps, key=lambda stored: abs(stored - step))
         raise UserError(f"--step {step}: its completions are not stored; the nearest is --step {near}")
-    path = folder.path / "samples" / f"{step_name(step)}.parquet"
-    return path, read_graded_completions(path)
+    return folder.path / "samples" / f"{step_name(step)}.parquet"
 
 
 def select_completions(

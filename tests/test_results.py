@@ -1,4 +1,4 @@
-"""Overviews of runs: the task of a run on files, and the settings that differ from the defaults."""
+"""Results of runs: the tables, the task of a run on files, and the settings that differ from the defaults."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,9 +6,9 @@ from unittest import mock
 
 import pytest
 
+from bandpo_cli import results as overview
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.experiments import overview
-from bandpo_cli.experiments.overview import (
+from bandpo_cli.results import (
     changed_settings,
     describe_line,
     describe_run,
