@@ -14,6 +14,7 @@ from bandpo_cli.errors import ConfigError
 
 MAX_CONFIG_BYTES = 2**20
 """Maximum size of a config file in bytes, more than ten thousand times what one needs."""
+_MAX_POINTER_BYTES = 1024  # a pointer file is smaller, by the specification of git-lfs
 
 MODEL_CONFIG = "config.json"
 """The file by which a folder with a complete model is recognized."""
@@ -88,7 +89,8 @@ def check_regular_file(path: Path, where: str) -> int:
     """Return the size of a regular file in bytes. Reading a pipe or a device might never end.
 
     Raises:
-        ConfigError: the file does not exist or is not a regular file; the message begins with `where`.
+        ConfigError: the file does not exist, is not a regular file, or is the pointer that git clone leaves of a large
+            file without git-lfs; the message begins with `where`.
     """
     try:
         status = path.stat()
@@ -99,6 +101,10 @@ def check_regular_file(path: Path, where: str) -> int:
     if not stat.S_ISREG(status.st_mode):
         kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or device"
         raise ConfigError(f"{where}: is {kind}; name a regular file")
+    if status.st_size < _MAX_POINTER_BYTES and path.read_bytes().startswith(b"version https://git-lfs"):
+        raise ConfigError(
+            f"{where}: is a git-lfs pointer without the content of the file; run git lfs pull there"
+        )
     return status.st_size
 
 

@@ -251,6 +251,10 @@ def validation_message(
     if first["type"] == "literal_error":
         allowed = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         message = unknown_choice(first["input"], allowed)
+    if first["type"] in ("list_type", "tuple_type"):
+        message = f"a list is expected here, such as {path}=[{first['input']}]"
+    if first["type"] == "dict_type":
+        message = f"keys with values are expected here, such as {path}.KEY=VALUE"
     if "problem" in context:
         message = f"{path}{context['problem']}"
     elif first["type"] == "missing":

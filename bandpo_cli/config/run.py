@@ -298,6 +298,8 @@ class EvaluationConfig(Section):
     @field_validator("k", mode="before")
     @classmethod
     def _follow_samples(cls, k: Any, info: ValidationInfo) -> Any:
+        if isinstance(k, int | str):  # --set evaluation.k=1,4
+            return str(k).split(",")
         return default_k(info.data.get("samples", 1)) if k is None else k
 
     @model_validator(mode="after")

@@ -36,6 +36,10 @@ def advice(config: RunConfig, metrics: Mapping[str, float]) -> list[str]:
     truncated, unreadable = metrics["train/truncated_fraction"], metrics["grade/malformed_fraction"]
     useful, accuracy = 1 - metrics["train/uniform_group_fraction"], metrics["train/accuracy"]
     lines = []
+    if (ungraded := metrics["train/ungraded_fraction"]) > COMMON:
+        late = metrics.get("grade/timeout_fraction", 0.0)
+        repair = "a longer grading.deadline, or imports at the top of the file of the grader instead of in its body"
+        lines.append(f"{repair if late else 'a repaired grader'}, since {ungraded:.1%} were not graded")
     if truncated > COMMON:
         tokens = max(_SHORTEST_ANSWER, 2 * config.sampling.max_tokens)
         cut = f"{truncated:.1%} of the completions are truncated at {config.sampling.max_tokens:,} tokens"
@@ -47,8 +51,6 @@ def advice(config: RunConfig, metrics: Mapping[str, float]) -> list[str]:
         lines.append(f"{form}, since {unreadable:.1%} have no readable answer")
     if _without_calls(config, metrics):
         lines.append(f"a prompt that shows the model {_CALL}, since no completion called a tool")
-    if (ungraded := metrics["train/ungraded_fraction"]) > COMMON:
-        lines.append(f"a repaired grader or a longer grading.deadline, since {ungraded:.1%} were not graded")
     if useful <= COMMON and accuracy > 1 - COMMON:
         lines.append(f"harder problems, since {accuracy:.1%} of the completions are correct")
     elif useful <= COMMON and not lines:

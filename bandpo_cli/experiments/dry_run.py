@@ -10,7 +10,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.preflight import problems_by_grader
-from bandpo_cli.grading.pool import GraderPool, problem_error
+from bandpo_cli.grading.pool import IMPORT_ADVICE, GraderPool, problem_error
 from bandpo_cli.registries import GRADERS
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.types import MALFORMED, Grade, Problem, is_ungraded
@@ -50,6 +50,7 @@ def try_graders(config: RunConfig, task: Task) -> Iterator[GraderTrial]:
             [grade] = pool.grade([problem], [completion])
             if is_ungraded(grade):
                 limit = f"no result after {config.grading.deadline:g} s (grading.deadline)"
+                limit += "" if name in GRADERS else IMPORT_ADVICE
                 cause = pool.errors.get(name, limit)
                 raise ConfigError(
                     f"grader '{name}' failed on the dummy completion {completion!r:.80}: {cause}"

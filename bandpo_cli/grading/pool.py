@@ -18,7 +18,7 @@ from bandpo_cli.grading.workers import Failure, GraderArguments, GraderWorkers, 
 from bandpo_cli.rank_process import rank_count
 from bandpo_cli.registries import GRADERS, load_attribute
 from bandpo_cli.storage.files import write_text
-from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade, Problem, is_ungraded
+from bandpo_cli.types import GRADER_ERROR, Grade, Problem, is_ungraded
 
 DELAY_NOTICE_S = 30.0
 """Seconds after which a warning says what grading is waiting for; the next ones follow after 60, 120, 240, ... s."""
@@ -28,6 +28,10 @@ FAILURE_ADVICE = (
     "grading.deadline, more grading.retries or a smaller grading.concurrency"
 )
 
+IMPORT_ADVICE = (
+    "; try a longer one, and move imports of large packages to the top of the file, where it does not apply"
+)
+
 log = logging.getLogger("bandpo_cli")
 
 
@@ -35,7 +39,7 @@ log = logging.getLogger("bandpo_cli")
 class GraderUse:
     """The number of answers that one grader has graded, those without a verdict because it failed, and the first error.
 
-    An asynchronous grader also fails by a timeout without a reward.
+    A timeout without a reward (`grading.timeout_reward`) is a failure too.
     """
 
     graded: int = 0
@@ -170,10 +174,9 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         """Count the grades; warn at the first failure of an asynchronous grader, and after 10, 100, ... of them."""
         before = {name: _digits(use.failed) for name, use in self._uses.items()}
         for index, problem in enumerate(problems):
-            use, verdict = self._uses[problem.grader], grades[index].verdict
+            use = self._uses[problem.grader]
             use.graded += 1
-            is_late = use.asynchronous and verdict == TIMEOUT.verdict and not grades[index].has_reward
-            use.failed += verdict == GRADER_ERROR.verdict or is_late
+            use.failed += is_ungraded(grades[index])
         for name, use in self._uses.items():
             if use.asynchronous and _digits(use.failed) > before.get(name, 0):
                 [line] = failure_warnings([{name: use}])
@@ -317,7 +320,8 @@ def failure_warnings(uses: Sequence[Mapping[str, GraderUse]]) -> list[str]:
     for name in dict.fromkeys(name for by_name in uses for name in by_name):
         parts = [by_name[name] for by_name in uses if name in by_name]
         graded, failed = sum(use.graded for use in parts), sum(use.failed for use in parts)
-        error = next((use.error for use in parts if use.error), "no result within grading.deadline")
+        late = f"no result within grading.deadline{'' if name in GRADERS else IMPORT_ADVICE}"
+        error = next((use.error for use in parts if use.error), late)
         if failed:
             lines.append(
                 f"grader '{name}' failed on {failed:,} of {graded:,} answers ({failed / graded:.1%}), which have no "

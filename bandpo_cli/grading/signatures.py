@@ -190,7 +190,9 @@ def grade_from_result(result: Any) -> Grade:
     `verdict` (1 to 40 characters, not one of `UNGRADED_VERDICTS`).
     """
     fields = result if isinstance(result, Mapping) else {"score": result}
-    score = _finite(fields.get("score"), "a bool, a score in [0, 1] or a dict with 'score'", 0, 1, _ANY_SCORE)
+    score = _finite(
+        fields.get("score", result), "a bool, a score in [0, 1] or a dict with 'score'", 0, 1, _ANY_SCORE
+    )
     correct = fields.get("correct", score >= 1)
     if not isinstance(correct, bool):
         raise ValueError(f"'correct' must be true or false, not {correct!r:.60}")
@@ -225,7 +227,7 @@ def adapt_verl(function: GraderFunction) -> BatchGrader:
         grades = []
         for result in results:
             fields = result if isinstance(result, Mapping) else {"score": result}
-            score = _finite(fields.get("score"), "a score or a dict with 'score'")
+            score = _finite(fields.get("score", result), "a score or a dict with 'score'")
             accuracy = _finite(fields.get("acc", score), "'acc' as a number or a bool")
             grades.append(replace(CORRECT if accuracy >= 1 else WRONG, reward=score))
         return grades

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from transformers import PreTrainedModel
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from bandpo_cli.errors import RunError, UserError, find_out_of_memory, first_line
 from bandpo_cli.models.logprobs import token_logprobs
@@ -72,7 +72,8 @@ def check_model_files(location: str, path: str) -> None:
             file names weights outside of the folder or in another format than safetensors.
     """
     folder, where = Path(location), f"model.path = {path!r}"
-    for name in ("tokenizer.json", WEIGHTS):
+    weights = sorted(file.name for file in folder.glob("*.safetensors")) if path_exists(folder) else ()
+    for name in ("tokenizer.json", *weights):
         if path_exists(folder / name):
             check_regular_file(folder / name, f"{where}: {name}")
     files = {name: folder / name for name in _JSON_FILES if path_exists(folder / name)}
@@ -110,8 +111,17 @@ def check_weight_format(location: str, path: str) -> None:
     raise model_error(path, problem)
 
 
+def check_not_quantized(config: PreTrainedConfig, path: str) -> None:
+    """Raise UserError for quantized weights; the loader would ask for the package that unpacks them."""
+    stated = getattr(config, "quantization_config", None)
+    if stated:
+        method = stated.get("quant_method") if isinstance(stated, dict) else None
+        problem = f"its weights are quantized ({method!r:.40}), which cannot be trained"
+        raise model_error(path, f"{problem}; name the model with weights of 16 or 32 bits")
+
+
 def check_declared_size(model: PreTrainedModel, location: str, path: str) -> None:
-    """Raise UserError if config.json declares far more parameters than the folder's weights hold.
+    """Raise UserError if config.json declares far more parameters than the folder's weights hold, or they are damaged.
 
     Args:
         model: the model of config.json on the meta device, so that nothing of its size is allocated.
@@ -120,9 +130,13 @@ def check_declared_size(model: PreTrainedModel, location: str, path: str) -> Non
     files = sorted(Path(location).glob("*.safetensors"))
     stored = 0
     for file in files:
-        with safe_open(file, "pt") as weights:
-            names = weights.keys()
-            stored += sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
+        try:
+            with safe_open(file, "pt") as weights:
+                names = weights.keys()
+                stored += sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
+        except SafetensorError as error:
+            problem = f"{file.name} is cut or damaged ({first_line(error)}); copy or download it again"
+            raise model_error(path, problem) from None
     declared = sum(parameter.numel() for parameter in model.parameters())
     if files and declared > 2 * stored:  # a tied output embedding is stored once
         raise model_error(path, f"{_CONFIG}: {declared:,} parameters, but the weights hold {stored:,}")

@@ -165,12 +165,15 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
     """Return the config.json of the model, or of the base model of an adapter, after a check of the folder's files.
 
     Raises:
-        UserError: the folder is not a model folder, or transformers does not support its architecture.
+        UserError: the folder is not a model folder, its weights are quantized, or transformers does not support its
+            architecture.
     """
     config, _ = lora.base_config(config)
     checks.check_model_files(model_location(config), config.path)
     with loading_errors(config.path, "its config cannot be read"):
-        return AutoConfig.from_pretrained(**_source(config))
+        loaded = AutoConfig.from_pretrained(**_source(config))
+    checks.check_not_quantized(loaded, config.path)
+    return loaded
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:

@@ -12,7 +12,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.sampling import resolve_engine
-from bandpo_cli.errors import UserError, first_line
+from bandpo_cli.errors import UserError
 from bandpo_cli.models.checks import loading_errors
 from bandpo_cli.models.load import meta_model, read_config, resolved_dtype, uses_gradient_checkpointing
 from bandpo_cli.models.logprobs import TILE_BYTES
@@ -417,9 +417,10 @@ def activation_bytes(
             mask = ids.new_ones((1, 1, 1, 1), dtype=torch.bool)
             model.base_model(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
     except Exception as error:
-        what = f"the memory of {model.config.model_type} models does not follow from their shapes"
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise NoEstimateError(f"model.path = {config.path!r}: {what}: {reason}") from error
+        what = (
+            f"the memory of {model.config.model_type} models cannot be estimated, so that it is not checked"
+        )
+        raise NoEstimateError(f"model.path = {config.path!r}: {what}") from error
     text = model.config.get_text_config()
     layers: int = text.num_hidden_layers
     activations: int = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())

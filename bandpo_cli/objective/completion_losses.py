@@ -1,7 +1,9 @@
 """Policy losses in which the loss of a token depends on the other tokens of its completion, or on its group.
 
 Notation and conventions as in `objective.policy_losses`. A micro-batch has complete completions, so its size changes no
-loss.
+loss. A token that the importance correction masks (weight 0) has no part in the means and products of its completion,
+as in verl, which removes such tokens from the response mask before the loss is computed. The value of a completion has
+no gradient, so that a token gets its gradient from its own loss only, and its importance weight applies to it alone.
 """
 
 import torch
@@ -30,8 +32,8 @@ class GspoLoss(MethodLoss[methods.CompletionIntervalSettings]):
     """
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
-        means = sequence_sum(logprobs.detach() - batch.old_logprobs, batch.lengths) / batch.lengths
-        log_s = means[sequence_index(batch.lengths)] + logprobs - logprobs.detach()
+        means = completion_mean(logprobs.detach() - batch.old_logprobs, batch)
+        log_s = means + (logprobs - logprobs.detach())
         ratios = torch.exp(log_s.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
         return clipped_losses(ratios, batch.advantages, 1.0 - self.settings.eps_low, self.upper(batch))
 
@@ -44,7 +46,8 @@ class LuspoLoss(GspoLoss):
     """The loss of GSPO times the length of the completion (LUSPO, arXiv 2602.05261).
 
     With `seq-mean-token-mean` a completion then counts by its sum over tokens, not by its mean, so that long ones have
-    no smaller gradient per token. That is GSPO with `seq-sum-norm`, times `sampling.max_tokens`.
+    no smaller gradient per token. That is GSPO with `seq-sum-norm`, times `sampling.max_tokens`. Masked tokens count in
+    the length, as in `objective.aggregation`.
 
     Equal to TRL 1.16, `loss_type="luspo"` with `importance_sampling_level="sequence"`, whose documentation gives the
     paper's ε (section 5.1).
@@ -75,16 +78,20 @@ class GmpoLoss(MethodLoss[methods.GmpoSettings]):
     log r is clipped to [−ε_low, ε_high] on the side that the sign of a asks for, as in PPO; clipped tokens have no
     gradient. With `seq-mean-token-mean` the loss is the mean over completions, as in the source.
 
+    As in `GspoLoss`, each token has the gradient of its own term, which sums up to the paper's where the tokens of a
+    completion have equal weights.
+
     Equal to verl 0.9.1, `compute_policy_loss_geo_mean`; the authors' code is callsys/GMPO, train_zero_math_gmpo.py.
-    One departure: log r is limited to ±20 on the other side, which no finite ratio of interest reaches.
+    Two departures: log r is limited to ±20 on the other side, which no finite ratio of interest reaches; and verl
+    weights a completion by the geometric mean of its importance weights.
     """
 
     def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
         low, high = -self.settings.log_eps_low, self.settings.log_eps_high
         log_r = log_ratio(logprobs, batch.old_logprobs)
         clipped = torch.where(batch.advantages > 0, log_r.clamp(max=high), log_r.clamp(min=low))
-        means = sequence_sum(clipped, batch.lengths) / batch.lengths
-        return -batch.advantages * torch.exp(means)[sequence_index(batch.lengths)]
+        means = completion_mean(clipped.detach(), batch)
+        return -batch.advantages * torch.exp(means + (clipped - clipped.detach()))
 
 
 class ToprLoss(MethodLoss[methods.ToprSettings]):
@@ -120,9 +127,21 @@ class VespoLoss(MethodLoss[methods.VespoSettings]):
         return -weights * batch.advantages * logprobs
 
 
+def completion_sum(values: Tensor, batch: LossBatch) -> Tensor:
+    """Return the sum of `values` [n] over the tokens of each completion that have an importance weight above 0, [s]."""
+    weights = batch.importance_weights
+    return sequence_sum(values if weights is None else values.where(weights != 0, 0.0), batch.lengths)
+
+
+def completion_mean(values: Tensor, batch: LossBatch) -> Tensor:
+    """Return the mean of `values` [n] over these tokens of each token's completion, [n]; 0 where there are none."""
+    counts = completion_sum(torch.ones_like(values), batch).clamp(min=1.0)
+    return (completion_sum(values, batch) / counts)[sequence_index(batch.lengths)]
+
+
 def log_product(logprobs: Tensor, batch: LossBatch) -> Tensor:
     """Return the log of the product of the ratios of each token's completion, [n], without gradient, within ±20."""
-    sums = sequence_sum(logprobs.detach() - batch.old_logprobs, batch.lengths)
+    sums = completion_sum(logprobs.detach() - batch.old_logprobs, batch)
     return sums.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)[sequence_index(batch.lengths)]
 
 
@@ -136,7 +155,8 @@ class CppoLoss(MethodLoss[methods.CppoSettings]):
 
     The divergence of token t of a completion of T tokens is D_t = |π − π_old|, its weight w_t falls linearly from 1 to
     `last_weight`. The mask is 0 where w_t·D_t exceeds δ, or where the sum of w_j·D_j for j ≤ t exceeds the prefix
-    budget δ + b·Σ_{j<t} w_j (equations 8 to 10).
+    budget δ + b·Σ_{j<t} w_j (equations 8 to 10). Tokens that the importance correction masks count in both sums and in
+    b: their change of probability is part of the prefix that the later tokens follow.
 
     Source: Tencent-Hunyuan/UniRL, unirl/algorithms/cppo.py, `_cppo_loss`. Three departures: the cap `max_weight` is the
     one of the authors' pull request to verl (verl#6731), which clamps b at 5 times its floor, not 2 times as in

@@ -42,7 +42,8 @@ class LossBatch:
         old_logprobs: [N] float32, log π_old(token), nats: the denominator of the ratio.
         columns: what `PolicyLoss.prepare` returned, [N] each; for interval methods `lower` and `upper`.
         importance_weights: [N] float32, the weight of `objective.importance`, an estimate of π_old/π_sampler; None
-            where the ratio is taken to the sampler's log-probs, or where no correction is configured.
+            where the ratio is taken to the sampler's log-probs, or where no correction is configured. Masked tokens
+            have the weight 0; a loss with a value of the completion leaves them out of this value.
         ref_logprobs: [N] float32, log π_reference(token), nats; None without a reference model.
         wrong_peers: [S] float32, for a correct completion the share of the other completions of its group that are not
             correct, 0 for the others; None where the completions come in no groups.
@@ -154,7 +155,7 @@ def policy_objective(
     """Return Σ weight·(loss + reference_kl·k3) − bonus of a micro-batch, with its gradients.
 
     The gradient is computed here, and not by a backward pass through the model, so that the part of the method alone
-    is known per token.
+    is known per token. A token with the weight 0 has no gradient, even where the loss of another token depends on it.
 
     Args:
         logprobs: [n] float32, log π(token) under the policy being updated, nats.
@@ -170,6 +171,8 @@ def policy_objective(
     logprobs = logprobs.detach().requires_grad_()
     policy_part = (weights * loss.token_losses(logprobs, batch)).sum()
     (policy_gradient,) = torch.autograd.grad(policy_part, logprobs)
+    # A custom loss may couple the tokens of a completion.
+    policy_gradient = policy_gradient.where(weights != 0, 0.0)
     total, gradient = policy_part, policy_gradient
     if batch.ref_logprobs is not None:
         penalty = reference_kl * (weights * k3(logprobs, batch.ref_logprobs)).sum()

@@ -98,6 +98,10 @@ def test_a_password_is_in_neither_the_config_nor_the_error_message() -> None:
         ("sampling.engine=vllmm", ["sampling.engine = 'vllmm'", "transformers"]),
         ("optim.updates=7", ["sampling.prompts = 64", "optim.updates = 7", "63"]),
         ("evaluation.k=[1, 32]", ["k = 32", "evaluation.samples is 16"]),
+        ("optim.betas=0.9,0.99", ["optim.betas = '0.9,0.99': a list is expected here, such as optim.betas=[0.9,0.99]"]),
+        ("model.chat_template_kwargs=false",
+         ["keys with values are expected here, such as model.chat_template_kwargs.KEY=VALUE"]),
+        ("evaluation.k=1,x", ["evaluation.k[1] = 'x': expected an integer"]),
         ("optim=3", ["optim = 3", "section"]),
         ("bounds=clip", ["bounds"]),
         ("task.name=gsm8", [

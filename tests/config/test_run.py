@@ -72,6 +72,8 @@ def test_adamw_defaults_equal_those_of_torch() -> None:
         (["evaluation.samples=4"], (4,)),
         (["evaluation.samples=100"], (4, 16, 64, 100)),
         (["evaluation.samples=8", "evaluation.k=[2]"], (2,)),
+        (["evaluation.samples=8", "evaluation.k=1,4"], (1, 4)),
+        (["evaluation.samples=8", "evaluation.k=8"], (8,)),
         (["evaluation.samples=8", "evaluation.k=null"], (4, 8)),
         (["evaluation.samples=8", "evaluation.k=[]"], ()),
     ],

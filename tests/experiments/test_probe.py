@@ -54,7 +54,15 @@ def metrics(
         ),
         (DATA, metrics(0, 0, truncated=1), ["--max-tokens 2048, since 100.0%|truncated at 1,024 tokens"]),
         (DATA, metrics(0, 0, unreadable=0.9), ["--template|--grader, since 90.0%"]),
-        (DATA, metrics(0, 0, ungraded=0.5), ["grading.deadline, since 50.0%"]),
+        (DATA, metrics(0, 0, ungraded=0.5), ["a repaired grader, since 50.0%"]),
+        (
+            DATA,
+            {**metrics(0, 0, truncated=1, ungraded=1), "grade/timeout_fraction": 1.0},
+            [
+                "a longer grading.deadline|imports at the top of the file|since 100.0%",
+                "--max-tokens 2048",
+            ],
+        ),
         (DATA, {**metrics(), "clip/active_fraction": 0.5}, ["--lr 5e-07, since 50.0%"]),
         ({}, metrics(0, 0, 0.5, 0.9), ["--max-tokens 256|at 8 tokens", "another --task, since 90.0%"]),
     ],

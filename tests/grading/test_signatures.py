@@ -121,6 +121,7 @@ ERRORS = {
     "result_of": {
         **dict.fromkeys(("None", "'1'", "math.nan", "{}", "[1.0]"), "it must return"),
         "{'score': 1, 'acc': 'yes'}": "'acc' as a number",
+        "{'reward': 1.0}": "it must return a score or a dict with 'score', not {'reward': 1.0}",
     },
     "results_of": {
         "[]": "returned 0 rewards for 1 completions", "[1, 2]": "returned 2 rewards for 1 completions",
@@ -211,6 +212,19 @@ def test_an_error_or_a_timeout_affects_the_answers_of_one_call() -> None:
         assert [grade.verdict for grade in grades[::2]] == ["correct", "grader-error", "timeout"]
         assert [grade.verdict for grade in grades[1::2]] == ["correct", "grader-error", "timeout"]
         assert failure_warnings([pool.uses()]) == [
-            "grader 'foreign_rewards:failing' failed on 2 of 6 answers (33.3%), which have no reward and "
+            "grader 'foreign_rewards:failing' failed on 4 of 6 answers (66.7%), which have no reward and "
             "count as not correct; the first error: RuntimeError: bad text (foreign_rewards.py:35, in failing)"
         ]
+
+
+@pytest.mark.slow
+def test_a_run_whose_answers_all_time_out_ends_with_advice() -> None:
+    with GraderPool(GradingConfig(workers=1, deadline=0.5)) as pool:
+        [grade] = pool.grade([problem("a", "foreign_rewards:failing")], ["hang"])
+        [line] = failure_warnings([pool.uses()])
+    assert grade.verdict == "timeout"
+    assert line == (
+        "grader 'foreign_rewards:failing' failed on 1 of 1 answers (100.0%), which have no reward and count as not "
+        "correct; the first error: no result within grading.deadline; try a longer one, and move imports of large "
+        "packages to the top of the file, where it does not apply"
+    )

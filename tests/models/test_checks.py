@@ -65,6 +65,14 @@ def change_weights(folder: Path, change: Callable[[Any], object]) -> None:
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
 
 
+def lfs_pointer(path: Path) -> None:
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'ab' * 32}\nsize 123456\n")
+
+
+def cut(path: Path, share: float) -> None:
+    path.write_bytes(path.read_bytes()[: int(share * path.stat().st_size)])
+
+
 def without_end(folder: Path) -> None:
     edit_json(folder / "tokenizer_config.json", eos_token=None)
     for name in ("config.json", "generation_config.json"):
@@ -91,6 +99,14 @@ DEFECTS: list[tuple[Callable[[Path], Any], str]] = [
     (lambda folder: (folder / WEIGHTS).unlink(), "it has no weights; copy model.safetensors"),
     (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "copy tokenizer.json and tokenizer_config"),
     (lambda folder: (folder / WEIGHTS).rename(folder / "model-q4.gguf"), "model-q4.gguf; GGUF holds quantized weights"),
+    (lambda folder: lfs_pointer(folder / WEIGHTS), f"{WEIGHTS}: is a git-lfs pointer without the content"),
+    (lambda folder: lfs_pointer(folder / "tokenizer.json"), "tokenizer.json: is a git-lfs pointer"),
+    (lambda folder: cut(folder / WEIGHTS, 0.6), f"{WEIGHTS} is cut or damaged ("),
+    (lambda folder: cut(folder / WEIGHTS, 0), f"{WEIGHTS} is cut or damaged"),
+    (
+        lambda folder: edit_json(folder / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}),
+        "its weights are quantized ('gptq'), which cannot be trained; name the model with weights of 16 or 32 bits",
+    ),
     (without_end, END),
     (with_larger_tokenizer, "tokenizer has"),
     *(
@@ -107,6 +123,14 @@ def test_a_folder_that_is_not_a_complete_model_is_refused(
     damage(folder)
     assert words in load_error(folder)
     assert capfd.readouterr() == ("", ""), "the loader prints nothing besides the error"
+
+
+@pytest.mark.parametrize("share", [0, 0.001, 0.6])
+def test_the_estimate_of_memory_names_damaged_weights(folder: Path, share: float) -> None:
+    """A dry run reads the sizes of the weights, and nothing else of them."""
+    cut(folder / WEIGHTS, share)
+    with pytest.raises(UserError, match=f"{WEIGHTS} is cut or damaged"):
+        build_on_meta_device(ModelConfig(path=str(folder)))
 
 
 def test_weights_of_another_head_are_ignored(folder: Path) -> None:

@@ -14,19 +14,52 @@ Settings = dict[str, Any]
 
 
 class Completion:
-    """A completion: log-probs in nats, its advantage, and for a correct one the share of wrong peers."""
+    """A completion: log-probs in nats, its advantage, and for a correct one the share of wrong peers.
 
-    def __init__(self, new: Tensor, old: Sequence[float], advantage: float, wrong_peers: float) -> None:
+    `kept` has the log ratios of the tokens that the importance correction does not mask.
+    """
+
+    def __init__(
+        self,
+        new: Tensor,
+        old: Sequence[float],
+        advantage: float,
+        wrong_peers: float,
+        importance: Sequence[float],
+    ) -> None:
         self.new, self.old, self.advantage, self.wrong_peers = new, old, advantage, wrong_peers
         self.log_ratios = [n - o for n, o in zip(new.tolist(), old, strict=True)]
+        self.kept = [x for x, weight in zip(self.log_ratios, importance, strict=True) if weight > 0]
+
+
+def powers(scale: float, logprobs: Sequence[Tensor]) -> list[Tensor]:
+    """Return `scale` once per token, with the gradient `scale` with respect to the log-prob of the token."""
+    return [scale * torch.exp(logprob - logprob.detach()) for logprob in logprobs]
 
 
 def geometric(settings: Settings, completion: Completion, high: float) -> list[Tensor]:
     """Return the loss of GSPO for the upper bound 1 + high, once per token."""
-    ratio = torch.exp((completion.new - torch.tensor(completion.old, dtype=torch.float64)).mean())
+    ratio = math.exp(math.fsum(completion.kept) / max(1, len(completion.kept)))
     a = completion.advantage
-    bounded = min(max(ratio.item(), 1 - settings["eps_low"]), 1 + high)
-    return [ratio * -a if ratio.item() * a <= bounded * a else 0 * ratio - bounded * a] * len(completion.old)
+    bounded = min(max(ratio, 1 - settings["eps_low"]), 1 + high)
+    if ratio * a <= bounded * a:
+        return powers(-ratio * a, [*completion.new])
+    return [0 * logprob - bounded * a for logprob in completion.new]
+
+
+def gmpo(settings: Settings, completion: Completion) -> list[Tensor]:
+    """Equation 4 of arXiv 2507.20673: a token that is clipped in the mean has no gradient."""
+    a, low, high = completion.advantage, -settings["log_eps_low"], settings["log_eps_high"]
+
+    def clipped(log_ratio: float) -> float:
+        return min(log_ratio, high) if a > 0 else max(log_ratio, low)
+
+    mean = math.fsum(map(clipped, completion.kept)) / max(1, len(completion.kept))
+    ends = [
+        logprob if clipped(log_ratio) == log_ratio else 0 * logprob
+        for logprob, log_ratio in zip(completion.new, completion.log_ratios, strict=True)
+    ]
+    return powers(-a * math.exp(mean), ends)
 
 
 def luspo(settings: Settings, completion: Completion) -> list[Tensor]:
@@ -41,7 +74,7 @@ def gapo(settings: Settings, completion: Completion) -> list[Tensor]:
 def vespo(settings: Settings, completion: Completion) -> list[Tensor]:
     side = "positive" if completion.advantage > 0 else "negative"
     k, rate = settings[f"k_{side}"], settings[f"lambda_{side}"]
-    product = math.exp(sum(completion.log_ratios))
+    product = math.exp(sum(completion.kept))
     weight = math.exp(rate) * product**k * math.exp(-rate * product)
     return [-weight * completion.advantage * logprob for logprob in completion.new]
 
@@ -65,5 +98,5 @@ def cppo(settings: Settings, completion: Completion) -> list[Tensor]:
 
 
 LOSSES: dict[str, Callable[[Settings, Completion], list[Tensor]]] = {
-    "luspo": luspo, "gapo": gapo, "vespo": vespo, "cppo": cppo
+    "luspo": luspo, "gapo": gapo, "vespo": vespo, "cppo": cppo, "gmpo": gmpo
 }  # fmt: skip

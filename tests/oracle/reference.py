@@ -320,9 +320,8 @@ class ReferenceTrainer:
         bounds = self._bounds()
         if bounds["method"] not in LOSSES:
             return [self._token_loss(token, logprob) for token, logprob in zip(tokens, new, strict=True)]
-        completion = Completion(
-            new, [token.old_logprob for token in tokens], tokens[0].advantage, wrong_peers
-        )
+        old, importance = [t.old_logprob for t in tokens], [t.importance for t in tokens]
+        completion = Completion(new, old, tokens[0].advantage, wrong_peers, importance)
         losses = LOSSES[bounds["method"]](bounds, completion)
         (gradient,) = torch.autograd.grad(torch.stack(losses).sum(), new, retain_graph=True)
         for token, slope in zip(tokens, gradient.tolist(), strict=True):

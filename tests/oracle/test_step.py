@@ -184,7 +184,7 @@ VARIANTS = [
     Variant("dynamic sampling at its limit of batches, no cap",
             "bounds.delta=0.02 bounds.max_ratio=null sampling.dynamic=true sampling.dynamic_batches=1",
             lambda case: learns(case) and any(r["train/uniform_group_fraction"] > 0 for r in case.records)),
-    # losses of completions; those with the ratio of a completion have no importance weights per token here
+    # losses of completions
     Variant("ripo", "bounds.method=ripo bounds.delta=0.002 bounds.min_ratio=0.8 optim.lr=0.008", clips_both_ways),
     Variant("cppo", "bounds.method=cppo bounds.delta=0.03 bounds.prefix_delta=0.004 objective.importance_cap=1.6",
             clips_both_ways, exact_sampler=False, steps=2),
@@ -192,6 +192,12 @@ VARIANTS = [
     Variant("gapo, token-mean", "bounds.method=gapo bounds.eps_high=0.05 sampling.prompts=8 optim.lr=0.008 "
             "objective.aggregation=token-mean objective.advantage_std=false", clips_both_ways, seed=2),
     Variant("vespo", "bounds.method=vespo objective.importance_cap=1.6", scales_gradients, exact_sampler=False),
+    Variant("gmpo, token-mask, truncated completions masked", "bounds.method=gmpo bounds.log_eps_low=0.05 "
+            "bounds.log_eps_high=0.05 objective.importance=token-mask objective.importance_cap=1.3 "
+            "objective.mask_truncated=true sampling.prompts=8", masks_tokens, exact_sampler=False),
+    Variant("luspo, token-mask", "bounds.method=luspo bounds.eps_low=0.03 bounds.eps_high=0.03 "
+            "objective.importance=token-mask objective.importance_cap=1.3 sampling.prompts=8 optim.lr=0.008",
+            masks_tokens, exact_sampler=False),
     # terms of the loss
     Variant("entropy bonus at temperature 1.5", f"{KL} objective.entropy_bonus=0.3 sampling.temperature=1.5 "
             "optim.micro_batch_tokens=40", clips_both_ways, steps=2),
