@@ -17,7 +17,15 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.errors import ConfigError, definition_location, first_line, nearest, user_code_location
+from bandpo_cli.errors import (
+    ConfigError,
+    RunError,
+    definition_location,
+    first_line,
+    nearest,
+    raised_by_signal,
+    user_code_location,
+)
 
 FOLDERS_VARIABLE = "BANDPO_CODE_FOLDERS"
 """Environment variable with the folders that are searched before the Python path, separated as in PATH; an empty one is
@@ -82,7 +90,9 @@ def load_function(name: str) -> Callable[..., Any]:
                 del sys.modules[module_name]
             module = importlib.import_module(module_name)
             _loaded.add(module_name)
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if raised_by_signal(error):
+                raise
             places = ", ".join(
                 f"the current folder {here}" if folder == here else folder for folder in folders
             )
@@ -112,14 +122,34 @@ def load_setting(key: str, name: str) -> Callable[..., Any]:
 
 
 @contextmanager
+def exits_as_errors(what: str = "custom code") -> Iterator[None]:
+    """Raise RunError, which begins with `what`, in place of SystemExit, KeyboardInterrupt and the like of the body.
+
+    Custom code that raises one of them would end the program as if it were complete or stopped by request. An exception
+    that a signal handler raises passes. The body must not yield: GeneratorExit would be its end.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, Exception) or raised_by_signal(error):
+            raise
+        about = f"{type(error).__name__}: {first_line(error)}{user_code_location(error)}"
+        raise RunError(f"{what}: {about}") from error
+
+
+@contextmanager
 def user_code(what: str, target: object) -> Iterator[None]:
     """Raise ConfigError in place of an exception of the body, which calls `target`, a user's function or class.
 
     The message begins with `what`. It ends with the file and the line of the user's code that raised the exception,
-    else of the definition of `target`: then the body has found a mistake in what `target` returned.
+    else of the definition of `target`: then the body has found a mistake in what `target` returned. For SystemExit and
+    the like see `exits_as_errors`.
     """
     try:
-        yield
+        with exits_as_errors(what):
+            yield
+    except RunError:
+        raise
     except Exception as error:
         message, location = first_line(error, 400), user_code_location(error)
         message = (

@@ -128,6 +128,24 @@ def is_received(error: BaseException | None) -> bool:
     return error is not None and ("received" in error.__dict__ or is_received(error.__cause__))
 
 
+def raised_by_signal(error: BaseException) -> bool:
+    """Return whether a signal handler raised an exception, and not the code that the signal interrupted."""
+    import traceback
+    from dis import opname
+
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if isinstance(error, SignalExit) or any(frame.f_code in handlers for frame in frames):
+        return True
+    # Python's own handler of Ctrl-C has no frame: it interrupts any instruction, but hardly a `raise`.
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if not isinstance(error, KeyboardInterrupt) or last is None:
+        return False
+    return opname[last.tb_frame.f_code.co_code[last.tb_lasti]] != "RAISE_VARARGS"
+
+
 def signal_name(number: int) -> str:
     """Return `Ctrl-C` for SIGINT, and the name of any other signal."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

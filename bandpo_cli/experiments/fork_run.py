@@ -28,6 +28,7 @@ from bandpo_cli.storage.checkpoints import (
     check_contents,
     complete_checkpoints,
     copy_checkpoint,
+    position_before_batch,
     remove_tree,
 )
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, find_run, not_found, shell_command
@@ -207,8 +208,11 @@ def plan_fork(
     with_effect = [key for key in changes if not key.startswith(CHANGEABLE_PREFIXES)]
     keeps_batch = not any(key.startswith(_OF_THE_BATCH) for key in with_effect)
     same_problems = not any(key.startswith(_OF_THE_PROBLEMS) for key in with_effect)
+    # The problems of a batch that the fork drops come again.
+    begin = None if keeps_batch else position_before_batch(point.checkpoint)
     progress = replace(
         point.progress,
+        position=point.progress.position if begin is None else begin,
         # Schedules are where a run with these settings is after this step: that of the learning rate counts updates.
         updates=point.progress.updates * config.optim.updates // point.config.optim.updates,
         problems=point.progress.problems if same_problems else ANY_PROBLEMS,

@@ -28,7 +28,7 @@ from bandpo_cli.config.methods import TrustRegionSettings
 from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
 from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.config.task import DataTask
-from bandpo_cli.custom_code import changed_code, code_from, keep_code
+from bandpo_cli.custom_code import changed_code, code_from, exits_as_errors, keep_code
 from bandpo_cli.errors import ConfigError, UserError, plural
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.preflight import check_config, run_warnings
@@ -113,6 +113,7 @@ class ResumePlan:
         return f"after step {self.step} ({self.folder.checkpoint_dir(self.step)}): {left} to go{again}"
 
 
+@exits_as_errors()
 def resume(
     run: str | ResumePlan,
     runs_dir: Path | str = "runs",

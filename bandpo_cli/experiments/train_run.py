@@ -25,7 +25,7 @@ from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.config.task import DataTask
-from bandpo_cli.custom_code import keep_code, user_code
+from bandpo_cli.custom_code import exits_as_errors, keep_code, user_code
 from bandpo_cli.errors import (
     GraderFailedError,
     RunError,
@@ -123,6 +123,7 @@ def plan_training(
     return TrainPlan(config, task, runs_dir, name, run_warnings(config, task))
 
 
+@exits_as_errors()
 def train(
     config: RunConfig | TrainPlan,
     runs_dir: Path | str = "runs",
@@ -320,8 +321,9 @@ def record_run(
     records: list[dict[str, Any]] = []
     try:
         about = config.steps, first_step, notes, config.tracking.parent
-        events.start(RunInfo(folder.path, config.model_dump(mode="json"), env, *about))
-        status = train_steps()
+        with exits_as_errors():
+            events.start(RunInfo(folder.path, config.model_dump(mode="json"), env, *about))
+            status = train_steps()
     except BaseException as raised:
         error, status = raised, status_of(raised)
         raise
@@ -335,11 +337,12 @@ def record_run(
             if error is None:
                 error, status = failure, "FAILED"
                 raise
-            with warn_on_failure("the summary and the plots cannot be written"):
+            with warn_on_failure("the summary cannot be written"):
                 raise
         finally:
             result = RunResult(folder.path, status, records, error)
-            with nullcontext() if error is None else warn_on_failure("the end of the run was not reported"):
+            unreported = warn_on_failure("the end of the run was not reported")
+            with nullcontext() if error is None else unreported, exits_as_errors():
                 events.end(result)
     return result
 
@@ -356,9 +359,10 @@ def _disk_errors(folder: RunFolder) -> Iterator[None]:
 
 
 def _close_record(config: RunConfig, folder: RunFolder, result: RunResult) -> None:
-    """Write the plots, then summary.json: status FINISHED there means that the run folder is complete."""
-    from bandpo_cli.reports.run_plots import plot_run
+    """Write the plots, then summary.json: status FINISHED there means that the run folder is complete.
 
+    A failure of the plots is a warning: `bandpo plot` writes them again.
+    """
     status, records, error = result.status, result.records, result.error
     scores = (
         {key: record[key] for key in record if key == "step" or key.startswith("eval/")} for record in records
@@ -369,13 +373,17 @@ def _close_record(config: RunConfig, folder: RunFolder, result: RunResult) -> No
     if error is not None:
         message = str(error) if isinstance(error, SignalExit) else f"{type(error).__name__}: {error}"
         message = redact_credentials(message)
+    plot_command = f"bandpo plot {shlex.quote(str(folder.path))}"
     try:
-        if records:
-            plot_run(folder.path)
+        with warn_on_failure(f"the plots cannot be written; type {plot_command}"):
+            if records:
+                from bandpo_cli.reports.run_plots import plot_run
+
+                plot_run(folder.path)
     except (KeyboardInterrupt, SystemExit):
         with suppress(OSError):  # it is not empty
             (folder.path / "plots").rmdir()
-        log.warning("the plots are incomplete; type bandpo plot %s", shlex.quote(str(folder.path)))
+        log.warning("the plots are incomplete; type %s", plot_command)
         raise
     finally:
         folder.write_summary(
