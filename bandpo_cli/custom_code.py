@@ -93,9 +93,7 @@ def load_function(name: str) -> Callable[..., Any]:
         except BaseException as error:
             if raised_by_signal(error):
                 raise
-            places = ", ".join(
-                f"the current folder {here}" if folder == here else folder for folder in folders
-            )
+            places = ", ".join({here: f"the current folder {here}"}.get(folder, folder) for folder in folders)
             raise ValueError(
                 f"importing '{module_name}' failed: {type(error).__name__}: {error}"
                 f"{user_code_location(error)} (searched {places} and the Python path)"
@@ -146,18 +144,14 @@ def user_code(what: str, target: object) -> Iterator[None]:
     the like see `exits_as_errors`.
     """
     try:
-        with exits_as_errors(what):
-            yield
-    except RunError:
-        raise
-    except Exception as error:
+        yield
+    except BaseException as error:
+        if raised_by_signal(error):
+            raise
         message, location = first_line(error, 400), user_code_location(error)
-        message = (
-            f"{type(error).__name__}: {message}{location}"
-            if location
-            else message + definition_location(target)
-        )
-        raise ConfigError(f"{what}: {message}") from error
+        message = f"{type(error).__name__}: {message}" if location else message
+        kind = ConfigError if isinstance(error, Exception) else RunError
+        raise kind(f"{what}: {message}{location or definition_location(target)}") from error
 
 
 def keep_code(settings: str, folder: Path) -> None:

@@ -130,20 +130,18 @@ def is_received(error: BaseException | None) -> bool:
 
 def raised_by_signal(error: BaseException) -> bool:
     """Return whether a signal handler raised an exception, and not the code that the signal interrupted."""
-    import traceback
     from dis import opname
 
     handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if isinstance(error, SignalExit) or any(frame.f_code in handlers for frame in frames):
-        return True
+    instruction, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code in handlers:
+            return True
+        instruction, trace = opname[code.co_code[trace.tb_lasti]], trace.tb_next
     # Python's own handler of Ctrl-C has no frame: it interrupts any instruction, but hardly a `raise`.
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if not isinstance(error, KeyboardInterrupt) or last is None:
-        return False
-    return opname[last.tb_frame.f_code.co_code[last.tb_lasti]] != "RAISE_VARARGS"
+    is_interrupt = isinstance(error, KeyboardInterrupt) and instruction != "RAISE_VARARGS"
+    return is_interrupt or isinstance(error, SignalExit)
 
 
 def signal_name(number: int) -> str:

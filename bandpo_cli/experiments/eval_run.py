@@ -20,7 +20,7 @@ from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.hardware import use_expandable_segments
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.custom_code import exits_as_errors, keep_code
+from bandpo_cli.custom_code import keep_code
 from bandpo_cli.errors import UserError, closed_at_end, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.eval_request import (
     EvalOptions,
@@ -177,7 +177,6 @@ def resume_evaluation(
     return _run(request, Path(runs_dir), callbacks, folder)
 
 
-@exits_as_errors()
 def _run(
     request: EvalRequest, runs_dir: Path, callbacks: Sequence[EvalCallback], target: EvalFolder | str
 ) -> EvalResult:

@@ -136,12 +136,8 @@ class ForkPlan(TrainPlan):
             copy_checkpoint(point.checkpoint, folder.checkpoint_dir(step), self.progress, self.keeps_batch)
         except (OSError, UserError) as error:
             remove_tree(folder.path)
-            is_there = path_exists(point.checkpoint)
-            why = (
-                f"cannot be copied: {error}"
-                if is_there
-                else "the run has removed it; fork its last checkpoint"
-            )
+            removed = "the run has removed it; fork its last checkpoint"
+            why = f"cannot be copied: {error}" if path_exists(point.checkpoint) else removed
             raise RunError(f"{point.checkpoint}: {why}") from error
         path = point.run.path.absolute()
         about = {"run": str(relative_to_cwd(path)), "path": str(path), "step": step}

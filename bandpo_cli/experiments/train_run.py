@@ -26,14 +26,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.custom_code import exits_as_errors, keep_code, user_code
-from bandpo_cli.errors import (
-    GraderFailedError,
-    RunError,
-    SignalExit,
-    closed_at_end,
-    redact_credentials,
-    warn_on_failure,
-)
+from bandpo_cli.errors import GraderFailedError, RunError, closed_at_end, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.advice import AdviceCallback
 from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors
 from bandpo_cli.experiments.overview import summary_fields
@@ -359,10 +352,7 @@ def _disk_errors(folder: RunFolder) -> Iterator[None]:
 
 
 def _close_record(config: RunConfig, folder: RunFolder, result: RunResult) -> None:
-    """Write the plots, then summary.json: status FINISHED there means that the run folder is complete.
-
-    A failure of the plots is a warning: `bandpo plot` writes them again.
-    """
+    """Write the plots, then summary.json: status FINISHED there means that the run folder is complete."""
     status, records, error = result.status, result.records, result.error
     scores = (
         {key: record[key] for key in record if key == "step" or key.startswith("eval/")} for record in records
@@ -371,14 +361,14 @@ def _close_record(config: RunConfig, folder: RunFolder, result: RunResult) -> No
     stopped_by = stop_reason(config, records) if status == "FINISHED" else None
     message = "stopped by request" if status == "KILLED" else None
     if error is not None:
-        message = str(error) if isinstance(error, SignalExit) else f"{type(error).__name__}: {error}"
-        message = redact_credentials(message)
+        name = type(error).__name__
+        message = redact_credentials(str(error) or name if status == "KILLED" else f"{name}: {error}")
     plot_command = f"bandpo plot {shlex.quote(str(folder.path))}"
     try:
         with warn_on_failure(f"the plots cannot be written; type {plot_command}"):
-            if records:
-                from bandpo_cli.reports.run_plots import plot_run
+            from bandpo_cli.reports.run_plots import plot_run
 
+            if records:
                 plot_run(folder.path)
     except (KeyboardInterrupt, SystemExit):
         with suppress(OSError):  # it is not empty

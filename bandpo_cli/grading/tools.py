@@ -242,7 +242,7 @@ def _created(path: str, create: Callable[[], Any]) -> Any:
     """Return an environment; raise ValueError if it cannot be created or lacks a method."""
     try:
         environment = create()
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001 - the user's code
         raise ValueError(
             f"'{path}' cannot be created: {type(error).__name__}: {first_line(error)}{user_code_location(error)}"
         ) from None

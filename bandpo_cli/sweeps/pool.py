@@ -22,7 +22,6 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGINT, signal.SIGKILL)
 aborts the step."""
 
 POLL_INTERVAL_S = 0.1  # between two checks of `exit_with_parent`
-WAIT_INTERVAL_S = 0.02  # between two checks of `LocalPool.stop`
 
 
 class Pool(ABC):
@@ -55,12 +54,12 @@ class Pool(ABC):
         """
 
     @abstractmethod
-    def request_stop(self, name: str) -> None:
-        """Interrupt a job so that its run saves its state, without waiting; it is killed if it does not end."""
+    def stop(self, name: str | None = None) -> None:
+        """Stop one job, or all if `name` is None: interrupt so that runs save their state, then kill."""
 
-    @abstractmethod
-    def stop(self) -> None:
-        """Stop all jobs as `request_stop` does, and wait for their end."""
+    def request_stop(self, name: str) -> None:
+        """Stop a job without waiting for its end."""
+        threading.Thread(target=self.stop, args=(name,), daemon=True).start()
 
     def close(self) -> None:
         """Stop the jobs that still run, and release the resources of the pool."""
@@ -80,7 +79,6 @@ class LocalPool(Pool):
         super().__init__(len(slots), int(slots[0].get("OMP_NUM_THREADS", 1)) if slots else 1)
         self._variables = slots
         self._grace_s = grace_s
-        self._stopping: dict[str, tuple[int, float]] = {}  # signals sent, and the time of the next one
 
     def start(self, name: str, command: Sequence[str], log: Path) -> None:
         taken = {slot for slot, _ in self._jobs.values()}
@@ -96,36 +94,23 @@ class LocalPool(Pool):
         self._jobs[name] = slot, process
 
     def poll_finished(self) -> dict[str, int]:
-        self._send_signals()
         jobs = self._jobs.items()
         ended = {name: code for name, (_, process) in jobs if (code := process.poll()) is not None}
         for name in ended:
             del self._jobs[name]
-            self._stopping.pop(name, None)
         return ended
 
-    def request_stop(self, name: str) -> None:
-        self._stopping.setdefault(name, (0, 0.0))
-        self._send_signals()
-
-    def stop(self) -> None:
-        for name in self._jobs:
-            self.request_stop(name)
-        while self._send_signals():
-            time.sleep(WAIT_INTERVAL_S)
-
-    def _send_signals(self) -> bool:
-        """Send the jobs that are being stopped the signals that are due; return whether one of them may yet end."""
-        now, waiting = time.monotonic(), False
-        for name, (sent, due) in self._stopping.items():
-            _, process = self._jobs[name]
-            if process.poll() is None and now >= due and sent < len(STOP_SIGNALS):
+    def stop(self, name: str | None = None) -> None:
+        alive = [process for job, (_, process) in [*self._jobs.items()] if name in (None, job)]
+        for number in STOP_SIGNALS:
+            for process in alive:
                 with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, STOP_SIGNALS[sent])
-                due = now + self._grace_s
-                self._stopping[name] = sent + 1, due
-            waiting |= process.poll() is None and now < due
-        return waiting
+                    os.killpg(process.pid, number)
+            end = time.monotonic() + self._grace_s
+            for process in alive:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, end - time.monotonic()))
+            alive = [process for process in alive if process.poll() is None]
 
 
 def slot_environments(

@@ -97,14 +97,12 @@ class RayPool(Pool):
                 del self._jobs[name]
         return codes
 
-    def request_stop(self, name: str) -> None:
-        ray.cancel(self._jobs[name], force=False)
-
-    def stop(self) -> None:
-        for name in self._jobs:
-            self.request_stop(name)
-        if tasks := [*self._jobs.values()]:
-            ray.wait(tasks, num_returns=len(tasks), timeout=GRACE_S + 10)
+    def stop(self, name: str | None = None) -> None:
+        chosen = [task for job, task in [*self._jobs.items()] if name in (None, job)]
+        for task in chosen:
+            ray.cancel(task, force=False)
+        if chosen:
+            ray.wait(chosen, num_returns=len(chosen), timeout=GRACE_S + 10)
 
     def close(self) -> None:
         """Disconnect from the cluster; a cluster started by this pool ends with its jobs."""

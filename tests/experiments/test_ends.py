@@ -159,7 +159,9 @@ def test_a_failed_plot_is_a_warning(
     result = train(resolve(ONE_STEP), runs_dir=tmp_path, name="a", callbacks=[recorded])
     assert [result.status, recorded.results[0].status] == ["FINISHED", "FINISHED"]
     assert json.loads((tmp_path / "a" / "summary.json").read_text())["status"] == "FINISHED"
-    assert f"the plots cannot be written; type bandpo plot {tmp_path / 'a'}: ValueError: no font" in caplog.text
+    assert (
+        f"the plots cannot be written; type bandpo plot {tmp_path / 'a'}: ValueError: no font" in caplog.text
+    )
     caplog.clear()
     scored = evaluate(n=2, k=[2], limit=2, settings=[SMALL], runs_dir=tmp_path, name="e")
     assert scored.record["status"] == "finished"

@@ -130,7 +130,9 @@ def test_the_files_of_a_fork_are_flushed_before_it_is_a_run(
 
     def check(old: Path, new: Path) -> None:
         there = {path.relative_to(old) for path in Path(old).rglob("*")}
-        assert not there - {path.relative_to(old) for path in synced if path.is_relative_to(old)} - {Path(STATE)}
+        assert (
+            not there - {path.relative_to(old) for path in synced if path.is_relative_to(old)} - {Path(STATE)}
+        )
         assert Path(old) in synced
         rename(old, new)
 

@@ -87,7 +87,9 @@ def test_an_error_after_the_end_of_a_run_is_a_warning(folder, monkeypatch, caplo
     monkeypatch.setattr(scheduler, "POLL_S", 0.02)
     assert run_sweep(folder, LocalPool([{}] * 2), dict.fromkeys(ALL, 4), lambda _: None) == {}
     assert folder.pending() == []
-    assert "run 0.1-s0 is finished, but its process ended otherwise: exit code 1: error: no font" in caplog.text
+    assert (
+        "run 0.1-s0 is finished, but its process ended otherwise: exit code 1: error: no font" in caplog.text
+    )
 
 
 STUBBORN = """
