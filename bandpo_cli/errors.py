@@ -138,7 +138,8 @@ def raised_by_signal(error: BaseException) -> bool:
         code = trace.tb_frame.f_code
         if code in handlers:
             return True
-        instruction, trace = opname[code.co_code[trace.tb_lasti]], trace.tb_next
+        instruction = "".join(opname[byte] for byte in code.co_code[trace.tb_lasti :][:1])  # none in Cython
+        trace = trace.tb_next
     # Python's own handler of Ctrl-C has no frame: it interrupts any instruction, but hardly a `raise`.
     is_interrupt = isinstance(error, KeyboardInterrupt) and instruction != "RAISE_VARARGS"
     return is_interrupt or isinstance(error, SignalExit)

@@ -105,7 +105,7 @@ def test_a_tracker_that_exits_is_a_tracker_with_an_error(folder, caplog):
     tracker = start(folder)
     wait_for(lambda: caplog.messages)
     assert "SystemExit: 0 (journal.py:15, in log)" in caplog.messages[0]
-    with pytest.raises(RunError, match="did not accept run first .*SystemExit: 0"):
+    with pytest.raises(RunError, match=r"did not accept run first .*SystemExit: 0"):
         sync(["first"], runs_dir=folder.path.parent)
     Path("outage").unlink()
     tracker.end(RunResult(folder.path, "FINISHED", []))
