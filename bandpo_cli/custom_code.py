@@ -140,8 +140,7 @@ def user_code(what: str, target: object) -> Iterator[None]:
     """Raise ConfigError in place of an exception of the body, which calls `target`, a user's function or class.
 
     The message begins with `what`. It ends with the file and the line of the user's code that raised the exception,
-    else of the definition of `target`: then the body has found a mistake in what `target` returned. For SystemExit and
-    the like see `exits_as_errors`.
+    else of the definition of `target`: then the body has found a mistake in what `target` returned. SystemExit: RunError.
     """
     try:
         yield

@@ -141,8 +141,8 @@ def raised_by_signal(error: BaseException) -> bool:
         instruction = "".join(opname[byte] for byte in code.co_code[trace.tb_lasti :][:1])  # none in Cython
         trace = trace.tb_next
     # Python's own handler of Ctrl-C has no frame: it interrupts any instruction, but hardly a `raise`.
-    is_interrupt = isinstance(error, KeyboardInterrupt) and instruction != "RAISE_VARARGS"
-    return is_interrupt or isinstance(error, SignalExit)
+    is_raised = instruction == "RAISE_VARARGS" and user_code_location(error)
+    return isinstance(error, SignalExit) or (isinstance(error, KeyboardInterrupt) and not is_raised)
 
 
 def signal_name(number: int) -> str:

@@ -204,8 +204,7 @@ def plan_fork(
     with_effect = [key for key in changes if not key.startswith(CHANGEABLE_PREFIXES)]
     keeps_batch = not any(key.startswith(_OF_THE_BATCH) for key in with_effect)
     same_problems = not any(key.startswith(_OF_THE_PROBLEMS) for key in with_effect)
-    # The problems of a batch that the fork drops come again.
-    begin = None if keeps_batch else position_before_batch(point.checkpoint)
+    begin = None if keeps_batch else position_before_batch(point.checkpoint)  # a dropped batch comes again
     progress = replace(
         point.progress,
         position=point.progress.position if begin is None else begin,

@@ -108,8 +108,8 @@ def run_sweep(
             for name, code in pool.poll_finished().items():
                 running.discard(name)
                 has_finished = is_finished(folder.path / name)
-                end = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-                end = f"{end}: {folder.error_message(name)}"
+                how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+                end = f"{how}: {folder.error_message(name)}"
                 if has_finished and code:
                     log.warning("run %s is finished, but its process ended otherwise: %s", name, end)
                 elif not has_finished and name not in stopped:
