@@ -139,8 +139,8 @@ def exits_as_errors(what: str = "custom code") -> Iterator[None]:
 def user_code(what: str, target: object) -> Iterator[None]:
     """Raise ConfigError in place of an exception of the body, which calls `target`, a user's function or class.
 
-    The message begins with `what`. It ends with the file and the line of the user's code that raised the exception,
-    else of the definition of `target`: then the body has found a mistake in what `target` returned. SystemExit: RunError.
+    It begins with `what`, and ends with the file and the line of the user's code that raised the exception, else of the
+    definition of `target`: then the body has found a mistake in what `target` returned. SystemExit becomes a RunError.
     """
     try:
         yield
