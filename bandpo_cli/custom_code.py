@@ -17,7 +17,15 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.errors import ConfigError, definition_location, first_line, nearest, user_code_location
+from bandpo_cli.errors import (
+    ConfigError,
+    RunError,
+    definition_location,
+    first_line,
+    nearest,
+    raised_by_signal,
+    user_code_location,
+)
 
 FOLDERS_VARIABLE = "BANDPO_CODE_FOLDERS"
 """Environment variable with the folders that are searched before the Python path, separated as in PATH; an empty one is
@@ -82,10 +90,10 @@ def load_function(name: str) -> Callable[..., Any]:
                 del sys.modules[module_name]
             module = importlib.import_module(module_name)
             _loaded.add(module_name)
-        except (Exception, SystemExit) as error:
-            places = ", ".join(
-                f"the current folder {here}" if folder == here else folder for folder in folders
-            )
+        except BaseException as error:
+            if raised_by_signal(error):
+                raise
+            places = ", ".join({here: f"the current folder {here}"}.get(folder, folder) for folder in folders)
             raise ValueError(
                 f"importing '{module_name}' failed: {type(error).__name__}: {error}"
                 f"{user_code_location(error)} (searched {places} and the Python path)"
@@ -112,22 +120,37 @@ def load_setting(key: str, name: str) -> Callable[..., Any]:
 
 
 @contextmanager
-def user_code(what: str, target: object) -> Iterator[None]:
-    """Raise ConfigError in place of an exception of the body, which calls `target`, a user's function or class.
+def exits_as_errors(what: str = "custom code") -> Iterator[None]:
+    """Raise RunError, which begins with `what`, in place of SystemExit, KeyboardInterrupt and the like of the body.
 
-    The message begins with `what`. It ends with the file and the line of the user's code that raised the exception,
-    else of the definition of `target`: then the body has found a mistake in what `target` returned.
+    Custom code that raises one of them would end the program as if it were complete or stopped by request. An exception
+    that a signal handler raises passes. The body must not yield: GeneratorExit would be its end.
     """
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
+        if isinstance(error, Exception) or raised_by_signal(error):
+            raise
+        about = f"{type(error).__name__}: {first_line(error)}{user_code_location(error)}"
+        raise RunError(f"{what}: {about}") from error
+
+
+@contextmanager
+def user_code(what: str, target: object) -> Iterator[None]:
+    """Raise ConfigError in place of an exception of the body, which calls `target`, a user's function or class.
+
+    It begins with `what`, and ends with the file and the line of the user's code that raised the exception, else of the
+    definition of `target`: then the body has found a mistake in what `target` returned. SystemExit becomes a RunError.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if raised_by_signal(error):
+            raise
         message, location = first_line(error, 400), user_code_location(error)
-        message = (
-            f"{type(error).__name__}: {message}{location}"
-            if location
-            else message + definition_location(target)
-        )
-        raise ConfigError(f"{what}: {message}") from error
+        message = f"{type(error).__name__}: {message}" if location else message
+        kind = ConfigError if isinstance(error, Exception) else RunError
+        raise kind(f"{what}: {message}{location or definition_location(target)}") from error
 
 
 def keep_code(settings: str, folder: Path) -> None:

@@ -128,6 +128,23 @@ def is_received(error: BaseException | None) -> bool:
     return error is not None and ("received" in error.__dict__ or is_received(error.__cause__))
 
 
+def raised_by_signal(error: BaseException) -> bool:
+    """Return whether a signal handler raised an exception, and not the code that the signal interrupted."""
+    from dis import opname
+
+    handlers = {getattr(signal.getsignal(number), "__code__", None) for number in signal.valid_signals()}
+    instruction, trace = "", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if code in handlers:
+            return True
+        instruction = "".join(opname[byte] for byte in code.co_code[trace.tb_lasti :][:1])  # none in Cython
+        trace = trace.tb_next
+    # Python's own handler of Ctrl-C has no frame: it interrupts any instruction, but hardly a `raise`.
+    is_raised = instruction == "RAISE_VARARGS" and user_code_location(error)
+    return isinstance(error, SignalExit) or (isinstance(error, KeyboardInterrupt) and not is_raised)
+
+
 def signal_name(number: int) -> str:
     """Return `Ctrl-C` for SIGINT, and the name of any other signal."""
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name

@@ -5,15 +5,17 @@ those of `LAUNCHER_VARIABLE` and `RUN_NAME_VARIABLE`.
 """
 
 import json
+import logging
 import os
 import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 
-from bandpo_cli.errors import LostRankError, is_received
+from bandpo_cli.errors import LostRankError, is_received, one_line, redact_credentials
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable with the file for the error of a rank; torchrun prints its content in its report."""
@@ -77,10 +79,31 @@ def prints_errors() -> bool:
     return is_main_process() and launched_ranks() is None
 
 
+class RankWarnings(logging.Handler):
+    """Reports the warnings of a rank, each text once."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Report one warning."""
+        _report_warning(one_line(redact_credentials(record.getMessage())))
+
+
+@cache
+def _report_warning(line: str) -> None:
+    """Write a warning to a file for the launcher; with torchrun, print it unless rank 0 does, which has a console."""
+    with suppress(OSError):
+        if launched_ranks() is not None:
+            with open(f"{os.environ[ERROR_FILE_VARIABLE]}.warnings", "a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        elif not is_main_process():
+            os.write(2, f"warning: rank {os.environ['RANK']}: {line}\n".encode())
+
+
 def silence_other_ranks() -> None:
     """Discard what this process prints if it is a rank other than 0: all standard output, and what Python writes to
-    standard error. Crashes in native code are still reported.
+    standard error. Its warnings (`RankWarnings`) and crashes in native code are still reported.
     """
+    if rank_count() > 1:
+        logging.getLogger("bandpo_cli").addHandler(RankWarnings(logging.WARNING))
     if is_main_process():
         return
     null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - stays open for the life of the process
@@ -99,9 +122,7 @@ def record_error(error: BaseException, code: int, traceback: str = "") -> None:
     extra = {"py_callstack": traceback or record.message, "timestamp": str(record.time_ns // 10**9)}
     message = {"message": record.message, "errorCode": code, "extraInfo": extra}
     temporary = Path(f"{path}.tmp")
-    with suppress(
-        OSError
-    ):  # the error itself is more important, and the exit code reports that there was one
+    with suppress(OSError):  # the error itself is more important; the exit code reports that there was one
         temporary.write_text(json.dumps({"message": message, "rank": asdict(record)}), encoding="utf-8")
         temporary.replace(path)  # the launcher finds it complete or not at all
 

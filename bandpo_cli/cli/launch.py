@@ -45,6 +45,9 @@ killed: a rank that waits for another one on a GPU notices nothing."""
 OTHERS_S = 5.0
 """Seconds after the end of rank 0 in which the others can end: they have nothing left to write."""
 
+WARNING_S = 2.0  # that a warning of another rank waits for the same one of rank 0, which prints its own
+MAX_WARNING_CHARS = 100_000  # of the warnings of a rank that are read: more is a flood
+
 _KILLED_S = 5
 """Seconds to wait for a process after SIGKILL."""
 
@@ -135,6 +138,7 @@ def launch(
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks: list[RankProcess] = []
     received: list[int] = []
+    warnings: dict[str, float] = {}
 
     def forward(number: int, _: object) -> None:
         if len(ranks) < count:
@@ -162,10 +166,11 @@ def launch(
                 variables = rank_variables(number, count, store.port, folder.name, os.environ)
                 words = arguments or ["-m", "bandpo_cli", *sys.argv[1:]]
                 ranks.append(RankProcess(number, words, variables, Path(errors)))
-            _watch(ranks)
+            _watch(ranks, warnings)
         finally:
             for rank in ranks:
                 rank.end()
+            _print_warnings(ranks, warnings, 0.0)
     if path_exists(folder / {"train": "config.yaml", "eval": "eval.json"}[command]):
         advice = f"continue with: {shell_command(f'{command} --resume', folder, runs_dir)} --nproc {count}"
     else:
@@ -199,11 +204,25 @@ def rank_variables(rank: int, count: int, port: int, name: str, environ: Mapping
     }
 
 
-def _watch(ranks: Sequence[RankProcess]) -> None:
+def _print_warnings(ranks: Sequence[RankProcess], times: dict[str, float], wait_s: float) -> None:
+    """Print warnings that only ranks other than 0 have had for `wait_s` seconds, by `times`; inf: it is printed."""
+    for rank in ranks:
+        with suppress(FileNotFoundError), open(f"{rank.error_file}.warnings", encoding="utf-8") as file:
+            for line in file.read(MAX_WARNING_CHARS).splitlines():
+                first = times.setdefault(line, time.monotonic())
+                if rank.rank == 0:  # it prints its own
+                    times[line] = math.inf
+                elif time.monotonic() >= first + wait_s:
+                    print(f"warning: rank {rank.rank}: {line}", file=sys.stderr, flush=True)
+                    times[line] = math.inf
+
+
+def _watch(ranks: Sequence[RankProcess], warnings: dict[str, float]) -> None:
     """Wait until all ranks have ended. After an error of one, or the end of rank 0, the others have some seconds."""
     deadline = math.inf
     while running := [rank for rank in ranks if rank.process.poll() is None]:
         now = time.monotonic()
+        _print_warnings(ranks, warnings, WARNING_S)
         if any(rank.process.returncode or rank.error_file.exists() for rank in ranks):
             deadline = min(deadline, now + ENDING_S)
         if running[0].rank != 0:

@@ -272,7 +272,8 @@ def _score(
             "sets": {label: set_scores.as_json() for label, set_scores in scores.items()},
         }
         folder.write_record(record)
-        plot_success_histogram(folder.path)
+        with warn_on_failure("the histogram cannot be written"):
+            plot_success_histogram(folder.path)
         return EvalResult(folder.path, record, scores)
     except BaseException as error:
         record = {}

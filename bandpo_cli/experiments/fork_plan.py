@@ -29,6 +29,7 @@ from bandpo_cli.storage.checkpoints import (
     Progress,
     check_contents,
     complete_checkpoints,
+    position_before_batch,
 )
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, find_run, not_found, shell_command
 from bandpo_cli.tracking.store import find_link, tracking_store
@@ -140,8 +141,10 @@ def plan_fork(
     with_effect = [key for key in changes if not key.startswith(CHANGEABLE_PREFIXES)]
     keeps_batch = not any(key.startswith(_OF_THE_BATCH) for key in with_effect)
     same_problems = not any(key.startswith(_OF_THE_PROBLEMS) for key in with_effect)
+    begin = None if keeps_batch else position_before_batch(point.checkpoint)  # a dropped batch comes again
     progress = replace(
         point.progress,
+        position=point.progress.position if begin is None else begin,
         # Schedules are where a run with these settings is after this step: that of the learning rate counts updates.
         updates=point.progress.updates * config.optim.updates // point.config.optim.updates,
         problems=point.progress.problems if same_problems else ANY_PROBLEMS,

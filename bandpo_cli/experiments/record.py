@@ -18,8 +18,8 @@ from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.config.task import DataTask
-from bandpo_cli.custom_code import keep_code
-from bandpo_cli.errors import RunError, SignalExit, UserError, redact_credentials, warn_on_failure
+from bandpo_cli.custom_code import exits_as_errors, keep_code
+from bandpo_cli.errors import RunError, UserError, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.plan import Fork, Plan, Start
 from bandpo_cli.experiments.rank_group import Dispatcher, check_same_on_all
@@ -136,9 +136,8 @@ def copy_parent(fork: Fork, folder: RunFolder) -> dict[str, object]:
         copy_checkpoint(checkpoint, folder.checkpoint_dir(step), fork.progress, fork.keeps_batch)
     except (OSError, UserError) as error:
         remove_tree(folder.path)
-        why = "the run has removed it; fork its last checkpoint"
-        if path_exists(checkpoint):
-            why = f"cannot be copied: {error}"
+        removed = "the run has removed it; fork its last checkpoint"
+        why = f"cannot be copied: {error}" if path_exists(checkpoint) else removed
         raise RunError(f"{checkpoint}: {why}") from error
     path = fork.run.path.absolute()
     about = {"run": str(relative_to_cwd(path)), "path": str(path), "step": step}
@@ -188,7 +187,8 @@ class RunRecord:
         env = json.loads((path / "env.json").read_text(encoding="utf-8")) if is_main_process() else {}
         about = config.steps, self._first_step, self._notes, config.tracking.parent
         try:
-            self._events.start(RunInfo(path, config.model_dump(mode="json"), env, *about))
+            with exits_as_errors():
+                self._events.start(RunInfo(path, config.model_dump(mode="json"), env, *about))
         except BaseException as error:
             self._close(error)
             raise
@@ -213,11 +213,12 @@ class RunRecord:
             if error is None:
                 error, self.status = failure, "FAILED"
                 raise
-            with warn_on_failure("the summary and the plots cannot be written"):
+            with warn_on_failure("the summary cannot be written"):
                 raise
         finally:
             self.result = RunResult(folder.path, self.status, records, error)
-            with nullcontext() if error is None else warn_on_failure("the end of the run was not reported"):
+            unreported = warn_on_failure("the end of the run was not reported")
+            with nullcontext() if error is None else unreported, exits_as_errors():
                 self._events.end(self.result)
 
 
@@ -234,8 +235,6 @@ def disk_errors(folder: RunFolder) -> Iterator[None]:
 
 def _write_summary(config: RunConfig, folder: RunFolder, result: RunResult) -> None:
     """Write the plots, then summary.json: status FINISHED there means that the run folder is complete."""
-    from bandpo_cli.reports.run_plots import plot_run
-
     status, records, error = result.status, result.records, result.error
     scores = (
         {key: record[key] for key in record if key == "step" or key.startswith("eval/")} for record in records
@@ -244,15 +243,19 @@ def _write_summary(config: RunConfig, folder: RunFolder, result: RunResult) -> N
     stopped_by = stop_reason(config, records) if status == "FINISHED" else None
     message = "stopped by request" if status == "KILLED" else None
     if error is not None:
-        message = str(error) if isinstance(error, SignalExit) else f"{type(error).__name__}: {error}"
-        message = redact_credentials(message)
+        name = type(error).__name__
+        message = redact_credentials(str(error) or name if status == "KILLED" else f"{name}: {error}")
+    plot_command = f"bandpo plot {shlex.quote(str(folder.path))}"
     try:
-        if records:
-            plot_run(folder.path)
+        with warn_on_failure(f"the plots cannot be written; type {plot_command}"):
+            from bandpo_cli.reports.run_plots import plot_run
+
+            if records:
+                plot_run(folder.path)
     except (KeyboardInterrupt, SystemExit):
         with suppress(OSError):  # it is not empty
             (folder.path / "plots").rmdir()
-        log.warning("the plots are incomplete; type bandpo plot %s", shlex.quote(str(folder.path)))
+        log.warning("the plots are incomplete; type %s", plot_command)
         raise
     finally:
         folder.write_summary(

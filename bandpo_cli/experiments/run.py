@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.hardware import use_expandable_segments
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.custom_code import user_code
+from bandpo_cli.custom_code import exits_as_errors, user_code
 from bandpo_cli.errors import GraderFailedError, closed_at_end
 from bandpo_cli.experiments.advice import AdviceCallback
 from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors
@@ -62,6 +62,7 @@ def train(
     return run(plan_training(config, runs_dir, name), callbacks, stop_requested)
 
 
+@exits_as_errors()
 def run(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested: Stop = None) -> RunResult:
     """Train the run of a plan.
 
@@ -96,6 +97,7 @@ def run(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested: Sto
         with (
             opened_folder(plan, config, components) as folder,
             RunRecord(config, folder, events, notes, first) as record,
+            exits_as_errors(),
         ):
             record.status = train_steps(config, folder, components, events, first, stop_requested)
         return components.ranks.gather(record.result)[0]

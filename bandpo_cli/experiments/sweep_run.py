@@ -20,14 +20,14 @@ from bandpo_cli.config.run import RunConfig, TrackingConfig
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.custom_code import code_first_in
 from bandpo_cli.datasets import BUNDLED_MODELS
-from bandpo_cli.errors import ConfigError, UserError, plural, redact_credentials, unknown_choice
+from bandpo_cli.errors import ConfigError, UserError, first_line, plural, redact_credentials, unknown_choice
 from bandpo_cli.experiments.preflight import choose_run_name
 from bandpo_cli.experiments.rank_group import Dispatcher, check_ranks
 from bandpo_cli.experiments.sweep_request import SweepRequest, request_from_config
 from bandpo_cli.paths import user_path
 from bandpo_cli.storage.environment import describe_environment, usable_cores
 from bandpo_cli.storage.files import run_lock
-from bandpo_cli.storage.run_folder import timestamped
+from bandpo_cli.storage.run_folder import shell_command, timestamped
 from bandpo_cli.storage.run_record import is_finished
 from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
 from bandpo_cli.sweeps.plan import SweepRun
@@ -384,12 +384,15 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
                     events.phase("run")
                     failures = run_sweep(folder, pool, steps, events.step, flags, executor.stop_margin)
                 events.phase("report")
-                from bandpo_cli.reports.comparison import read_sweep, write_report
-
                 try:
+                    from bandpo_cli.reports.comparison import read_sweep, write_report
+
                     report = write_report(read_sweep(folder.path), folder.path / "report")
                 except UserError as no_report:
                     report_error = str(no_report)
+                except Exception as failure:  # noqa: BLE001 - the runs are on the disk
+                    again = shell_command("report", folder.path, runs_dir)
+                    report_error = f"{type(failure).__name__}: {first_line(failure)}; write it again: {again}"
             if pending:
                 _send_to_trackers(folder, tracking, report)
         except BaseException as raised:

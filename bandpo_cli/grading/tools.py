@@ -197,7 +197,7 @@ async def call_tool(
             result = await result if inspect.isawaitable(result) else result
     except MemoryError:
         raise
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - the model reads it
+    except (Exception, SystemExit, KeyboardInterrupt, GeneratorExit) as error:  # noqa: BLE001 - the model reads it
         return {"content": f"Error: {type(error).__name__}: {first_line(error)}", "failed": True}
     text = result if isinstance(result, str) else json.dumps(result, default=str, ensure_ascii=False)
     return {"content": text, "failed": False}
@@ -242,7 +242,7 @@ def _created(path: str, create: Callable[[], Any]) -> Any:
     """Return an environment; raise ValueError if it cannot be created or lacks a method."""
     try:
         environment = create()
-    except Exception as error:  # noqa: BLE001 - the user's code
+    except BaseException as error:  # noqa: BLE001 - the user's code
         raise ValueError(
             f"'{path}' cannot be created: {type(error).__name__}: {first_line(error)}{user_code_location(error)}"
         ) from None

@@ -7,6 +7,7 @@ the name first. So a folder with its final name is complete, unless the disk its
 does not load weights or optimizer state.
 """
 
+import json
 import os
 import re
 import shutil
@@ -244,6 +245,16 @@ def prune_checkpoints(run: RunFolder, config: CheckpointConfig) -> None:
         delete_checkpoint(run.checkpoint_dir(step))
 
 
+def position_before_batch(checkpoint: Path) -> int | None:
+    """Return the position in the training problems at which the batch of the next step begins; None without one."""
+    from safetensors import safe_open
+
+    if not (checkpoint / ROLLOUTS).exists():
+        return None
+    with safe_open(checkpoint / ROLLOUTS, "np") as file:
+        return int(json.loads(file.metadata()["rollouts"])["position"])
+
+
 def copy_checkpoint(source: Path, target: Path, progress: Progress, with_rollouts: bool) -> None:
     """Write the checkpoint `source` as the checkpoint `target` of another run, whose progress is `progress`.
 
@@ -252,7 +263,9 @@ def copy_checkpoint(source: Path, target: Path, progress: Progress, with_rollout
     hidden, state = hidden_folder(target, "writing"), _read_state(source)[0]
     left_out = [Path(STATE).name, *([] if with_rollouts else [Path(ROLLOUTS).parent.name])]
     shutil.copytree(source, hidden, ignore=shutil.ignore_patterns(*left_out), copy_function=link_or_copy)
-    write_trainer_state(hidden, progress, state.get("xxh3", {}))
+    for path in (hidden, *hidden.rglob("*")):
+        sync(path)
+    write_trainer_state(hidden, progress, state.get("xxh3", {}))  # flushes its file itself
     os.rename(hidden, target)
     sync(target.parent)
 

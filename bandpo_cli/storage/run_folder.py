@@ -184,7 +184,7 @@ class RunFolder(ExperimentFolder):
             remove_temporary_files(self.path / folder)
 
     def begin_with(self, parent: RunFolder, step: int) -> None:
-        """Fill the new folder with the metrics and files of the steps of `parent` up to `step`.
+        """Fill the new folder with the metrics and files of the steps of `parent` up to `step`, flushed to the disk.
 
         The files are hard links if possible: no run changes such a file, and each run can be deleted.
         """
@@ -196,6 +196,8 @@ class RunFolder(ExperimentFolder):
                 )
         shutil.copyfile(parent.metrics_path, self.metrics_path)
         self.roll_back(step)
+        for path in (self.path, *self.path.rglob("*")):
+            sync(path)
 
     def record_resume(self, about: Mapping[str, object], env: Mapping[str, object]) -> None:
         """Append `about` to the list `resumes` of `env.json`, with the entries of `env` that have changed.

@@ -57,6 +57,10 @@ class Pool(ABC):
     def stop(self, name: str | None = None) -> None:
         """Stop one job, or all if `name` is None: interrupt so that runs save their state, then kill."""
 
+    def request_stop(self, name: str) -> None:
+        """Stop a job without waiting for its end."""
+        threading.Thread(target=self.stop, args=(name,), daemon=True).start()
+
     def close(self) -> None:
         """Stop the jobs that still run, and release the resources of the pool."""
         self.stop()
@@ -97,7 +101,7 @@ class LocalPool(Pool):
         return ended
 
     def stop(self, name: str | None = None) -> None:
-        alive = [process for job, (_, process) in self._jobs.items() if name in (None, job)]
+        alive = [process for job, (_, process) in [*self._jobs.items()] if name in (None, job)]
         for number in STOP_SIGNALS:
             for process in alive:
                 with suppress(ProcessLookupError, PermissionError):

@@ -98,7 +98,7 @@ class RayPool(Pool):
         return codes
 
     def stop(self, name: str | None = None) -> None:
-        chosen = [task for job, task in self._jobs.items() if name in (None, job)]
+        chosen = [task for job, task in [*self._jobs.items()] if name in (None, job)]
         for task in chosen:
             ray.cancel(task, force=False)
         if chosen:

@@ -5,6 +5,7 @@ estimate comes from finished runs of the same shape or from a short trial.
 """
 
 import copy
+import logging
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,8 @@ from bandpo_cli.storage.run_record import SUMMARY_FILE, is_finished, read_summar
 from bandpo_cli.sweeps.folder import SweepFolder, find_runs
 from bandpo_cli.sweeps.plan import SweepRun
 from bandpo_cli.sweeps.pool import Pool
+
+log = logging.getLogger("bandpo_cli")
 
 Status = Literal["waiting", "running", "finished", "failed", "stopped"]
 
@@ -104,10 +107,13 @@ def run_sweep(
                 running.add(name)
             for name, code in pool.poll_finished().items():
                 running.discard(name)
-                has_finished = code == 0 and is_finished(folder.path / name)
-                if not has_finished and name not in stopped:
-                    end = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-                    failures[name] = f"{end}: {folder.error_message(name)}"
+                has_finished = is_finished(folder.path / name)
+                how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+                end = f"{how}: {folder.error_message(name)}"
+                if has_finished and code:
+                    log.warning("run %s is finished, but its process ended otherwise: %s", name, end)
+                elif not has_finished and name not in stopped:
+                    failures[name] = end
                     if code == EXIT_USER_ERROR:  # the next attempt cannot use these files either
                         folder.archive_attempt(name)
                 update(name, "finished" if has_finished else "failed" if name in failures else "stopped")
@@ -115,9 +121,10 @@ def run_sweep(
                 update(name, "running")
             reasons = runs_to_stop(folder.runs, states, margin) if margin is not None else {}
             for name, reason in reasons.items():
-                stopped[name] = reason
-                folder.record_stopped(name, reason)
-                pool.stop(name)
+                if name not in stopped:
+                    stopped[name] = reason
+                    folder.record_stopped(name, reason)
+                    pool.request_stop(name)
             on_states(states)
             if running:
                 time.sleep(POLL_S)

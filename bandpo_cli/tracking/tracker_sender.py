@@ -17,6 +17,7 @@ from filelock import FileLock
 
 from bandpo_cli.config.layers import flatten, nest, read_layer
 from bandpo_cli.config.run import TrackingConfig
+from bandpo_cli.custom_code import exits_as_errors
 from bandpo_cli.errors import redact_credentials
 from bandpo_cli.storage.files import file_digest, write_json
 from bandpo_cli.storage.run_folder import read_metrics_after, run_artifacts
@@ -105,7 +106,8 @@ class TrackerSender(Sender):
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
         try:
-            yield
+            with exits_as_errors(self.place):
+                yield
         except BaseException:
             if self._tracker is not None:
                 with suppress(Exception):

@@ -101,6 +101,28 @@ def test_ranks_have_their_place_and_rank_0_prints(in_folder: Path, capfd: pytest
 
 
 @pytest.mark.slow
+def test_warnings_of_other_ranks_are_printed_once(
+    in_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning of all ranks is printed by rank 0, which is not the first to have it here."""
+    monkeypatch.setattr(launcher, "WARNING_S", 600.0)
+    script = (
+        "import logging; warn = logging.getLogger('bandpo_cli').warning; logging.lastResort = None\n"
+        "if rank == '0': wait_for('warned-1'); wait_for('warned-2')\n"
+        "warn('every %s', 'rank')\n"
+        "if rank != '0': [warn('the kernel of odd\\x1bname is slow') for _ in range(3)]\n"
+        "if rank == '2': warn('http://me:secret@host fails')\n"
+        "write(f'warned-{rank}')\n"
+        "if rank == '0': end(RunError('the run failed'), 1)"
+    )
+    with pytest.raises(RunError, match="the run failed"):
+        start(script, 3)
+    lines = sorted(line.partition(": rank ")[2] for line in capfd.readouterr().err.splitlines())
+    assert [line[3:] for line in lines] == ["the kernel of odd\\x1bname is slow", "http://***@host fails"]
+    assert lines[1].startswith("2: ")
+
+
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others_and_is_named(
     in_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

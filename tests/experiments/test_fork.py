@@ -1,9 +1,12 @@
 """Forks: the checkpoint, what can change, and what the new run takes over; equality is in tests/training."""
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import save_file
 
 from bandpo_cli.config.layers import resolve, to_yaml
 from bandpo_cli.config.sweep import SweepConfig
@@ -17,6 +20,7 @@ from bandpo_cli.results import describe_run
 from bandpo_cli.storage.checkpoints import (
     ANY_PROBLEMS,
     ROLLOUTS,
+    STATE,
     Progress,
     complete_checkpoints,
     delete_checkpoint,
@@ -52,9 +56,10 @@ def runs(tmp_path: Path) -> Path:
     for step in (2, 4):
         folder = run.checkpoint_dir(step)
         (folder / ROLLOUTS).parent.mkdir(parents=True)
-        for name in ("config.json", "model.safetensors", "trainer/optimizer.safetensors", ROLLOUTS):
+        for name in ("config.json", "model.safetensors", "trainer/optimizer.safetensors"):
             (folder / name).write_bytes(b"none")
-
+        batch = {"rollouts": json.dumps({"step": step + 1, "position": 4 * step})}
+        save_file({}, folder / ROLLOUTS, batch)
         write_trainer_state(folder, Progress(step, 2 * step, 1, 4 * step + 4, "abc"))
     return run.path.parent
 
@@ -73,12 +78,15 @@ def runs(tmp_path: Path) -> Path:
     ],
 )
 def test_progress_of_a_fork(runs: Path, settings: dict[str, Any], expected: tuple[int, bool, bool]) -> None:
-    """The updates, whether the batch of the parent is trained on, and whether the problems must be the same."""
+    """The updates, whether the batch of the parent is trained on, and whether the problems must be the same.
+
+    The problems of a batch that is dropped come again.
+    """
     plan = plan_fork("a@4", [NO_MLFLOW, settings], runs)
     updates, keeps_batch, same_problems = expected
-    fork = plan.start.fork
+    fork, position = plan.start.fork, 20 if keeps_batch else 16
     assert fork is not None
-    assert fork.progress == Progress(4, updates, 1, 20, "abc" if same_problems else ANY_PROBLEMS)
+    assert fork.progress == Progress(4, updates, 1, position, "abc" if same_problems else ANY_PROBLEMS)
     assert (plan.first_step, fork.keeps_batch) == (5, keeps_batch)
 
 
@@ -101,7 +109,7 @@ def test_a_fork_begins_as_the_record_of_its_parent(runs: Path) -> None:
     for step in (2, 4):
         delete_checkpoint(parent.checkpoint_dir(step))
     complete, damaged = complete_checkpoints(folder)
-    assert (complete, damaged) == ({4: Progress(4, 16, 1, 20, "abc")}, {})
+    assert (complete, damaged) == ({4: Progress(4, 16, 1, 16, "abc")}, {})
     assert not (folder.checkpoint_dir(4) / ROLLOUTS).exists()
     with pytest.raises(RunError, match=r"step-000004: the run has removed it; fork its last checkpoint"):
         copy_parent(plan.start.fork, RunFolder.create(runs, "c"))
@@ -115,6 +123,33 @@ def test_a_fork_begins_as_the_record_of_its_parent(runs: Path) -> None:
     delete_checkpoint(folder.checkpoint_dir(4))
     with pytest.raises(UserError, match="no complete checkpoint; fork the other run again: bandpo train --f"):
         resume("b", runs)
+
+
+def test_the_files_of_a_fork_are_flushed_before_it_is_a_run(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[Path] = set()
+    rename = os.rename
+
+    def check(old: Path, new: Path) -> None:
+        there = {path.relative_to(old) for path in Path(old).rglob("*")}
+        assert (
+            not there - {path.relative_to(old) for path in synced if path.is_relative_to(old)} - {Path(STATE)}
+        )
+        assert Path(old) in synced
+        rename(old, new)
+
+    def note(descriptor: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{descriptor}")))
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "rename", check)
+    plan = plan_fork("a", [NO_MLFLOW], runs, "b")
+    folder = RunFolder.create(runs, "b")
+    plan.fill(folder)
+    record = {path for path in folder.path.rglob("*") if "checkpoints" not in path.parts}
+    assert len(record) == 7  # the metrics, the completions of the steps 0 to 4, and their folder
+    assert record <= synced
 
 
 def test_a_fork_is_a_child_of_the_mlflow_run_of_its_parent(runs: Path) -> None:

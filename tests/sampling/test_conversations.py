@@ -421,6 +421,17 @@ def test_the_environments_used_last_are_kept_and_the_others_repeat_their_steps(
     assert steps == [1, 2, 3, 3 + 3]
 
 
+@pytest.mark.parametrize("exit", [SystemExit, KeyboardInterrupt, GeneratorExit])
+def test_an_exit_in_a_tool_or_an_environment_is_its_error(exit: type[BaseException]) -> None:
+    def leave() -> None:
+        raise exit("no")
+
+    result = asyncio.run(tools.call_tool({"leave": leave}, "leave", {}))
+    assert result == {"content": f"Error: {exit.__name__}: no", "failed": True}
+    with pytest.raises(ValueError, match=f"'mine:Env' cannot be created: {exit.__name__}: no"):
+        tools._created("mine:Env", leave)
+
+
 def test_an_environment_that_never_ends_or_fails(tokenizer: PreTrainedTokenizerBase) -> None:
     with Talk(tokenizer, "Endless", max_turns=3) as talk:
         completion = talk.one(once("well"))

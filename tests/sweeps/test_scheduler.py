@@ -27,7 +27,7 @@ try:
         for step in range(5):
             print(json.dumps({"step": step, "eval/x/mean_at_4": accuracy, "time/step": wait}), file=file, flush=True)
             time.sleep(wait)
-    status = "FINISHED"
+    status = "FINISHED" if accuracy >= 0 else "FAILED"
 finally:
     (folder / "summary.json").write_text(json.dumps({"status": status, "steps": step}))
 sys.exit(0 if accuracy >= 0 else 1)
@@ -70,13 +70,62 @@ def test_all_runs_are_executed_once_and_failed_ones_again(folder, monkeypatch):
     assert set(failures) == {"0.2-s0"}
     assert failures["0.2-s0"].startswith("exit code 1")
     assert [states[name].status for name in ALL] == ["finished", "failed", "finished", "finished"]
-    # This writer leaves the summary of a finished run before it fails; a run that fails does not.
-    (folder.path / "0.2-s0" / "summary.json").write_text("{}")
     reopened = SweepFolder.open(folder.path.parent, "s")
     failures, started, _ = execute(reopened, monkeypatch, dict.fromkeys(ALL, 0.5))
     assert (failures, started) == ({}, ["0.2-s0"])
     assert (folder.path / "attempts" / "0.2-s0-1" / "metrics.jsonl").is_file()
     assert execute(reopened, monkeypatch, {}) == ({}, [], {})
+
+
+def test_an_error_after_the_end_of_a_run_is_a_warning(folder, monkeypatch, caplog):
+    """The run is in the report, and no resume of the sweep starts it again."""
+    code = "import pathlib, sys; path = pathlib.Path(sys.argv[1]); path.mkdir(); " + (
+        "(path / 'summary.json').write_text('{\"status\": \"FINISHED\"}'); print('error: no font'); sys.exit(1)"
+    )
+    command = [sys.executable, "-S", "-c", code]
+    monkeypatch.setattr(scheduler, "train_command", lambda sweep, name: [*command, str(sweep.path / name)])
+    monkeypatch.setattr(scheduler, "POLL_S", 0.02)
+    assert run_sweep(folder, LocalPool([{}] * 2), dict.fromkeys(ALL, 4), lambda _: None) == {}
+    assert folder.pending() == []
+    assert (
+        "run 0.1-s0 is finished, but its process ended otherwise: exit code 1: error: no font" in caplog.text
+    )
+
+
+STUBBORN = """
+import json, signal, sys, time
+from pathlib import Path
+folder, name = Path(sys.argv[1]), sys.argv[2]
+(folder / name).mkdir()
+if name == "0.2-s0":
+    signal.signal(signal.SIGINT, lambda *_: (folder / "interrupted").touch())
+score = 0.1 if name == "0.2-s0" else 0.9
+with (folder / name / "metrics.jsonl").open("a") as file:
+    for step in range(1 + 2 * (not name.endswith("s1"))):
+        print(json.dumps({"step": step, "eval/x/mean_at_4": score, "time/step": 0.1}), file=file, flush=True)
+if name == "0.1-s0":
+    while not (folder / "interrupted").exists():
+        time.sleep(0.01)
+if name == "0.2-s0":  # it ends when the scheduler has started the last run, or is killed
+    while not (folder / "0.2-s1").exists():
+        time.sleep(0.01)
+summary = {"status": "KILLED" if name == "0.2-s0" else "FINISHED"}
+(folder / name / "summary.json").write_text(json.dumps(summary))
+"""
+
+
+@pytest.mark.slow
+def test_runs_start_while_another_one_ignores_the_request_to_stop(folder, monkeypatch):
+    def command(sweep: SweepFolder, name: str) -> list[str]:
+        return [sys.executable, "-S", "-c", STUBBORN, str(sweep.path), name]
+
+    monkeypatch.setattr(scheduler, "train_command", command)
+    monkeypatch.setattr(scheduler, "POLL_S", 0.02)
+    latest: dict[str, RunState] = {}
+    run_sweep(folder, LocalPool([{}] * 2), dict.fromkeys(ALL, 4), latest.update, margin=0.3)
+    assert [latest[name].status for name in ALL] == ["finished", "stopped", "finished", "finished"]
+    # With a SIGKILL, after a scheduler that waits for the grace period, there is no summary.
+    assert (folder.path / "0.2-s0" / "summary.json").exists()
 
 
 def test_additional_flags_are_passed_to_each_run(folder, monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 
 from bandpo_cli.cli.options import split_commas
 from bandpo_cli.config.run import TrackingConfig
-from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.experiments import sync
 from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import RunFolder
@@ -97,6 +97,19 @@ def test_an_outage_in_the_middle_of_a_run_loses_nothing_and_names_the_line_that_
     assert steps == expected(folder)
     assert (end[0], end[2]) == ("FINISHED", ["config.yaml", "env.json", "metrics.jsonl", "step-000010.parquet",
                                              "summary.json"])  # fmt: skip
+
+
+def test_a_tracker_that_exits_is_a_tracker_with_an_error(folder, caplog):
+    Path("journal.py").write_text(JOURNAL.replace('ConnectionError("no answer")', "SystemExit(0)"))
+    Path("outage").touch()
+    tracker = start(folder)
+    wait_for(lambda: caplog.messages)
+    assert "SystemExit: 0 (journal.py:15, in log)" in caplog.messages[0]
+    with pytest.raises(RunError, match=r"did not accept run first .*SystemExit: 0"):
+        sync(["first"], runs_dir=folder.path.parent)
+    Path("outage").unlink()
+    tracker.end(RunResult(folder.path, "FINISHED", []))
+    assert journal()[:-1] == expected(folder)
 
 
 def test_a_killed_and_resumed_run_is_continued_under_the_same_id(folder):

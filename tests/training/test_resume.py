@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
 from bandpo_cli import experiments
@@ -133,6 +134,27 @@ def test_a_fork_without_changes_equals_an_uninterrupted_run(tmp_path: Path, name
     assert expected[-1]["optim/grad_norm"] > 0
     for line, uninterrupted in zip(lines, expected, strict=True):
         assert (line == uninterrupted) == (line["step"] < 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layer", [{"optim": {"updates": 1}}, {"sampling": {"temperature": 0.5, "max_lag": 0}}]
+)
+def test_a_fork_that_drops_the_batch_sampled_ahead_has_the_same_problems(
+    tmp_path: Path, layer: dict[str, Any]
+) -> None:
+    """Those of each step of the uninterrupted run."""
+    settings = [SMALL, {"sampling": {"max_lag": 1}}, {"checkpoint": {"keep_last": None}}]
+    without = {"tracking": {"mlflow": False}}
+    with forked_engines():
+        whole = experiments.train(resolve([*settings, without]), tmp_path, "whole").folder
+        forked = experiments.fork("whole@2", tmp_path, [without, layer]).folder
+    for step in (3, 4):
+        name = f"samples/step-{step:06d}.parquet"
+        uninterrupted, problems = (
+            pq.read_table(path / name).column("problem_id").to_pylist() for path in (whole, forked)
+        )
+        assert problems == uninterrupted
 
 
 @pytest.mark.slow
