@@ -16,13 +16,12 @@ from bandpo_cli.models.load import Policy, load_policy, load_reference
 from bandpo_cli.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.conversations import Conversations, build_conversations
 from bandpo_cli.sampling.engine_process import EngineProcess
-from bandpo_cli.sampling.rollouts import (
-    PromptEncoder,
+from bandpo_cli.sampling.prompt_checks import (
     check_context_length,
-    completion_stop_ids,
     drop_long_prompts,
     drop_long_prompts_in_sets,
 )
+from bandpo_cli.sampling.rollouts import PromptEncoder, completion_stop_ids
 from bandpo_cli.sampling.sampler import Sampler, SamplingParams, build_sampler, check_model
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.checkpoints import ANY_PROBLEMS, ROLLOUTS, Progress
@@ -138,7 +137,7 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
     torch.manual_seed(config.seed)
     policy = load_policy(config.model, ranks=ranks, seed=config.seed)
     check_context_length(policy, config)
-    encoder = PromptEncoder.of_run(policy.tokenizer, config)
+    encoder = PromptEncoder.of_run(policy.tokenizer, config, policy.rows)
     conversations = build_conversations(config, encoder, ranks)
     notes: list[str] = []
     train = drop_long_prompts(encoder, "training", task.train_problems(), config, notes)
