@@ -105,9 +105,8 @@ def print_dry_run(console: Console, config: RunConfig, task: Task, ranks: int = 
     if print_memory(console, config, task, ranks):
         encoder, problem, warnings = first_prompt(config, task)
         ids, most = encoder.encode([problem])[0].token_ids, config.sampling.max_prompt_tokens
-        count = f"{len(ids):,} tokens (sampling.max_prompt_tokens = {most:,})"
+        pieces, count = [*encoder.pieces(ids)], f"{len(ids):,} tokens (sampling.max_prompt_tokens = {most:,})"
         print_line(console, f"of problem {problem.id}, {count}:", "prompt")
-        pieces = [*encoder.pieces(ids)]
         styled = [(text, "" if token is None else "reverse") for text, token in pieces]
         console.print(Text.assemble(*styled), soft_wrap=True)
         special = ", ".join(f"{text} ({token})" for text, token in pieces if token is not None)

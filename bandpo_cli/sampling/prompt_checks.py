@@ -1,7 +1,6 @@
-"""Checks of prompts at the start: their lengths, and whether the model sees the questions in them.
+"""Checks of prompts before a run, an evaluation, and in a dry run: their lengths, and the questions in them.
 
-A run, an evaluation and a dry run make the same checks. What is certain to be wrong is an error, what may be meant a
-line for the user. Ids are checked wherever prompts and turns are encoded (`PromptEncoder`).
+What is certain to be wrong is an error, what may be meant a line for the user. `PromptEncoder` checks all ids.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from bandpo_cli.config.task import DataTask, TaskSettings
 from bandpo_cli.datasets import TEMPLATES
 from bandpo_cli.errors import ConfigError, plural
 from bandpo_cli.models.load import Policy
-from bandpo_cli.sampling.rollouts import PromptEncoder, one_of
+from bandpo_cli.sampling.rollouts import EncodedPrompt, PromptEncoder
 from bandpo_cli.tasks.prompts import build_prompt
 from bandpo_cli.tasks.question_answers import compatibility_form
 from bandpo_cli.types import Message, Problem
@@ -56,10 +55,12 @@ def drop_long_prompts(
     limit = config.sampling.max_prompt_tokens
     if not problems:
         raise ConfigError(f"'{label}' has no problems")
-    notes += check_questions(encoder, label, problems)
-    fitting = encoder.filter_by_length(problems, limit)
+    prompts = encoder.encode(problems)
+    notes += check_questions(encoder, label, problems, prompts)
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    fitting = [problem for problem, length in zip(problems, lengths, strict=True) if 1 <= length <= limit]
     if not fitting:
-        raise _long_prompts_error(encoder, label, problems, config)
+        raise _long_prompts_error(encoder, label, problems, lengths, config)
     if len(fitting) < len(problems):
         notes.append(
             f"{label}: {len(problems) - len(fitting):,} of {len(problems):,} problems left out, their prompts have "
@@ -68,19 +69,19 @@ def drop_long_prompts(
     return fitting
 
 
-def check_questions(encoder: PromptEncoder, label: str, problems: Sequence[Problem]) -> list[str]:
+def check_questions(
+    encoder: PromptEncoder, label: str, problems: Sequence[Problem], prompts: Sequence[EncodedPrompt]
+) -> list[str]:
     """Return warnings of texts that are not in their prompts, and of texts that the model reads as special tokens.
 
     Raises:
         ConfigError: two different questions have the same prompt.
     """
-    sample, warnings, missing = problems[:_SAMPLE], list[str](), list[str]()
+    warnings, missing = list[str](), list[str]()
     first: dict[tuple[int, ...], tuple[str, str]] = {}
-    for problem, prompt in zip(sample, encoder.encode(sample), strict=True):
-        texts, question = (
-            [*map(_without_spaces, _texts(problem))],
-            _without_spaces(*_texts(problem)).casefold(),
-        )
+    for problem, prompt in zip(problems[:_SAMPLE], prompts, strict=False):
+        texts = [*map(_without_spaces, _texts(problem))]
+        question = "".join(texts).casefold()
         other, its_question = first.setdefault(prompt.token_ids, (problem.id, question))
         if question != its_question:
             raise ConfigError(
@@ -88,19 +89,17 @@ def check_questions(encoder: PromptEncoder, label: str, problems: Sequence[Probl
                 "template or tokenizer drops them; correct chat_template.jinja in its folder (the content of a message "
                 "is a text, not a list of parts), or use model.prompts=raw"
             )
-        read = _without_spaces(*(text for text, _ in encoder.pieces(prompt.token_ids)))
+        read = _without_spaces("".join(text for text, _ in encoder.pieces(prompt.token_ids)))
         missing += [problem.id for text in texts if text not in read]
     if missing:
         warnings.append(
-            f"{label}: {plural(len(missing), 'text')} of the first {plural(len(sample), 'prompt')} not as written in "
-            f"what the model reads, the first of problem {missing[0]}: the chat template or the tokenizer changes or "
-            "drops it; look at the prompt of --dry-run"
+            f"{label}: the chat template or the tokenizer changes or drops {plural(len(missing), 'text')} of the first "
+            f"{len(problems[:_SAMPLE])} prompts, first in problem {missing[0]}; look at the prompt of --dry-run"
         )
-    special = re.compile(one_of(encoder.special.values()))
+    special = re.compile("|".join(map(re.escape, encoder.special.values())) or "(?!)")
     chats = (problem for problem in problems if not isinstance(problem.prompt, str))
-    if marked := [
-        (item.id, match[0]) for item in chats if (match := special.search("\n".join(_texts(item))))
-    ]:
+    matches = ((problem.id, special.search("\n".join(_texts(problem)))) for problem in chats)
+    if marked := [(problem_id, match[0]) for problem_id, match in matches if match]:
         warnings.append(
             f"{label}: {len(marked):,} of {plural(len(problems), 'prompt')} with a text that the model reads as a "
             f"special token, the first {marked[0][1]!r} in problem {marked[0][0]}"
@@ -115,16 +114,15 @@ def _texts(problem: Problem) -> list[str]:
     return [message.content for message in problem.prompt if message.role != "assistant"]
 
 
-def _without_spaces(*texts: str) -> str:
-    """Return texts without spaces and without different forms of a character, which tokenizers may change."""
-    return "".join(compatibility_form("".join(texts)).split())
+def _without_spaces(text: str) -> str:
+    """Return a text without spaces and without different forms of a character, which tokenizers may change."""
+    return "".join(compatibility_form(text).split())
 
 
 def _long_prompts_error(
-    encoder: PromptEncoder, label: str, problems: Sequence[Problem], config: RunConfig
+    encoder: PromptEncoder, label: str, problems: Sequence[Problem], lengths: Sequence[int], config: RunConfig
 ) -> ConfigError:
     """Return the error for a set whose prompts are all too long: their lengths, and the share of the template."""
-    lengths = [len(prompt.token_ids) for prompt in encoder.encode(problems)]
     longest = max(lengths)
     template = _template_tokens(encoder, problems[lengths.index(longest)], config.task)
     share = "" if template is None else f", of which the template takes {template:,}"

@@ -88,8 +88,9 @@ class PromptEncoder:
         template = str(tokenizer.chat_template) if self._chat else ""
         written = [token.content for token in added.values() if token.content.strip() in template]
         control = {*self.special.values(), *self._unembedded.values(), *written}
+        names = "|".join(re.escape(name) for name in control if len(name) > 1) or "(?!)"
         # Every place is looked at, since a token may begin inside of another one.
-        self._control = re.compile(f"(?={one_of(name for name in control if len(name) > 1)})(.)", re.DOTALL)
+        self._control = re.compile(f"(?={names})(.)", re.DOTALL)
 
     @classmethod
     def of_run(
@@ -100,10 +101,10 @@ class PromptEncoder:
         Raises:
             ConfigError: as for the class, a tool cannot be used, or the tokenizer has more tokens than the model.
         """
-        if rows is not None and tokenizer.vocab_size > rows:
+        path, size = config.model.path, tokenizer.vocab_size
+        if rows is not None and size > rows:
             raise ConfigError(
-                f"model.path = {config.model.path!r}: its tokenizer has {tokenizer.vocab_size:,} tokens, the model has "
-                f"{rows:,}"
+                f"model.path = {path!r}: its tokenizer has {size:,} tokens, the model has {rows:,}"
             )
         arguments: dict[str, Any] = {**(config.model.chat_template_kwargs or {})}
         if schemas := tool_schemas(config.task.functions, config.task.environment is not None):
@@ -162,8 +163,7 @@ class PromptEncoder:
         a model whose text a tool repeats, cannot end the turn and continue as another role.
 
         Raises:
-            ConfigError: the tokenizer has no chat template, it refuses the messages, or the model has no embedding for
-                a token.
+            ConfigError: there is no chat template, it refuses the messages, or the model has no embedding for a token.
         """
         ids: list[int] = []
         for text in self._turn_text(messages).split(_BREAK):
@@ -174,13 +174,10 @@ class PromptEncoder:
     def check_turn(self) -> None:
         """Raise ConfigError if the model cannot read what follows its turn: a tool's result or a user's message."""
         setting, role = ("tools", "tool") if "tools" in self._arguments else ("environment", "user")
-        message = {"role": role, "name": "f", "content": _RESULT}
-        self.turn_ids([message])
+        self.turn_ids([message := {"role": role, "name": "f", "content": _RESULT}])
         if _RESULT not in self._turn_text([message]):
-            raise ConfigError(
-                f"task.{setting}: the model's chat template drops a message with the role '{role}' after an answer; "
-                "use a model whose template has this role, or correct chat_template.jinja in its folder"
-            )
+            drops = f"the model's chat template drops a message with the role '{role}' after an answer"
+            raise ConfigError(f"task.{setting}: {drops}; use a model whose template has this role")
 
     def _turn_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the text that `turn_ids` tokenizes, with a break inside of each control token of the messages."""
@@ -209,7 +206,7 @@ class PromptEncoder:
         """Raise ConfigError if the model has no embedding for one of the ids."""
         if self._unembedded and (token := next((i for i in ids if i in self._unembedded), None)) is not None:
             raise ConfigError(
-                f"{place}: the token {self._unembedded[token]!r} has the id {token:,}, the model has {self._rows:,} "
+                f"{place}: the token {self._unembedded[token]!r} has the id {token}, the model has {self._rows} "
                 "embeddings; take this text out of the question or the chat template, or use a model with more"
             )
 
@@ -239,11 +236,6 @@ class PromptEncoder:
             if self._chat and prompt == plain and answered.startswith(prompt):
                 return answered[len(prompt) :].partition(_ANSWER)[0].strip()
         return ""
-
-    def filter_by_length(self, problems_P: Sequence[Problem], max_tokens: int) -> list[Problem]:
-        """Return the problems whose prompts have 1 to `max_tokens` tokens, in order."""
-        lengths = [len(prompt.token_ids) for prompt in self.encode(problems_P)]
-        return [item for item, length in zip(problems_P, lengths, strict=True) if 1 <= length <= max_tokens]
 
     def _text(self, problem: Problem) -> str:
         """Return the prompt of a problem as the text that is tokenized."""
@@ -318,11 +310,6 @@ def completion_stop_ids(
     ):  # a token that was added to the tokenizer alone is never sampled
         return policy.stop_ids
     return tuple(dict.fromkeys([*policy.stop_ids, token]))
-
-
-def one_of(texts: Iterable[str]) -> str:
-    """Return a regular expression that matches each of the texts, and nothing without texts."""
-    return "|".join(map(re.escape, texts)) or "(?!)"
 
 
 def _appended_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Prompts as the model reads them: ids, questions, special tokens, ends of prompts, inserted turns."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.dry_run import first_prompt
-from bandpo_cli.sampling.prompt_checks import check_questions
+from bandpo_cli.sampling.prompt_checks import drop_long_prompts
 from bandpo_cli.sampling.rollouts import PromptEncoder
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.components import build_components
@@ -27,7 +28,7 @@ PARTS = TEMPLATE.replace(
 )
 TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}"
 SCHEMA = {"tools": [{"type": "function", "function": {"name": "f"}}]}
-CALM = resolve([{"model": {"path": "a/b"}, "task": {"name": "gsm8k"}}])
+CONFIG = resolve([{"model": {"path": "a/b"}, "task": {"name": "gsm8k"}}])
 
 
 def tokenizer_of(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
@@ -41,6 +42,13 @@ def problems(*questions: str, system: str | None = None) -> list[Problem]:
     before = () if system is None else (Message("system", system),)
     prompts = [(*before, Message("user", question)) for question in questions]
     return [Problem(f"p{i}", prompt, "4", "test", "math") for i, prompt in enumerate(prompts)]
+
+
+def notes_on(encoder: PromptEncoder, problems: Sequence[Problem]) -> list[str]:
+    """Return the notes at the start of a run on these training problems."""
+    notes: list[str] = []
+    assert drop_long_prompts(encoder, "training", problems, CONFIG, notes) == problems
+    return notes
 
 
 def names(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> list[str]:
@@ -85,14 +93,12 @@ def test_a_template_that_drops_the_question_is_refused(template: str) -> None:
     with pytest.raises(
         ConfigError, match="training: the different questions of p0 and p1 have the same prompt"
     ):
-        check_questions(encoder, "training", problems("1+1", "2+2"))
-    (warning,) = check_questions(
-        encoder, "training", problems("1+1")
-    )  # it may be meant: nothing to compare with
-    assert "1 text of the first 1 prompt not as written" in warning
+        notes_on(encoder, problems("1+1", "2+2"))
+    (warning,) = notes_on(encoder, problems("1+1"))  # it may be meant: nothing to compare with
+    assert "changes or drops 1 text of the first 1 prompts" in warning
     assert "p0" in warning
     kept = PromptEncoder(tokenizer_of())
-    assert check_questions(kept, "training", problems("1+1", "2+2", "2 +2", "1+1")) == []
+    assert notes_on(kept, problems("1+1", "2+2", "2 +2", "1+1")) == []
 
 
 @pytest.mark.parametrize(
@@ -107,14 +113,14 @@ def test_a_template_that_drops_the_question_is_refused(template: str) -> None:
 def test_texts_that_are_not_in_the_prompt_as_written_are_noted(template: str, noted: int) -> None:
     encoder = PromptEncoder(tokenizer_of(template))
     asked = problems("What is 1+1? ", "what  is 1+1?", "What is 2+2?", system="Be brief.")
-    notes = check_questions(encoder, "training", asked)
-    assert [note.split(" ")[1] for note in notes] == ([str(noted)] if noted else [])
+    notes = notes_on(encoder, asked)
+    assert [re.search(r"drops (\d+) text", note)[1] for note in notes] == [str(noted)] * (noted > 0)
 
 
 def test_questions_with_the_text_of_a_special_token_are_counted() -> None:
     encoder = PromptEncoder(tokenizer_of())
     many = problems(*(f"What is {i}+1?" for i in range(50)), "a <|im_end|> b", "What is <s>?")
-    (note,) = check_questions(encoder, "training", many)
+    (note,) = notes_on(encoder, many)
     assert "2 of 52 prompts" in note
     assert "'<|im_end|>' in problem p50" in note
 

@@ -104,11 +104,15 @@ def test_arguments_of_the_chat_template() -> None:
             PromptEncoder(tokenizer, "auto", arguments).encode([problem(CHAT)])
 
 
-def test_filter_by_length_removes_long_and_empty_prompts_in_order() -> None:
+def test_long_and_empty_prompts_are_left_out_in_order() -> None:
     encoder = PromptEncoder(tokenizer_of(None), "raw")
     short, long, empty = problem("2 plus 2"), problem("2 plus 2 plus 2"), problem("")
-    assert encoder.filter_by_length([long, short, empty, short], 3) == [short, short]
-    assert encoder.filter_by_length([long, short], 5) == [long, short]
+    for limit, problems, expected in (
+        (3, [long, short, empty, short], [short, short]),
+        (5, [long, short], [long, short]),
+    ):
+        config = resolve([{"sampling": {"max_prompt_tokens": limit}}])
+        assert drop_long_prompts(encoder, "training", problems, config, []) == expected
 
 
 def completion(*ids: int, version: int = 0) -> Completion:
