@@ -70,14 +70,15 @@ def try_graders(config: RunConfig, task: Task) -> Iterator[GraderTrial]:
 def first_prompt(config: RunConfig, task: Task) -> tuple[PromptEncoder, Problem, list[str]]:
     """Return the encoder of a run's prompts, its first problem, and warnings; imports torch, and reads no weights.
 
-    Raises ConfigError for all prompts that training refuses.
+    Raises UserError for all prompts that training refuses.
     """
-    from bandpo_cli.models.load import load_tokenizer, read_config
+    from bandpo_cli.models.load import check_vocabulary, load_tokenizer, read_config
     from bandpo_cli.sampling.prompt_checks import drop_long_prompts, drop_long_prompts_in_sets
     from bandpo_cli.sampling.rollouts import PromptEncoder
 
-    rows, warnings = read_config(config.model).get_text_config().vocab_size, list[str]()
-    encoder = PromptEncoder.of_run(load_tokenizer(config.model), config, rows)
+    rows, tokenizer = read_config(config.model).get_text_config().vocab_size, load_tokenizer(config.model)
+    check_vocabulary(tokenizer, rows, config.model.path)
+    encoder, warnings = PromptEncoder.of_run(tokenizer, config, rows), list[str]()
     if config.task.functions:
         encoder.check_turn()
     train = drop_long_prompts(encoder, "training", task.train_problems(), config, warnings)

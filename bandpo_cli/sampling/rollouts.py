@@ -99,13 +99,8 @@ class PromptEncoder:
         """Return the encoder of a run's prompts, which contain the schemas of its tools; `rows` as for the class.
 
         Raises:
-            ConfigError: as for the class, a tool cannot be used, or the tokenizer has more tokens than the model.
+            ConfigError: as for the class, or a tool cannot be used.
         """
-        path, size = config.model.path, tokenizer.vocab_size
-        if rows is not None and size > rows:
-            raise ConfigError(
-                f"model.path = {path!r}: its tokenizer has {size:,} tokens, the model has {rows:,}"
-            )
         arguments: dict[str, Any] = {**(config.model.chat_template_kwargs or {})}
         if schemas := tool_schemas(config.task.functions, config.task.environment is not None):
             arguments["tools"] = schemas
@@ -165,9 +160,8 @@ class PromptEncoder:
         Raises:
             ConfigError: there is no chat template, it refuses the messages, or the model has no embedding for a token.
         """
-        ids: list[int] = []
-        for text in self._turn_text(messages).split(_BREAK):
-            ids += self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        texts = self._turn_text(messages).split(_BREAK)
+        ids = [i for text in texts for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
         self._check_ids(ids, "a turn of a conversation")
         return tuple(ids)
 
@@ -176,8 +170,10 @@ class PromptEncoder:
         setting, role = ("tools", "tool") if "tools" in self._arguments else ("environment", "user")
         self.turn_ids([message := {"role": role, "name": "f", "content": _RESULT}])
         if _RESULT not in self._turn_text([message]):
-            drops = f"the model's chat template drops a message with the role '{role}' after an answer"
-            raise ConfigError(f"task.{setting}: {drops}; use a model whose template has this role")
+            raise ConfigError(
+                f"task.{setting}: the model's chat template writes no message with the role '{role}' after the end "
+                "token of an answer; use a model whose template does"
+            )
 
     def _turn_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the text that `turn_ids` tokenizes, with a break inside of each control token of the messages."""
