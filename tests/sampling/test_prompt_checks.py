@@ -1,5 +1,6 @@
 """Prompts as the model reads them: ids, questions, special tokens, ends of prompts, inserted turns."""
 
+import io
 import json
 import re
 from collections.abc import Sequence
@@ -7,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from bandpo_cli.cli.statement import print_dry_run
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.dry_run import first_prompt
@@ -256,3 +259,15 @@ def test_a_dry_run_refuses_what_training_refuses(
             continue
         with pytest.raises(ConfigError, match=message):
             check()
+    if message is None:
+        output = io.StringIO()  # no terminal, so that no style is visible
+        print_dry_run(Console(file=output, width=200), config, task)
+        ends = [tokenizer.convert_tokens_to_ids(name) for name in ("<|im_start|>", "<|im_end|>")]
+        start, end = (
+            f"{name} ({token})" for name, token in zip(("<|im_start|>", "<|im_end|>"), ends, strict=True)
+        )
+        assert f"special tokens  {start}, {end}, {start}\n" in output.getvalue()
+        tokens = len(
+            tokenizer(PromptEncoder(tokenizer).encode(task.train_problems()[:1])[0].text)["input_ids"]
+        )
+        assert f"{tokens} tokens (sampling.max_prompt_tokens" in output.getvalue()
