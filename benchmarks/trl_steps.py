@@ -26,6 +26,7 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import embedded_model_path
+from bandpo_cli.sampling.prompt_checks import drop_long_prompts
 from bandpo_cli.sampling.rollouts import PromptEncoder
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.tasks.task import ProblemStream, build_task
@@ -76,9 +77,7 @@ def make_trainer(config: RunConfig, steps: int, output: str, clock: StepClock) -
     """Return the trainer with the model, prompts, grader and batch sizes of the config."""
     path = str(embedded_model_path()) if config.model.path == EMBEDDED_MODEL else config.model.path
     encoder = PromptEncoder(AutoTokenizer.from_pretrained(path), config.model.prompts)
-    problems = encoder.filter_by_length(
-        build_task(config.task).train_problems(), config.sampling.max_prompt_tokens
-    )
+    problems = drop_long_prompts(encoder, "training", build_task(config.task).train_problems(), config, [])
     stream = ProblemStream(problems, derive_seed(config.seed, "problems"))
     prompts, samples, updates = config.sampling.prompts, config.sampling.samples, config.optim.updates
     chosen = stream.next(prompts * steps)

@@ -103,14 +103,21 @@ def print_dry_run(console: Console, config: RunConfig, task: Task, ranks: int = 
         for warning in trial.warnings:
             print_line(console, warning, "warning:", "yellow")
     if print_memory(console, config, task, ranks):
-        (prompt, effect), most = first_prompt(config, task), config.sampling.max_prompt_tokens
-        count = f"{len(prompt.token_ids):,} tokens (sampling.max_prompt_tokens = {most:,})"
-        print_line(console, f"of problem {task.train_problems()[0].id}, {count}:", "prompt")
-        console.print(Text(prompt.text), soft_wrap=True)
-        if effect is not None:
+        encoder, problem, warnings = first_prompt(config, task)
+        ids, most = encoder.encode([problem])[0].token_ids, config.sampling.max_prompt_tokens
+        pieces, count = [*encoder.pieces(ids)], f"{len(ids):,} tokens (sampling.max_prompt_tokens = {most:,})"
+        print_line(console, f"of problem {problem.id}, {count}:", "prompt")
+        styled = [(text, "" if token is None else "reverse") for text, token in pieces]
+        console.print(Text.assemble(*styled), soft_wrap=True)
+        special = ", ".join(f"{text} ({token})" for text, token in pieces if token is not None)
+        print_line(console, special or "none", "special tokens")
+        if arguments := config.model.chat_template_kwargs:
+            effect = encoder.effect_of_arguments(problem)
             changed = "these lines of it:" if effect else "nothing in it: these are the template's own values"
-            line = f"model.chat_template_kwargs = {config.model.chat_template_kwargs} changes {changed}"
+            line = f"model.chat_template_kwargs = {arguments} changes {changed}"
             print_line(console, "\n".join([line, *effect]), "template")
+        for warning in warnings:
+            print_line(console, warning, "warning:", "yellow")
 
 
 def print_memory(console: Console, config: RunConfig, task: Task | None = None, ranks: int = 1) -> bool:

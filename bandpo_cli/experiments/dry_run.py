@@ -16,7 +16,7 @@ from bandpo_cli.tasks.task import Task
 from bandpo_cli.types import MALFORMED, Grade, Problem, is_ungraded
 
 if TYPE_CHECKING:
-    from bandpo_cli.sampling.rollouts import EncodedPrompt
+    from bandpo_cli.sampling.rollouts import PromptEncoder
 
 _ANSWER_FORMS = {"answer-line": "Answer: {}", "boxed": "\\boxed{{{}}}", "hashes": "#### {}"}
 """Final answers as the templates ask for them."""
@@ -68,24 +68,23 @@ def try_graders(config: RunConfig, task: Task) -> Iterator[GraderTrial]:
             yield GraderTrial(problem, completion, grade, tuple(warnings))
 
 
-def first_prompt(config: RunConfig, task: Task) -> tuple[EncodedPrompt, list[str] | None]:
-    """Return the prompt of the first training problem, by the tokenizer alone. Imports torch.
+def first_prompt(config: RunConfig, task: Task) -> tuple[PromptEncoder, Problem, list[str]]:
+    """Return the encoder of a run's prompts, its first problem, and warnings; imports torch, and reads no weights.
 
-    The second value has the lines that `model.chat_template_kwargs` change in it; None without such arguments.
-
-    Raises ConfigError if all prompts of a set are too long, or the chat template ignores an argument.
+    Raises UserError for all prompts that training refuses.
     """
-    from bandpo_cli.models.load import load_tokenizer
-    from bandpo_cli.sampling.rollouts import PromptEncoder, check_some_prompt_fits
+    from bandpo_cli.models.load import check_vocabulary, load_tokenizer, read_config
+    from bandpo_cli.sampling.prompt_checks import drop_long_prompts, drop_long_prompts_in_sets
+    from bandpo_cli.sampling.rollouts import PromptEncoder
 
-    model = config.model
-    encoder = PromptEncoder.of_run(load_tokenizer(model), config)
-    heldout = task.heldout_sets().items() if config.evaluation.every else ()
-    for label, problems in (("training", task.train_problems()), *heldout):
-        check_some_prompt_fits(encoder, label, problems, config)
-    problem = task.train_problems()[0]
-    effect = encoder.effect_of_arguments(problem) if model.chat_template_kwargs else None
-    return encoder.encode([problem])[0], effect
+    rows, tokenizer = read_config(config.model).get_text_config().vocab_size, load_tokenizer(config.model)
+    check_vocabulary(tokenizer, rows, config.model.path)
+    encoder, warnings = PromptEncoder.of_run(tokenizer, config, rows), list[str]()
+    if config.task.functions:
+        encoder.check_turn()
+    train = drop_long_prompts(encoder, "training", task.train_problems(), config, warnings)
+    drop_long_prompts_in_sets(encoder, task.heldout_sets(), config, warnings)
+    return encoder, train[0], [*warnings, *encoder.notes(train)]
 
 
 def _dummy_completion(config: RunConfig, problem: Problem) -> str:

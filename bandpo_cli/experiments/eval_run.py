@@ -368,18 +368,18 @@ def _open_source(request: EvalRequest, ranks: Ranks, events: _Events, stack: Exi
     with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
         from bandpo_cli.models.load import load_policy, with_resolved_dtype
-        from bandpo_cli.sampling import rollouts
+        from bandpo_cli.sampling import prompt_checks, rollouts
         from bandpo_cli.sampling.conversations import build_conversations
         from bandpo_cli.sampling.sampler import SamplingParams, build_sampler, check_model
 
         check_model(config)
         config = check_memory(with_resolved_dtype(config), ranks, training=False, task=source[1])
         policy = load_policy(config.model, for_training=False, ranks=ranks)
-        rollouts.check_context_length(policy, config)
-        encoder = rollouts.PromptEncoder.of_run(policy.tokenizer, config)
+        prompt_checks.check_context_length(policy, config)
+        encoder = rollouts.PromptEncoder.of_run(policy.tokenizer, config, policy.rows)
         conversations = build_conversations(config, encoder, ranks)
         notes: list[str] = []
-        fitting = rollouts.drop_long_prompts_in_sets(encoder, source[1].heldout_sets(), config, notes)
+        fitting = prompt_checks.drop_long_prompts_in_sets(encoder, source[1].heldout_sets(), config, notes)
         problems = [problem for problems_P in fitting.values() for problem in problems_P]
         notes += encoder.notes(problems)
         stop_ids = rollouts.completion_stop_ids(policy, encoder, problems)

@@ -92,6 +92,11 @@ class Policy:
         return torch.device(self.model.device)
 
     @property
+    def rows(self) -> int:
+        """Number of token embeddings."""
+        return int(self.model.get_input_embeddings().weight.shape[0])
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of forward and backward passes."""
         return forward_dtype(self.model)
@@ -401,6 +406,11 @@ def _special_ids(model: PreTrainedModel, tokenizer: Tokenizer, path: str) -> tup
     for i in (*stop_ids, pad_id):
         if not isinstance(i, int) or isinstance(i, bool) or not 0 <= i < rows:
             raise model_error(path, f"its end or padding token {i!r} is not one of its {rows:,} tokens")
+    check_vocabulary(tokenizer, rows, path)
+    return tuple(dict.fromkeys(stop_ids)), pad_id
+
+
+def check_vocabulary(tokenizer: Tokenizer, rows: int, path: str) -> None:
+    """Raise UserError if the tokenizer, without its added tokens, has more tokens than the model."""
     if tokenizer.vocab_size > rows:
         raise model_error(path, f"its tokenizer has {tokenizer.vocab_size:,} tokens, the model has {rows:,}")
-    return tuple(dict.fromkeys(stop_ids)), pad_id

@@ -101,7 +101,7 @@ class Conversations:
         self.has_environment = isinstance(pool, EnvironmentPool)
         self.numbers = count()
         self.schemas = tool_schemas(pool.tools, self.has_environment)
-        encoder.turn_ids([{"role": "tool" if self.schemas else "user", "content": "?"}])
+        encoder.check_turn()
 
     def stream(
         self,

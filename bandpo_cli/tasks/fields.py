@@ -55,11 +55,13 @@ def find_fields(
     questions = ["prompt" if verl else None, known.question, *QUESTION_NAMES]
     answers = sorted([known.answer, *ANSWER_NAMES], key=lambda name: name == "solution")
     question = configured.question or first(questions, lambda value: is_chat(value) or clean_text(value))
+    question = question or first(questions, has_surrogates)  # its rows are dropped for that reason
     answer = configured.answer or first([_VERL_ANSWER if verl else None, *answers], as_answer)
     if answer is None:
         last_turns = [chat[-1] for row in rows if is_chat(chat := value_at(row, question))]
         if any(isinstance(turn, Mapping) and turn.get("role") == "assistant" for turn in last_turns):
             answer = question
+    answer = answer or first(answers, has_surrogates)
     level = configured.level or first((known.level, *LEVEL_NAMES), as_level)
     return Fields(question=question, answer=answer, level=level, id=configured.id)
 
@@ -113,9 +115,12 @@ def is_chat(value: Any) -> bool:
 def clean_text(value: Any) -> str | None:
     """Strip a text; return None if it is empty or has unpaired surrogates (JSON can encode them, UTF-8 cannot), and for
     values of other types."""
-    if not isinstance(value, str) or _SURROGATE.search(value):
-        return None
-    return value.strip() or None
+    return None if not isinstance(value, str) or has_surrogates(value) else value.strip() or None
+
+
+def has_surrogates(value: Any) -> bool:
+    """Return whether a value is a text with unpaired surrogates."""
+    return isinstance(value, str) and _SURROGATE.search(value) is not None
 
 
 def _read_messages(value: list[Any]) -> tuple[tuple[Message, ...], str | None]:

@@ -20,6 +20,7 @@ from bandpo_cli.tasks.fields import (
     as_level,
     clean_text,
     find_fields,
+    has_surrogates,
     read_question,
     to_json_value,
     value_at,
@@ -204,13 +205,15 @@ def load_questions(
     for number, row in enumerate(chain(first_rows, rows), start=1):
         question = read_question(row, names, f"{place}, row {number}")
         if question is None:
-            dropped["without a question"] += 1
+            is_broken = has_surrogates(value_at(row, names.question))
+            dropped["with a question not in UTF-8" if is_broken else "without a question"] += 1
             continue
         solutions += question.has_solution
         level = as_level(value_at(row, names.level))
         # A text of several lines has no final answer that the known graders could compare with.
         if question.answer is None or ("\n" in question.answer and grader in GRADERS):
-            dropped["without an answer"] += 1
+            is_broken = has_surrogates(value_at(row, names.answer))
+            dropped["with an answer not in UTF-8" if is_broken else "without an answer"] += 1
         elif source.levels is not None and level not in source.levels:
             dropped["of other levels"] += 1
         elif (id_ := f"{label}/{_problem_name(row, names, question)}") in problems:

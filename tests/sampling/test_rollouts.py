@@ -1,7 +1,6 @@
 """Rollouts: encoded prompts, versions of the sampled completions, texts for graders, rewards, end-of-turn tokens."""
 
 import json
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +12,11 @@ from transformers import PreTrainedTokenizerFast
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RewardConfig
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.sampling.prompt_checks import drop_long_prompts
 from bandpo_cli.sampling.rollouts import (
     EncodedPrompt,
     PromptEncoder,
-    check_some_prompt_fits,
     decode_completions,
-    drop_long_prompts,
     end_of_turn_id,
     graded_groups,
     problem_per_completion,
@@ -106,11 +104,15 @@ def test_arguments_of_the_chat_template() -> None:
             PromptEncoder(tokenizer, "auto", arguments).encode([problem(CHAT)])
 
 
-def test_filter_by_length_removes_long_and_empty_prompts_in_order() -> None:
+def test_long_and_empty_prompts_are_left_out_in_order() -> None:
     encoder = PromptEncoder(tokenizer_of(None), "raw")
     short, long, empty = problem("2 plus 2"), problem("2 plus 2 plus 2"), problem("")
-    assert encoder.filter_by_length([long, short, empty, short], 3) == [short, short]
-    assert encoder.filter_by_length([long, short], 5) == [long, short]
+    for limit, problems, expected in (
+        (3, [long, short, empty, short], [short, short]),
+        (5, [long, short], [long, short]),
+    ):
+        config = resolve([{"sampling": {"max_prompt_tokens": limit}}])
+        assert drop_long_prompts(encoder, "training", problems, config, []) == expected
 
 
 def completion(*ids: int, version: int = 0) -> Completion:
@@ -176,14 +178,16 @@ def test_prompts_that_are_all_too_long_are_reported_with_the_share_of_the_templa
         "sampling.max_prompt_tokens = 12: all 2 prompts of 'training' are longer: 14 to 16 tokens, of which the "
         "template takes 11; --set sampling.max_prompt_tokens=16 keeps all of them"
     )
-    for check in (check_some_prompt_fits, partial(drop_long_prompts, notes=[])):
-        with pytest.raises(ConfigError) as error:
-            check(encoder, "training", problems, config)
-        assert str(error.value) == message
+    notes: list[str] = []
+    with pytest.raises(ConfigError) as error:
+        drop_long_prompts(encoder, "training", problems, config, notes)
+    assert str(error.value) == message
     long_chat = problem((Message("user", "2 plus 2 plus 2 plus 2 plus 2 plus 2"),))
     with pytest.raises(ConfigError, match="are longer: 16 to 16 tokens; --set"):
-        check_some_prompt_fits(encoder, "training", [long_chat], config)
-    check_some_prompt_fits(encoder, "training", [*problems, problem((Message("user", "2"),))], config)
+        drop_long_prompts(encoder, "training", [long_chat], config, notes)
+    short = problem((Message("user", "2"),))
+    assert drop_long_prompts(encoder, "training", [*problems, short], config, notes) == [short]
+    assert notes[-1].startswith("training: 2 of 3 problems left out")
 
 
 @pytest.mark.parametrize(

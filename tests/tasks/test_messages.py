@@ -65,9 +65,6 @@ def test_all_turns_reach_the_chat_template_unchanged(tmp_path: Path) -> None:
         "<|im_start|>user\n What is 3*4?\n<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-    tokens = len(encoded.token_ids)
-    assert encoder(CHATML).filter_by_length([problems["12"]], tokens) == [problems["12"]]
-    assert encoder(CHATML).filter_by_length([problems["12"]], tokens - 1) == []
     assert "chat: has chat messages; task.template and task.system do not apply" in notes
 
 

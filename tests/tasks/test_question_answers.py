@@ -256,6 +256,23 @@ def test_missing_fields_are_named_with_the_mapping(tmp_path: Path) -> None:
     assert read_from in error_of(Source(path=path, fields=Fields(answer="gold.value")))
 
 
+def test_rows_that_are_not_in_utf_8_are_counted_as_such(tmp_path: Path) -> None:
+    """JSON can encode an unpaired surrogate, UTF-8 cannot."""
+    odd, good = "1\ud8001", {"question": "q", "answer": "1"}
+    for rows, counts in (
+        ([{"question": odd, "answer": "1"}], "1 with a question not in UTF-8;"),
+        ([{"question": "q", "answer": odd}, {"question": "r", "answer": None}],
+         "1 with an answer not in UTF-8, 1 without an answer;"),
+    ):  # fmt: skip
+        message = error_of(Source(path=jsonl(tmp_path / "x.jsonl", rows)))
+        assert f"{counts} the question was read from 'question', the answer from 'answer'" in message
+        (_, notes) = load_questions(Source(path=jsonl(tmp_path / "x.jsonl", [*rows, good])), "train")
+        assert notes == [f"x: 1 problem; dropped: {counts[:-1]}"]
+    rows = [{"question": odd, "problem": "q", "answer": "1"}]  # another field can be read
+    (question,), _ = load_questions(Source(path=jsonl(tmp_path / "x.jsonl", rows)), "train")
+    assert question.prompt == "q"
+
+
 def test_empty_missing_and_misplaced_sources(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "x.jsonl", [])
     assert "holds no rows" in error_of(Source(path=path))
