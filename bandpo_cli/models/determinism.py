@@ -12,18 +12,13 @@ from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.models.load import is_on_cuda
 
+# transformers passes the second on to FlashAttention's backward pass. NVLS is NCCL's sum within the NVLink switch.
 VARIABLES = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
-    "FLASH_ATTENTION_DETERMINISTIC": "1",  # transformers passes it on to FlashAttention's backward pass
-    "NCCL_NVLS_ENABLE": "0",  # sums within the NVLink switch
-}
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1", "NCCL_NVLS_ENABLE": "0",
+}  # fmt: skip
 """Environment variables of a run on a GPU. Each rank sets them, and an engine process inherits them."""
-VLLM_VARIABLES = {"VLLM_BATCH_INVARIANT": "1"}
-SHARED_VARIABLES = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
-"""With vLLM in the trainer's process: vLLM 0.32 sets the same ones, but after cuBLAS has read its environment."""
-READ_ONCE = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "VLLM_BATCH_INVARIANT")
-"""Variables that have no effect after the first use of the GPU, or after the import of vLLM."""
-_ADVICE = "use --sampler transformers, or leave out deterministic"
+# vLLM 0.32 sets the same values in the trainer's process, but after cuBLAS has read its environment.
+SHARED_GPU = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
 _NONE = "does not have a deterministic implementation"
 
 
@@ -57,32 +52,27 @@ def deterministic_kernels(config: RunConfig, training: bool = True) -> Iterator[
 
 def _prepare(config: RunConfig, training: bool) -> None:
     """Set the environment variables of a GPU; raise UserError where the results would not be deterministic."""
-    on_gpu, lag = is_on_cuda(config.model), bool(config.sampling.max_lag)
-    with_vllm = resolve_engine(config.sampling.engine, on_gpu) == "vllm"
-    if not on_gpu:
-        waits = config.task.functions or config.task.environment or config.grading.while_sampling
-        if with_vllm and waits:
-            raise UserError(
-                "deterministic = true: vLLM's batches depend on the time that tools and graders take, and it has no "
-                f"batch-invariant kernels for a CPU; {_ADVICE}"
-            )
-        return
-    variables = (
-        VARIABLES
-        | (VLLM_VARIABLES if with_vllm else {})
-        | (SHARED_VARIABLES if with_vllm and not lag else {})
-    )
-    started = torch.cuda.is_initialized() or "vllm" in sys.modules  # type: ignore[no-untyped-call]
-    for name, value in variables.items() if started else ():
-        if name in READ_ONCE and os.environ.get(name) != value:
-            raise UserError(
-                f"deterministic = true: this process has used the GPU or vLLM without {name}={value}; start a new one"
-            )
-    os.environ.update(variables)
-    # On GPUs of compute capability 8, vLLM replaces torch's matrix products by kernels without a gradient.
-    least = 9 if training and not lag else 8
-    if with_vllm and torch.cuda.get_device_capability()[0] < least:
+    on_gpu, shares = is_on_cuda(config.model), not config.sampling.max_lag
+    with_vllm, problem = resolve_engine(config.sampling.engine, on_gpu) == "vllm", None
+    if on_gpu:
+        variables = VARIABLES | ({"VLLM_BATCH_INVARIANT": "1"} if with_vllm else {})
+        variables |= SHARED_GPU if with_vllm and shares else {}
+        is_late = torch.cuda.is_initialized() or "vllm" in sys.modules  # type: ignore[no-untyped-call]
+        for name in ("VLLM_BATCH_INVARIANT", *SHARED_GPU) if is_late else ():
+            if name in variables and os.environ.get(name) != variables[name]:
+                set_late = f"this process has used the GPU or vLLM without {name}={variables[name]}"
+                raise UserError(f"deterministic = true: {set_late}; start a new one")
+        os.environ.update(variables)
+        # On GPUs of compute capability 8, vLLM replaces torch's matrix products by kernels without a gradient.
+        least = 9 if training and shares else 8
+        if with_vllm and torch.cuda.get_device_capability()[0] < least:
+            where = "in the trainer's process " if least == 9 else ""
+            problem = f"vLLM {where}needs a GPU of compute capability {least}.0 or more"
+    elif with_vllm and (config.task.functions or config.grading.while_sampling):
+        problem = (
+            "on a CPU, vLLM's results depend on its batches, and they on the time that tools and graders take"
+        )
+    if problem is not None:
         raise UserError(
-            f"deterministic = true: vLLM in {'the trainer' if least == 9 else 'a'} process needs a GPU of compute "
-            f"capability {least}.0 or more; {_ADVICE}"
+            f"deterministic = true: {problem}; use --sampler transformers, or leave out deterministic"
         )

@@ -62,14 +62,12 @@ def preserve_process_state() -> Iterator[None]:
 @contextmanager
 def vllm_kernels() -> Iterator[None]:
     """Turn torch's deterministic mode off: vLLM has kernels of its own for it, and is not tested with that mode."""
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    if is_deterministic:
-        torch.use_deterministic_algorithms(False)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
     try:
         yield
     finally:
-        if is_deterministic:
-            torch.use_deterministic_algorithms(True)
+        torch.use_deterministic_algorithms(before)
 
 
 @contextmanager
