@@ -231,6 +231,7 @@ _GRADER = Flag("--grader", "task.grader", str, f"Grader: {GRADERS.names_text()}.
 _TEMPLATE = Flag("--template", "task.template", str,
                  f"User message: {', '.join(TEMPLATES)}, or a text that contains {{question}}.", "answer-line",
                  "NAME|TEXT", names=TEMPLATES)
+_DETERMINISTIC = Flag("--deterministic", "deterministic", bool, "The same bits in every run on the same GPU; slower.")
 
 SETTINGS = (
     Flag("--method", "bounds.method", str, f"Policy loss: {METHODS.names_text()}; grpo and ppo mean clip.", "band",
@@ -254,6 +255,7 @@ SETTINGS = (
     _SAMPLER,
     Flag("--steps", "steps", int, "Batches of rollouts per run.", "100"),
     Flag("--seed", "seed", int, "Seed of every random choice.", "0", sweep="no flag"),
+    _DETERMINISTIC,
     Flag("--tracker", "tracking.trackers", list[str],
          f"Tracker that gets a copy of the run: {TRACKERS.names_text()}; repeatable, or several separated by commas.",
          "mlflow", "NAME", names=TRACKERS, read="bandpo_cli.cli.options:split_commas"),
@@ -271,6 +273,7 @@ EVAL_SETTINGS = (
          "Maximum number of problems per set. The sample is random but the same in every run.", None, "N",
          more={"min": 1}),
     Flag("--seed", "seed", int, "Seed of the sampling.", "the run's, else 0", "SEED"),
+    _DETERMINISTIC,
     _TEMPLATE,
     _GRADER,
 )

@@ -382,6 +382,9 @@ class RunConfig(Section):
 
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """The seed of every random choice."""
+    deterministic: bool = False
+    """Use kernels that give the same bits in every run on the same GPU, software and number of ranks, at the cost of
+    speed; refused where a kernel has no such form. On a CPU it changes nothing."""
     steps: PositiveInt = 100
     """Batches of rollouts."""
     model: ModelConfig = ModelConfig()

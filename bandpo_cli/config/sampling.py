@@ -88,10 +88,15 @@ def is_installed(package: str | None) -> bool:
 
 
 def check_engine(engine: str, device: str, max_lag: int = 0) -> None:
-    """Raise ConfigError if the package of an engine is not installed, or the engine cannot use the policy's GPU.
+    """Raise ConfigError if the package of an engine is not installed, or the engine cannot use the policy's GPU
+    or the system.
 
     vLLM in the trainer's process always runs on the first visible GPU. A process of its own (`max_lag`) chooses one.
     """
+    if max_lag and not hasattr(os, "memfd_create"):
+        raise ConfigError(
+            f"sampling.max_lag = {max_lag}: the engine process needs Linux; set sampling.max_lag=0"
+        )
     kind, _, card = device.partition(":")
     name = resolve_engine(engine, on_gpu=kind == "cuda")
     if not ENGINES[name].shares_weights and card.isdecimal() and int(card) > 0 and not max_lag:

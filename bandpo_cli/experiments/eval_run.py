@@ -367,11 +367,13 @@ def _open_source(request: EvalRequest, ranks: Ranks, events: _Events, stack: Exi
     use_expandable_segments(config)
     with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
+        from bandpo_cli.models.determinism import deterministic_kernels
         from bandpo_cli.models.load import load_policy, with_resolved_dtype
         from bandpo_cli.sampling import prompt_checks, rollouts
         from bandpo_cli.sampling.conversations import build_conversations
         from bandpo_cli.sampling.sampler import SamplingParams, build_sampler, check_model
 
+        stack.enter_context(deterministic_kernels(config, training=False))
         check_model(config)
         config = check_memory(with_resolved_dtype(config), ranks, training=False, task=source[1])
         policy = load_policy(config.model, for_training=False, ranks=ranks)

@@ -164,10 +164,12 @@ def loaded_components(
     """
     events.phase("load")
     use_expandable_segments(config)
+    from bandpo_cli.models.determinism import deterministic_kernels
     from bandpo_cli.models.load import with_resolved_dtype
 
     config = with_resolved_dtype(config)
     with ExitStack() as stack:
+        stack.enter_context(deterministic_kernels(config))
         ranks = stack.enter_context(connected_ranks(config))
         config = check_memory(config, ranks, changeable=changeable, task=task)
         with out_of_memory_errors(config):

@@ -244,6 +244,7 @@ FIXED: Overrides = {
 
 RULES: dict[str, tuple[str, str]] = {
     "seed": ("data.seed", "another order of the problems and other samples than here"),
+    "deterministic": ("", "ordinary kernels"),
     "steps": ("trainer.total_training_steps", "the number of passes only has to be large enough"),
     "model.path": ("", "a hub id or folder, unchanged; the bundled model is copied"),
     "model.revision": ("", "the latest"),
@@ -385,6 +386,7 @@ def differences_of(config: RunConfig) -> list[str]:
          "verl does not weight the penalty by the importance correction"),
         ("objective.mask_truncated", objective.mask_truncated, "verl trains on completions without an end token"),
         ("objective.importance", importance, importance),
+        ("deterministic", config.deterministic, "the export does not set up deterministic kernels"),
         ("optim.warmup_steps", optim.warmup_steps, warmup),
         ("optim.schedule", optim.schedule not in LR_SCHEDULES, f"verl has {' and '.join(LR_SCHEDULES)} only"),
         ("optim.schedule", optim.schedule == "cosine" and optim.updates > 1,

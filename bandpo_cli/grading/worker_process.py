@@ -20,6 +20,7 @@ from bandpo_cli.registries import load_attribute, split_signature
 ALARM_MARGIN_S = 10.0
 """Seconds that a worker whose parent is gone may work beyond twice the deadline, before an alarm ends it."""
 
+PAGES = Path("/proc/self/statm")
 MAX_TRACEBACK_CHARS = 20_000
 
 
@@ -100,11 +101,13 @@ def describe_error(error: BaseException, grader: BatchGrader) -> dict[str, Any]:
 
 
 def _limit_memory(memory_gb: float) -> None:
-    """Limit the address space to the present size plus `memory_gb` GiB, and disable core files."""
-    pages = Path("/proc/self/statm")
-    used = int(pages.read_text().split()[0]) * resource.getpagesize() if pages.exists() else 0
-    limit, (_, hard) = used + int(memory_gb * 2**30), resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(
-        resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard)
-    )
+    """Limit the address space to the present size plus `memory_gb` GiB, and disable core files.
+
+    Without /proc (macOS) the present size is not known: a limit below it would end the worker, so there is none.
+    """
+    if PAGES.exists():
+        used = int(PAGES.read_text().split()[0]) * resource.getpagesize()
+        limit, (_, hard) = used + int(memory_gb * 2**30), resource.getrlimit(resource.RLIMIT_AS)
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -193,7 +193,8 @@ class EngineProcess(Sampler):
         def send(pipe: Connection) -> None:
             self._slots = send_slots(pipe, largest, gpu)
 
-        self._call("build", model, sampling, threads, trainers_gpu, send=send)
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        self._call("build", model, sampling, threads, is_deterministic, trainers_gpu, send=send)
         if not on_gpu:
             torch.set_num_threads(max(1, self._trainer_threads - threads))
 

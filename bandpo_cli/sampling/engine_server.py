@@ -99,7 +99,12 @@ class EngineServer:
         return Answer(value, sent, warnings)
 
     def build(
-        self, model: ModelConfig | EngineModel, sampling: SamplingConfig, threads: int, gpu: int | None
+        self,
+        model: ModelConfig | EngineModel,
+        sampling: SamplingConfig,
+        threads: int,
+        deterministic: bool,
+        gpu: int | None,
     ) -> None:
         """Build the engine, with a policy if it gets the settings of the model.
 
@@ -107,6 +112,8 @@ class EngineServer:
         """
         self._slots = receive_slots(self._pipe, gpu)
         torch.set_num_threads(threads)
+        if deterministic:
+            torch.use_deterministic_algorithms(True)
         if isinstance(model, ModelConfig):
             # Its parameters require gradients, as the trainer's do: on a CPU the last bits of log-probs depend on that.
             self._policy = load_policy(model, for_training=False)

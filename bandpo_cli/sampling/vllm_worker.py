@@ -47,7 +47,7 @@ def preserve_process_state() -> Iterator[None]:
     environment = {name: os.environ[name] for name in _INHERITED_VARIABLES if name in os.environ}
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(gpus):
+        with torch.random.fork_rng(gpus), vllm_kernels():
             yield
     finally:
         torch.set_num_threads = set_threads
@@ -57,6 +57,17 @@ def preserve_process_state() -> Iterator[None]:
         for name in _INHERITED_VARIABLES:
             os.environ.pop(name, None)
         os.environ.update(environment)
+
+
+@contextmanager
+def vllm_kernels() -> Iterator[None]:
+    """Turn torch's deterministic mode off: vLLM has kernels of its own for it, and is not tested with that mode."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 @contextmanager
@@ -88,7 +99,7 @@ def engine_threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), vllm_kernels():
             yield
     finally:
         torch.set_num_threads(before)

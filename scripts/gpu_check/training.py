@@ -214,6 +214,44 @@ def check_resume(work: Work) -> Measured:
     return measured
 
 
+def check_deterministic(work: Work) -> Measured:
+    """Train twice with deterministic kernels, and compare all bits after each step; report what the kernels cost.
+
+    The engine is the built-in sampler. On a CPU the states also equal those of ordinary kernels.
+    """
+    from bandpo_cli.models.determinism import deterministic_kernels
+
+    states: dict[str, list[Mapping[str, int]]] = {}
+    runs: dict[str, TrainedRun] = {}
+    for name in ("first", "second") if work.on_gpu else ("first", "second", "ordinary"):
+        kept = states.setdefault(name, [])
+        config = work.config("0.5b")
+        config = config.model_copy(update={"deterministic": name != "ordinary"})
+
+        def keep(components: Components, _: StepReport | None, kept: list[Any] = kept) -> None:
+            kept.append(fingerprints(components))
+
+        with deterministic_kernels(config):
+            runs[name] = train_steps(work, config, f"deterministic-{name}", keep)
+    measured = Measured({"states_equal": all(states[name] == states["first"] for name in states)})
+    measured.values["metrics_difference"] = max(
+        largest_difference(one, other)
+        for one, other in zip(runs["first"].records, runs["second"].records, strict=True)
+    )
+    measured.values["completions_equal"] = all(
+        runs[name].texts(step) == runs["first"].texts(step)
+        for name in runs
+        for step in range(1, LAST_STEP + 1)
+    )
+    measured.values["time_over_ordinary"] = runs["second"].mean("time/step") / measured_run(
+        work, "0.5b"
+    ).mean("time/step")
+    for name in ("states_equal", "completions_equal"):
+        measured.equal(name, True)
+    measured.at_most("metrics_difference", 0.0)
+    return measured
+
+
 def fingerprints(components: Components) -> dict[str, int]:
     """Return a number per tensor of the weights and of the optimizer's state that any changed bit changes."""
     from bandpo_cli.sampling.vllm_worker import fingerprint

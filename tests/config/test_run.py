@@ -1,12 +1,14 @@
 """Checks between settings of a run, and defaults that equal those of torch."""
 
 import inspect
+import os
 
 import pytest
 import torch
 
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.config.run import OptimConfig
+from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.errors import ConfigError
 
 
@@ -80,3 +82,10 @@ def test_adamw_defaults_equal_those_of_torch() -> None:
 )
 def test_k_follows_the_number_of_samples_unless_it_is_given(settings: list[str], k: tuple[int, ...]) -> None:
     assert resolve([read_assignments(settings)]).evaluation.k == k
+
+
+def test_an_engine_process_is_refused_without_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(ConfigError, match=r"^sampling\.max_lag = 1: the engine process needs Linux"):
+        check_engine("transformers", "cpu", max_lag=1)
+    check_engine("transformers", "cpu", max_lag=0)

@@ -1,6 +1,7 @@
 """Grader pool and worker processes: custom functions get the documented arguments and cannot affect other answers."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading import pool as pool_module
+from bandpo_cli.grading import worker_process
 from bandpo_cli.grading.pool import GraderPool, check_grader
 from bandpo_cli.grading.workers import MAX_PRINTED_BYTES
 from bandpo_cli.types import Grade, Problem
@@ -311,3 +313,14 @@ def test_graders_without_workers_handle_hostile_answers(grader: str) -> None:
         grades = pool.grade([problem] * len(HOSTILE), HOSTILE)
         assert not pool._worker_pools
     assert {grade.verdict for grade in grades} <= {"wrong", "malformed", "wrong-numbers", "wrong-value"}
+
+
+def test_a_worker_without_proc_has_no_memory_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    limits: list[int] = []
+    monkeypatch.setattr(worker_process.resource, "setrlimit", lambda kind, _: limits.append(kind))
+    worker_process._limit_memory(2.0)
+    assert limits == [resource.RLIMIT_AS, resource.RLIMIT_CORE]
+    limits.clear()
+    monkeypatch.setattr(worker_process, "PAGES", tmp_path / "absent")
+    worker_process._limit_memory(2.0)
+    assert limits == [resource.RLIMIT_CORE]
