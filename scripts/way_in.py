@@ -36,10 +36,6 @@ class Call(NamedTuple):
     line: int
 
 
-class _FirstBackward(BaseException):
-    """Raised in place of the first backward pass, so that the run ends there."""
-
-
 def record_calls(folder: Path) -> list[Call]:
     """Train in this process until the first backward pass; return all calls of functions of the package in order.
 
@@ -59,7 +55,7 @@ def record_calls(folder: Path) -> list[Call]:
 
     def stop(*_: Any, **__: Any) -> None:
         sys.setprofile(None)
-        raise _FirstBackward
+        raise KeyboardInterrupt  # which ends the run
 
     torch.autograd.backward = stop
     sys.argv = ["bandpo", *COMMAND, "--runs-dir", str(folder)]
@@ -68,8 +64,9 @@ def record_calls(folder: Path) -> list[Call]:
         from bandpo_cli.__main__ import main
 
         main()
-    except _FirstBackward:
-        return calls
+    except SystemExit:
+        if sys.getprofile() is None:
+            return calls
     finally:
         sys.setprofile(None)
     raise RuntimeError("the run has ended before a backward pass")
