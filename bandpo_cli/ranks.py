@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from bandpo_cli.errors import RunError, UserError, first_line, mark_received
+from bandpo_cli.errors import LostRankError, RunError, UserError, first_line, mark_received
+from bandpo_cli.waits import Wait, progress, stuck_after
 
 if TYPE_CHECKING:
     import torch
@@ -23,9 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TIMEOUT = timedelta(hours=6)
-"""Longest wait of a collective: one rank may sample far longer than the others, or write a large checkpoint. A rank
-that ends is noticed by its parent process, not by this limit."""
+_exchanges: Counter[str] = Counter()  # begun by this rank, by name of the group
 
 BALANCED = 1.01
 """Completions are moved between ranks until the rank with the most tokens has at most this many times the mean."""
@@ -67,8 +68,38 @@ class Ranks:
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with self._exchange():
+            dist.all_gather_object(values, value, group=self.group)
         return values
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Report the ranks for which the collective in the body waits; raise LostRankError if it takes too long.
+
+        A rank that waits for a second stores the number of its collective. The other ranks are late.
+        """
+        group = "" if self.group is None else self.group.group_name
+        _exchanges[group] += 1
+        number = _exchanges[group]
+
+        def late_ranks() -> str:
+            others = (rank for rank in range(self.size) if rank != self.rank)
+            late = [str(rank) for rank in others if _store().add(f"{group}/{rank}", 0) < number]
+            return f"rank {', '.join(late) or '?'}"
+
+        def note() -> None:
+            _store().set(f"{group}/{self.rank}", str(number))
+
+        try:
+            with Wait(
+                late_ranks, f"after {stuck_after()} the run ends, with a checkpoint to resume from", look=note
+            ):
+                yield
+        except RuntimeError as error:
+            if "Timed out waiting" not in str(error):
+                raise
+            raise LostRankError(f"{late_ranks()} has not answered for {stuck_after()}") from error
+        progress()
 
     def gather_all(self, items: Sequence[T]) -> list[T]:
         """Return the items of all ranks as one list, in the order of the ranks."""
@@ -89,7 +120,8 @@ class Ranks:
         padded = columns[0].new_zeros(len(columns), max(lengths))
         padded[:, : len(columns[0])] = torch.stack([*columns])
         received = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(received, padded)
+        with self._exchange():
+            dist.all_gather(received, padded)
         parts = (value[:, :length] for value, length in zip(received, lengths, strict=True))
         return [*torch.cat([*parts], dim=1)]
 
@@ -111,7 +143,7 @@ class Ranks:
             return self
         import torch.distributed as dist
 
-        return replace(self, group=dist.new_group(backend="gloo", timeout=TIMEOUT))
+        return replace(self, group=dist.new_group(backend="gloo", timeout=stuck_after()))
 
     def agree(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank and return all results, in the order of the ranks, on every rank.
@@ -220,6 +252,15 @@ def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
     return Ranks(rank, size, int(environ.get("LOCAL_RANK", rank)))
 
 
+@cache
+def _store() -> Any:
+    """Return a connection to the ranks' store beside the one of torch, for which another thread may be waiting."""
+    import torch.distributed as dist
+
+    place, timeout = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=10)
+    return dist.PrefixStore("waits", dist.TCPStore(*place, timeout=timeout))  # type: ignore[attr-defined]
+
+
 @contextmanager
 def connected(ranks: Ranks, device_type: str) -> Iterator[None]:
     """Connect the ranks for the duration of the block: gloo for CPU tensors and objects, NCCL for those on a GPU.
@@ -236,7 +277,7 @@ def connected(ranks: Ranks, device_type: str) -> Iterator[None]:
     if device_type == "cuda":
         torch.cuda.set_device(ranks.local_rank)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.size, timeout=TIMEOUT)
+    dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.size, timeout=stuck_after())
     try:
         yield
     except BaseException:

@@ -5,6 +5,7 @@ start an interpreter of their own.
 """
 
 import base64
+import faulthandler
 import inspect
 import multiprocessing
 import os
@@ -135,7 +136,8 @@ class ForkedChild(subprocess.Popen[Any]):
             return
         code: object = 1
         try:
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            faulthandler.unregister(signal.SIGUSR1)  # as in a new process
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGVTALRM):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.set_wakeup_fd(-1)

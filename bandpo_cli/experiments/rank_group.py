@@ -6,6 +6,7 @@ Nothing heavy is imported at module level.
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from bandpo_cli import waits
 from bandpo_cli.callbacks import Callback, Info, Report, Result
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.sampling import check_tensor_parallel
@@ -57,6 +58,7 @@ def connected_ranks(config: RunConfig) -> Iterator[Ranks]:
         UserError: ranks on this machine would have to share a GPU, or as `check_ranks`.
         LostRankError: in place of the backend's error where the process of another rank has ended.
     """
+    waits.stall_after = config.tracking.stall_after
     ranks = ranks_from_environment()
     if ranks.size == 1:
         yield ranks

@@ -36,6 +36,7 @@ from bandpo_cli.training.checkpoint_files import SampledGroups
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.update import AppliedUpdates
 from bandpo_cli.types import Completion, Grade, Group, Rollout, is_ungraded
+from bandpo_cli.waits import Wait
 
 CLIP_MAP_TOKENS = 20_000
 """Maximum number of tokens stored for a clip map: enough to show the bounds, few enough to plot."""
@@ -63,7 +64,8 @@ class StepTimer:
         """Add the time of the body to `time/<name>`, and label it in a profiler trace."""
         self._watch(name)
         start = time.perf_counter()
-        with record_function(f"{PROFILER_PREFIX}{name}"):
+        phase = Wait(f"the phase '{name}' of the step", f"earlier steps have time/{name}", is_work=True)
+        with record_function(f"{PROFILER_PREFIX}{name}"), phase:
             yield
         self._seconds[f"time/{name}"] = self._seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
 
