@@ -95,9 +95,7 @@ def test_work_is_reported_without_progress_only(clock: Clock, caplog: pytest.Log
     assert len(caplog.messages) == 1
 
 
-def test_work_that_waits_for_an_answer_gives_one_line(
-    clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_work_that_waits_for_an_answer_gives_one_line(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     work, answer = Wait("the phase", "", is_work=True, since=clock.now), Wait("rank 1", "", since=clock.now)
     for _ in range(20):
         clock.now += 2
@@ -164,7 +162,7 @@ def test_a_stopped_process_is_named_and_an_unrelated_process_gets_no_signal(
     leader: tuple[subprocess.Popen[str], int, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The id of a process that has ended may be that of any other process, which SIGUSR1 would end."""
-    process, child, folder = leader
+    _process, child, folder = leader
     monkeypatch.setattr(waits, "ANSWER_S", 0.5)
     with subprocess.Popen(["sleep", "60"]) as unrelated:
         (folder / f"rank 1.{unrelated.pid}").touch()
