@@ -76,24 +76,19 @@ class Ranks:
     def _exchange(self) -> Iterator[None]:
         """Report the ranks for which the collective in the body waits; raise LostRankError if it takes too long.
 
-        A rank that waits for a second stores the number of its collective. The other ranks are late.
+        A rank that waits stores the number of its collective about once per second. The other ranks are late.
         """
         group = "" if self.group is None else self.group.group_name
         _exchanges[group] += 1
         number = _exchanges[group]
 
         def late_ranks() -> str:
-            others = (rank for rank in range(self.size) if rank != self.rank)
-            late = [str(rank) for rank in others if _store().add(f"{group}/{rank}", 0) < number]
-            return f"rank {', '.join(late) or '?'}"
-
-        def note() -> None:
             _store().set(f"{group}/{self.rank}", str(number))
+            late = [rank for rank in range(self.size) if _store().add(f"{group}/{rank}", 0) < number]
+            return f"rank {', '.join(map(str, late)) or '?'}"
 
         try:
-            with Wait(
-                late_ranks, f"after {stuck_after()} the run ends, with a checkpoint to resume from", look=note
-            ):
+            with Wait(late_ranks, f"after {stuck_after()} the run ends, with a checkpoint to resume from"):
                 yield
         except RuntimeError as error:
             if "Timed out waiting" not in str(error):

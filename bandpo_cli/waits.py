@@ -24,7 +24,7 @@ from tempfile import TemporaryDirectory
 from typing import IO
 
 from bandpo_cli.errors import one_line, redact_credentials
-from bandpo_cli.rank_process import is_main_process
+from bandpo_cli.rank_process import is_main_process, launched_ranks
 
 FOLDER_VARIABLE = "BANDPO_STACKS"  # the folder, whose name is bandpo-<id of the leader>-<random>
 LOOK_S = 1.0  # longest time between two looks at the waits and the files
@@ -49,15 +49,13 @@ class Wait:
     """A wait for an answer, or work of this process: a context manager that reports its body if it takes too long.
 
     Attributes:
-        what: what is waited for, or a function that returns it.
+        what: what is waited for, or a function that returns it, called at every look after the first second.
         is_work: `progress` restarts it, and it is not reported if another wait was reported since.
-        look: called at every look but the first ones.
     """
 
     what: str | Callable[[], str]
     advice: str
     is_work: bool = False
-    look: Callable[[], object] = lambda: None
     since: float = field(default_factory=time.monotonic)
     mark: object = None
     reported_at: float = 0.0
@@ -78,19 +76,17 @@ class Wait:
         """Warn, once, if the wait takes too long."""
         global _reported_at
         now, since = time.monotonic(), max(self.since, _progress_at if self.is_work else 0.0)
-        if now - since > LOOK_S:
-            self.look()
         limit = stall_after * (WORK_FACTOR if self.is_work else 1.0)
+        what = self.what if isinstance(self.what, str) or now - since < min(LOOK_S, limit) else self.what()
         if not 0 < limit <= now - since or since < (_reported_at if self.is_work else self.reported_at):
             return
         self.reported_at = _reported_at = now
         clock = time.strftime("%H:%M:%S", time.localtime(time.time() - now + since))
-        what = self.what if isinstance(self.what, str) else self.what()
         line = f"waiting for {what} since {clock} ({timedelta(seconds=round(now - since))}): {self.advice}"
         if folder := os.environ.get(FOLDER_VARIABLE):
             line += f"; kill -USR1 {folder.split('-')[-2]} prints where every process is"
         line = one_line(redact_credentials(line))
-        if is_main_process() or _file is None:
+        if is_main_process() or launched_ranks() is None or _file is None:
             log.warning("%s", line)
         else:  # the leader prints it
             _file.write(f"warning: {line}\n".encode())
@@ -137,10 +133,8 @@ def _send(folder: Path, answered: Collection[Path] = ()) -> dict[Path, int]:
     sizes = {}
     for path in {*folder.glob("*.*"), *folder.glob("*/bandpo.*")} - {*answered}:
         with suppress(OSError), path.open("rb") as file:
-            try:
-                fcntl.flock(
-                    file, fcntl.LOCK_SH | fcntl.LOCK_NB
-                )  # it has ended: its id may be that of any process
+            try:  # a process that has ended holds no lock, and its id may be that of any other process
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 sizes[path] = path.stat().st_size
                 os.kill(int(path.suffix[1:]), signal.SIGUSR1)
@@ -176,5 +170,8 @@ def _look() -> None:
                 if Path(_file.name) in grown:
                     _send(Path(folder), grown)
                 for path in sorted(grown):
-                    print(_written(path, printed.get(path, 0)), file=sys.stderr, flush=True)
+                    output = (
+                        sys.stderr if is_main_process() else sys.__stderr__
+                    )  # ranks of torchrun discard theirs
+                    print(_written(path, printed.get(path, 0)), file=output, flush=True)
                 printed = sizes

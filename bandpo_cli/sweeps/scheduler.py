@@ -115,7 +115,9 @@ def run_sweep(
                 update(name, "finished" if has_finished else "failed" if name in failures else "stopped")
             for name in running:
                 update(name, "running")
-                waits[name].restart((states[name], folder.log_path(name).exists() and folder.log_path(name).stat().st_size))
+                waits[name].restart(
+                    (states[name], folder.log_path(name).exists() and folder.log_path(name).stat().st_size)
+                )
                 waits[name].check()
             reasons = runs_to_stop(folder.runs, states, margin) if margin is not None else {}
             for name, reason in reasons.items():
