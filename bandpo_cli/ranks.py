@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from bandpo_cli.errors import LostRankError, RunError, UserError, first_line, mark_received
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)  # in an error of gloo
 _exchanges: Counter[str] = Counter()  # begun by this rank, by name of the group
 
 BALANCED = 1.01
@@ -74,26 +77,17 @@ class Ranks:
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        """Report the ranks for which the collective in the body waits; raise LostRankError if it takes too long.
-
-        A rank that waits stores the number of its collective about once per second. The other ranks are late.
-        """
+        """Report the ranks for which the collective in the body waits: those that have not begun it."""
         group = "" if self.group is None else self.group.group_name
         _exchanges[group] += 1
-        number = _exchanges[group]
-
-        def late_ranks() -> str:
-            _store().set(f"{group}/{self.rank}", str(number))
-            late = [rank for rank in range(self.size) if _store().add(f"{group}/{rank}", 0) < number]
-            return f"rank {', '.join(map(str, late)) or '?'}"
-
+        late = partial(late_ranks, group, _exchanges[group])
         try:
-            with Wait(late_ranks, f"after {stuck_after()} the run ends, with a checkpoint to resume from"):
+            with Wait(late, f"after {stuck_after()} the run ends, with a checkpoint to resume from"):
                 yield
         except RuntimeError as error:
-            if "Timed out waiting" not in str(error):
-                raise
-            raise LostRankError(f"{late_ranks()} has not answered for {stuck_after()}") from error
+            if TIMED_OUT.search(str(error)):
+                raise LostRankError(f"{late()} has not answered for {stuck_after()}") from error
+            raise
         progress()
 
     def gather_all(self, items: Sequence[T]) -> list[T]:
@@ -245,6 +239,19 @@ def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
         return SINGLE
     rank = int(environ["RANK"])
     return Ranks(rank, size, int(environ.get("LOCAL_RANK", rank)))
+
+
+def late_ranks(group: str, number: int, slack: int = 0) -> str:
+    """Store the number of this rank; return the ranks with lower numbers, more than `slack`, as `rank 1, 3`."""
+    own = ranks_from_environment()
+    _store().set(f"{group}/{own.rank}", str(number))
+    late = [rank for rank in range(own.size) if _store().add(f"{group}/{rank}", 0) < number - slack]
+    return f"rank {', '.join(map(str, late)) or '?'}"
+
+
+def silent_ranks() -> str:
+    """Return the ranks that have not called this function in the last seconds; those that wait call it."""
+    return late_ranks("waiting", int(time.time()), slack=5)
 
 
 @cache

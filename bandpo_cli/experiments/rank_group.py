@@ -12,7 +12,7 @@ from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.sampling import check_tensor_parallel
 from bandpo_cli.errors import ConfigError, LostRankError, UserError, plural
 from bandpo_cli.rank_process import local_rank_count
-from bandpo_cli.ranks import Ranks, connected, ranks_from_environment
+from bandpo_cli.ranks import TIMED_OUT, Ranks, connected, ranks_from_environment, silent_ranks
 
 _GLOO_ERROR = "gloo/transport"
 """Part of the message of every error of gloo's connections: the place in its source."""
@@ -81,6 +81,8 @@ def lost_rank_errors() -> Iterator[None]:
 
         # NCCL's errors, and those of the store by which the ranks find each other.
         kinds = dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError
+        if _GLOO_ERROR in str(error) and TIMED_OUT.search(str(error)):
+            raise LostRankError(f"{silent_ranks()} has not answered for {waits.stuck_after()}") from error
         if isinstance(error, kinds) or _GLOO_ERROR in str(error):
             raise LostRankError("lost the connection to another rank, whose process has ended") from error
         raise
