@@ -19,6 +19,7 @@ from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from bandpo_cli import waits
 from bandpo_cli.errors import LostRankError, RunError, UserError, first_line, mark_received
 from bandpo_cli.waits import Wait, progress, stuck_after
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)  # in an error of gloo
+SILENT_S = 5.0
+"""Seconds without a sign after which a rank is silent: those that wait give one about once per second."""
+
 _exchanges: Counter[str] = Counter()  # begun by this rank, by name of the group
 
 BALANCED = 1.01
@@ -246,12 +250,13 @@ def late_ranks(group: str, number: int, slack: int = 0) -> str:
     own = ranks_from_environment()
     _store().set(f"{group}/{own.rank}", str(number))
     late = [rank for rank in range(own.size) if _store().add(f"{group}/{rank}", 0) < number - slack]
-    return f"rank {', '.join(map(str, late)) or '?'}"
+    return f"rank {', '.join(map(str, late))}" if late else "all ranks"
 
 
 def silent_ranks() -> str:
     """Return the ranks that have not called this function in the last seconds; those that wait call it."""
-    return late_ranks("waiting", int(time.time()), slack=5)
+    slack = min(SILENT_S, waits.stall_after or SILENT_S)
+    return late_ranks("waiting", int(1000 * time.time()), int(1000 * slack))
 
 
 @cache
