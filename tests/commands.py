@@ -227,4 +227,9 @@ def _enter(cwd: Path, outputs: Sequence[int], variables: dict[str, str]) -> None
 
 def _run(words: Sequence[str], module: str = "bandpo_cli") -> None:
     sys.argv = ["bandpo", *words]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:  # a forked process ends without the finalizers of an interpreter
+        waits = sys.modules.get("bandpo_cli.waits")
+        if waits is not None and waits._folder is not None and f"-{os.getpid()}-" in waits._folder.name:
+            waits._folder.cleanup()
