@@ -36,6 +36,7 @@ try:
         silence_other_ranks,
     )
     from bandpo_cli.sweeps.pool import exit_with_parent
+    from bandpo_cli.waits import register
 finally:
     if _interrupt_handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt_handler)
@@ -56,6 +57,9 @@ def main() -> None:
     silence_other_ranks()
     if launched_ranks() is not None:
         handle_forwarded_signals()
+        register(f"rank {os.environ['RANK']}")
+    elif sys.argv[1:2] in (["train"], ["eval"], ["sweep"]):
+        register(PROGRAM, leads=True)
     try:
         _check_utf8(sys.argv[1:])
         with exit_on_sigterm(announce=True) if rank_count() == 1 else nullcontext():

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from bandpo_cli.errors import RunError, UserError, first_line, mark_received
+from bandpo_cli import waits
+from bandpo_cli.errors import LostRankError, RunError, UserError, first_line, mark_received
+from bandpo_cli.waits import Wait, progress, stuck_after
 
 if TYPE_CHECKING:
     import torch
@@ -23,9 +29,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TIMEOUT = timedelta(hours=6)
-"""Longest wait of a collective: one rank may sample far longer than the others, or write a large checkpoint. A rank
-that ends is noticed by its parent process, not by this limit."""
+TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)  # in an error of gloo
+SILENT_S = 5.0
+"""Seconds without a sign after which a rank is silent: those that wait give one about once per second."""
+
+_exchanges: Counter[str] = Counter()  # begun by this rank, by name of the group
 
 BALANCED = 1.01
 """Completions are moved between ranks until the rank with the most tokens has at most this many times the mean."""
@@ -67,8 +75,24 @@ class Ranks:
         import torch.distributed as dist
 
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
+        with self._exchange():
+            dist.all_gather_object(values, value, group=self.group)
         return values
+
+    @contextmanager
+    def _exchange(self) -> Iterator[None]:
+        """Report the ranks for which the collective in the body waits: those that have not begun it."""
+        group = "" if self.group is None else self.group.group_name
+        _exchanges[group] += 1
+        late = partial(late_ranks, group, _exchanges[group])
+        try:
+            with Wait(late, f"after {stuck_after()} the run ends, with a checkpoint to resume from"):
+                yield
+        except RuntimeError as error:
+            if TIMED_OUT.search(str(error)):
+                raise LostRankError(f"{late()} has not answered for {stuck_after()}") from error
+            raise
+        progress()
 
     def gather_all(self, items: Sequence[T]) -> list[T]:
         """Return the items of all ranks as one list, in the order of the ranks."""
@@ -89,7 +113,8 @@ class Ranks:
         padded = columns[0].new_zeros(len(columns), max(lengths))
         padded[:, : len(columns[0])] = torch.stack([*columns])
         received = [torch.empty_like(padded) for _ in lengths]
-        dist.all_gather(received, padded)
+        with self._exchange():
+            dist.all_gather(received, padded)
         parts = (value[:, :length] for value, length in zip(received, lengths, strict=True))
         return [*torch.cat([*parts], dim=1)]
 
@@ -111,7 +136,7 @@ class Ranks:
             return self
         import torch.distributed as dist
 
-        return replace(self, group=dist.new_group(backend="gloo", timeout=TIMEOUT))
+        return replace(self, group=dist.new_group(backend="gloo", timeout=stuck_after()))
 
     def agree(self, action: Callable[[], T]) -> list[T]:
         """Run `action` on every rank and return all results, in the order of the ranks, on every rank.
@@ -220,6 +245,29 @@ def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
     return Ranks(rank, size, int(environ.get("LOCAL_RANK", rank)))
 
 
+def late_ranks(group: str, number: int, slack: int = 0) -> str:
+    """Store the number of this rank; return the ranks with lower numbers, more than `slack`, as `rank 1, 3`."""
+    own = ranks_from_environment()
+    _store().set(f"{group}/{own.rank}", str(number))
+    late = [rank for rank in range(own.size) if _store().add(f"{group}/{rank}", 0) < number - slack]
+    return f"rank {', '.join(map(str, late))}" if late else "all ranks"
+
+
+def silent_ranks() -> str:
+    """Return the ranks that have not called this function in the last seconds; those that wait call it."""
+    slack = min(SILENT_S, waits.stall_after or SILENT_S)
+    return late_ranks("waiting", int(1000 * time.time()), int(1000 * slack))
+
+
+@cache
+def _store() -> Any:
+    """Return a connection to the ranks' store beside the one of torch, for which another thread may be waiting."""
+    import torch.distributed as dist
+
+    place, timeout = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=10)
+    return dist.PrefixStore("waits", dist.TCPStore(*place, timeout=timeout))  # type: ignore[attr-defined]
+
+
 @contextmanager
 def connected(ranks: Ranks, device_type: str) -> Iterator[None]:
     """Connect the ranks for the duration of the block: gloo for CPU tensors and objects, NCCL for those on a GPU.
@@ -236,7 +284,7 @@ def connected(ranks: Ranks, device_type: str) -> Iterator[None]:
     if device_type == "cuda":
         torch.cuda.set_device(ranks.local_rank)
     backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
-    dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.size, timeout=TIMEOUT)
+    dist.init_process_group(backend, rank=ranks.rank, world_size=ranks.size, timeout=stuck_after())
     try:
         yield
     except BaseException:

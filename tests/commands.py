@@ -5,6 +5,7 @@ start an interpreter of their own.
 """
 
 import base64
+import faulthandler
 import inspect
 import multiprocessing
 import os
@@ -135,7 +136,8 @@ class ForkedChild(subprocess.Popen[Any]):
             return
         code: object = 1
         try:
-            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+            faulthandler.unregister(signal.SIGUSR1)  # as in a new process
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGVTALRM):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.set_wakeup_fd(-1)
@@ -225,4 +227,9 @@ def _enter(cwd: Path, outputs: Sequence[int], variables: dict[str, str]) -> None
 
 def _run(words: Sequence[str], module: str = "bandpo_cli") -> None:
     sys.argv = ["bandpo", *words]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    finally:  # a forked process ends without the finalizers of an interpreter
+        waits = sys.modules.get("bandpo_cli.waits")
+        if waits is not None and waits._folder is not None and f"-{os.getpid()}-" in waits._folder.name:
+            waits._folder.cleanup()

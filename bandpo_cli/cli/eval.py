@@ -31,7 +31,7 @@ _OF_SAMPLING = {
     "--nproc",
 }  # fmt: skip
 """The options without effect where stored completions are scored."""
-_OF_RESUME = {"--resume", "--format", "--runs-dir", "--tracking-uri", "--mlflow", "--nproc"}
+_OF_RESUME = {"--resume", "--format", "--runs-dir", "--tracking-uri", "--mlflow", "--nproc", "--stall-after"}
 
 
 _TASK_HELP = f"{tasks_text()}, or a .jsonl, .json, .csv or .parquet file; repeatable."

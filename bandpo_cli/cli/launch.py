@@ -255,6 +255,7 @@ def _exit_code(ranks: Sequence[RankProcess], signals: Sequence[int], advice: str
     message = error.message if named else f"rank {cause.rank}: {error.message}"
     if error.traceback:
         print(error.traceback.rstrip(), file=sys.stderr)
+    if error.traceback or error.lost_rank:
         message = f"{message}; {advice}"
     raise UserError(message) if error.code == 2 else RunError(message)
 

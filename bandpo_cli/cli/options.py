@@ -283,6 +283,8 @@ TRACKING_SETTINGS = (
     Flag("--tracking-uri", "tracking.uri", str, "MLflow server or store.",
          "$MLFLOW_TRACKING_URI, else mlflow.db in --runs-dir", "URI"),
     Flag("--mlflow/--no-mlflow", "tracking.mlflow", bool, "Send metrics to MLflow.", "as --tracker"),
+    Flag("--stall-after", "tracking.stall_after", float,
+         "Report what does not answer for so long, in seconds; 0 reports nothing.", "600", "SECONDS", more={"min": 0}),
 )
 """The flags of the section `tracking`, of all three commands."""
 # fmt: on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from dataclasses import asdict
@@ -29,6 +30,7 @@ from bandpo_cli.cli.options import folder_of, one_of
 from bandpo_cli.datasets import DATASETS, generated_tasks
 from bandpo_cli.errors import UserError
 from bandpo_cli.registries import METHODS
+from bandpo_cli.waits import read_stacks
 
 if TYPE_CHECKING:
     from bandpo_cli.results import RunDescription
@@ -173,6 +175,7 @@ def runs(
 def show(
     run: RunName,
     all_: Annotated[bool, opt.option(flags=["--all"])] = False,
+    stacks: Annotated[bool, opt.option()] = False,
     format_: opt.TableOrJson = "table",
     runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
@@ -180,13 +183,24 @@ def show(
 
     [bold]bandpo show first[/bold]
 
+    [bold]bandpo show first --stacks[/bold]  where a run that stands still is
+
     [bold]bandpo show first --format json[/bold]  all settings and metrics, in scripts
 
     Args:
         all_: Every metric.
+        stacks: Print the place of every thread of every process of a running run instead.
     """
     from bandpo_cli.results import describe_run
 
+    if stacks:
+        from bandpo_cli.storage.files import LOCK, read_json_object
+        from bandpo_cli.storage.run_folder import RunFolder
+
+        owner = read_json_object(RunFolder.open(runs_dir, run).path / LOCK)
+        texts = read_stacks(Path(owner.get("stacks") or os.devnull))
+        print("\n".join(texts) or f"{run}: no process of bandpo train on this machine is writing it")
+        return
     described = describe_run(run, runs_dir)
     if format_ == "table":
         _print_description(open_console(), described, runs_dir, all_)

@@ -18,9 +18,10 @@ from bandpo_cli.rank_process import is_main_process, launched_ranks, rank_count
 STOPPED = "stopped"
 """Printed where a signal ends the program at once."""
 
-FORWARDED: Mapping[int, int] = {signal.SIGUSR1: signal.SIGINT, signal.SIGUSR2: signal.SIGTERM}
+FORWARDED: Mapping[int, int] = {signal.SIGUSR2: signal.SIGINT, signal.SIGVTALRM: signal.SIGTERM}
 """The signals that the ranks of `--nproc` receive from their parent process, and what the parent has received. The
-ranks ignore SIGINT and SIGTERM themselves: a cluster sends them to the parent too, which is responsible for both."""
+ranks ignore SIGINT and SIGTERM themselves: a cluster sends them to the parent too, which is responsible for both.
+SIGUSR1 prints stacks."""
 
 
 def stop_signals() -> list[int]:
@@ -167,8 +168,8 @@ def handle_forwarded_signals() -> None:
 
     SIGTERM is sent on to the handler of `exit_on_sigterm`, if it is installed.
     """
-    signal.signal(signal.SIGUSR1, signal.default_int_handler)
-    signal.signal(signal.SIGUSR2, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
+    signal.signal(signal.SIGUSR2, signal.default_int_handler)
+    signal.signal(signal.SIGVTALRM, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
 
 
 @contextmanager

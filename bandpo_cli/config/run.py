@@ -28,8 +28,8 @@ TrackerName = Annotated[str, AfterValidator(TRACKERS.check_name)]
 
 
 class TrackingConfig(Section):
-    """The trackers, custom callbacks, and the values per token that `bandpo view` shows. None of them changes the run
-    folder's metrics."""
+    """The trackers, custom callbacks, the values per token that `bandpo view` shows, and reports of waits. None of them
+    changes the run folder's metrics."""
 
     trackers: Annotated[tuple[TrackerName, ...], AsList] = ("mlflow",)
     """The trackers that receive metrics, settings and files as well: mlflow, wandb, trackio, or a custom tracker as
@@ -48,6 +48,10 @@ class TrackingConfig(Section):
     tokens_every: NonNegativeInt = 20
     """Steps between records of the values per token (token_values/), which `bandpo view` shows, the first and the last
     step always included; 0 records none. A recorded step takes 8 to 20 bytes per sampled token."""
+    stall_after: NotNegative = 600.0
+    """Seconds after which a process, thread, tracker or lock that has not answered, or a phase of a step without
+    progress, is reported with what to do; 0 for never. A rank that does not answer for six times as long, and at least
+    an hour, ends the run."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.eval_folder import PartKey
 from bandpo_cli.tasks.completions import StoredCompletion
 from bandpo_cli.types import Completion, Grade, Grader, Problem
+from bandpo_cli.waits import Wait
 
 MAX_UNGRADED_BATCHES = 2
 """Batches that are sampled and not graded yet; before a further one is sampled, the caller waits for a grade. It bounds
@@ -100,6 +101,7 @@ def sample_batches(
         return batch._replace(rows=ranks.gather_all(rows))
 
     with (
+        Wait("the next completions of the evaluation", "it may only be slow", is_work=True),
         background_grading(partial(partial, grade), cancel) as submit,
         closing(stream_completions(sampler, requests(), params, version, conversations)) as stream,
     ):

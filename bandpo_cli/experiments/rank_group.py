@@ -6,12 +6,13 @@ Nothing heavy is imported at module level.
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from bandpo_cli import waits
 from bandpo_cli.callbacks import Callback, Info, Report, Result
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.sampling import check_tensor_parallel
 from bandpo_cli.errors import ConfigError, LostRankError, UserError, plural
 from bandpo_cli.rank_process import local_rank_count
-from bandpo_cli.ranks import Ranks, connected, ranks_from_environment
+from bandpo_cli.ranks import TIMED_OUT, Ranks, connected, ranks_from_environment, silent_ranks
 
 _GLOO_ERROR = "gloo/transport"
 """Part of the message of every error of gloo's connections: the place in its source."""
@@ -57,6 +58,7 @@ def connected_ranks(config: RunConfig) -> Iterator[Ranks]:
         UserError: ranks on this machine would have to share a GPU, or as `check_ranks`.
         LostRankError: in place of the backend's error where the process of another rank has ended.
     """
+    waits.stall_after = config.tracking.stall_after
     ranks = ranks_from_environment()
     if ranks.size == 1:
         yield ranks
@@ -79,6 +81,8 @@ def lost_rank_errors() -> Iterator[None]:
 
         # NCCL's errors, and those of the store by which the ranks find each other.
         kinds = dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError
+        if _GLOO_ERROR in str(error) and TIMED_OUT.search(str(error)):
+            raise LostRankError(f"{silent_ranks()} has not answered for {waits.stuck_after()}") from error
         if isinstance(error, kinds) or _GLOO_ERROR in str(error):
             raise LostRankError("lost the connection to another rank, whose process has ended") from error
         raise

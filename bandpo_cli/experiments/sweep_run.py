@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bandpo_cli import waits
 from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig, TrackingConfig
@@ -361,6 +362,7 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
     pending = folder.pending()
     _check_run_ranks((configs[run.name] for run in pending), executor)
     tracking = next(iter(configs.values())).tracking
+    waits.stall_after = tracking.stall_after
     store = tracking_store(tracking, runs_dir) if tracking.with_mlflow else None
     # Runs are tracked where the sweep is, not in a file of the sweep's folder.
     variables = {} if store is None else {"MLFLOW_TRACKING_URI": store.uri}

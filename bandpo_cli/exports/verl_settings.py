@@ -333,6 +333,7 @@ RULES: dict[str, tuple[str, str]] = {
     "tracking.parent": ("", "verl's runs have no parent"),
     "tracking.callbacks": ("", "callbacks of this package's trainer"),
     "tracking.tokens_every": ("", "verl records no values per token"),
+    "tracking.stall_after": ("", "verl reports no waits"),
 }  # fmt: skip
 """By the key of a setting or of its section: verl's setting with the same value ("" for none), and the reason."""
 

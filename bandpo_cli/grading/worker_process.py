@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from bandpo_cli.errors import user_code_location
 from bandpo_cli.grading.signatures import BatchGrader, as_json
 from bandpo_cli.registries import load_attribute, split_signature
+from bandpo_cli.waits import register
 
 ALARM_MARGIN_S = 10.0
 """Seconds that a worker whose parent is gone may work beyond twice the deadline, before an alarm ends it."""
@@ -54,6 +55,7 @@ def serve(loader: Sequence[Any], deadline: float, memory_gb: float, retries: int
     def reply(**values: Any) -> None:
         print(json.dumps(values), file=replies, flush=True)
 
+    register(f"worker for {Loader(*loader).path:.100}".replace("/", "-"))
     try:
         function, argument = Loader(*loader)
         grader: BatchGrader = load_attribute(function)(argument)

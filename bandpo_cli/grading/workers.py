@@ -40,6 +40,7 @@ from bandpo_cli.rank_process import local_rank_count
 from bandpo_cli.registries import GRADERS, is_custom_grader
 from bandpo_cli.storage.environment import usable_cores
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade
+from bandpo_cli.waits import Wait, progress
 
 if TYPE_CHECKING:  # a worker, which imports this module, does without pydantic
     from bandpo_cli.config.run import GradingConfig
@@ -126,6 +127,7 @@ class WorkerPool(ABC):
         self._grades: dict[int, Any] = {}
         self._on_wait: Callable[[str | None], None] = lambda label: None
         self._output_left = MAX_PRINTED_BYTES
+        self._wait = Wait(title, "grading.deadline ends the call of an answer; an import has 600 seconds")
 
     @abstractmethod
     def _result(self, fields: Any) -> Any:
@@ -231,6 +233,10 @@ class WorkerPool(ABC):
         working = [worker for worker in self._workers if worker.ready and worker.jobs]
         longest = min(working, key=lambda worker: worker.started_at, default=None)
         self._on_wait(self._answers[next(iter(longest.jobs))][1] if longest else None)
+        waited = longest or next((worker for worker in self._workers if not worker.ready), None)
+        self._wait.what = f"{self._title} (process {waited and waited.pid})"
+        self._wait.restart(waited and waited.started_at)
+        self._wait.check()
         seconds = min(map(self._deadline, self._workers)) - time.monotonic()
         poll.poll(max(0, min(seconds, most_seconds)) * 1000 + (most_seconds > 0))
         for worker in [*self._workers]:
@@ -252,6 +258,7 @@ class WorkerPool(ABC):
         """Process the replies of a worker; return False if it will send no more."""
         replies = worker.receive()
         for reply in replies or ():
+            progress()
             worker.started_at = time.monotonic()
             if not worker.ready:
                 if "error" in reply:
@@ -363,6 +370,7 @@ class _Worker:
         self._stdin, self._stdout, self._stderr = (cast("RawIOBase", pipe) for pipe in pipes)
         for pipe in (self._stdin, self._stdout, self._stderr):
             os.set_blocking(pipe.fileno(), False)
+        self.pid = self._process.pid
         self.ready = False  # the process has imported the function
         self.jobs: dict[int, Job] = {}  # by key: those that were sent and have no reply yet
         self.started_at = time.monotonic()  # of the process; once it is ready, of the work on the first job

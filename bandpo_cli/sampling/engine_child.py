@@ -21,6 +21,7 @@ from pathlib import Path
 
 from bandpo_cli.errors import RunError, describe_exit
 from bandpo_cli.rank_process import LAUNCHER_VARIABLE, RUN_NAME_VARIABLE
+from bandpo_cli.waits import register
 
 OUTPUT_BYTES = 1 << 14
 """Bytes at the end of the process's output in which an error message looks for the last line."""
@@ -155,6 +156,7 @@ def main(descriptor: int, trainer: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with_trainer, name="trainer-watch", daemon=True).start()
+    register("engine")
     os.set_inheritable(descriptor, False)
 
     from bandpo_cli.sampling.engine_server import EngineServer  # imports torch

@@ -32,6 +32,7 @@ from bandpo_cli.sampling.engine_server import NO_MORE, Answer, send_slots, send_
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, engine_model
 from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.types import Completion
+from bandpo_cli.waits import Wait, progress
 
 CLOSE_S = 5.0
 """Seconds that an idle engine has to shut down before it is killed."""
@@ -102,7 +103,7 @@ class EngineProcess(Sampler):
         numbers, stopped = count(), None
         try:
             with self._conversation("stream", params, method) as pipe:
-                while not isinstance(message := pipe.recv(), Answer):
+                while not isinstance(message := self._receive(pipe), Answer):
                     reply: object = NO_MORE if message is None else False  # it ends the stream
                     try:
                         if stopped is None and message is None:  # the engine has room for a request
@@ -202,8 +203,16 @@ class EngineProcess(Sampler):
         """Send a command, and what `send` sends after it; return the value of the answer, or raise its error."""
         with self._conversation(*command) as pipe:
             send(pipe)
-            answer = pipe.recv()
+            answer = self._receive(pipe)
         return _checked(answer)
+
+    def _receive(self, pipe: Connection) -> Any:
+        """Return the next message of the process."""
+        progress()
+        with Wait(
+            f"the engine (process {self._child and self._child.pid})", "it may sample long completions"
+        ):
+            return pipe.recv()
 
     @contextmanager
     def _conversation(self, *command: object) -> Iterator[Connection]:

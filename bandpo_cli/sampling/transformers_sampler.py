@@ -16,6 +16,7 @@ from bandpo_cli.models.load import Policy
 from bandpo_cli.models.sharding import unsharded
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, TokenIds, Turn
 from bandpo_cli.types import FLOAT_TYPE, TOKEN_TYPE, Completion, FinishReason
+from bandpo_cli.waits import progress
 
 KEPT_UNTIL = 0.9
 """Ended completions are removed from the batch when at most this share of it is running."""
@@ -128,6 +129,7 @@ class TransformersSampler(Sampler):
         self, ids: torch.Tensor, attended: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
     ) -> torch.Tensor:
         """Run the model on new tokens and return the logits after the last one, float32 [B, V]."""
+        progress()
         output = self._model(
             input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True,
             logits_to_keep=1,

@@ -48,6 +48,7 @@ from bandpo_cli.sampling.vllm_worker import (
     stderr_on_failure,
 )
 from bandpo_cli.types import Completion
+from bandpo_cli.waits import progress
 
 if TYPE_CHECKING:
     import vllm
@@ -152,6 +153,7 @@ class VllmSampler(Sampler):
                 if any(item not in outputs for ids in waiting.values() for item in ids):
                     with self._engine_call():
                         stepped = self._llm.llm_engine.step()
+                    progress()
                     outputs |= {output.request_id: output for output in stepped if output.finished}
                 for number, ids in [*waiting.items()]:
                     if all(item in outputs for item in ids):

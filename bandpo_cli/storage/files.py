@@ -13,7 +13,7 @@ import re
 import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from xxhash import xxh3_64
 
 from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.paths import read_text
+from bandpo_cli.waits import FOLDER_VARIABLE, Wait
 
 LOCK = ".lock"
 """The lock file in a run folder. It stays when the run ends: only the system's lock on it counts, not its existence."""
@@ -206,11 +207,18 @@ def run_lock(folder: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"{folder}: cannot be written to: {error.strerror}") from None
     try:
-        owner = json.dumps({"pid": os.getpid(), "host": socket.gethostname()})
+        stacks = os.environ.get(FOLDER_VARIABLE)
+        owner = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "stacks": stacks})
         (folder / LOCK).write_text(owner, encoding="utf-8")
         yield
     finally:
         lock.release()
+
+
+def wait_for_lock(path: Path) -> AbstractContextManager[object]:
+    """Acquire the lock of a file, however long another process holds it; the result releases it at the end."""
+    with Wait(f"the lock {path}", "another process holds it, which may be sending this run to a tracker"):
+        return FileLock(path).acquire()
 
 
 def is_locked(folder: Path) -> bool:

@@ -32,6 +32,7 @@ from bandpo_cli.storage.run_record import SUMMARY_FILE, is_finished, read_summar
 from bandpo_cli.sweeps.folder import SweepFolder, find_runs
 from bandpo_cli.sweeps.plan import SweepRun
 from bandpo_cli.sweeps.pool import Pool
+from bandpo_cli.waits import Wait
 
 log = logging.getLogger("bandpo_cli")
 
@@ -93,6 +94,7 @@ def run_sweep(
     running: set[str] = set()
     failures: dict[str, str] = {}
     states: dict[str, RunState] = {}
+    waits = {name: Wait(f"run {name}", f"its output: {folder.log_path(name)}") for name in waiting}
 
     def update(name: str, status: Status) -> None:
         states[name] = read_run_state(folder, name, steps[name], status)
@@ -119,6 +121,10 @@ def run_sweep(
                 update(name, "finished" if has_finished else "failed" if name in failures else "stopped")
             for name in running:
                 update(name, "running")
+                waits[name].restart(
+                    (states[name], folder.log_path(name).exists() and folder.log_path(name).stat().st_size)
+                )
+                waits[name].check()
             reasons = runs_to_stop(folder.runs, states, margin) if margin is not None else {}
             for name, reason in reasons.items():
                 if name not in stopped:

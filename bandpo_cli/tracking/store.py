@@ -20,12 +20,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit, urlunsplit
 from uuid import uuid4
 
-from filelock import FileLock
-
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.errors import REDACTED, first_line, redact_credentials
 from bandpo_cli.paths import relative_to_cwd
-from bandpo_cli.storage.files import write_json
+from bandpo_cli.storage.files import wait_for_lock, write_json
 
 _DATABASE_PORTS = {"postgresql": 5432, "postgres": 5432, "mysql": 3306, "mariadb": 3306, "mssql": 1433}
 
@@ -151,7 +149,7 @@ def create_sqlite_store(uri: str) -> None:
     if path is None or path.exists() or os.name != "posix":
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_name(f".{path.name}.lock")):
+    with wait_for_lock(path.with_name(f".{path.name}.lock")):
         if not path.exists():
             unfinished = path.with_name(f".{path.name}.new")
             unfinished.unlink(missing_ok=True)
@@ -289,4 +287,4 @@ def link_version(folder: Path) -> tuple[int, int] | None:
 
 def send_lock(folder: Path) -> AbstractContextManager[object]:
     """Return the lock for sending the run in `folder`: without it a tracker and `bandpo sync` would send twice."""
-    return FileLock(folder / ".mlflow.lock")
+    return wait_for_lock(folder / ".mlflow.lock")

@@ -40,6 +40,7 @@ from bandpo_cli.tracking.store import (
 )
 from bandpo_cli.tracking.trackers import TrackerUnavailableError
 from bandpo_cli.types import RunStatus
+from bandpo_cli.waits import Wait
 
 log = logging.getLogger("bandpo_cli")
 
@@ -296,7 +297,9 @@ class SendingCallback(CallbackBase):
         while True:
             ending = self._ending.is_set()
             try:
-                self._send()
+                advice = f"the run continues without it; to send it later: {self._sync_command()}"
+                with Wait(self._sender.place, advice):
+                    self._send()
                 self._failures = 0
             except TrackerUnavailableError as error:
                 log.warning(

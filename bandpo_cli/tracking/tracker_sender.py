@@ -13,13 +13,11 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-from filelock import FileLock
-
 from bandpo_cli.config.layers import flatten, nest, read_layer
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.custom_code import exits_as_errors
 from bandpo_cli.errors import redact_credentials
-from bandpo_cli.storage.files import file_digest, write_json
+from bandpo_cli.storage.files import file_digest, wait_for_lock, write_json
 from bandpo_cli.storage.run_folder import read_metrics_after, run_artifacts
 from bandpo_cli.storage.run_record import StoredRun, read_stored_run, read_summary
 from bandpo_cli.tracking.mirror import Sent, finite_metrics
@@ -43,7 +41,7 @@ class TrackerSender(Sender):
         self._folder, self._class = folder, tracker_class(name)
         self.place = self._class.title or name
         self._path = folder / f"{name.replace(':', '.')}.json"
-        self._lock = FileLock(folder / f".{self._path.stem}.lock")
+        self._lock = folder / f".{self._path.stem}.lock"
         self._state: dict[str, Any] = {}
         self._tracker: Tracker | None = None
         self._offset = 0  # of the first line of metrics.jsonl that is not sent
@@ -62,7 +60,7 @@ class TrackerSender(Sender):
         return f"{self.place}: {where}" if where else None
 
     def send(self, status: RunStatus | Literal["RUNNING"] | None = None) -> SyncResult:
-        with self._lock, self._closed_on_error():
+        with wait_for_lock(self._lock), self._closed_on_error():
             run = None if self._tracker else read_stored_run(self._folder, step_durations)
             if status is None and run is not None:
                 status = run.status or "RUNNING"
@@ -95,7 +93,7 @@ class TrackerSender(Sender):
 
         The step of `point` is the number of finished runs: a resumed sweep adds a point.
         """
-        with self._lock, self._closed_on_error():
+        with wait_for_lock(self._lock), self._closed_on_error():
             self._read_state(project)
             tracker = self._open(project, config, "sweep")
             if point.step > tracker.last_step:

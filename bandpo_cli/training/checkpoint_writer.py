@@ -40,6 +40,7 @@ from bandpo_cli.training.checkpoint_files import (
     write_checkpoint,
 )
 from bandpo_cli.training.components import Components
+from bandpo_cli.waits import Wait
 
 MAX_SHARE = 0.5
 """Largest share of the available memory that the copy may take: the next step needs memory, too."""
@@ -193,7 +194,8 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     def wait(self) -> None:
         """Wait until the pending checkpoint is on the disk. Raise the error of its write."""
         if (call := self._call) is not None:
-            call.join()
+            with Wait("the thread that writes a checkpoint", "see whether the disk answers", is_work=True):
+                call.join()
             self._call = None
             call.finish()
 

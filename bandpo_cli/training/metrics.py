@@ -31,11 +31,13 @@ from bandpo_cli.models.packing import Packing
 from bandpo_cli.models.sharding import forward_dtype
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.objective.loss import k3
-from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.rank_process import rank_count
+from bandpo_cli.ranks import SINGLE, Ranks, silent_ranks
 from bandpo_cli.training.checkpoint_files import SampledGroups
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.update import AppliedUpdates
 from bandpo_cli.types import Completion, Grade, Group, Rollout, is_ungraded
+from bandpo_cli.waits import Wait
 
 CLIP_MAP_TOKENS = 20_000
 """Maximum number of tokens stored for a clip map: enough to show the bounds, few enough to plot."""
@@ -63,7 +65,12 @@ class StepTimer:
         """Add the time of the body to `time/<name>`, and label it in a profiler trace."""
         self._watch(name)
         start = time.perf_counter()
-        with record_function(f"{PROFILER_PREFIX}{name}"):
+
+        def described() -> str:
+            return f"{silent_ranks() if rank_count() > 1 else 'progress'} in the phase '{name}' of the step"
+
+        phase = Wait(described, f"compare time/{name} of earlier steps: it may only be slow", is_work=True)
+        with record_function(f"{PROFILER_PREFIX}{name}"), phase:
             yield
         self._seconds[f"time/{name}"] = self._seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
 

@@ -188,8 +188,8 @@ def test_a_complete_run_waits_for_no_hanging_rank(in_folder: Path, monkeypatch: 
 
 STOPS_AT_THE_END_OF_A_STEP = """
 received = []
-signal.signal(signal.SIGUSR1, lambda *_: received.append("SIGINT"))
-signal.signal(signal.SIGUSR2, lambda *_: received.append("SIGTERM"))
+signal.signal(signal.SIGUSR2, lambda *_: received.append("SIGINT"))
+signal.signal(signal.SIGVTALRM, lambda *_: received.append("SIGTERM"))
 write(f"ready-{rank}")
 wait_for("ready-0")
 wait_for("ready-1")
@@ -218,7 +218,7 @@ def test_a_second_signal_ends_rank_0_while_it_waits_for_another_rank(in_folder: 
         "signals = []\n"
         "def note(*_):\n    signals.append(1); write(f'signal-{len(signals)}')\n"
         "if rank == '1': wait_forever()\n"
-        "signal.signal(signal.SIGUSR1, note); wait_for('pid-1'); write('ready'); wait_for('signal-2')\n"
+        "signal.signal(signal.SIGUSR2, note); wait_for('pid-1'); write('ready'); wait_for('signal-2')\n"
         "while True:\n"
         "    try:\n        os.kill(int(Path('pid-1').read_text()), 0); time.sleep(0.01)\n"
         "    except ProcessLookupError: sys.exit(130)"

@@ -86,13 +86,13 @@ def test_a_rank_of_nproc_listens_to_its_parent_process_alone(capfd: pytest.Captu
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
         assert not signals.requested
-        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGVTALRM)
         os.kill(os.getpid(), signal.SIGTERM)
         assert (signals.requested, signals.sender, signals.exit_code) == (True, "SIGTERM", 143)
         with pytest.raises(SystemExit) as end:
-            os.kill(os.getpid(), signal.SIGUSR2)
+            os.kill(os.getpid(), signal.SIGVTALRM)
     assert (end.value.code, str(end.value)) == (143, "stopped by SIGTERM")
-    assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGVTALRM) == signal.SIG_DFL
     assert "send SIGTERM again" in capfd.readouterr().err
 
 
@@ -105,7 +105,7 @@ def test_signals_that_arrive_in_native_code_are_counted(times: int) -> None:
     def send() -> None:
         for _ in range(times):
             time.sleep(0.05)
-            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR2)
 
     def wait_in_native_code() -> None:
         thread = threading.Thread(target=send)
@@ -130,7 +130,7 @@ def test_forwarded_signals_end_a_rank_that_does_not_train() -> None:
     try:
         handle_forwarded_signals()
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGUSR2)
     finally:
         for number, handler in zip(FORWARDED, before, strict=True):
             signal.signal(number, handler)
