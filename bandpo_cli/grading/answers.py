@@ -31,7 +31,7 @@ _NUMBER = re.compile(
     rf"| ?(?:\\times|\\cdot|\*|×|·|x) ?(?P<power1>{_POWER}))?)"
 )
 """A number; the digit of a group distinguishes the alternatives, one of which matches."""
-_SIGNS = ("€", "£", "¥", "₹", "$", "¢")
+_SIGNS = ("€", "£", "¥", "₹", "¢")
 _PARENTHESES = re.compile(r"^\(([^()]*)\)$")
 _UNICODE_VARIANTS = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "’": "'"})
 _GROUPED = re.compile(r"\{,\}|,\\!|(?<=[0-9])\\,(?=[0-9]{3})")  # 10{,}000, 10,\!000 and 10\,000
@@ -46,7 +46,7 @@ _NON_UNIT_WORDS = re.compile(
     re.IGNORECASE,
 )
 """Words that change the value of the number before them, or the statement about it."""
-_SHORT_UNIT = re.compile(r"[msghlLAVWJNKCF]|[ap]m|AM|PM|a|an|of|to|US")
+_SHORT_UNIT = re.compile(r"[msghlLAVWJNKCF]|[ap]m|AM|PM|a|an|of|to|US|sq|cu")
 """Letters that may be units, and words between units; other short words than units are variables, as in 5ab."""
 _PREPOSITION = re.compile(r"at|by|on")
 """Accepted after a unit, as in "18 dollars at the market"; directly after a number they may be variables."""
@@ -56,7 +56,7 @@ FONT = re.compile(
 """A font command of LaTeX; its group is the content."""
 _DEGREES = re.compile(r"\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree|\\circ|°")
 # One letter per repetition: with "[A-Za-z]+" here, a text that does not match takes time exponential in its letters.
-_UNIT = re.compile(r"(?:[A-Za-z ./()'*²³€£¥₹$¢-]|\^ ?(?:\{ ?-?[1-4] ?\}|-?[1-4]))*")
+_UNIT = re.compile(r"(?:[A-Za-z ./()'*²³€£¥₹¢-]|\^ ?(?:\{ ?-?[1-4] ?\}|-?[1-4]))*")
 
 
 @dataclass(frozen=True)
@@ -157,8 +157,8 @@ def read_unit(text: str) -> tuple[Fraction, bool] | None:
     if is_attached and not (_SHORT_UNIT.fullmatch(words[0]) or is_known_unit):
         return None
     for index, word in enumerate(words):
-        is_unit = is_known(word) or _SHORT_UNIT.fullmatch(word)
-        is_unit = is_unit or (len(word) > 2 and not _NON_UNIT_WORDS.fullmatch(word))
+        is_short = is_known(word) or _SHORT_UNIT.fullmatch(word)
+        is_unit = is_short or (len(word) > 2 and not _NON_UNIT_WORDS.fullmatch(word))
         if not is_unit and (index == 0 or not _PREPOSITION.fullmatch(word)):
             return None
     return Fraction(10) ** _POWERS.get(words[0].lower() if words else "", 0), is_letter
@@ -199,7 +199,7 @@ def grade_number(problem: Problem, text: str) -> Grade:
     The verdict is `malformed` if the final answer is not a plain number. Of an equation ("3 * 6 = 18") the right-hand
     side is compared. Raise ValueError if the reference is not a plain number.
     """
-    gold = read_plain_number(_reference(problem))
+    gold = read_plain_number(reference_of(problem))
     if gold is None:
         raise ValueError(f"its answer {problem.answer!r:.60} is not a plain number; use the grader 'math'")
     number = read_plain_number(right_hand_side(_final_answer(text)))
@@ -211,7 +211,7 @@ def grade_number(problem: Problem, text: str) -> Grade:
 
 def grade_math(problem: Problem, text: str) -> Grade | tuple[str, str]:
     """Return the grade of a completion if plain numbers or equal texts decide, else the arguments of `is_equal`."""
-    reference, answer = _reference(problem), _final_answer(text)
+    reference, answer = reference_of(problem), _final_answer(text)
     if not answer:
         return MALFORMED
     left, *right = _EQUALS.split(answer)  # the value is on the right of "x = 1,234" and "9 * 2 = 18"
@@ -315,8 +315,9 @@ def voted_answer(text: str, grader: str) -> str | None:
     number does not vote, and the right-hand side of an equation votes. For `countdown`, the complete text votes,
     without its spaces.
 
-    Equal votes get equal grades, except decimals that stand for a fraction: for the reference 1/3, `math` accepts
-    0.333333, and neither 0.3333330 nor 333333/1000000. A custom grader votes like `math`.
+    Equal votes get equal grades, with two exceptions. Votes ignore units: 5 cm votes with 5 km. A decimal may stand for
+    a fraction: for the reference 1/3, `math` accepts 0.333333, and neither 0.3333330 nor 333333/1000000. A custom
+    grader votes like `math`.
 
     Returns:
         The canonical form, or None if the completion has no answer of at most `MAX_ANSWER_CHARS` characters.
@@ -356,6 +357,6 @@ def _final_answer(text: str) -> str:
     return without_remark(unwrap(tidy(answer))) if len(answer) <= MAX_ANSWER_CHARS else ""
 
 
-def _reference(problem: Problem) -> str:
+def reference_of(problem: Problem) -> str:
     """Return the reference in the form of a final answer."""
     return without_remark(unwrap(tidy(unwrap(problem.answer))))

@@ -14,11 +14,20 @@ MAX_ANSWER_CHARS = 1000
 
 Replacement = str | Callable[[re.Match[str]], str]
 
-_VULGAR = dict(zip("½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", "12 13 23 14 34 15 25 35 45 16 56 18 38 58 78".split(), strict=True))
+_VULGAR = dict(
+    zip(
+        "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞",
+        ["12", "13", "23", "14", "34", "15", "25", "35", "45", "16", "56", "18", "38", "58", "78"],
+        strict=True,
+    )
+)
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
-_BASES = {name: str(base) for base, name in enumerate("two three four five six seven eight nine ten".split(), 2)}
+_BASES = {
+    name: str(base)
+    for base, name in enumerate(["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"], 2)
+}
 
 
 def _repeating(match: re.Match[str]) -> str:
@@ -39,7 +48,7 @@ CHARACTERS: tuple[tuple[str, Replacement, str, str], ...] = (
     ("[！-～]", lambda match: match[0].translate(_FULL_WIDTH), "１８", "18"),
     (r"\\(?:text)?color\s*\{[^{}]*\}", "", r"\color{red}{18}", "{18}"),
     (r"^\s*\{([^{}\\,]*)\}\s*$", r"\1", "{18}", "18"),
-    (f"[{''.join(_VULGAR)}]", lambda match: r"\frac{%s}{%s}" % (*_VULGAR[match[0]],), "3½", r"3\frac{1}{2}"),
+    (f"[{''.join(_VULGAR)}]", lambda match: r"\frac{{{}}}{{{}}}".format(*_VULGAR[match[0]]), "3½", r"3\frac{1}{2}"),
     ("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ]+", lambda match: f"^{{{match[0].translate(_RAISED)}}}", "x² + 10⁻⁶", "x^{2} + 10^{-6}"),
     ("[₀₁₂₃₄₅₆₇₈₉]+", lambda match: f"_{{{match[0].translate(_LOWERED)}}}", "x₁", "x_{1}"),
     (rf"{_DECIMAL}(?P<fixed>[0-9]{{0,20}})\\(?:overline|bar|dot)\s*\{{(?P<block>[0-9]{{1,20}})\}}", _repeating,
@@ -53,6 +62,7 @@ CHARACTERS: tuple[tuple[str, Replacement, str, str], ...] = (
     (rf"(?<=[0-9A-F])\s*\(?(?:in )?base[ -]([0-9]{{1,2}}|{'|'.join(_BASES)})\)?$",
      lambda match: f"_{{{_BASES.get(match[1], match[1])}}}", "1001 (base 2)", "1001_{2}"),
     (r"(?<!\s)\*\*(?=[\s,)])|(?<![^\s(])\*\*(?!\s)", "", "**2** and **3**", "2 and 3**"),
+    (_DOTS, r"\\ldots ", "1, ..., n", r"1, \ldots , n"),
     ("o['’]clock", "hours", "18 o'clock", "18 hours"),
 )  # fmt: skip
 """Characters and notations of numbers."""
@@ -69,22 +79,25 @@ _SYMBOLS = {
     "λ": r"\lambda", "μ": r"\mu", "σ": r"\sigma", "φ": r"\phi", "ω": r"\omega", "∪": r"\cup", "∩": r"\cap",
     "∈": r"\in", "∅": r"\emptyset", "±": r"\pm", "≤": r"\le", "≥": r"\ge", "⩽": r"\le", "⩾": r"\ge", "≠": r"\neq",
     "·": r"\cdot", "⋅": r"\cdot", "×": r"\times", "÷": r"\div", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "→": r"\to",
-    "∠": r"\angle", "≈": r"\approx", "−": "-", "–": "-", "⁄": "/", "∕": "/",
+    "∠": r"\angle", "°": r"^\circ", "≈": r"\approx", "−": "-", "–": "-", "⁄": "/", "∕": "/",
 }  # fmt: skip
 _WORD = r"(?<![A-Za-z\\{0}])(?:{1})(?![A-Za-z])"
 _DIGITS = r"[0-9]+(?:\.[0-9]+)?"
 _ARGUMENT = r"\{[^{}]*\}|[0-9A-Za-z]|\\[a-z]+"
 
 EXPRESSIONS: tuple[tuple[str, Replacement, str, str], ...] = (
-    (r"\\(?:leq?slant|leqq)(?![A-Za-z])", r"\\le", r"x \leqslant 2", r"x \le 2"),
-    (r"\\(?:geq?slant|geqq)(?![A-Za-z])", r"\\ge", r"x \geqslant 2", r"x \ge 2"),
+    (r"\\([gl]e)q?(?:slant|q)(?![A-Za-z])", r"\\\1", r"x \leqslant 2", r"x \le 2"),
+    (r"(?<![A-Za-z\\])E\s*_", r"\\mathrm{E}_", "E_1", r"\mathrm{E}_1"),
+    (r"_\s*+(?:\{\s*+)?\\odot\s*\}?", "_{sun}", r"M_\odot", "M_{sun}"),
     (r"(?<![A-Za-z])(?:np|numpy|math|sp|sympy)\.(?=[a-z])", "", "np.arcsin(1)", "arcsin(1)"),
     (f"[{''.join(_SYMBOLS)}]", lambda match: f"{_SYMBOLS[match[0]]} ".replace("- ", "-").replace("/ ", "/"),
      "-∞ ≤ x", r"-\infty  \le  x"),
+    (r"(?<=[0-9}]) *degrees?(?![A-Za-z])(?! *[CF])", r"^\\circ ", "60 degrees", r"60^\circ "),
     (r"<=|=<", r"\\le ", "x <= 2", r"x \le  2"),
     (r">=", r"\\ge ", "x >= 2", r"x \ge  2"),
     (r"(?<![0-9)])!=", r"\\neq ", "x != 1", r"x \neq  1"),
-    (r"\+/?-(?=\s*[0-9\\])", r"\\pm ", "1 +- 2", r"1 \pm  2"),
+    (r"\+/-|(?:(?<=\s)|^)\+-(?=\s)", r"\\pm ", "1 +- 2", r"1 \pm  2"),
+    (r"(?<=[\])]) *U *(?=[\[(])", r" \\cup ", "(0,1) U (2,3)", r"(0,1) \cup (2,3)"),
     (r"\*\*", "^", "x**2", "x^2"),
     (r"\*", r"\\cdot ", "2*x", r"2\cdot x"),
     (_WORD.format("", "asin|acos|atan"), lambda match: f"arc{match[0][1:]}", "atan(2)", "arctan(2)"),
@@ -93,6 +106,9 @@ EXPRESSIONS: tuple[tuple[str, Replacement, str, str], ...] = (
     (r"(?:∛|(?<![A-Za-z\\])cbrt(?![A-Za-z])) ?", r"\\sqrt[3] ", "cbrt(2)", r"\sqrt[3] (2)"),
     (rf"(?<![A-Za-z\\])({_FUNCTIONS})(?![A-Za-z])", r"\\\1 ", "2sin(x)", r"2\sin (x)"),
     (rf"(?<![A-Za-z\\])({_GREEK})(?![A-Za-z])", r"\\\1 ", "2 pi", r"2 \pi "),
+    (r"_ *\{ *\\(max|min) *\}", r"_{\1}", r"m_{\max }", "m_{max}"),
+    (r"(\\(?:sin|cos|tan|cot|sec|csc)) *(?:\\left)?\(? *([0-9.]+) *\^ *\{?\\circ *\}?(?: *(?:\\right)?\))?",
+     r"\1(\\frac{\2\\pi}{180})", r"\cos 45^\circ", r"\cos(\frac{45\pi}{180})"),
     (r"(\\log|\\ln|\\lg) +(?=[_^(])", r"\1", r"\log _2 3", r"\log_2 3"),
     (r"(\\log)_ ?([0-9]+) *", r"\1_{\2} ", r"\log_2 3", r"\log_{2} 3"),
     (rf"(\\[dtc]?frac|\\[dt]?binom) *({_ARGUMENT}) *({_ARGUMENT})",
@@ -100,12 +116,14 @@ EXPRESSIONS: tuple[tuple[str, Replacement, str, str], ...] = (
      r"\frac 1 2", r"\frac{1}{2}"),
     (rf"(\\sqrt(?:\[[^][]*\])?) *({_DIGITS}|[A-Za-z]|\\pi)", r"\1{\2}", r"\sqrt 3", r"\sqrt{3}"),
     (rf"\^ ?([-+]?{_DIGITS})", r"^{\1}", "2^-10", "2^{-10}"),
-    (rf"(?<![0-9A-Za-z./^_{{}}])({_DIGITS}) ?/ ?({_DIGITS})(?: +|\\cdot ?)(?=[A-Za-z\\(])(?!\\(?:cdot|times|div|text|le|ge|c[au]p))",
-     r"\\frac{\1}{\2} ", "3/4 x", r"\frac{3}{4} x"),
+    (rf"(?<![0-9A-Za-z./^_{{}}])({_DIGITS}) ?/ ?({_DIGITS})(?: +|\\cdot ?)"
+     r"(?=[A-Za-z\\(])(?!\\(?:cdot|times|div|text|le|ge|c[au]p))", r"\\frac{\1}{\2} ", "3/4 x", r"\frac{3}{4} x"),
 )  # fmt: skip
 """Plain text of expressions; `readable` also reads the parentheses of `sqrt(...)` and `x^(...)` as a group."""
 
-_COMPILED = {id(table): [(re.compile(row[0]), row[1]) for row in table] for table in (CHARACTERS, EXPRESSIONS)}
+_COMPILED = {
+    id(table): [(re.compile(row[0]), row[1]) for row in table] for table in (CHARACTERS, EXPRESSIONS)
+}
 _TEXT = re.compile(r"(\\(?:text|mbox|mathrm|operatorname|begin|end)[a-z]*\s*\{[^{}]*\})")
 _GROUP = re.compile(r"(?:\^|\\sqrt(?:\[[^][]*\])?) *\(")
 

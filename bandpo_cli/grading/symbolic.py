@@ -33,19 +33,17 @@ _LATEX = LatexExtractionConfig(
 _TEXT_UNIT = re.compile(
     r"(?<=[0-9A-Za-z)}])\s*(?:\\[,;: ]\s*)?\\(?:text|mathrm|mbox|textrm)\s*(\{[^{}]*\}\s*(?:\^\{?[0-9]\}?)?)$"
 )
-_PLAIN_UNIT = re.compile(r"(?<=[0-9A-Za-z)}]) +((?:square |cubic |sq\.? )?[A-Za-z]{2,}(?: ?(?:/|per) ?[A-Za-z]+)?)$")
+_PLAIN_UNIT = re.compile(
+    r"(?<=[0-9A-Za-z)}]) +((?:square |cubic |sq\.? )?[A-Za-z]{2,}(?: ?(?:/|per) ?[A-Za-z]+)?(?:\^ ?\{?[23]\}?)?)$"
+)
+_DEGREE = re.compile(r"(?<=\S)\s*\^ ?\{?\s?\\circ\s?\}?$")
 _UNNAMED_UNITS = re.compile(r"(?:square |cubic |sq\.? )?units?")
 # Words that the grammar would read as products, in which the order of the letters does not matter.
 _WORDS = re.compile(
     r"[A-Z]{3,}|[A-Za-z]{4,}|(?i:no|on|yes|odd|one|two|six|ten|all|any|not|day|red|max|min)"
     r"|[A-Za-z]{2,}(?:[ -][A-Za-z]{2,})+"
 )
-_ELLIPSIS = re.compile(r"\.\.\.|…|\\[lc]?dots(?![A-Za-z])")
-# Energies E_1 and the solar mass M_⊙: the grammar reads E as the number e, and \odot as an operator.
-_NAMES = (
-    (re.compile(r"(?<![A-Za-z\\])E\s*_"), r"\\mathrm{E}_"),
-    (re.compile(r"_\s*+(?:\{\s*+)?\\odot\s*\}?"), "_{sun}"),
-)
+_ELLIPSIS = re.compile(r"\.\.|\\[lcv]?dots(?![A-Za-z])")
 _JUXTAPOSED_NUMBERS = re.compile(r"[0-9]\s+[0-9]")
 _DATE = re.compile(r"[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}")
 _BASE = re.compile(r"[0-9]\s*+_\s*+(?:\{\s*+)?([0-9]++)")
@@ -84,7 +82,10 @@ def is_equal(gold: str, answer: str) -> bool:
     if conversion(unit, other_unit) != 1:
         return False
     golds, answers = _parse(gold), _parse(answer)
-    return bool(golds and answers) and _is_equal(golds[0], answers[0])
+    try:
+        return bool(golds and answers) and _is_equal(golds[0], answers[0])
+    except Exception:  # noqa: BLE001  (sympy raises errors of many kinds on what models write)
+        return False
 
 
 def _is_equal(gold: Any, answer: Any) -> bool:
@@ -112,21 +113,20 @@ def _values_by_name(gold: str, answer: str) -> list[tuple[str, str]] | None:
         return [(value, answers[name]) for name, value in golds.items()] if same else []
     if not golds and not answers:
         return None
-    values = [*golds.values()] if golds else [answers[name] for name in sorted(answers, key=_letters)]
+    names = golds or sorted(answers, key=lambda name: name.lstrip("\\").lower())
+    values = [(golds or answers)[name] for name in names]
     items = list_items(answer if golds else gold)
     if len(items) != len(values):
         return [] if golds or len(items) > 1 else None
     return list(zip(values, items, strict=True) if golds else zip(items, values, strict=True))
 
 
-def _letters(name: str) -> str:
-    return name.lstrip("\\").lower()
-
-
 def _split_unit(latex: str) -> tuple[str, Unit]:
     r"""Return an expression without the unit at its end, and the unit: `2\sqrt{3} \text{ cm}`, `2 \pi cm`."""
     if match := _TEXT_UNIT.search(latex):
         return latex[: match.start()], unit_of(match[1].strip("{").replace("}", " ", 1))
+    if match := _DEGREE.search(latex):
+        return latex[: match.start()], unit_of("degrees")
     match = _PLAIN_UNIT.search(latex)
     if match and ((unit := unit_of(match[1])) or _UNNAMED_UNITS.fullmatch(match[1])):
         return latex[: match.start()], unit
@@ -137,16 +137,20 @@ def _split_unit(latex: str) -> tuple[str, Unit]:
 def _parse(latex: str) -> list[Any]:
     """Return the parsed expression in a list, or an empty list if `latex` cannot be parsed."""
     latex = latex.replace("\n", " ").strip()
-    for name, readable in _NAMES:
-        latex = name.sub(readable, latex)
     modes = {"fallback_mode": "no_fallback", "extraction_mode": "first_match"}
-    return [_with_imaginary_unit(part) for part in parse(f"${latex}$", [_LATEX], parsing_timeout=None, **modes)]
+    return [
+        _with_imaginary_unit(part) for part in parse(f"${latex}$", [_LATEX], parsing_timeout=None, **modes)
+    ]
 
 
 def _with_imaginary_unit(expression: Any) -> Any:
     """Return an expression with the free symbol i as the imaginary unit, and other symbols as real numbers."""
     symbols = getattr(expression, "free_symbols", ())
-    values = {s: I if s.name == "i" else Symbol(s.name, real=True) for s in symbols if s.name == "i" or not s.is_real}
+    values = {
+        s: I if s.name == "i" else Symbol(s.name, real=True)
+        for s in symbols
+        if s.name == "i" or not s.is_real
+    }
     return expression.xreplace(values) if values and hasattr(expression, "xreplace") else expression
 
 

@@ -12,35 +12,20 @@ _TABLE = """
 length: 1 m meter metre; 1000 km kilometer kilometre; 0.01 cm centimeter centimetre; 0.001 mm millimeter millimetre
 length: 1e-6 micrometer; 1e-9 nm nanometer; 0.0254 in inch inche; 0.3048 ft foot feet; 0.9144 yd yard; 1609.344 mi mile
 time: 1 s sec second; 60 min minute; 3600 h hr hour; 86400 day; 604800 week; 0.001 ms millisecond
-months: 1 month; 12 yr year
-mass: 1000 kg kilogram; 1 g gram; 0.001 mg milligram; 453.59237 lb; 28.349523125 oz ounce; 1e6 ton tonne
-volume: 1 L l liter litre; 0.001 mL ml milliliter millilitre; 3.785411784 gal gallon
-dollars: 1 USD $ usd dollar buck; 0.01 ¢ cent penny pennie
-euros: 1 EUR € eur euro
-sterling: 1 GBP £ gbp
-rupees: 1 INR ₹ Rs inr rupee
-yen: 1 JPY ¥ jpy yen
-degrees: 1 deg degree
-radians: 1 rad radian
-Celsius: 1 celsius
-Fahrenheit: 1 fahrenheit
-temperature: 1 K kelvin
+months: 1 month; 12 yr year|mass: 1000 kg kilogram; 1 g gram; 0.001 mg milligram; 453.59237 lb; 28.349523125 oz ounce
+volume: 1 L l liter litre; 0.001 mL ml milliliter millilitre; 3.785411784 gal gallon|force: 1 N newton|rotation: 1 rpm
+dollars: 1 USD $ usd dollar buck; 0.01 ¢ cent penny pennie|euros: 1 EUR € eur euro|sterling: 1 GBP £ gbp
+rupees: 1 INR ₹ Rs inr rupee|yen: 1 JPY ¥ jpy yen|degrees: 1 deg degree|radians: 1 rad radian
+Celsius: 1 celsius|Fahrenheit: 1 fahrenheit|temperature: 1 K kelvin|amount: 1 mol mole|concentration: 1 ppm
 energy: 1 J joule; 1000 kJ kilojoule; 3600000 kWh kwh; 1.602176634e-19 eV; 4.184 calorie; 4184 kcal
-power: 1 W watt; 1000 kW kilowatt; 1e6 MW megawatt
-force: 1 N newton
-voltage: 1 V volt
-current: 1 A amp ampere
-frequency: 1 Hz hertz; 1000 kHz; 1e6 MHz
-rotation: 1 rpm
-amount: 1 mol mole
-concentration: 1 ppm
-data: 1 KB kb kilobyte; 1e3 MB megabyte; 1e6 GB gb gigabyte; 1e9 TB terabyte
+power: 1 W watt; 1000 kW kilowatt; 1e6 MW megawatt|voltage: 1 V volt|current: 1 A amp ampere
+frequency: 1 Hz hertz; 1e3 kHz; 1e6 MHz|data: 1 KB kb kilobyte; 1e3 MB megabyte; 1e6 GB gb gigabyte; 1e9 TB terabyte
 """
 """Kinds of units, and the units of each kind with their factor."""
 UNITS = {
-    name: (line.split(":")[0], Fraction(entry.split()[0]))
-    for line in _TABLE.strip().splitlines()
-    for entry in line.split(":")[1].split(";")
+    name: (kind, Fraction(entry.split()[0]))
+    for kind, _, entries in (line.partition(":") for line in re.split(r"\||\n", _TABLE.strip()))
+    for entry in entries.split(";")
     for name in entry.split()[1:]
 }
 _MONEY = ("dollars", "euros", "sterling", "rupees", "yen")
@@ -74,7 +59,7 @@ def unit_of(text: str) -> Unit:
     sign, pending, is_open = 1, 1, False
     for token, after in zip_longest(tokens, tokens[1:], fillvalue=""):
         word = token.lower()
-        exponent = _POWERS.get(word) or (int(re.sub("[^-0-9]", "", token)) if token[0] == "^" else None)
+        exponent = _POWERS.get(word) or (int(token.lstrip("^{ ")) if token[0] == "^" and token[1:] else None)
         name = known_name(_SCALES.get(token, token))
         if is_open and word in ("/", "per"):
             sign, is_open = -1, False
