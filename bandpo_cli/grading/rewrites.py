@@ -14,20 +14,13 @@ MAX_ANSWER_CHARS = 1000
 
 Replacement = str | Callable[[re.Match[str]], str]
 
-_VULGAR = dict(
-    zip(
-        "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞",
-        ["12", "13", "23", "14", "34", "15", "25", "35", "45", "16", "56", "18", "38", "58", "78"],
-        strict=True,
-    )
-)
+_FRACTIONS = "½12 ⅓13 ⅔23 ¼14 ¾34 ⅕15 ⅖25 ⅗35 ⅘45 ⅙16 ⅚56 ⅛18 ⅜38 ⅝58 ⅞78"
+_VULGAR = {entry[0]: entry[1:] for entry in _FRACTIONS.split()}
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
 _FULL_WIDTH = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
-_BASES = {
-    name: str(base)
-    for base, name in enumerate(["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"], 2)
-}
+_BASE_NAMES = ("two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+_BASES = {name: str(base) for base, name in enumerate(_BASE_NAMES, 2)}
 
 
 def _repeating(match: re.Match[str]) -> str:
@@ -106,6 +99,7 @@ EXPRESSIONS: tuple[tuple[str, Replacement, str, str], ...] = (
     (r"(?:∛|(?<![A-Za-z\\])cbrt(?![A-Za-z])) ?", r"\\sqrt[3] ", "cbrt(2)", r"\sqrt[3] (2)"),
     (rf"(?<![A-Za-z\\])({_FUNCTIONS})(?![A-Za-z])", r"\\\1 ", "2sin(x)", r"2\sin (x)"),
     (rf"(?<![A-Za-z\\])({_GREEK})(?![A-Za-z])", r"\\\1 ", "2 pi", r"2 \pi "),
+    (r"\\gamma(?![A-Za-z])", "g_{amma}", r"\gamma^2", "g_{amma}^2"),
     (r"_ *\{ *\\(max|min) *\}", r"_{\1}", r"m_{\max }", "m_{max}"),
     (r"(\\(?:sin|cos|tan|cot|sec|csc)) *(?:\\left)?\(? *([0-9.]+) *\^ *\{?\\circ *\}?(?: *(?:\\right)?\))?",
      r"\1(\\frac{\2\\pi}{180})", r"\cos 45^\circ", r"\cos(\frac{45\pi}{180})"),
@@ -125,6 +119,7 @@ _COMPILED = {
     id(table): [(re.compile(row[0]), row[1]) for row in table] for table in (CHARACTERS, EXPRESSIONS)
 }
 _TEXT = re.compile(r"(\\(?:text|mbox|mathrm|operatorname|begin|end)[a-z]*\s*\{[^{}]*\})")
+_ROMAN = re.compile(r"\\(?:mathrm|text)\s*\{\s*([ei])\s*\}")
 _GROUP = re.compile(r"(?:\^|\\sqrt(?:\[[^][]*\])?) *\(")
 
 
@@ -135,7 +130,7 @@ def tidy(answer: str) -> str:
 
 def readable(answer: str) -> str:
     """Return the LaTeX of an expression in plain text or LaTeX."""
-    parts = _TEXT.split(answer)
+    parts = _TEXT.split(_ROMAN.sub(r" \1 ", answer))
     parts[::2] = [_with_groups(_apply(EXPRESSIONS, part)) for part in parts[::2]]
     return "".join(parts)
 

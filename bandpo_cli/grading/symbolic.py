@@ -12,9 +12,9 @@ from typing import Any
 from zlib import crc32
 
 from math_verify import LatexExtractionConfig, LatexNormalizationConfig, parse, verify
-from sympy import Expr, Float, I, Symbol, nsimplify, simplify
+from sympy import Eq, Expr, Float, I, Symbol, nsimplify, simplify, solve
 
-from bandpo_cli.grading.named_values import list_items, named_values, values_first
+from bandpo_cli.grading.named_values import list_items, named_values, split, values_first
 from bandpo_cli.grading.rewrites import readable
 from bandpo_cli.grading.units import Unit, conversion, unit_of
 
@@ -81,8 +81,13 @@ def is_equal(gold: str, answer: str) -> bool:
     (gold, unit), (answer, other_unit) = _split_unit(gold), _split_unit(answer)
     if conversion(unit, other_unit) != 1:
         return False
-    golds, answers = _parse(gold), _parse(answer)
+    equations = [[part for part in split(text) if "=" in part] for text in (gold, answer)]
+    if len(equations[0]) == len(equations[1]) > 1:
+        first, second = equations
+        matches = [[is_equal(part, other) for other in second] for part in first]
+        return all(map(any, matches)) and all(map(any, zip(*matches, strict=True)))
     try:
+        golds, answers = _parse(gold), _parse(answer)
         return bool(golds and answers) and _is_equal(golds[0], answers[0])
     except Exception:  # noqa: BLE001  (sympy raises errors of many kinds on what models write)
         return False
@@ -90,6 +95,15 @@ def is_equal(gold: str, answer: str) -> bool:
 
 def _is_equal(gold: Any, answer: Any) -> bool:
     """Return True if two parsed expressions are equal."""
+    if isinstance(gold, Eq) and not gold.free_symbols and not isinstance(answer, Eq):
+        gold = gold.rhs
+    if isinstance(gold, Eq) and isinstance(answer, Eq):
+        if gold.lhs == answer.lhs:
+            return _is_equal(gold.rhs, answer.rhs)
+        if not gold.free_symbols or not answer.free_symbols:
+            return _is_equal(gold.lhs, answer.lhs) and _is_equal(gold.rhs, answer.rhs)
+        if simplify((gold.lhs - gold.rhs) / (answer.lhs - answer.rhs)).free_symbols and not solve(gold):
+            return False  # the library takes equations without a solution for equal
     if _differ_at_test_points(gold, answer):
         return False
     if verify([gold], [answer], allow_set_relation_comp=True, timeout_seconds=None):
@@ -124,7 +138,9 @@ def _values_by_name(gold: str, answer: str) -> list[tuple[str, str]] | None:
 def _split_unit(latex: str) -> tuple[str, Unit]:
     r"""Return an expression without the unit at its end, and the unit: `2\sqrt{3} \text{ cm}`, `2 \pi cm`."""
     if match := _TEXT_UNIT.search(latex):
-        return latex[: match.start()], unit_of(match[1].strip("{").replace("}", " ", 1))
+        unit = unit_of(match[1].strip("{").replace("}", " ", 1))
+        if unit or match.end() - match.start(1) > len("{e}"):  # e is a number, and x a variable
+            return latex[: match.start()], unit
     if match := _DEGREE.search(latex):
         return latex[: match.start()], unit_of("degrees")
     match = _PLAIN_UNIT.search(latex)
