@@ -17,7 +17,6 @@ _MARKER = re.compile(f"(?P<box>{_BOX})|(?i:{_LABEL})|{_HASHES}", re.MULTILINE)
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is part of the content
 _BARE = re.compile(r"[ \t]+([^\s\\{}$]+)")  # "\boxed 5", as in some solutions of MATH
 _WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("'", "'"), ('"', '"'), ("“", "”"))
-_DECIMAL_END = re.compile(r"[0-9]\.[0-9]+$")
 _THINKING, _END_OF_THINKING = "<think>", "</think>"
 _LEADING = " \t\r\n*`"
 _TRAILING = ".。,;*`" + "".join(char for char in map(chr, range(0x3001)) if char.isspace())
@@ -48,8 +47,8 @@ def unwrap(answer: str) -> str:
     r"""Return the answer without its formatting: spaces, `$...$`, `\(...\)`, `**...**`, full stops, commas."""
     while True:  # at most five rounds: a wrapper is removed only if none of its kind is inside
         stripped = answer.rstrip(_TRAILING)
-        is_repeating = answer.startswith("...", len(stripped)) and _DECIMAL_END.search(stripped[-30:])
-        answer = f"{stripped}..." if is_repeating else stripped
+        goes_on = stripped[-1:].isdigit() and answer[len(stripped) :].lstrip().startswith("...")  # 0.333...
+        answer = f"{stripped}..." if goes_on else stripped
         answer = answer.lstrip(_LEADING)
         for left, right in _WRAPPERS:
             inner = answer[len(left) : -len(right)]

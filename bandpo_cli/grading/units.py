@@ -13,12 +13,12 @@ length: 1 m meter metre; 1000 km kilometer kilometre; 0.01 cm centimeter centime
 length: 1e-6 micrometer; 1e-9 nm nanometer; 0.0254 in inch inche; 0.3048 ft foot feet; 0.9144 yd yard; 1609.344 mi mile
 time: 1 s sec second; 60 min minute; 3600 h hr hour; 86400 day; 604800 week; 0.001 ms millisecond
 months: 1 month; 12 yr year|mass: 1000 kg kilogram; 1 g gram; 0.001 mg milligram; 453.59237 lb; 28.349523125 oz ounce
-volume: 1 L l liter litre; 0.001 mL ml milliliter millilitre; 3.785411784 gal gallon|force: 1 N newton|rotation: 1 rpm
+morning: 1 am AM|evening: 1 pm PM|volume: 1 L l liter litre; 0.001 mL ml milliliter millilitre; 3.785411784 gal gallon
 dollars: 1 USD $ usd dollar buck; 0.01 ¢ cent penny pennie|euros: 1 EUR € eur euro|sterling: 1 GBP £ gbp
 rupees: 1 INR ₹ Rs inr rupee|yen: 1 JPY ¥ jpy yen|degrees: 1 deg degree|radians: 1 rad radian
 Celsius: 1 celsius|Fahrenheit: 1 fahrenheit|temperature: 1 K kelvin|amount: 1 mol mole|concentration: 1 ppm
-energy: 1 J joule; 1000 kJ kilojoule; 3600000 kWh kwh; 1.602176634e-19 eV; 4.184 calorie; 4184 kcal
-power: 1 W watt; 1000 kW kilowatt; 1e6 MW megawatt|voltage: 1 V volt|current: 1 A amp ampere
+force: 1 N newton|energy: 1 J joule; 1000 kJ kilojoule; 3600000 kWh kwh; 1.602176634e-19 eV; 4.184 calorie; 4184 kcal
+power: 1 W watt; 1000 kW kilowatt; 1e6 MW megawatt|voltage: 1 V volt|current: 1 A amp ampere|rotation: 1 rpm
 frequency: 1 Hz hertz; 1e3 kHz; 1e6 MHz|data: 1 KB kb kilobyte; 1e3 MB megabyte; 1e6 GB gb gigabyte; 1e9 TB terabyte
 """
 """Kinds of units, and the units of each kind with their factor."""
@@ -28,6 +28,7 @@ UNITS = {
     for entry in entries.split(";")
     for name in entry.split()[1:]
 }
+_LARGE = ("hundred", "thousand", "million", "billion", "trillion")
 _MONEY = ("dollars", "euros", "sterling", "rupees", "yen")
 _RATES = {"mph": "mi/h", "kmh": "km/h", "kph": "km/h", "fps": "ft/s"}
 _RATE = re.compile(rf"(?<![A-Za-z])(?:{'|'.join(_RATES)})(?![A-Za-z])", re.IGNORECASE)
@@ -67,6 +68,8 @@ def unit_of(text: str) -> Unit:
             unit[-1] = unit[-1][0], unit[-1][1] * exponent
         elif exponent:
             pending = exponent
+        elif word in _LARGE and not unit:
+            continue
         elif name is None or (name == "in" and after.isalpha()):
             break
         else:

@@ -126,6 +126,8 @@ def test_number_reads_punctuation_units_and_fractions() -> None:
     ):
         assert grade_number(of_answer(reference), f"Answer: {text}") == CORRECT, text
     assert grade_number(of_answer("18 cm"), "Answer: 0.18 m") == CORRECT
+    assert grade_number(of_answer("2 million dollars"), "Answer: 2 million euros") == WRONG
+    assert grade_number(of_answer("10 am"), "Answer: 10 pm") == WRONG
     assert {grade_number(of_answer("18 cm"), f"Answer: {text}") for text in OTHER_UNITS} == {WRONG}
     assert grade_number(of_answer("$18"), "Answer: 18 dollars per day") == CORRECT
 
