@@ -81,7 +81,15 @@ def is_equal(gold: str, answer: str) -> bool:
     (gold, unit), (answer, other_unit) = _split_unit(gold), _split_unit(answer)
     if conversion(unit, other_unit) != 1:
         return False
-    equations = [[part for part in split(text) if "=" in part] for text in (gold, answer)]
+    if all(r"\approx" in text for text in (gold, answer)):  # the parser drops the value after it
+        return is_equal(*(text.rpartition(r"\approx")[2].strip() for text in (gold, answer)))
+    items, others = split(gold), split(answer)
+    if len(items) == len(others) > len({*items}):  # the parser drops repeated values
+        counts = (
+            [sum(is_equal(item, other) for other in texts) for item in items] for texts in (items, others)
+        )
+        return next(counts) == next(counts)
+    equations = [[part for part in parts if "=" in part] for parts in (items, others)]
     if len(equations[0]) == len(equations[1]) > 1:
         first, second = equations
         matches = [[is_equal(part, other) for other in second] for part in first]

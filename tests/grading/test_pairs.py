@@ -63,6 +63,8 @@ $90^{\circ}$,$60^{\circ}$ == 60 degrees and 90 degrees !! 90° | 30°, 90°
 $x \neq \pm 5$ == x ≠ ±5 !! x = ±5
 \log_2\left(\frac{x y}{z}\right) == log_2(xy/z) | \log_2 x + \log_2 y - \log_2 z !! log_2(xyz)
 $9 i+5$ == 5 + 9*i !! 5-9i
+1,1,2,3 == 3,2,1,1 | 1, 2, 3, 1 !! 2,1,2,3 | 1,1,3,3
+\cos(2) \approx -0.416 == cos(2) ≈ -0.416 !! \cos(2) \approx -1.416
 x^{2}+121=0 == x²+121=0 | 121 + x^2 = 0 !! x^{2}+221=0 | x^2-2x+10=0 | x = 11
 \ln(e^{5})=5 == 5 !! \ln(e^{5})=6 | \ln(e^{6})=6 | \log_2 32 = 6
 f(r)=-\frac{m(\gamma^2+1)}{r^3} == f(r) = -m(γ^2+1)/r^3 !! f(r)=-\frac{m(\gamma^2+2)}{r^3}

@@ -76,6 +76,7 @@ def test_names_and_lists() -> None:
     assert named_values("x = 5") == named_values("1, 2") == named_values("x+y=1, x=2") == {}
     assert values_first("x_1=2, x_2=3") == values_first("x=2 or x=3") == "2, 3"
     assert values_first("5 = x") == "x = 5"
+    assert values_first("x=1, y=2") == "x=1, y=2"
     assert list_items(r"\left(1, (2,3)\right)") == ["1", "(2,3)"]
     assert list_items("(0,1),(2,3)") == ["(0,1)", "(2,3)"]
     assert split(r"1 \text{ and } \{2, 3\}") == ["1", r"\{2, 3\}"]
