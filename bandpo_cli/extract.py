@@ -10,38 +10,46 @@ from collections import deque
 MAX_CHARS = 20_000
 """Number of characters at the end of a text that are searched."""
 
-_BOX = r"\\(?:boxed|fbox|framebox)(?![A-Za-z])"
+_BOX = r"\\(?:boxed|fbox|framebox)(?![A-Za-z])(?=\s*\{|[ \t]+(?![A-Za-z]{2})[^\s\\{}$])"
 _LABEL = r"(?<![A-Za-z])answer[ \t*_]*[:：]"
 _HASHES = r"^[ \t]*####(?!#)"
 _MARKER = re.compile(f"(?P<box>{_BOX})|(?i:{_LABEL})|{_HASHES}", re.MULTILINE)
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is part of the content
 _BARE = re.compile(r"[ \t]+([^\s\\{}$]+)")  # "\boxed 5", as in some solutions of MATH
-_WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+_WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("'", "'"), ('"', '"'), ("“", "”"))
+_THINKING, _END_OF_THINKING = "<think>", "</think>"
 _LEADING = " \t\r\n*`"
-_TRAILING = ".。*`" + "".join(char for char in map(chr, range(0x3001)) if char.isspace())
+_TRAILING = ".。,;*`" + "".join(char for char in map(chr, range(0x3001)) if char.isspace())
 
 
 def final_answer(text: str) -> str | None:
     r"""Return the answer in the last `Answer: ...` line, `\boxed{...}` or `#### ...` line of `text`, unwrapped.
 
-    Return None if there is none of them, or if the last one is empty or a box without a closing brace.
+    Text up to the last `</think>` is not searched. Return None if there is none of the forms, or if the last one is
+    empty or a box without a closing brace, or if `<think>` is not closed.
     """
+    text = text.rpartition(_END_OF_THINKING)[2]
+    if _THINKING in text:
+        return None
     tail = text[-MAX_CHARS:]
     marker = next(iter(deque(_MARKER.finditer(tail), maxlen=1)), None)
     if marker is None:
         return None
     if marker["box"]:
         return _box_content(tail, marker.end())
-    line = tail[marker.end() :].partition("\n")[0]
+    line = tail[marker.end() :].partition("\n")[0].partition("</answer>")[0]
     if tail[tail.rfind("\n", 0, marker.start()) + 1 : marker.start()].lstrip().startswith("|"):
         line = line.strip("| \t\r")  # a row of a Markdown table; elsewhere |-18| is an absolute value
     return unwrap(line) or None
 
 
 def unwrap(answer: str) -> str:
-    r"""Return the answer without its formatting: spaces, `$...$`, `\(...\)`, `**...**`, full stops (. or 。)."""
+    r"""Return the answer without its formatting: spaces, `$...$`, `\(...\)`, `**...**`, full stops, commas."""
     while True:  # at most five rounds: a wrapper is removed only if none of its kind is inside
-        answer = answer.rstrip(_TRAILING).lstrip(_LEADING)
+        stripped = answer.rstrip(_TRAILING)
+        goes_on = stripped[-1:].isdigit() and answer[len(stripped) :].lstrip().startswith("...")  # 0.333...
+        answer = f"{stripped}..." if goes_on else stripped
+        answer = answer.lstrip(_LEADING)
         for left, right in _WRAPPERS:
             inner = answer[len(left) : -len(right)]
             if answer.startswith(left) and answer.endswith(right) and inner and left not in inner:

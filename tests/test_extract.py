@@ -46,6 +46,15 @@ DATA = Path(__file__).parents[1].parent / "shared" / "data"
         ("| Answer: | -18 |\n", "-18"),
         ("| x | 5 |\n | **Answer:** 18 dollars |", "18 dollars"),
         ("|x| = 2\nAnswer: |-2|", "|-2|"),
+        ("It is \\boxed{5}. (I used \\boxed as asked.)", "5"),
+        ("<answer>Answer: 18</answer>", "18"),
+        ("Answer: 18,", "18"),
+        ("Answer: '18';", "18"),
+        ("Answer: 0.333...", "0.333..."),
+        ("Answer: 18 ...", "18..."),
+        ("Answer: Monday...", "Monday"),
+        ("<think>\\boxed{4}?</think>\\boxed{5}", "5"),
+        ("maybe \\boxed{4}</think>\nAnswer: 5", "5"),
     ],
 )
 def test_final_answers_in_known_forms(text: str, answer: str) -> None:
@@ -70,6 +79,11 @@ def test_final_answers_in_known_forms(text: str, answer: str) -> None:
         ),
         *("\\boxed", "\\boxed{18", "\\boxed{}", "\\boxed}1{", "\\boxedx{1}", "\\boxed 1 \\boxed{{1}"),
         "Answer: 1 \\boxed{1",
+        *(
+            "<think>maybe \\boxed{5}, let me check",
+            "<think>\\boxed{5}</think>It is five.",
+            "\\boxed{5}</think>",
+        ),
     ],
 )
 def test_texts_without_a_final_answer(text: str) -> None:

@@ -158,6 +158,12 @@ def check_keys(
         elsewhere = (
             f"; a setting of {', '.join(having[:_MAX_PEERS])}{more}: add {tag}: {having[0]}" if having else ""
         )
+        if (
+            key == "grader" and "rewards" in known
+        ):  # the grader of a generated task is fixed; others can be added
+            elsewhere += (
+                f", or add a reward to its own: --set 'task.rewards=[{{}}, {{grader: \"{values[key]}\"}}]'"
+            )
         raise key_error(key, f": no such setting{of}{near}; known: {', '.join(known) or 'none'}{elsewhere}")
     return values
 

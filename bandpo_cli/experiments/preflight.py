@@ -3,6 +3,7 @@
 Functions here do not import torch, except for a custom method or estimator; `check_config` imports numpy.
 """
 
+import logging
 import math
 import os
 import re
@@ -22,6 +23,7 @@ from bandpo_cli.custom_code import add_code_folder, load_setting
 from bandpo_cli.datasets import BUNDLED_MODELS, DATASETS, generated_tasks
 from bandpo_cli.errors import ConfigError, UserError, definition_location, nearest, plural
 from bandpo_cli.grading.pool import check_grader
+from bandpo_cli.grading.references import unparsed_references
 from bandpo_cli.grading.tools import first_messages, tool_schemas
 from bandpo_cli.paths import (
     GGUF_ADVICE,
@@ -46,6 +48,8 @@ from bandpo_cli.storage.run_folder import (
 from bandpo_cli.tasks.task import Task, build_task
 from bandpo_cli.tracking.trackers import tracker_class
 from bandpo_cli.types import Problem
+
+log = logging.getLogger("bandpo_cli")
 
 # Without an owner the hub has only ids from before it had owners: any other name is a run or a mistake.
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|gpt2(-medium|-large|-xl)?|distilgpt2")
@@ -211,9 +215,14 @@ def check_graders(
     rewards: Sequence[RewardComponent] | None = None,
     trial: GradingConfig | None = None,
 ) -> None:
-    """Raise ConfigError if a grader of these problems, or of `rewards`, cannot be used; see `check_grader`."""
+    """Raise ConfigError if a grader of these problems, or of `rewards`, cannot be used; see `check_grader`.
+
+    With `trial`, references that the grader `math` cannot parse are counted, and a warning has the first of them.
+    """
     for grader, its_problems in problems_by_grader([*problems], rewards).items():
         check_grader(grader, its_problems, trial)
+        if grader == "math" and trial and (line := unparsed_references(its_problems, trial)):
+            log.warning("%s", line)
 
 
 def problems_by_grader(

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from bandpo_cli.extract import final_answer, unwrap
+from bandpo_cli.grading.rewrites import MAX_ANSWER_CHARS, tidy
+from bandpo_cli.grading.units import Unit, conversion, is_known, unit_of
 from bandpo_cli.registries import GRADERS, GraderEntry, load_attribute
 from bandpo_cli.types import CORRECT, ENVIRONMENT_REWARD, MALFORMED, WRONG, Grade, Problem
-
-MAX_ANSWER_CHARS = 1000
-"""Longer final answers are malformed. This bounds the work per answer before any deadline applies."""
 
 _INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
 _DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]*)?|\.[0-9]+)"
@@ -32,11 +31,13 @@ _NUMBER = re.compile(
     rf"| ?(?:\\times|\\cdot|\*|×|·|x) ?(?P<power1>{_POWER}))?)"
 )
 """A number; the digit of a group distinguishes the alternatives, one of which matches."""
+_SIGNS = ("€", "£", "¥", "₹", "¢")
+_PARENTHESES = re.compile(r"^\(([^()]*)\)$")
 _UNICODE_VARIANTS = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "’": "'"})
 _GROUPED = re.compile(r"\{,\}|,\\!|(?<=[0-9])\\,(?=[0-9]{3})")  # 10{,}000, 10,\!000 and 10\,000
 _LATEX_SPACING = re.compile(r"\\[,;:! ]|~|\\(?:left|right)(?![A-Za-z])")
 _APPROXIMATELY = re.compile(r"^(?:\\approx|\\sim|≈|=|(?i:approximately|about)(?![A-Za-z])) ?")
-_CURRENCY = re.compile(r"([+-]?) ?(?:\\?\$|US\$|USD|EUR|GBP|Rs\.?|€|£|¥|₹) ?(?=[-+.0-9])")
+_CURRENCY = re.compile(r"([+-]?) ?(?:\\|US)?(\$|USD|EUR|GBP|Rs|€|£|¥|₹)\.? ?(?=[-+.0-9])")
 
 _POWERS = {"percent": -2, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _NON_UNIT_WORDS = re.compile(
@@ -45,10 +46,8 @@ _NON_UNIT_WORDS = re.compile(
     re.IGNORECASE,
 )
 """Words that change the value of the number before them, or the statement about it."""
-_SHORT_UNIT = re.compile(
-    r"[msghlLAVWJNKCF]|[cmkn]m|k?g|mg|in|ft|yd|mi|m[lL]|lb|oz|hr|Hz|k[WJ]|eV|[ap]m|AM|PM|a|an|of|to|US"
-)
-"""Units of one or two letters, and words between units; any others are variables, as in 5ab."""
+_SHORT_UNIT = re.compile(r"[msghlLAVWJNKCF]|[ap]m|AM|PM|a|an|of|to|US|sq|cu")
+"""Letters that may be units, and words between units; other short words than units are variables, as in 5ab."""
 _PREPOSITION = re.compile(r"at|by|on")
 """Accepted after a unit, as in "18 dollars at the market"; directly after a number they may be variables."""
 FONT = re.compile(
@@ -57,7 +56,7 @@ FONT = re.compile(
 """A font command of LaTeX; its group is the content."""
 _DEGREES = re.compile(r"\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree|\\circ|°")
 # One letter per repetition: with "[A-Za-z]+" here, a text that does not match takes time exponential in its letters.
-_UNIT = re.compile(r"(?:[A-Za-z ./()'*²³-]|\^ ?(?:\{ ?-?[1-4] ?\}|-?[1-4]))*")
+_UNIT = re.compile(r"(?:[A-Za-z ./()'*²³€£¥₹¢-]|\^ ?(?:\{ ?-?[1-4] ?\}|-?[1-4]))*")
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,8 @@ class Number:
     is_fraction: bool
     has_letter: bool
     """A single letter follows, which is a unit (5 m) or a variable."""
+    unit: Unit = ()
+    """The unit of measurement, if it is a known one."""
 
     def __str__(self) -> str:
         """Return the value, and the scale if it is not 1: `50 × 1/100`."""
@@ -86,7 +87,9 @@ def read_number(text: str) -> Number | None:
     if len(text) > MAX_ANSWER_CHARS:
         return None
     text = " ".join(_LATEX_SPACING.sub(" ", _GROUPED.sub(",", text.translate(_UNICODE_VARIANTS))).split())
-    text = _CURRENCY.sub(r"\1", _APPROXIMATELY.sub("", text), count=1)
+    text = _APPROXIMATELY.sub("", _PARENTHESES.sub(r"\1", text))
+    currency = _CURRENCY.match(text)
+    text = _CURRENCY.sub(r"\1", text, count=1)
     match = _NUMBER.match(text)
     unit = read_unit(text[match.end() :]) if match else None
     if match is None or unit is None:
@@ -104,11 +107,20 @@ def read_number(text: str) -> Number | None:
         if parts.keys() <= {"sign", "decimal"}:
             places = len(decimal.partition(".")[2])
     scale, has_letter = unit
-    return Number(-value if match["sign"] == "-" else value, scale, places, is_fraction, has_letter)
+    known = unit_of(_without_fonts(text[match.end() :])) or unit_of(currency[2] if currency else "")
+    return Number(-value if match["sign"] == "-" else value, scale, places, is_fraction, has_letter, known)
+
+
+def in_unit_of(gold: Number, number: Number) -> Number | None:
+    """Return the number converted to the unit of `gold`; None if the two have units of different kinds."""
+    factor = conversion(gold.unit, number.unit)
+    if factor is None or factor == 1:
+        return None if factor is None else number
+    return replace(number, value=number.value * factor, unit=gold.unit)
 
 
 def equal(first: Number, second: Number) -> bool:
-    """Return True if the values are exactly equal.
+    """Return True if the values are exactly equal; units are not compared.
 
     If only one of the two has a percent sign or a word like "million", the values with and without it are compared.
     """
@@ -137,15 +149,24 @@ def read_unit(text: str) -> tuple[Fraction, bool] | None:
         return Fraction(1), False
     is_letter = len(text.strip()) == 1 and text.strip().isalpha()
     is_attached = text[0].isascii() and text[0].isalpha()
-    text = FONT.sub(r" \1 ", _DEGREES.sub(" degrees ", text).replace("\\%", "%").replace("%", " percent "))
+    text = _without_fonts(text)
     words = re.findall(r"[A-Za-z]+", text)
-    if not words or not _UNIT.fullmatch(text) or (is_attached and not _SHORT_UNIT.fullmatch(words[0])):
+    is_known_unit = is_known(words[0]) if words else text.strip() in _SIGNS
+    if not (words or is_known_unit) or not _UNIT.fullmatch(text):
+        return None
+    if is_attached and not (_SHORT_UNIT.fullmatch(words[0]) or is_known_unit):
         return None
     for index, word in enumerate(words):
-        is_unit = _SHORT_UNIT.fullmatch(word) or (len(word) > 2 and not _NON_UNIT_WORDS.fullmatch(word))
+        is_short = is_known(word) or _SHORT_UNIT.fullmatch(word)
+        is_unit = is_short or (len(word) > 2 and not _NON_UNIT_WORDS.fullmatch(word))
         if not is_unit and (index == 0 or not _PREPOSITION.fullmatch(word)):
             return None
-    return Fraction(10) ** _POWERS.get(words[0].lower(), 0), is_letter
+    return Fraction(10) ** _POWERS.get(words[0].lower() if words else "", 0), is_letter
+
+
+def _without_fonts(text: str) -> str:
+    """Return the text after a number with the content of fonts, and with degree and percent signs as words."""
+    return FONT.sub(r" \1 ", _DEGREES.sub(" degrees ", text).replace("\\%", "%").replace("%", " percent "))
 
 
 MAX_TAGGED_CHARS = 20_000
@@ -178,25 +199,27 @@ def grade_number(problem: Problem, text: str) -> Grade:
     The verdict is `malformed` if the final answer is not a plain number. Of an equation ("3 * 6 = 18") the right-hand
     side is compared. Raise ValueError if the reference is not a plain number.
     """
-    gold = read_plain_number(without_remark(unwrap(problem.answer)))
+    gold = read_plain_number(reference_of(problem))
     if gold is None:
         raise ValueError(f"its answer {problem.answer!r:.60} is not a plain number; use the grader 'math'")
     number = read_plain_number(right_hand_side(_final_answer(text)))
     if number is None:
         return MALFORMED
-    return CORRECT if equal(gold, number) else WRONG
+    number = in_unit_of(gold, number)
+    return CORRECT if number and equal(gold, number) else WRONG
 
 
 def grade_math(problem: Problem, text: str) -> Grade | tuple[str, str]:
     """Return the grade of a completion if plain numbers or equal texts decide, else the arguments of `is_equal`."""
-    reference, answer = without_remark(unwrap(problem.answer)), _final_answer(text)
+    reference, answer = reference_of(problem), _final_answer(text)
     if not answer:
         return MALFORMED
     left, *right = _EQUALS.split(answer)  # the value is on the right of "x = 1,234" and "9 * 2 = 18"
     stated = right[0] if len(right) == 1 and _NAME_OR_ARITHMETIC.fullmatch(unwrap(left)) else answer
     gold, number = read_plain_number(reference), read_plain_number(stated)
     if gold and number and not gold.has_letter:  # "3 m" may be three masses
-        is_right = equal(gold, number) or rounds_to(gold, number) or rounds_to(number, gold)
+        number = in_unit_of(gold, number)
+        is_right = number and (equal(gold, number) or rounds_to(gold, number) or rounds_to(number, gold))
         return CORRECT if is_right else WRONG
     return CORRECT if same_text(reference, answer) else (reference, answer)
 
@@ -292,8 +315,9 @@ def voted_answer(text: str, grader: str) -> str | None:
     number does not vote, and the right-hand side of an equation votes. For `countdown`, the complete text votes,
     without its spaces.
 
-    Equal votes get equal grades, except decimals that stand for a fraction: for the reference 1/3, `math` accepts
-    0.333333, and neither 0.3333330 nor 333333/1000000. A custom grader votes like `math`.
+    Equal votes get equal grades, with two exceptions. Votes ignore units: 5 cm votes with 5 km. A decimal may stand for
+    a fraction: for the reference 1/3, `math` accepts 0.333333, and neither 0.3333330 nor 333333/1000000. A custom
+    grader votes like `math`.
 
     Returns:
         The canonical form, or None if the completion has no answer of at most `MAX_ANSWER_CHARS` characters.
@@ -330,4 +354,9 @@ def vote_tagged(text: str) -> str | None:
 def _final_answer(text: str) -> str:
     """Return the final answer without a remark; '' if there is none or it is too long."""
     answer = final_answer(text) or ""
-    return without_remark(answer) if len(answer) <= MAX_ANSWER_CHARS else ""
+    return without_remark(unwrap(tidy(answer))) if len(answer) <= MAX_ANSWER_CHARS else ""
+
+
+def reference_of(problem: Problem) -> str:
+    """Return the reference in the form of a final answer."""
+    return without_remark(unwrap(tidy(unwrap(problem.answer))))

@@ -136,6 +136,9 @@ MISTAKES: dict[str, list[str]] = {
     "eval --model a/b": ["model.path = 'a/b': a task is missing"],
     "sweep --model a/b --seeds 0,1": ["model.path = 'a/b': a task is missing"],
     "train --model a/b --grader math": ["of 'countdown', the default; known: name", "a setting of data, gsm8k"],
+    "train --grader mine:f": [
+        "add name: data", """or add a reward to its own: --set 'task.rewards=[{}, {grader: "mine:f"}]'"""
+    ],
     # templates
     "train --model a/b --task one.jsonl --template boxd": ["task.template = 'boxd'", "did you mean 'boxed'"],
     "train --template boxed": ["task.template: no such setting of 'countdown', the default"],

@@ -12,11 +12,12 @@ from bandpo_cli.grading.answers import (
     Number,
     equal,
     grade_math,
+    grade_number,
     read_number,
     read_unit,
     rounds_to,
 )
-from bandpo_cli.types import CORRECT, Grade, Problem
+from bandpo_cli.types import CORRECT, WRONG, Grade, Problem
 
 NUMBERS = r"""
 18: 18 | 18. | 18 eggs per day | $18
@@ -38,6 +39,7 @@ NUMBERS = r"""
 100000: 10^{5}
 45: 45^\circ
 3: 3 miles/hour
+18: (18) | 18mph | 18hours | 18 GB | 18 € | 18¢ | 18 kWh | 18 ppm | 18°C
 5: €5 | \approx 5 | approximately 5 km | About $5 | USD 5 | Rs. 5
 5: 5cm^2 | 5 \mathrm{~cm} | 5 min | 5 in the morning | 5 m
 5: 5 dollars at the farmers’ market | 5 hours on average | 5 km by bus
@@ -98,6 +100,42 @@ def test_equality_and_fractions_that_round_to_a_decimal_of_six_digits() -> None:
                 assert equal(first, second) is equal(second, first), pair
 
 
+FORMS_OF_18 = [
+    "18,",
+    "18;",
+    "(18)",
+    "18mph",
+    "18hours",
+    "18 GB",
+    "'18'",
+    "$18$,",
+    "18 ✅",
+    "18 o'clock",
+    "\ufeff18",
+]
+OTHER_UNITS = ["18 km", "18 cm^2", "18 kg", "€18", "18 cents"]
+
+
+def test_number_reads_punctuation_units_and_fractions() -> None:
+    assert {grade_number(of_answer("18"), f"Answer: {text}") for text in FORMS_OF_18} == {CORRECT}
+    for reference, text in (
+        ("1.5", "1½"),
+        ("-18", "(-18)"),
+        ("1/3", "0.\\overline{3}"),
+        ("1000000", "1 000 000"),
+    ):
+        assert grade_number(of_answer(reference), f"Answer: {text}") == CORRECT, text
+    assert grade_number(of_answer("18 cm"), "Answer: 0.18 m") == CORRECT
+    assert grade_number(of_answer("2 million dollars"), "Answer: 2 million euros") == WRONG
+    assert grade_number(of_answer("10 am"), "Answer: 10 pm") == WRONG
+    assert {grade_number(of_answer("18 cm"), f"Answer: {text}") for text in OTHER_UNITS} == {WRONG}
+    assert grade_number(of_answer("$18"), "Answer: 18 dollars per day") == CORRECT
+
+
+def of_answer(answer: str) -> Problem:
+    return Problem("1", "", answer, "set", "number")
+
+
 SENTENCE = " apples whereas the total number, "
 
 
@@ -113,7 +151,7 @@ PENS = r"5000 pens should be produced for a cost of $\$ 200$."
 
 def test_sentence_after_a_number_goes_to_the_symbolic_comparison() -> None:
     words = "5" + " some words that go on" * 40 + "!"
-    sentence = f"5{SENTENCE}"
+    sentence = f"5{SENTENCE}grows"
     cases = [(PENS, "5000"), (PENS, r"\boxed{200}"), (sentence, "7"), ("7", sentence), ("7", words)]
     for reference, answer in cases:
         verdict = grade_math(Problem("1", "", reference, "set", "math"), f"Answer: {answer}")

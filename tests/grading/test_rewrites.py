@@ -1,0 +1,99 @@
+"""Rewrites of plain text: the example of every row, text that must stay, and the longest text."""
+
+import re
+from fractions import Fraction
+
+import pytest
+
+from bandpo_cli.grading.answers import MAX_ANSWER_CHARS
+from bandpo_cli.grading.named_values import list_items, named_values, split, values_first
+from bandpo_cli.grading.rewrites import CHARACTERS, EXPRESSIONS, Replacement, readable, tidy
+from bandpo_cli.grading.units import conversion, unit_of
+
+
+@pytest.mark.parametrize("row", [*CHARACTERS, *EXPRESSIONS], ids=lambda row: row[2])
+def test_every_row_does_what_its_example_shows(row: tuple[str, Replacement, str, str]) -> None:
+    pattern, replacement, example, result = row
+    assert re.sub(pattern, replacement, example) == result
+
+
+@pytest.mark.parametrize(
+    ("text", "latex"),
+    [
+        ("2*sqrt(x+1)/3", r"2\cdot \sqrt {x+1}/3"),
+        ("e^(2(x+1))", "e^{2(x+1)}"),
+        ("x**(1/2)", "x^{1/2}"),
+        ("√3/2", r"\sqrt{3}/2"),
+        ("(-∞, 1)", r"(-\infty , 1)"),
+        (r"\frac{\sqrt 3}{2}", r"\frac{\sqrt{3}}{2}"),
+        (r"\text{log of pi}", r"\text{log of pi}"),
+        (r"\mathrm{sin}", r"\mathrm{sin}"),
+        ("prison", "prison"),
+        (r"\alpha + \pi", r"\alpha + \pi"),
+    ],
+)
+def test_readable_text(text: str, latex: str) -> None:
+    assert readable(text) == latex
+
+
+def test_latex_is_not_rewritten_twice() -> None:
+    for row in EXPRESSIONS:
+        once = readable(row[2])
+        assert readable(once).replace(" ", "") == once.replace(" ", "")
+
+
+PIECES = [
+    "(",
+    ")",
+    "**",
+    "^(",
+    "sqrt(",
+    r"\frac",
+    r"\frac{",
+    "1",
+    "1.",
+    "0.1",
+    " ",
+    "3 ",
+    "[",
+    "{",
+    r"\color{",
+    "√",
+    "a",
+]
+
+
+def test_answers_of_the_largest_size_are_rewritten() -> None:
+    for piece in PIECES:
+        text = (piece * MAX_ANSWER_CHARS)[:MAX_ANSWER_CHARS]
+        for function in (tidy, readable, split, named_values, list_items, values_first, unit_of):
+            function(text)
+    assert tidy("½" * (MAX_ANSWER_CHARS + 1)) == "½" * (MAX_ANSWER_CHARS + 1)
+
+
+def test_names_and_lists() -> None:
+    assert named_values("x=1, y=2") == named_values("(x,y)=(1,2)") == {"x": "1", "y": "2"}
+    assert named_values("x = 5") == named_values("1, 2") == named_values("x+y=1, x=2") == {}
+    assert values_first("x_1=2, x_2=3") == values_first("x=2 or x=3") == "2, 3"
+    assert values_first("5 = x") == "x = 5"
+    assert values_first("x=1, y=2") == "x=1, y=2"
+    assert list_items(r"\left(1, (2,3)\right)") == ["1", "(2,3)"]
+    assert list_items("(0,1),(2,3)") == ["(0,1)", "(2,3)"]
+    assert split(r"1 \text{ and } \{2, 3\}") == ["1", r"\{2, 3\}"]
+
+
+def test_units_of_one_kind_are_converted_and_others_differ() -> None:
+    assert (
+        conversion(unit_of("km"), unit_of("m"))
+        == conversion(unit_of(" kilograms"), unit_of("g"))
+        == Fraction(1, 1000)
+    )
+    assert (
+        conversion(unit_of("cm^2"), unit_of("square cm")) == conversion(unit_of("apples"), unit_of("cm")) == 1
+    )
+    assert conversion(unit_of("km/h"), unit_of("mph")) == Fraction("1.609344")
+    assert conversion(unit_of("dollars per day"), unit_of("$")) == 1
+    assert conversion(unit_of("degrees Celsius"), unit_of("degrees F")) is None
+    for first, second in (("cm", "cm^2"), ("$", "€"), ("degrees", "radians"), ("km/h", "km"), ("s", "kg")):
+        assert conversion(unit_of(first), unit_of(second)) is None
+    assert unit_of("in total") == unit_of("x") == unit_of("") == ()
