@@ -101,11 +101,19 @@ def check_regular_file(path: Path, where: str) -> int:
     if not stat.S_ISREG(status.st_mode):
         kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or device"
         raise ConfigError(f"{where}: is {kind}; name a regular file")
-    if status.st_size < _MAX_POINTER_BYTES and path.read_bytes().startswith(b"version https://git-lfs"):
+    if status.st_size < _MAX_POINTER_BYTES and _is_pointer(path):
         raise ConfigError(
             f"{where}: is a git-lfs pointer without the content of the file; run git lfs pull there"
         )
     return status.st_size
+
+
+def _is_pointer(path: Path) -> bool:
+    """Return whether a small file is a pointer of git-lfs; False for a file that cannot be read."""
+    try:
+        return path.read_bytes().startswith(b"version https://git-lfs")
+    except OSError:
+        return False
 
 
 def read_text(path: Path, where: str, max_bytes: int | None = MAX_CONFIG_BYTES) -> str:

@@ -100,6 +100,7 @@ OVERLAYS = ((), (PAPER / "dynamic-sampling.yaml",), (PAPER / "dapo.yaml",))
 """Files on top of base.yaml and a model's file."""
 
 NOT_COMPUTED = {
+    "deterministic": "which kernels compute the same",
     "tracking": "what is sent where",
     "checkpoint": "when the state is written",
     "stop": "how many steps are computed",

@@ -1,12 +1,9 @@
 """A secret in the address of MLflow or in its variables reaches neither the files, nor MLflow, nor the terminal."""
 
-import json
 from pathlib import Path
 
 import pytest
-import yaml
 
-from bandpo_cli.config.run import RunConfig
 from tests.cli.eval_command import Done, bandpo
 from tests.cli.train_runs import SMALL
 
@@ -48,19 +45,3 @@ def test_a_secret_of_the_environment_or_a_flag_is_stored_and_printed_nowhere(tmp
         done = run_command(tmp_path, *arguments, "--tracking-uri", ADDRESS)
         assert (done.code, done.err.count("\n")) == (2, 1), done
         assert "set MLFLOW_TRACKING_URI" in done.err
-
-
-def test_a_secret_that_an_earlier_version_has_stored_is_not_shown(run):
-    config = RunConfig(steps=3).model_dump(mode="json")
-    config["tracking"]["uri"] = ADDRESS.replace(SECRET, "0ld")
-    run.write_config(yaml.safe_dump(config))
-    link = {"uri": "http://h/?token=0ld", "experiment": "bandpo", "key": "k"}
-    (run.path / "mlflow.json").write_text(json.dumps(link))
-    for arguments in (["show", "first"], ["show", "first", "--format", "json"], ["runs"], ["sync", "first"]):
-        done = run_command(run.path.parents[1], *arguments)
-        assert "0ld" not in done.out + done.err
-        assert done.code == (arguments[0] == "sync"), done
-    refused = run_command(run.path.parents[1], "train", "--resume", "first", "--steps", "4")
-    assert (refused.code, refused.err.count("\n")) == (2, 1)
-    assert "token=***#***" in refused.err
-    assert "set MLFLOW_TRACKING_URI" in refused.err
