@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, islice
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask, TaskSettings
@@ -16,7 +17,7 @@ from bandpo_cli.errors import ConfigError, plural
 from bandpo_cli.models.load import Policy
 from bandpo_cli.sampling.rollouts import EncodedPrompt, PromptEncoder
 from bandpo_cli.tasks.prompts import build_prompt
-from bandpo_cli.tasks.question_answers import compatibility_form
+from bandpo_cli.tasks.question_answers import without_spaces
 from bandpo_cli.types import Message, Problem
 
 _SAMPLE = 32
@@ -79,8 +80,11 @@ def check_questions(
     """
     warnings, missing = list[str](), list[str]()
     first: dict[tuple[int, ...], tuple[str, str]] = {}
-    for problem, prompt in zip(problems[:_SAMPLE], prompts, strict=False):
-        texts = [*map(_without_spaces, _texts(problem))]
+    sample, all_texts = problems[:_SAMPLE], [_texts(problem) for problem in problems[:_SAMPLE]]
+    written = iter(without_spaces(chain.from_iterable(all_texts)))
+    read = without_spaces(encoder.decode(prompts[:_SAMPLE]))
+    for problem, prompt, texts, text_read in zip(sample, prompts, all_texts, read, strict=False):
+        texts = [*islice(written, len(texts))]
         question = "".join(texts).casefold()
         other, its_question = first.setdefault(prompt.token_ids, (problem.id, question))
         if question != its_question:
@@ -89,12 +93,11 @@ def check_questions(
                 "template or tokenizer drops them; correct chat_template.jinja in its folder (the content of a message "
                 "is a text, not a list of parts), or use model.prompts=raw"
             )
-        read = _without_spaces("".join(text for text, _ in encoder.pieces(prompt.token_ids)))
-        missing += [problem.id for text in texts if text not in read]
+        missing += [problem.id for text in texts if text not in text_read]
     if missing:
         warnings.append(
             f"{label}: the chat template or the tokenizer changes or drops {plural(len(missing), 'text')} of the first "
-            f"{len(problems[:_SAMPLE])} prompts, first in problem {missing[0]}; look at the prompt of --dry-run"
+            f"{len(sample)} prompts, first in problem {missing[0]}; look at the prompt of --dry-run"
         )
     special = re.compile("|".join(map(re.escape, encoder.special.values())) or "(?!)")
     chats = (problem for problem in problems if not isinstance(problem.prompt, str))
@@ -112,11 +115,6 @@ def _texts(problem: Problem) -> list[str]:
     if isinstance(problem.prompt, str):
         return [problem.prompt]
     return [message.content for message in problem.prompt if message.role != "assistant"]
-
-
-def _without_spaces(text: str) -> str:
-    """Return a text without spaces and without different forms of a character, which tokenizers may change."""
-    return "".join(compatibility_form(text).split())
 
 
 def _long_prompts_error(

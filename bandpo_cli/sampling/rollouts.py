@@ -139,6 +139,10 @@ class PromptEncoder:
             else:
                 yield str(self.tokenizer.decode([*run])), None
 
+    def decode(self, prompts: Sequence[EncodedPrompt]) -> list[str]:
+        """Return the texts of prompts by their tokens, with the special ones."""
+        return ["".join(text for text, _ in self.pieces(prompt.token_ids)) for prompt in prompts]
+
     def applies_template(self, problem: Problem) -> bool:
         """Return whether the chat template formats the problem's prompt."""
         return self._chat and not isinstance(problem.prompt, str)

@@ -263,6 +263,11 @@ def question_key(prompt: Prompt) -> str:
     return text_hash(re.sub(r"[\s$]+", "", text))
 
 
+def without_spaces(texts: Iterable[str]) -> list[str]:
+    """Return texts without spaces and without different forms of a character, which tokenizers may change."""
+    return ["".join(compatibility_form(text).split()) for text in texts]
+
+
 def compatibility_form(text: str) -> str:
     """Return the NFKC form of a text in time linear in its length.
 
