@@ -131,22 +131,24 @@ def equal_rewards(rewards_PG: Tensor, has_reward_PG: Tensor) -> Tensor:
     return most - least <= REWARD_TOLERANCE * torch.maximum(most.abs(), least.abs()).clamp(min=1.0)
 
 
-def shaped_reward(grade: Grade, length: int, max_tokens: int, config: RewardConfig) -> float:
-    """Return the reward that advantages are computed from.
+def shaped_rewards(
+    grades: Sequence[Grade], lengths: Sequence[int], max_tokens: int, config: RewardConfig
+) -> list[float]:
+    """Return the rewards that advantages are computed from, one per grade.
 
     The grader's reward (0 to 1) is scaled to the range from `reward.wrong` to `reward.correct`, less the soft
     over-long penalty (DAPO, arXiv 2503.14476, eq. 13): 0 up to max_tokens − overlong_buffer tokens, then linear in the
     length up to overlong_penalty at max_tokens.
 
     Args:
-        length: number of sampled tokens, including the end token.
+        lengths: numbers of sampled tokens, including the end token.
         max_tokens: `sampling.max_tokens`.
     """
-    reward = config.wrong + (config.correct - config.wrong) * grade.reward
-    if not config.overlong_buffer:
-        return reward
-    over = max(0, length - (max_tokens - config.overlong_buffer))
-    return reward - config.overlong_penalty * min(1.0, over / config.overlong_buffer)
+    rewards = [config.wrong + (config.correct - config.wrong) * grade.reward for grade in grades]
+    if not (buffer := config.overlong_buffer):
+        return rewards
+    over = (min(1.0, max(0, length - (max_tokens - buffer)) / buffer) for length in lengths)
+    return [reward - config.overlong_penalty * share for reward, share in zip(rewards, over, strict=True)]
 
 
 def has_reward_spread(group: Group) -> bool:

@@ -16,7 +16,7 @@ from bandpo_cli.config.run import RewardConfig, RunConfig
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.grading.tools import tool_schemas
 from bandpo_cli.models.load import Policy
-from bandpo_cli.objective.advantages import shaped_reward
+from bandpo_cli.objective.advantages import shaped_rewards
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, StaleEngineError
 from bandpo_cli.types import ENVIRONMENT_REWARD, MESSAGES, Completion, Grade, Group, Message, Problem, Rollout
 
@@ -411,13 +411,12 @@ def graded_groups(
         reward: range of the reward and penalty for long completions.
         max_tokens: maximum tokens per completion, from which the penalty for long completions counts.
     """
-    graded = iter(zip(texts, grades, strict=True))
+    lengths = [len(completion.token_ids) for completions in completions_PG for completion in completions]
+    graded = iter(zip(texts, grades, shaped_rewards(grades, lengths, max_tokens, reward), strict=True))
 
     def rollout(problem: Problem, prompt: EncodedPrompt, completion: Completion) -> Rollout:
-        text, unshaped = next(graded)
-        shaped = shaped_reward(unshaped, len(completion.token_ids), max_tokens, reward)
-        rollout_grade = replace(unshaped, reward=shaped)
-        about = prompt.text, prompt.token_ids, completion, text, rollout_grade
+        text, grade, shaped = next(graded)
+        about = prompt.text, prompt.token_ids, completion, text, replace(grade, reward=shaped)
         return Rollout(with_turns(problem, completion), *about)
 
     return [

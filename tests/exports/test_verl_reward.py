@@ -12,7 +12,7 @@ from bandpo_cli.exports.verl_files import problem_to_json
 from bandpo_cli.exports.verl_reward import RewardFunction, load_reward_function
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.grading.rewards import training_grader
-from bandpo_cli.objective.advantages import shaped_reward
+from bandpo_cli.objective.advantages import shaped_rewards
 from bandpo_cli.types import Message, Problem
 
 DATA = {"name": "data", "train": "x.jsonl"}
@@ -33,7 +33,7 @@ def test_rewards_are_those_of_a_run(grader: str) -> None:
     function, problems = RewardFunction(config), [problem(grader)] * len(TEXTS)
     with GraderPool(config.grading) as pool:
         grades = training_grader(pool, None)(problems, TEXTS)
-    rewards = [shaped_reward(grade, 1, 8, config.reward) for grade in grades]
+    rewards = shaped_rewards(grades, [1] * len(grades), 8, config.reward)
     expected = [
         {"score": reward, "acc": float(grade.correct)} for reward, grade in zip(rewards, grades, strict=True)
     ]

@@ -23,7 +23,7 @@ from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.grading.rewards import training_grader
 from bandpo_cli.models.load import load_tokenizer
 from bandpo_cli.models.logprobs import linear_logprobs
-from bandpo_cli.objective.advantages import group_advantages, rloo_advantages, shaped_reward
+from bandpo_cli.objective.advantages import group_advantages, rloo_advantages, shaped_rewards
 from bandpo_cli.objective.loss import (
     AGGREGATIONS,
     LossBatch,
@@ -261,7 +261,7 @@ def test_rewards_of_verls_manager_are_those_of_a_run(buffer: int, tmp_path: Path
             for text in ("+".join(numbers), "*".join(numbers), f"({'-'.join(numbers)})", numbers[0], "=="):
                 result, length = asyncio.run(score(row, text))
                 (grade,) = training_grader(pool, None)([problem], [text])
-                expected = shaped_reward(grade, length, config.sampling.max_tokens, config.reward)
+                (expected,) = shaped_rewards([grade], [length], config.sampling.max_tokens, config.reward)
                 assert float(result["reward_score"]) == pytest.approx(expected)
                 assert result["reward_extra_info"]["acc"] == float(grade.correct)
                 seen.add((grade.correct, expected))

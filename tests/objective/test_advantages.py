@@ -17,7 +17,7 @@ from bandpo_cli.objective.advantages import (
     group_advantages,
     has_reward_spread,
     maxrl_advantages,
-    shaped_reward,
+    shaped_rewards,
     wrong_peers,
 )
 from bandpo_cli.training.metrics import rollout_metrics
@@ -33,7 +33,7 @@ def group_of(grades: list[Grade]) -> Group:
 
 @pytest.mark.parametrize(("grade", "reward"), [(RIGHT, 1.0), (WRONG, -1.0), (HALF, 0.0)])
 def test_the_graders_reward_is_scaled_to_the_range(grade: Grade, reward: float) -> None:
-    assert shaped_reward(grade, 5, 10, RewardConfig(correct=1.0, wrong=-1.0)) == reward
+    assert shaped_rewards([grade], [5], 10, RewardConfig(correct=1.0, wrong=-1.0)) == [reward]
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,9 @@ def test_the_graders_reward_is_scaled_to_the_range(grade: Grade, reward: float) 
 def test_the_over_long_penalty_equals_dapo(length: int, penalty: float) -> None:
     """DAPO's settings: at most 20,480 tokens, of which the last 4,096 are the buffer."""
     config = RewardConfig(overlong_buffer=4096)
-    assert shaped_reward(RIGHT, length, 20_480, config) == pytest.approx(1.0 - penalty)
-    assert shaped_reward(WRONG, length, 20_480, config) == pytest.approx(-penalty)
+    assert shaped_rewards([RIGHT, WRONG], [length] * 2, 20_480, config) == pytest.approx(
+        [1.0 - penalty, -penalty]
+    )
 
 
 @pytest.mark.parametrize(
