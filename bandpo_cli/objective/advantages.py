@@ -5,6 +5,7 @@ group has no gradient, and an update leaves it out. A custom one decides this it
 """
 
 import math
+from collections.abc import Sequence
 from typing import cast
 
 import torch
