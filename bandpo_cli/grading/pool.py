@@ -7,7 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -119,11 +119,14 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         grades: dict[int, Grade] = {}
         errors: dict[str, str] = {}
         pending_answers: dict[str, dict[int, GraderArguments]] = defaultdict(dict)
+        stages = {name: _first_stage(name) for name in {problem.grader for problem in problems}}
         with delay_warnings(lambda: self._describe_progress(len(texts))):
             for index, (problem, text) in enumerate(zip(problems, texts, strict=True)):
-                self._report_progress(len(grades), problem.grader, problem.id)
+                if self._cancelled.is_set():
+                    raise RunError("grading was cancelled")
+                self._progress = (len(grades), problem.grader, problem.id)
                 try:
-                    first = _first_stage(problem, text)
+                    first = stages[problem.grader](problem, text)
                 except (KeyError, ValueError) as error:  # the problem lacks a field that this grader reads
                     errors.setdefault(problem.grader, _first_stage_error(problem, error))
                     first = GRADER_ERROR
@@ -281,7 +284,7 @@ def check_grader(name: str, problems: Sequence[Problem] = (), trial: GradingConf
 def problem_error(name: str, problem: Problem) -> str | None:
     """Return why a grader of this package can grade no answer to the problem; None if it can."""
     try:
-        _first_stage(replace(problem, grader=name), "1")
+        _first_stage(name)(problem, "1")
     except (KeyError, ValueError) as error:
         return _first_stage_error(problem, error)
     return None
@@ -303,12 +306,9 @@ def _batches(problem_ids: Sequence[str], size: int) -> list[list[int]]:
     return batches
 
 
-def _first_stage(problem: Problem, text: str) -> Grade | GraderArguments:
-    """Return the grade of a completion, or the arguments to call the function of the worker with."""
-    name = problem.grader
-    stage: Callable[[Problem, str], Grade | GraderArguments]
-    stage = load_attribute(GRADERS[name].first_stage) if name in GRADERS else answer_of
-    return stage(problem, text)
+def _first_stage(name: str) -> Callable[[Problem, str], Grade | GraderArguments]:
+    """Return the function of a grader that returns the grade of a completion, or the arguments for the worker."""
+    return load_attribute(GRADERS[name].first_stage) if name in GRADERS else answer_of
 
 
 def failure_warnings(uses: Sequence[Mapping[str, GraderUse]]) -> list[str]:
