@@ -284,15 +284,13 @@ def load_environment(paths: Sequence[str]) -> BatchGrader:
     create()
     kept: OrderedDict[int | None, tuple[Any, int]] = OrderedDict()
 
-    async def reply(
-        key: int | None, problem: Mapping[str, Any], turns: Sequence[Any], is_end: bool
-    ) -> dict[str, Any]:
+    async def reply(key: int | None, problem: dict[str, Any], turns: Sequence[Any], is_end: bool) -> Any:
         environment, done = kept.pop(key, (None, 0))
         messages: Any = ()
         if environment is None or done > len(turns):
             environment, done = create(), 0
             messages = environment.reset(dict(problem))
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # the deadline starts again, as after each step
         for turn in turns[done:]:
             if messages is None:
                 raise ValueError(
@@ -335,9 +333,7 @@ def as_messages(result: Any) -> list[dict[str, Any]]:
     """Return what `reset` or `step` has returned as messages; raise ValueError unless there is at least one."""
     result = [result] if isinstance(result, (str, Mapping)) else result
     if not isinstance(result, (list, tuple)) or not result:
-        raise ValueError(
-            f"an environment must return a list of messages, or None from step for the end, not {result!r:.60}"
-        )
+        raise ValueError(f"an environment must return messages, or None from step to end, not {result!r:.60}")
     return [*map(as_message, result)]
 
 

@@ -214,10 +214,9 @@ class WorkerPool(ABC):
         """Spawn workers until `count` are alive, without waiting for their imports; raise RunError after `close`."""
         if self._is_closed:
             raise RunError(f"{self._title}: its worker processes were terminated because the command ends")
-        for worker in [
-            item for item in self._workers if item.ready and not item.jobs and not self._read(item)
-        ]:
-            self._terminate(worker)  # it exited while it was idle: no answer caused it
+        for worker in [worker for worker in self._workers if worker.ready and not worker.jobs]:
+            if not self._read(worker):
+                self._terminate(worker)  # it exited while it was idle: no answer caused it
         while len(self._workers) < count:
             self._workers.append(_Worker(self._loader, self._config))
 
@@ -391,9 +390,7 @@ class _Worker:
         self.jobs: dict[int, Job] = {}  # by key: those that were sent and have no reply yet
         self.queue: deque[Job] = deque()  # those for this worker alone that were not sent yet
         self.conversations: set[int] = set()  # those whose environments the process keeps
-        self.started_at = (
-            time.monotonic()
-        )  # of the process; once it is ready, of the first job or its current step
+        self.started_at = time.monotonic()  # of the process; once it is ready, of the first job or its step
         self._unsent = bytearray()
         self._received = b""
 

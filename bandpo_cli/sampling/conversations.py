@@ -83,16 +83,8 @@ class _Open:
     has_ended: bool = False
 
     def completion(self) -> Completion:
-        counts = (
-            self.turns,
-            self.calls,
-            self.failed,
-            self.reward,
-            self.malformed,
-            self.timed_out,
-            self.truncated,
-        )
-        about = Conversation(tuple(self.messages), *counts)
+        limits = self.malformed, self.timed_out, self.truncated
+        about = Conversation(tuple(self.messages), self.turns, self.calls, self.failed, self.reward, *limits)
         values = self.token_ids, self.logprobs, self.reason or "length", self.version, self.entropies
         return Completion(*values, tuple(self.inserted), about)
 
@@ -284,10 +276,8 @@ class _Session:
             results = reply["messages"]
         else:
             names = [call["function"]["name"] for call in item.messages[-1]["tool_calls"]]
-            pairs = zip(names, item.replies, strict=True)
-            results = [
-                {"role": "tool", "name": str(name), "content": reply["content"]} for name, reply in pairs
-            ]
+            pairs = zip(map(str, names), item.replies, strict=True)
+            results = [{"role": "tool", "name": name, "content": result["content"]} for name, result in pairs]
         messages = [
             {key: self._cut(value) if isinstance(value, str) else value for key, value in result.items()}
             for result in results

@@ -180,7 +180,7 @@ def test_what_a_step_returns_is_checked() -> None:
     with closing(environments("Returns")) as pool:
         replies = results(pool, [step(number, [turn]) for number, turn in enumerate(turns)])
         assert [reply["messages"] for reply in replies] == [*good.values(), *[None] * 9]
-        assert "ValueError: an environment must return a list of messages, or None" in replies[3]["reward"]
+        assert "ValueError: an environment must return messages, or None" in replies[3]["reward"]
         assert all("worker process" not in reply["reward"] for reply in replies[3:])
         assert len({worker._process.pid for worker in pool._workers}) == 1
     problem = Problem("p", (Message("user", "q?"),), "1", "data", "number")
