@@ -59,7 +59,8 @@ class BatchGrader(NamedTuple):
 
     N is 1 unless the function is `batched`. `location` is the end of an error message: where the function is defined.
     The function of an `asynchronous` grader is `async def`, and an event loop can run several calls at a time. `about`
-    is sent to the parent process after the import.
+    is sent to the parent process after the import. A synchronous function that `has_steps` awaits `asyncio.sleep(0)` at
+    the end of each, and the deadline starts again.
     """
 
     call: Callable[[Sequence[Any]], Coroutine[Any, Any, list[Grade]]]
@@ -67,6 +68,7 @@ class BatchGrader(NamedTuple):
     asynchronous: bool = False
     location: str = ""
     about: Any = None
+    has_steps: bool = False
 
     @classmethod
     def of_calls(cls, function: GraderFunction, arguments: int | None = None) -> BatchGrader:
@@ -77,15 +79,16 @@ class BatchGrader(NamedTuple):
 
         return cls(call)
 
-    def grade(self, answers: Sequence[Any]) -> list[Grade]:
-        """Return the grades [N] of answers [N]; for a caller outside an event loop."""
+    def grade(self, answers: Sequence[Any], on_step: Callable[[], None] = lambda: None) -> list[Grade]:
+        """Return the grades [N] of answers [N], outside an event loop; call `on_step` at the end of each step."""
         coroutine = self.call(answers)
         if self.asynchronous:
             import asyncio  # not at module level: every worker imports this module
 
             return asyncio.run(coroutine)
         try:
-            coroutine.send(None)  # it never waits for an event, since the function is synchronous
+            while coroutine.send(None) is None and self.has_steps:  # it never waits for an event
+                on_step()
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         raise AssertionError("a synchronous function was suspended")
@@ -190,7 +193,7 @@ def grade_from_result(result: Any) -> Grade:
     `verdict` (1 to 40 characters, not one of `UNGRADED_VERDICTS`).
     """
     fields = result if isinstance(result, Mapping) else {"score": result}
-    score = _finite(
+    score = finite(
         fields.get("score", result), "a bool, a score in [0, 1] or a dict with 'score'", 0, 1, _ANY_SCORE
     )
     correct = fields.get("correct", score >= 1)
@@ -227,8 +230,8 @@ def adapt_verl(function: GraderFunction) -> BatchGrader:
         grades = []
         for result in results:
             fields = result if isinstance(result, Mapping) else {"score": result}
-            score = _finite(fields.get("score", result), "a score or a dict with 'score'")
-            accuracy = _finite(fields.get("acc", score), "'acc' as a number or a bool")
+            score = finite(fields.get("score", result), "a score or a dict with 'score'")
+            accuracy = finite(fields.get("acc", score), "'acc' as a number or a bool")
             grades.append(replace(CORRECT if accuracy >= 1 else WRONG, reward=score))
         return grades
 
@@ -282,7 +285,7 @@ def adapt_trl(function: GraderFunction) -> BatchGrader:
             if value is None or value != value:  # NaN
                 grades.append(NOT_APPLICABLE)
             else:
-                score = _finite(value, "a number or None for each completion")
+                score = finite(value, "a number or None for each completion")
                 grades.append(replace(CORRECT if score >= 1 else WRONG, reward=score))
         return grades
 
@@ -316,7 +319,7 @@ def _returned_list(result: Any, count: int) -> list[Any]:
     return results
 
 
-def _finite(
+def finite(
     value: Any, expected: str, low: float = -math.inf, high: float = math.inf, advice: str = ""
 ) -> float:
     """Return a finite number from `low` to `high`, also of NumPy or torch; raise ValueError for anything else.

@@ -7,9 +7,9 @@ environment is a class with these methods; it must be deterministic for a proble
     step(message) -> messages or None    the answer to the assistant's message; None ends the conversation
     reward                               a number, or a method that returns one, read at the end
 
-Messages are texts of the user, or dictionaries with `role` and `content`. A worker keeps the environments of the
-conversations that it has answered; another worker repeats the steps of a conversation from its start. So a worker
-may end at any time.
+Messages are texts of the user, or dictionaries with `role` and `content`, in a list unless there is only one. All steps
+of a conversation go to one worker, which keeps its environment. If this worker ends, another one repeats the steps of
+the conversation from its start, each within the deadline.
 
 An environment that is written for TRL has tools and no `step`; see `TrlEnvironment`.
 
@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.custom_code import load_function
 from bandpo_cli.errors import ConfigError, definition_location, first_line, user_code_location
-from bandpo_cli.grading.signatures import BatchGrader
+from bandpo_cli.grading.signatures import BatchGrader, finite
 from bandpo_cli.grading.worker_process import Loader
-from bandpo_cli.grading.workers import WorkerPool, default_workers
+from bandpo_cli.grading.workers import Job, WorkerPool, default_workers
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.types import Message, Problem
 
@@ -61,13 +61,35 @@ class ToolPool(WorkerPool):
         return {"content": f"Error: {error}", "failed": True}
 
     def _late(self) -> Any:
-        return self._failed(f"no result within {self._config.deadline:g} s")
+        return {**self._failed(f"no result within {self._config.deadline:g} s"), "timed_out": True}
 
 
 class EnvironmentPool(ToolPool):
-    """Workers that run environments: the arguments are key, problem, messages of the assistant, and whether to end."""
+    """Workers that run environments: the arguments are key, problem, messages of the assistant, and whether to end.
+
+    A conversation begins in the worker that has the fewest, and stays there. Without a key, no environment is kept.
+    """
 
     title, load = "task.environment", "load_environment"
+
+    def _route(self) -> None:
+        stateless: list[Job] = []
+        for job in self._pending:
+            if (key := self._answers[job[0]][0][0]) is None:
+                stateless.append(job)
+                continue
+            fewest = min(self._workers, key=lambda worker: len(worker.conversations))
+            worker = next((worker for worker in self._workers if key in worker.conversations), fewest)
+            worker.conversations.add(key)
+            worker.queue.append(job)
+        self._pending = deque(stateless)
+
+    def _store(self, job: Job, results: Sequence[Any]) -> None:
+        super()._store(job, results)
+        for answer, result in zip(job, results, strict=True):
+            if result["messages"] is None:  # the conversation has ended
+                for worker in self._workers:
+                    worker.conversations.discard(self._answers[answer][0][0])
 
     def _failed(self, error: str) -> Any:
         return {"messages": None, "reward": error, "is_over": False, "failed": True}
@@ -82,7 +104,7 @@ def first_messages(
         ConfigError: the environment cannot be used.
     """
     with closing(EnvironmentPool([environment], config, default_workers(), 1)) as pool:
-        requests = [[index, as_problem(problem), [], False] for index, problem in enumerate(problems)]
+        requests: list[list[Any]] = [[None, as_problem(problem), [], False] for problem in problems]
         keys = pool.submit(
             requests, [problem.id for problem in problems], [[i] for i in range(len(problems))]
         )
@@ -260,38 +282,40 @@ def load_environment(paths: Sequence[str]) -> BatchGrader:
     function = load_function(path)
     create = functools.partial(_created, path, function)
     create()
-    kept: OrderedDict[str, tuple[Any, int]] = OrderedDict()
+    kept: OrderedDict[int | None, tuple[Any, int]] = OrderedDict()
 
-    def reply(key: str, problem: Mapping[str, Any], turns: Sequence[Any], is_end: bool) -> dict[str, Any]:
+    async def reply(key: int | None, problem: dict[str, Any], turns: Sequence[Any], is_end: bool) -> Any:
         environment, done = kept.pop(key, (None, 0))
         messages: Any = ()
         if environment is None or done > len(turns):
             environment, done = create(), 0
             messages = environment.reset(dict(problem))
-            messages = [messages] if isinstance(messages, str) else messages
+            await asyncio.sleep(0)  # the deadline starts again, as after each step
         for turn in turns[done:]:
             if messages is None:
                 raise ValueError(
                     "an environment that is not deterministic: it ended earlier when it was repeated"
                 )
             messages = environment.step(turn)
-            messages = [messages] if isinstance(messages, str) else messages
+            await asyncio.sleep(0)
         if messages is None or is_end:
             reward = environment.reward
             value = reward() if callable(reward) else reward
             value = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
-            return {"messages": None, "reward": float(value), "is_over": messages is None, "failed": False}
-        kept[key] = environment, len(turns)
+            value = finite(value, "a finite number as its reward")
+            return {"messages": None, "reward": value, "is_over": messages is None, "failed": False}
+        if key is not None:
+            kept[key] = environment, len(turns)
         if len(kept) > KEPT_ENVIRONMENTS:
             kept.popitem(last=False)
-        messages = [*map(as_message, messages)]
+        messages = as_messages(messages)
         failed = sum(bool(message.pop("failed", False)) for message in messages)
         return {"messages": messages, "reward": None, "failed": failed}
 
     async def answer(requests: Sequence[Any]) -> list[Any]:
-        return [reply(*request) for request in requests]
+        return [await reply(*request) for request in requests]
 
-    return BatchGrader(answer, location=definition_location(function))
+    return BatchGrader(answer, location=definition_location(function), has_steps=True)
 
 
 async def _awaited(value: Any) -> Any:
@@ -305,11 +329,19 @@ def as_problem(problem: Problem) -> dict[str, Any]:
     return {**about, **problem.extra}
 
 
+def as_messages(result: Any) -> list[dict[str, Any]]:
+    """Return what `reset` or `step` has returned as messages; raise ValueError unless there is at least one."""
+    result = [result] if isinstance(result, (str, Mapping)) else result
+    if not isinstance(result, (list, tuple)) or not result:
+        raise ValueError(f"an environment must return messages, or None from step to end, not {result!r:.60}")
+    return [*map(as_message, result)]
+
+
 def as_message(message: Any) -> dict[str, Any]:
     """Return a message of an environment as a dictionary; raise ValueError for anything else than a message or text."""
     if isinstance(message, str):
         return {"role": "user", "content": message}
-    if isinstance(message, Mapping) and isinstance(message.get("content"), str) and "role" in message:
+    if isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content")):
         return dict(message)
     raise ValueError(
         f"an environment must return texts or messages with role and content, not {message!r:.60}"

@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +56,10 @@ def serve(loader: Sequence[Any], deadline: float, memory_gb: float, retries: int
     def reply(**values: Any) -> None:
         print(json.dumps(values), file=replies, flush=True)
 
+    def end_step(key: int) -> None:
+        set_alarm(deadline)
+        reply(job=key, step=True)
+
     register(f"worker for {Loader(*loader).path:.100}".replace("/", "-"))
     try:
         function, argument = Loader(*loader)
@@ -75,7 +80,9 @@ def serve(loader: Sequence[Any], deadline: float, memory_gb: float, retries: int
         key, answers = json.loads(line)
         set_alarm(deadline * len(answers))
         try:
-            outcome: dict[str, Any] = {"results": [*map(as_json, grader.grade(answers))]}
+            grades = grader.grade(answers, partial(end_step, key))
+            outcome: dict[str, Any] = {"results": [*map(as_json, grades)]}
+            json.dumps(outcome)  # messages of an environment may have other values than those of JSON
         except BaseException as error:  # noqa: BLE001  (sys.exit in a custom function is an error like any other)
             outcome = describe_error(error, grader)
         set_alarm(None)

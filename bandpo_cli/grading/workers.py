@@ -9,9 +9,10 @@ An asynchronous function has one worker, whose event loop works on all jobs that
 (`grading.event_loop`). If this worker exits, or sends no reply because a call blocks the loop, all its jobs end.
 
 Messages are lines of JSON, never pickles. A request is the key of a job and the list of its answers, each a list of
-arguments. The first reply, after the import of the function, is `{"batched": ..., "asynchronous": ..., "about": ...}`.
-A later one is `{"job": key}` with `"results": [[reward, correct, verdict, has_reward], ...]`, `"timeout": true`, or
-`"error": ..., "traceback": ..., "out_of_memory": ...`. Those of tools have results of another form.
+arguments. The first reply, after the import, is `{"batched": ..., "asynchronous": ..., "about": ...}`. A later one is
+`{"job": key}` with `"results": [[reward, correct, verdict, has_reward], ...]`, `"timeout": true`, or `"error": ...,
+"traceback": ..., "out_of_memory": ...`. Those of tools have results of another form. `"step": true` restarts the
+deadline.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -101,7 +103,7 @@ def default_workers() -> int:
 class WorkerPool(ABC):
     """A pool of processes that call one function and live until `close`.
 
-    A single thread may use it, but another thread may call `submit`.
+    A single thread may use it, but another thread may call `submit` and `close`.
     """
 
     def __init__(self, title: str, loader: Loader, config: GradingConfig, size: int, calls: int = 1) -> None:
@@ -120,6 +122,7 @@ class WorkerPool(ABC):
         self._config, self._size = config, size
         self._calls, self._batched = calls, False
         self._workers: list[_Worker] = []
+        self._lock, self._is_closed = threading.RLock(), False  # held by the thread that uses the workers
         self._answers: dict[int, tuple[GraderArguments, str]] = {}  # by key, with their labels
         self._key = 0  # of the next answer
         self._submitted: deque[list[Job]] = deque()  # in the form for a function that takes several answers
@@ -169,18 +172,17 @@ class WorkerPool(ABC):
         missing, graded = [key for key in keys if key not in self._grades], len(self._grades)
         self._on_wait = lambda label: on_wait(len(keys) - len(missing), label)
         try:
-            for worker in [worker for worker in self._workers if not self._read(worker)]:
-                self._terminate(worker)  # it exited between two calls: no answer caused it
             self.start()
             more_workers_at = time.monotonic() + SPAWN_AFTER_S
             while missing:
                 wanted = 1 if self.asynchronous else min(self._size, len(missing))
-                self.spawn(wanted if time.monotonic() >= more_workers_at else 1)
-                self._poll_once()
+                with self._lock:
+                    self.spawn(wanted if time.monotonic() >= more_workers_at else 1)
+                    self._poll_once()
                 if len(self._grades) - graded > len(missing) // 100:  # not for every reply: it takes time
                     missing, graded = [key for key in missing if key not in self._grades], len(self._grades)
         except BaseException:  # including Ctrl-C: workers that hold answers cannot be used again
-            self.close()
+            self._terminate_all()
             raise
         for key in keys:
             del self._answers[key]
@@ -192,10 +194,11 @@ class WorkerPool(ABC):
         For a caller that does other work meanwhile, in place of `wait`; the errors are the same.
         """
         try:
-            self.spawn(1 if self.asynchronous else self._size)
-            self._poll_once(seconds)
+            with self._lock:
+                self.spawn(1 if self.asynchronous else self._size)
+                self._poll_once(seconds)
         except BaseException:
-            self.close()
+            self._terminate_all()
             raise
         results, self._grades = self._grades, {}
         for key in results:
@@ -205,18 +208,32 @@ class WorkerPool(ABC):
     def start(self) -> None:
         """Wait until one worker has imported the function; raise the same errors as `wait`."""
         while not any(worker.ready for worker in self._workers):
-            self.spawn()
-            self._poll_once()
+            with self._lock:
+                self.spawn()
+                self._poll_once()
 
     def spawn(self, count: int = 1) -> None:
-        """Spawn workers until there are `count`, without waiting for their imports."""
+        """Spawn workers until `count` are alive, without waiting for their imports; raise RunError after `close`."""
+        if self._is_closed:
+            raise RunError(f"{self._title}: its worker processes were terminated because the command ends")
+        for worker in [worker for worker in self._workers if worker.ready and not worker.jobs]:
+            if not self._read(worker):
+                self._terminate(worker)  # it exited while it was idle: no answer caused it
         while len(self._workers) < count:
             self._workers.append(_Worker(self._loader, self._config))
 
     def close(self) -> None:
-        """Terminate all workers."""
-        while self._workers:
-            self._terminate(self._workers[-1])
+        """Terminate all workers; a thread that waits for them, and all later calls, raise RunError."""
+        self._is_closed = True
+        self._terminate_all()
+
+    def _terminate_all(self) -> None:
+        with self._lock:
+            while self._workers:
+                self._terminate(self._workers[-1])
+
+    def _route(self) -> None:  # noqa: B027
+        """Move pending jobs to the queues of the workers that have the state that they continue from."""
 
     def _poll_once(self, most_seconds: float = MAX_WAIT_S) -> None:
         """Assign pending answers, wait for an event, and handle all replies, exits and passed deadlines."""
@@ -225,9 +242,10 @@ class WorkerPool(ABC):
         while self._submitted and any(worker.ready for worker in self._workers):
             batches = self._submitted.popleft()
             self._pending += batches if self._batched else [(key,) for batch in batches for key in batch]
+        self._route()
         for worker in self._workers:
-            while worker.ready and self._pending and len(worker.jobs) < jobs_per_worker:
-                job = self._pending.popleft()
+            while worker.ready and len(worker.jobs) < jobs_per_worker and (worker.queue or self._pending):
+                job = (worker.queue or self._pending).popleft()
                 worker.send(job, [self._answers[key][0] for key in job])
             worker.register(poll)
         working = [worker for worker in self._workers if worker.ready and worker.jobs]
@@ -265,23 +283,28 @@ class WorkerPool(ABC):
                     raise ConfigError(f"{self._title}: {reply['error']}")
                 worker.ready, self._batched = True, reply["batched"]
                 self.asynchronous, self.about = reply["asynchronous"], reply["about"]
+            elif "step" in reply:
+                continue
             elif (job := worker.jobs.pop(reply["job"], None)) is None:
                 return False  # a reply without a request
             elif "error" in reply:
                 self._store_failure(job, reply["error"], reply["traceback"])
             elif "timeout" in reply:
-                self._grades |= dict.fromkeys(job, self._late())
+                self._store(job, [self._late()] * len(job))
             else:
-                results = zip(job, reply["results"], strict=True)
-                self._grades |= {key: self._result(result) for key, result in results}
+                self._store(job, [*map(self._result, reply["results"])])
             if reply.get("out_of_memory"):
                 self._terminate(worker)
                 return True
         return replies is not None
 
+    def _store(self, job: Job, results: Sequence[Any]) -> None:
+        """Store the results [N] of a job with N answers."""
+        self._grades |= zip(job, results, strict=True)
+
     def _store_failure(self, job: Job, error: str, traceback: str = "") -> None:
         self.failure = self.failure or Failure(error, traceback, [self._answers[key][0] for key in job])
-        self._grades |= dict.fromkeys(job, self._failed(error))
+        self._store(job, [self._failed(error)] * len(job))
 
     def _end(self, worker: _Worker, timed_out: bool) -> None:
         """Remove a worker that exited or whose deadline has passed; the answers in work, if any, get their verdict."""
@@ -292,7 +315,7 @@ class WorkerPool(ABC):
             end = f"needed more than {IMPORT_TIMEOUT_S:g} seconds" if timed_out else end
             raise ConfigError(f"{self._title}: its process {end} while importing '{self._loader.path}'")
         if timed_out:
-            self._grades |= dict.fromkeys(job, self._late())
+            self._store(job, [self._late()] * len(job))
         elif job:
             self._store_failure(job, f"the worker process {end}")
 
@@ -301,7 +324,7 @@ class WorkerPool(ABC):
         end, output = worker.kill()
         self._print(output)
         self._workers.remove(worker)
-        self._pending.extendleft(reversed(worker.jobs.values()))
+        self._pending.extendleft(reversed([*worker.jobs.values(), *worker.queue]))
         worker.jobs.clear()
         return end
 
@@ -373,7 +396,9 @@ class _Worker:
         self.pid = self._process.pid
         self.ready = False  # the process has imported the function
         self.jobs: dict[int, Job] = {}  # by key: those that were sent and have no reply yet
-        self.started_at = time.monotonic()  # of the process; once it is ready, of the work on the first job
+        self.queue: deque[Job] = deque()  # those for this worker alone that were not sent yet
+        self.conversations: set[int] = set()  # those whose environments the process keeps
+        self.started_at = time.monotonic()  # of the process; once it is ready, of the first job or its step
         self._unsent = bytearray()
         self._received = b""
 

@@ -42,6 +42,12 @@ from bandpo_cli.types import (
 POLL_S = 0.1
 """Longest wait for the workers while nothing is being sampled, in seconds; then they are polled again."""
 
+MAX_CALLS = 32
+"""Calls of a message that are made; a single error answers the others."""
+
+MAX_CALL_CHARS, MAX_CALL_DEPTH = 1 << 16, 64
+"""Characters of a call as JSON, and levels of its lists and objects. Python's json fails at about 1,000 levels."""
+
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 """A call in the Hermes format, that of Qwen and others: a JSON object with `name` and `arguments`."""
 
@@ -69,12 +75,16 @@ class _Open:
     turns: int = 0
     calls: int = 0
     failed: int = 0
+    malformed: int = 0
+    timed_out: int = 0
+    truncated: int = 0
     reward: float | str | None = None
     reason: FinishReason | None = None  # set where no further turn is sampled
     has_ended: bool = False
 
     def completion(self) -> Completion:
-        about = Conversation(tuple(self.messages), self.turns, self.calls, self.failed, self.reward)
+        limits = self.malformed, self.timed_out, self.truncated
+        about = Conversation(tuple(self.messages), self.turns, self.calls, self.failed, self.reward, *limits)
         values = self.token_ids, self.logprobs, self.reason or "length", self.version, self.entropies
         return Completion(*values, tuple(self.inserted), about)
 
@@ -183,9 +193,11 @@ class _Session:
             if self._about.has_environment:
                 item.answered += [] if is_cut else [message]
                 item.calls += len(calls) if self._about.schemas else 1
+                item.malformed += sum(call["name"] is None for call in calls)
                 self._submit(item, [self._step_of(item, is_end=is_cut or is_last)])
             elif calls and not is_cut and not is_last:
                 item.calls += len(calls)
+                item.malformed += sum(call["name"] is None for call in calls)
                 self._submit(item, [[call["name"], call["arguments"]] for call in calls])
             else:
                 item.reason, item.has_ended = "length" if is_cut or calls else "stop", True
@@ -249,6 +261,7 @@ class _Session:
             item, index = place
             item.replies[index] = reply
             item.failed += int(reply["failed"])
+            item.timed_out += reply.get("timed_out", False)
             if None not in item.replies:
                 self._continue(item)
 
@@ -260,14 +273,15 @@ class _Session:
                 item.reward, item.has_ended = reply["reward"], True
                 item.reason = "stop" if reply["is_over"] else "length"
                 return
-            messages = [
-                {**message, "content": self._cut(message["content"])} for message in reply["messages"]
-            ]
+            results = reply["messages"]
         else:
             names = [call["function"]["name"] for call in item.messages[-1]["tool_calls"]]
-            contents = (self._cut(reply["content"]) for reply in item.replies)
-            pairs = zip(names, contents, strict=True)
-            messages = [{"role": "tool", "name": str(name), "content": content} for name, content in pairs]
+            pairs = zip(map(str, names), item.replies, strict=True)
+            results = [{"role": "tool", "name": name, "content": result["content"]} for name, result in pairs]
+        messages = [
+            {key: self._cut(value) if isinstance(value, str) else value for key, value in result.items()}
+            for result in results
+        ]
         try:
             ids = self._about.encoder.turn_ids(messages)
         except ConfigError as error:  # a role that the template does not know; the batch is not lost for it
@@ -276,6 +290,7 @@ class _Session:
             return
         if len(item.context) + len(ids) < self._params.max_tokens:
             item.messages += messages
+            item.truncated += sum(len(result["content"]) > self._about.max_chars for result in results)
             item.inserted.append(Insertion(len(item.token_ids), ids))
             item.context.extend(ids)
             self._ready.append(item)
@@ -319,7 +334,19 @@ def _read_call(call: Any) -> dict[str, Any]:
         name = arguments = None
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         return _call(None, "a call is an object with name, a text, and arguments, an object")
+    if _is_deeper(arguments, MAX_CALL_DEPTH):
+        return _call(None, f"the lists and objects of a call have at most {MAX_CALL_DEPTH} levels")
+    if len(name) + len(json.dumps(arguments, default=str)) > MAX_CALL_CHARS:
+        return _call(None, f"a call has at most {MAX_CALL_CHARS:,} characters")
     return _call(name, dict(arguments))
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Return whether a value of JSON has more than `levels` levels of lists and objects."""
+    if not isinstance(value, (Mapping, list, tuple)):
+        return False
+    items = value.values() if isinstance(value, Mapping) else value
+    return levels == 0 or any(_is_deeper(item, levels - 1) for item in items)
 
 
 def _call(name: str | None, arguments: Any) -> dict[str, Any]:
@@ -327,4 +354,7 @@ def _call(name: str | None, arguments: Any) -> dict[str, Any]:
 
 
 def _message(content: str, calls: Sequence[Any]) -> dict[str, Any]:
+    if len(calls) > MAX_CALLS:
+        error = f"a message has at most {MAX_CALLS} calls; the other {len(calls) - MAX_CALLS:,} were not made"
+        calls = [*calls[:MAX_CALLS], _call(None, error)]
     return {"role": "assistant", "content": content, **({"tool_calls": [*calls]} if calls else {})}

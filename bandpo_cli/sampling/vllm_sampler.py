@@ -140,14 +140,16 @@ class VllmSampler(Sampler):
         assert not self._asleep, "sync wakes the engine before it samples"
         more, numbers, no_more = iter(requests), count(), SampleRequest([], -1)
         waiting: dict[int, list[str]] = {}  # the ids of the prompts of each request, by its number
+        sizes: dict[int, int] = {}  # the number of completions of each of these requests
         outputs: dict[str, Any] = {}
         try:
             while True:
                 request: SampleRequest | None = None
-                while sum(map(len, waiting.values())) * params.samples < MAX_QUEUED:
+                while sum(sizes.values()) < MAX_QUEUED:
                     if (request := next(more, no_more)) is None or request is no_more:
                         break
-                    waiting[next(numbers)] = self._enqueue(request, params)
+                    waiting[number := next(numbers)] = self._enqueue(request, params)
+                    sizes[number] = len(request.prompts_P) * request.turns(params)[0]
                 if request is no_more and not waiting:
                     return
                 if any(item not in outputs for ids in waiting.values() for item in ids):
@@ -157,7 +159,7 @@ class VllmSampler(Sampler):
                     outputs |= {output.request_id: output for output in stepped if output.finished}
                 for number, ids in [*waiting.items()]:
                     if all(item in outputs for item in ids):
-                        ended = [outputs.pop(item) for item in waiting.pop(number)]
+                        ended, _ = [outputs.pop(item) for item in waiting.pop(number)], sizes.pop(number)
                         groups = [[self._completion(output) for output in prompt.outputs] for prompt in ended]
                         if groups:
                             self.check.observe(ended[0].prompt_token_ids, groups[0][0])

@@ -59,6 +59,8 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         """After an error, close the engine and end the thread."""
         if self._call is not None:
             self._components.grader.cancel()
+            if self._components.conversations is not None:
+                self._components.conversations.pool.close()  # the thread's next call of the pool raises RunError
             with warn_on_failure("the sampling engine could not be closed"):
                 self._components.sampler.close()
             self._call.join(STOP_S)

@@ -106,20 +106,32 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def conversation_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """Return the means per completion of turns, calls and inserted tokens, and the share of calls that failed.
+    """Return the means per completion of turns, calls and inserted tokens, and the shares of calls and results.
 
-    Empty for completions of a single turn; without a call there is no share.
+    Empty for completions of a single turn; without a call, or an inserted message, there is no share of them.
     """
     turns = [item.conversation for item in completions if item.conversation is not None]
     if not turns:
         return {}
-    calls, failed = (sum(getattr(item, name) for item in turns) for name in ("calls", "failed_calls"))
+    calls = sum(item.calls for item in turns)
+    results = sum(len(item.messages) - item.turns for item in turns)
+    wholes = {
+        "failed_call": calls,
+        "malformed_call": calls,
+        "timed_out_call": calls,
+        "truncated_result": results,
+    }
+    shares = {
+        f"conversation/{name}_fraction": sum(getattr(item, f"{name}s") for item in turns) / whole
+        for name, whole in wholes.items()
+        if whole
+    }
     inserted = sum(len(part.token_ids) for item in completions for part in item.inserted)
     return {
         "conversation/turns": sum(item.turns for item in turns) / len(turns),
         "conversation/calls": calls / len(turns),
         "conversation/inserted_tokens": inserted / len(turns),
-        **({"conversation/failed_call_fraction": failed / calls} if calls else {}),
+        **shares,
     }
 
 

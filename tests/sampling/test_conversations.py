@@ -280,8 +280,46 @@ def test_what_goes_wrong_in_a_call_is_a_result_that_the_model_reads(
         completion = talk.one(once(words, "done"))
     assert completion.conversation is not None
     assert contents(completion)[1].startswith(content)
-    assert completion.conversation.failed_calls == ("more characters" not in content)
+    about, is_long = completion.conversation, "more characters" in contents(completion)[1]
+    assert about.failed_calls == ("more characters" not in content)
+    assert about.malformed_calls == ("call" in content)
+    assert (about.timed_out_calls, about.truncated_results) == (deadline < 1, is_long)
     assert contents(completion)[-1] == "done"
+
+
+def nested(levels: int) -> str:
+    return f'<tool_call>{{"name": "add", "arguments": {{"a": {"[" * levels}{"]" * levels}, "b": 1}}}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (nested(700), "Error: the lists and objects of a call have at most 64 levels"),
+        (call(a="x" * (1 << 16), b=1), "Error: a call has at most 65,536 characters"),
+    ],
+)
+def test_calls_beyond_the_limits_are_malformed(
+    tokenizer: PreTrainedTokenizerBase, words: str, error: str
+) -> None:
+    with Talk(tokenizer) as talk:
+        long = SamplingParams(1, 1.0, 1 << 18, ())
+        about = talk.one(once(words, "done"), params=long).conversation
+        assert about is not None
+        assert about.messages[1]["content"] == error
+        assert (about.calls, about.failed_calls, about.malformed_calls) == (1, 1, 1)
+    (*made, last) = parse_calls(call(a=1, b=1) * 40)["tool_calls"]
+    assert [item["function"]["name"] for item in made] == ["add"] * 32
+    assert last["function"]["arguments"] == "a message has at most 32 calls; the other 8 were not made"
+
+
+def test_characters_without_an_encoding_in_the_name_of_a_tool_end_no_run(
+    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = TOOLS_TEMPLATE.replace("{{ m['content'] }}", "{{ m['name'] }}{{ m['content'] }}")
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with Talk(tokenizer) as talk:
+        completion = talk.one(once(call(a=1, b=1).replace("add", "\\ud800"), "done"))
+    assert contents(completion)[1] == "Error: no tool '?'; there are add"
 
 
 def test_calls_are_read_as_the_response_template_of_the_tokenizer_says(

@@ -137,3 +137,12 @@ def test_turns_come_as_they_end_and_lead_to_further_requests(start: Any) -> None
     for number, _ in sampler.sample_turns(requests(), PARAMS):
         taken.append(number)
     assert taken == [1, 2, 0]
+
+
+def test_a_turn_counts_as_one_completion_in_the_queue(start: Any) -> None:
+    """Not as `samples` of them: the engine's queue holds as many conversations as completions."""
+    engine = Engine()
+    start(engine, [], 8)  # sets the limit
+    requests = (SampleRequest([(number, 0)], 0, [Turn(number, 3)]) for number in range(20))
+    assert len([*stream_sampler(engine).sample_turns(requests, PARAMS)]) == 20
+    assert engine.most_queued == 8

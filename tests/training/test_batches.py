@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from bandpo_cli.evaluation.batches import background_grading
 from bandpo_cli.grading.rewards import training_grader
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
-from bandpo_cli.training.batches import EarlyGrades
+from bandpo_cli.training.batches import EarlyGrades, RolloutBatches
+from bandpo_cli.training.checkpoint_files import BackgroundCall
 from bandpo_cli.training.components import Components
 from bandpo_cli.types import Completion, Grade, Problem
 from tests.training.recording import (
@@ -347,3 +349,21 @@ def test_a_damaged_batch_is_one_line(
     fresh = prepare_run(tmp_path / "b", small_model, AHEAD)
     with pytest.raises(UserError, match=r"cannot be loaded: .*; remove .*trainer/state.json to resume"):
         fresh.components.resume_from(folder)
+
+
+def test_after_an_error_the_pool_of_tools_is_closed_while_the_thread_samples() -> None:
+    """The thread's next call of the pool then raises, so that it ends and starts no worker."""
+    closed, events = threading.Event(), []
+    components = SimpleNamespace(
+        ranks=SimpleNamespace(for_thread=lambda: None),
+        grader=SimpleNamespace(cancel=lambda: events.append("cancel")),
+        sampler=SimpleNamespace(close=lambda: events.append("sampler")),
+        conversations=SimpleNamespace(pool=SimpleNamespace(close=closed.set)),
+    )
+    config = SimpleNamespace(sampling=SimpleNamespace(max_lag=1))
+    batches = RolloutBatches(config, components)  # type: ignore[arg-type]
+    batches._call = BackgroundCall("rollouts", closed.wait, daemon=True)
+    batches._call.start()
+    batches.__exit__()
+    assert events == ["cancel", "sampler"]
+    assert not batches._call.is_alive()
