@@ -58,7 +58,7 @@ from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, iterate_metrics,
 from bandpo_cli.storage.run_record import is_finished, read_parent
 from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.tasks.task import Task
-from bandpo_cli.tracking.store import is_redacted, tracking_store
+from bandpo_cli.tracking.mlflow_store import is_redacted, tracking_store
 
 CHANGEABLE_SETTINGS = (
     *WITHOUT_EFFECT,

@@ -1,12 +1,12 @@
 """A secret in the address of MLflow or in its variables reaches neither the files, nor MLflow, nor the terminal."""
 
-import json
 from pathlib import Path
 
 import pytest
 import yaml
 
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.tracking.state import Place, write_place
 from tests.cli.eval_command import Done, bandpo
 from tests.cli.train_runs import SMALL
 
@@ -54,8 +54,7 @@ def test_a_secret_that_an_earlier_version_has_stored_is_not_shown(run):
     config = RunConfig(steps=3).model_dump(mode="json")
     config["tracking"]["uri"] = ADDRESS.replace(SECRET, "0ld")
     run.write_config(yaml.safe_dump(config))
-    link = {"uri": "http://h/?token=0ld", "experiment": "bandpo", "key": "k"}
-    (run.path / "mlflow.json").write_text(json.dumps(link))
+    write_place(run.path, "mlflow", Place("http://h/?token=***", "bandpo", "k"))
     for arguments in (["show", "first"], ["show", "first", "--format", "json"], ["runs"], ["sync", "first"]):
         done = run_command(run.path.parents[1], *arguments)
         assert "0ld" not in done.out + done.err
