@@ -56,6 +56,7 @@ class MlflowTracker(Tracker):
     title = "MLflow"
     compares = True
     store: ClassVar[Store]
+    sent_files: dict[str, str]
 
     @classmethod
     def destination(cls, project: str) -> str:
@@ -73,6 +74,7 @@ class MlflowTracker(Tracker):
         Raises LookupError if there is none and `create` is False; an existing run is not changed then.
         """
         super().__init__(run)
+        self.sent_files = dict(run.sent_files)
         self._client = mlflow_client(self.store.uri)
         parent = (run.config.get("tracking") or {}).get("parent") if run.kind == "train" else None
         tags = run_tags(run.env, None if parent is None else str(parent))

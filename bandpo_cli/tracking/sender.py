@@ -201,17 +201,18 @@ class RunSender:
         self._state = state = open_place(self._folder, self._name, self._class.destination(project), project)
         sweep = self._folder.absolute() if kind == "sweep" else self._folder.absolute().parent
         group = sweep.name if (sweep / "sweep.yaml").is_file() else None
-        known: dict[str, Any] = {
-            "recorded_step": state.step,
-            "remote_id": state.remote_id,
-            "sent_files": state.files,
-        }
-        self._tracker = tracker = self._class(
-            TrackedRun(self._folder, state.id, project, group, kind, config, **known, **about)
+        files = state.files
+        if (
+            self._class.compares and not state.remote_id
+        ):  # a store that has moved has the files of the first place
+            files = read_places(self._folder, self._name)[0].files
+        run = TrackedRun(
+            self._folder, state.id, project, group, kind, config, state.step, state.remote_id, files, **about
         )
+        self._tracker = tracker = self._class(run)
         self._update(
             remote_id=tracker.remote_id, where=tracker.where, step=tracker.last_step, status=tracker.status,
-            files=dict(tracker.sent_files),
+            files=dict(tracker.sent_files) if tracker.compares else state.files,
         )  # fmt: skip
         return tracker
 
@@ -249,12 +250,12 @@ class RunSender:
         assert tracker is not None
         try:
             sent = tracker.finish(status, summary, files)
-            self._tracker = None
-            tracker.sent_files |= digests
-        finally:
-            self._update(
-                status=tracker.status if tracker.compares else status, files=dict(tracker.sent_files)
-            )
+        except BaseException:
+            if tracker.compares:  # it sends one file after the other
+                self._update(status=tracker.status, files=dict(tracker.sent_files))
+            raise
+        self._tracker = None
+        self._update(status=status, files=digests)
         return len(files) if sent is None else sent
 
     def _digests(self, files: Sequence[Path]) -> dict[str, str]:

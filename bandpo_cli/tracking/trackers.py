@@ -6,6 +6,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 from urllib.parse import urlsplit
 
@@ -92,13 +93,14 @@ class Tracker:
         remote_id: the identifier that the tracker has chosen for the run; "" if it uses `TrackedRun.id`.
         status: the status of the run at the tracker.
         new_params, new_tags: numbers of settings and tags that were sent when the run was opened.
-        sent_files: as in `TrackedRun`, with the files that a tracker that compares has sent.
+        sent_files: as in `TrackedRun`, with the files that were sent since; of a tracker that compares.
     """
 
     title: ClassVar[str | None] = None
     compares: ClassVar[bool] = False
     where: str = ""
     remote_id: str = ""
+    sent_files: Mapping[str, str] = MappingProxyType({})
     status: str = "RUNNING"
     new_params: int = 0
     new_tags: int = 0
@@ -119,7 +121,7 @@ class Tracker:
 
     def __init__(self, run: TrackedRun) -> None:
         """Open `run`, or continue the run that an earlier process opened with the same id."""
-        self.run, self.last_step, self.sent_files = run, run.recorded_step, dict(run.sent_files)
+        self.run, self.last_step = run, run.recorded_step
 
     def reopen(self) -> None:
         """Set the status of a run that had ended to RUNNING."""

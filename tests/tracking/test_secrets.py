@@ -50,7 +50,7 @@ def test_a_secret_of_the_environment_or_a_flag_is_stored_and_printed_nowhere(tmp
         assert "set MLFLOW_TRACKING_URI" in done.err
 
 
-def test_a_secret_that_an_earlier_version_has_stored_is_not_shown(run):
+def test_a_secret_in_the_settings_of_a_run_is_not_shown(run):
     config = RunConfig(steps=3).model_dump(mode="json")
     config["tracking"]["uri"] = ADDRESS.replace(SECRET, "0ld")
     run.write_config(yaml.safe_dump(config))

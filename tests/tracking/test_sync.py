@@ -108,32 +108,6 @@ def test_the_params_and_tags_of_a_run_are_its_settings_and_its_environment(store
     assert synced.info.user_id == tags["mlflow.user"]
 
 
-def test_a_run_that_an_earlier_version_sent_gets_the_present_names_beside_the_earlier_ones(store, folder):
-    """Earlier versions sent the names of metrics.jsonl only."""
-    earlier, present = "clip/token_share/p_0_0.001", "vs_probability/token_share_p_0.000_0.001"
-    folder.append_metrics({"step": 3, "train/reward": 1.0, "time/step": 2.0, earlier: 0.25})
-    sent_then = {"train/reward": 1.0, "time/step": 2.0, earlier: 0.25}
-    records = folder.metrics_path.read_bytes()
-    folder.metrics_path.unlink()
-    sync_run(store, folder.path)
-    run_id = run_at(store, folder).info.run_id
-    for name, value in sent_then.items():
-        client_of(store.uri).log_metric(run_id, name, value, step=3)
-    folder.metrics_path.write_bytes(records)
-    sent = sync_run(store, folder.path)
-    assert (sent.metrics.there, sent.metrics.differing) == (2, 0)
-    assert sent_nothing(sync_run(store, folder.path))
-    points = history(store, folder)
-    assert max(points.values()) == 1
-    assert {key for key, step, _ in points if step == 3} == {*sent_then, present, "Main/reward"}
-    assert points[present, 3, 0.25] == points[earlier, 3, 0.25] == 1
-    folder.append_metrics({"step": 4, "train/reward": 0.0, "time/step": 2.0, earlier: 0.5})
-    track(store, folder)
-    assert {key for key, step, _ in history(store, folder) if step == 4} == {
-        "train/reward", "Main/reward", "time/step", present,
-    }  # fmt: skip
-
-
 def test_a_repeated_step_is_not_sent_again(store, folder):
     """Its time differs; MLflow keeps the first value, and the sync counts it."""
     sync_run(store, folder.path)
