@@ -354,16 +354,17 @@ class TrackerEntry(Entry):
     """An experiment tracker (`tracking.trackers`).
 
     Attributes:
-        tracker: a subclass of `tracking.trackers.Tracker`; None for MLflow, which has more than a copy of the run.
+        tracker: a subclass of `tracking.trackers.Tracker`, as module:Class.
         package: the optional package that the tracker needs, which is the name of the extra too; None for none.
     """
 
-    tracker: str | None = None
+    tracker: str
     package: str | None = None
 
 
 TRACKERS = Registry("tracker", [
-    TrackerEntry("mlflow", "MLflow, a server or a local store"),
+    TrackerEntry("mlflow", "MLflow, a server or a local store",
+                 "bandpo_cli.tracking.mlflow_tracker:MlflowTracker"),
     TrackerEntry("wandb", "Weights & Biases", "bandpo_cli.tracking.wandb_tracker:WandbTracker", "wandb"),
     TrackerEntry("trackio", "trackio, a local dashboard",
                  "bandpo_cli.tracking.trackio_tracker:TrackioTracker", "trackio"),

@@ -69,7 +69,7 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a SQLite file with MLflow's tables, for tests to copy: its migrations take seconds of processor time."""
     from filelock import FileLock
 
-    from bandpo_cli.tracking.store import create_sqlite_store, sqlite_uri
+    from bandpo_cli.tracking.mlflow_store import create_sqlite_store, sqlite_uri
 
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # the folder of all workers

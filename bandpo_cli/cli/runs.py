@@ -223,8 +223,7 @@ def _print_description(
 ) -> None:
     from bandpo_cli.cli.statement import describe_model, print_statement
     from bandpo_cli.storage.run_folder import shell_command
-    from bandpo_cli.tracking.store import tracking_store, ui_text
-    from bandpo_cli.tracking.tracker_sender import tracker_places
+    from bandpo_cli.tracking.sender import tracker_rows
 
     run, config = described.overview, described.config
     reason = run.stopped_by or run.error
@@ -256,11 +255,8 @@ def _print_description(
         ("plots", ", ".join(path.name for path in described.plots)),
     ]
     print_statement(console, [(heading, text or "none") for heading, text in rows])
-    if config.tracking.with_mlflow:
-        store = tracking_store(config.tracking, run.path.absolute().parent)
-        # Not a row of the table, which would break the address into lines that a terminal does not link.
-        print_rows(console, [("MLflow", ui_text(run.path, store))], len("completions"))
-    print_rows(console, tracker_places(config.tracking.other_trackers, run.path), len("completions"))
+    # Not rows of the table, which would break an address into lines that a terminal does not link.
+    print_rows(console, tracker_rows(config.tracking, run.path), len("completions"))
     table = make_table("metric", ">first", ">step", ">last", ">step")
     order = {key: index for index, key in enumerate(_FIRST_METRICS)}
     scores = re.compile(r"eval/.*/(mean|pass|maj)_at_[^/]*")

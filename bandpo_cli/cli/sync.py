@@ -17,7 +17,7 @@ from bandpo_cli.registries import TRACKERS
 
 if TYPE_CHECKING:
     from bandpo_cli.experiments.sync_runs import SyncReport
-    from bandpo_cli.tracking.sync import SyncResult
+    from bandpo_cli.tracking.sender import SyncResult
 
 log = logging.getLogger("bandpo_cli")
 
@@ -89,7 +89,7 @@ class SyncView(ExperimentView):
 
 
 def _sync_text(synced: SyncResult) -> str:
-    """Return a line with what was sent and what MLflow had already."""
+    """Return a line with what was sent and what the tracker had already."""
     metrics, status = synced.metrics, f"status {synced.status}"
     sent = {"metric value": metrics.new, "param": synced.params, "tag": synced.tags, "file": synced.files}
     there = {"metric value": metrics.there, "file": synced.files_there}

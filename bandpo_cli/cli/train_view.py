@@ -27,8 +27,7 @@ from bandpo_cli.metric_names import SCORE, has_nonbinary_rewards
 from bandpo_cli.rank_process import launched_ranks
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, shell_command
-from bandpo_cli.tracking.store import tracking_store, ui_text
-from bandpo_cli.tracking.tracker_sender import tracker_places
+from bandpo_cli.tracking.sender import tracker_rows
 from bandpo_cli.types import Rollout
 
 SPARK_CHARS = "▁▂▃▄▅▆▇█"
@@ -283,8 +282,5 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
         values = [value for record in steps if (value := record.get(key)) is not None]
         rows += [(heading, form.format(values[0], values[-1]))] if values else []
     rows += [("run folder", str(result.folder)), ("plots", str(result.folder / "plots"))]
-    if config.tracking.with_mlflow:
-        store = tracking_store(config.tracking, result.folder.absolute().parent)
-        rows.append(("MLflow", ui_text(result.folder, store)))
-    rows += tracker_places(config.tracking.other_trackers, result.folder)
+    rows += tracker_rows(config.tracking, result.folder)
     print_rows(console, rows, 10)

@@ -41,8 +41,8 @@ from bandpo_cli.storage.files import write_json
 from bandpo_cli.storage.run_folder import GRADER_ERRORS
 from bandpo_cli.storage.tables import EvalRow, read_eval_table
 from bandpo_cli.tasks.task import text_hash
-from bandpo_cli.tracking.mirror import run_tags
-from bandpo_cli.tracking.store import short_error, tracking_store, ui_text
+from bandpo_cli.tracking.mlflow_store import tracking_store, ui_text
+from bandpo_cli.tracking.outages import short_error
 from bandpo_cli.types import GRADER_ERROR, status_of
 
 if TYPE_CHECKING:
@@ -325,7 +325,7 @@ def _import_scoring() -> None:
 
 def _send_to_mlflow(request: EvalRequest, result: EvalResult, runs_dir: Path) -> str | None:
     """Send the metrics to MLflow and return where they are; on any error log a warning and return None."""
-    from bandpo_cli.tracking.sync import send_evaluation
+    from bandpo_cli.tracking.mlflow_tracker import send_evaluation
 
     folder, record = result.folder, result.record
     model = ModelRef("") if isinstance(request.source, SamplesFile) else request.source[0]
@@ -336,8 +336,8 @@ def _send_to_mlflow(request: EvalRequest, result: EvalResult, runs_dir: Path) ->
     params = {**config, "model": model_settings, "samples": record["samples"]}
     files = [folder / "eval.json", EvalFolder(folder).samples_path, folder / "plots" / "success.png"]
     try:
-        tags = run_tags(json.loads((folder / "env.json").read_text(encoding="utf-8")))
-        place = send_evaluation(store, folder, run, model.step, record["metrics"], params, tags, files)
+        env = json.loads((folder / "env.json").read_text(encoding="utf-8"))
+        place = send_evaluation(store, folder, run, model.step, record["metrics"], params, env, files)
     except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the metrics are on the disk
         uri = redact_credentials(store.uri)
         log.warning("MLflow at %s did not accept the metrics (%s)", uri, short_error(error))

@@ -27,7 +27,8 @@ from bandpo_cli.paths import is_adapter_folder, path_exists, user_path
 from bandpo_cli.results import RunOverview, describe_line
 from bandpo_cli.storage.files import apply_umask, export_folder, sync, write_json, write_text
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder
-from bandpo_cli.tracking.store import check_reachable, mlflow_client, short_error, sqlite_path, sqlite_uri
+from bandpo_cli.tracking.mlflow_store import mlflow_client, sqlite_path, sqlite_uri
+from bandpo_cli.tracking.outages import check_reachable, short_error
 from bandpo_cli.types import Problem
 
 NAMES = {

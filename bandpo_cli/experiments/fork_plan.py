@@ -32,7 +32,7 @@ from bandpo_cli.storage.checkpoints import (
     position_before_batch,
 )
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, find_run, not_found, shell_command
-from bandpo_cli.tracking.store import find_link, tracking_store
+from bandpo_cli.tracking.mlflow_store import tracking_store
 
 _OF_THE_PROBLEMS = ("model.", "task.", "sampling.", "evaluation.")
 """Sections that the problems of a run and of its evaluations depend on."""
@@ -130,9 +130,9 @@ def plan_fork(
     config = resolve([*point.layers, *settings])
     changes = point.changes(config)
     tracking = config.tracking
-    link = find_link(point.run.path, tracking_store(tracking, runs_dir)) if tracking.with_mlflow else None
-    if link is not None and link.run_id is not None and tracking.parent is None:
-        config = with_values(config, {"tracking.parent": link.run_id})
+    place = tracking_store(tracking, runs_dir).place(point.run.path) if tracking.with_mlflow else None
+    if place is not None and place.remote_id and tracking.parent is None:
+        config = with_values(config, {"tracking.parent": place.remote_id.rpartition("/")[2]})
     pinned, warnings = pin(config, point.run)
     warnings += changed_code(pinned.model_dump_json(), point.run.path, FORK_USES_OTHER)
     if config.task != point.config.task:  # the commits are those of other data

@@ -45,7 +45,7 @@ from bandpo_cli.storage.files import read_json_object, run_lock
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, iterate_metrics, shell_command
 from bandpo_cli.storage.run_record import is_finished, read_parent
 from bandpo_cli.tasks.question_answers import hub_ids
-from bandpo_cli.tracking.store import is_redacted, tracking_store
+from bandpo_cli.tracking.mlflow_store import is_redacted, tracking_store
 
 FIXED_SETTINGS = ("model.path", "model.revision", "model.dtype", "model.lora")
 """Settings that a fork cannot change either: weights and optimizer state are those of the checkpoint."""

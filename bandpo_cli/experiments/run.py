@@ -28,8 +28,7 @@ from bandpo_cli.grading.pool import GraderUse, failure_warnings
 from bandpo_cli.rank_process import is_main_process
 from bandpo_cli.storage.run_folder import GRADER_ERRORS, RunFolder
 from bandpo_cli.tasks.task import Task
-from bandpo_cli.tracking.sync import MlflowTracker
-from bandpo_cli.tracking.tracker_sender import tracker_callback
+from bandpo_cli.tracking.outages import TrackerCallback
 from bandpo_cli.types import RunStatus
 
 if TYPE_CHECKING:
@@ -146,9 +145,8 @@ def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> Train
                 custom.append(cls())
     callbacks = [*callbacks, *custom]
     if is_main:
-        mlflow = [MlflowTracker(config.tracking)] if config.tracking.with_mlflow else []
-        others = map(tracker_callback, config.tracking.other_trackers)
-        return Dispatcher([*mlflow, *others, *callbacks, AdviceCallback(config)])
+        trackers = [TrackerCallback(name, config.tracking) for name in config.tracking.names]
+        return Dispatcher([*trackers, *callbacks, AdviceCallback(config)])
     return Dispatcher([callback for callback in callbacks if getattr(callback, "on_every_rank", False)])
 
 

@@ -21,7 +21,7 @@ from bandpo_cli.config.run import RunConfig, TrackingConfig
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.custom_code import code_first_in
 from bandpo_cli.datasets import BUNDLED_MODELS
-from bandpo_cli.errors import ConfigError, UserError, first_line, plural, redact_credentials, unknown_choice
+from bandpo_cli.errors import ConfigError, UserError, first_line, plural, unknown_choice
 from bandpo_cli.experiments.preflight import choose_run_name
 from bandpo_cli.experiments.rank_group import Dispatcher, check_ranks
 from bandpo_cli.experiments.sweep_request import SweepRequest, request_from_config
@@ -41,9 +41,10 @@ from bandpo_cli.sweeps.scheduler import (
     seconds_from_trial,
     total_seconds,
 )
-from bandpo_cli.tracking.mirror import MlflowMirror, finite_metrics, flat_params, run_tags
-from bandpo_cli.tracking.store import Store, is_server, run_url, short_error, tracking_store, ui_text
-from bandpo_cli.tracking.tracker_sender import TrackerSender
+from bandpo_cli.tracking.mlflow_store import MLFLOW, Store, tracking_store, ui_text
+from bandpo_cli.tracking.names import finite_metrics
+from bandpo_cli.tracking.outages import short_error
+from bandpo_cli.tracking.sender import RunSender
 from bandpo_cli.tracking.trackers import Point
 
 if TYPE_CHECKING:
@@ -69,33 +70,30 @@ def sweep_mlflow_run(
     `report` returns, at the end, the report over the sweep's runs. Yields the parent of the sweep's runs; None without
     MLflow, or where MLflow did not accept it.
     """
-    mirror: MlflowMirror | None = None
-    if store is not None:
+    parent: str | None = None
+    sender = None if store is None else RunSender(MLFLOW, folder.path, store)
+    if sender is not None and store is not None:
         try:
-            mirror = MlflowMirror.connect(store, folder.path, run_tags(describe_environment()))
-            mirror.send_missing("params", flat_params(_about_sweep(folder)))
-            mirror.reopen()
-            if is_server(store.uri):
-                log.info("MLflow: %s", run_url(folder.path, store))
+            tracker = sender.open_sweep(store.experiment, _about_sweep(folder), describe_environment())
+            parent = tracker.remote_id.rpartition("/")[2]
+            if address := sender.address():
+                log.info("%s", address)
         except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs continue without it
-            place, mirror = f"MLflow at {redact_credentials(store.uri)}", None
             log.warning(
-                "%s did not accept the sweep (%s); its runs have no parent", place, short_error(error)
+                "%s did not accept the sweep (%s); its runs have no parent", sender.place, short_error(error)
             )
     status = "FAILED"
     try:
-        yield None if mirror is None else mirror.run_id
+        yield parent
         if all(is_finished(folder.path / run.name) for run in folder.runs):
             status = "FINISHED"
     except (KeyboardInterrupt, SystemExit):
         status = "KILLED"
         raise
     finally:
-        if mirror is not None:
+        if parent is not None and sender is not None and store is not None:
             try:
-                # First: a file that cannot be stored must not leave the run as RUNNING forever.
-                mirror.close(status)
-                _send_report(mirror, folder, report())
+                _send_report(sender, store.experiment, folder, status, report())
             except Exception as error:  # noqa: BLE001 - whatever MLflow raises, the runs are on the disk
                 log.warning("MLflow did not accept the sweep's end (%s)", short_error(error))
 
@@ -122,28 +120,23 @@ def _about_sweep(folder: SweepFolder) -> dict[str, Any]:
 
 def _send_to_trackers(folder: SweepFolder, config: TrackingConfig, report: Report | None) -> None:
     """Send the report of the sweep to the trackers other than MLflow; an error is a warning."""
-    finished = sum(is_finished(folder.path / run.name) for run in folder.runs)
-    status = "FINISHED" if finished == len(folder.runs) else "FAILED"
-    point = Point(finished, int(time.time() * 1000), finite_metrics(_sweep_means(report)))
+    status = "FINISHED" if all(is_finished(folder.path / run.name) for run in folder.runs) else "FAILED"
     for name in config.other_trackers:
         try:
-            about, files = _about_sweep(folder), _report_files(folder)
-            TrackerSender(name, folder.path).send_sweep(config.experiment, about, point, status, files)
+            _send_report(RunSender(name, folder.path), config.experiment, folder, status, report)
         except Exception as error:  # noqa: BLE001 - whatever a tracker raises, the runs are on the disk
             log.warning("%s did not accept the report of the sweep (%s)", name, short_error(error))
 
 
-def _send_report(mirror: MlflowMirror, folder: SweepFolder, report: Report | None) -> None:
+def _send_report(
+    sender: RunSender, project: str, folder: SweepFolder, status: str, report: Report | None
+) -> None:
     from bandpo_cli.reports.comparison.write import render
 
-    if report is not None:
-        values = _sweep_means(report)
-        # At step 0 MLflow shows a metric as a bar and not as a curve of one point. A resume sends values again; of
-        # several at the same step MLflow shows the latest.
-        mirror.send([{"step": 0, **values}], {}, again=True)
-        mirror.describe(f"{NOTE_HEADING}\n\n{render('leaderboard.md', report)}", NOTE_HEADING)
-    for file in _report_files(folder):
-        mirror.send_file(folder.path, file)
+    finished = sum(is_finished(folder.path / run.name) for run in folder.runs)
+    point = Point(finished, int(time.time() * 1000), finite_metrics(_sweep_means(report)))
+    text = "" if report is None else f"{NOTE_HEADING}\n\n{render('leaderboard.md', report)}"
+    sender.send_sweep(project, _about_sweep(folder), point, status, _report_files(folder), text)
 
 
 @dataclass(frozen=True)

@@ -11,19 +11,17 @@ from bandpo_cli.callbacks import Callback
 from bandpo_cli.config.layers import read_layer
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.custom_code import code_from
-from bandpo_cli.errors import RunError, UserError, redact_credentials, user_code_location
+from bandpo_cli.errors import RunError, UserError, user_code_location
 from bandpo_cli.experiments.rank_group import Dispatcher
 from bandpo_cli.storage.run_folder import RunFolder, find_folder
 from bandpo_cli.storage.run_record import read_stored_run
 from bandpo_cli.sweeps.folder import PLAN_FILE, find_runs
-from bandpo_cli.tracking.store import check_reachable, short_error
-from bandpo_cli.tracking.sync import RunSender, SyncResult, store_for_run
-from bandpo_cli.tracking.tracker_sender import TrackerSender
+from bandpo_cli.tracking.mlflow_store import MLFLOW, store_for_run
+from bandpo_cli.tracking.outages import check_reachable, short_error
+from bandpo_cli.tracking.sender import RunSender, SyncResult
 from bandpo_cli.tracking.trackers import tracker_class
 
 log = logging.getLogger("bandpo_cli")
-
-MLFLOW = "mlflow"
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def sync(
     ]
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")  # seconds; a person waits here, no training
     events = Dispatcher(callbacks)
-    failed_stores: dict[str, str] = {}
+    failed_places: dict[str, str] = {}
     reports: list[SyncReport] = []
     try:
         events.start([path for path, _ in pairs])
@@ -88,14 +86,12 @@ def sync(
             events.phase("tracking")
             if tracker is None:
                 reports.append(SyncReport(path.name, skipped="it has no tracker; name it to send it"))
-            elif tracker == MLFLOW:
-                reports.append(_send(path, uri, failed_stores))
             else:
-                reports.append(_send_to_tracker(path, tracker, failed_stores))
+                reports.append(_send(path, tracker, uri, failed_places))
             events.step(reports[-1])
     finally:
         events.end(reports)
-    unsent = [*failed_stores.values()]
+    unsent = [*failed_places.values()]
     errors = [report.error for report in reports if report.error and report.error not in unsent]
     if unsent:
         errors.append(f"{'; '.join(unsent)}. Nothing is lost: sync again when it is back")
@@ -134,43 +130,30 @@ def _trackers(path: Path, named: bool, uri: str | None) -> Iterable[str | None]:
     return config.names or (None,)
 
 
-def _send_to_tracker(path: Path, tracker: str, failed: dict[str, str]) -> SyncReport:
-    """Send one run to a tracker other than MLflow; its error is added to `failed`, and it is not tried again."""
+def _send(path: Path, tracker: str, uri: str | None, failed_places: dict[str, str]) -> SyncReport:
+    """Send one run to one tracker; the error of a tracker is added to `failed_places`, by its place.
+
+    Nothing is sent to a place in `failed_places`: each attempt may take the timeout of the server.
+    """
+    place = tracker
     try:
-        if tracker not in failed:
-            with code_from(path):
-                sender = TrackerSender(tracker, path)
-                sender.check()
+        with code_from(path):
+            store = store_for_run(read_stored_run(path), uri) if tracker == MLFLOW else None
+            sender = RunSender(tracker, path, store)
+            place = sender.place
+            if place not in failed_places:
+                check_reachable(sender.server())
                 return SyncReport(path.name, result=sender.send(), tracker=tracker)
     except UserError as error:
         return SyncReport(path.name, error=str(error), tracker=tracker)
     except Exception as error:  # noqa: BLE001 - whatever the tracker and the network raise ends as one line
-        location = user_code_location(error)
-        failed[tracker] = f"{tracker} did not accept run {path.name} ({short_error(error)}){location}"
-    return SyncReport(path.name, error=failed[tracker], tracker=tracker)
-
-
-def _send(path: Path, uri: str | None, failed_stores: dict[str, str]) -> SyncReport:
-    """Send one run to MLflow; the error of a store is added to `failed_stores`, by the store's URI.
-
-    Nothing is sent to a store in `failed_stores`: each attempt may take the store's timeout.
-    """
-    try:
-        store = store_for_run(read_stored_run(path), uri)
-    except UserError as error:
-        return SyncReport(path.name, error=str(error))
-    try:
-        if store.uri not in failed_stores:
-            check_reachable(store.uri)
-            return SyncReport(path.name, result=RunSender(store, path).send())
-    except UserError as error:
-        return SyncReport(path.name, error=str(error))
-    except Exception as error:  # noqa: BLE001 - whatever MLflow and the network raise ends as one line
         how = f"did not accept run {path.name}"
         if isinstance(error, OSError):
-            if Path(str(error.filename)).absolute().is_relative_to(path.absolute()):
+            if error.filename and Path(str(error.filename)).absolute().is_relative_to(path.absolute()):
                 what = "sync locks the run folder and records in it what was sent"
-                return SyncReport(path.name, error=f"{error.filename}: {error.strerror}; {what}")
+                return SyncReport(
+                    path.name, error=f"{error.filename}: {error.strerror}; {what}", tracker=tracker
+                )
             how = "cannot be reached"
-        failed_stores[store.uri] = f"MLflow at {redact_credentials(store.uri)} {how} ({short_error(error)})"
-    return SyncReport(path.name, error=failed_stores[store.uri])
+        failed_places[place] = f"{place} {how} ({short_error(error)}){user_code_location(error)}"
+    return SyncReport(path.name, error=failed_places[place], tracker=tracker)

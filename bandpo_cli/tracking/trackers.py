@@ -1,12 +1,14 @@
-"""Trackers beside MLflow: the base class of a tracker, and the run that it receives.
+"""The base class of trackers, and the run that a tracker receives.
 
 `tracking.trackers` names an entry of `registries.TRACKERS`, or a custom subclass of `Tracker` as `module:Class`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
+from urllib.parse import urlsplit
 
 from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.custom_code import load_setting
@@ -26,6 +28,20 @@ class Point(NamedTuple):
     metrics: dict[str, float]
 
 
+class Sent(NamedTuple):
+    """Numbers of metric values.
+
+    Attributes:
+        new: sent now.
+        there: not sent, because the tracker already has a value of the metric at that step.
+        differing: of `there`, those for which the tracker has another value, which stays.
+    """
+
+    new: int = 0
+    there: int = 0
+    differing: int = 0
+
+
 @dataclass(frozen=True)
 class TrackedRun:
     """A run, or the report of a sweep, as a tracker receives it.
@@ -37,6 +53,10 @@ class TrackedRun:
         kind: `train`, or `sweep` for the report of a sweep.
         config: all settings, nested, and `environment` with versions and commit; without passwords.
         recorded_step: the last step that the tracker has accepted; -1 for none.
+        remote_id: `Tracker.remote_id` of an earlier process; "" for none.
+        sent_files: SHA-256 of the files that the tracker has, by path in the folder.
+        env: content of `env.json`.
+        start_ms, end_ms: start and end of the run, milliseconds since 1970; None for now.
     """
 
     folder: Path
@@ -46,6 +66,11 @@ class TrackedRun:
     kind: str
     config: Mapping[str, Any]
     recorded_step: int = -1
+    remote_id: str = ""
+    sent_files: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, Any] = field(default_factory=dict)
+    start_ms: int | None = None
+    end_ms: int | None = None
 
     @property
     def name(self) -> str:
@@ -63,10 +88,22 @@ class Tracker:
         title: the tracker's name in messages; None for the name in the settings.
         last_step: the last step that the tracker has; the steps after it are sent.
         where: the address of the run or the command that shows it, one line; "" for none.
+        compares: whether `log` and `finish` ask the tracker for what it has. Such a tracker receives all steps, also
+            from `bandpo sync` of a run that another process is writing.
+        remote_id: the identifier that the tracker has chosen for the run; "" if it uses `TrackedRun.id`.
+        status: the status of the run at the tracker.
+        new_params, new_tags: numbers of settings and tags that were sent when the run was opened.
+        sent_files: as in `TrackedRun`, with the files that were sent since; of a tracker that compares.
     """
 
     title: ClassVar[str | None] = None
+    compares: ClassVar[bool] = False
     where: str = ""
+    remote_id: str = ""
+    sent_files: Mapping[str, str] = MappingProxyType({})
+    status: str = "RUNNING"
+    new_params: int = 0
+    new_tags: int = 0
 
     @classmethod
     def destination(cls, project: str) -> str:
@@ -76,28 +113,40 @@ class Tracker:
         """
         return ""
 
+    @classmethod
+    def server(cls, destination: str) -> str:
+        """Return the address that must answer before the run is opened; one without a host is not tried."""
+        parts = urlsplit(destination)
+        return f"{parts.scheme}://{parts.netloc}" if parts.scheme in ("http", "https") else ""
+
     def __init__(self, run: TrackedRun) -> None:
         """Open `run`, or continue the run that an earlier process opened with the same id."""
         self.run, self.last_step = run, run.recorded_step
 
-    def log(self, points: Sequence[Point]) -> None:
-        """Send the metrics of steps, in ascending order."""
+    def reopen(self) -> None:
+        """Set the status of a run that had ended to RUNNING."""
+
+    def log(self, points: Sequence[Point]) -> Sent | None:
+        """Send the metrics of steps, in ascending order; return the numbers of values, None if all were sent."""
         raise NotImplementedError
 
-    def finish(self, status: str, summary: Mapping[str, Any], files: Sequence[Path]) -> None:
-        """End the run as FINISHED, FAILED or KILLED.
+    def finish(self, status: str, summary: Mapping[str, Any], files: Sequence[Path]) -> int | None:
+        """End the run as FINISHED, FAILED or KILLED; return the number of files sent, None for all.
 
         Args:
             summary: content of `summary.json` without the last step; for a sweep, its means by their names.
             files: the files that describe the run; `report/report.html` is the report of a sweep.
         """
 
+    def describe(self, text: str) -> None:
+        """Set the description of a sweep, in Markdown; its first line is always the same."""
+
     def close(self) -> None:
         """Release the connection of a run that has not ended, after an error."""
 
 
 def tracker_class(name: str) -> type[Tracker]:
-    """Return the class of a tracker other than MLflow.
+    """Return the class of a tracker.
 
     Raises ConfigError if there is none, its package is not installed, or a custom class cannot be used.
     """
@@ -109,7 +158,7 @@ def tracker_class(name: str) -> type[Tracker]:
     if not is_installed(package):
         raise ConfigError(f'{key}: {package} is not installed; pip install "bandpo[{package}]"')
     if name in TRACKERS:
-        return load_attribute(str(TRACKERS[name].tracker))  # type: ignore[no-any-return]
+        return load_attribute(TRACKERS[name].tracker)  # type: ignore[no-any-return]
     custom = load_setting("tracking.trackers", name)
     if isinstance(custom, type) and issubclass(custom, Tracker):
         return custom

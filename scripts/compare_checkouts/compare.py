@@ -49,9 +49,9 @@ FILE_KEYS = {
         "overview_of": "the size of metrics.jsonl, which contains durations",
     },
     "stdout": {"sha256": "as in eval.json"},
-    "mlflow.json": {
-        "key": "random",
-        "run_id": "random",
+    "trackers.json": {
+        "id": "random",
+        "remote_id": "random",
         "files": "digests of files that contain durations",
     },
 }

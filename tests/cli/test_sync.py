@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tracking.store import sqlite_uri
+from bandpo_cli.tracking.mlflow_store import sqlite_uri
 from tests.cli.eval_command import Done, bandpo, usage_error
 
 UNREACHABLE = "http://127.0.0.1:9"  # the discard port: nothing listens there, so it refuses at once

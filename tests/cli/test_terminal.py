@@ -109,9 +109,8 @@ def poison_run(folder: Path, valid: bool) -> None:
     poison_json(folder / "env.json")
     poison_json(folder / "metrics.jsonl", ("train/accuracy", "time/step"))
     poison_json(next(folder.glob("checkpoints/*/trainer/state.json")))
-    (folder / "mlflow.json").write_text(
-        json.dumps(poisoned({"uri": "http://h/", "experiment": "e", "key": "k", "run_id": "r"}))
-    )
+    place = {"destination": "http://h/", "project": "e", "id": "k", "remote_id": "r", "where": "w"}
+    (folder / "trackers.json").write_text(json.dumps({"mlflow": [poisoned(place)]}))
     for path in folder.glob("evals/*.json"):
         sets = json.loads(path.read_text())["sets"]
         path.write_text(json.dumps({"step": 2, "sets": {HOSTILE + label: sets[label] for label in sets}}))

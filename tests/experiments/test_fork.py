@@ -30,7 +30,7 @@ from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder
 from bandpo_cli.storage.run_record import PARENT
 from bandpo_cli.sweeps.folder import SweepFolder
 from bandpo_cli.sweeps.scheduler import train_command
-from bandpo_cli.tracking.store import Link, write_link
+from bandpo_cli.tracking.state import Place, write_place
 
 SETTINGS: dict[str, Any] = {
     "seed": 3,
@@ -157,7 +157,7 @@ def test_a_fork_is_a_child_of_the_mlflow_run_of_its_parent(runs: Path) -> None:
     """Unless it has another parent, such as its sweep; the settings `tracking` of the parent are not its own."""
     uri = f"sqlite:///{runs.absolute()}/mlflow.db"
     assert plan_fork("a", [], runs).config.tracking.parent is None
-    write_link(runs / "a", Link(uri, "bandpo", "key", "the-run"))
+    write_place(runs / "a", "mlflow", Place(uri, "bandpo", "key", "experiments/1/runs/the-run"))
     assert plan_fork("a", [], runs).config.tracking.parent == "the-run"
     assert plan_fork("a", [{"tracking": {"parent": "other"}}], runs).config.tracking.parent == "other"
     assert plan_fork("a", [NO_MLFLOW], runs).config.tracking.parent is None

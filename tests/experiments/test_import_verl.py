@@ -19,7 +19,7 @@ from bandpo_cli.config.layers import resolve, to_yaml
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.experiments import import_verl
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tracking.store import sqlite_uri
+from bandpo_cli.tracking.mlflow_store import sqlite_uri
 
 STEP = {
     "critic/score/mean": 0.25, "actor/entropy": 0.5, "actor/pg_clipfrac": 0.01, "actor/band_upper_fraction": 0.008,

@@ -24,10 +24,12 @@ pytest.importorskip("trackio")
 from bandpo_cli.experiments import sync
 from bandpo_cli.metric_names import is_clock_metric
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tracking import sync as senders
-from bandpo_cli.tracking.mirror import finite_metrics
-from bandpo_cli.tracking.store import tracking_store
-from bandpo_cli.tracking.tracker_sender import TrackerSender, tracker_callback
+from bandpo_cli.tracking import outages
+from bandpo_cli.tracking.mlflow_store import tracking_store
+from bandpo_cli.tracking.names import finite_metrics
+from bandpo_cli.tracking.outages import TrackerCallback
+from bandpo_cli.tracking.sender import RunSender
+from bandpo_cli.tracking.state import read_places
 from bandpo_cli.tracking.trackers import Point
 from tests.cli.train_runs import SMALL
 from tests.integrations.wandb_server import WandbServer
@@ -69,8 +71,7 @@ def _local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sent_step(folder: Path, name: str) -> int:
     """Return the last step that a tracker has accepted, -1 for none."""
-    file = folder / f"{name}.json"
-    return int(json.loads(file.read_text()).get("step", -1)) if file.exists() else -1
+    return max((place.step for place in read_places(folder, name)), default=-1)
 
 
 def wandb_records(folder: Path) -> Iterator[Any]:
@@ -120,7 +121,7 @@ def trackio_values(name: str) -> Values:
 
 def mlflow_values(folder: Path) -> Values:
     client = client_of(tracking_store(TrackingConfig(), folder.parent, {}).uri)
-    run_id = json.loads((folder / "mlflow.json").read_text())["run_id"]
+    run_id = read_places(folder, "mlflow")[0].remote_id.rpartition("/")[2]
     names = client.get_run(run_id).data.metrics
     return Counter(
         (name, metric.step, metric.value)
@@ -180,10 +181,10 @@ def test_a_run_that_is_killed_and_resumed_has_equal_metrics_at_all_trackers(tmp_
 def test_an_outage_of_the_store_in_the_middle_of_a_run_loses_nothing(run, monkeypatch, caplog):
     from trackio.sqlite_storage import SQLiteStorage
 
-    monkeypatch.setattr(senders, "MAX_RETRY_DELAY_S", 0.05)
-    monkeypatch.setattr(senders, "MIN_RETRY_DELAY_S", 0.05)
+    monkeypatch.setattr(outages, "MAX_RETRY_DELAY_S", 0.05)
+    monkeypatch.setattr(outages, "MIN_RETRY_DELAY_S", 0.05)
     with monkeypatch.context() as outage:
-        tracker = tracker_callback("trackio")
+        tracker = TrackerCallback("trackio", TrackingConfig())
         tracker.start(RunInfo(run.path, {}, {}, 6, 0, (), None))
         # Not by reading the store, which fails while it is created.
         wait_for(lambda: sent_step(run.path, "trackio") >= 0)
@@ -208,15 +209,15 @@ def test_settings_summary_files_and_times_are_where_a_user_looks_first(run):
     (run.path.parent / "sweep.yaml").touch()
     os.utime(run.path / "metrics.jsonl", (1e9, 1e9))
     for name in ("wandb", "trackio"):
-        TrackerSender(name, run.path).send()
+        RunSender(name, run.path).send()
     from trackio.sqlite_storage import SQLiteStorage
 
-    state = json.loads((run.path / "trackio.json").read_text())
-    config = SQLiteStorage.get_run_config("bandpo", run_id=state["id"])
+    (state,) = read_places(run.path, "trackio")
+    config = SQLiteStorage.get_run_config("bandpo", run_id=state.id)
     assert {key: config[key] for key in ("optim.lr", "_Group", "status", "summary.steps", "tracking.uri")} == {
         "optim.lr": 0.1, "_Group": "runs", "status": "KILLED", "summary.steps": 3, "tracking.uri": "http://***@host",
     }  # fmt: skip
-    (artifact,) = SQLiteStorage.get_run_artifacts("bandpo", run_id=state["id"], run_name="first")["output"]
+    (artifact,) = SQLiteStorage.get_run_artifacts("bandpo", run_id=state.id, run_name="first")["output"]
     assert (artifact["name"], artifact["type"]) == ("first", "train")
     assert trackio_rows()[-1]["timestamp"].startswith("2001-09-09T01:46:40")
     records = {record.WhichOneof("record_type"): record for record in wandb_records(run.path)}
@@ -249,7 +250,7 @@ def test_the_report_of_a_sweep_is_a_run_of_its_group_and_a_resume_adds_a_point(t
     for finished, accuracy in ((2, 0.5), (4, 0.75), (4, 0.75)):
         point = Point(finished, 10**12, {"sweep/kl 0.05/accuracy": accuracy})
         for name in ("wandb", "trackio"):
-            TrackerSender(name, folder).send_sweep("bandpo", {"runs": 4}, point, "FINISHED", files)
+            RunSender(name, folder).send_sweep("bandpo", {"runs": 4}, point, "FINISHED", files)
     rows = [json.loads(row["metrics"]) for row in trackio_rows()]
     assert [value for row in rows if (value := row.get("sweep/kl 0.05/accuracy"))] == [0.5, 0.75]
     assert [row["report"]["_value"] for row in rows if "report" in row] == ["leaderboard"]
@@ -267,7 +268,7 @@ def test_wandb_without_a_login_is_one_warning(run, monkeypatch, caplog, capfd):
 
     wandb.teardown()  # the settings of this process are read again
     monkeypatch.setenv("WANDB_MODE", "online")
-    tracker = tracker_callback("wandb")
+    tracker = TrackerCallback("wandb", TrackingConfig())
     tracker.start(RunInfo(run.path, {}, {}, 3, 0, (), None))
     tracker.end(RunResult(run.path, "FINISHED", []))
     (message,) = [record.message for record in caplog.records if record.name == "bandpo_cli"]
@@ -282,8 +283,8 @@ def test_wandb_without_a_login_is_one_warning(run, monkeypatch, caplog, capfd):
 TRAINING = """
 import os, sys, time
 from pathlib import Path
-from bandpo_cli.tracking.tracker_sender import TrackerSender
-TrackerSender("wandb", Path(sys.argv[1])).send("RUNNING")
+from bandpo_cli.tracking.sender import RunSender
+RunSender("wandb", Path(sys.argv[1])).send("RUNNING")
 time.sleep(60)
 """
 
@@ -309,7 +310,7 @@ def test_an_online_run_continues_after_the_last_step_that_the_server_has(run, mo
         assert len(server.history) == uploaded
         for step in (4, 5):
             run.append_metrics({"step": step, "train/reward": step / 4})
-        sent = TrackerSender("wandb", run.path).send("FINISHED").metrics
+        sent = RunSender("wandb", run.path).send("FINISHED").metrics
         assert (sent.new, sent.there) == (10 - 2 * uploaded, 2 * uploaded)
         assert [(row["_step"], row["train/reward"]) for row in server.history] == [
             (step, step / 4) for step in range(1, 6)

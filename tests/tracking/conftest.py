@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.tracking import store as stores
+from bandpo_cli.tracking import mlflow_store as stores
 from tests.storage.conftest import run
 
 __all__ = ["run"]

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from filelock import FileLock, Timeout
 
-import bandpo_cli.tracking.mirror
+import bandpo_cli.tracking.mlflow_tracker
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.eval_folder import EvalFolder
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tracking.store import Store, read_links, tracking_store, write_link
-from bandpo_cli.tracking.sync import send_evaluation
+from bandpo_cli.tracking.mlflow_store import Store, tracking_store
+from bandpo_cli.tracking.mlflow_tracker import send_evaluation
+from bandpo_cli.tracking.state import read_places, write_place
 from tests.tracking.tracked import client_of, history, runs_at, track
 
 METRICS = {"eval/a/mean_at_4": 0.5, "eval/a/mean_at_4_low": 0.25, "eval/a/mean_at_4_high": math.nan}
@@ -42,7 +43,11 @@ def mirror(run: RunFolder, status: Any) -> None:
 def send(
     run: RunFolder, evaluation: EvalFolder, step: int | None = 3, run_folder: Path | None = None
 ) -> Path:
-    about: Any = {"seed": 7, "model": {"path": "x"}}, {"tag": "t"}, [evaluation.path / "eval.json"]
+    about: Any = (
+        {"seed": 7, "model": {"path": "x"}},
+        {"versions": {"torch": "2"}},
+        [evaluation.path / "eval.json"],
+    )
     return send_evaluation(store_of(run), evaluation.path, run_folder, step, METRICS, *about)
 
 
@@ -70,20 +75,20 @@ def test_an_evaluation_is_added_to_the_run_that_made_the_model(run, evaluation):
 @pytest.mark.parametrize("of_run", [True, False])
 def test_links_are_written_under_the_lock_of_the_sender(run, evaluation, monkeypatch, of_run):
     """A tracker or `bandpo sync` that writes the link at the same time would lose one of the two."""
-    if of_run:  # the run was sent, and its link has lost the id: it is found by its key and written again
+    if of_run:  # the run was sent, and its entry has lost the id: it is found by its key and written again
         mirror(run, "FINISHED")
-        (link,) = read_links(run.path)
-        write_link(run.path, replace(link, run_id=None))
+        (place,) = read_places(run.path, "mlflow")
+        write_place(run.path, "mlflow", replace(place, remote_id=""))
     locked: list[bool] = []
 
-    def record(folder: Path, found: Any) -> None:
+    def record(folder: Path, tracker: str, place: Any) -> None:
         try:
             FileLock(folder / ".mlflow.lock", timeout=0).acquire().lock.release()
         except Timeout:
             locked.append(folder == (run.path if of_run else evaluation.path))
-        write_link(folder, found)
+        write_place(folder, tracker, place)
 
-    monkeypatch.setattr(bandpo_cli.tracking.mirror, "write_link", record)
+    monkeypatch.setattr(bandpo_cli.tracking.mlflow_tracker, "write_place", record)
     send(run, evaluation, run_folder=run.path)
     assert locked == [True]
 
@@ -94,7 +99,7 @@ def test_an_evaluation_of_another_model_gets_its_own_run_and_keeps_it(run, evalu
     found = runs["an-evaluation"]
     assert found.info.status == "FINISHED"
     assert found.data.params == {"seed": "7", "model.path": "x"}
-    assert found.data.tags["tag"] == "t"
+    assert found.data.tags["version.torch"] == "2"
     assert found.data.metrics == {"eval/a/mean_at_4": 0.5, "eval/a/mean_at_4_low": 0.25}
     assert [file.path for file in client.list_artifacts(found.info.run_id)] == ["eval.json"]
     later = {**METRICS, "eval/a/mean_at_4": 0.75}

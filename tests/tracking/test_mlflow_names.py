@@ -1,7 +1,6 @@
 """Names, params, tags and files in the form that MLflow accepts, checked with MLflow's own validators."""
 
 import math
-from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -9,8 +8,10 @@ import pytest
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import run_artifacts
 from bandpo_cli.storage.tables import TOKEN_COLUMNS
-from bandpo_cli.tracking.mirror import finite_metrics, flat_params, mlflow_name, run_tags
-from bandpo_cli.tracking.store import Store, new_link, tracking_store, ui_command, ui_text, write_link
+from bandpo_cli.tracking.mlflow_store import Store, tracking_store, ui_command, ui_text
+from bandpo_cli.tracking.mlflow_tracker import flat_params, run_tags
+from bandpo_cli.tracking.names import finite_metrics, mlflow_name
+from bandpo_cli.tracking.state import Place, write_place
 from bandpo_cli.types import status_of
 
 
@@ -153,13 +154,10 @@ def test_the_text_for_a_run_is_its_address_on_a_server_and_else_the_command_and_
     page = "/#/experiments/7/runs/abc/model-metrics?workflowType=machine_learning"
     server = Store("http://me:secret@h:8080/mlflow/", "e", None)
     file = Store(f"sqlite:///{tmp_path}/mlflow.db", "e", None)
-    earlier = '{"uri": "http://h", "experiment": "e", "key": "k", "run_id": "abc"}'
-    (tmp_path / "mlflow.json").write_text(earlier)  # the link of an earlier version has no address
-    assert ui_text(tmp_path, Store("http://h", "e", None)) == "http://h"
     assert ui_text(tmp_path, server) == "http://h:8080/mlflow"  # MLflow has not answered
     assert ui_text(tmp_path, file) == "mlflow ui --backend-store-uri sqlite:///mlflow.db"
     for store in (server, file):
-        write_link(tmp_path, replace(new_link(tmp_path, store), run_id="abc", experiment_id="7"))
+        write_place(tmp_path, "mlflow", Place(store.destination, "e", "k", "experiments/7/runs/abc"))
     assert ui_text(tmp_path, server) == f"http://h:8080/mlflow{page}"
     assert ui_text(tmp_path, file).splitlines() == [
         "mlflow ui --backend-store-uri sqlite:///mlflow.db",

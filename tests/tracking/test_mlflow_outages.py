@@ -20,11 +20,10 @@ import pytest
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage import run_folder
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tracking import store as stores
-from bandpo_cli.tracking import sync as senders
-from bandpo_cli.tracking.mirror import finite_metrics
-from bandpo_cli.tracking.store import Store, tracking_store
-from bandpo_cli.tracking.sync import RunSender
+from bandpo_cli.tracking import outages
+from bandpo_cli.tracking.mlflow_store import Store, tracking_store
+from bandpo_cli.tracking.names import finite_metrics
+from bandpo_cli.tracking.sender import RunSender
 from tests.sweeps.test_pool import wait_for
 from tests.tracking.tracked import check_complete, end_tracker, report, start_tracker, track, write_settings
 
@@ -105,9 +104,9 @@ def one_server(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -
 def server(one_server: MlflowServer, monkeypatch: pytest.MonkeyPatch) -> MlflowServer:
     """Return the running server, which all tests share; retries are frequent, and a stopped server is noticed soon."""
     one_server.start()
-    monkeypatch.setattr(stores, "CONNECT_TIMEOUT_S", 2.0)
-    monkeypatch.setattr(senders, "MAX_RETRY_DELAY_S", 0.2)
-    monkeypatch.setattr(senders, "MIN_RETRY_DELAY_S", 0.2)
+    monkeypatch.setattr(outages, "CONNECT_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(outages, "MAX_RETRY_DELAY_S", 0.2)
+    monkeypatch.setattr(outages, "MIN_RETRY_DELAY_S", 0.2)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     return one_server
 
@@ -156,7 +155,9 @@ def sync(server: MlflowServer, folder: RunFolder, monkeypatch: pytest.MonkeyPatc
     the sync. The number of values that the sync sends is therefore not determined.
     """
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
-    first, again = (RunSender(Store(server.uri, "bandpo", None), folder.path).send() for _ in range(2))
+    first, again = (
+        RunSender("mlflow", folder.path, Store(server.uri, "bandpo", None)).send() for _ in range(2)
+    )
     assert (first.metrics.new + first.metrics.there, first.metrics.differing) == (20 * STEPS, 0)
     assert (again.metrics.new, again.files, again.ended) == (0, 0, False)
     assert (server.values(folder.name), server.status(folder.name)) == (expected(folder), "FINISHED")
@@ -172,7 +173,7 @@ def test_a_server_gets_the_complete_record_and_the_run_prints_its_address(server
 
 
 def test_a_server_that_is_killed_and_restarted_during_the_run(server, folder, caplog, monkeypatch):
-    monkeypatch.setattr(senders, "UNREACHABLE_GRACE_S", 60.0)  # the restarted server may be slow
+    monkeypatch.setattr(outages, "UNREACHABLE_GRACE_S", 60.0)  # the restarted server may be slow
     before: list[Values] = []
 
     def restart() -> None:

@@ -14,10 +14,10 @@ import pytest
 from bandpo_cli.callbacks import RunResult
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tracking import sync
-from bandpo_cli.tracking.mirror import MlflowMirror
-from bandpo_cli.tracking.store import Store, run_url, tracking_store
-from bandpo_cli.tracking.sync import MlflowTracker
+from bandpo_cli.tracking import outages
+from bandpo_cli.tracking.mlflow_store import Store, run_url, tracking_store
+from bandpo_cli.tracking.mlflow_tracker import MlflowTracker
+from bandpo_cli.tracking.outages import TrackerCallback
 from bandpo_cli.types import RunStatus
 from tests.tracking.tracked import check_complete, client_of, history, runs_at, track, write_settings
 
@@ -28,7 +28,7 @@ NOWHERE = "http://127.0.0.1:9"  # the discard port: nothing listens there, so it
 def run(run: RunFolder, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """Return the run of the storage tests with more settings; messages are recorded, and retries are immediate."""
     caplog.set_level(logging.INFO, "bandpo_cli")
-    monkeypatch.setattr(sync, "MIN_RETRY_DELAY_S", 0.05)
+    monkeypatch.setattr(outages, "MIN_RETRY_DELAY_S", 0.05)
     write_settings(run)
     return run
 
@@ -114,19 +114,19 @@ def test_a_server_that_answers_500_gives_one_warning(run, mirror):
 def test_a_store_that_recovers_gets_every_step_once(run, mirror, monkeypatch):
     """Two calls fail, the second one after MLflow has stored the metrics."""
     store = tracking_store(TrackingConfig(), run.path.parent, {})
-    send, calls = MlflowMirror.send, []
+    send, calls = MlflowTracker.send, []
 
-    def flaky(self, records, clocks):
-        calls.append(len(records))
+    def flaky(self, points):
+        calls.append(len(points))
         if len(calls) == 1:
             raise ConnectionError("gone")
-        sent = send(self, records, clocks)
+        sent = send(self, points)
         if len(calls) == 2:
             raise TimeoutError("stored, but the answer was lost")
         return sent
 
-    monkeypatch.setattr(MlflowMirror, "send", flaky)
-    monkeypatch.setattr(sync, "FINAL_RETRIES", 3)
+    monkeypatch.setattr(MlflowTracker, "send", flaky)
+    monkeypatch.setattr(outages, "FINAL_RETRIES", 3)
     assert len(mirror(run, store)) == 1
     check_complete(store.uri, "FINISHED")
 
@@ -136,11 +136,11 @@ import sys, threading
 from pathlib import Path
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tracking.sync import MlflowTracker
+from bandpo_cli.tracking.outages import TrackerCallback
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 
 folder, uri = RunFolder(Path(sys.argv[1])), sys.argv[2] or None
-tracker = MlflowTracker(TrackingConfig(uri=uri))
+tracker = TrackerCallback("mlflow", TrackingConfig(uri=uri))
 tracker.start(RunInfo(folder.path, {}, {}, 3, 0, (), None))
 for step in range(100, 120):
     folder.append_metrics({"step": step, "a": 1.0})
@@ -164,7 +164,7 @@ def test_a_store_that_never_answers_delays_neither_steps_nor_the_end_of_the_proc
     assert "23 steps" in err
     assert err.count("\n") == 1
     # MLflow was not imported, and neither finish nor the process waited for the check's timeout of 10 s.
-    assert out == "False ['MainThread', 'mlflow-mirror']\n"
+    assert out == "False ['MainThread', 'mlflow-sender']\n"
 
 
 @pytest.mark.slow
@@ -183,5 +183,5 @@ def test_runs_that_start_together_share_a_new_database_and_print_nothing_of_mlfl
 
 
 def test_finishing_a_run_that_never_started_prints_nothing(run, caplog):
-    MlflowTracker(TrackingConfig(uri=NOWHERE)).end(RunResult(run.path, "FAILED", []))
+    TrackerCallback("mlflow", TrackingConfig(uri=NOWHERE)).end(RunResult(run.path, "FAILED", []))
     assert caplog.messages == []

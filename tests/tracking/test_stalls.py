@@ -11,8 +11,8 @@ import pytest
 from bandpo_cli import waits
 from bandpo_cli.storage.files import wait_for_lock
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tracking import sync
-from bandpo_cli.tracking.store import Store
+from bandpo_cli.tracking import outages
+from bandpo_cli.tracking.mlflow_store import Store
 from tests.storage.test_lock import holder
 from tests.tracking.tracked import end_tracker, start_tracker, write_settings
 
@@ -30,7 +30,7 @@ def test_a_server_that_does_not_answer_is_named(
 ) -> None:
     """It accepts the connection and sends nothing; its password is not in the line."""
     monkeypatch.setattr(waits, "stall_after", 0.3)
-    monkeypatch.setattr(sync, "UNREACHABLE_GRACE_S", 0.1)
+    monkeypatch.setattr(outages, "UNREACHABLE_GRACE_S", 0.1)
     write_settings(run)
     with socket.create_server(("127.0.0.1", 0)) as server:
         uri = f"http://user:word@127.0.0.1:{server.getsockname()[1]}"

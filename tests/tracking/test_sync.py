@@ -15,10 +15,12 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.storage.files import LOCK, is_locked, run_lock
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import read_stored_run
-from bandpo_cli.tracking import sync
-from bandpo_cli.tracking.mirror import MlflowMirror, Sent, flat_params, run_tags
-from bandpo_cli.tracking.store import Store, find_link, read_links, tracking_store, write_link
-from bandpo_cli.tracking.sync import RunSender, SyncResult, store_for_run
+from bandpo_cli.tracking import sender as senders
+from bandpo_cli.tracking.mlflow_store import Store, store_for_run, tracking_store
+from bandpo_cli.tracking.mlflow_tracker import flat_params, run_tags
+from bandpo_cli.tracking.sender import RunSender, SyncResult
+from bandpo_cli.tracking.state import STATE_FILE, Place, read_places, write_place
+from bandpo_cli.tracking.trackers import Sent
 from tests.tracking.tracked import client_of, track
 
 
@@ -41,9 +43,13 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def run_at(store: Store, folder: RunFolder) -> Any:
-    link = find_link(folder.path, store)
-    assert link is not None
-    return client_of(store.uri).get_run(link.run_id)
+    place = store.place(folder.path)
+    assert place is not None
+    return client_of(store.uri).get_run(run_id_of(place))
+
+
+def run_id_of(place: Place) -> str:
+    return place.remote_id.rpartition("/")[2]
 
 
 def history(store: Store, folder: RunFolder) -> Counter[tuple[str, int, float]]:
@@ -66,7 +72,7 @@ def metrics_of(folder: RunFolder) -> Counter[tuple[str, int, float]]:
 
 
 def sync_run(store: Store, path: Path) -> SyncResult:
-    return RunSender(store, path).send()
+    return RunSender("mlflow", path, store).send()
 
 
 def sent_nothing(result: SyncResult) -> bool:
@@ -102,28 +108,6 @@ def test_the_params_and_tags_of_a_run_are_its_settings_and_its_environment(store
     assert synced.info.user_id == tags["mlflow.user"]
 
 
-def test_a_run_that_an_earlier_version_sent_gets_the_present_names_beside_the_earlier_ones(store, folder):
-    """Earlier versions sent the names of metrics.jsonl only."""
-    earlier, present = "clip/token_share/p_0_0.001", "vs_probability/token_share_p_0.000_0.001"
-    folder.append_metrics({"step": 3, "train/reward": 1.0, "time/step": 2.0, earlier: 0.25})
-    sent_then = {"train/reward": 1.0, "time/step": 2.0, earlier: 0.25}
-    for name, value in sent_then.items():
-        mirror = MlflowMirror.connect(store, folder.path, {})
-        client_of(store.uri).log_metric(mirror.run_id, name, value, step=3)
-    sent = sync_run(store, folder.path)
-    assert (sent.metrics.there, sent.metrics.differing) == (2, 0)
-    assert sent_nothing(sync_run(store, folder.path))
-    points = history(store, folder)
-    assert max(points.values()) == 1
-    assert {key for key, step, _ in points if step == 3} == {*sent_then, present, "Main/reward"}
-    assert points[present, 3, 0.25] == points[earlier, 3, 0.25] == 1
-    folder.append_metrics({"step": 4, "train/reward": 0.0, "time/step": 2.0, earlier: 0.5})
-    track(store, folder)
-    assert {key for key, step, _ in history(store, folder) if step == 4} == {
-        "train/reward", "Main/reward", "time/step", present,
-    }  # fmt: skip
-
-
 def test_a_repeated_step_is_not_sent_again(store, folder):
     """Its time differs; MLflow keeps the first value, and the sync counts it."""
     sync_run(store, folder.path)
@@ -155,7 +139,9 @@ def test_a_run_that_is_being_written_stays_running(store, folder):
     sent = sync_run(store, folder.path)
     assert (sent.writing, sent.files, sent.metrics.new) == (False, 4, 0)
     assert run_at(store, folder).info.status == "KILLED"  # its process could not write a summary
-    assert RunSender(store, folder.path).send("RUNNING").status == "RUNNING"  # the process that resumes it
+    assert (
+        RunSender("mlflow", folder.path, store).send("RUNNING").status == "RUNNING"
+    )  # the process that resumes it
     assert run_at(store, folder).info.status == "RUNNING"
 
 
@@ -202,16 +188,16 @@ def test_a_run_whose_creation_was_not_answered_is_found_and_not_created_twice(st
         sync_run(store, folder.path)
     monkeypatch.setattr(MlflowClient, "create_run", create)
     sync_run(store, folder.path)
-    (link,) = read_links(folder.path)
+    (place,) = read_places(folder.path, "mlflow")
     client = client_of(store.uri)
     experiment = client.get_experiment_by_name(store.experiment)
-    found = client.search_runs([experiment.experiment_id], f"tags.`bandpo.run` = '{link.key}'")
-    assert [item.info.run_id for item in found] == [link.run_id]
+    found = client.search_runs([experiment.experiment_id], f"tags.`bandpo.run` = '{place.id}'")
+    assert [item.info.run_id for item in found] == [run_id_of(place)]
 
 
 def test_a_run_is_tracked_and_synced_at_the_same_time_without_duplicates(store, folder):
     """Each sends lines that the other has sent; the run goes on, so that no file or status is sent."""
-    tracker = RunSender(store, folder.path)
+    tracker = RunSender("mlflow", folder.path, store)
     with run_lock(folder.path):
         assert tracker.send("RUNNING").metrics == Sent(9, 0, 0)
         folder.append_metrics({"step": 3, "train/reward": 1.0, "time/step": 2.0})
@@ -224,7 +210,7 @@ def test_a_run_is_tracked_and_synced_at_the_same_time_without_duplicates(store, 
 
 
 def test_a_tracked_step_has_the_time_at_which_it_was_done(store, folder):
-    sender = RunSender(store, folder.path)
+    sender = RunSender("mlflow", folder.path, store)
     sender.clocks[1] = 1_700_000_000_123
     sender.send("RUNNING")
     found = client_of(store.uri).get_metric_history(run_at(store, folder).info.run_id, "train/reward")
@@ -232,7 +218,7 @@ def test_a_tracked_step_has_the_time_at_which_it_was_done(store, folder):
 
 
 def test_a_run_with_more_steps_than_a_call_has_is_sent_and_counted(store, folder, monkeypatch):
-    monkeypatch.setattr(sync, "RECORDS_PER_CALL", 2)
+    monkeypatch.setattr(senders, "RECORDS_PER_CALL", 2)
     assert [sync_run(store, folder.path).metrics for _ in range(2)] == [Sent(9, 0, 0), Sent(0, 9, 0)]
     assert history(store, folder) == metrics_of(folder)
 
@@ -241,21 +227,21 @@ def test_a_sync_to_another_store_keeps_the_runs_own_link_first(store, folder):
     track(store, folder)
     elsewhere = Store(store.uri, "another experiment", store.artifact_location)
     sync_run(elsewhere, folder.path)
-    assert [link.experiment for link in read_links(folder.path)] == ["bandpo", "another experiment"]
+    assert [place.project for place in read_places(folder.path, "mlflow")] == ["bandpo", "another experiment"]
     assert history(elsewhere, folder) == history(store, folder) == metrics_of(folder)
 
 
 def test_a_run_whose_store_has_moved_keeps_its_mlflow_run(folder, store):
     """The file of the address in the link does not exist; the run is found in the store by its key."""
     sync_run(store, folder.path)
-    (link,) = read_links(folder.path)
-    moved = replace(link, uri=f"sqlite:///{folder.path}/gone.db")
-    (folder.path / "mlflow.json").unlink()
-    write_link(folder.path, moved)
+    (place,) = read_places(folder.path, "mlflow")
+    moved = replace(place, destination=f"sqlite:///{folder.path}/gone.db")
+    (folder.path / STATE_FILE).unlink()
+    write_place(folder.path, "mlflow", moved)
     found = store_for_run(read_stored_run(folder.path), None, {"MLFLOW_TRACKING_URI": store.uri})
     assert found.uri == store.uri
     assert sent_nothing(sync_run(store, folder.path))
-    assert run_at(store, folder).info.run_id == link.run_id
+    assert run_at(store, folder).info.run_id == run_id_of(place)
 
 
 def test_the_store_of_a_run(folder, store):
@@ -275,6 +261,6 @@ def test_the_store_of_a_run(folder, store):
     assert uri() == "http://own"
     assert uri("http://option") == "http://option"
     (folder.path / "config.yaml").write_text("seed: 3\n")
-    link = {"uri": "http://***@host", "experiment": "bandpo", "key": "k", "run_id": "r"}
-    (folder.path / "mlflow.json").write_text(json.dumps(link))
+    (folder.path / STATE_FILE).unlink()
+    write_place(folder.path, "mlflow", Place("http://***@host", "bandpo", "k", "r"))
     assert uri() == "http://env"  # the password of the first store was redacted

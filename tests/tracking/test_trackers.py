@@ -12,10 +12,10 @@ from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.experiments import sync
 from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tracking import sync as senders
-from bandpo_cli.tracking.mirror import finite_metrics
-from bandpo_cli.tracking.sync import SendingCallback
-from bandpo_cli.tracking.tracker_sender import TrackerSender, tracker_callback
+from bandpo_cli.tracking import outages
+from bandpo_cli.tracking.names import finite_metrics
+from bandpo_cli.tracking.outages import TrackerCallback
+from bandpo_cli.tracking.sender import RunSender
 from bandpo_cli.tracking.trackers import TrackedRun, tracker_class
 from tests.sweeps.test_pool import wait_for
 from tests.tracking.tracked import RunInfo, RunResult, report
@@ -52,8 +52,8 @@ def folder(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunFolde
     """Return a run folder with three steps, and journal.py in the current folder; retries are frequent."""
     Path("journal.py").write_text(JOURNAL)
     run.write_config(f"tracking:\n  trackers: ['{NAME}']\n")
-    monkeypatch.setattr(senders, "MAX_RETRY_DELAY_S", 0.05)
-    monkeypatch.setattr(senders, "MIN_RETRY_DELAY_S", 0.05)
+    monkeypatch.setattr(outages, "MAX_RETRY_DELAY_S", 0.05)
+    monkeypatch.setattr(outages, "MIN_RETRY_DELAY_S", 0.05)
     return run
 
 
@@ -67,13 +67,13 @@ def expected(folder: RunFolder) -> list[list]:
     return [[record["step"], True, finite_metrics(record)] for record in folder.read_metrics()]
 
 
-def start(folder: RunFolder) -> SendingCallback:
-    tracker = tracker_callback(NAME)
+def start(folder: RunFolder) -> TrackerCallback:
+    tracker = TrackerCallback(NAME, TrackingConfig())
     tracker.start(RunInfo(folder.path, {}, {}, 6, 0, (), None))
     return tracker
 
 
-def add_step(tracker: SendingCallback, folder: RunFolder, step: int) -> None:
+def add_step(tracker: TrackerCallback, folder: RunFolder, step: int) -> None:
     folder.append_metrics({"step": step, "train/reward": step / 4})
     tracker.step(report(step))
 
@@ -113,7 +113,7 @@ def test_a_tracker_that_exits_is_a_tracker_with_an_error(folder, caplog):
 
 
 def test_a_killed_and_resumed_run_is_continued_under_the_same_id(folder):
-    TrackerSender(NAME, folder.path).send("RUNNING")  # the process is killed here
+    RunSender(NAME, folder.path).send("RUNNING")  # the process is killed here
     tracker = start(folder)
     add_step(tracker, folder, 4)
     tracker.end(RunResult(folder.path, "FINISHED", []))
@@ -161,7 +161,7 @@ def test_the_group_of_a_run_is_its_sweep_and_passwords_are_redacted(folder, monk
     monkeypatch.setattr(tracker_class(NAME), "log", lambda self, points: seen.append(self.run))
     (folder.path.parent / "sweep.yaml").touch()
     folder.write_config("tracking:\n  uri: http://user:secret@host\noptim:\n  lr: 0.1\n")
-    TrackerSender(NAME, folder.path).send("RUNNING")
+    RunSender(NAME, folder.path).send("RUNNING")
     (run,) = seen
     assert (run.group, run.name, run.kind, run.project) == ("runs", "first", "train", "bandpo")
     assert run.config["tracking"] == {"uri": "http://***@host"}

@@ -7,9 +7,9 @@ from typing import Any
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.tracking.mirror import flat_params
-from bandpo_cli.tracking.store import Store
-from bandpo_cli.tracking.sync import MlflowTracker
+from bandpo_cli.tracking.mlflow_store import Store
+from bandpo_cli.tracking.mlflow_tracker import flat_params
+from bandpo_cli.tracking.outages import TrackerCallback
 from bandpo_cli.types import RunStatus
 
 PARAMS = {"seed": 3, "bounds": {"method": "band", "delta": 0.05}, **{f"extra_{i}": i for i in range(150)}}
@@ -21,10 +21,10 @@ def write_settings(folder: RunFolder) -> None:
     folder.write_env({"git": {"commit": "abc", "dirty": False}})
 
 
-def start_tracker(store: Store, folder: Path) -> MlflowTracker:
+def start_tracker(store: Store, folder: Path) -> TrackerCallback:
     """Return a tracker whose thread sends to `store`."""
     config = TrackingConfig.model_construct(uri=store.uri, experiment=store.experiment)
-    tracker = MlflowTracker(config)
+    tracker = TrackerCallback("mlflow", config)
     tracker.start(RunInfo(folder, {}, {}, 3, 0, (), None))
     return tracker
 
@@ -33,7 +33,7 @@ def report(step: int) -> StepReport:
     return StepReport(step, {}, None)
 
 
-def end_tracker(tracker: MlflowTracker, folder: RunFolder, status: RunStatus = "FINISHED") -> None:
+def end_tracker(tracker: TrackerCallback, folder: RunFolder, status: RunStatus = "FINISHED") -> None:
     tracker.end(RunResult(folder.path, status, []))
 
 

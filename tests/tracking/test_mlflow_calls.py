@@ -1,14 +1,16 @@
 """The calls to MLflow: metrics in its units, batches within its limits, and the kind of the experiment."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from bandpo_cli.config.run import TrackingConfig
-from bandpo_cli.tracking.mirror import MlflowMirror, Sent
-from bandpo_cli.tracking.store import Store, create_sqlite_store, tracking_store
+from bandpo_cli.tracking.mlflow_store import Store, create_sqlite_store, tracking_store
+from bandpo_cli.tracking.mlflow_tracker import MlflowTracker
+from bandpo_cli.tracking.names import finite_metrics
+from bandpo_cli.tracking.sender import RunSender
+from bandpo_cli.tracking.trackers import Point, Sent
 from tests.tracking.tracked import client_of, runs_at
 
 KIND = "mlflow.experimentKind"
@@ -39,7 +41,7 @@ def test_the_kind_of_an_experiment_is_model_training_unless_a_user_has_chosen_on
 ):
     if existing is not None:
         client.create_experiment("bandpo", tags=existing)
-    MlflowMirror.connect(store, run.path, {})
+    RunSender("mlflow", run.path, store).send()
     assert {**(existing or {}), KIND: kind}.items() <= client.get_experiment_by_name("bandpo").tags.items()
 
 
@@ -52,14 +54,9 @@ def test_a_server_that_refuses_the_kind_gets_the_run(store, client, run, monkeyp
 
     client.create_experiment("bandpo")
     monkeypatch.setattr(MlflowClient, "set_experiment_tag", refuse)
-    MlflowMirror.connect(store, run.path, {})
+    RunSender("mlflow", run.path, store).send()
     assert KIND not in client.get_experiment_by_name("bandpo").tags
     assert list(runs_at(store.uri)) == ["first"]
-
-
-RUN = SimpleNamespace(
-    info=SimpleNamespace(run_id="run", status="RUNNING"), data=SimpleNamespace(params={}, tags={}, metrics={})
-)
 
 
 class Client:
@@ -73,25 +70,27 @@ class Client:
         self.batches.append([(metric.key, metric.value, metric.timestamp, metric.step) for metric in metrics])
 
 
-def test_a_metric_is_sent_with_its_step_and_its_time_in_milliseconds():
-    from mlflow.utils.time import get_current_time_millis
+def tracker_of(client: Client) -> MlflowTracker:
+    """Return the tracker of a run that has no metrics."""
+    tracker = MlflowTracker.__new__(MlflowTracker)
+    tracker._client, tracker.run_id, tracker._names, tracker._histories = client, "run", set(), {}
+    return tracker
 
+
+def test_a_metric_is_sent_with_its_step_and_its_time_in_milliseconds():
     client = Client()
     records = [{"step": 3, "eval/a/mean@16": 0.5, "ratio/max": None}, {"step": 4, "eval/a/mean@16": 0.75}]
-    before = get_current_time_millis()
-    sent = MlflowMirror(client, RUN).send(records, {3: 1_700_000_000_123})
-    assert sent == Sent(new=2, there=0, differing=0)
-    ((first, second),) = client.batches
-    assert first == ("eval/a/mean_at_16", 0.5, 1_700_000_000_123, 3)
-    assert before <= second[2] <= get_current_time_millis()
+    points = [Point(record["step"], record["step"] * 1000, finite_metrics(record)) for record in records]
+    assert tracker_of(client).send(points) == Sent(new=2, there=0, differing=0)
+    assert client.batches == [[("eval/a/mean_at_16", 0.5, 3000, 3), ("eval/a/mean_at_16", 0.75, 4000, 4)]]
 
 
 def test_no_call_has_more_metrics_than_mlflow_allows():
     """MLflow refuses a batch of more than 1000 metrics."""
     client = Client()
     names = [f"m{index}" for index in range(30)]
-    records = [{"step": step, **dict.fromkeys(names, 0.5)} for step in range(70)]
-    assert MlflowMirror(client, RUN).send(records, {}).new == 2100
+    points = [Point(step, 0, dict.fromkeys(names, 0.5)) for step in range(70)]
+    assert tracker_of(client).send(points).new == 2100
     assert list(map(len, client.batches)) == [1000, 1000, 100]
     sent = [(key, step) for batch in client.batches for key, _, _, step in batch]
     assert sent == [(name, step) for step in range(70) for name in names]
