@@ -62,7 +62,7 @@ def test_show_prints_where_the_processes_of_a_run_are(tmp_path: Path) -> None:
     for role, pid in [("bandpo", process.pid), *((f"rank {rank}", pid) for rank, pid in enumerate(ranks))]:
         assert f"{role} (process {pid}):" in shown.stdout
     assert shown.stdout.count("in _watch") == 1, "the launcher"
-    assert shown.stdout.count("in run_steps") == 2
+    assert shown.stdout.count("in train_steps") == 2
     lines = count_lines(folder)
     wait_until(process, lambda: count_lines(folder) > lines)
     process.send_signal(signal.SIGINT)

@@ -164,7 +164,7 @@ def test_a_store_that_never_answers_delays_neither_steps_nor_the_end_of_the_proc
     assert "23 steps" in err
     assert err.count("\n") == 1
     # MLflow was not imported, and neither finish nor the process waited for the check's timeout of 10 s.
-    assert out == "False ['MainThread', 'mlflow-sender']\n"
+    assert out == "False ['MainThread', 'mlflow-sender', 'waits']\n"
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_runs_that_start_together_share_a_new_database_and_print_nothing_of_mlfl
     for folder in folders:
         folder.write_config("seed: 3\n")
     jobs = [_track_in_a_process(folder) for folder in folders]
-    assert [job.communicate() for job in jobs] == [("True ['MainThread']\n", "")] * 2
+    assert [job.communicate() for job in jobs] == [("True ['MainThread', 'waits']\n", "")] * 2
     store = tracking_store(TrackingConfig(), run.path.parent, {})
     runs = runs_at(store.uri)
     assert [there.info.status for there in runs.values()] == ["FINISHED"] * 2
