@@ -11,8 +11,9 @@ pandas is imported when a table is made: the overviews, which a run writes at it
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import cache
@@ -29,9 +30,9 @@ from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.metric_names import HELDOUT_ACCURACY, HELDOUT_REWARD, has_nonbinary_rewards, heldout_mean
 from bandpo_cli.registries import method_name
 from bandpo_cli.storage.checkpoints import complete_checkpoints
-from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder
-from bandpo_cli.storage.files import file_checksum, is_locked, read_json_object, step_name, step_of
-from bandpo_cli.storage.run_folder import RunFolder, find_folder
+from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder, read_record
+from bandpo_cli.storage.files import file_checksum, is_locked, step_name, step_of
+from bandpo_cli.storage.run_folder import RunFolder, find_folder, iterate_metrics
 from bandpo_cli.storage.run_record import (
     StoredRun,
     Summary,
@@ -50,6 +51,8 @@ from bandpo_cli.types import RunStatus
 
 if TYPE_CHECKING:
     from pandas import DataFrame
+
+_MAX_STEPS, _MAX_VALUE = 10**12, 1e100  # larger than any measurement; a finite float64 when squared
 
 Status = RunStatus | Literal["RUNNING"]
 """How a run ended, or RUNNING while a process writes it."""
@@ -148,7 +151,7 @@ def runs(folder: Path | str = "runs") -> DataFrame:
 
 
 def metrics(run: Path | str, runs_dir: Path | str = "runs") -> DataFrame:
-    """Return the metrics of a run, a row per step; a metric that a step does not have is NaN.
+    """Return the metrics of a run, a row per step; a metric that a step does not have, or that is no number, is NaN.
 
     The index is `step`, the columns are the names of docs/metrics.md, such as `train/accuracy`.
 
@@ -158,10 +161,29 @@ def metrics(run: Path | str, runs_dir: Path | str = "runs") -> DataFrame:
     Raises:
         UserError: there is no such run, or metrics.jsonl is damaged.
     """
+    return read_metrics_table(RunFolder.open(Path(runs_dir), str(run)).metrics_path)
+
+
+def read_metrics_table(path: Path) -> DataFrame:
+    """Return a `metrics.jsonl` as the table of `metrics`: ascending steps, of two lines of a step the last one.
+
+    Values that are no numbers, and numbers from `_MAX_VALUE` on, are NaN. There are no rows if there is no file.
+
+    Raises:
+        UserError: a line is not a JSON object with a step that is a natural number below `_MAX_STEPS`.
+    """
     import pandas as pd
 
-    records = RunFolder.open(Path(runs_dir), str(run)).read_metrics()
-    return pd.DataFrame.from_records(records, columns=None if records else ["step"]).set_index("step")
+    rows: dict[int, dict[str, float]] = {}
+    for line in iterate_metrics(path):
+        step = line.pop("step")
+        if type(step) is not int or not 0 <= step < _MAX_STEPS:
+            raise UserError(f"{path} has a step {json.dumps(step)[:40]}")
+        numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
+        rows[step] = {key: float(value) for key, value in numbers.items() if abs(value) < _MAX_VALUE}
+    columns = dict.fromkeys(key for row in rows.values() for key in row)
+    index = pd.Index(sorted(rows), name="step", dtype="int64")
+    return pd.DataFrame([rows[step] for step in sorted(rows)], index, list(columns), dtype="float64")
 
 
 def samples(run: Path | str, step: int | None = None, runs_dir: Path | str = "runs") -> DataFrame:
@@ -202,15 +224,23 @@ def evaluations(run: Path | str, runs_dir: Path | str = "runs") -> DataFrame:
     """
     import pandas as pd
 
-    folder, rows = RunFolder.open(Path(runs_dir), str(run)), []
-    for path in sorted((folder.path / "evals").glob("step-*.json")):
-        content = read_json_object(path)
-        for label, scores in content["sets"].items():
-            counts = {"problems": scores["problems"], "completions": scores["completions"]}
-            about = {"step": content["step"], "set": label}
-            rows += [about | {"metric": name} | value | counts for name, value in scores["metrics"].items()]
+    rows = list(iterate_evaluations(RunFolder.open(Path(runs_dir), str(run)).path))
     names = ["step", "set", "metric", "value", "low", "high", "problems", "completions"]
     return pd.DataFrame(rows, columns=names).astype({"value": float, "low": float, "high": float})
+
+
+def iterate_evaluations(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of `evaluations` of the run in `folder`; raise UserError if a file of `evals/` is damaged."""
+    for path in sorted((folder / "evals").glob("step-*.json")):
+        sets = read_record(path)["sets"]
+        try:
+            for label, scores in sets.items():
+                counts = {name: scores.get(name) for name in ("problems", "completions")}
+                for name, value in scores["metrics"].items():
+                    ends = {end: value[end] for end in ("value", "low", "high")}
+                    yield {"step": step_of(path), "set": label, "metric": name, **ends, **counts}
+        except (AttributeError, KeyError, TypeError):
+            raise UserError(f"{path}: not the record of an evaluation: a metric has no interval") from None
 
 
 def tokens(run: Path | str, step: int, runs_dir: Path | str = "runs") -> DataFrame:

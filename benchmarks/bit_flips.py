@@ -81,7 +81,9 @@ def main() -> None:
             resume(again.name, runs_dir)
             equal += content_of_run(again.path) == content_of_run(complete.path)
         flip(path, bit)
-    assert plan_resume(folder, (), runs_dir).start.step == 4, "without a flip the checkpoint of step 4 is used"
+    assert plan_resume(folder, (), runs_dir).start.step == 4, (
+        "without a flip the checkpoint of step 4 is used"
+    )
     shutil.rmtree(runs_dir)
     print(f"{noticed} of {options.flips} flips in {len(files)} files noticed, with the file's name")
     print(f"{equal} of {resumed} resumed runs equal the uninterrupted run")
