@@ -31,7 +31,7 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.registries import METHODS
 
 if TYPE_CHECKING:
-    from bandpo_cli.results import RunDescription
+    from bandpo_cli.overview import RunDescription
     from bandpo_cli.storage.tables import GradedCompletion
 
 RunName = Annotated[
@@ -126,7 +126,7 @@ def runs(
         method: Only runs of this method: clip, band, band-kl.
         task: Only runs of this task.
     """
-    from bandpo_cli.results import list_runs
+    from bandpo_cli.overview import list_runs
 
     runs = list_runs(runs_dir, patterns or (), method=method, task=task, status=status, sort=sort)
     if format_ == "json":
@@ -185,7 +185,7 @@ def show(
     Args:
         all_: Every metric.
     """
-    from bandpo_cli.results import describe_run
+    from bandpo_cli.overview import describe_run
 
     described = describe_run(run, runs_dir)
     if format_ == "table":
