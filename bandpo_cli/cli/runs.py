@@ -1,4 +1,4 @@
-"""Commands that read run folders: `bandpo report`, `runs`, `show`, `samples`, `view` and `plot`."""
+"""Commands that read run folders: `bandpo runs`, `show`, `samples`, `view` and `plot`."""
 
 from __future__ import annotations
 
@@ -52,49 +52,6 @@ _FIRST_METRICS = (
     "optim/lr",
 )  # fmt: skip
 """The metrics of `bandpo show`, in this order, before the scores of evaluations; --all prints every metric."""
-
-
-@opt.documented
-def report(
-    paths: Annotated[list[Path], opt.argument("PATH", complete=folder_of("sweep", "run"))],
-    baseline: Annotated[str | None, opt.option("VARIANT", "the sweep's")] = None,
-    by: Annotated[list[str] | None, opt.option("KEY,KEY", "all that differ, except the seed")] = None,
-    out: Annotated[Path | None, opt.option("DIR", "SWEEP/report, or report here")] = None,
-    format_: opt.TableOrJson = "table",
-    runs_dir: opt.RunsDir = opt.RUNS,
-) -> None:
-    """Compare training runs: a leaderboard, differences with intervals over seeds, plots.
-
-    Runs that differ only in their seed are one variant. Metrics are means over
-    seeds with 95% intervals; variants are compared with the baseline seed by seed.
-    All of it is computed from the run folders, and written as one HTML page,
-    Markdown, CSV and PNG.
-
-    [bold]bandpo report deltas[/bold]  the sweep in runs/deltas
-
-    [bold]bandpo report runs/clip-* runs/kl-* --baseline clip[/bold]  any runs
-
-    [bold]bandpo report runs --by bounds,optim.lr --out out/lr[/bold]  variants by these settings
-
-    [bold]bandpo report deltas --format json[/bold]  in scripts
-
-    Args:
-        paths: A sweep's folder; or run folders, or a folder of runs.
-        baseline: The variant that all other variants are compared with.
-        by: Settings that define a variant, for example bounds,optim.lr; repeatable.
-        out: Folder of the report.
-    """
-    from bandpo_cli.reports.comparison import select_runs, write_report
-
-    chosen = select_runs(paths, runs_dir, baseline, [*filter(None, opt.split_commas(by or []))])
-    folder = out or (Path() if chosen.sweep is None else chosen.sweep.path) / "report"
-    written = write_report(chosen, folder)
-    if format_ == "json":
-        print_json(written.as_json())
-    else:
-        from bandpo_cli.cli.sweep_view import print_report
-
-        print_report(open_console(), written)
 
 
 @opt.documented

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from bandpo_cli.cli.sweep_view import print_report
+from bandpo_cli.cli.report import print_report
 from bandpo_cli.errors import UserError
 from bandpo_cli.reports.comparison import Report, Selection, VariantRun, select_runs, write_report
 from bandpo_cli.reports.comparison.runs import read_runs
