@@ -11,19 +11,17 @@ pandas is imported when a table is made: the plots of a run, which it writes at 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.errors import UserError
 from bandpo_cli.overview import RunOverview, list_runs, sampled_steps
 from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder, read_record
 from bandpo_cli.storage.files import step_name, step_of
 from bandpo_cli.storage.run_folder import RunFolder, find_folder, iterate_metrics
 from bandpo_cli.storage.tables import (
-    GradedCompletion,
-    read_graded_completions,
     read_table,
     read_token_values,
 )
@@ -166,17 +164,6 @@ def tokens(run: Path | str, step: int, runs_dir: Path | str = "runs") -> DataFra
     return pd.DataFrame(columns | {name: getattr(values, name) for name in numbers})
 
 
-def read_completions_of(
-    name: str, runs_dir: Path | str = "runs", step: int | None = None
-) -> tuple[Path, list[GradedCompletion]]:
-    """Return the completions of a step of a run, or of an evaluation, with the path of their table.
-
-    Arguments and errors are those of `completions_path`; a damaged table raises UserError, too.
-    """
-    path = completions_path(name, Path(runs_dir), step)
-    return path, read_graded_completions(path)
-
-
 def completions_path(name: str, runs_dir: Path, step: int | None = None) -> Path:
     """Return the table with the completions of a step of a run, or of an evaluation.
 
@@ -203,19 +190,3 @@ def completions_path(name: str, runs_dir: Path, step: int | None = None) -> Path
         near = min(steps, key=lambda stored: abs(stored - step))
         raise UserError(f"--step {step}: its completions are not stored; the nearest is --step {near}")
     return folder.path / "samples" / f"{step_name(step)}.parquet"
-
-
-def select_completions(
-    completions: Iterable[GradedCompletion], problem: str | None = None, correct: bool | None = None
-) -> list[GradedCompletion]:
-    """Return the completions of one problem (None: of all), and only the correct or the other ones (None: both).
-
-    Raises UserError if no completion is of that problem.
-    """
-    rows = list(completions)
-    ids = sorted({row["problem_id"] for row in rows})
-    if problem is not None and problem not in ids:
-        known = f"{', '.join(ids[:5])}{' …' if len(ids) > 5 else ''}"
-        raise UserError(f"--problem {problem}: no such problem{nearest(problem, ids)}; there are {known}")
-    rows = [row for row in rows if problem in (None, row["problem_id"])]
-    return [row for row in rows if correct in (None, row["accuracy"] == 1)]

@@ -27,7 +27,7 @@ from bandpo_cli.cli.console import (
 )
 from bandpo_cli.cli.options import folder_of, one_of
 from bandpo_cli.datasets import DATASETS, generated_tasks
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.registries import METHODS
 
 if TYPE_CHECKING:
@@ -262,12 +262,20 @@ def samples(
         problem: Only completions of this problem.
         limit: Maximum number of completions to print; 0 prints all.
     """
-    from bandpo_cli.results import read_completions_of, select_completions
+    from bandpo_cli.results import completions_path
+    from bandpo_cli.storage.tables import read_graded_completions
 
     if correct and wrong:
         raise UserError("--correct --wrong: give one of them; without either flag, both kinds are printed")
-    path, completions = read_completions_of(run, runs_dir, step)
-    chosen = select_completions(completions, problem, correct if correct or wrong else None)
+    path = completions_path(run, runs_dir, step)
+    completions = read_graded_completions(path)
+    ids = sorted({row["problem_id"] for row in completions})
+    if problem is not None and problem not in ids:
+        known = f"{', '.join(ids[:5])}{' …' if len(ids) > 5 else ''}"
+        raise UserError(f"--problem {problem}: no such problem{nearest(problem, ids)}; there are {known}")
+    chosen = [row for row in completions if problem in (None, row["problem_id"])]
+    if correct or wrong:
+        chosen = [row for row in chosen if (row["accuracy"] == 1) == correct]
     shown = chosen[:limit] if limit else chosen
     if format_ == "jsonl":
         for completion in shown:

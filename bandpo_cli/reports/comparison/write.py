@@ -230,11 +230,6 @@ def report_notes(report: Report, runs: pd.DataFrame, baseline: str | None, start
         yield "No baseline was given, so there are no differences; choose one with --baseline VARIANT."
     elif len(members) > 1 and baseline not in members:
         yield f"All runs of the baseline '{baseline}' were excluded, so there are no differences."
-    elif len(members) > 2:
-        metrics = len({difference.figure for difference in report.differences})
-        what = f"{len(members) - 1} variants against {baseline} in {metrics} metrics"
-        adjusted = "p-values are adjusted over the variants for each metric (Holm), not over the metrics"
-        yield f"{plural(len(report.differences), 'comparison')}: {what}. {adjusted}."
     if unequal := [name for name, of_variant in members.items() if of_variant["steps"].nunique() > 1]:
         common = "curves cover the common steps; final metrics are taken at the last step of each run"
         yield f"Runs of unequal length in {shorten_list(unequal)}: {common}."
