@@ -1,97 +1,96 @@
-"""Results of runs: the tables, the task of a run on files, and the settings that differ from the defaults."""
+"""Tables of results: the DataFrames have what the files of a run contain, read here with the standard library."""
 
-from dataclasses import replace
+import json
+import subprocess
+import sys
 from pathlib import Path
-from unittest import mock
 
+import pyarrow.parquet as pq
 import pytest
 
-from bandpo_cli import results as overview
+from bandpo_cli import results
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.results import (
-    changed_settings,
-    describe_line,
-    describe_run,
-    summary_fields,
-    task_settings,
-)
-from bandpo_cli.storage import run_folder, run_record
-from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.errors import UserError
+from bandpo_cli.experiments import evaluate, train
+
+pytestmark = pytest.mark.slow
+
+SMALL = {
+    "task": {"max_number": 5},
+    "sampling": {"prompts": 4, "samples": 4},
+    "optim": {"updates": 2},
+    "evaluation": {"every": 1, "problems": 4, "samples": 4, "k": [1, 4]},
+    "tracking": {"mlflow": False, "tokens_every": 1},
+}
 
 
-def test_a_task_of_files_has_their_names() -> None:
-    for task, title in (
-        ({"name": "countdown"}, "countdown"),
-        ({"name": "gsm8k"}, "gsm8k"),
-        ({"name": "data", "train": "my/sums.jsonl"}, "sums"),
-        ({"name": "data", "train": ["gsm8k", {"path": "a.jsonl", "label": "mine"}]}, "gsm8k+mine"),
-    ):
-        assert resolve([{"task": task}]).task.title == title
+@pytest.fixture(scope="module")
+def runs_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a runs folder with the run `a` of 2 steps, whose tokens are stored, and the evaluation `e`."""
+    place = tmp_path_factory.mktemp("results")
+    train(resolve([SMALL, {"steps": 2}]), place / "runs", "a")
+    evaluate(str(place / "runs" / "a"), runs_dir=place / "runs", name="e", n=2, limit=3)
+    return place / "runs"
 
 
-def test_template_and_grader_are_changed_settings_and_the_files_are_not() -> None:
-    model = {"model": {"dtype": "float32"}}  # a run stores the dtype that it had
-    files = {"name": "data", "train": "sums.jsonl", "heldout": "exam.jsonl"}
-    assert changed_settings(resolve([model, {"task": files}])) == {}
-    task = {**files, "template": "{question} Number only.", "grader": "gsm8k-flexible"}
-    changed = {"task.template": (task["template"], "answer-line"), "task.grader": ("gsm8k-flexible", "math")}
-    config = resolve([model, {"task": task}])
-    assert changed_settings(config) == changed
-    assert task_settings(config.task) == {
-        "task.train.0.path": "sums.jsonl", "task.heldout.0.path": "exam.jsonl", "task.heldout_fraction": 0.05,
-        "task.template": task["template"], "task.grader": "gsm8k-flexible",
-    }  # fmt: skip
+def lines(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_the_defaults_of_a_run_are_those_of_its_model() -> None:
-    pretrained = {"model": {"path": "a/b", "dtype": "float32"}, "task": {"name": "countdown"}}
-    assert changed_settings(resolve([pretrained])) == {}
-    assert changed_settings(resolve([pretrained, {"optim": {"lr": 5e-5}}])) == {"optim.lr": (5e-5, 1e-6)}
+def test_runs_and_metrics(runs_dir: Path) -> None:
+    runs, metrics = results.runs(runs_dir), results.metrics("a", runs_dir)
+    assert runs[["name", "status", "step", "steps"]].values.tolist() == [["a", "FINISHED", 2, 2]]
+    written = lines(runs_dir / "a")
+    assert metrics.index.tolist() == [0, 1, 2]
+    for line in written:
+        row = metrics.loc[line["step"]].dropna().to_dict()
+        assert row == {key: value for key, value in line.items() if key != "step" and value is not None}
+    assert runs.loc[0, "entropy"] == written[-1]["train/entropy"]
 
 
-def test_the_lines_of_a_run_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A metric without a value at the first or last step has the range of the steps that have one."""
-    run = RunFolder.create(tmp_path, "a")
-    run.write_config("seed: 3\n")
-    for step in range(50):
-        values: dict[str, object] = {f"x/{number}": float(step) for number in range(20)}
-        values |= {"x/0": None if step in (0, 49) else step, "train/entropy": 0.5, "eval/a/mean_at_4": 0.25}
-        run.append_metrics({"step": step, **values, "time/step": 2.0})
-    parse, step_times = mock.Mock(wraps=run_folder._parsed), mock.Mock(wraps=run_record._step_times)
-    monkeypatch.setattr(run_folder, "_parsed", parse)
-    monkeypatch.setattr(run_record, "_step_times", step_times)
-    shown = describe_run("a", tmp_path)
-    assert shown.metrics["x/0"] == ((1, 1.0), (48, 48.0))
-    assert shown.metrics["x/7"] == ((0, 0.0), (49, 49.0))
-    assert len(shown.metrics) == 23
-    assert shown.seconds == 100
-    line = describe_line(run.path, tmp_path)
-    assert line == shown.overview
-    assert (line.step, line.heldout, line.accuracy, line.entropy) == (49, 0.25, None, 0.5)
-    assert parse.call_count == 2 * 50
-    assert [max(map(len, call.args[1])) for call in step_times.call_args_list] == [4, 4]
+def test_samples_and_tokens(runs_dir: Path) -> None:
+    samples = results.samples(runs_dir / "a")
+    assert sorted(samples["step"].unique()) == [1, 2]
+    second = samples[samples["step"] == 2].reset_index(drop=True)
+    stored = pq.read_table(runs_dir / "a" / "samples" / "step-000002.parquet").to_pylist()
+    assert second["text"].tolist() == [row["text"] for row in stored]
+    assert results.samples("a", 2, runs_dir)["reward"].tolist() == [row["reward"] for row in stored]
+    tokens = results.tokens("a", 2, runs_dir)
+    assert tokens.groupby("completion").size().tolist() == second["length"].tolist()
+    # Token texts join to the completion, followed by the text of the end token.
+    joined = tokens.groupby("completion")["token"].agg("".join)
+    assert all(text.startswith(row["text"]) for text, row in zip(joined, stored, strict=True))
+    # Completions of a table of tokens have the sum of log-probs of the table of completions.
+    sums = tokens.groupby("completion")["old_logprob"].sum()
+    assert sums.tolist() == pytest.approx([row["logprob_sum"] for row in stored], abs=1e-3)
+    assert len(results.samples("e", runs_dir=runs_dir)) == 6
 
 
-def test_an_ended_run_is_read_from_its_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = RunFolder.create(tmp_path, "a")
-    run.write_config("seed: 3\n")
-    run.append_metrics({"step": 7, "train/entropy": 0.5, "time/step": 2.0})
-    summary = {"status": "FINISHED", "error": None, "steps": 7}
-    run.write_summary(summary)
-    slow = describe_line(run.path, tmp_path)
-    run.write_summary(summary | summary_fields(run.path))
-    read = mock.Mock(wraps=overview.read_stored_run)
-    monkeypatch.setattr(overview, "read_stored_run", read)
-    assert describe_line(run.path, tmp_path) == slow
-    assert not read.called
-    run.write_config("seed: 4\n")
-    assert describe_line(run.path, tmp_path) == replace(slow, seed=4)
-    run.write_summary(summary | summary_fields(run.path))
-    run.append_metrics({"step": 8, "time/step": 2.0})
-    assert (changed := describe_line(run.path, tmp_path)).step == 8
-    assert changed.status == "KILLED"
-    run.write_summary({**summary, "steps": 8, "status": "?", **summary_fields(run.path)})
-    assert describe_line(run.path, tmp_path).status == "KILLED", "the status is not one of a run"
-    run.write_summary({**summary, "steps": 8, **summary_fields(run.path), "overview": {"seed": "x"}})
-    assert describe_line(run.path, tmp_path).seed == 4
-    assert read.call_count == 7
+def test_evaluations_are_those_of_the_metrics(runs_dir: Path) -> None:
+    table = results.evaluations("a", runs_dir)
+    wide = table[table["set"] == "countdown"].pivot(index="step", columns="metric", values="value")
+    for line in lines(runs_dir / "a"):
+        for key, value in line.items():
+            if key.startswith("eval/countdown/") and value is not None:
+                assert wide.loc[line["step"], key.removeprefix("eval/countdown/")] == value
+    assert (table["low"].fillna(-1) <= table["value"]).all()
+
+
+@pytest.mark.parametrize("table", [results.metrics, results.samples, results.evaluations])
+def test_a_run_that_is_not_there_is_one_line(table, runs_dir: Path) -> None:
+    with pytest.raises(UserError, match="no run 'nothing'"):
+        table("nothing", runs_dir=runs_dir)
+    with pytest.raises(UserError, match="step-000009"):
+        results.tokens("a", 9, runs_dir)
+
+
+def test_the_help_the_bounds_and_training_import_no_pandas(tmp_path: Path) -> None:
+    code = (
+        "import sys\nsys.argv = ['bandpo', *{words!r}]\nfrom bandpo_cli.__main__ import main\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\nsys.exit('pandas' in sys.modules)"
+    )
+    for words in (["--help"], ["bounds", "0.1"], ["train", "--steps", "1", "--no-mlflow", "--dry-run"]):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(words=words)], cwd=tmp_path, capture_output=True
+        )
+        assert done.returncode == 0, words

@@ -11,7 +11,8 @@ from bandpo_cli.cli.doctor import configs_app, doctor
 from bandpo_cli.cli.eval import eval_app
 from bandpo_cli.cli.export import export_app, import_app
 from bandpo_cli.cli.options import command_group
-from bandpo_cli.cli.runs import plot, report, runs, samples, show, view
+from bandpo_cli.cli.report import report
+from bandpo_cli.cli.runs import plot, runs, samples, show, view
 from bandpo_cli.cli.sweep import sweep
 from bandpo_cli.cli.sync import sync
 from bandpo_cli.cli.train import train

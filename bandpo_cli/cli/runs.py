@@ -1,4 +1,4 @@
-"""Commands that read run folders: `bandpo report`, `runs`, `show`, `samples`, `view` and `plot`."""
+"""Commands that read run folders: `bandpo runs`, `show`, `samples`, `view` and `plot`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from bandpo_cli.cli.console import (
 )
 from bandpo_cli.cli.options import folder_of, one_of
 from bandpo_cli.datasets import DATASETS, generated_tasks
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.registries import METHODS
 from bandpo_cli.waits import read_stacks
 
 if TYPE_CHECKING:
-    from bandpo_cli.results import RunDescription
+    from bandpo_cli.overview import RunDescription
     from bandpo_cli.storage.tables import GradedCompletion
 
 RunName = Annotated[
@@ -54,49 +54,6 @@ _FIRST_METRICS = (
     "optim/lr",
 )  # fmt: skip
 """The metrics of `bandpo show`, in this order, before the scores of evaluations; --all prints every metric."""
-
-
-@opt.documented
-def report(
-    paths: Annotated[list[Path], opt.argument("PATH", complete=folder_of("sweep", "run"))],
-    baseline: Annotated[str | None, opt.option("VARIANT", "the sweep's")] = None,
-    by: Annotated[list[str] | None, opt.option("KEY,KEY", "all that differ, except the seed")] = None,
-    out: Annotated[Path | None, opt.option("DIR", "SWEEP/report, or report here")] = None,
-    format_: opt.TableOrJson = "table",
-    runs_dir: opt.RunsDir = opt.RUNS,
-) -> None:
-    """Compare training runs: a leaderboard, differences with intervals over seeds, plots.
-
-    Runs that differ only in their seed are one variant. Metrics are means over
-    seeds with 95% intervals; variants are compared with the baseline seed by seed.
-    All of it is computed from the run folders, and written as one HTML page,
-    Markdown, CSV and PNG.
-
-    [bold]bandpo report deltas[/bold]  the sweep in runs/deltas
-
-    [bold]bandpo report runs/clip-* runs/kl-* --baseline clip[/bold]  any runs
-
-    [bold]bandpo report runs --by bounds,optim.lr --out out/lr[/bold]  variants by these settings
-
-    [bold]bandpo report deltas --format json[/bold]  in scripts
-
-    Args:
-        paths: A sweep's folder; or run folders, or a folder of runs.
-        baseline: The variant that all other variants are compared with.
-        by: Settings that define a variant, for example bounds,optim.lr; repeatable.
-        out: Folder of the report.
-    """
-    from bandpo_cli.reports.comparison import select_runs, write_report
-
-    chosen = select_runs(paths, runs_dir, baseline, [*filter(None, opt.split_commas(by or []))])
-    folder = out or (Path() if chosen.sweep is None else chosen.sweep.path) / "report"
-    written = write_report(chosen, folder)
-    if format_ == "json":
-        print_json(written.as_json())
-    else:
-        from bandpo_cli.cli.sweep_view import print_report
-
-        print_report(open_console(), written)
 
 
 @opt.documented
@@ -128,7 +85,7 @@ def runs(
         method: Only runs of this method: clip, band, band-kl.
         task: Only runs of this task.
     """
-    from bandpo_cli.results import list_runs
+    from bandpo_cli.overview import list_runs
 
     runs = list_runs(runs_dir, patterns or (), method=method, task=task, status=status, sort=sort)
     if format_ == "json":
@@ -191,7 +148,7 @@ def show(
         all_: Every metric.
         stacks: Print the place of every thread of every process of a running run instead.
     """
-    from bandpo_cli.results import describe_run
+    from bandpo_cli.overview import describe_run
 
     if stacks:
         from bandpo_cli.storage.files import LOCK, read_json_object
@@ -315,12 +272,20 @@ def samples(
         problem: Only completions of this problem.
         limit: Maximum number of completions to print; 0 prints all.
     """
-    from bandpo_cli.results import read_completions_of, select_completions
+    from bandpo_cli.results import completions_path
+    from bandpo_cli.storage.tables import read_graded_completions
 
     if correct and wrong:
         raise UserError("--correct --wrong: give one of them; without either flag, both kinds are printed")
-    path, completions = read_completions_of(run, runs_dir, step)
-    chosen = select_completions(completions, problem, correct if correct or wrong else None)
+    path = completions_path(run, runs_dir, step)
+    completions = read_graded_completions(path)
+    ids = sorted({row["problem_id"] for row in completions})
+    if problem is not None and problem not in ids:
+        known = f"{', '.join(ids[:5])}{' …' if len(ids) > 5 else ''}"
+        raise UserError(f"--problem {problem}: no such problem{nearest(problem, ids)}; there are {known}")
+    chosen = [row for row in completions if problem in (None, row["problem_id"])]
+    if correct or wrong:
+        chosen = [row for row in chosen if (row["accuracy"] == 1) == correct]
     shown = chosen[:limit] if limit else chosen
     if format_ == "jsonl":
         for completion in shown:

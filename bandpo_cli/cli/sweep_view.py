@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.cli.console import ExperimentView, format_duration, make_table, print_line, print_rows
+from bandpo_cli.cli.report import print_report
 from bandpo_cli.errors import SignalExit, plural
 from bandpo_cli.experiments.sweep_run import (
     States,
@@ -19,19 +20,12 @@ from bandpo_cli.experiments.sweep_run import (
     estimate_disk_space,
     estimate_time,
 )
-from bandpo_cli.paths import relative_to_cwd
-from bandpo_cli.reports.comparison.report_metrics import Metric
-from bandpo_cli.reports.comparison.variants import Report
-from bandpo_cli.reports.comparison.write import short_range_text, value_text
 from bandpo_cli.storage.run_folder import shell_command
 from bandpo_cli.sweeps.folder import by_variant
 from bandpo_cli.sweeps.plan import SweepRun
 
 LINES_EVERY_S = 60.0
 """Seconds between progress lines where the output is no terminal."""
-
-_WIDE = 110
-"""Width of a terminal from which on a mean and its interval are on one line, in columns."""
 
 
 class SweepView(ExperimentView):
@@ -220,57 +214,3 @@ def seconds_left(states: States, jobs: int) -> float | None:
     seconds_per_step = fmean(seconds / steps for seconds, steps in timed)
     steps = sum(state.steps - state.step for state in left)
     return max(steps * seconds_per_step / jobs, *(seconds for seconds, _ in timed))
-
-
-def print_report(console: Console, report: Report) -> None:
-    """Print the report: finding, leaderboard, notes, files."""
-    soft_wrap = not console.is_terminal  # in a file or a pipe a sentence is a line
-
-    def print_text(text: str, heading: str = "", style: str = "") -> None:
-        console.print(Text.assemble((heading, style), text), soft_wrap=soft_wrap)
-
-    print_text(f"  {report.about}", report.title, "bold")
-    print_text(report.finding)
-    console.print()
-    separator = " " if console.width >= _WIDE else "\n"
-    over_sets = [metric for metric in report.metrics if "/" not in metric.key]
-    console.print(_report_table(report, over_sets, separator))
-    if len(report.sets) > 1:
-        console.print()
-        by_set = [metric for metric in report.metrics if metric.key.startswith(("reward/", "accuracy/"))]
-        console.print(_report_table(report, by_set, separator))
-    for line in report.tuning.notes() if report.tuning is not None else ():
-        print_text(line, "tuned: ", "dim")
-    for note in report.notes:
-        print_text(note, "note: ", "yellow")
-    for run in report.excluded:
-        variant_and_seed = f"{run.variant}, seed {run.seed}: " if run.variant else ""
-        print_text(f"{run.run}: {variant_and_seed}{run.reason}", "excluded: ", "yellow")
-    console.print()
-    for name in ("report.html", "report.md", "leaderboard.csv"):
-        console.print(Text(str(relative_to_cwd(report.files[name]))), soft_wrap=True)
-    print_text("", f"plots: {', '.join(name for name in report.files if name.endswith('.png'))}", "dim")
-
-
-def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> Table:
-    """Return one row per variant, highest accuracy first.
-
-    A cell has the mean and, after `separator`, half the width of its 95% interval, or a range.
-    """
-
-    def heading(metric: Metric) -> str:
-        """Return the name on several short lines, such as `entropy`, `at 41%`, `accuracy`."""
-        name = metric.name.replace(", ", ",\n").replace("held-out ", "held-out\n")
-        return name.replace(" ", "\n").replace("at\n", "at ") if metric.key == "entropy_at_accuracy" else name
-
-    headings = [f">{heading(metric)}" for metric in metrics]
-    table = make_table("variant", ">seeds", *headings, gap=1 if separator == "\n" else 2)
-    for variant in report.variants:
-        name = Text.assemble(variant.name, ("\nbaseline" if variant.name == report.baseline else "", "dim"))
-        cells = []
-        for metric in metrics:
-            around = short_range_text(metric, variant)
-            interval = (f"{separator}{around}" if around else "", "dim")
-            cells.append(Text.assemble(value_text(metric, variant.metrics.get(metric.key)), interval))
-        table.add_row(name, str(len(variant.seeds)), *cells)
-    return table

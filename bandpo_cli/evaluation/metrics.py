@@ -121,23 +121,6 @@ def mean_intervals(values_FP: ArrayLike, seed: int = 0, resamples: int = RESAMPL
     return [Interval(*map(float, row)) for row in zip(means, low, high, strict=True)]
 
 
-def sign_test(higher: int, lower: int) -> float | None:
-    """Return the two-sided p-value of the exact sign test; None without a difference.
-
-    The null hypothesis is that a problem that differs is as likely to be higher as lower; equal problems do not count.
-    The p-value holds for any number of problems, and depends only on the directions of the differences.
-
-    Args:
-        higher, lower: number of problems with a positive and with a negative difference.
-    """
-    differing = higher + lower
-    if not differing:
-        return None
-    from scipy.stats import binom
-
-    return min(1.0, 2.0 * float(binom.cdf(min(higher, lower), differing, 0.5)))
-
-
 def _check_counts(n: int, correct: int, k: int, name: str) -> None:
     """Raise ValueError unless 1 ≤ k ≤ n and 0 ≤ correct ≤ n."""
     if not 1 <= k <= n or not 0 <= correct <= n:

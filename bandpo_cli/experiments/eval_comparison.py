@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from bandpo_cli.config.layers import flatten, read_layer
 from bandpo_cli.errors import UserError, nearest, plural
-from bandpo_cli.evaluation.metrics import Interval, mean_intervals, sign_test
+from bandpo_cli.evaluation.metrics import Interval, mean_intervals
 from bandpo_cli.paths import folders_containing, user_path
 from bandpo_cli.storage.eval_folder import RECORD_FILE, read_record
 from bandpo_cli.storage.files import step_of
@@ -195,7 +195,11 @@ def _compare_sets(label: str, record_a: Mapping[str, Any], record_b: Mapping[str
     counts = len(ids), len(a) - len(ids), len(b) - len(ids)
     losses, ties = len(changed) - wins, len(ids) - len(changed)
     changed.sort(key=lambda change: -abs(change[2] - change[1]))
-    return Comparison(*counts, metrics, wins, losses, ties, sign_test(wins, losses), changed)
+    from scipy.stats import binomtest
+
+    # Problems that do not differ do not count.
+    p = float(binomtest(wins, len(changed)).pvalue) if changed else None
+    return Comparison(*counts, metrics, wins, losses, ties, p, changed)
 
 
 def _by_problem(record: Mapping[str, Any], label: str, which: str) -> dict[str, dict[str, Any]]:

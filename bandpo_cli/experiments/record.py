@@ -24,9 +24,9 @@ from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.plan import Fork, Plan, Start
 from bandpo_cli.experiments.rank_group import Dispatcher, check_same_on_all
 from bandpo_cli.experiments.stopping import stop_reason
+from bandpo_cli.overview import summary_fields
 from bandpo_cli.paths import cached_commit, path_exists, relative_to_cwd
 from bandpo_cli.rank_process import is_main_process
-from bandpo_cli.results import summary_fields
 from bandpo_cli.storage.checkpoints import (
     copy_checkpoint,
     prune_checkpoints,

@@ -20,7 +20,7 @@ from bandpo_cli.experiments.preflight import check_config, read_numbers
 from bandpo_cli.storage.run_folder import RunFolder, shell_command
 from bandpo_cli.storage.run_record import read_summary
 from bandpo_cli.storage.tables import read_token_tables
-from bandpo_cli.sweeps.folder import SweepFolder, by_variant
+from bandpo_cli.sweeps.folder import SweepFolder
 from bandpo_cli.sweeps.plan import (
     MATCH_PREFIX,
     DeltaMatcher,
@@ -32,7 +32,7 @@ from bandpo_cli.sweeps.plan import (
 )
 
 if TYPE_CHECKING:
-    from bandpo_cli.reports.comparison.runs import VariantRunData
+    from bandpo_cli.reports.comparison.runs import RunTables
     from bandpo_cli.reports.comparison.tuning import Tuning
 
 
@@ -145,12 +145,13 @@ def _tuned_layers(config: SweepConfig, sweep: str, runs_dir: Path) -> tuple[dict
 
     try:
         folder = SweepFolder.open(runs_dir, sweep)
-        groups = _runs_by_group(folder, runs_dir)
+        tables = _read_finished(folder, runs_dir)
         used = {run.seed for run in folder.runs}
         if both := sorted(used.intersection(config.seeds)):
             others = ", ".join(map(str, sorted(used)))
             raise UserError(f"seed {both[0]} chose the settings in {sweep}; give seeds other than {others}")
-        tuning = choose(folder.path.name, config.tuned_by, groups)
+        groups = {run.variant: run.group for run in folder.runs}
+        tuning = choose(folder.path.name, config.tuned_by, tables, groups)
     except UserError as error:
         raise ConfigError(f"tuned_on: {error}") from None
     plans = {run.variant: folder.plan_path(run.name) for run in folder.runs}
@@ -158,13 +159,11 @@ def _tuned_layers(config: SweepConfig, sweep: str, runs_dir: Path) -> tuple[dict
     return {group: read_layer(plans[best.variant]) for group, best in tuning.chosen.items()}, tuning
 
 
-def _runs_by_group(folder: SweepFolder, runs_dir: Path) -> dict[str, dict[str, list[VariantRunData]]]:
-    """Return the runs of the variants that finished with every seed, by group and variant."""
-    from bandpo_cli.reports.comparison.runs import VariantRunData, read_variant_run
-    from bandpo_cli.reports.comparison.selection import VariantRun
+def _read_finished(folder: SweepFolder, runs_dir: Path) -> RunTables:
+    """Return the runs of the variants that finished with every seed."""
+    from bandpo_cli.reports.comparison.runs import read_runs
+    from bandpo_cli.reports.comparison.selection import read_sweep
 
-    if not all(run.group for run in folder.runs):
-        raise UserError(f"{folder.path} was written by an earlier version, without the methods of variants")
     stopped = folder.stopped()
     paths = {run.name: folder.path / run.name for run in folder.runs if run.name not in stopped}
     statuses = {name: getattr(read_summary(path), "status", None) for name, path in paths.items()}
@@ -172,16 +171,14 @@ def _runs_by_group(folder: SweepFolder, runs_dir: Path) -> dict[str, dict[str, l
         counts = f"{len(unfinished)} of the {len(folder.runs)} runs of {folder.path.name} are not finished"
         again = shell_command("sweep --resume", folder.path, runs_dir)
         raise UserError(f"{counts} ({', '.join(unfinished[:3])}); finish them first: {again}")
-    groups: dict[str, dict[str, list[VariantRunData]]] = {run.group: {} for run in folder.runs}
-    for variant, runs in by_variant(folder.runs).items():
-        read = (read_variant_run(VariantRun(variant, run.seed, folder.path / run.name)) for run in runs)
-        finished = [record for record in read if isinstance(record, VariantRunData)]
-        if len(finished) == len(runs):
-            groups[runs[0].group][variant] = finished
-    if without := [group for group, variants in groups.items() if not variants]:
+    runs = read_sweep(folder.path).runs
+    failed = {run.variant for run in read_runs(runs).excluded}
+    groups = dict.fromkeys(run.group for run in folder.runs)
+    finished = {run.group for run in folder.runs if run.variant not in failed}
+    if without := [group for group in groups if group not in finished]:
         names = ", ".join(without)
         raise UserError(f"{folder.path.name}: no variant of {names} has finished with every seed")
-    return groups
+    return read_runs(run for run in runs if run.variant not in failed)
 
 
 def _matcher(recorded: str, runs_dir: Path, matches: dict[str, Any]) -> DeltaMatcher:

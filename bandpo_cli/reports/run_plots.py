@@ -14,10 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from bandpo_cli.bounds.intervals import clip_state
-from bandpo_cli.errors import UserError, plural
+from bandpo_cli.errors import plural
 from bandpo_cli.evaluation.scores import success_axis, success_histogram
 from bandpo_cli.metric_names import HELDOUT_REWARD, SCORE, has_nonbinary_rewards
 from bandpo_cli.reports import style
+from bandpo_cli.results import iterate_evaluations
 from bandpo_cli.storage.eval_folder import RECORD_FILE, read_record
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import RunFolder
@@ -112,18 +113,10 @@ def plot_success_histogram(folder: Path) -> Path:
 def read_intervals(folder: Path) -> Intervals:
     """Return the 95% intervals of a run's evaluations from `evals/step-*.json`; raise UserError if one is damaged."""
     intervals: dict[str, dict[int, tuple[float, float]]] = {}
-    for path in sorted((folder / "evals").glob("step-*.json")):
-        if (step := step_of(path)) is None:
-            continue
-        sets = read_record(path)["sets"]
-        try:
-            for label, scores in sets.items():
-                for name, value in scores["metrics"].items():
-                    if value["low"] is not None:
-                        ends = intervals.setdefault(f"eval/{label}/{name}", {})
-                        ends[step] = value["low"], value["high"]
-        except (AttributeError, KeyError, TypeError):
-            raise UserError(f"{path}: not the record of an evaluation: a metric has no interval") from None
+    for row in iterate_evaluations(folder):
+        if row["low"] is not None:
+            ends = intervals.setdefault(f"eval/{row['set']}/{row['metric']}", {})
+            ends[row["step"]] = row["low"], row["high"]
     return intervals
 
 
@@ -286,11 +279,6 @@ def run_subtitle(folder: Path) -> str:
 def series(records: Iterable[Record], name: str) -> Curve:
     """Return the values of the metric `name` by step, without the steps that have no value."""
     return {record["step"]: float(record[name]) for record in records if record.get(name) is not None}
-
-
-def smooth_curve(curve: Curve) -> Curve:
-    """Return the curve smoothed by `smooth`."""
-    return dict(zip(curve, smooth(list(curve.values()))[0], strict=True))
 
 
 def smooth(values: Sequence[float]) -> tuple[list[float], int]:

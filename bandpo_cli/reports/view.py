@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from bandpo_cli.config.layers import read_layer
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.metric_names import has_nonbinary_rewards
+from bandpo_cli.results import completions_path
 from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder
 from bandpo_cli.storage.files import replace_nonfinite, step_name, step_of, write_text
 from bandpo_cli.storage.run_folder import RunFolder, find_folder, shell_command
@@ -146,17 +147,13 @@ def _recorded_steps(name: str, runs_dir: Path, step: int | None) -> tuple[Path, 
     """Return the folder that `name` means and the recorded steps of a run, None for an evaluation."""
     evaluation = find_folder(name, runs_dir, RECORD_FILE)
     if evaluation is not None:
-        if step is not None:
-            raise UserError(f"--step {step}: {evaluation.name} is an evaluation, which has no steps")
-        if not EvalFolder(evaluation).samples_path.exists():
-            raise UserError(f"{evaluation} has no samples.parquet: the evaluation has not finished")
-        return evaluation, None
+        return completions_path(name, runs_dir, step).parent, None
     run = RunFolder.open(runs_dir, name).path
     steps = sorted(filter(None, map(step_of, (run / "token_values").glob("step-*.parquet"))))
     if not steps:
         raise UserError(
-            f"{run} has no recorded tokens: tracking.tokens_every was 0, no step is complete, or an earlier version "
-            f"trained it; {shell_command('samples', run, runs_dir)} prints its completions"
+            f"{run} has no recorded tokens: tracking.tokens_every was 0, or no step is complete; "
+            f"{shell_command('samples', run, runs_dir)} prints its completions"
         )
     if step is not None and step not in steps:
         raise UserError(f"--step {step}: its tokens are not recorded in {run}; recorded: {_listed(steps)}")

@@ -197,8 +197,8 @@ def test_mistakes_are_one_line(trained: Path, arguments: str, message: str) -> N
 
 @pytest.mark.slow
 def test_plot_writes_the_format_that_is_asked_for(changed: Path) -> None:
-    out = bandpo(changed, "plot", "first", "--format", "svg", "--out", "metrics")
-    written = sorted((changed / "metrics").iterdir())
+    out = bandpo(changed, "plot", "first", "--format", "svg", "--out", "figures")
+    written = sorted((changed / "figures").iterdir())
     assert [path.stem for path in written] == ["accuracy", "clip", "clip_map", "entropy"]
     assert all(path.read_bytes().startswith(b"<?xml") for path in written)
     assert out.split() == [f"figures/{name}.svg" for name in ("accuracy", "entropy", "clip", "clip_map")]

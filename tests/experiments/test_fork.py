@@ -16,7 +16,7 @@ from bandpo_cli.experiments.fork_plan import plan_fork
 from bandpo_cli.experiments.record import copy_parent
 from bandpo_cli.experiments.sweep_request import plan_sweep, request_from_config
 from bandpo_cli.experiments.sweep_run import Executor, dry_run_info
-from bandpo_cli.results import describe_run
+from bandpo_cli.overview import describe_run
 from bandpo_cli.storage.checkpoints import (
     ANY_PROBLEMS,
     ROLLOUTS,

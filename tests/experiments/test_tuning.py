@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import yaml
 
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.config.sweep import SweepConfig
@@ -132,16 +131,6 @@ def test_what_cannot_be_used_is_one_line(
         set_status(runs_dir, run, status)
     with pytest.raises(ConfigError, match=message):
         request_from_config(SweepConfig(**{"tuned_on": "tuning", **config}), [], runs_dir)
-
-
-def test_a_plan_without_groups_cannot_be_tuned_on(runs_dir: Path) -> None:
-    path = runs_dir / "tuning" / "sweep.yaml"
-    plan = yaml.safe_load(path.read_text(encoding="utf-8"))
-    for run in plan["runs"]:
-        del run["group"]
-    write_plan(path.parent, plan)
-    with pytest.raises(ConfigError, match="written by an earlier version"):
-        request_from_config(SweepConfig(tuned_on="tuning"), [], runs_dir)
 
 
 def test_axes_beside_a_tuning_sweep_are_refused(runs_dir: Path) -> None:

@@ -16,7 +16,7 @@ from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.task import Source, task_from_arguments
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.reports.comparison import select_runs
-from bandpo_cli.reports.comparison.runs import read_variant_run
+from bandpo_cli.reports.comparison.runs import read_runs
 from bandpo_cli.reports.view import open_sources, page_data
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import is_finished
@@ -162,9 +162,9 @@ def read_all(sweep: Path) -> None:
 
 
 def read_report(sweep: Path) -> None:
-    for run in select_runs([sweep], sweep.parent).runs:
-        assert run.folder.parent == sweep
-        read_variant_run(run)
+    runs = select_runs([sweep], sweep.parent).runs
+    assert all(run.folder.parent == sweep for run in runs)
+    read_runs(runs)
 
 
 @pytest.mark.slow_after(1)

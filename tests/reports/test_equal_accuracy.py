@@ -4,9 +4,9 @@ import csv
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import stats
 
@@ -17,7 +17,6 @@ from bandpo_cli.reports.comparison.report_metrics import (
     entropy_when_reached,
     first_crossing,
 )
-from bandpo_cli.reports.comparison.runs import Evaluations, VariantRunData
 from tests.reports.sweep_folders import edit_line, report_of, write_run, write_sweep
 
 FALLING = [1.0, 0.9, 0.8, 0.7]
@@ -30,20 +29,22 @@ def _entropy(of_policies: Sequence[float]) -> dict[int, float]:
 
 def _run(
     accuracy: Mapping[int, float], entropy: Sequence[float], variant: str, seed: int = 0
-) -> VariantRunData:
-    sets = {"countdown": Evaluations("16", dict(accuracy), dict(accuracy), {})}
-    return VariantRunData(
-        variant, seed, Path("unused"), {}, max(accuracy), sets, _entropy(entropy), None, {}, {}, []
+) -> pd.DataFrame:
+    table = pd.DataFrame(
+        {"accuracy": pd.Series(accuracy), "entropy": pd.Series(_entropy(entropy), dtype=float)}
     )
+    return pd.concat([table], keys=[(variant, seed)], names=["variant", "seed", "step"])
 
 
 def _equal(finals: Mapping[str, Sequence[float]], start: float = 0.1) -> EqualAccuracy:
     """Return the entropies at equal accuracy of runs whose accuracy rises from `start` in 4 steps."""
-    variants = {
-        variant: [_run({0: start, 4: final}, FALLING, variant, seed) for seed, final in enumerate(by_seed)]
-        for variant, by_seed in finals.items()
-    }
-    return entropy_at_equal_accuracy(variants, ["countdown"])
+    curves = [
+        ({0: start, 4: final}, variant, seed)
+        for variant in finals
+        for seed, final in enumerate(finals[variant])
+    ]
+    runs = [_run(accuracy, FALLING, variant, seed) for accuracy, variant, seed in curves]
+    return entropy_at_equal_accuracy(pd.concat(runs))
 
 
 @pytest.mark.parametrize(
@@ -95,12 +96,12 @@ def test_entropy_stays_in_the_range_of_steps_and_values_that_it_is_computed_from
 
 
 def test_level_is_the_highest_that_all_runs_reach_at_any_evaluation():
-    first = _run({0: 0.1, 2: 0.4, 4: 0.2}, FALLING, "a")  # its best evaluation is not the last
-    variants = {
-        "a": [first, _run({0: 0.1, 2: 0.3, 4: 0.5}, FALLING, "a", seed=1)],
-        "b": [_run({0: 0.1, 2: 0.5, 4: 0.6}, [0.5, 0.4, 0.3, 0.2], "b")],
-    }
-    equal = entropy_at_equal_accuracy(variants, ["countdown"])
+    runs = [
+        _run({0: 0.1, 2: 0.4, 4: 0.2}, FALLING, "a"),  # its best evaluation is not the last
+        _run({0: 0.1, 2: 0.3, 4: 0.5}, FALLING, "a", seed=1),
+        _run({0: 0.1, 2: 0.5, 4: 0.6}, [0.5, 0.4, 0.3, 0.2], "b"),
+    ]
+    equal = entropy_at_equal_accuracy(pd.concat(runs))
     assert equal.level == 0.4
     # reached after 2, 3 and 1.5 steps
     assert equal.values == pytest.approx({("a", 0): 0.8, ("a", 1): 0.7, ("b", 0): 0.35})
@@ -152,14 +153,13 @@ def test_no_values_without_a_level_that_two_variants_cross(finals, start, notes)
 
 
 def test_runs_without_entropy_have_no_value():
-    variants = {
-        "a": [_run({0: 0.1, 4: 0.5}, [0.5] * 4, "a"), _run({0: 0.1, 4: 0.5}, [], "a", seed=1)],
-        "b": [_run({0: 0.1, 4: 0.5}, [0.4] * 4, "b")],
-    }
-    equal = entropy_at_equal_accuracy(variants, ["countdown"])
+    accuracy = {0: 0.1, 4: 0.5}
+    without = _run(accuracy, [], "a", seed=1)
+    others = [_run(accuracy, [0.5] * 4, "a"), _run(accuracy, [0.4] * 4, "b")]
+    equal = entropy_at_equal_accuracy(pd.concat([*others, without]))
     assert equal.values == {("a", 0): 0.5, ("b", 0): 0.4}
     assert "a (seed 1)" in equal.notes[-1]
-    assert entropy_at_equal_accuracy({**variants, "a": variants["a"][1:]}, ["countdown"]).values == {}
+    assert entropy_at_equal_accuracy(pd.concat([without, others[1]])).values == {}
 
 
 def test_all_forms_of_the_report_have_the_metric(tmp_path, without_plots):

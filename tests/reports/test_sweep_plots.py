@@ -1,6 +1,7 @@
 """Plots of a report: means and bands of the runs, distinct line styles, and names that are no mathematics."""
 
 import numpy as np
+import pandas as pd
 import pytest
 from matplotlib.patches import Patch
 
@@ -83,8 +84,10 @@ def test_the_legend_says_what_the_shading_is(tmp_path, figures, finals, shading)
 
 
 def test_curves_cover_the_common_steps():
-    both = [{0: 0.1, 20: 0.2, 40: 0.3}, {0: 0.3, 10: 0.5, 20: 0.6}]
-    curves = common_curves({"both": both, "none": [{0: 0.1}, {1: 0.1}]})
+    runs = {("both", 0): {0: 0.1, 20: 0.2, 40: 0.3}, ("both", 1): {0: 0.3, 10: 0.5, 20: 0.6}}
+    runs |= {("none", 0): {0: 0.1}, ("none", 1): {1: 0.1}}
+    values = pd.concat(map(pd.Series, runs.values()), keys=runs, names=["variant", "seed", "step"])
+    curves = common_curves(values, ["both", "none"])
     assert list(curves) == ["both"]
     steps, values_RS = curves["both"]
     assert steps.tolist() == [0, 20]

@@ -2,50 +2,59 @@
 
 import json
 import math
+from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from bandpo_cli.reports.comparison.runs import ExcludedRun, VariantRunData, read_variant_run
+from bandpo_cli.reports.comparison.runs import RunTables, area_under, read_runs
 from bandpo_cli.reports.comparison.selection import VariantRun
 from tests.reports.sweep_folders import edit_line, write_run
 
 
-def _read(folder) -> VariantRunData | ExcludedRun:
-    return read_variant_run(VariantRun("clip", 0, folder))
+def _read(*folders: Path) -> RunTables:
+    return read_runs(VariantRun("clip", seed, folder) for seed, folder in enumerate(folders))
 
 
 def test_data_of_a_run_computed_by_hand(tmp_path):
-    record = _read(write_run(tmp_path / "a", accuracy={0: 0.2, 2: 0.3, 4: 0.5}))
-    assert isinstance(record, VariantRunData)
-    countdown = record.sets["countdown"]
-    assert (countdown.n, countdown.accuracy) == ("16", {0: 0.2, 2: 0.3, 4: 0.5})
-    assert countdown.scores["area"] == pytest.approx((0.25 * 2 + 0.4 * 2) / 4)
-    assert countdown.passes == {4: pytest.approx(0.6), 16: pytest.approx(0.8)}
-    long = _read(write_run(tmp_path / "b", steps=20))
-    assert long.final_entropy == pytest.approx((0.5 - 0.05 * 19 + 0.5 - 0.05 * 20) / 2)  # the last tenth
-    assert record.final_entropy == pytest.approx(0.3)  # a tenth of 4 steps is at least one
-    assert record.clipped == pytest.approx(0.02)
-    assert sum(record.step_seconds) / len(record.step_seconds) == pytest.approx(1.25)
+    folders = (
+        write_run(tmp_path / "a", accuracy={0: 0.2, 2: 0.3, 4: 0.5}),
+        write_run(tmp_path / "b", steps=20),
+    )
+    tables = _read(*folders)
+    (_, run), (_, long) = tables.runs.iterrows()
+    assert (run["folder"], run["n"], run["steps"]) == (folders[0], {"countdown": "16"}, 4)
+    assert tables.steps.loc[("clip", 0), "accuracy/countdown"].dropna().to_dict() == {0: 0.2, 2: 0.3, 4: 0.5}
+    assert run["area/countdown"] == pytest.approx((0.25 * 2 + 0.4 * 2) / 4)
+    assert (run["pass_at_4/countdown"], run["pass_at_16/countdown"]) == pytest.approx((0.6, 0.8))
+    assert long["entropy"] == pytest.approx((0.5 - 0.05 * 19 + 0.5 - 0.05 * 20) / 2)  # the last tenth
+    assert run["entropy"] == pytest.approx(0.3)  # a tenth of 4 steps is at least one
+    assert (run["clipped"], run["seconds_per_step"]) == pytest.approx((0.02, 1.25))
+
+
+def test_area_is_the_mean_height_of_the_curve():
+    # from 0 to 1 over 10 steps, then constant for 30: (0.5·10 + 1·30) / 40
+    assert area_under(pd.Series({0: 0.0, 10: 1.0, 40: 1.0})) == pytest.approx(0.875)
+    assert area_under(pd.Series({5: 0.3, 6: 0.3})) == pytest.approx(0.3)
+    assert math.isnan(area_under(pd.Series({5: 0.3})))
 
 
 def test_clipped_share_of_a_bin_weights_steps_by_tokens(tmp_path):
     folder = write_run(tmp_path / "a", steps=2)
     edit_line(folder, 1, **{"clip/active_fraction/p_0.1_0.5": 1.0, "clip/token_share/p_0.1_0.5": 0.1})
     edit_line(folder, 2, **{"clip/active_fraction/p_0.1_0.5": 0.0, "clip/token_share/p_0.1_0.5": 0.3})
-    record = _read(folder)
-    assert record.clipped_by_bin == {"0.1 – 0.5": pytest.approx(0.25), "0.9 – 1": 0.0}
-    assert list(record.token_share) == ["0.1 – 0.5", "0.9 – 1"]
-    assert math.fsum(record.token_share.values()) == pytest.approx(1)
+    bins = _read(folder).bins.set_index("bin")
+    assert bins["clipped"].to_dict() == {"0.1 – 0.5": pytest.approx(0.25), "0.9 – 1": 0.0}
+    assert math.fsum(bins["tokens"]) == pytest.approx(1)
 
 
 def test_values_that_are_not_usable_numbers_are_ignored(tmp_path):
     folder = write_run(tmp_path / "a")
     edit_line(folder, 4, **{"train/entropy": None, "clip/active_fraction": float("nan"), "time/step": "x"})
     edit_line(folder, 3, **{"clip/active_fraction": 10**400, "time/step": 1e308})
-    record = _read(folder)
-    assert record.final_entropy is None
-    assert record.clipped == pytest.approx(0.02)
-    assert sum(record.step_seconds) / len(record.step_seconds) == pytest.approx(1.25)
+    run = _read(folder).runs.iloc[0]
+    assert math.isnan(run["entropy"])
+    assert (run["clipped"], run["seconds_per_step"]) == pytest.approx((0.02, 1.25))
 
 
 def test_set_names_with_slashes_and_mean_at_n_are_read(tmp_path):
@@ -53,10 +62,10 @@ def test_set_names_with_slashes_and_mean_at_n_are_read(tmp_path):
     edit_line(folder, 4, **{"eval/a/b/mean_at_n": 0.5, "eval/a/b/pass_at_2": 0.6})
     with (folder / "metrics.jsonl").open("a") as file:  # the last record of a step counts
         file.write(json.dumps({"step": 4, "eval/a/b/mean_at_n": 0.7, "eval/a/b/pass_at_2": 0.6}) + "\n")
-    record = _read(folder)
-    scores = record.sets["a/b"]
-    assert (scores.n, scores.accuracy, scores.passes) == ("n", {4: 0.7}, {2: 0.6})
-    assert scores.scores == {"reward": 0.7, "accuracy": 0.7, "area": None, "pass_at_2": 0.6}
+    run = _read(folder).average(["a/b"]).runs.iloc[0]
+    assert run["n"] == {"a/b": "n"}
+    assert run[["reward", "accuracy", "pass_at_2"]].tolist() == [0.7, 0.7, 0.6]
+    assert math.isnan(run["area"])
 
 
 def _written(name, text):
@@ -101,8 +110,9 @@ FAILED = '{"status": "FAILED", "error": "NonFiniteError: the loss is nan"}'
 def test_reason_of_an_excluded_run(tmp_path, damage, reason):
     folder = write_run(tmp_path / "a")
     damage(folder)
-    excluded = _read(folder)
-    assert isinstance(excluded, ExcludedRun)
+    tables = _read(folder)
+    (excluded,) = tables.excluded
+    assert tables.runs.empty
     assert reason in excluded.reason
     assert "\n" not in excluded.reason
     assert (excluded.run, excluded.variant, excluded.seed) == ("a", "clip", 0)

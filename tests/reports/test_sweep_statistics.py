@@ -4,12 +4,13 @@ import math
 from dataclasses import astuple
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from bandpo_cli.reports.comparison.statistics import area_under, estimate, holm, interval_band, paired_test
+from bandpo_cli.reports.comparison.statistics import estimate, holm, interval_band, paired_test
 
 VALUES = [0.474, 0.470, 0.481, 0.466]
 
@@ -39,21 +40,21 @@ def test_intervals_stay_within_the_limits_of_the_metric():
     assert estimate(inside, (0, 1)) == estimate(inside)
     assert estimate([0.1, 2.0], (0, math.inf)).low == 0
     assert estimate([0.1, 2.0], (0, math.inf)).high == estimate([0.1, 2.0]).high
-    pair = {0: 1.0, 1: 0.2}, {0: 0.1, 1: 0.1}
-    found, free = paired_test(*pair, (0, 1)), paired_test(*pair)
+    found, free = paired_test([0.9, 0.1], (0, 1)), paired_test([0.9, 0.1])
     assert (found.change.low, found.change.high) == (-1, 1)
     assert free.change.low < -1 < 1 < free.change.high
     assert (found.p, found.change.mean) == (free.p, free.change.mean)
 
 
 def test_paired_test_uses_common_seeds_and_agrees_with_scipy():
-    variant = {0: 0.50, 1: 0.47, 2: 0.52, 3: 0.49, 9: 0.99}
-    baseline = {3: 0.48, 2: 0.46, 1: 0.48, 0: 0.45, 7: 0.01}
-    a, b = [variant[seed] for seed in range(4)], [baseline[seed] for seed in range(4)]
-    expected = stats.ttest_rel(a, b)
+    a, b = (
+        pd.Series([0.50, 0.47, 0.52, 0.49, 0.99], [0, 1, 2, 3, 9]),
+        pd.Series([0.45, 0.48, 0.46, 0.48, 0.01], [0, 1, 2, 3, 7]),
+    )
+    expected = stats.ttest_rel(a.iloc[:4], b.iloc[:4])
     interval = expected.confidence_interval(0.95)
-    change = (4, np.mean(a) - np.mean(b), interval.low, interval.high)
-    found = paired_test(variant, baseline)
+    change = (4, (a - b).mean(), interval.low, interval.high)
+    found = paired_test(a - b)
     assert astuple(found.change) == pytest.approx(change)
     assert (found.p, found.higher, found.lower) == (pytest.approx(expected.pvalue), 3, 1)
 
@@ -63,7 +64,7 @@ def test_p_is_below_5_percent_exactly_when_the_interval_excludes_zero():
     seen = set()
     for _ in range(100):
         variant, baseline = rng.normal(0.05, 0.03, 3), rng.normal(0, 0.01, 3)
-        found = paired_test(dict(enumerate(variant)), dict(enumerate(baseline)))
+        found = paired_test(variant - baseline)
         excluded = not found.change.low <= 0 <= found.change.high
         assert excluded == (found.p < 0.05)
         seen.add(excluded)
@@ -71,10 +72,10 @@ def test_p_is_below_5_percent_exactly_when_the_interval_excludes_zero():
 
 
 def test_no_p_value_without_a_test():
-    assert paired_test({0: 0.5}, {1: 0.4}) is None
-    one = paired_test({0: 0.5}, {0: 0.4})
+    assert paired_test([math.nan]) is None
+    one = paired_test([0.1])
     assert (one.p, one.change.low, one.higher) == (None, None, 1)
-    equal = paired_test({0: 0.5, 1: 0.6}, {0: 0.4, 1: 0.5})
+    equal = paired_test([0.5 - 0.4, 0.6 - 0.5])
     assert (equal.p, equal.change.low, equal.higher, equal.lower) == (None, None, 2, 0)
 
 
@@ -94,13 +95,6 @@ def test_holm_agrees_with_the_step_down_procedure(p_values, alpha):
             break
         rejected.add(index)
     assert {index for index, p in enumerate(holm(p_values)) if p <= alpha} == rejected
-
-
-def test_area_is_the_mean_height_of_the_curve():
-    # from 0 to 1 over 10 steps, then constant for 30: (0.5·10 + 1·30) / 40
-    assert area_under([0, 10, 40], [0.0, 1.0, 1.0]) == pytest.approx(0.875)
-    assert area_under([5, 6], [0.3, 0.3]) == pytest.approx(0.3)
-    assert area_under([5], [0.3]) is None
 
 
 def test_band_is_the_interval_of_three_runs_the_range_of_two_and_none_of_one():

@@ -9,12 +9,11 @@ import pytest
 import yaml
 from rich.console import Console
 
-from bandpo_cli.cli.sweep_view import print_report
+from bandpo_cli.cli.report import print_report
 from bandpo_cli.errors import UserError
 from bandpo_cli.reports.comparison import Report, Selection, VariantRun, select_runs, write_report
-from bandpo_cli.reports.comparison.runs import read_variant_run
+from bandpo_cli.reports.comparison.runs import read_runs
 from bandpo_cli.reports.comparison.tuning import TunedVariant, Tuning, by_learning_rate, read_tuning
-from bandpo_cli.reports.comparison.variants import group_by_variant
 from bandpo_cli.storage import run_folder
 from tests.reports.sweep_folders import CLIP, KL, report_of, write_plan, write_run, write_sweep
 
@@ -105,7 +104,7 @@ def _run(folder, variant, *settings, seed=0, final=0.4):
 
 
 def _lines(runs):
-    return by_learning_rate(group_by_variant(map(read_variant_run, runs)), "accuracy", ["countdown"])
+    return by_learning_rate(read_runs(runs).average(["countdown"]).runs, "accuracy")
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
@@ -20,13 +21,13 @@ from matplotlib.transforms import offset_copy
 from numpy.typing import NDArray
 
 from bandpo_cli.reports import style
-from bandpo_cli.reports.comparison.report_metrics import common_n, percent_text
-from bandpo_cli.reports.comparison.runs import Score, Variants, scores_of
+from bandpo_cli.reports.comparison.report_metrics import percent_text
+from bandpo_cli.reports.comparison.runs import RUN, RunTables, Score, common_n, scores_of
 from bandpo_cli.reports.comparison.selection import format_setting
 from bandpo_cli.reports.comparison.statistics import Limits, interval_band
 from bandpo_cli.reports.comparison.tuning import Lines, by_learning_rate
 from bandpo_cli.reports.comparison.variants import Report
-from bandpo_cli.reports.run_plots import Curve, smooth_curve
+from bandpo_cli.reports.run_plots import smooth
 from bandpo_cli.reports.style import HEADER, HEIGHT, LineStyles, escape_mathtext, side_legend, variant_styles
 
 Floats = NDArray[np.float64]
@@ -47,32 +48,35 @@ _ROW_HEIGHT, _TICK_HEIGHT = 0.7, 0.94  # inches: a row of the table of clipped t
 _MIN_SHARE = 1e-4  # a smaller share of clipped tokens has the colour of 0
 
 
-def plot_all(variants: Variants, report: Report, out: Path) -> dict[str, Path]:
+def plot_all(tables: RunTables, report: Report, out: Path) -> dict[str, Path]:
     """Plot into `out` what the runs have data for, and the tuning; return the files by the names of `CAPTIONS`.
 
-    Line styles are assigned in the order of `variants`.
+    Line styles are assigned in the order of the runs.
     """
     subtitle, sets = escape_mathtext(report.title), report.sets
     order = [variant.name for variant in report.variants]
     names = [name for name in order if name in order[:MAX_VARIANTS_PLOTTED] or name == report.baseline]
-    styles = variant_styles([name for name in variants if name in names], report.baseline)
-    scores = scores_of(run for runs in variants.values() for run in runs)
-    curves = {
-        score: common_curves({name: [run.curve(score, sets) for run in variants[name]] for name in names})
-        for score in scores
-    }
-    entropy = common_curves({name: [smooth_curve(run.entropy) for run in variants[name]] for name in names})
+    every = tables.runs.index.unique("variant")
+    styles = variant_styles([name for name in every if name in names], report.baseline)
+    scores = scores_of(tables)
+    curves = {score: common_curves(tables.steps[score], names) for score in scores}
+    smooth_values = (
+        tables.steps["entropy"]
+        .dropna()
+        .groupby(level=RUN, sort=False)
+        .transform(lambda values: smooth(values.tolist())[0])
+    )
+    entropy = common_curves(smooth_values.reindex(tables.steps.index), names)
     over_sets = f", mean of {len(sets)} sets" if len(sets) > 1 else ""
-    n = common_n([run for runs in variants.values() for run in runs], sets)
     y_labels = {
         "reward": f"held-out reward{over_sets}",
-        "accuracy": f"held-out accuracy, mean@{n}{over_sets}",
+        "accuracy": f"held-out accuracy, mean@{common_n(tables.runs, sets)}{over_sets}",
     }
     figures: dict[str, Figure | None] = {}
     for score in scores:
         title, y_label = f"Held-out {score}", y_labels[score]
         figures[score] = _plot_over_steps(curves[score], styles, title, subtitle, y_label, _LIMITS[score])
-        rates = by_learning_rate(variants, score, sets)
+        rates = by_learning_rate(tables.runs, score)
         title += " against learning rate"
         figures[f"{score}_lr"] = plot_by_learning_rate(rates, title, subtitle, y_label, _LIMITS[score])
     figures |= {
@@ -82,7 +86,7 @@ def plot_all(variants: Variants, report: Report, out: Path) -> dict[str, Path]:
         "accuracy_entropy": _plot_accuracy_entropy(
             curves["accuracy"], entropy, styles, report.accuracy_level, subtitle, y_labels["accuracy"]
         ),
-        "clip_by_probability": _plot_clip_table({name: variants[name] for name in names}, styles, subtitle),
+        "clip_by_probability": _plot_clip_table(tables.bins, names, styles, subtitle),
     }
     if (tuning := report.tuning) is not None:
         score = scores[0] if tuning.metric == "area" else tuning.metric
@@ -138,14 +142,17 @@ def plot_by_learning_rate(
     return figure
 
 
-def common_curves(by_variant: Mapping[str, Sequence[Curve]]) -> Curves:
-    """Return the curves of each variant at the steps that all its runs have, without variants that have none."""
-    common = {}
-    for name, curves in by_variant.items():
-        if steps := sorted(set.intersection(*map(set, curves))):
-            values = [[curve[step] for step in steps] for curve in curves]
-            common[name] = np.array(steps, dtype=np.float64), np.array(values, dtype=np.float64)
-    return common
+def common_curves(values: pd.Series[float], names: Sequence[str]) -> Curves:
+    """Return the curves of each variant at the steps that all its runs have, without variants that have none.
+
+    `values` has the index variant, seed and step.
+    """
+    tables = {name: values.xs(name, level="variant").unstack("seed").sort_index().dropna() for name in names}
+    return {
+        name: (table.index.to_numpy(float), table.to_numpy().T)
+        for name, table in tables.items()
+        if len(table)
+    }
 
 
 def _plot_over_steps(
@@ -207,14 +214,18 @@ def _plot_accuracy_entropy(
     return figure
 
 
-def _plot_clip_table(variants: Variants, styles: LineStyles, subtitle: str) -> Figure | None:
+def _plot_clip_table(
+    table: pd.DataFrame, variants: Sequence[str], styles: LineStyles, subtitle: str
+) -> Figure | None:
     """Plot the clipped share of the tokens as a table of variants and bins of π_old; None without data."""
-    clipped = {name: _mean_by_key([run.clipped_by_bin for run in runs]) for name, runs in variants.items()}
-    if not (names := [name for name in variants if clipped[name]]):
+    clipped = table.dropna().groupby(["variant", "bin"])["clipped"].agg(fmean).unstack()
+    if not (names := [name for name in variants if name in clipped.index]):
         return None
-    token_shares = _mean_by_key([run.token_share for name in names for run in variants[name]])
-    bins = sorted(token_shares, key=lambda text: float(text.split()[0]))
-    values = np.array([[clipped[name].get(key, np.nan) for key in bins] for name in names])
+    token_shares = (
+        table[table["variant"].isin(names)].dropna(subset="tokens").groupby("bin")["tokens"].agg(fmean)
+    )
+    bins = sorted(token_shares.index, key=lambda text: float(text.split()[0]))
+    values = clipped.reindex(index=names, columns=bins).to_numpy()
     subtitle += " · clipped share of the tokens of each bin, mean over steps and seeds"
     height = min(HEIGHT, HEADER + _ROW_HEIGHT * len(names) + _TICK_HEIGHT)
     figure, (axes,) = style.new_figure("Clipped tokens by probability", subtitle, height=height)
@@ -237,12 +248,6 @@ def _plot_clip_table(variants: Variants, styles: LineStyles, subtitle: str) -> F
     left = 0.03 + widest + 0.012
     axes.set_position((left, _TICK_HEIGHT / height, 0.975 - left, (height - HEADER - _TICK_HEIGHT) / height))
     return figure
-
-
-def _mean_by_key(values: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of each key over the runs that have it."""
-    keys = dict.fromkeys(key for run in values for key in run)
-    return {key: fmean(run[key] for run in values if key in run) for key in keys}
 
 
 def _share_text(share: float) -> str:

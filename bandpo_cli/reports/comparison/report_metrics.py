@@ -5,15 +5,15 @@ same held-out accuracy, a difference in entropy is a difference between the vari
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 
-from bandpo_cli.errors import UserError, plural
-from bandpo_cli.reports.comparison.runs import VariantRunData, Variants, scores_of
+from bandpo_cli.errors import plural
+from bandpo_cli.reports.comparison.runs import RUN, RunTables, common_n, scores_of
 from bandpo_cli.reports.comparison.statistics import Estimate, Limits
 from bandpo_cli.reports.run_plots import Curve
 
@@ -41,7 +41,7 @@ class EqualAccuracy(NamedTuple):
     notes: Sequence[str]
 
 
-def entropy_at_equal_accuracy(variants: Variants, sets: Sequence[str]) -> EqualAccuracy:
+def entropy_at_equal_accuracy(steps: pd.DataFrame) -> EqualAccuracy:
     """Return the entropy of each run at the moment at which its held-out accuracy first reaches a common level.
 
     The level is the highest accuracy that all compared runs reach at some evaluation. Not compared are variants that
@@ -50,31 +50,36 @@ def entropy_at_equal_accuracy(variants: Variants, sets: Sequence[str]) -> EqualA
     runs, so a single run determines it: a note names this run, and gives the level without it.
 
     There are no values if fewer than two variants have one, or if a run starts at or above the level: the moment at
-    which such a run reached it is not known. The accuracy is the mean over `sets`.
+    which such a run reached it is not known.
+
+    Args:
+        steps: `accuracy` and `entropy` by variant, seed and step.
     """
-    runs = {(name, run.seed): run for name, members in variants.items() for run in members}
-    curves = {key: run.accuracy(sets) for key, run in runs.items()}
-    best = {key: max(curve.values()) for key, curve in curves.items()}
-    typical = {name: median(best[name, run.seed] for run in members) for name, members in variants.items()}
-    limit = FAR_BEHIND * max(typical.values())
-    behind = [name for name in variants if typical[name] < limit]
-    compared = [key for key in runs if key[0] not in behind and best[key] >= limit and runs[key].entropy]
+    accuracy = steps["accuracy"].dropna().groupby(level=RUN, sort=False)
+    entropies = {run: _curve(values) for run, values in steps["entropy"].dropna().groupby(level=RUN)}
+    best = accuracy.max()
+    typical = best.groupby(level="variant", sort=False).median()
+    limit = FAR_BEHIND * typical.max()
+    behind = list(typical.index[typical < limit])
+    compared = [run for run in best.index if run[0] not in behind and best[run] >= limit and run in entropies]
     none = "No entropy at equal held-out accuracy"
     if len({variant for variant, _ in compared}) < 2:
         why = "fewer than two variants are left without those whose best value (median over seeds) is under half of"
         note = f"{none}: {why} the best variant's, {shorten_list(behind)}."
         return EqualAccuracy(None, {}, [note] if behind else [])
     lowest, second = sorted(compared, key=best.__getitem__)[:2]
-    level, percent, next_percent = best[lowest], percent_text(best[lowest]), percent_text(best[second])
-    start = max(curves[key][min(curves[key])] for key in compared)
+    level, percent, next_percent = float(best[lowest]), percent_text(best[lowest]), percent_text(best[second])
+    start = accuracy.first()[compared].max()
     if level <= start:
         above = f"{percent}, is not above all first evaluations (up to {percent_text(start)})"
         return EqualAccuracy(None, {}, [f"{none}: the highest level that all compared runs reach, {above}."])
-    entropies = {key: entropy_when_reached(runs[key].entropy, curves[key], level) for key in compared}
-    values = {key: entropy for key, entropy in entropies.items() if entropy is not None}
+    reached = {
+        run: entropy_when_reached(entropies[run], _curve(accuracy.get_group(run)), level) for run in compared
+    }
+    values = {run: entropy for run, entropy in reached.items() if entropy is not None}
     if len({variant for variant, _ in values}) < 2:
         return EqualAccuracy(None, {}, [])
-    texts = {(variant, seed): f"{variant} (seed {seed})" for variant, seed in runs}
+    texts = {(variant, seed): f"{variant} (seed {seed})" for variant, seed in best.index}
     notes = [
         f"The entropy of a run is taken where its held-out accuracy first reaches {percent}, the highest level that "
         f"all compared runs reach. {texts[lowest]} does not exceed {percent}"
@@ -85,12 +90,17 @@ def entropy_at_equal_accuracy(variants: Variants, sets: Sequence[str]) -> EqualA
             f"No entropy at {percent} held-out accuracy, since the best value (median over seeds) is under half of the "
             f"best variant's: {shorten_list(behind)}."
         )
-    if missing := [texts[key] for key in runs if key[0] not in behind and key not in values]:
+    if missing := [text for run, text in texts.items() if run[0] not in behind and run not in values]:
         notes.append(
             f"{plural(len(missing), 'run')} of the compared variants without entropy at {percent} held-out accuracy: "
             f"{shorten_list(missing)}."
         )
     return EqualAccuracy(level, values, notes)
+
+
+def _curve(values: "pd.Series[float]") -> Curve:
+    """Return the values of a run by step."""
+    return dict(zip(values.index.get_level_values("step"), values, strict=True))
 
 
 def entropy_when_reached(entropy: Curve, accuracy: Curve, level: float) -> float | None:
@@ -150,9 +160,6 @@ def shorten_list(names: Sequence[str]) -> str:
 
 SECONDS_PER_STEP = "seconds_per_step"  # the metric for which a report also shows the spread over the steps
 
-Values = Mapping[str, Mapping[int, float]]
-"""Values of a metric by variant and seed, without the runs that have none."""
-
 
 @dataclass(frozen=True)
 class Metric:
@@ -195,36 +202,32 @@ class Metric:
         return (" to " if sign else " – ").join(self.text(end, sign) for end in (estimate.low, estimate.high))
 
 
-def common_sets(records: Sequence[VariantRunData]) -> list[str]:
-    """Return the evaluation sets that all runs have; raise UserError if there is none."""
-    first, *others = records
-    sets = [label for label in first.sets if all(label in record.sets for record in others)]
-    if not sets:
-        other = min(others, key=lambda record: len(record.sets.keys() & first.sets.keys()))
-        raise UserError(
-            f"the runs share no evaluation set: {first.folder.name} has {', '.join(first.sets)}, "
-            f"{other.folder.name} has {', '.join(other.sets)}; make a report of each group"
-        )
-    return sets
-
-
-def common_n(records: Sequence[VariantRunData], sets: Sequence[str]) -> str:
-    """Return n of mean@n, the number of completions per problem; "n" where the number differs."""
-    ns = {record.sets[label].n for record in records for label in sets}
-    return ns.pop() if len(ns) == 1 else "n"
-
-
-def measure(variants: Variants, sets: Sequence[str], equal: EqualAccuracy) -> list[tuple[Metric, Values]]:
+def measure(tables: RunTables, sets: Sequence[str], level: float | None) -> list[Metric]:
     """Return the metrics that at least one run has a value of, the mean over several sets first.
 
-    The first metrics are those of `scores_of`; only they are compared in a single set, not its area and pass@k. `equal`
-    has the values of the entropy at equal accuracy.
+    The first metrics are those of `scores_of`; only they are compared in a single set, not its area and pass@k.
+
+    Args:
+        level: the accuracy of the entropy at equal accuracy.
     """
-    runs = [run for members in variants.values() for run in members]
-    n, passes_of = common_n(runs, sets), [set(run.sets[label].passes) for run in runs for label in sets]
-    k = max(set.intersection(*passes_of), default=None)  # None has no values
+    runs, n, compared = tables.runs, common_n(tables.runs, sets), scores_of(tables)
+    passes = [key for key in runs.columns if key.startswith("pass_at_") and "/" not in key]
+    complete = [int(key.removeprefix("pass_at_")) for key in passes if runs[key].notna().all()]
+    k = max(complete, default=None)  # None has no values
     over = f"mean over {len(sets)} evaluation sets of " if len(sets) > 1 else ""
-    reached = percent_text(equal.level or 0.0)
+    under = f"mean@{n}" if compared[0] == "accuracy" else "the mean reward"
+    unlimited: dict[str, Any] = {"smallest": None, "largest": None}
+    area_limits = unlimited if "reward" in compared else {}
+    scores = {
+        "reward": Metric("reward", "held-out reward", "mean reward of the last evaluation", **unlimited),
+        "accuracy": Metric("accuracy", "held-out accuracy", f"mean@{n} of the last evaluation"),
+        "area": Metric(
+            "area", "area", f"area under {under} over the steps, divided by the steps", **area_limits
+        ),
+        "pass": Metric(f"pass_at_{k}", f"pass@{k}", f"pass@{k} of the last evaluation"),
+    }
+    means = {key: replace(metric, about=over + metric.about) for key, metric in scores.items()}
+    reached = percent_text(level or 0.0)
     at_accuracy = (
         f"entropy when {over}mean@{n} first reaches {reached}, nats per token: the highest level that all runs reach, "
         "without variants and runs whose best value is under half of the best variant's; linear between evaluations"
@@ -232,49 +235,30 @@ def measure(variants: Variants, sets: Sequence[str], equal: EqualAccuracy) -> li
     seconds = (
         "seconds per step, without evaluations and checkpoints; the range covers the middle 80% of all steps"
     )
-    passes = f"pass_at_{k}"
-    compared = scores_of(runs)
-    under = f"mean@{n}" if compared[0] == "accuracy" else "the mean reward"
-    scores = {
-        "reward": ("held-out reward", "mean reward of the last evaluation"),
-        "accuracy": ("held-out accuracy", f"mean@{n} of the last evaluation"),
-        "area": ("area", f"area under {under} over the steps, divided by the steps"),
-        passes: (f"pass@{k}", f"pass@{k} of the last evaluation"),
-    }
-
-    def score(key: str, label: str = "") -> tuple[Metric, Callable[[VariantRunData], float | None]]:
-        name, about = scores[key]
-        is_reward = key == "reward" or (key == "area" and "reward" in compared)
-        smallest, largest = (None, None) if is_reward else (0.0, 1.0)
-        if label:
-            metric = Metric(f"{key}/{label}", f"{name}, {label}", about, compared=key in compared)
-        else:
-            metric = Metric(key, name, over + about)
-        metric = replace(metric, smallest=smallest, largest=largest)
-        return metric, lambda run: run.score(key, [label] if label else sets)
-
-    last_tenth = "mean over the last tenth of the steps, nats per token"
-    entropy = Metric("entropy", "entropy", last_tenth, largest=None)
-    at_equal = Metric("entropy_at_accuracy", f"entropy at {reached} accuracy", at_accuracy, largest=None)
-    clipped = Metric("clipped", "clipped", "share of tokens with zero gradient, mean over the run",
-                     compared=False, pattern=".2f", percent=True)  # fmt: skip
-    time = Metric(SECONDS_PER_STEP, "s/step", seconds, compared=False, pattern=".2f", largest=None)
-    table = [
-        *map(score, compared),
-        score("area"),
-        (entropy, lambda run: run.final_entropy),
-        (at_equal, lambda run: equal.values.get((run.variant, run.seed))),
-        score(passes),
-        (clipped, lambda run: run.clipped),
-        (time, lambda run: fmean(run.step_seconds) if run.step_seconds else None),
-        *(score(key, label) for label in sets if len(sets) > 1 for key in (*compared, "area", passes)),
+    shown: dict[str, Any] = {"compared": False, "pattern": ".2f"}
+    metrics = [
+        *(means[key] for key in compared),
+        means["area"],
+        Metric("entropy", "entropy", "mean over the last tenth of the steps, nats per token", largest=None),
+        Metric("entropy_at_accuracy", f"entropy at {reached} accuracy", at_accuracy, largest=None),
+        means["pass"],
+        Metric(
+            "clipped",
+            "clipped",
+            "share of tokens with zero gradient, mean over the run",
+            percent=True,
+            **shown,
+        ),
+        Metric(SECONDS_PER_STEP, "s/step", seconds, largest=None, **shown),
     ]
-    measured: list[tuple[Metric, Values]] = []
-    for metric, value_of in table:
-        values = {
-            name: {run.seed: value for run in members if (value := value_of(run)) is not None}
-            for name, members in variants.items()
-        }
-        if any(values.values()):
-            measured.append((metric, values))
-    return measured
+    for label in sets if len(sets) > 1 else ():
+        metrics += [
+            replace(
+                scores[key],
+                key=f"{scores[key].key}/{label}",
+                name=f"{scores[key].name}, {label}",
+                compared=key in compared,
+            )
+            for key in (*compared, "area", "pass")
+        ]
+    return [metric for metric in metrics if metric.key in runs and runs[metric.key].notna().any()]

@@ -1,109 +1,27 @@
-"""Data of one run for a report: curves and scalar metrics, read from the run folder, or the reason for excluding it."""
+"""Tables of the runs of a report, read from their folders: a row per run, per step and per bin of probability."""
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+import numpy as np
+import pandas as pd
+
 from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.metric_names import SCORE
-from bandpo_cli.reports.comparison.selection import VariantRun, read_settings
-from bandpo_cli.reports.comparison.statistics import area_under
-from bandpo_cli.reports.run_plots import Curve, probability_bins, series
-from bandpo_cli.storage.run_folder import iterate_metrics
+from bandpo_cli.reports.comparison.selection import VariantRun, differing_settings, read_settings
+from bandpo_cli.reports.run_plots import probability_bins
+from bandpo_cli.results import read_metrics_table
 from bandpo_cli.storage.run_record import read_summary
-
-_MAX_STEPS, _MAX_ABS_VALUE = 10**12, 1e100  # larger than any real measurement; a finite float64 when squared
-
 
 Score = Literal["reward", "accuracy"]
 
-
-@dataclass(frozen=True)
-class Evaluations:
-    """Results of one evaluation set over a run.
-
-    Attributes:
-        n: completions per problem, as written in the metric name mean@n: a number, or "n".
-        accuracy: mean@n by training step, in [0, 1].
-        reward: mean reward by training step; mean@n for a run of an earlier version, which recorded no reward.
-        passes: pass@k of the last evaluation, by k.
-    """
-
-    n: str
-    accuracy: Curve
-    reward: Curve
-    passes: dict[int, float]
-
-    @property
-    def scores(self) -> dict[str, float | None]:
-        """Values of the last evaluation and area under the mean reward, by key of the metric in a report."""
-        return {
-            "reward": self.reward[max(self.reward)],
-            "accuracy": self.accuracy[max(self.accuracy)],
-            "area": area_under(list(self.reward), list(self.reward.values())),
-            **{f"pass_at_{k}": value for k, value in self.passes.items()},
-        }
-
-
-@dataclass(frozen=True)
-class VariantRunData(VariantRun):
-    """A finished run with the data that a report uses.
-
-    Attributes:
-        settings: the run's config by dotted key.
-        steps: number of the last step.
-        sets: results by evaluation set; only the sets evaluated at the last step.
-        entropy: `train/entropy` by step, nats per token.
-        clipped: mean of `clip/active_fraction` over the steps.
-        clipped_by_bin: clipped share of the tokens in each bin of π_old (`0.1 – 0.5`), over all steps of the run.
-        token_share: each bin's share of all tokens.
-        step_seconds: seconds of each step, without evaluations and checkpoints.
-    """
-
-    settings: dict[str, Any]
-    steps: int
-    sets: dict[str, Evaluations]
-    entropy: Curve
-    clipped: float | None
-    clipped_by_bin: dict[str, float]
-    token_share: dict[str, float]
-    step_seconds: list[float]
-
-    @property
-    def final_entropy(self) -> float | None:
-        """Mean of `train/entropy` over the last tenth of the steps, at least over the last step."""
-        first = self.steps - max(1, self.steps // 10)
-        values = [value for step, value in self.entropy.items() if step > first]
-        return fmean(values) if values else None
-
-    def score(self, key: str, sets: Sequence[str]) -> float | None:
-        """Return the mean over `sets` of an entry of `Evaluations.scores`; None unless all sets have a value."""
-        values = [value for label in sets if (value := self.sets[label].scores.get(key)) is not None]
-        return fmean(values) if len(values) == len(sets) else None
-
-    def accuracy(self, sets: Sequence[str]) -> Curve:
-        """Return mean@n, averaged over `sets`, at the steps at which all of them were evaluated."""
-        return self.curve("accuracy", sets)
-
-    def curve(self, metric: Score, sets: Sequence[str]) -> Curve:
-        """Return mean@n or the mean reward, averaged over `sets`, at the steps at which all of them were evaluated."""
-        curves = [getattr(self.sets[label], metric) for label in sets]
-        steps = sorted(set.intersection(*map(set, curves)))
-        return {step: fmean(curve[step] for curve in curves) for step in steps}
-
-
-Variants = Mapping[str, Sequence[VariantRunData]]
-"""The runs of each variant, by name."""
-
-
-def scores_of(runs: Iterable[VariantRunData]) -> Sequence[Score]:
-    """Return what runs are compared by: the accuracy, and before it the reward if rewards are not just 0 and 1."""
-    evaluated = [scores for run in runs for scores in run.sets.values()]
-    nonbinary = any(scores.reward != scores.accuracy for scores in evaluated)
-    return ("reward", "accuracy") if nonbinary else ("accuracy",)
+RUN = ["variant", "seed"]
+"""The index of a table with a row per run."""
 
 
 @dataclass(frozen=True)
@@ -116,72 +34,161 @@ class ExcludedRun:
     reason: str
 
 
-def read_variant_run(run: VariantRun, start: int = 0) -> VariantRunData | ExcludedRun:
-    """Return the data of `run` from step `start` on: the evaluation there, and the steps after it.
+@dataclass(frozen=True)
+class RunTables:
+    """The finished runs of a report, in the order of their variants, the seeds of a variant ascending.
 
-    Or why it is excluded: failed, unfinished, not evaluated, damaged or missing.
+    Attributes:
+        runs: a row per run, with the index `RUN`: `folder`; `settings`, the config by dotted key; `steps`, the last
+            step; `n`, a dict with n of mean@n by evaluation set; and the metrics of a report by their key: `entropy`,
+            `clipped`, `seconds_per_step`, and of every evaluation set those such as `accuracy/gsm8k` and
+            `pass_at_4/gsm8k`, at the last evaluation.
+        steps: a row per run and step, with the index variant, seed and step: `entropy`, `seconds`, and the scores of
+            the evaluation sets, `accuracy/gsm8k` and `reward/gsm8k`.
+        bins: a row per run and bin of π_old: `variant`, `seed`, `bin` (`0.1 – 0.5`), the `clipped` share of its tokens
+            over all steps, and its share of all `tokens`.
+        excluded: runs that failed, are not finished, not evaluated at their last step, damaged or missing.
     """
-    try:
-        return _read_finished_run(run, start)
-    except UserError as error:
-        return ExcludedRun(run.folder.name, run.variant, run.seed, str(error))
+
+    runs: pd.DataFrame
+    steps: pd.DataFrame
+    bins: pd.DataFrame
+    excluded: tuple[ExcludedRun, ...] = ()
+
+    def average(self, sets: Sequence[str]) -> RunTables:
+        """Return the tables with the metrics over `sets`: `accuracy`, `reward`, `area` and `pass_at_k`.
+
+        They are plain means over the sets, of runs and steps that have a value for every set.
+        """
+        runs, steps = self.runs.copy(), self.steps.copy()
+        for table in (runs, steps):
+            keys = {column.partition("/")[0] for column in table.columns if "/" in column}
+            for key in sorted(keys):
+                columns = [f"{key}/{label}" for label in sets]
+                complete = table.reindex(columns=columns).dropna()
+                table[key] = pd.Series(map(fmean, complete.to_numpy()), complete.index, dtype=float)
+        return RunTables(runs, steps, self.bins, self.excluded)
 
 
-def _read_finished_run(run: VariantRun, start: int) -> VariantRunData:
-    """Return the data of `run`. Raise UserError with the reason if it has to be excluded."""
+def read_runs(selected: Iterable[VariantRun], start: int = 0) -> RunTables:
+    """Return the runs from step `start` on: the evaluation there, and the steps after it.
+
+    Raises:
+        UserError: two runs of a variant have the same seed.
+    """
+    excluded: list[ExcludedRun] = []
+    finished: dict[str, dict[int, _Tables]] = {}
+    for run in selected:
+        try:
+            tables = _read_run(run, start)
+        except UserError as error:
+            excluded.append(ExcludedRun(run.folder.name, run.variant, run.seed, str(error)))
+            continue
+        other = finished.setdefault(run.variant, {}).setdefault(run.seed, tables)
+        if other is not tables:
+            keys = ", ".join(differing_settings([other[0]["settings"], tables[0]["settings"]])[:3])
+            advice = f"they differ in {keys}: add it to --by" if keys else "give only one of them"
+            which = f"seed {run.seed} of the variant '{run.variant}'"
+            raise UserError(f"{other[0]['folder']} and {run.folder} are both {which}; {advice}")
+    ordered = [runs[seed] for runs in finished.values() for seed in sorted(runs)]
+    if not ordered:
+        return RunTables(pd.DataFrame(), pd.DataFrame(), pd.DataFrame(), tuple(excluded))
+    rows, steps, bins = zip(*ordered, strict=True)
+    runs = pd.DataFrame(rows).set_index(RUN)
+    joined = pd.concat(steps, keys=runs.index, names=[*RUN, "step"])
+    return RunTables(runs, joined, pd.concat(bins, ignore_index=True), tuple(excluded))
+
+
+_Tables = tuple[dict[str, Any], pd.DataFrame, pd.DataFrame]
+"""The row of a run, its steps and its bins."""
+
+
+def _read_run(run: VariantRun, start: int) -> _Tables:
+    """Return the tables of a run. Raise UserError with the reason if it has to be excluded."""
     if not run.folder.is_dir():
         raise UserError("its folder does not exist")
     settings = read_settings(run.folder)
-    records = [record for record in _read_records(run.folder) if record["step"] >= start]
-    last = records[-1]["step"] if records else 0
-    _check_finished(run.folder, last, settings.get("steps"))
-    if not (sets := _evaluations(records)):
-        raise UserError(f"no evaluation at its last step, {last}")
-    training = [record for record in records if record["step"] > start]
-    clipped = series(training, "clip/active_fraction").values()
-    clipped_tokens, tokens = {}, {}
-    for name, text in probability_bins({name for record in training for name in record}):
-        fractions = series(training, name)
-        shares = series(training, name.replace("active_fraction", "token_share"))
-        if steps := [step for step in fractions if step in shares]:
-            clipped_tokens[text] = sum(shares[step] * fractions[step] for step in steps)
-            tokens[text] = sum(shares[step] for step in steps)
-    all_tokens = sum(tokens.values())
-    return VariantRunData(
-        **vars(run),
-        settings=settings,
-        steps=last,
-        sets=sets,
-        entropy=series(training, "train/entropy"),
-        clipped=fmean(clipped) if clipped else None,
-        clipped_by_bin={text: clipped_tokens[text] / share for text, share in tokens.items() if share > 0},
-        token_share={text: share / all_tokens for text, share in tokens.items() if all_tokens > 0},
-        step_seconds=[
-            float(record["time/step"] - record.get("time/eval", 0.0) - record.get("time/checkpoint", 0.0))
-            for record in training
-            if "time/step" in record
-        ],
-    )
-
-
-def _read_records(folder: Path) -> list[dict[str, Any]]:
-    """Return the records of metrics.jsonl by ascending step, of two of the same step the last one.
-
-    NaN, infinities, numbers whose square overflows a float64 and texts are left out.
-    """
-    records: dict[int, dict[str, Any]] = {}
     try:
-        for line in iterate_metrics(folder / "metrics.jsonl"):
-            step = line["step"]
-            if type(step) is not int or not 0 <= step < _MAX_STEPS:
-                raise UserError(f"metrics.jsonl has a step {json.dumps(step)[:40]}")
-            numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
-            records[step] = {key: value for key, value in numbers.items() if abs(value) < _MAX_ABS_VALUE}
+        table = read_metrics_table(run.folder / "metrics.jsonl").loc[start:]
     except UserError as error:
-        raise UserError(f"damaged: {str(error).replace(f'{folder}/', '')}") from None
-    except OSError as error:
-        raise UserError(f"metrics.jsonl: {error.strerror or error}") from None
-    return [records[step] for step in sorted(records)]
+        raise UserError(f"damaged: {str(error).replace(f'{run.folder}/', '')}") from None
+    last = int(table.index[-1]) if len(table) else 0
+    _check_finished(run.folder, last, settings.get("steps"))
+    steps, scores, n = _evaluations(table)
+    if not n:
+        raise UserError(f"no evaluation at its last step, {last}")
+    training = table.loc[start + 1 :]
+    bins = _bins(training).assign(variant=run.variant, seed=run.seed)
+    steps["entropy"] = _column(training, "train/entropy")
+    pauses = [_column(training, name).fillna(0.0) for name in ("time/eval", "time/checkpoint")]
+    steps["seconds"] = _column(training, "time/step") - pauses[0] - pauses[1]
+    last_tenth = steps["entropy"].loc[last - max(1, last // 10) + 1 :]
+    row = {
+        **vars(run),
+        "settings": settings,
+        "steps": last,
+        "n": n,
+        "entropy": _mean(last_tenth),
+        "clipped": _mean(_column(training, "clip/active_fraction")),
+        "seconds_per_step": _mean(steps["seconds"]),
+        **scores,
+    }
+    return row, steps, bins
+
+
+def _column(table: pd.DataFrame, name: str) -> pd.Series[float]:
+    """Return a column of a table, NaN if it has none of that name."""
+    return table[name] if name in table else pd.Series(np.nan, table.index)
+
+
+def _mean(values: pd.Series[float]) -> float:
+    """Return the mean of the values that are not NaN; NaN without any."""
+    known = values.dropna()
+    return fmean(known) if len(known) else np.nan
+
+
+def _evaluations(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, float], dict[str, str]]:
+    """Return the scores by step, the metrics of the last evaluation, and n of mean@n, of the sets evaluated last.
+
+    The mean reward is mean@n where it is not recorded.
+    """
+    last = table.iloc[-1].dropna() if len(table) else pd.Series(dtype=float)
+    matches = [match.group(1, 2, 3, 0) for match in map(SCORE.fullmatch, last.index) if match]
+    n = {label: number for label, kind, number, _ in matches if kind == "mean"}
+    steps, scores = pd.DataFrame(index=table.index), dict[str, float]()
+    for label in n:
+        accuracy = table[f"eval/{label}/mean_at_{n[label]}"]
+        reward = _column(table, f"eval/{label}/reward")
+        steps[f"accuracy/{label}"] = accuracy
+        steps[f"reward/{label}"] = reward if reward.count() == accuracy.count() else accuracy
+        curve = steps[f"reward/{label}"].dropna()
+        scores |= {f"{key}/{label}": steps[f"{key}/{label}"].iloc[-1] for key in ("reward", "accuracy")}
+        scores[f"area/{label}"] = area_under(curve)
+    for label, kind, k, key in matches:
+        if kind == "pass" and label in n and k.isdecimal():
+            scores[f"pass_at_{k}/{label}"] = last[key]
+    return steps, scores, n
+
+
+def area_under(curve: pd.Series[float]) -> float:
+    """Return the area under values by step by the trapezoid rule, divided by the steps it spans; NaN for one step."""
+    if len(curve) < 2:
+        return np.nan
+    return float(np.trapezoid(curve, curve.index) / (curve.index[-1] - curve.index[0]))
+
+
+def _bins(training: pd.DataFrame) -> pd.DataFrame:
+    """Return the `clipped` share of the tokens of each `bin` of π_old over all steps, and its share of all `tokens`."""
+    rows = []
+    for name, text in probability_bins(training.columns):
+        shares = _column(training, name.replace("active_fraction", "token_share"))
+        known = pd.DataFrame({"clipped": training[name] * shares, "tokens": shares}).dropna()
+        if len(known):
+            rows.append({"bin": text, "clipped": sum(known["clipped"]), "tokens": sum(known["tokens"])})
+    bins = pd.DataFrame(rows, columns=["bin", "clipped", "tokens"])
+    bins["clipped"] /= bins["tokens"].where(bins["tokens"] > 0)
+    bins["tokens"] /= sum(bins["tokens"]) or np.nan
+    return bins
 
 
 def _check_finished(folder: Path, last: int, steps: Any) -> None:
@@ -202,16 +209,29 @@ def _check_finished(folder: Path, last: int, steps: Any) -> None:
         raise UserError(f"metrics.jsonl ends at {of_steps}")
 
 
-def _evaluations(records: Sequence[Mapping[str, Any]]) -> dict[str, Evaluations]:
-    """Return the sets that were evaluated at the last step, in the order of their keys in the last record."""
-    last = records[-1] if records else {}
-    scores = [match.group(1, 2, 3, 0) for match in map(SCORE.fullmatch, last) if match]
-    means = [(label, n, key) for label, kind, n, key in scores if kind == "mean"]
-    sets = {}
-    for label, n, key in means:
-        accuracy, reward = series(records, key), series(records, f"eval/{label}/reward")
-        sets[label] = Evaluations(n, accuracy, reward if len(reward) == len(accuracy) else accuracy, {})
-    for label, kind, k, key in scores:
-        if kind == "pass" and label in sets and k.isdecimal():
-            sets[label].passes[int(k)] = float(last[key])
+def common_sets(runs: pd.DataFrame) -> list[str]:
+    """Return the evaluation sets that all runs have; raise UserError if there is none."""
+    first, *others = runs["n"]
+    sets = [label for label in first if all(label in other for other in others)]
+    if not sets:
+        index = min(range(len(others)), key=lambda place: len(others[place].keys() & first.keys()))
+        folders = [folder.name for folder in runs["folder"]]
+        raise UserError(
+            f"the runs share no evaluation set: {folders[0]} has {', '.join(first)}, "
+            f"{folders[index + 1]} has {', '.join(others[index])}; make a report of each group"
+        )
     return sets
+
+
+def common_n(runs: pd.DataFrame, sets: Sequence[str]) -> str:
+    """Return n of mean@n, the number of completions per problem; "n" where the number differs."""
+    ns = {of_run[label] for of_run in runs["n"] for label in sets}
+    return ns.pop() if len(ns) == 1 else "n"
+
+
+def scores_of(tables: RunTables) -> Sequence[Score]:
+    """Return what runs are compared by: the accuracy, and before it the reward if rewards are not just 0 and 1."""
+    steps = tables.steps
+    labels = [column.partition("/")[2] for column in steps.columns if column.startswith("accuracy/")]
+    nonbinary = any(not steps[f"reward/{label}"].equals(steps[f"accuracy/{label}"]) for label in labels)
+    return ("reward", "accuracy") if nonbinary else ("accuracy",)

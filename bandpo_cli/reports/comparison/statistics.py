@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.special import stdtr, stdtrit
+from scipy import stats
 
 LEVEL = 0.95
 
@@ -55,41 +55,40 @@ class PairedTest:
 
 
 def estimate(values: ArrayLike, limits: Limits = _NO_LIMITS) -> Estimate | None:
-    """Return the mean of `values` [n] with its t-interval; None for no values.
+    """Return the mean of `values` with its t-interval; None for no values.
 
     The interval is the part of Student's t-interval within `limits`. The mean that it estimates is within them too, so
     the coverage stays the same. An interval on the logit scale would be for another mean, and undefined where a seed
     has the value 0 or 1.
 
     Args:
-        values: [n], one value per seed.
+        values: [n], one value per seed; NaN for a seed without a value.
         limits: smallest and largest value that the metric can have, such as 0 and 1 for a share.
     """
-    array = np.asarray(values, dtype=np.float64)
-    if not array.size:
+    known = _known(values)
+    if not known.size:
         return None
-    mean, error = float(array.mean()), _standard_error(array)
-    if error is None:
-        return Estimate(array.size, mean, None, None)
-    half = float(stdtrit(array.size - 1, (1 + LEVEL) / 2)) * error
-    return Estimate(array.size, mean, max(mean - half, limits[0]), min(mean + half, limits[1]))
+    mean = float(known.mean())
+    if not _varies(known):
+        return Estimate(known.size, mean, None, None)
+    half = float(stats.t.ppf((1 + LEVEL) / 2, known.size - 1) * stats.sem(known))
+    return Estimate(known.size, mean, max(mean - half, limits[0]), min(mean + half, limits[1]))
 
 
-def paired_test(
-    variant: Mapping[int, float], baseline: Mapping[int, float], limits: Limits = _NO_LIMITS
-) -> PairedTest | None:
-    """Return the paired comparison of two variants, given as values by seed; None without a common seed.
+def paired_test(changes: ArrayLike, limits: Limits = _NO_LIMITS) -> PairedTest | None:
+    """Return the paired comparison of a variant with the baseline; None without a common seed.
 
-    Pairing removes what a seed changes in both variants alike, such as the order of the problems. `limits` are those of
-    the metric; those of its differences follow from them.
+    Pairing removes what a seed changes in both variants alike, such as the order of the problems.
+
+    Args:
+        changes: [n], variant − baseline, one value per seed; NaN for a seed that one of them does not have.
+        limits: limits of the metric; those of its differences follow from them.
     """
-    changes = np.array([variant[seed] - baseline[seed] for seed in sorted(variant.keys() & baseline.keys())])
-    widest = limits[1] - limits[0]
-    if (change := estimate(changes, (-widest, widest))) is None:
+    known, widest = _known(changes), limits[1] - limits[0]
+    if (change := estimate(known, (-widest, widest))) is None:
         return None
-    error = _standard_error(changes)
-    p = None if error is None else 2.0 * float(stdtr(change.n - 1, -abs(change.mean) / error))
-    return PairedTest(change, p, int(np.sum(changes > 0)), int(np.sum(changes < 0)))
+    p = float(stats.ttest_1samp(known, 0.0).pvalue) if _varies(known) else None
+    return PairedTest(change, p, int(np.sum(known > 0)), int(np.sum(known < 0)))
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -105,13 +104,6 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(value) for value in adjusted]
 
 
-def area_under(steps: Sequence[float], values: Sequence[float]) -> float | None:
-    """Return the area under a curve by the trapezoid rule, divided by the steps it spans; None for a single point."""
-    if len(steps) < 2:
-        return None
-    return float(np.trapezoid(values, steps) / (steps[-1] - steps[0]))
-
-
 def interval_band(values_RS: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
     """Return the lower and upper edge of the band over R runs at each of S steps, two arrays of shape [S].
 
@@ -123,7 +115,7 @@ def interval_band(values_RS: NDArray[np.float64]) -> tuple[NDArray[np.float64], 
         return None
     if runs == 2:
         return values_RS.min(axis=0), values_RS.max(axis=0)
-    half = stdtrit(runs - 1, (1 + LEVEL) / 2) * values_RS.std(axis=0, ddof=1) / math.sqrt(runs)
+    half = stats.t.ppf((1 + LEVEL) / 2, runs - 1) * stats.sem(values_RS)
     return values_RS.mean(axis=0) - half, values_RS.mean(axis=0) + half
 
 
@@ -132,8 +124,11 @@ def p_text(p: float) -> str:
     return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
-def _standard_error(values: NDArray[np.float64]) -> float | None:
-    """Return the standard error of the mean; None for a single value and for values that do not vary."""
-    if values.size < 2 or np.ptp(values) <= _ROUNDING * np.abs(values).max():
-        return None
-    return float(values.std(ddof=1) / math.sqrt(values.size))
+def _known(values: ArrayLike) -> NDArray[np.float64]:
+    array = np.asarray(values, dtype=np.float64)
+    return array[~np.isnan(array)]
+
+
+def _varies(values: NDArray[np.float64]) -> bool:
+    """Return whether there are two values that differ by more than rounding: only then is there an interval."""
+    return values.size > 1 and bool(np.ptp(values) > _ROUNDING * np.abs(values).max())

@@ -1,16 +1,16 @@
 """Tuned settings of a sweep, chosen from the variants of an earlier sweep, and the scores by learning rate."""
 
 import re
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count
 from statistics import fmean
 from typing import Any, Literal, TypeGuard
 
+import pandas as pd
+
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.reports.comparison.report_metrics import common_sets
-from bandpo_cli.reports.comparison.runs import Score, VariantRunData, Variants, scores_of
+from bandpo_cli.reports.comparison.runs import RunTables, Score, common_sets, scores_of
 from bandpo_cli.reports.comparison.selection import (
     differing_settings,
     format_setting,
@@ -127,33 +127,36 @@ class Tuning:
         return lines
 
 
-def choose(sweep: str, by: Literal["accuracy", "area"], groups: Mapping[str, Variants]) -> Tuning:
+def choose(
+    sweep: str, by: Literal["accuracy", "area"], tables: RunTables, groups: Mapping[str, str]
+) -> Tuning:
     """Return the variants with their values, the best of each group chosen; of equal variants the first.
 
     Args:
         sweep: name of the tuning sweep.
         by: the metric that decides; more is better. The reward takes the place of the accuracy if rewards are not just
             0 and 1.
-        groups: the runs of each variant of each group, with the same seeds for every variant.
+        tables: the runs, with the same seeds for every variant.
+        groups: the group of each variant.
 
     Raises:
         UserError: the runs share no evaluation set, or have no value of the metric.
     """
-    records = [run for variants in groups.values() for runs in variants.values() for run in runs]
-    sets, metric = common_sets(records), by if by == "area" else scores_of(records)[0]
+    metric = by if by == "area" else scores_of(tables)[0]
+    runs = tables.average(common_sets(tables.runs)).runs
     candidates: list[TunedVariant] = []
-    for group, variants in groups.items():
-        differing = differing_settings(run.settings for runs in variants.values() for run in runs)
+    for group, of_group in runs.groupby(runs.index.get_level_values("variant").map(groups), sort=False):
+        differing = differing_settings(of_group["settings"])
         members = []
-        for name, runs in variants.items():
-            values = [value for run in runs if (value := run.score(metric, sets)) is not None]
-            if len(values) < len(runs):
+        for name, of_variant in of_group.groupby(level="variant", sort=False):
+            if of_variant[metric].isna().any():
                 raise UserError(f"{sweep}: {name} has no {metric}: it was evaluated only once")
-            settings = {key: runs[0].settings[key] for key in differing if key in runs[0].settings}
-            members.append(TunedVariant(group, name, settings, values))
+            first = of_variant["settings"].iloc[0]
+            settings = {key: first[key] for key in differing if key in first}
+            members.append(TunedVariant(str(group), str(name), settings, of_variant[metric].tolist()))
         best = max(members, key=lambda member: member.mean)
         candidates += [replace(member, chosen=member is best) for member in members]
-    return Tuning(sweep, metric, sorted({run.seed for run in records}), candidates)
+    return Tuning(sweep, metric, sorted(set(runs.index.get_level_values("seed").tolist())), candidates)
 
 
 def read_tuning(sweep: SweepFolder | None) -> Tuning | None:
@@ -163,33 +166,27 @@ def read_tuning(sweep: SweepFolder | None) -> Tuning | None:
     return validated(Tuning, sweep.plan["tuning"], sweep.path / PLAN_FILE, "tuning")
 
 
-def by_learning_rate(variants: Variants, score: Score, sets: Sequence[str]) -> Lines:
+def by_learning_rate(runs: pd.DataFrame, score: Score) -> Lines:
     """Return the last accuracies or rewards of the runs, the learning rates ascending.
 
     A line has the runs whose settings are equal except for the learning rate and the seed. Its name is the name of its
     variants without `lr=...`, or the name of its method where these names differ; a second line of a name ends with `
-    #2`. The value is the mean over `sets`.
+    #2`.
     """
-    runs = [run for members in variants.values() for run in members if _learning_rate(run) > 0]
-    keys = [key for key in differing_settings(run.settings for run in runs) if key != _LEARNING_RATE]
-    groups = defaultdict[tuple[str, ...], list[VariantRunData]](list)
-    for run in runs:
-        groups[setting_texts(run.settings, keys)].append(run)
+    rates = runs["settings"].map(lambda settings: settings.get(_LEARNING_RATE))
+    runs = runs.assign(rate=rates)[rates.map(_is_number)].reset_index()
+    runs = runs[runs["rate"] > 0].astype({"rate": float}).sort_values("rate", kind="stable")
+    keys = [key for key in differing_settings(runs["settings"].sort_index()) if key != _LEARNING_RATE]
+    others = runs["settings"].map(lambda settings: setting_texts(settings, keys))
     lines: Lines = {}
-    for group in groups.values():
-        names = {_LR_PART.sub("", run.variant).strip() for run in group}
-        stem = (names.pop() if len(names) == 1 else "") or method_name(group[0].settings)
+    for texts in dict.fromkeys(others.sort_index()):
+        group = runs[others == texts]
+        names = {_LR_PART.sub("", variant).strip() for variant in group["variant"]}
+        stem = (names.pop() if len(names) == 1 else "") or method_name(group["settings"].iloc[0])
         numbered = chain([stem], (f"{stem} #{number}" for number in count(2)))
-        line = lines.setdefault(next(name for name in numbered if name not in lines), {})
-        for run in sorted(group, key=_learning_rate):
-            line.setdefault(_learning_rate(run), []).append(run.curve(score, sets)[run.steps])
+        name = next(name for name in numbered if name not in lines)
+        lines[name] = {float(rate): values.tolist() for rate, values in group.groupby("rate")[score]}
     return lines
-
-
-def _learning_rate(run: VariantRunData) -> float:
-    """Return the learning rate of a run; 0 where its settings have none."""
-    rate = run.settings.get(_LEARNING_RATE)
-    return float(rate) if _is_number(rate) else 0.0
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

@@ -3,16 +3,15 @@
 All forms of a report (HTML page, Markdown, CSV, JSON, terminal) are made from `Report` alone.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pandas as pd
 
-from bandpo_cli.errors import UserError
-from bandpo_cli.reports.comparison.report_metrics import SECONDS_PER_STEP, Metric, Values
-from bandpo_cli.reports.comparison.runs import ExcludedRun, VariantRunData, Variants
+from bandpo_cli.reports.comparison.report_metrics import SECONDS_PER_STEP, Metric
+from bandpo_cli.reports.comparison.runs import ExcludedRun, RunTables
 from bandpo_cli.reports.comparison.selection import ABSENT, differing_settings, format_setting
 from bandpo_cli.reports.comparison.statistics import LEVEL, Estimate, PairedTest, estimate, holm, paired_test
 from bandpo_cli.reports.comparison.tuning import Tuning
@@ -105,58 +104,49 @@ class Report:
         return {**asdict(self), "files": {name: str(path) for name, path in self.files.items()}}
 
 
-def group_by_variant(records: Iterable[VariantRunData]) -> dict[str, list[VariantRunData]]:
-    """Return the runs of each variant, sorted by seed; raise UserError if two of a variant have the same seed."""
-    variants: dict[str, dict[int, VariantRunData]] = {}
-    for run in records:
-        other = variants.setdefault(run.variant, {}).setdefault(run.seed, run)
-        if other is not run:
-            keys = ", ".join(differing_settings([other.settings, run.settings])[:3])
-            advice = f"they differ in {keys}: add it to --by" if keys else "give only one of them"
-            which = f"seed {run.seed} of the variant '{run.variant}'"
-            raise UserError(f"{other.folder} and {run.folder} are both {which}; {advice}")
-    return {name: [seeds[seed] for seed in sorted(seeds)] for name, seeds in variants.items()}
-
-
-def evaluate_variants(variants: Variants, measured: Sequence[tuple[Metric, Values]]) -> list[Variant]:
+def evaluate_variants(tables: RunTables, metrics: Sequence[Metric]) -> list[Variant]:
     """Return the variants with the estimates of their metrics, the highest value of the first metric first."""
-    keys = differing_settings(run.settings for runs in variants.values() for run in runs)
+    keys = differing_settings(tables.runs["settings"])
+    seconds = tables.steps["seconds"].dropna()
     evaluated = []
-    for name, runs in variants.items():
-        estimates = {metric.key: estimate(list(of[name].values()), metric.limits) for metric, of in measured}
-        steps, seconds = [run.steps for run in runs], [value for run in runs for value in run.step_seconds]
-        texts = {key: [format_setting(run.settings.get(key, ABSENT)) for run in runs] for key in keys}
+    for name, runs in tables.runs.groupby(level="variant", sort=False):
+        estimates = {metric.key: estimate(runs[metric.key], metric.limits) for metric in metrics}
+        of_steps = seconds[seconds.index.get_level_values("variant") == name]
+        texts = {
+            key: [format_setting(settings.get(key, ABSENT)) for settings in runs["settings"]] for key in keys
+        }
         evaluated.append(
             Variant(
-                name=name,
-                seeds=tuple(run.seed for run in runs),
-                steps=(min(steps), max(steps)),
+                name=str(name),
+                seeds=tuple(runs.index.get_level_values("seed").tolist()),
+                steps=(int(runs["steps"].min()), int(runs["steps"].max())),
                 settings={key: " or ".join(dict.fromkeys(values)) for key, values in texts.items()},
                 metrics={key: value for key, value in estimates.items() if value is not None},
-                spreads={SECONDS_PER_STEP: np.quantile(seconds, SPREAD).tolist()} if len(seconds) > 1 else {},
+                spreads={SECONDS_PER_STEP: of_steps.quantile(SPREAD).tolist()} if len(of_steps) > 1 else {},
             )
         )
-    decisive = measured[0][0].key
-    return sorted(evaluated, key=lambda variant: -variant.metrics[decisive].mean)
+    return sorted(evaluated, key=lambda variant: -variant.metrics[metrics[0].key].mean)
 
 
 def compare_variants(
-    order: Sequence[str], baseline: str, measured: Sequence[tuple[Metric, Values]]
+    order: Sequence[str], baseline: str, runs: pd.DataFrame, metrics: Sequence[Metric]
 ) -> list[VariantDifference]:
     """Return the difference of each variant in `order` from the baseline in each metric with `compared`.
 
     p-values are adjusted over the variants, separately for each metric.
     """
     differences = []
-    for metric, of in measured:
+    for metric in metrics:
         if not metric.compared:
             continue
-        base = of[baseline]
-        pairs = {name: paired_test(of[name], base, metric.limits) for name in order if name != baseline}
+        values = runs[metric.key].unstack("seed")
+        changes = values - values.loc[baseline]
+        pairs = {name: paired_test(changes.loc[name], metric.limits) for name in order if name != baseline}
         tested = {name: pair.p for name, pair in pairs.items() if pair is not None and pair.p is not None}
         adjusted = dict(zip(tested, holm(list(tested.values())), strict=True))
         for name, pair in pairs.items():
-            missing = "no common seed" if of[name] and base else "no value"
+            has_values = values.loc[[name, baseline]].notna().any(axis=1).all()
+            missing = "no common seed" if has_values else "no value"
             conclusion = missing if pair is None else verdict(pair.change, adjusted.get(name))
             differences.append(VariantDifference(name, metric.key, pair, adjusted.get(name), conclusion))
     return differences

@@ -5,8 +5,6 @@ Markdown and HTML are in `reports/templates`. They call the functions of this mo
 """
 
 import base64
-import csv
-import io
 import os
 import re
 import sys
@@ -16,6 +14,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from urllib.parse import quote
 
+import numpy as np
+import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from bandpo_cli.errors import UserError, plural
@@ -23,12 +23,11 @@ from bandpo_cli.reports.comparison.plots import MAX_VARIANTS_PLOTTED, plot_all
 from bandpo_cli.reports.comparison.report_metrics import (
     MAX_LISTED,
     Metric,
-    common_sets,
     entropy_at_equal_accuracy,
     measure,
     shorten_list,
 )
-from bandpo_cli.reports.comparison.runs import ExcludedRun, VariantRunData, Variants, read_variant_run
+from bandpo_cli.reports.comparison.runs import common_sets, read_runs
 from bandpo_cli.reports.comparison.selection import Selection, common_start, differing_settings, is_within
 from bandpo_cli.reports.comparison.statistics import Estimate, PairedTest, p_text
 from bandpo_cli.reports.comparison.tuning import read_tuning
@@ -39,7 +38,6 @@ from bandpo_cli.reports.comparison.variants import (
     VariantDifference,
     compare_variants,
     evaluate_variants,
-    group_by_variant,
 )
 from bandpo_cli.storage.files import write_text
 from bandpo_cli.sweeps.plan import check_baseline
@@ -80,22 +78,22 @@ def write_report(selection: Selection, out: Path) -> Report:
     baseline, tuning = selection.baseline, read_tuning(selection.sweep)
     check_baseline(baseline, [run.variant for run in selection.runs if run.variant])
     start = common_start(selection.runs)
-    read = [read_variant_run(run, start) for run in selection.runs]
-    excluded = tuple(run for run in read if isinstance(run, ExcludedRun))
-    records = [run for run in read if isinstance(run, VariantRunData)]
-    if not records:
+    tables = read_runs(selection.runs, start)
+    excluded = tables.excluded
+    if tables.runs.empty:
         reasons = [f"all runs are excluded: {run.run}: {run.reason}" for run in excluded[:1]]
         reasons += [f"{len(excluded) - 1} more"] if len(excluded) > 1 else []
         raise UserError(f"{selection.title}: {'; '.join(reasons) or 'no runs to report on'}")
-    variants = group_by_variant(records)
-    sets = common_sets(records)
-    equal = entropy_at_equal_accuracy(variants, sets)
-    measured = measure(variants, sets, equal)
-    metrics = tuple(metric for metric, _ in measured)
-    evaluated = evaluate_variants(variants, measured)
+    sets = common_sets(tables.runs)
+    tables = tables.average(sets)
+    equal = entropy_at_equal_accuracy(tables.steps)
+    tables.runs["entropy_at_accuracy"] = [equal.values.get(run, np.nan) for run in tables.runs.index]
+    metrics = tuple(measure(tables, sets, equal.level))
+    evaluated = evaluate_variants(tables, metrics)
+    variants = [variant.name for variant in evaluated]
     differences = []
     if baseline is not None and baseline in variants and len(variants) > 1:
-        differences = compare_variants([variant.name for variant in evaluated], baseline, measured)
+        differences = compare_variants(variants, baseline, tables.runs, metrics)
     decisive = [difference for difference in differences if difference.figure == metrics[0].key]
     report = Report(
         title=selection.title,
@@ -112,7 +110,7 @@ def write_report(selection: Selection, out: Path) -> Report:
         excluded=excluded,
         files={},
     )
-    all_notes = [*selection.notes, *report_notes(report, variants, baseline, start), *equal.notes]
+    all_notes = [*selection.notes, *report_notes(report, tables.runs, baseline, start), *equal.notes]
     all_notes += [] if tuning is None else tuning.notes_on_range()
     if len(variants) > MAX_VARIANTS_PLOTTED:
         best = f"{MAX_VARIANTS_PLOTTED} variants with the highest {metrics[0].name}"
@@ -124,12 +122,12 @@ def write_report(selection: Selection, out: Path) -> Report:
         # All files are written into a temporary folder first: an interrupted report leaves nothing behind.
         with TemporaryDirectory(prefix=".report.", suffix=".tmp", dir=beside) as folder:
             hidden = Path(folder)
-            plots = plot_all(variants, report, hidden)
+            plots = plot_all(tables, report, hidden)
             names = ["report.html", "report.md", "leaderboard.csv", *(path.name for path in plots.values())]
             report = replace(report, files={name: out / name for name in names})
             write_text(hidden / "leaderboard.csv", leaderboard_csv(report))
             for name in ("report.md", "report.html"):
-                write_text(hidden / name, render(name, report, plots, token_pages(records, out)))
+                write_text(hidden / name, render(name, report, plots, token_pages(tables.runs, out)))
             out.mkdir(exist_ok=True)
             for name in names:
                 os.replace(hidden / name, out / name)
@@ -223,50 +221,38 @@ def _ranking(variants: Sequence[Variant], metric: Metric) -> str:
     return f"{variants[0].name} ends with the highest {metric.name}, {mean} ({seeds}){untested}"
 
 
-def report_notes(report: Report, variants: Variants, baseline: str | None, start: int) -> Iterator[str]:
+def report_notes(report: Report, runs: pd.DataFrame, baseline: str | None, start: int) -> Iterator[str]:
     """Yield what limits the comparison, one sentence per note; all runs of the baseline may have been excluded."""
-    runs = [run for members in variants.values() for run in members]
-    if missing := sorted(
-        {run.variant for run in report.excluded if run.variant and run.variant not in variants}
-    ):
-        yield f"All runs of {shorten_list(missing)} were excluded."
-    if single := [name for name, members in variants.items() if len(members) == 1]:
-        yield f"Only one seed, and therefore no interval: {shorten_list(single)}."
-    if len({tuple(run.seed for run in members) for members in variants.values()}) > 1:
+    members = {str(name): rows for name, rows in runs.groupby(level="variant", sort=False)}
+    if len({variant.seeds for variant in report.variants}) > 1:
         yield "The variants do not have the same seeds; each is compared over the seeds that the baseline has too."
-    if len(variants) > 1 and baseline is None:
+    if len(members) > 1 and baseline is None:
         yield "No baseline was given, so there are no differences; choose one with --baseline VARIANT."
-    elif len(variants) > 1 and baseline not in variants:
+    elif len(members) > 1 and baseline not in members:
         yield f"All runs of the baseline '{baseline}' were excluded, so there are no differences."
-    elif len(variants) > 2:
-        metrics = len({difference.figure for difference in report.differences})
-        what = f"{len(variants) - 1} variants against {baseline} in {metrics} metrics"
-        adjusted = "p-values are adjusted over the variants for each metric (Holm), not over the metrics"
-        yield f"{plural(len(report.differences), 'comparison')}: {what}. {adjusted}."
-    if unequal := [name for name, members in variants.items() if len({run.steps for run in members}) > 1]:
+    if unequal := [name for name, of_variant in members.items() if of_variant["steps"].nunique() > 1]:
         common = "curves cover the common steps; final metrics are taken at the last step of each run"
         yield f"Runs of unequal length in {shorten_list(unequal)}: {common}."
-    if len({run.steps for run in runs}) > 1:
+    elif runs["steps"].nunique() > 1:
         yield "The numbers of steps of the runs differ."
-    for parent in dict.fromkeys(run.settings.get("fork") for run in runs):
-        forks = plural(sum(run.settings.get("fork") == parent for run in runs), "run")
-        if parent is not None and start:
+    parents = [settings.get("fork") for settings in runs["settings"]]
+    for parent in dict.fromkeys(filter(None, parents)):
+        if start:
             yield f"All runs are forks of {parent}: metrics and curves begin at step {start}."
-        elif parent is not None:
+        else:
+            forks = plural(parents.count(parent), "run")
             yield f"Forks of {parent} ({forks}) share its record: differences and intervals come from later steps."
-    for name, members in variants.items():
-        if keys := differing_settings(run.settings for run in members):
+    for name, of_variant in members.items():
+        if keys := differing_settings(of_variant["settings"]):
             yield f"The runs of {name} differ in more than their seed: {', '.join(keys[:MAX_LISTED])}."
-    differing = differing_settings(run.settings for run in runs)
+    differing = differing_settings(runs["settings"])
     if incomparable := [key for key in differing if is_within(key, _EVALUATION_KEYS)]:
         from_others = "their held-out accuracies come from different problems or different sampling"
         yield f"The runs differ in {', '.join(incomparable[:MAX_LISTED])}: {from_others}."
-    if others := sorted({label for run in runs for label in run.sets} - set(report.sets)):
+    if others := sorted({label for n in runs["n"] for label in n} - set(report.sets)):
         yield f"Excluded, because not every run was evaluated on these sets: {', '.join(others)}."
-    if len(ns := sorted({run.sets[label].n for run in runs for label in report.sets})) > 1:
+    if len(ns := sorted({n[label] for n in runs["n"] for label in report.sets})) > 1:
         yield f"The number of completions per problem differs between the values of mean@n: {', '.join(ns)}."
-    if not any(metric.key.startswith("pass_at_") for metric in report.metrics):
-        yield "No pass@k is common to all runs."
 
 
 def value_text(metric: Metric, estimate: Estimate | None) -> str:
@@ -309,31 +295,32 @@ def leaderboard_csv(report: Report) -> str:
 
     The last columns are the quantiles of metrics with a spread: `seconds_per_step_p10`, `seconds_per_step_p90`.
     """
-    keys = [metric.key for metric in report.metrics]
-    spreads = [key for key in keys if any(key in variant.spreads for variant in report.variants)]
-    columns = ["variant", "seeds", "steps", *(f"{key}{end}" for key in keys for end in ("", "_low", "_high"))]
-    columns += [f"{key}_p{100 * share:.0f}" for key in spreads for share in SPREAD]
-    out = io.StringIO()
-    writer = csv.DictWriter(out, columns, restval="", lineterminator="\n")
-    writer.writeheader()
+    rows = []
     for variant in report.variants:
         row: dict[str, object] = {
             "variant": variant.name,
             "seeds": len(variant.seeds),
             "steps": variant.steps[1],
         }
-        for key, value in variant.metrics.items():
-            row |= {key: value.mean, f"{key}_low": value.low, f"{key}_high": value.high}
-        for key, ends in variant.spreads.items():
-            row |= {f"{key}_p{100 * share:.0f}": end for share, end in zip(SPREAD, ends, strict=True)}
-        writer.writerow(row)
-    return out.getvalue()
+        for key in (metric.key for metric in report.metrics):
+            ends = {"": "mean", "_low": "low", "_high": "high"}
+            value = variant.metrics.get(key)
+            row |= {f"{key}{suffix}": getattr(value, end, None) for suffix, end in ends.items()}
+        for key, spread in variant.spreads.items():
+            row |= {f"{key}_p{100 * share:.0f}": end for share, end in zip(SPREAD, spread, strict=True)}
+        rows.append(row)
+    return str(pd.DataFrame(rows).to_csv(index=False, lineterminator="\n"))
 
 
-def token_pages(runs: Sequence[VariantRunData], out: Path) -> dict[str, str]:
+def token_pages(runs: pd.DataFrame, out: Path) -> dict[str, str]:
     """Return links, relative to `out`, to the last page of `bandpo view` in the folder of each run that has one."""
-    pages = [(run, file) for run in runs for file in sorted((run.folder / "view").glob("step-*.html"))[-1:]]
-    return {f"{run.variant}, seed {run.seed}": quote(os.path.relpath(file, out)) for run, file in pages}
+    folders = zip(runs.index, runs["folder"], strict=True)
+    pages = {run: sorted((folder / "view").glob("step-*.html")) for run, folder in folders}
+    return {
+        f"{variant}, seed {seed}": quote(os.path.relpath(files[-1], out))
+        for (variant, seed), files in pages.items()
+        if files
+    }
 
 
 def render(

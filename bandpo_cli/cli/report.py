@@ -1,0 +1,120 @@
+"""`bandpo report`, and a report on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from bandpo_cli.cli import options as opt
+from bandpo_cli.cli.console import make_table, open_console, print_json
+from bandpo_cli.cli.options import folder_of
+from bandpo_cli.paths import relative_to_cwd
+
+if TYPE_CHECKING:
+    from bandpo_cli.reports.comparison.report_metrics import Metric
+    from bandpo_cli.reports.comparison.variants import Report
+
+_WIDE = 110
+"""Width of a terminal from which on a mean and its interval are on one line, in columns."""
+
+
+@opt.documented
+def report(
+    paths: Annotated[list[Path], opt.argument("PATH", complete=folder_of("sweep", "run"))],
+    baseline: Annotated[str | None, opt.option("VARIANT", "the sweep's")] = None,
+    by: Annotated[list[str] | None, opt.option("KEY,KEY", "all that differ, except the seed")] = None,
+    out: Annotated[Path | None, opt.option("DIR", "SWEEP/report, or report here")] = None,
+    format_: opt.TableOrJson = "table",
+    runs_dir: opt.RunsDir = opt.RUNS,
+) -> None:
+    """Compare training runs: a leaderboard, differences with intervals over seeds, plots.
+
+    Runs that differ only in their seed are one variant. Metrics are means over
+    seeds with 95% intervals; variants are compared with the baseline seed by seed.
+    All of it is computed from the run folders, and written as one HTML page,
+    Markdown, CSV and PNG.
+
+    [bold]bandpo report deltas[/bold]  the sweep in runs/deltas
+
+    [bold]bandpo report runs/clip-* runs/kl-* --baseline clip[/bold]  any runs
+
+    [bold]bandpo report runs --by bounds,optim.lr --out out/lr[/bold]  variants by these settings
+
+    [bold]bandpo report deltas --format json[/bold]  in scripts
+
+    Args:
+        paths: A sweep's folder; or run folders, or a folder of runs.
+        baseline: The variant that all other variants are compared with.
+        by: Settings that define a variant, for example bounds,optim.lr; repeatable.
+        out: Folder of the report.
+    """
+    from bandpo_cli.reports.comparison import select_runs, write_report
+
+    chosen = select_runs(paths, runs_dir, baseline, [*filter(None, opt.split_commas(by or []))])
+    folder = out or (Path() if chosen.sweep is None else chosen.sweep.path) / "report"
+    written = write_report(chosen, folder)
+    if format_ == "json":
+        print_json(written.as_json())
+    else:
+        print_report(open_console(), written)
+
+
+def print_report(console: Console, report: Report) -> None:
+    """Print the report: finding, leaderboard, notes, files."""
+    soft_wrap = not console.is_terminal  # in a file or a pipe a sentence is a line
+
+    def print_text(text: str, heading: str = "", style: str = "") -> None:
+        console.print(Text.assemble((heading, style), text), soft_wrap=soft_wrap)
+
+    print_text(f"  {report.about}", report.title, "bold")
+    print_text(report.finding)
+    console.print()
+    separator = " " if console.width >= _WIDE else "\n"
+    over_sets = [metric for metric in report.metrics if "/" not in metric.key]
+    console.print(_report_table(report, over_sets, separator))
+    if len(report.sets) > 1:
+        console.print()
+        by_set = [metric for metric in report.metrics if metric.key.startswith(("reward/", "accuracy/"))]
+        console.print(_report_table(report, by_set, separator))
+    for line in report.tuning.notes() if report.tuning is not None else ():
+        print_text(line, "tuned: ", "dim")
+    for note in report.notes:
+        print_text(note, "note: ", "yellow")
+    for run in report.excluded:
+        variant_and_seed = f"{run.variant}, seed {run.seed}: " if run.variant else ""
+        print_text(f"{run.run}: {variant_and_seed}{run.reason}", "excluded: ", "yellow")
+    console.print()
+    for name in ("report.html", "report.md", "leaderboard.csv"):
+        console.print(Text(str(relative_to_cwd(report.files[name]))), soft_wrap=True)
+    print_text("", f"plots: {', '.join(name for name in report.files if name.endswith('.png'))}", "dim")
+
+
+def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> Table:
+    """Return one row per variant, highest accuracy first.
+
+    A cell has the mean and, after `separator`, half the width of its 95% interval, or a range.
+    """
+
+    from bandpo_cli.reports.comparison.write import short_range_text, value_text
+
+    def heading(metric: Metric) -> str:
+        """Return the name on several short lines, such as `entropy`, `at 41%`, `accuracy`."""
+        name = metric.name.replace(", ", ",\n").replace("held-out ", "held-out\n")
+        return name.replace(" ", "\n").replace("at\n", "at ") if metric.key == "entropy_at_accuracy" else name
+
+    headings = [f">{heading(metric)}" for metric in metrics]
+    table = make_table("variant", ">seeds", *headings, gap=1 if separator == "\n" else 2)
+    for variant in report.variants:
+        name = Text.assemble(variant.name, ("\nbaseline" if variant.name == report.baseline else "", "dim"))
+        cells = []
+        for metric in metrics:
+            around = short_range_text(metric, variant)
+            interval = (f"{separator}{around}" if around else "", "dim")
+            cells.append(Text.assemble(value_text(metric, variant.metrics.get(metric.key)), interval))
+        table.add_row(name, str(len(variant.seeds)), *cells)
+    return table
