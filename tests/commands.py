@@ -137,6 +137,10 @@ class ForkedChild(subprocess.Popen[Any]):
         code: object = 1
         try:
             faulthandler.unregister(signal.SIGUSR1)  # as in a new process
+            waits = sys.modules.get("bandpo_cli.waits")
+            if waits is not None and waits._file is not None:  # else it closes a descriptor of this process later
+                waits._file.close()
+                waits._file = None
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGVTALRM):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
