@@ -138,7 +138,9 @@ class ForkedChild(subprocess.Popen[Any]):
         try:
             faulthandler.unregister(signal.SIGUSR1)  # as in a new process
             waits = sys.modules.get("bandpo_cli.waits")
-            if waits is not None and waits._file is not None:  # else it closes a descriptor of this process later
+            if (
+                waits is not None and waits._file is not None
+            ):  # else it closes a descriptor of this process later
                 waits._file.close()
                 waits._file = None
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGVTALRM):

@@ -74,10 +74,16 @@ def first_prompt(config: RunConfig, task: Task) -> tuple[PromptEncoder, Problem,
     Raises UserError for all prompts that training refuses.
     """
     from bandpo_cli.models.load import check_vocabulary, load_tokenizer, read_config
-    from bandpo_cli.sampling.prompt_checks import drop_long_prompts, drop_long_prompts_in_sets
+    from bandpo_cli.sampling.prompt_checks import (
+        check_context_length,
+        drop_long_prompts,
+        drop_long_prompts_in_sets,
+    )
     from bandpo_cli.sampling.rollouts import PromptEncoder
 
-    rows, tokenizer = read_config(config.model).get_text_config().vocab_size, load_tokenizer(config.model)
+    model, tokenizer = read_config(config.model), load_tokenizer(config.model)
+    rows = model.get_text_config().vocab_size
+    check_context_length(model, config)
     check_vocabulary(tokenizer, rows, config.model.path)
     encoder, warnings = PromptEncoder.of_run(tokenizer, config, rows), list[str]()
     if config.task.functions:

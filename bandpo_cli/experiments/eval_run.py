@@ -377,7 +377,7 @@ def _open_source(request: EvalRequest, ranks: Ranks, events: _Events, stack: Exi
         check_model(config)
         config = check_memory(with_resolved_dtype(config), ranks, training=False, task=source[1])
         policy = load_policy(config.model, for_training=False, ranks=ranks)
-        prompt_checks.check_context_length(policy, config)
+        prompt_checks.check_context_length(policy.model.config, config)
         encoder = rollouts.PromptEncoder.of_run(policy.tokenizer, config, policy.rows)
         conversations = build_conversations(config, encoder, ranks)
         notes: list[str] = []

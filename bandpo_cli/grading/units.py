@@ -13,7 +13,9 @@ length: 1 m meter metre; 1000 km kilometer kilometre; 0.01 cm centimeter centime
 length: 1e-6 micrometer; 1e-9 nm nanometer; 0.0254 in inch inche; 0.3048 ft foot feet; 0.9144 yd yard; 1609.344 mi mile
 time: 1 s sec second; 60 min minute; 3600 h hr hour; 86400 day; 604800 week; 0.001 ms millisecond
 months: 1 month; 12 yr year|mass: 1000 kg kilogram; 1 g gram; 0.001 mg milligram; 453.59237 lb; 28.349523125 oz ounce
-morning: 1 am AM|evening: 1 pm PM|volume: 1 L l liter litre; 0.001 mL ml milliliter millilitre; 3.785411784 gal gallon
+morning: 1 am AM|evening: 1 pm PM|volume: 1 L l liter litre; 0.001 mL ml milliliter millilitre
+volume: 3.785411784 gal gallon; 0.946352946 quart; 0.473176473 pint; 0.2365882365 cup
+volume: 0.01478676478125 tablespoon tbsp; 0.00492892159375 teaspoon tsp
 dollars: 1 USD $ usd dollar buck; 0.01 ¢ cent penny pennie|euros: 1 EUR € eur euro|sterling: 1 GBP £ gbp
 rupees: 1 INR ₹ Rs inr rupee|yen: 1 JPY ¥ jpy yen|degrees: 1 deg degree|radians: 1 rad radian
 Celsius: 1 celsius|Fahrenheit: 1 fahrenheit|temperature: 1 K kelvin|amount: 1 mol mole|concentration: 1 ppm

@@ -9,24 +9,27 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
+from typing import TYPE_CHECKING
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask, TaskSettings
 from bandpo_cli.datasets import TEMPLATES
 from bandpo_cli.errors import ConfigError, plural
-from bandpo_cli.models.load import Policy
 from bandpo_cli.sampling.rollouts import EncodedPrompt, PromptEncoder
 from bandpo_cli.tasks.prompts import build_prompt
 from bandpo_cli.tasks.question_answers import without_spaces
 from bandpo_cli.types import Message, Problem
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 _SAMPLE = 32
 """First problems of a set whose prompts are compared with their questions."""
 
 
-def check_context_length(policy: Policy, config: RunConfig) -> None:
-    """Raise ConfigError if a prompt and its completion can exceed the model's context length."""
-    context_length = getattr(policy.model.config.get_text_config(), "max_position_embeddings", None)
+def check_context_length(model: PretrainedConfig, config: RunConfig) -> None:
+    """Raise ConfigError if a prompt and its completion can exceed the context length of a model with these settings."""
+    context_length = getattr(model.get_text_config(), "max_position_embeddings", None)
     prompt, completion = config.sampling.max_prompt_tokens, config.sampling.max_tokens
     if context_length is not None and prompt + completion > context_length:
         raise ConfigError(

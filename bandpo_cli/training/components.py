@@ -132,7 +132,7 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
     check_model(config)
     torch.manual_seed(config.seed)
     policy = load_policy(config.model, ranks=ranks, seed=config.seed)
-    prompt_checks.check_context_length(policy, config)
+    prompt_checks.check_context_length(policy.model.config, config)
     encoder = PromptEncoder.of_run(policy.tokenizer, config, policy.rows)
     conversations = build_conversations(config, encoder, ranks)
     notes: list[str] = []

@@ -24,6 +24,7 @@ PAIRS = r"""
 x=2, y=-1 == (2,-1) | y=-1, x=2 | $x = 2$ and $y = -1$ | x=2; y=-1 !! x=-1, y=2 | (-1,2) | y=2, x=-1 | x=2
 (r,\theta) = (2, \frac{\pi}{3}) == r = 2, theta = pi/3 | θ=π/3, r=2 !! (\frac{\pi}{3}, 2) | r=\frac{\pi}{3}, \theta=2
 7,9 == x_1 = 7, x_2 = 9 | {7, 9} | x ∈ {7,9} | **9** and **7** | x=7 or x=9 !! 7 | 79 | 7,9,11 | x=7
+3 cups == 3 | 48 tablespoons !! 3 tablespoons | 3 quarts
 8 cm == 8 | 8cm | 80 mm | 8\text{ cm} !! 8 km | 8 m | 8 inches | 8 cm^2 | 8 kg
 14\text{ m}^2 == 14 | 14 square meters | 14 m² | 14 sq m !! 14 m | 14 m^3 | 14 cubic meters | 14 cm^2
 70^\circ == 70 | 70 degrees | 70° !! 70 radians | 70 rad | 7

@@ -235,6 +235,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("good", TEMPLATE, None),
         ("new", TEMPLATE, "the token '<new>' has the id"),
         ("good", PARTS, "have the same prompt"),
+        ("good", "long", "the model reads at most"),
     ],
 )
 def test_a_dry_run_refuses_what_training_refuses(
@@ -245,12 +246,13 @@ def test_a_dry_run_refuses_what_training_refuses(
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.add_tokens(["<new>"])
-    tokenizer.chat_template = template
+    limit = {"max_prompt_tokens": 10**6} if template == "long" else {}
+    tokenizer.chat_template = TEMPLATE if limit else template
     tokenizer.save_pretrained(folder / "model")
     config = resolve([
         {"model": {"path": str(folder / "model"), "device": "cpu", "dtype": "float32"}, "tracking": {"trackers": []}},
         {"task": {"name": "data", "train": str(folder / f"{data}.jsonl"), "heldout_fraction": 0.1}},
-        {"sampling": {"engine": "transformers"}},
+        {"sampling": {"engine": "transformers", **limit}},
     ])  # fmt: skip
     task = build_task(config.task)
     for check in (lambda: first_prompt(config, task), lambda: build_components(config, task)):
