@@ -53,7 +53,8 @@ def report(
         by: Settings that define a variant, for example bounds,optim.lr; repeatable.
         out: Folder of the report.
     """
-    from bandpo_cli.reports.comparison import select_runs, write_report
+    from bandpo_cli.reports.comparison.selection import select_runs
+    from bandpo_cli.reports.comparison.write import write_report
 
     chosen = select_runs(paths, runs_dir, baseline, [*filter(None, opt.split_commas(by or []))])
     folder = out or (Path() if chosen.sweep is None else chosen.sweep.path) / "report"

@@ -380,7 +380,8 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
                     failures = run_sweep(folder, pool, steps, events.step, flags, executor.stop_margin)
                 events.phase("report")
                 try:
-                    from bandpo_cli.reports.comparison import read_sweep, write_report
+                    from bandpo_cli.reports.comparison.selection import read_sweep
+                    from bandpo_cli.reports.comparison.write import write_report
 
                     report = write_report(read_sweep(folder.path), folder.path / "report")
                 except UserError as no_report:

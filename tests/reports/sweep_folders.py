@@ -9,7 +9,9 @@ from typing import Any
 import yaml
 
 from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
-from bandpo_cli.reports.comparison import Report, read_sweep, write_report
+from bandpo_cli.reports.comparison.selection import read_sweep
+from bandpo_cli.reports.comparison.variants import Report
+from bandpo_cli.reports.comparison.write import write_report
 from bandpo_cli.storage.run_folder import RunFolder
 
 CLIP, KL = ("bounds.method=clip",), ("bounds.divergence=kl", "bounds.delta=0.05")

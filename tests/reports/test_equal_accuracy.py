@@ -10,13 +10,14 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from bandpo_cli.reports.comparison import Selection, VariantRun, write_report
 from bandpo_cli.reports.comparison.report_metrics import (
     EqualAccuracy,
     entropy_at_equal_accuracy,
     entropy_when_reached,
     first_crossing,
 )
+from bandpo_cli.reports.comparison.selection import Selection, VariantRun
+from bandpo_cli.reports.comparison.write import write_report
 from tests.reports.sweep_folders import edit_line, report_of, write_run, write_sweep
 
 FALLING = [1.0, 0.9, 0.8, 0.7]

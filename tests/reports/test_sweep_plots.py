@@ -6,14 +6,15 @@ import pytest
 from matplotlib.patches import Patch
 
 from bandpo_cli.reports import style
-from bandpo_cli.reports.comparison import Selection, VariantRun, write_report
 from bandpo_cli.reports.comparison.plots import (
     MAX_VARIANTS_PLOTTED,
     SHARE,
     common_curves,
     plot_by_learning_rate,
 )
+from bandpo_cli.reports.comparison.selection import Selection, VariantRun
 from bandpo_cli.reports.comparison.statistics import estimate
+from bandpo_cli.reports.comparison.write import write_report
 from bandpo_cli.reports.style import legend_name, variant_styles
 from tests.reports.sweep_folders import report_of, write_run, write_sweep
 

@@ -11,7 +11,8 @@ import pytest
 from scipy import stats
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.comparison import Selection, VariantRun, read_sweep, write_report
+from bandpo_cli.reports.comparison.selection import Selection, VariantRun, read_sweep
+from bandpo_cli.reports.comparison.write import write_report
 from tests.reports.sweep_folders import CLIP, KL, edit_line, report_of, write_run, write_sweep
 
 CLEAR = {

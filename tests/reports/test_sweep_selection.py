@@ -8,13 +8,14 @@ import yaml
 
 from bandpo_cli.config.layers import flatten, read_assignments, resolve
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.comparison import read_sweep, select_runs
 from bandpo_cli.reports.comparison.selection import (
     chosen_keys,
     differing_settings,
     format_setting,
     method_name,
     read_settings,
+    read_sweep,
+    select_runs,
     variant_names,
 )
 from tests.reports.sweep_folders import CLIP, KL, write_plan, write_run, write_sweep
