@@ -197,6 +197,7 @@ def test_the_environment_answers_higher_and_lower() -> None:
     assert again.number == number
 
 
+@pytest.mark.slow
 def test_calculator_is_a_tool_and_computes_nothing_but_arithmetic() -> None:
     (schema,) = tool_schemas(("examples.calculator:calculate",), of_environment=False)
     assert schema["function"]["parameters"]["required"] == ["expression"]

@@ -53,6 +53,7 @@ def test_the_grade_is_the_library_s_score(pool: GraderPool) -> None:
             assert grade == expected, (name, text)
 
 
+@pytest.mark.slow
 def test_a_score_above_1_by_rounding_is_correct(pool: GraderPool) -> None:
     """For this word the library's score of its own doubled answer is 1.0000000000000002."""
     data = reasoning_gym.create_dataset("spell_backward", seed=0, size=50)

@@ -208,6 +208,7 @@ def contents(completion: Completion) -> list[Any]:
     return [message["content"] for message in completion.conversation.messages]
 
 
+@pytest.mark.slow
 def test_the_next_turn_continues_from_the_tokens_and_not_from_the_text(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
@@ -488,6 +489,7 @@ def test_an_environment_that_never_ends_or_fails(tokenizer: PreTrainedTokenizerB
     assert about.failed_calls == 1
 
 
+@pytest.mark.slow
 def test_an_environment_of_trl_has_tools(tokenizer: PreTrainedTokenizerBase) -> None:
     def use(name: str, **arguments: int) -> str:
         return call(**arguments).replace("add", name)
@@ -521,6 +523,7 @@ def test_messages_that_cannot_be_rendered_end_their_conversation_alone(
     )
 
 
+@pytest.mark.slow
 def test_tools_and_environments_that_cannot_be_used(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(ConfigError, match=r"task.tools: 'untyped' needs type hints and a docstring"):
         tool_schemas(("turns_code:untyped",), False)

@@ -47,6 +47,7 @@ def test_split_is_fixed() -> None:
     assert not {problem.id for problem in HELDOUT} & {problem.id for problem in TRAIN}
 
 
+@pytest.mark.slow
 def test_the_tool_has_a_schema_and_refuses_what_is_no_expression() -> None:
     (schema,) = tool_schemas(CalculatorTask().functions, of_environment=False)
     assert schema["function"]["name"] == "calculate"
