@@ -40,7 +40,7 @@ def test_the_kind_of_an_experiment_is_model_training_unless_a_user_has_chosen_on
     store, client, run, existing, kind
 ):
     if existing is not None:
-        client.create_experiment("bandpo", tags=existing)
+        client.create_experiment("bandpo", store.artifact_location, tags=existing)
     RunSender("mlflow", run.path, store).send()
     assert {**(existing or {}), KIND: kind}.items() <= client.get_experiment_by_name("bandpo").tags.items()
 
@@ -52,7 +52,7 @@ def test_a_server_that_refuses_the_kind_gets_the_run(store, client, run, monkeyp
     def refuse(self: Any, *_: Any) -> None:
         raise MlflowException("no permission")
 
-    client.create_experiment("bandpo")
+    client.create_experiment("bandpo", store.artifact_location)
     monkeypatch.setattr(MlflowClient, "set_experiment_tag", refuse)
     RunSender("mlflow", run.path, store).send()
     assert KIND not in client.get_experiment_by_name("bandpo").tags
