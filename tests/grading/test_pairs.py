@@ -1,7 +1,7 @@
 r"""Pairs of a reference and an answer, in the style of MATH, OlympiadBench and college algebra, in both directions.
 
-`PAIRS` has the judgement of a person, who has corrected some rows after a run of the grader. Each pair is graded as
-`Answer: ...` and as `\boxed{...}`.
+`PAIRS` was judged by hand; some rows were corrected after a run of the grader. Each pair is graded as `Answer: ...` and
+as `\boxed{...}`.
 `DISAGREEMENTS` has the answers for which the grader decides otherwise than the judgement in `PAIRS`.
 """
 
