@@ -16,16 +16,16 @@ from bandpo_cli.waits import Wait, progress, read_stacks
 ROOT = Path(__file__).parents[1]
 
 LEADER = """
-import subprocess, sys, time
+import os, subprocess, sys, time
 from bandpo_cli.waits import register
 register("bandpo", leads=True)
-child = "import sys, time; from bandpo_cli.waits import register; register('engine'); print('ready'); "
-child += "sys.stdout.flush()\\ndef sample(): time.sleep(60)\\nsample()"
+child = "import time; from bandpo_cli.waits import register; register('engine')\\ndef sample():\\n"
+child += "    print('ready', flush=True)\\n    time.sleep(60)\\nsample()"
 process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE)
 process.stdout.readline()
-print(process.pid, __import__("os").environ["BANDPO_STACKS"], flush=True)
-def train():
+def train():  # both print from the function in which the signal must find them
     try:
+        print(process.pid, os.environ["BANDPO_STACKS"], flush=True)
         time.sleep(60)
     finally:
         process.kill()
