@@ -6,11 +6,10 @@ The components, the sampler and the graders are those of the run. Nothing is wri
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bandpo_cli.callbacks import RunInfo, RunResult, StepReport, TrainCallback
+from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.layers import with_values
 from bandpo_cli.experiments.memory import out_of_memory_errors
 from bandpo_cli.experiments.plan import Plan
-from bandpo_cli.experiments.rank_group import Dispatcher
 from bandpo_cli.experiments.run import loaded_components
 from bandpo_cli.types import Group
 
