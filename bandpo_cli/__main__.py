@@ -87,7 +87,7 @@ def _with_setting(message: str, error: Exception, context: Any) -> str:
     """Return the message about an unknown option, if the command has --set with the settings of that name."""
     from bandpo_cli.cli.options import SETTINGS
     from bandpo_cli.config.layers import settings_named
-    from bandpo_cli.config.section import OPTIONS_ELSEWHERE, option_word, setting_for
+    from bandpo_cli.settings_validation import OPTIONS_ELSEWHERE, option_word, setting_for
 
     option = getattr(error, "option_name", None)
     known = {flag for parameter in context.command.params for flag in parameter.opts} if context else set()

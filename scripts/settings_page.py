@@ -12,9 +12,9 @@ from pydantic.fields import FieldInfo
 
 from bandpo_cli.config.layers import flatten
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.section import Section, TaggedSection
 from bandpo_cli.config.task import COUNTDOWN_DEFAULTS, LANGUAGE_MODEL_DEFAULTS
 from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS
+from bandpo_cli.settings_validation import Section, TaggedSection
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "settings.md"
 HEAD = """# Settings

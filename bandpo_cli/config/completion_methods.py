@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from bandpo_cli.config.methods import MethodSettings
-from bandpo_cli.config.section import Positive, require
+from bandpo_cli.settings_validation import Positive, require
 
 
 class CompletionIntervalSettings(MethodSettings):

@@ -18,8 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from bandpo_cli.config.section import NotNegative, Positive, Section, TaggedSection, require
 from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry, load_attribute, method_name
+from bandpo_cli.settings_validation import NotNegative, Positive, Section, TaggedSection, require
 
 DivergenceName = Annotated[str, AfterValidator(DIVERGENCES.check_name)]
 Share = Annotated[float, Field(gt=0, le=1)]

@@ -17,11 +17,11 @@ from pydantic import (
 
 from bandpo_cli.config.methods import BandSettings, MethodSettings
 from bandpo_cli.config.sampling import SamplingConfig
-from bandpo_cli.config.section import NotEmpty, NotNegative, Positive, Section, require
 from bandpo_cli.config.task import AsList, CountdownTask, TaskSettings
 from bandpo_cli.errors import has_secret
 from bandpo_cli.metric_names import is_clock_metric
 from bandpo_cli.registries import ADVANTAGES, TRACKERS
+from bandpo_cli.settings_validation import NotEmpty, NotNegative, Positive, Section, require
 
 EstimatorName = Annotated[str, AfterValidator(ADVANTAGES.check_name)]
 TrackerName = Annotated[str, AfterValidator(TRACKERS.check_name)]

@@ -6,9 +6,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveInt, model_validator
 
-from bandpo_cli.config.section import Positive, Section, require
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import AUTO_ENGINE, ENGINES
+from bandpo_cli.settings_validation import Positive, Section, require
 
 
 class VllmConfig(Section):

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from bandpo_cli.config.section import Section, require
+from bandpo_cli.settings_validation import Section, require
 
 Settings = dict[str, Any]
 """Settings by dotted name, as in `--set`: {"bounds.delta": 0.05}."""

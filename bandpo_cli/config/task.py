@@ -23,7 +23,6 @@ from pydantic import (
 )
 
 from bandpo_cli.config.sampling import is_installed
-from bandpo_cli.config.section import NotEmpty, Section, TaggedSection, require
 from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.datasets import (
     BUNDLED_MODELS,
@@ -38,6 +37,7 @@ from bandpo_cli.datasets import (
 from bandpo_cli.errors import ConfigError, nearest
 from bandpo_cli.paths import nearest_file, path_exists, user_path
 from bandpo_cli.registries import GRADERS, load_attribute
+from bandpo_cli.settings_validation import NotEmpty, Section, TaggedSection, require
 
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """The suffixes of the local files that can be read."""

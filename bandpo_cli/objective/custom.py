@@ -18,11 +18,11 @@ from bandpo_cli.bounds.intervals import BoundsFunction
 from bandpo_cli.config.layers import validation_message
 from bandpo_cli.config.methods import CustomSettings
 from bandpo_cli.config.run import ObjectiveConfig
-from bandpo_cli.config.section import check_keys
 from bandpo_cli.custom_code import load_setting, user_code
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.objective.loss import LossBatch, PolicyLoss
 from bandpo_cli.objective.policy_losses import IntervalLoss
+from bandpo_cli.settings_validation import check_keys
 
 _PROBABILITIES = (1e-9, 1e-6, 1e-4, 0.01, 0.1, 0.3, 0.5, 0.9, 0.999, 1.0)
 """Probabilities at which the bounds of a function are tried before a run."""

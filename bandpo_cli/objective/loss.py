@@ -22,8 +22,8 @@ from torch import Tensor
 from bandpo_cli.bounds.intervals import ClipState
 from bandpo_cli.config.methods import MethodSettings
 from bandpo_cli.config.run import ObjectiveConfig
-from bandpo_cli.config.section import Section
 from bandpo_cli.registries import METHODS, load_attribute
+from bandpo_cli.settings_validation import Section
 
 MAX_LOG_RATIO = 20.0
 """Limit of |log ratio|: exp(20) = 5e8 is far beyond any bound and far below overflow."""

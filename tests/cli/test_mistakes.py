@@ -11,9 +11,9 @@ from bandpo_cli.config.files import describe_config, read_config, shipped_config
 from bandpo_cli.config.layers import flatten, resolve
 from bandpo_cli.config.methods import BandSettings, ClipSettings
 from bandpo_cli.config.sampling import is_installed
-from bandpo_cli.config.section import SETTINGS_ELSEWHERE
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import METHODS
+from bandpo_cli.settings_validation import SETTINGS_ELSEWHERE
 from tests.cli.eval_command import Done, succeed, usage_error, without_torch
 
 LONG = "a" * 300

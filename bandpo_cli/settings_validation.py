@@ -1,4 +1,4 @@
-"""Base classes of the settings sections: plain sections, and sections whose class a tag chooses."""
+"""Validation of settings: base classes of sections, unknown keys ("did you mean"), sections chosen by a tag."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
