@@ -19,7 +19,7 @@ from bandpo_cli.experiments.dry_run import first_prompt
 from bandpo_cli.sampling.prompt_checks import drop_long_prompts
 from bandpo_cli.sampling.rollouts import PromptEncoder
 from bandpo_cli.tasks.task import build_task
-from bandpo_cli.training.components import build_components
+from bandpo_cli.training.build import build_components
 from bandpo_cli.types import Message, Problem
 from tests.text_model import TEMPLATE, character_tokenizer, save_text_model
 
