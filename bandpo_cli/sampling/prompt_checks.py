@@ -16,8 +16,7 @@ from bandpo_cli.config.task import DataTask, TaskSettings
 from bandpo_cli.datasets import TEMPLATES
 from bandpo_cli.errors import ConfigError, plural
 from bandpo_cli.sampling.rollouts import EncodedPrompt, PromptEncoder
-from bandpo_cli.tasks.prompts import build_prompt
-from bandpo_cli.tasks.question_answers import without_spaces
+from bandpo_cli.tasks.task import build_prompt, without_spaces
 from bandpo_cli.types import Message, Problem
 
 if TYPE_CHECKING:
