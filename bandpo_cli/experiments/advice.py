@@ -22,7 +22,7 @@ _EXCERPT = 160
 """Characters of a completion that the warning quotes."""
 
 _CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call> (or the form of its response template)'
-"""The forms of a call (`sampling.conversations`)."""
+"""The forms of a call (`sampling.tool_calls`)."""
 
 log = logging.getLogger("bandpo_cli")
 
