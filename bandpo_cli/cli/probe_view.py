@@ -12,9 +12,9 @@ from bandpo_cli.cli.statement import print_memory, print_statement, run_statemen
 from bandpo_cli.cli.train_view import sample_text
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import plural
-from bandpo_cli.experiments.advice import advice
+from bandpo_cli.experiments.monitor import advice
 from bandpo_cli.experiments.plan import Plan
-from bandpo_cli.experiments.probe_run import ProbeReport, probe
+from bandpo_cli.experiments.trials import ProbeReport, probe
 from bandpo_cli.metric_names import has_nonbinary_rewards
 
 

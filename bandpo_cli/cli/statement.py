@@ -15,7 +15,13 @@ from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.experiments.memory import GIB, describe_memory, memory_of_task, memory_report, saving_advice
+from bandpo_cli.experiments.memory_check import (
+    GIB,
+    describe_memory,
+    memory_of_task,
+    memory_report,
+    saving_advice,
+)
 from bandpo_cli.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -91,7 +97,7 @@ def print_dry_run(console: Console, config: RunConfig, task: Task, ranks: int = 
 
     A mistake in a custom function is reported before torch is imported.
     """
-    from bandpo_cli.experiments.dry_run import first_prompt, try_graders
+    from bandpo_cli.experiments.trials import first_prompt, try_graders
 
     console.print(to_yaml(config), markup=False, highlight=False)
     for trial in try_graders(config, task):
