@@ -21,7 +21,7 @@ from PIL import Image
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.objective.loss import LossBatch, policy_loss, policy_objective
-from bandpo_cli.reports.style import CYCLE, MUTED_COLOR, TEXT_COLOR, clean_axes
+from bandpo_cli.reports.plot_style import CYCLE, MUTED_COLOR, TEXT_COLOR, clean_axes
 
 FAMILIES: dict[str, list[tuple[str, dict[str, Any]]]] = {
     "intervals": [

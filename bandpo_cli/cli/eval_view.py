@@ -29,7 +29,7 @@ from bandpo_cli.errors import plural
 from bandpo_cli.experiments.eval_comparison import ComparisonResult
 from bandpo_cli.experiments.eval_plan import EvalPlan, SamplesFile
 from bandpo_cli.experiments.eval_run import EvalInfo, EvalResult
-from bandpo_cli.reports.comparison.selection import format_setting
+from bandpo_cli.reports.run_variants import format_setting
 from bandpo_cli.storage.eval_folder import SAMPLES_FILE, EvalFolder
 from bandpo_cli.storage.run_folder import shell_command
 from bandpo_cli.types import UNGRADED_VERDICTS

@@ -350,7 +350,7 @@ def view(
         out: File of the page. A page of more than 20 MB has a folder beside it.
         open_: Open the page in the browser.
     """
-    from bandpo_cli.reports.view import default_path, open_sources, write_page
+    from bandpo_cli.reports.view_page import default_path, open_sources, write_page
 
     if len(names) > 2:
         raise UserError(f"{' '.join(names)[:200]}: give one or two runs or evaluations")

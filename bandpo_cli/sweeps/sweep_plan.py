@@ -38,8 +38,8 @@ from bandpo_cli.storage.sweep_folder import PlannedRun, SweepFolder, check_basel
 from bandpo_cli.storage.tables import read_token_tables
 
 if TYPE_CHECKING:
-    from bandpo_cli.reports.comparison.runs import RunTables
-    from bandpo_cli.reports.comparison.tuning import Tuning
+    from bandpo_cli.reports.run_tables import RunTables
+    from bandpo_cli.reports.tuned_settings import Tuning
 
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
 MATCH_PREFIX = "match:"
@@ -154,7 +154,7 @@ def request_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: 
 
 def _tuned_layers(config: SweepConfig, sweep: str, runs_dir: Path) -> tuple[dict[str, Layer], Tuning]:
     """Return all settings of the best variant of each group of the sweep, by group, and how they were chosen."""
-    from bandpo_cli.reports.comparison.tuning import choose
+    from bandpo_cli.reports.tuned_settings import choose
 
     try:
         folder = SweepFolder.open(runs_dir, sweep)
@@ -174,8 +174,8 @@ def _tuned_layers(config: SweepConfig, sweep: str, runs_dir: Path) -> tuple[dict
 
 def _read_finished(folder: SweepFolder, runs_dir: Path) -> RunTables:
     """Return the runs of the variants that finished with every seed."""
-    from bandpo_cli.reports.comparison.runs import read_runs
-    from bandpo_cli.reports.comparison.selection import read_sweep
+    from bandpo_cli.reports.run_tables import read_runs
+    from bandpo_cli.reports.run_variants import read_sweep
 
     stopped = folder.stopped()
     paths = {run.name: folder.path / run.name for run in folder.runs if run.name not in stopped}

@@ -47,7 +47,7 @@ from bandpo_cli.tracking.sender import RunSender
 from bandpo_cli.tracking.trackers import Point
 
 if TYPE_CHECKING:
-    from bandpo_cli.reports.comparison.variants import Report
+    from bandpo_cli.reports.compare_variants import Report
 
 
 log = logging.getLogger("bandpo_cli")
@@ -130,7 +130,7 @@ def _send_to_trackers(folder: SweepFolder, config: TrackingConfig, report: Repor
 def _send_report(
     sender: RunSender, project: str, folder: SweepFolder, status: str, report: Report | None
 ) -> None:
-    from bandpo_cli.reports.comparison.write import render
+    from bandpo_cli.reports.write_report import render
 
     finished = sum(is_finished(folder.path / run.name) for run in folder.runs)
     point = Point(finished, int(time.time() * 1000), finite_metrics(_sweep_means(report)))
@@ -379,8 +379,8 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
                     failures = run_sweep(folder, pool, steps, events.step, flags, executor.stop_margin)
                 events.phase("report")
                 try:
-                    from bandpo_cli.reports.comparison.selection import read_sweep
-                    from bandpo_cli.reports.comparison.write import write_report
+                    from bandpo_cli.reports.run_variants import read_sweep
+                    from bandpo_cli.reports.write_report import write_report
 
                     report = write_report(read_sweep(folder.path), folder.path / "report")
                 except UserError as no_report:

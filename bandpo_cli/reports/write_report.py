@@ -19,19 +19,7 @@ import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.reports.comparison.plots import MAX_VARIANTS_PLOTTED, plot_all
-from bandpo_cli.reports.comparison.report_metrics import (
-    MAX_LISTED,
-    Metric,
-    entropy_at_equal_accuracy,
-    measure,
-    shorten_list,
-)
-from bandpo_cli.reports.comparison.runs import common_sets, read_runs
-from bandpo_cli.reports.comparison.selection import Selection, common_start, differing_settings, is_within
-from bandpo_cli.reports.comparison.statistics import Estimate, PairedTest, p_text
-from bandpo_cli.reports.comparison.tuning import read_tuning
-from bandpo_cli.reports.comparison.variants import (
+from bandpo_cli.reports.compare_variants import (
     SPREAD,
     Report,
     Variant,
@@ -39,6 +27,18 @@ from bandpo_cli.reports.comparison.variants import (
     compare_variants,
     evaluate_variants,
 )
+from bandpo_cli.reports.report_metrics import (
+    MAX_LISTED,
+    Metric,
+    entropy_at_equal_accuracy,
+    measure,
+    shorten_list,
+)
+from bandpo_cli.reports.report_plots import MAX_VARIANTS_PLOTTED, plot_all
+from bandpo_cli.reports.run_tables import common_sets, read_runs
+from bandpo_cli.reports.run_variants import Selection, common_start, differing_settings, is_within
+from bandpo_cli.reports.statistics import Estimate, PairedTest, p_text
+from bandpo_cli.reports.tuned_settings import read_tuning
 from bandpo_cli.storage.files import write_text
 from bandpo_cli.storage.sweep_folder import check_baseline
 
@@ -94,7 +94,7 @@ def write_report(selection: Selection, out: Path) -> Report:
     differences = []
     if baseline is not None and baseline in variants and len(variants) > 1:
         differences = compare_variants(variants, baseline, tables.runs, metrics)
-    decisive = [difference for difference in differences if difference.figure == metrics[0].key]
+    decisive = [difference for difference in differences if difference.metric == metrics[0].key]
     report = Report(
         title=selection.title,
         about=scope(evaluated, sets),

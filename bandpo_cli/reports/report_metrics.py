@@ -13,9 +13,9 @@ import numpy as np
 import pandas as pd
 
 from bandpo_cli.errors import plural
-from bandpo_cli.reports.comparison.runs import RUN, RunTables, common_n, scores_of
-from bandpo_cli.reports.comparison.statistics import Estimate, Limits
 from bandpo_cli.reports.run_plots import Curve
+from bandpo_cli.reports.run_tables import RUN, RunTables, common_n, scores_of
+from bandpo_cli.reports.statistics import Estimate, Limits
 
 FAR_BEHIND = 0.5
 """Runs and variants whose best accuracy is under this share of the best variant's have no value and do not lower the

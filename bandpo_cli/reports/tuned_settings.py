@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeGuard
 import pandas as pd
 
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.reports.comparison.runs import RunTables, Score, common_sets, scores_of
-from bandpo_cli.reports.comparison.selection import (
+from bandpo_cli.reports.run_tables import RunTables, Score, common_sets, scores_of
+from bandpo_cli.reports.run_variants import (
     differing_settings,
     format_setting,
     method_name,

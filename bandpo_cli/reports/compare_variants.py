@@ -10,11 +10,11 @@ from typing import Any
 
 import pandas as pd
 
-from bandpo_cli.reports.comparison.report_metrics import SECONDS_PER_STEP, Metric
-from bandpo_cli.reports.comparison.runs import ExcludedRun, RunTables
-from bandpo_cli.reports.comparison.selection import ABSENT, differing_settings, format_setting
-from bandpo_cli.reports.comparison.statistics import LEVEL, Estimate, PairedTest, estimate, holm, paired_test
-from bandpo_cli.reports.comparison.tuning import Tuning
+from bandpo_cli.reports.report_metrics import SECONDS_PER_STEP, Metric
+from bandpo_cli.reports.run_tables import ExcludedRun, RunTables
+from bandpo_cli.reports.run_variants import ABSENT, differing_settings, format_setting
+from bandpo_cli.reports.statistics import LEVEL, Estimate, PairedTest, estimate, holm, paired_test
+from bandpo_cli.reports.tuned_settings import Tuning
 
 SPREAD = (0.1, 0.9)  # quantiles of the single steps: a spread is the range of the middle 80% of the steps
 
@@ -46,14 +46,14 @@ class VariantDifference:
 
     Attributes:
         variant: name of the variant.
-        figure: key of the metric.
+        metric: key of the metric.
         paired: comparison over the common seeds; None without a common seed.
         p_holm: p-value adjusted over the variants compared in this metric; None without a test.
         verdict: conclusion in words.
     """
 
     variant: str
-    figure: str
+    metric: str
     paired: PairedTest | None
     p_holm: float | None
     verdict: str

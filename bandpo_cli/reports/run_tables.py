@@ -13,8 +13,8 @@ import pandas as pd
 
 from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.metric_names import SCORE
-from bandpo_cli.reports.comparison.selection import VariantRun, differing_settings, read_settings
 from bandpo_cli.reports.run_plots import probability_bins
+from bandpo_cli.reports.run_variants import VariantRun, differing_settings, read_settings
 from bandpo_cli.results import read_metrics_table
 from bandpo_cli.storage.run_record import read_summary
 
