@@ -15,7 +15,7 @@ from bandpo_cli.cli.console import open_console
 from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.datasets import tasks_text
-from bandpo_cli.rank_process import launched_name
+from bandpo_cli.processes.ranks import launched_name
 
 if TYPE_CHECKING:
     from bandpo_cli.experiments.eval_run import EvalResult

@@ -16,8 +16,8 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
 
-from bandpo_cli.callbacks import Callback
-from bandpo_cli.config.hardware import use_expandable_segments
+from bandpo_cli.callbacks import Callback, Dispatcher
+from bandpo_cli.config.hardware import check_ranks, use_expandable_segments
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.custom_code import keep_code
@@ -31,10 +31,9 @@ from bandpo_cli.experiments.eval_plan import (
 )
 from bandpo_cli.experiments.memory_check import check_memory, out_of_memory_errors
 from bandpo_cli.experiments.preflight import ModelRef, choose_run_name
-from bandpo_cli.experiments.rank_group import Dispatcher, connected_ranks
 from bandpo_cli.grading.pool import GraderPool, failure_warnings
 from bandpo_cli.grading.rewards import check_not_all_failed, grade_components
-from bandpo_cli.ranks import Ranks
+from bandpo_cli.processes.ranks import Ranks, connected_ranks, rank_count
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder, PartKey, read_record
 from bandpo_cli.storage.files import write_json
@@ -186,7 +185,8 @@ def _run(
     """
     result = None
     with ExitStack() as stack:
-        ranks = stack.enter_context(connected_ranks(request.config))
+        check_ranks(config := request.config, rank_count(), training=False)
+        ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
         events = Dispatcher(callbacks if ranks.is_main else ())
         if isinstance(target, EvalFolder) and target.samples_path.exists():
             if ranks.is_main:

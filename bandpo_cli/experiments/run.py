@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bandpo_cli.callbacks import RunInfo, RunResult, StepReport, TrainCallback
+from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.hardware import use_expandable_segments
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.custom_code import exits_as_errors, user_code
@@ -21,10 +21,9 @@ from bandpo_cli.experiments.memory_check import check_memory, out_of_memory_erro
 from bandpo_cli.experiments.monitor import StepMonitor
 from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, as_loaded, plan_training
 from bandpo_cli.experiments.preflight import callback_class
-from bandpo_cli.experiments.rank_group import Dispatcher, connected_ranks, lost_rank_errors
 from bandpo_cli.experiments.record import RunRecord, disk_errors, opened_folder
 from bandpo_cli.grading.pool import GraderUse, failure_warnings
-from bandpo_cli.rank_process import is_main_process
+from bandpo_cli.processes.ranks import connected_ranks, is_main_process, lost_rank_errors
 from bandpo_cli.storage.run_folder import GRADER_ERRORS, RunFolder
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.outages import TrackerCallback
@@ -169,7 +168,7 @@ def loaded_components(
     config = with_resolved_dtype(config)
     with ExitStack() as stack:
         stack.enter_context(deterministic_kernels(config))
-        ranks = stack.enter_context(connected_ranks(config))
+        ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
         config = check_memory(config, ranks, changeable=changeable, task=task)
         with out_of_memory_errors(config):
             from bandpo_cli.training.components import build_components

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from bandpo_cli.callbacks import RunInfo, RunResult, StepReport, TrainCallback
+from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.layers import with_values
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask
@@ -17,7 +17,6 @@ from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.plan import Plan
 from bandpo_cli.experiments.preflight import problems_by_grader
-from bandpo_cli.experiments.rank_group import Dispatcher
 from bandpo_cli.experiments.run import loaded_components
 from bandpo_cli.grading.pool import IMPORT_ADVICE, GraderPool, problem_error
 from bandpo_cli.registries import GRADERS

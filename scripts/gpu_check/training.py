@@ -24,7 +24,7 @@ from scripts.gpu_check.work import RandomProblems, Work
 if TYPE_CHECKING:
     from bandpo_cli.callbacks import StepReport
     from bandpo_cli.config.run import RunConfig
-    from bandpo_cli.ranks import Ranks
+    from bandpo_cli.processes.ranks import Ranks
     from bandpo_cli.training.components import Components
 
 LAST_STEP = 3
@@ -81,7 +81,7 @@ def train_steps(
     Args:
         ranks: the processes that train together; None for this process alone.
     """
-    from bandpo_cli.ranks import SINGLE
+    from bandpo_cli.processes.ranks import SINGLE
     from bandpo_cli.storage.run_folder import RunFolder
     from bandpo_cli.training.components import build_components
     from bandpo_cli.training.loop import train

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from bandpo_cli.cli.statement import print_memory
+from bandpo_cli.cli.preview import print_memory
 from bandpo_cli.config.layers import read_assignments, resolve
 from bandpo_cli.config.run import LoraSettings, RunConfig
 from bandpo_cli.errors import RunError, UserError

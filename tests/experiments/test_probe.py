@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from bandpo_cli.callbacks import StepReport
-from bandpo_cli.cli.probe_view import time_text
+from bandpo_cli.cli.preview import time_text
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments import train

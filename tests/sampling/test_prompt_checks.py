@@ -12,7 +12,7 @@ from rich.console import Console
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from bandpo_cli.cli.statement import print_dry_run
+from bandpo_cli.cli.preview import print_dry_run
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.trials import first_prompt
