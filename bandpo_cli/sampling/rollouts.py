@@ -26,8 +26,7 @@ from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, as_problem, tool_schemas
 from bandpo_cli.grading.workers import default_workers
 from bandpo_cli.objective.advantages import shaped_rewards
-from bandpo_cli.rank_process import rank_count
-from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count
 from bandpo_cli.sampling.prompt_encoding import EncodedPrompt, PromptEncoder
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, StaleEngineError, Turn
 from bandpo_cli.sampling.tool_calls import read_message

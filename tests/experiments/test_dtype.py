@@ -19,7 +19,7 @@ from bandpo_cli.config.layers import read_layer, resolve, to_yaml, with_values
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import evaluate, resume, train
-from bandpo_cli.experiments.memory import GIB, memory_savings
+from bandpo_cli.experiments.memory_check import GIB, memory_savings
 from bandpo_cli.exports.verl_settings import overrides_of
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models import load

@@ -18,8 +18,7 @@ from bandpo_cli.config.layers import read_assignments, resolve, with_values
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import EngineMemoryError, RunError, UserError, find_out_of_memory, first_line
-from bandpo_cli.rank_process import local_rank_count, rank_count
-from bandpo_cli.ranks import Ranks, ranks_from_environment
+from bandpo_cli.processes.ranks import Ranks, local_rank_count, rank_count, ranks_from_environment
 from bandpo_cli.registries import ENGINES
 
 if TYPE_CHECKING:
