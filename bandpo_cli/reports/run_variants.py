@@ -23,7 +23,7 @@ from bandpo_cli.registries import METHODS
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import VERL_FILE
 from bandpo_cli.storage.run_record import read_parent
-from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
+from bandpo_cli.storage.sweep_folder import PLAN_FILE, SweepFolder
 
 Settings = Mapping[str, Any]
 """Plain values by dotted key: `{"optim.lr": 1e-4, ...}`."""

@@ -40,7 +40,7 @@ from bandpo_cli.reports.run_variants import (
 )
 from bandpo_cli.reports.tuned_settings import read_tuning
 from bandpo_cli.storage.files import write_text
-from bandpo_cli.sweeps.plan import check_baseline
+from bandpo_cli.storage.sweep_folder import check_baseline
 
 LEADERBOARD_CAPTION = (
     "Mean over seeds; below it the 95% interval over seeds (Student's t, within the limits of the metric), for two or "

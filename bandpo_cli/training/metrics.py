@@ -31,13 +31,12 @@ from bandpo_cli.models.packing import Packing
 from bandpo_cli.models.sharding import forward_dtype
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.objective.loss import k3
-from bandpo_cli.rank_process import rank_count
-from bandpo_cli.ranks import SINGLE, Ranks, silent_ranks
+from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count, silent_ranks
+from bandpo_cli.processes.watch import Wait
 from bandpo_cli.training.checkpoint_files import SampledGroups
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.update import AppliedUpdates
 from bandpo_cli.types import Completion, Grade, Group, Rollout, is_ungraded
-from bandpo_cli.waits import Wait
 
 CLIP_MAP_TOKENS = 20_000
 """Maximum number of tokens stored for a clip map: enough to show the bounds, few enough to plot."""

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.models.load import Policy, load_policy
-from bandpo_cli.ranks import Ranks
+from bandpo_cli.processes.ranks import Ranks
 from bandpo_cli.sampling import engine_child, engine_process, engine_server
 from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
 from bandpo_cli.sampling.engine_process import EngineProcess
@@ -226,7 +226,7 @@ def test_close_ends_a_process_with_an_open_stream(monkeypatch: Patch, policy: Po
         monkeypatch, policy, "pipe.send(None); pipe.recv_bytes(); pipe.send((0, [])); time.sleep(600)"
     )
     stream = engine.sample_stream(REQUESTS, PARAMS)
-    assert next(stream) == []
+    assert next(stream) == (0, [])
     with pytest.raises(RunError, match="a call of another thread"):
         engine.describe()
     engine.close()

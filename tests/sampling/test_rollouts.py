@@ -12,12 +12,14 @@ from transformers import PreTrainedTokenizerFast
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RewardConfig
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.sampling.prompt_checks import drop_long_prompts
-from bandpo_cli.sampling.rollouts import (
+from bandpo_cli.sampling.prompt_encoding import (
     EncodedPrompt,
     PromptEncoder,
-    decode_completions,
+    drop_long_prompts,
     end_of_turn_id,
+)
+from bandpo_cli.sampling.rollouts import (
+    decode_completions,
     graded_groups,
     problem_per_completion,
     stream_completions,
@@ -157,7 +159,9 @@ def test_completion_of_an_old_version_raises_stale_engine_error() -> None:
         [([], SampleRequest([(6,)], 1))],
     )
     for groups in ([[new, new], [new, old]], [[new, new], [new, new]]):
-        sampler: Any = SimpleNamespace(sample_stream=lambda *_, groups=groups: (item for item in [groups]))
+        sampler: Any = SimpleNamespace(
+            sample_stream=lambda *_, groups=groups, **__: (item for item in [(0, groups)])
+        )
         if groups[1][1] is new:
             assert [*stream_completions(sampler, requests, PARAMS, version=4)] == [groups]
         else:

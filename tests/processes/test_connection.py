@@ -14,10 +14,16 @@ from torch.distributed.fsdp import fully_shard
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import LostRankError, RunError, UserError
-from bandpo_cli.experiments.rank_group import check_same_on_all, connected_ranks, lost_rank_errors
 from bandpo_cli.experiments.run import loaded_components
 from bandpo_cli.grading.pool import GraderUse
-from bandpo_cli.ranks import SINGLE, Ranks, connected
+from bandpo_cli.processes.ranks import (
+    SINGLE,
+    Ranks,
+    check_same_on_all,
+    connected,
+    connected_ranks,
+    lost_rank_errors,
+)
 from tests.training.several_ranks import run_ranks
 
 
@@ -78,7 +84,7 @@ def grader_warnings(ranks: Ranks) -> list[list[str]]:
             mock.patch("bandpo_cli.training.components.build_components", return_value=components),
             mock.patch.multiple(
                 "bandpo_cli.experiments.run",
-                connected_ranks=lambda config: contextlib.nullcontext(ranks),
+                connected_ranks=lambda *_: contextlib.nullcontext(ranks),
                 check_memory=lambda config, *_, **__: config,
             ),
             mock.patch("bandpo_cli.experiments.run.log.warning") as warn,
@@ -104,7 +110,7 @@ def test_rank_0_reports_the_grader_errors_of_all_ranks_and_after_an_error_its_ow
 
 def test_without_torchrun_nothing_is_connected() -> None:
     assert "RANK" not in os.environ
-    with connected_ranks(RunConfig()) as ranks:
+    with connected_ranks("auto", 600.0) as ranks:
         assert ranks == SINGLE
         assert not dist.is_initialized()
 

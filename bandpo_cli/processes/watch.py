@@ -1,4 +1,4 @@
-"""Waits: a line for each wait that takes too long, and the stacks of all processes of a command (SIGUSR1).
+"""Watch of processes: waits that take too long, the stacks of all processes of a command (SIGUSR1), a parent that ends.
 
 The processes of a command share a folder in which each has a file, which it locks until its end. At SIGUSR1 a process
 writes its stacks there (faulthandler, so also in native code). The leader, which the user has started, prints what is
@@ -24,13 +24,17 @@ from tempfile import TemporaryDirectory
 from typing import IO
 
 from bandpo_cli.errors import one_line, redact_credentials
-from bandpo_cli.rank_process import is_main_process, launched_ranks
 
 FOLDER_VARIABLE = "BANDPO_STACKS"  # the folder, whose name is bandpo-<id of the leader>-<random>
 LOOK_S = 1.0  # longest time between two looks at the waits and the files
 ANSWER_S = 5.0  # that a process has to write its stacks; a stopped one writes none
 MIN_STUCK_S = 3600.0  # least limit of a wait for a rank: one rank may sample far longer than the others
 WORK_FACTOR = 1.5  # work is reported later than the waits for answers in it, which are more precise
+
+PARENT_PID_VARIABLE = "BANDPO_PARENT_PID"
+"""Environment variable with the process id of the parent; the process exits when that process ends."""
+
+PARENT_INTERVAL_S = 0.1  # between two looks at the parent
 
 log = logging.getLogger("bandpo_cli")
 
@@ -42,6 +46,8 @@ _progress_at = _reported_at = 0.0
 _thread: threading.Thread | None = None
 _folder: TemporaryDirectory[str] | None = None  # of the leader
 _file: IO[bytes] | None = None  # of this process
+_is_main = True  # it prints its own reports
+_leads = False
 
 
 @dataclass(eq=False)
@@ -86,7 +92,7 @@ class Wait:
         if folder := os.environ.get(FOLDER_VARIABLE):
             line += f"; kill -USR1 {folder.split('-')[-2]} prints where every process is"
         line = one_line(redact_credentials(line))
-        if is_main_process() or launched_ranks() is None or _file is None:
+        if _is_main or _leads or _file is None:
             log.warning("%s", line)
         else:  # the leader prints it
             _file.write(f"warning: {line}\n".encode())
@@ -103,9 +109,16 @@ def stuck_after() -> timedelta:
     return timedelta(seconds=max(MIN_STUCK_S, 6 * stall_after))
 
 
-def register(role: str, leads: bool = False) -> None:
-    """Let SIGUSR1 write the stacks of this process; the leader makes the folder. Without one, use standard error."""
-    global _file, _folder
+def register(role: str, leads: bool = False, is_main: bool = True) -> None:
+    """Let SIGUSR1 write the stacks of this process; the leader makes the folder. Without one, use standard error.
+
+    Args:
+        role: what the process does, for its stacks.
+        leads: the user has started the process.
+        is_main: False in ranks other than 0, whose standard error is discarded.
+    """
+    global _file, _folder, _is_main, _leads
+    _is_main, _leads = is_main, leads
     faulthandler.register(signal.SIGUSR1, sys.__stderr__ or 2)
     folder = os.environ.get(FOLDER_VARIABLE)
     with suppress(OSError):  # the disk is full, or the folder is gone
@@ -170,8 +183,23 @@ def _look() -> None:
                 if Path(_file.name) in grown:
                     _send(Path(folder), grown)
                 for path in sorted(grown):
-                    output = (
-                        sys.stderr if is_main_process() else sys.__stderr__
-                    )  # ranks of torchrun discard theirs
+                    output = sys.stderr if _is_main else sys.__stderr__  # ranks of torchrun discard theirs
                     print(_written(path, printed.get(path, 0)), file=output, flush=True)
                 printed = sizes
+
+
+def exit_with_parent() -> None:
+    """Start a thread that kills this process when the sweep that started it ends; does nothing without a sweep.
+
+    A resumed sweep starts its unfinished runs again, and two processes must not write to one run.
+    """
+    # Removed from the environment, since child processes of this one have another parent.
+    parent = os.environ.pop(PARENT_PID_VARIABLE, "")
+
+    def kill_with_parent() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(PARENT_INTERVAL_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if parent.isdecimal():
+        threading.Thread(target=kill_with_parent, name="sweep-watch", daemon=True).start()

@@ -1,8 +1,9 @@
-"""Ranks: the processes of a run, started by torchrun, and their collectives.
+"""Ranks, the processes of a run: number and world size of this process, collectives, and their connection.
 
-Every rank executes the same code on its share of the data. All decisions are made from values that are equal on all
-ranks, so that the ranks call the same collectives in the same order. Without torchrun there is one rank, and no
-function here communicates. torch is imported where ranks communicate.
+torchrun sets the environment variables that are read here. `bandpo train --nproc` sets the same ones and those of
+`LAUNCHER_VARIABLE` and `RUN_NAME_VARIABLE`. Every rank executes the same code on its share of the data. All decisions
+are made from values that are equal on all ranks, so that the ranks call the same collectives in the same order. Without
+torchrun there is one rank, and no function here communicates. torch is imported where ranks communicate.
 """
 
 from __future__ import annotations
@@ -19,9 +20,16 @@ from datetime import timedelta
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from bandpo_cli import waits
-from bandpo_cli.errors import LostRankError, RunError, UserError, first_line, mark_received
-from bandpo_cli.waits import Wait, progress, stuck_after
+from bandpo_cli.errors import (
+    LostRankError,
+    RunError,
+    UserError,
+    first_line,
+    mark_received,
+    plural,
+)
+from bandpo_cli.processes import watch
+from bandpo_cli.processes.watch import Wait, progress, stuck_after
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)  # in an error of gloo
+_GLOO_ERROR = "gloo/transport"  # in every error of gloo's connections: the place in its source
 SILENT_S = 5.0
 """Seconds without a sign after which a rank is silent: those that wait give one about once per second."""
 
@@ -37,6 +46,39 @@ _exchanges: Counter[str] = Counter()  # begun by this rank, by name of the group
 
 BALANCED = 1.01
 """Completions are moved between ranks until the rank with the most tokens has at most this many times the mean."""
+
+
+LAUNCHER_VARIABLE = "BANDPO_NPROC"
+"""Environment variable with the number of ranks in the processes that `--nproc` has started: their parent process
+forwards signals to them and prints their error."""
+
+RUN_NAME_VARIABLE = "BANDPO_RUN_NAME"
+"""Environment variable with the name that the parent process chose for the run."""
+
+
+def rank_count(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks of which this process is one; 1 without torchrun."""
+    return int(environ.get("WORLD_SIZE", "1")) if "RANK" in environ else 1
+
+
+def local_rank_count(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks on this machine; 1 without torchrun."""
+    return max(1, int(environ.get("LOCAL_WORLD_SIZE", "1"))) if rank_count(environ) > 1 else 1
+
+
+def is_main_process(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether this process is rank 0, or has no other ranks."""
+    return rank_count(environ) == 1 or environ["RANK"] == "0"
+
+
+def launched_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the number of ranks that `--nproc` has started, in one of them; None elsewhere."""
+    return int(environ.get(LAUNCHER_VARIABLE, "0")) or None
+
+
+def launched_name(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return the name that the parent process chose for the run; None without one."""
+    return environ.get(RUN_NAME_VARIABLE)
 
 
 @dataclass(frozen=True)
@@ -255,7 +297,7 @@ def late_ranks(group: str, number: int, slack: int = 0) -> str:
 
 def silent_ranks() -> str:
     """Return the ranks that have not called this function in the last seconds; those that wait call it."""
-    slack = min(SILENT_S, waits.stall_after or SILENT_S)
+    slack = min(SILENT_S, watch.stall_after or SILENT_S)
     return late_ranks("waiting", int(1000 * time.time()), int(1000 * slack))
 
 
@@ -293,3 +335,72 @@ def connected(ranks: Ranks, device_type: str) -> Iterator[None]:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+def is_gpu(device: str) -> bool:
+    """Return whether `model.device` is a CUDA GPU on this machine. Imports torch."""
+    import torch
+
+    return torch.cuda.is_available() and device.partition(":")[0] in ("auto", "cuda")
+
+
+def check_gpu_count(device: str, count: int, what: str) -> None:
+    """Raise UserError where ranks would have to share a GPU. Imports torch; on a CPU any number is allowed.
+
+    Args:
+        device: `model.device`.
+        count: number of ranks on this machine.
+        what: start of the message, such as `--nproc 4`.
+    """
+    import torch
+
+    if is_gpu(device) and count > (gpus := torch.cuda.device_count()):
+        have = f"every rank needs its own GPU, and this machine has {gpus}"
+        raise UserError(f"{what}: {have}; start at most {plural(gpus, 'rank')}, or set model.device=cpu")
+
+
+@contextmanager
+def connected_ranks(device: str, stall_after: float) -> Iterator[Ranks]:
+    """Connect this process with the other ranks that torchrun has started for the duration of the block.
+
+    Without torchrun there is one rank, nothing is connected, and torch is not imported.
+
+    Args:
+        device: `model.device`.
+        stall_after: `tracking.stall_after`.
+
+    Raises:
+        UserError: ranks on this machine would have to share a GPU.
+        LostRankError: in place of the backend's error where the process of another rank has ended.
+    """
+    watch.stall_after = stall_after
+    ranks = ranks_from_environment()
+    if ranks.size == 1:
+        yield ranks
+        return
+    check_gpu_count(device, local_rank_count(), f"{local_rank_count()} ranks on this machine")
+    with lost_rank_errors(), connected(ranks, "cuda" if is_gpu(device) else "cpu"):
+        yield ranks
+
+
+@contextmanager
+def lost_rank_errors() -> Iterator[None]:
+    """Raise LostRankError in place of an error of the connection to another rank, also of one in a forward pass."""
+    try:
+        yield
+    except RuntimeError as error:
+        import torch.distributed as dist
+
+        # NCCL's errors, and those of the store by which the ranks find each other.
+        kinds = dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError
+        if _GLOO_ERROR in str(error) and TIMED_OUT.search(str(error)):
+            raise LostRankError(f"{silent_ranks()} has not answered for {stuck_after()}") from error
+        if isinstance(error, kinds) or _GLOO_ERROR in str(error):
+            raise LostRankError("lost the connection to another rank, whose process has ended") from error
+        raise
+
+
+def check_same_on_all(ranks: Ranks, *values: str) -> None:
+    """Raise UserError on all ranks where these texts are not the same on each of them."""
+    if len({*ranks.gather(values)}) > 1:
+        raise UserError("the ranks have different settings; start them with one command line and equal files")

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli import waits
-from bandpo_cli.waits import Wait, progress, read_stacks
+from bandpo_cli.processes import watch
+from bandpo_cli.processes.watch import Wait, progress, read_stacks
 
 ROOT = Path(__file__).parents[1]
 
 LEADER = """
 import os, subprocess, sys, time
-from bandpo_cli.waits import register
+from bandpo_cli.processes.watch import register
 register("bandpo", leads=True)
-child = "import time; from bandpo_cli.waits import register; register('engine')\\ndef sample():\\n"
+child = "import time; from bandpo_cli.processes.watch import register; register('engine')\\ndef sample():\\n"
 child += "    print('ready', flush=True)\\n    time.sleep(60)\\nsample()"
 process = subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE)
 process.stdout.readline()
@@ -48,11 +48,11 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(waits, "time", clock)
-    monkeypatch.setattr(waits, "_reported_at", 0.0)
-    monkeypatch.setattr(waits, "_progress_at", 0.0)
-    monkeypatch.setattr(waits, "stall_after", 10.0)
-    monkeypatch.delenv(waits.FOLDER_VARIABLE, raising=False)
+    monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(watch, "_reported_at", 0.0)
+    monkeypatch.setattr(watch, "_progress_at", 0.0)
+    monkeypatch.setattr(watch, "stall_after", 10.0)
+    monkeypatch.delenv(watch.FOLDER_VARIABLE, raising=False)
     return clock
 
 
@@ -107,18 +107,18 @@ def test_work_that_waits_for_an_answer_gives_one_line(clock: Clock, caplog: pyte
 def test_zero_reports_nothing(
     clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(waits, "stall_after", 0.0)
+    monkeypatch.setattr(watch, "stall_after", 0.0)
     wait = Wait("rank 1", "", since=clock.now)
     clock.now += 1e6
     wait.check()
     assert not caplog.messages
-    assert waits.stuck_after().total_seconds() == waits.MIN_STUCK_S
+    assert watch.stuck_after().total_seconds() == watch.MIN_STUCK_S
 
 
 @pytest.fixture
 def leader() -> Iterator[tuple[subprocess.Popen[str], int, Path]]:
     """Start a leader with an engine; yield its process, the id of the engine, and their folder."""
-    environment = {name: value for name, value in os.environ.items() if name != waits.FOLDER_VARIABLE}
+    environment = {name: value for name, value in os.environ.items() if name != watch.FOLDER_VARIABLE}
     process = subprocess.Popen(
         [sys.executable, "-c", LEADER], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=environment,
@@ -163,7 +163,7 @@ def test_a_stopped_process_is_named_and_an_unrelated_process_gets_no_signal(
 ) -> None:
     """The id of a process that has ended may be that of any other process, which SIGUSR1 would end."""
     _process, child, folder = leader
-    monkeypatch.setattr(waits, "ANSWER_S", 0.5)
+    monkeypatch.setattr(watch, "ANSWER_S", 0.5)
     with subprocess.Popen(["sleep", "60"]) as unrelated:
         (folder / f"rank 1.{unrelated.pid}").touch()
         os.kill(child, signal.SIGSTOP)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandpo_cli.errors import RunError, UserError, is_received
-from bandpo_cli.ranks import SINGLE, Ranks, balanced_owners, ranks_from_environment
+from bandpo_cli.processes.ranks import SINGLE, Ranks, balanced_owners, ranks_from_environment
 from tests.training.several_ranks import run_ranks
 
 

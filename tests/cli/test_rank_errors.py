@@ -10,18 +10,10 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from bandpo_cli.__main__ import main
+from bandpo_cli.cli.launch import RankError, prints_errors, read_error, record_error
 from bandpo_cli.errors import LostRankError, RunError, UserError, mark_received
 from bandpo_cli.grading import workers
-from bandpo_cli.rank_process import (
-    RankError,
-    is_main_process,
-    launched_ranks,
-    local_rank_count,
-    prints_errors,
-    rank_count,
-    read_error,
-    record_error,
-)
+from bandpo_cli.processes.ranks import is_main_process, launched_ranks, local_rank_count, rank_count
 
 
 @pytest.mark.parametrize(
