@@ -29,8 +29,8 @@ from bandpo_cli.tasks.completions import StoredCompletion, StoredProblem
 from bandpo_cli.types import Completion, Grade, Grader, Problem
 
 if TYPE_CHECKING:
-    from bandpo_cli.sampling.conversations import Conversations
-    from bandpo_cli.sampling.rollouts import EncodedPrompt, PromptEncoder
+    from bandpo_cli.sampling.prompt_encoding import EncodedPrompt, PromptEncoder
+    from bandpo_cli.sampling.rollouts import Conversations
     from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams
 
 _Item = TypeVar("_Item")

@@ -34,9 +34,8 @@ from bandpo_cli.evaluation.evaluate import SubmitAnswers, background_grading, ch
 from bandpo_cli.grading.rewards import graded_by, training_grader
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.processes.ranks import Ranks
+from bandpo_cli.sampling.prompt_encoding import EncodedPrompt, PromptEncoder
 from bandpo_cli.sampling.rollouts import (
-    EncodedPrompt,
-    PromptEncoder,
     decode_completions,
     graded_groups,
     problem_per_completion,

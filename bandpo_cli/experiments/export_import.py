@@ -18,7 +18,7 @@ from bandpo_cli.config.layers import read_layer, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import ConfigError, RunError, UserError, redact_credentials
-from bandpo_cli.experiments.memory import out_of_memory_errors
+from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.preflight import check_graders, choose_run_name, load_task, resolve_model
 from bandpo_cli.exports import verl_files, verl_settings
 from bandpo_cli.exports.verl_files import CONFIG_FILE, VERL_VERSION
