@@ -367,8 +367,7 @@ def _open_source(request: EvalPlan, ranks: Ranks, events: _Events, stack: ExitSt
     use_expandable_segments(config)
     with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
-        from bandpo_cli.models.determinism import deterministic_kernels
-        from bandpo_cli.models.load import load_policy, with_resolved_dtype
+        from bandpo_cli.models.load import deterministic_kernels, load_policy, with_resolved_dtype
         from bandpo_cli.sampling import prompt_encoding
         from bandpo_cli.sampling.rollouts import build_conversations
         from bandpo_cli.sampling.sampler import SamplingParams, build_sampler, check_model

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError, find_out_of_memory, first_line, warn_on_failure
 from bandpo_cli.grading.pool import GraderPool
-from bandpo_cli.models.load import Policy, load_policy, load_reference, load_weights
-from bandpo_cli.models.sharding import ShardError, read_shards, saved_shapes
+from bandpo_cli.models.load import Policy, load_policy, load_reference
+from bandpo_cli.models.weights import ShardError, load_weights, read_shards, saved_shapes
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.sampling import prompt_encoding
 from bandpo_cli.sampling.engine_process import EngineProcess
