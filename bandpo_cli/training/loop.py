@@ -40,7 +40,14 @@ from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training.build import Components
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
 from bandpo_cli.training.experience import prepare_updates
-from bandpo_cli.training.metrics import clip_map_columns, is_recorded, rollout_metrics, token_metrics, token_values, update_metrics
+from bandpo_cli.training.metrics import (
+    clip_map_columns,
+    is_recorded,
+    rollout_metrics,
+    token_metrics,
+    token_values,
+    update_metrics,
+)
 from bandpo_cli.training.performance import StepTimer, packed_work
 from bandpo_cli.training.rollout_batches import RolloutBatches
 from bandpo_cli.training.update import handle_bad_update, update_policy
