@@ -28,7 +28,7 @@ from bandpo_cli.cli.train_view import describe_model
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import plural
 from bandpo_cli.experiments.eval_comparison import ComparisonResult
-from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
+from bandpo_cli.experiments.eval_plan import EvalPlan, SamplesFile
 from bandpo_cli.experiments.eval_run import EvalInfo, EvalResult
 from bandpo_cli.reports.run_variants import format_setting
 from bandpo_cli.storage.eval_folder import SAMPLES_FILE, EvalFolder
@@ -150,7 +150,7 @@ class EvalView(ExperimentView):
         return new, rate, f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
-def print_request(console: Console, request: EvalRequest) -> None:
+def print_request(console: Console, request: EvalPlan) -> None:
     """Print what is evaluated."""
 
     def counts(sets: Mapping[str, Sized], noun: str) -> str:

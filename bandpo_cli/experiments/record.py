@@ -20,9 +20,9 @@ from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.custom_code import exits_as_errors, keep_code
 from bandpo_cli.errors import RunError, UserError, redact_credentials, warn_on_failure
-from bandpo_cli.experiments.memory import out_of_memory_errors
+from bandpo_cli.experiments.memory_check import out_of_memory_errors
+from bandpo_cli.experiments.monitor import stop_reason
 from bandpo_cli.experiments.plan import Fork, Plan, Start
-from bandpo_cli.experiments.stopping import stop_reason
 from bandpo_cli.overview import summary_fields
 from bandpo_cli.paths import cached_commit, path_exists, relative_to_cwd
 from bandpo_cli.processes.ranks import check_same_on_all, is_main_process

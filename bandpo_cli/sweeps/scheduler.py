@@ -30,8 +30,7 @@ from bandpo_cli.storage.checkpoints import complete_checkpoints, record_score
 from bandpo_cli.storage.files import read_json_object
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import SUMMARY_FILE, is_finished, read_summary
-from bandpo_cli.sweeps.folder import SweepFolder, find_runs
-from bandpo_cli.sweeps.plan import SweepRun
+from bandpo_cli.storage.sweep_folder import SweepFolder, SweepRun, find_runs
 from bandpo_cli.sweeps.pool import Pool
 
 log = logging.getLogger("bandpo_cli")

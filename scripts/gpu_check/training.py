@@ -158,7 +158,7 @@ def step_limits(work: Work, run: TrainedRun) -> Measured:
 
 def check_memory(work: Work, shape: str) -> Measured:
     """Compare the peak memory of the run of `check_step` with the estimate of `--dry-run`."""
-    from bandpo_cli.experiments.memory import memory_report
+    from bandpo_cli.experiments.memory_check import memory_report
 
     estimate = memory_report(work.config(shape)).peak / 2**30
     if not work.on_gpu:
@@ -219,7 +219,7 @@ def check_deterministic(work: Work) -> Measured:
 
     The engine is the built-in sampler. On a CPU the states also equal those of ordinary kernels.
     """
-    from bandpo_cli.models.determinism import deterministic_kernels
+    from bandpo_cli.models.load import deterministic_kernels
 
     states: dict[str, list[Mapping[str, int]]] = {}
     runs: dict[str, TrainedRun] = {}

@@ -157,7 +157,7 @@ def test_a_signal_lets_all_runs_save_their_state(tmp_path: Path) -> None:
 
 def local_ray() -> None:
     """Execute the runs of Ray in this process's own pool; tests/sweeps starts a cluster."""
-    from bandpo_cli.experiments import sweep_run
+    from bandpo_cli.sweeps import sweep_run
 
     no_estimate()
     sweep_run.RayPool = lambda address, jobs, variables, ranks: LocalPool([{**os.environ, **variables}])

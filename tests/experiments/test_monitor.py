@@ -10,10 +10,11 @@ from unittest import mock
 
 import pytest
 
+from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import fork, resume, train
-from bandpo_cli.experiments.stopping import stop_reason, stop_warnings
+from bandpo_cli.experiments.monitor import StepMonitor, stop_reason
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.overview import describe_line
 from bandpo_cli.processes.ranks import Ranks
@@ -48,7 +49,10 @@ def test_consecutive_steps_beyond_a_limit_are_counted(
     records = [{"step": step, METRICS[limit]: value} for step, value in enumerate(values, 1)]
     for steps in range(1, 8):
         config = resolve([{"stop": {limit: 0.1, "steps": steps}}])
-        reason, warnings = stop_reason(config, records), stop_warnings(config, records)
+        monitor = StepMonitor(config, records[:-1])
+        warnings = monitor.add(StepReport(len(records), records[-1], None))
+        reason = stop_reason(config, records)
+        assert (monitor.stop_reason is None) == (reason is None)
         assert (reason is not None) == (count >= steps)
         assert len(warnings) == (count < steps and count in (steps / 2, (steps + 1) / 2))
         for line in filter(None, [reason, *warnings]):

@@ -10,8 +10,8 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 from bandpo_cli.cli import sweep_view
-from bandpo_cli.experiments.sweep_request import plan_sweep
-from bandpo_cli.experiments.sweep_run import Executor, SweepInfo, dry_run_info, estimate_disk_space
+from bandpo_cli.sweeps.sweep_plan import plan_sweep
+from bandpo_cli.sweeps.sweep_run import Executor, SweepInfo, dry_run_info, estimate_disk_space
 
 MILLION = np.zeros((1000, 1000), np.float16)
 

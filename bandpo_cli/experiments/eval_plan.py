@@ -62,7 +62,7 @@ class SamplesFile:
 
 
 @dataclass(frozen=True)
-class EvalRequest:
+class EvalPlan:
     """An evaluation that has been checked and not started.
 
     Attributes:
@@ -142,7 +142,7 @@ def plan_evaluation(
     base: Sequence[Layer] = (),
     runs_dir: Path | str = "runs",
     **options: Unpack[EvalOptions],
-) -> EvalRequest:
+) -> EvalPlan:
     """Check everything that can be checked without torch, and load the problems.
 
     Args:
@@ -177,7 +177,7 @@ def plan_evaluation(
     return request
 
 
-def _model_request(model: str, tasks: Sequence[str], runs_dir: Path, layers: Sequence[Layer]) -> EvalRequest:
+def _model_request(model: str, tasks: Sequence[str], runs_dir: Path, layers: Sequence[Layer]) -> EvalPlan:
     """Return the evaluation of a model, with the settings of its run, then `layers`."""
     ref = _untrained_model(model, runs_dir) or resolve_model(model, runs_dir)
     base = [] if ref.run is None else run_layers(ref.run)
@@ -192,7 +192,7 @@ def _model_request(model: str, tasks: Sequence[str], runs_dir: Path, layers: Seq
     check_graders(problems, trial=config.grading)
     if own is not None and tasks:
         _warn_of_training_problems(own, config, task)
-    return EvalRequest(config, (ref, task))
+    return EvalPlan(config, (ref, task))
 
 
 def _warn_of_training_problems(own: RunConfig, config: RunConfig, task: Task) -> None:
@@ -225,7 +225,7 @@ def _untrained_model(text: str, runs_dir: Path) -> ModelRef | None:
     return ModelRef(resolve([read_layer(run.path / RunFolder.marker)]).model.path, run, step)
 
 
-def _samples_request(path: Path, grader: str | None, layers: Sequence[Layer]) -> EvalRequest:
+def _samples_request(path: Path, grader: str | None, layers: Sequence[Layer]) -> EvalPlan:
     """Return the evaluation of stored completions."""
     sets = read_completions(path, grader)
     fewest = min(len(stored.completions_G) for stored_P in sets.values() for stored in stored_P)
@@ -237,10 +237,10 @@ def _samples_request(path: Path, grader: str | None, layers: Sequence[Layer]) ->
         raise ConfigError(f"--k {most}: at most {fewest}, the completions of a problem in {path}")
     check_graders((stored.problem for stored_P in sets.values() for stored in stored_P), trial=config.grading)
     config = with_values(config, {"evaluation.samples": fewest})
-    return EvalRequest(config, SamplesFile(path, file_digest(path), grader, sets))
+    return EvalPlan(config, SamplesFile(path, file_digest(path), grader, sets))
 
 
-def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) -> EvalRequest:
+def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) -> EvalPlan:
     """Return the request that the evaluation in `folder` was made from, with other settings of `tracking` only.
 
     One that has all its completions needs neither its model nor its samples file.
@@ -265,12 +265,12 @@ def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) ->
         if not complete and (not path_exists(path) or file_digest(path) != digest):
             raise UserError(f"--resume {folder.path}: {path} was changed or deleted; start a new evaluation")
         sets = {} if complete else read_completions(path, grader)
-        return EvalRequest(config, SamplesFile(path, digest, grader, sets))
+        return EvalPlan(config, SamplesFile(path, digest, grader, sets))
     if not complete:
         check_model_path(ref.path)
         check_model_contents(Path(ref.path))
         check_engine(config.sampling.engine, config.model.device)
-    return EvalRequest(config, (ref, prepare_task(config)))
+    return EvalPlan(config, (ref, prepare_task(config)))
 
 
 def _task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.experiments.sweep_run import sweep_mlflow_run
 from bandpo_cli.reports.compare_variants import Report
-from bandpo_cli.sweeps.folder import SweepFolder
+from bandpo_cli.storage.sweep_folder import SweepFolder
+from bandpo_cli.sweeps.sweep_run import sweep_mlflow_run
 from bandpo_cli.tracking.mlflow_store import Store, sqlite_uri
 from tests.reports.sweep_folders import edit_line, report_of, write_sweep
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import count
 from pathlib import Path
@@ -14,19 +14,43 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from bandpo_cli.config.files import read_yaml
 from bandpo_cli.config.layers import to_yaml
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.custom_code import keep_code
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import ConfigError, UserError, nearest
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
 from bandpo_cli.storage.files import read_json_object, sync, write_json, write_text
 from bandpo_cli.storage.run_folder import create_folder, find_folder, is_valid_name, not_found
 from bandpo_cli.storage.run_record import is_finished
-from bandpo_cli.sweeps.plan import PlannedRun, SweepRun, Text, check_baseline
 
 PLAN_FILE, STOPPED_FILE = "sweep.yaml", "stopped.json"
 _RESERVED_NAMES = ("attempts", "logs", "plans", "report")
 _MAX_ERROR_CHARS = 300
 
 Value = TypeVar("Value")
+
+Text = Annotated[str, Field(coerce_numbers_to_str=True)]
+"""Text in a file of YAML, where it may be a number."""
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run of a sweep, an entry of `runs` in `sweep.yaml`. Its name is the name of its folder.
+
+    The runs of a `variant` differ in the seed alone, those of a `group` also in the values of the axes, except method
+    and divergence: a group is what `tuned_on` compares the settings of.
+    """
+
+    name: Text
+    variant: Text
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+    group: Text = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun(SweepRun):
+    """A run with its settings."""
+
+    config: RunConfig
 
 
 class SweepFolder:
@@ -171,6 +195,14 @@ def validated(class_: type[Value], content: object, file: Path, key: str = "") -
         first = error.errors(include_url=False)[0]
         place = ".".join(map(str, filter(lambda part: part != "", (key, *first["loc"])))) or "the plan"
         raise UserError(f"{file}: {place} = {str(first['input'])[:80]!r}: {first['msg']}") from None
+
+
+def check_baseline(baseline: str | None, variants: Iterable[str], where: str = "") -> None:
+    """Raise ConfigError, which begins with `where`, if `baseline` is neither None nor one of `variants`."""
+    names = list(dict.fromkeys(variants))
+    if baseline is not None and baseline not in names:
+        none = f"no variant of that name{nearest(baseline, names)}"
+        raise ConfigError(f"{where}baseline = {baseline!r}: {none}; variants: {', '.join(names)}")
 
 
 def find_runs(folder: Path) -> list[Path]:

@@ -11,16 +11,16 @@ import yaml
 
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import sweep as run_sweep
-from bandpo_cli.experiments.sweep_request import SweepRequest, plan_sweep
-from bandpo_cli.experiments.sweep_run import Executor, SweepInfo, dry_run_info
 from bandpo_cli.sweeps import scheduler
 from bandpo_cli.sweeps.pool import LocalPool
+from bandpo_cli.sweeps.sweep_plan import SweepPlan, plan_sweep
+from bandpo_cli.sweeps.sweep_run import Executor, SweepInfo, dry_run_info
 
 MODULE = sys.modules[run_sweep.__module__]
 """The package has the function in place of its module."""
 
 
-def request_of(tmp_path: Path, seeds: str = "0,1,2") -> SweepRequest:
+def request_of(tmp_path: Path, seeds: str = "0,1,2") -> SweepPlan:
     layers = [{"steps": 3, "tracking": {"mlflow": False}}]
     return plan_sweep(None, {}, [], {"seeds": seeds}, layers, tmp_path)
 
@@ -77,7 +77,7 @@ class RecordedPool(LocalPool):
 
 
 def commands(
-    monkeypatch: pytest.MonkeyPatch, request: SweepRequest | str, ranks: int | None, place: Path
+    monkeypatch: pytest.MonkeyPatch, request: SweepPlan | str, ranks: int | None, place: Path
 ) -> tuple[Sequence[tuple[list[str], Mapping[str, str]]], SweepInfo]:
     monkeypatch.setattr(MODULE, "LocalPool", RecordedPool)
     monkeypatch.setattr(RecordedPool, "started", [])

@@ -23,15 +23,13 @@ from bandpo_cli.custom_code import code_first_in
 from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import ConfigError, UserError, first_line, plural, unknown_choice
 from bandpo_cli.experiments.preflight import choose_run_name
-from bandpo_cli.experiments.sweep_request import SweepRequest, request_from_config
 from bandpo_cli.paths import user_path
 from bandpo_cli.processes import watch
 from bandpo_cli.storage.environment import describe_environment, usable_cores
 from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import shell_command, timestamped
 from bandpo_cli.storage.run_record import is_finished
-from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
-from bandpo_cli.sweeps.plan import SweepRun
+from bandpo_cli.storage.sweep_folder import PLAN_FILE, SweepFolder, SweepRun
 from bandpo_cli.sweeps.pool import LocalPool, Pool, RayPool, slot_environments, visible_gpus
 from bandpo_cli.sweeps.scheduler import (
     RunState,
@@ -41,6 +39,7 @@ from bandpo_cli.sweeps.scheduler import (
     seconds_from_trial,
     total_seconds,
 )
+from bandpo_cli.sweeps.sweep_plan import SweepPlan, request_from_config
 from bandpo_cli.tracking.mlflow_store import MLFLOW, Store, tracking_store, ui_text
 from bandpo_cli.tracking.names import finite_metrics
 from bandpo_cli.tracking.outages import short_error
@@ -233,7 +232,7 @@ SweepEvents = Dispatcher[SweepInfo, States, SweepResult]
 
 
 def sweep(
-    request: SweepRequest | SweepConfig | str,
+    request: SweepPlan | SweepConfig | str,
     *,
     executor: Executor | None = None,
     runs_dir: Path | str = "runs",
@@ -272,7 +271,7 @@ def sweep(
         return _run_pending(folder, executor, runs_dir, Dispatcher(callbacks))
 
 
-def dry_run_info(request: SweepRequest, executor: Executor) -> SweepInfo:
+def dry_run_info(request: SweepPlan, executor: Executor) -> SweepInfo:
     """Return what `start` would receive for a new sweep on this machine."""
     configs = {run.name: run.config for run in request.runs}
     _check_run_ranks(configs.values(), executor)
