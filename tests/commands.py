@@ -28,7 +28,7 @@ FORKSERVER.set_forkserver_preload(
     ["torch", "transformers.models.qwen2.modeling_qwen2", "transformers.models.auto.tokenization_auto",
      "transformers.tokenization_utils_fast", "pandas", "pyarrow.parquet", "scipy.stats", "matplotlib.figure",
      "matplotlib.backends.backend_agg", "jinja2", "rich.progress", "typer", "bandpo_cli.cli.train_view",
-     "bandpo_cli.experiments.run", "bandpo_cli.training.components", "bandpo_cli.training.loop", "peft",
+     "bandpo_cli.experiments.run", "bandpo_cli.training.build", "bandpo_cli.training.loop", "peft",
      "transformers.models.qwen2.tokenization_qwen2", "pyarrow.dataset", "bandpo_cli.reports.run_plots",
      "torch.distributed.checkpoint.hf_storage", "tests.training.recording", "tests.preloaded"]
 )  # fmt: skip
