@@ -7,9 +7,9 @@ from itertools import chain
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.processes.ranks import Ranks
-from bandpo_cli.sampling import prompt_checks
-from bandpo_cli.sampling.conversations import Conversations, build_conversations
-from bandpo_cli.sampling.rollouts import PromptEncoder, completion_stop_ids
+from bandpo_cli.sampling import prompt_encoding
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder, completion_stop_ids
+from bandpo_cli.sampling.rollouts import Conversations, build_conversations
 from bandpo_cli.sampling.sampler import check_model
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.types import Problem
@@ -45,7 +45,7 @@ def set_up_sampling(config: RunConfig, task: Task, ranks: Ranks, training: bool 
     """
     check_model(config)
     policy = load_policy(config.model, for_training=training, ranks=ranks, seed=config.seed)
-    prompt_checks.check_context_length(policy.model.config, config)
+    prompt_encoding.check_context_length(policy.model.config, config)
     encoder = PromptEncoder.of_run(policy.tokenizer, config, policy.rows)
     conversations = build_conversations(config, encoder, ranks)
     train, heldout, notes = fitting_problems(encoder, task, config, training)
@@ -63,7 +63,7 @@ def fitting_problems(
     notes: list[str] = []
     train: Sequence[Problem] = ()
     if training:
-        train = prompt_checks.drop_long_prompts(encoder, "training", task.train_problems(), config, notes)
-    heldout = prompt_checks.drop_long_prompts_in_sets(encoder, task.heldout_sets(), config, notes)
+        train = prompt_encoding.drop_long_prompts(encoder, "training", task.train_problems(), config, notes)
+    heldout = prompt_encoding.drop_long_prompts_in_sets(encoder, task.heldout_sets(), config, notes)
     notes += encoder.notes(train if training else [*chain.from_iterable(heldout.values())])
     return train, heldout, notes

@@ -1,7 +1,7 @@
 """Sampling with the trainer's own model: it always has the policy's current weights and needs no second copy."""
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,14 +51,15 @@ class TransformersSampler(Sampler):
         """Return the engine's name."""
         return {"engine": "transformers"}
 
-    def sample(
-        self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
-    ) -> list[list[Completion]]:
-        """Return completions [P][n]; see `Sampler`."""
-        return self.sample_request(SampleRequest(prompts_P, seed), params)
+    def sample_stream(
+        self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool = True
+    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
+        """Sample one request after the other; see `Sampler`."""
+        for number, request in enumerate(filter(None, requests)):
+            yield number, self.sample_request(request, params)
 
     def sample_request(self, request: SampleRequest, params: SamplingParams) -> list[list[Completion]]:
-        """Return the completions [P][n] of a request; see `Sampler`."""
+        """Return the completions [P][n] of a request, at most `max_sequences` of them at a time."""
         samples, turns_P = request.turns(params)
         batch_size = max(1, self._max_sequences // samples)
         groups: list[list[Completion]] = []

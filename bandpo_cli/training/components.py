@@ -13,9 +13,9 @@ from bandpo_cli.errors import UserError, warn_on_failure
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import Policy, load_reference
 from bandpo_cli.processes.ranks import SINGLE, Ranks
-from bandpo_cli.sampling.conversations import Conversations
 from bandpo_cli.sampling.engine_process import EngineProcess
-from bandpo_cli.sampling.rollouts import PromptEncoder
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder
+from bandpo_cli.sampling.rollouts import Conversations
 from bandpo_cli.sampling.sampler import Sampler, SamplingParams, build_sampler
 from bandpo_cli.sampling.setup import set_up_sampling
 from bandpo_cli.seeds import derive_seed

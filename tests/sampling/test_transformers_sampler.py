@@ -200,4 +200,4 @@ def test_each_conversation_has_its_own_seed_and_limit() -> None:
         assert group[0].logprobs == pytest.approx(alone[0].logprobs, abs=1e-5)
     assert [completion.finish_reason for (completion,) in together] == ["length"] * 3
     assert [len(completion.token_ids) for (completion,) in together] == [3, 9, 1]
-    assert [*sampler.sample_turns([None, SampleRequest(prompts, 0, turns)], unending)] == [(0, together)]
+    assert [*sampler.sample_stream([None, SampleRequest(prompts, 0, turns)], unending)] == [(0, together)]

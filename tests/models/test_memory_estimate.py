@@ -22,7 +22,7 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.models.load import checkpoint_weights
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.lora import add_adapters, save_adapter
-from bandpo_cli.models.memory import (
+from bandpo_cli.models.memory_estimate import (
     Device,
     NoEstimateError,
     activation_bytes,
