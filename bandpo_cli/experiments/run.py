@@ -140,8 +140,7 @@ def start_process(
     """
     events.phase("load")
     use_expandable_segments(config)
-    from bandpo_cli.models.determinism import deterministic_kernels
-    from bandpo_cli.models.load import with_resolved_dtype
+    from bandpo_cli.models.load import deterministic_kernels, with_resolved_dtype
 
     config = with_resolved_dtype(config)
     stack.enter_context(deterministic_kernels(config, training))

@@ -23,7 +23,8 @@ from bandpo_cli.config.hardware import engine_cards
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.models.load import Policy, checkpoint_weights
+from bandpo_cli.models.load import Policy
+from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.paths import is_adapter_folder, user_path
 from bandpo_cli.processes.ranks import local_rank_count
 from bandpo_cli.processes.watch import Wait, progress
