@@ -45,7 +45,7 @@ from bandpo_cli.tracking.outages import short_error
 from bandpo_cli.types import GRADER_ERROR, status_of
 
 if TYPE_CHECKING:
-    from bandpo_cli.evaluation.batches import Batch
+    from bandpo_cli.evaluation.evaluate import Batch
     from bandpo_cli.evaluation.scores import Scores
 
 Parts = dict[PartKey, list[EvalRow]]
@@ -239,7 +239,7 @@ def _open_source(plan: EvalPlan, events: _Events, stack: ExitStack) -> _Source:
     grader = GraderPool(config.grading)
     stack.enter_context(closed_at_end("a grader", grader.close))
     if isinstance(source, SamplesFile):
-        from bandpo_cli.evaluation.batches import regrade_batches
+        from bandpo_cli.evaluation.evaluate import regrade_batches
 
         ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
         if ranks.size > 1:

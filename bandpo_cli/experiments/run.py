@@ -31,7 +31,7 @@ from bandpo_cli.tracking.outages import TrackerCallback
 from bandpo_cli.types import RunStatus, status_of
 
 if TYPE_CHECKING:
-    from bandpo_cli.training.components import Components
+    from bandpo_cli.training.build import Components
 
 TrainEvents = Dispatcher[RunInfo, StepReport, RunResult]
 Stop = Callable[[], bool] | None
@@ -117,7 +117,7 @@ def load_components(
     """
     config, ranks = start_process(config, task, events, stack, changeable=changeable)
     with out_of_memory_errors(config):
-        from bandpo_cli.training.components import build_components
+        from bandpo_cli.training.build import build_components
 
         components = build_components(config, task, ranks)
     stack.enter_context(closed_at_end("the sampling engine or a grader", components.close))
