@@ -11,12 +11,12 @@ from pydantic import ValidationError
 
 from bandpo_cli.config.files import read_config
 from bandpo_cli.config.layers import Layer, read_layer, resolve, validation_message
-from bandpo_cli.config.methods import TrustRegionSettings
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.experiments.fork_plan import fork_point
 from bandpo_cli.experiments.preflight import check_config, read_numbers
+from bandpo_cli.methods.settings import TrustRegionSettings
 from bandpo_cli.storage.run_folder import RunFolder, shell_command
 from bandpo_cli.storage.run_record import read_summary
 from bandpo_cli.storage.tables import read_token_tables

@@ -9,11 +9,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from bandpo_cli.config.layers import Layer, nest, parse_value, resolve, split_values
-from bandpo_cli.config.methods import MethodSettings, TrustRegionSettings
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import Settings, SweepConfig
 from bandpo_cli.errors import ConfigError, nearest
-from bandpo_cli.registries import METHODS
+from bandpo_cli.methods import METHODS
+from bandpo_cli.methods.settings import MethodSettings, TrustRegionSettings
 from bandpo_cli.storage.run_folder import is_valid_name
 
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"

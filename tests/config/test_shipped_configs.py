@@ -13,7 +13,7 @@ from bandpo_cli.config.layers import flatten, merge, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.config.task import DataTask
-from bandpo_cli.registries import MethodEntry
+from bandpo_cli.methods import MethodEntry
 from bandpo_cli.sweeps.plan import PlannedRun, plan_runs, plan_tuned_runs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
