@@ -26,17 +26,11 @@ try:
 
     from bandpo_cli.cli import app
     from bandpo_cli.cli.console import protect_streams
+    from bandpo_cli.cli.launch import prints_errors, record_error, silence_other_ranks
     from bandpo_cli.cli.signals import exit_on_sigterm, handle_forwarded_signals
     from bandpo_cli.errors import RunError, UserError, first_line, system_error_message, user_code_location
-    from bandpo_cli.rank_process import (
-        launched_ranks,
-        prints_errors,
-        rank_count,
-        record_error,
-        silence_other_ranks,
-    )
-    from bandpo_cli.sweeps.pool import exit_with_parent
-    from bandpo_cli.waits import register
+    from bandpo_cli.processes.ranks import is_main_process, launched_ranks, rank_count
+    from bandpo_cli.processes.watch import exit_with_parent, register
 finally:
     if _interrupt_handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt_handler)
@@ -57,9 +51,9 @@ def main() -> None:
     silence_other_ranks()
     if launched_ranks() is not None:
         handle_forwarded_signals()
-        register(f"rank {os.environ['RANK']}")
+        register(f"rank {os.environ['RANK']}", is_main=is_main_process())
     elif sys.argv[1:2] in (["train"], ["eval"], ["sweep"]):
-        register(PROGRAM, leads=True)
+        register(PROGRAM, leads=True, is_main=is_main_process())
     try:
         _check_utf8(sys.argv[1:])
         with exit_on_sigterm(announce=True) if rank_count() == 1 else nullcontext():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from bandpo_cli.reports.style import CYCLE, TEXT_COLOR, label, new_figure, save
+from bandpo_cli.reports.plot_style import CYCLE, TEXT_COLOR, label, new_figure, save
 
 LINES = ("Band, kl, δ = 0.05", "TRL's interval [0.8, 1.2]")
 PANELS = {

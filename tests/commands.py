@@ -27,7 +27,7 @@ FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
     ["torch", "transformers.models.qwen2.modeling_qwen2", "transformers.models.auto.tokenization_auto",
      "transformers.tokenization_utils_fast", "pandas", "pyarrow.parquet", "scipy.stats", "matplotlib.figure",
-     "matplotlib.backends.backend_agg", "jinja2", "rich.progress", "typer", "bandpo_cli.cli.statement",
+     "matplotlib.backends.backend_agg", "jinja2", "rich.progress", "typer", "bandpo_cli.cli.train_view",
      "bandpo_cli.experiments.run", "bandpo_cli.training.components", "bandpo_cli.training.loop", "peft",
      "transformers.models.qwen2.tokenization_qwen2", "pyarrow.dataset", "bandpo_cli.reports.run_plots",
      "torch.distributed.checkpoint.hf_storage", "tests.training.recording", "tests.preloaded"]
@@ -137,12 +137,12 @@ class ForkedChild(subprocess.Popen[Any]):
         code: object = 1
         try:
             faulthandler.unregister(signal.SIGUSR1)  # as in a new process
-            waits = sys.modules.get("bandpo_cli.waits")
+            watch = sys.modules.get("bandpo_cli.processes.watch")
             if (
-                waits is not None and waits._file is not None
+                watch is not None and watch._file is not None
             ):  # else it closes a descriptor of this process later
-                waits._file.close()
-                waits._file = None
+                watch._file.close()
+                watch._file = None
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGVTALRM):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -236,6 +236,6 @@ def _run(words: Sequence[str], module: str = "bandpo_cli") -> None:
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:  # a forked process ends without the finalizers of an interpreter
-        waits = sys.modules.get("bandpo_cli.waits")
-        if waits is not None and waits._folder is not None and f"-{os.getpid()}-" in waits._folder.name:
-            waits._folder.cleanup()
+        watch = sys.modules.get("bandpo_cli.processes.watch")
+        if watch is not None and watch._folder is not None and f"-{os.getpid()}-" in watch._folder.name:
+            watch._folder.cleanup()

@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -180,6 +180,22 @@ def print_rows(console: Console, rows: Iterable[tuple[str, str]], width: int = 0
     for heading, text in rows:
         for index, line in enumerate(text.splitlines()):
             print_line(console, line, f"{'' if index else heading:<{width}}")
+
+
+def print_settings(
+    console: Console, rows: Sequence[tuple[str, str]], notes: Sequence[str] = (), warnings: Sequence[str] = ()
+) -> None:
+    """Print (heading, text) rows about a command, and the notes and warnings below it."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="bold", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for heading, text in rows:
+        grid.add_row(heading, Text(text))
+    for index, note in enumerate(notes):
+        grid.add_row("" if index else "data", Text(note))
+    console.print(grid, highlight=False)
+    for warning in warnings:
+        print_line(console, warning, "warning:", "yellow")
 
 
 def make_table(*headings: str, gap: int = 2) -> Table:

@@ -15,7 +15,7 @@ from bandpo_cli.cli.console import open_console
 from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.datasets import tasks_text
-from bandpo_cli.rank_process import launched_name
+from bandpo_cli.processes.ranks import launched_name
 
 if TYPE_CHECKING:
     from bandpo_cli.experiments.eval_run import EvalResult
@@ -94,7 +94,7 @@ def evaluate(
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import nest, read_assignments
     from bandpo_cli.experiments import evaluate as run_evaluation
-    from bandpo_cli.experiments.eval_request import MAX_K, plan_evaluation, plan_evaluation_resume
+    from bandpo_cli.experiments.eval_plan import MAX_K, plan_evaluation, plan_evaluation_resume
     from bandpo_cli.experiments.eval_run import resume_evaluation
     from bandpo_cli.experiments.preflight import choose_run_name, read_numbers
     from bandpo_cli.storage.eval_folder import EvalFolder

@@ -22,14 +22,15 @@ from bandpo_cli.cli.console import (
     print_json,
     print_line,
     print_rows,
+    print_settings,
 )
-from bandpo_cli.cli.statement import describe_model, print_statement
+from bandpo_cli.cli.train_view import describe_model
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import plural
 from bandpo_cli.experiments.eval_comparison import ComparisonResult
-from bandpo_cli.experiments.eval_request import EvalRequest, SamplesFile
+from bandpo_cli.experiments.eval_plan import EvalPlan, SamplesFile
 from bandpo_cli.experiments.eval_run import EvalInfo, EvalResult
-from bandpo_cli.reports.comparison.selection import format_setting
+from bandpo_cli.reports.run_variants import format_setting
 from bandpo_cli.storage.eval_folder import SAMPLES_FILE, EvalFolder
 from bandpo_cli.storage.run_folder import shell_command
 from bandpo_cli.types import UNGRADED_VERDICTS
@@ -149,7 +150,7 @@ class EvalView(ExperimentView):
         return new, rate, f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
-def print_request(console: Console, request: EvalRequest) -> None:
+def print_request(console: Console, request: EvalPlan) -> None:
     """Print what is evaluated."""
 
     def counts(sets: Mapping[str, Sized], noun: str) -> str:
@@ -159,7 +160,7 @@ def print_request(console: Console, request: EvalRequest) -> None:
     if isinstance(file, SamplesFile):
         total = sum(len(stored.completions_G) for stored_P in file.sets.values() for stored in stored_P)
         about = ("samples", f"{file.path}, {total:,} completions")
-        print_statement(console, [about, ("tasks", counts(file.sets, "problem"))])
+        print_settings(console, [about, ("tasks", counts(file.sets, "problem"))])
         return
     _, task = file
     sets = {label: problems[: settings.problems] for label, problems in task.heldout_sets().items()}
@@ -173,7 +174,7 @@ def print_request(console: Console, request: EvalRequest) -> None:
     }
     # Notes that only count problems repeat the row "tasks".
     notes = [note for note in task.notes() if not note.endswith((" problem", " problems"))]
-    print_statement(console, [*rows.items()], notes)
+    print_settings(console, [*rows.items()], notes)
 
 
 def print_files(console: Console, result: EvalResult) -> None:

@@ -16,8 +16,8 @@ from bandpo_cli.cli.options import folder_of
 from bandpo_cli.paths import relative_to_cwd
 
 if TYPE_CHECKING:
-    from bandpo_cli.reports.comparison.report_metrics import Metric
-    from bandpo_cli.reports.comparison.variants import Report
+    from bandpo_cli.reports.compare_variants import Report
+    from bandpo_cli.reports.report_metrics import Metric
 
 _WIDE = 110
 """Width of a terminal from which on a mean and its interval are on one line, in columns."""
@@ -53,8 +53,8 @@ def report(
         by: Settings that define a variant, for example bounds,optim.lr; repeatable.
         out: Folder of the report.
     """
-    from bandpo_cli.reports.comparison.selection import select_runs
-    from bandpo_cli.reports.comparison.write import write_report
+    from bandpo_cli.reports.run_variants import select_runs
+    from bandpo_cli.reports.write_report import write_report
 
     chosen = select_runs(paths, runs_dir, baseline, [*filter(None, opt.split_commas(by or []))])
     folder = out or (Path() if chosen.sweep is None else chosen.sweep.path) / "report"
@@ -101,7 +101,7 @@ def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> 
     A cell has the mean and, after `separator`, half the width of its 95% interval, or a range.
     """
 
-    from bandpo_cli.reports.comparison.write import short_range_text, value_text
+    from bandpo_cli.reports.write_report import short_range_text, value_text
 
     def heading(metric: Metric) -> str:
         """Return the name on several short lines, such as `entropy`, `at 41%`, `accuracy`."""

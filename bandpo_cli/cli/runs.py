@@ -24,13 +24,14 @@ from bandpo_cli.cli.console import (
     print_json,
     print_line,
     print_rows,
+    print_settings,
     to_json,
 )
 from bandpo_cli.cli.options import folder_of, one_of
 from bandpo_cli.datasets import DATASETS, generated_tasks
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.methods import METHODS
-from bandpo_cli.waits import read_stacks
+from bandpo_cli.processes.watch import read_stacks
 
 if TYPE_CHECKING:
     from bandpo_cli.overview import RunDescription
@@ -178,7 +179,7 @@ def show(
 def _print_description(
     console: Console, described: RunDescription, runs_dir: Path, every_metric: bool
 ) -> None:
-    from bandpo_cli.cli.statement import describe_model, print_statement
+    from bandpo_cli.cli.train_view import describe_model
     from bandpo_cli.storage.run_folder import shell_command
     from bandpo_cli.tracking.sender import tracker_rows
 
@@ -211,7 +212,7 @@ def _print_description(
         ("completions", _steps(described.sampled_steps)),
         ("plots", ", ".join(path.name for path in described.plots)),
     ]
-    print_statement(console, [(heading, text or "none") for heading, text in rows])
+    print_settings(console, [(heading, text or "none") for heading, text in rows])
     # Not rows of the table, which would break an address into lines that a terminal does not link.
     print_rows(console, tracker_rows(config.tracking, run.path), len("completions"))
     table = make_table("metric", ">first", ">step", ">last", ">step")
@@ -350,7 +351,7 @@ def view(
         out: File of the page. A page of more than 20 MB has a folder beside it.
         open_: Open the page in the browser.
     """
-    from bandpo_cli.reports.view import default_path, open_sources, write_page
+    from bandpo_cli.reports.view_page import default_path, open_sources, write_page
 
     if len(names) > 2:
         raise UserError(f"{' '.join(names)[:200]}: give one or two runs or evaluations")

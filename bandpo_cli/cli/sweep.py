@@ -97,11 +97,11 @@ def sweep(
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import nest, read_assignments
     from bandpo_cli.experiments import sweep as run_sweep
-    from bandpo_cli.experiments.sweep_request import SweepRequest, plan_sweep
-    from bandpo_cli.experiments.sweep_run import Executor, dry_run_info
+    from bandpo_cli.sweeps.sweep_plan import SweepPlan, plan_sweep
+    from bandpo_cli.sweeps.sweep_run import Executor, dry_run_info
 
     chosen = Executor(executor, ray_address, jobs, stop_behind, gpus_per_run)
-    request: SweepRequest | str
+    request: SweepPlan | str
     if resume is not None:
         opt.refuse_with(
             context, "--resume", "the plan of the sweep is used", lambda name: name not in _EXECUTION
@@ -127,10 +127,10 @@ def sweep(
     from bandpo_cli.storage.run_folder import shell_command
 
     console = open_console(long_running=not dry_run)
-    for kind, note in request.notes() if isinstance(request, SweepRequest) else ():
+    for kind, note in request.notes() if isinstance(request, SweepPlan) else ():
         print_line(console, note, kind, "cyan")
     with closing(SweepView(console, runs_dir)) as view:
-        if dry_run and isinstance(request, SweepRequest):
+        if dry_run and isinstance(request, SweepPlan):
             view.print_plan(dry_run_info(request, chosen))
             return
         with exit_on_sigterm():

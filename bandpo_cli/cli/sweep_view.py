@@ -13,16 +13,15 @@ from rich.text import Text
 from bandpo_cli.cli.console import ExperimentView, format_duration, make_table, print_line, print_rows
 from bandpo_cli.cli.report import print_report
 from bandpo_cli.errors import SignalExit, plural
-from bandpo_cli.experiments.sweep_run import (
+from bandpo_cli.storage.run_folder import shell_command
+from bandpo_cli.storage.sweep_folder import SweepRun, by_variant
+from bandpo_cli.sweeps.sweep_run import (
     States,
     SweepInfo,
     SweepResult,
     estimate_disk_space,
     estimate_time,
 )
-from bandpo_cli.storage.run_folder import shell_command
-from bandpo_cli.sweeps.folder import by_variant
-from bandpo_cli.sweeps.plan import SweepRun
 
 LINES_EVERY_S = 60.0
 """Seconds between progress lines where the output is no terminal."""

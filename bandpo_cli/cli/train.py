@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.console import open_console
+from bandpo_cli.cli.console import open_console, print_settings
 from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.errors import UserError
-from bandpo_cli.rank_process import launched_name, rank_count
+from bandpo_cli.processes.ranks import launched_name, rank_count
 
 if TYPE_CHECKING:
     from bandpo_cli.experiments.plan import Plan
@@ -101,7 +101,7 @@ def train(
 
             plan = plan_training(resolve(new_run_layers(layers, runs_dir)), runs_dir, asked, ranks)
         if probe:
-            from bandpo_cli.cli.probe_view import run_probe
+            from bandpo_cli.cli.preview import run_probe
 
             run_probe(plan, runs_dir)
             return None
@@ -119,25 +119,26 @@ def train(
 
 
 def _run(plan: Plan, runs_dir: Path, ranks: int, profiler: ProfileCallback | None, dry_run: bool) -> None:
-    """Print the statement, then train with the console view and the signal handlers, and print the summary.
+    """Print the settings, then train with the console view and the signal handlers, and print the summary.
 
     A dry run prints the settings, the memory and the first prompt of a new run instead.
 
     Raises:
         SystemExit: a signal has stopped the run.
     """
-    from bandpo_cli.cli.statement import print_dry_run, print_profile, print_statement, run_statement
-    from bandpo_cli.cli.train_view import TrainView, print_summary
+    from bandpo_cli.cli.train_view import TrainView, print_profile, print_summary, settings_rows
     from bandpo_cli.experiments.run import run
 
     console = open_console(long_running=True)
     task, config, start = plan.task, plan.pinned, plan.start
-    rows = [] if task is None else run_statement(config, task, ranks)
+    rows = [] if task is None else settings_rows(config, task, ranks)
     if start.text:
         rows.append(("resume" if start.is_resume else "fork of", start.text))
-    print_statement(console, rows, [] if task is None else task.notes(), plan.warnings)
+    print_settings(console, rows, [] if task is None else task.notes(), plan.warnings)
     if dry_run:
         if task is not None and not start.is_resume:
+            from bandpo_cli.cli.preview import print_dry_run
+
             print_dry_run(console, config, task, ranks)
         return
     with StopSignals() as signals, closing(TrainView(console, runs_dir, signals)) as view:

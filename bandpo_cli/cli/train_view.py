@@ -1,10 +1,12 @@
 """Console view of a training run: a live panel on a terminal, plain lines elsewhere; and the summary at its end."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
@@ -20,15 +22,22 @@ from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
-from bandpo_cli.cli.console import PLAIN_LINES, ExperimentView, print_line, print_rows
+from bandpo_cli.cli.console import PLAIN_LINES, ExperimentView, make_table, print_line, print_rows
 from bandpo_cli.cli.signals import StopSignals
+from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.run import RunConfig, TrackingConfig
+from bandpo_cli.datasets import BUNDLED_MODELS
+from bandpo_cli.errors import plural
 from bandpo_cli.metric_names import SCORE, has_nonbinary_rewards
-from bandpo_cli.rank_process import launched_ranks
+from bandpo_cli.processes.ranks import launched_ranks
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, shell_command
+from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.sender import tracker_rows
 from bandpo_cli.types import Rollout
+
+if TYPE_CHECKING:
+    from bandpo_cli.experiments.profile import ProfileCallback
 
 SPARK_CHARS = "▁▂▃▄▅▆▇█"
 PHASES = {
@@ -63,6 +72,54 @@ FLAGGED = (
 """Shares of completions that are shown above a threshold. Answers that are unreadable or truncated are common until the
 model has learned the form of an answer; truncated answers end without a stop token, and a grader may read a number that
 is cut off."""
+
+
+def describe_model(config: RunConfig) -> str:
+    """Return the model, its dtype and its adapters."""
+    model = config.model
+    name = "the bundled model (ships with the package)" if model.path in BUNDLED_MODELS else model.path
+    if model.device == "auto" and model.dtype == "auto":  # torch is not imported yet to look for a GPU
+        dtype = f"{dtype_on('auto', on_gpu=True)} on a GPU, else {dtype_on('auto', on_gpu=False)}"
+    else:
+        dtype = dtype_on(model.dtype, on_gpu=model.device.startswith("cuda"))
+    return f"{name}, {dtype}{'' if model.lora is None else f', LoRA {model.lora.describe()}'}"
+
+
+def settings_rows(config: RunConfig, task: Task, ranks: int = 1) -> list[tuple[str, str]]:
+    """Return what a run does as (heading, text) rows: model, task, method, and the batch arithmetic.
+
+    Args:
+        ranks: number of processes that share the work.
+    """
+    sampling, optim, evaluation = config.sampling, config.optim, config.evaluation
+    completions = sampling.prompts * sampling.samples
+    refills = f"zero-variance groups sampled again up to {sampling.dynamic_batches - 1} times, "
+    rows = {
+        "model": describe_model(config),
+        "task": f"{config.task.title}, {plural(len(task.train_problems()), 'training problem')}, "
+        f"answers of at most {sampling.max_tokens} tokens, T = {sampling.temperature:g}",
+        "method": "\n".join(filter(None, [config.bounds.describe(), config.bounds.source()])),
+        "each step": f"{sampling.prompts} prompts × {sampling.samples} = {completions:,} completions "
+        f"(≤ {completions * sampling.max_tokens:,} tokens), {refills if sampling.dynamic else ''}"
+        f"{plural(optim.updates, 'update')} of {completions // optim.updates:,}",
+        "the run": f"{plural(config.steps, 'step')} = {plural(config.steps * optim.updates, 'update')} on "
+        f"{config.steps * completions:,} completions, lr {optim.lr:g}, seed {config.seed}",
+    }
+    if sampling.max_lag:
+        rows["sampling"] = "one step ahead: an engine process samples while the trainer updates"
+    if ranks > 1:
+        fewest, more = divmod(sampling.prompts, ranks)
+        share = f"{fewest} or {fewest + 1}" if more else f"{fewest}"
+        rows["ranks"] = f"{ranks} processes, {share} of a step's {sampling.prompts} prompts each"
+    if evaluation.every:
+        heldout = task.heldout_sets().items()
+        counts = {label: len(problems[: evaluation.problems]) for label, problems in heldout}
+        sets = ", ".join(f"{plural(count, 'problem')} of '{label}'" for label, count in counts.items())
+        if list(counts) == [config.task.name]:
+            sets = plural(counts[config.task.name], "held-out problem")
+        samples = f"{plural(evaluation.samples, 'completion')} per problem"
+        rows["evaluation"] = f"{sets}, {samples}, every {plural(evaluation.every, 'step')}"
+    return [*rows.items()]
 
 
 class TrainView(ExperimentView):
@@ -284,3 +341,43 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
     rows += [("run folder", str(result.folder)), ("plots", str(result.folder / "plots"))]
     rows += tracker_rows(config.tracking, result.folder)
     print_rows(console, rows, 10)
+
+
+PROFILE_LABELS = {
+    "sample": "sampling",
+    "grade": "grading",
+    "logprobs": "old log-probs",
+    "update": "updates",
+    "update/forward": "forward",
+    "update/backward": "backward",
+    "update/optimizer": "optimizer",
+    "sync": "weight sync",
+    "record": "metrics and completions",
+    "eval": "evaluation",
+    "checkpoint": "checkpoint",
+}
+"""Text of the phases and their parts; parts that are not here have no row."""
+
+
+def print_profile(console: Console, profile: ProfileCallback) -> None:
+    """Print seconds and share per phase, the mean of the traced steps, and where to open the trace.
+
+    Parts of a phase are indented; `other` is the time of a step outside of all phases.
+    """
+    count, first, last = len(profile.steps), profile.steps[0], profile.steps[-1]
+    on_gpu = any(phase.gpu_seconds for phase in profile.phases.values())
+    span = f"step {first}" if count == 1 else f"steps {first} to {last}"
+    table = make_table(span, ">s/step", ">share", *([">GPU s/step"] if on_gpu else []), ">calls/step")
+
+    def add(label: str, seconds: float, *more: str) -> None:
+        table.add_row(label, f"{seconds / count:.3f}", f"{seconds / profile.seconds:.1%}", *more)
+
+    for key, label in PROFILE_LABELS.items():
+        if (phase := profile.phases.get(key)) is not None:
+            on_device = [f"{phase.gpu_seconds / count:.3f}"] if on_gpu else []
+            add("  " * key.count("/") + label, phase.seconds, *on_device, f"{phase.calls / count:g}")
+    inside = sum(phase.seconds for key, phase in profile.phases.items() if "/" not in key)
+    add("other", max(0.0, profile.seconds - inside))
+    add("complete step", profile.seconds)
+    console.print(table, highlight=False)
+    print_line(console, f"{profile.trace}; open it at https://ui.perfetto.dev (Open trace file)", "trace")

@@ -15,7 +15,8 @@ from functools import partial
 
 from bandpo_cli.config.run import EvaluationConfig
 from bandpo_cli.evaluation.batches import Batch, background_grading, chunks, eval_row
-from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.processes.ranks import SINGLE, Ranks
+from bandpo_cli.processes.watch import Wait
 from bandpo_cli.sampling.conversations import Conversations
 from bandpo_cli.sampling.rollouts import (
     EncodedPrompt,
@@ -30,7 +31,6 @@ from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.eval_folder import PartKey
 from bandpo_cli.tasks.completions import StoredCompletion
 from bandpo_cli.types import Completion, Grade, Grader, Problem
-from bandpo_cli.waits import Wait
 
 MAX_UNGRADED_BATCHES = 2
 """Batches that are sampled and not graded yet; before a further one is sampled, the caller waits for a grade. It bounds

@@ -15,7 +15,7 @@ from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError, RunError, one_line, plural
 from bandpo_cli.grading.signatures import Answer, answer_of
 from bandpo_cli.grading.workers import Failure, GraderArguments, GraderWorkers, default_workers
-from bandpo_cli.rank_process import rank_count
+from bandpo_cli.processes.ranks import rank_count
 from bandpo_cli.registries import GRADERS, load_attribute
 from bandpo_cli.storage.files import write_text
 from bandpo_cli.types import GRADER_ERROR, Grade, Problem, is_ungraded

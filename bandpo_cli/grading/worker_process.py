@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from bandpo_cli.errors import user_code_location
 from bandpo_cli.grading.signatures import BatchGrader, as_json
+from bandpo_cli.processes.watch import register
 from bandpo_cli.registries import load_attribute, split_signature
-from bandpo_cli.waits import register
 
 ALARM_MARGIN_S = 10.0
 """Seconds that a worker whose parent is gone may work beyond twice the deadline, before an alarm ends it."""

@@ -38,11 +38,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from bandpo_cli.errors import ConfigError, RunError, describe_exit, escape_controls
 from bandpo_cli.grading.worker_process import Loader
-from bandpo_cli.rank_process import local_rank_count
+from bandpo_cli.processes.ranks import local_rank_count
+from bandpo_cli.processes.watch import Wait, progress
 from bandpo_cli.registries import GRADERS, is_custom_grader
 from bandpo_cli.storage.environment import usable_cores
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade
-from bandpo_cli.waits import Wait, progress
 
 if TYPE_CHECKING:  # a worker, which imports this module, does without pydantic
     from bandpo_cli.config.run import GradingConfig

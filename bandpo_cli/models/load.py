@@ -26,12 +26,12 @@ from bandpo_cli.models.attention import has_torch_varlen
 from bandpo_cli.models.checks import loading_errors, model_error
 from bandpo_cli.models.sharding import forward_dtype, full_tensor, is_sharded, shard, sharded_like
 from bandpo_cli.paths import cached_commit, path_exists, user_path
-from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.processes.ranks import SINGLE, Ranks, is_gpu
 
 
 def is_on_cuda(config: ModelConfig) -> bool:
     """Return whether `model.device` is a CUDA GPU on this machine."""
-    return torch.cuda.is_available() and config.device.partition(":")[0] in ("auto", "cuda")
+    return is_gpu(config.device)
 
 
 def resolved_dtype(config: ModelConfig) -> torch.dtype:

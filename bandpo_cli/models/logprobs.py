@@ -22,7 +22,7 @@ import bandpo_cli.models.attention  # noqa: F401  registers the attention functi
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.models.packing import TokenBatch
 from bandpo_cli.models.sharding import checkpointed_layers, run_forward
-from bandpo_cli.waits import progress
+from bandpo_cli.processes.watch import progress
 
 TILE_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 """Size of a float32 tile: about a CPU's last-level cache, or enough to keep a GPU busy. Two tiles exist at a time."""

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bandpo_cli.errors import first_line
-from bandpo_cli.ranks import Ranks
+from bandpo_cli.processes.ranks import Ranks
 
 T = TypeVar("T")
 

@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from bandpo_cli.bounds import RatioBounds, band_bounds
 from bandpo_cli.errors import UserError
 from bandpo_cli.methods.settings import CustomSettings
-from bandpo_cli.reports import style
+from bandpo_cli.reports import plot_style as style
 from bandpo_cli.reports.interval_table import PEERS, peer_name
 
 _SMALLEST_P, _RATIO_FLOOR, _RATIO_CEILING = 1e-4, 1e-2, 1e3

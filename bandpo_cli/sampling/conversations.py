@@ -24,8 +24,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, first_line
 from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, as_problem, tool_schemas
 from bandpo_cli.grading.workers import default_workers
-from bandpo_cli.rank_process import rank_count
-from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count
 from bandpo_cli.sampling.rollouts import PromptEncoder, check_version
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, Turn
 from bandpo_cli.seeds import derive_seed

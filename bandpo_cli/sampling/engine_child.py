@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from bandpo_cli.errors import RunError, describe_exit
-from bandpo_cli.rank_process import LAUNCHER_VARIABLE, RUN_NAME_VARIABLE
-from bandpo_cli.waits import register
+from bandpo_cli.processes.ranks import LAUNCHER_VARIABLE, RUN_NAME_VARIABLE
+from bandpo_cli.processes.watch import register
 
 OUTPUT_BYTES = 1 << 14
 """Bytes at the end of the process's output in which an error message looks for the last line."""

@@ -25,14 +25,14 @@ from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.models.load import Policy, checkpoint_weights
 from bandpo_cli.paths import is_adapter_folder, user_path
-from bandpo_cli.rank_process import local_rank_count
+from bandpo_cli.processes.ranks import local_rank_count
+from bandpo_cli.processes.watch import Wait, progress
 from bandpo_cli.registries import ENGINES
 from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
 from bandpo_cli.sampling.engine_server import NO_MORE, Answer, send_slots, send_weights
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, engine_model
 from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.types import Completion
-from bandpo_cli.waits import Wait, progress
 
 CLOSE_S = 5.0
 """Seconds that an idle engine has to shut down before it is killed."""

@@ -14,9 +14,9 @@ from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.models.attention import growing_cache
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.sharding import unsharded
+from bandpo_cli.processes.watch import progress
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, TokenIds, Turn
 from bandpo_cli.types import FLOAT_TYPE, TOKEN_TYPE, Completion, FinishReason
-from bandpo_cli.waits import progress
 
 KEPT_UNTIL = 0.9
 """Ended completions are removed from the batch when at most this share of it is running."""

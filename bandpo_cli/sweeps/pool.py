@@ -1,7 +1,4 @@
-"""Job pool of a sweep: the base class `Pool`, and a pool of child processes on this machine, one per slot.
-
-`exit_with_parent` is the child's side: it ends a run whose sweep has died.
-"""
+"""Job pool of a sweep: the base class `Pool`, and a pool of child processes on this machine, one per slot."""
 
 import os
 import signal
@@ -14,14 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-PARENT_PID_VARIABLE = "BANDPO_PARENT_PID"
-"""Environment variable with the process id of the sweep; a run exits when that process ends."""
+from bandpo_cli.processes.watch import PARENT_PID_VARIABLE
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGINT, signal.SIGKILL)
 """Signals that end a run, in order: after the first it completes its step and saves a checkpoint, after the second it
 aborts the step."""
-
-POLL_INTERVAL_S = 0.1  # between two checks of `exit_with_parent`
 
 
 class Pool(ABC):
@@ -145,20 +139,3 @@ def visible_gpus(environ: Mapping[str, str]) -> list[str]:
     except (OSError, subprocess.SubprocessError):
         return []
     return [line.strip() for line in listed.stdout.splitlines() if line.strip().isdecimal()]
-
-
-def exit_with_parent() -> None:
-    """Start a thread that kills this process when the sweep that started it ends; does nothing without a sweep.
-
-    A resumed sweep starts its unfinished runs again, and two processes must not write to one run.
-    """
-    # Removed from the environment, since child processes of this one have another parent.
-    parent = os.environ.pop(PARENT_PID_VARIABLE, "")
-
-    def kill_with_parent() -> None:
-        while os.getppid() == int(parent):
-            time.sleep(POLL_INTERVAL_S)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if parent.isdecimal():
-        threading.Thread(target=kill_with_parent, name="sweep-watch", daemon=True).start()

@@ -21,7 +21,7 @@ from bandpo_cli.errors import warn_on_failure
 from bandpo_cli.evaluation.batches import SubmitAnswers, background_grading, chunks
 from bandpo_cli.grading.rewards import graded_by, training_grader
 from bandpo_cli.objective.advantages import has_reward_spread
-from bandpo_cli.ranks import Ranks
+from bandpo_cli.processes.ranks import Ranks
 from bandpo_cli.sampling.rollouts import (
     EncodedPrompt,
     decode_completions,

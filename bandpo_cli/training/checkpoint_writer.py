@@ -29,7 +29,8 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, SignalExit
 from bandpo_cli.models.load import Policy, weights_to_save
 from bandpo_cli.models.sharding import local_tensor
-from bandpo_cli.ranks import Ranks
+from bandpo_cli.processes.ranks import Ranks
+from bandpo_cli.processes.watch import Wait
 from bandpo_cli.storage.checkpoints import complete_checkpoints, is_written_in_background, prune_checkpoints
 from bandpo_cli.storage.environment import available_memory
 from bandpo_cli.storage.run_folder import RunFolder
@@ -40,7 +41,6 @@ from bandpo_cli.training.checkpoint_files import (
     write_checkpoint,
 )
 from bandpo_cli.training.components import Components
-from bandpo_cli.waits import Wait
 
 MAX_SHARE = 0.5
 """Largest share of the available memory that the copy may take: the next step needs memory, too."""

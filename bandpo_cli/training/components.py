@@ -13,7 +13,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError, warn_on_failure
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import Policy, load_policy, load_reference
-from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.sampling import prompt_checks
 from bandpo_cli.sampling.conversations import Conversations, build_conversations
 from bandpo_cli.sampling.engine_process import EngineProcess

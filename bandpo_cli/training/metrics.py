@@ -2,7 +2,7 @@
 
 A token is *clipped* ("active") where the method removes its gradient; for interval methods where a bound binds, which
 depends on the sign of the advantage. Its ratio is *outside* where it is not within the bounds, for any sign. The
-*gradient weight* is the factor w in the gradient w·a·∇log π (`objective.policy_objective.LossOutputs`).
+*gradient weight* is the factor w in the gradient w·a·∇log π (`objective.loss.LossOutputs`).
 
 Performance metrics are under `perf/`: throughput, padding, peak memory, model FLOP utilisation. A hook on the model
 counts the packed forward passes, so the counts are those of the passes that ran. `time/` and `perf/` are left out where
@@ -31,13 +31,12 @@ from bandpo_cli.models.packing import Packing
 from bandpo_cli.models.sharding import forward_dtype
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.objective.policy_objective import k3
-from bandpo_cli.rank_process import rank_count
-from bandpo_cli.ranks import SINGLE, Ranks, silent_ranks
+from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count, silent_ranks
+from bandpo_cli.processes.watch import Wait
 from bandpo_cli.training.checkpoint_files import SampledGroups
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.update import AppliedUpdates
 from bandpo_cli.types import Completion, Grade, Group, Rollout, is_ungraded
-from bandpo_cli.waits import Wait
 
 CLIP_MAP_TOKENS = 20_000
 """Maximum number of tokens stored for a clip map: enough to show the bounds, few enough to plot."""

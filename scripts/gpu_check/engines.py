@@ -37,7 +37,7 @@ MAX_TIME_OVER_TRL = 1.0
 
 def check_vllm(work: Work) -> Measured:
     """Train with vLLM as the sampler: model runner, sleep and wake, CUDA graphs, memory, and the gaps of five syncs."""
-    from bandpo_cli.experiments.memory import memory_report
+    from bandpo_cli.experiments.memory_check import memory_report
 
     sampling = _vllm_settings(work)
     found: dict[str, Any] = {}

@@ -24,7 +24,7 @@ from scripts.gpu_check.work import RandomProblems, Work
 if TYPE_CHECKING:
     from bandpo_cli.callbacks import StepReport
     from bandpo_cli.config.run import RunConfig
-    from bandpo_cli.ranks import Ranks
+    from bandpo_cli.processes.ranks import Ranks
     from bandpo_cli.training.components import Components
 
 LAST_STEP = 3
@@ -81,7 +81,7 @@ def train_steps(
     Args:
         ranks: the processes that train together; None for this process alone.
     """
-    from bandpo_cli.ranks import SINGLE
+    from bandpo_cli.processes.ranks import SINGLE
     from bandpo_cli.storage.run_folder import RunFolder
     from bandpo_cli.training.components import build_components
     from bandpo_cli.training.loop import train
@@ -158,7 +158,7 @@ def step_limits(work: Work, run: TrainedRun) -> Measured:
 
 def check_memory(work: Work, shape: str) -> Measured:
     """Compare the peak memory of the run of `check_step` with the estimate of `--dry-run`."""
-    from bandpo_cli.experiments.memory import memory_report
+    from bandpo_cli.experiments.memory_check import memory_report
 
     estimate = memory_report(work.config(shape)).peak / 2**30
     if not work.on_gpu:

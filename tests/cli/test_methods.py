@@ -1,4 +1,4 @@
-"""Methods from the command line: the statement with their source, and a run of a method without bounds in all views."""
+"""Methods from the command line: the settings with their source, and a run of a method without bounds in all views."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from bandpo_cli.cli.statement import run_statement
+from bandpo_cli.cli.train_view import settings_rows
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.methods import METHODS
 from bandpo_cli.tasks.task import Task, build_task
@@ -21,9 +21,9 @@ def task() -> Task:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_statement_has_the_methods_settings_and_source(task: Task, method: str) -> None:
+def test_the_settings_has_the_methods_settings_and_source(task: Task, method: str) -> None:
     config = resolve([{"bounds": {"method": method}}])
-    described, *source = dict(run_statement(config, task))["method"].split("\n")
+    described, *source = dict(settings_rows(config, task))["method"].split("\n")
     assert described == config.bounds.describe()
     paper = METHODS[method].paper
     assert source == ([f"{paper}, published defaults"] if paper else [])

@@ -19,8 +19,8 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Done]:
 
 def test_a_run_in_an_empty_folder(first: tuple[Path, Done]) -> None:
     place, done = first
-    statement = ("Band of the kl trust region", "4 prompts × 4 = 16 completions")
-    for part in (*statement, "step 2/2", "held-out", "runs/first"):
+    settings = ("Band of the kl trust region", "4 prompts × 4 = 16 completions")
+    for part in (*settings, "step 2/2", "held-out", "runs/first"):
         assert part in done.out
     assert "\x1b" not in done.out, "colour codes outside a terminal"
     folder = place / "runs" / "first"

@@ -16,19 +16,25 @@ from rich.console import Console
 from rich.panel import Panel
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
-from bandpo_cli.cli.console import ExperimentView
+from bandpo_cli.cli.console import ExperimentView, print_settings
 from bandpo_cli.cli.eval_view import histogram, print_comparison, print_scores, ungraded_line
 from bandpo_cli.cli.signals import StopSignals
-from bandpo_cli.cli.statement import print_statement, run_statement
 from bandpo_cli.cli.sweep_view import plan_table, seconds_left, variants_table
-from bandpo_cli.cli.train_view import TrainView, eval_metrics_text, flagged_shares, print_summary, sparkline
+from bandpo_cli.cli.train_view import (
+    TrainView,
+    eval_metrics_text,
+    flagged_shares,
+    print_summary,
+    settings_rows,
+    sparkline,
+)
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.scores import Scores, score
 from bandpo_cli.experiments.eval_comparison import ComparisonResult, compare_records
 from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.sweep_folder import SweepRun
 from bandpo_cli.storage.tables import EvalRow
-from bandpo_cli.sweeps.plan import SweepRun
 from bandpo_cli.sweeps.scheduler import RunState
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.types import Completion, Grade, Problem, Rollout
@@ -239,10 +245,10 @@ def test_shares_of_completions_that_are_flagged() -> None:
     assert flagged_shares(record | {"train/truncated_fraction": 0.875}) == f"{expected}, 87.5% truncated"
 
 
-def test_the_statement_has_batch_sizes_and_rollouts_ahead() -> None:
+def test_the_settings_has_batch_sizes_and_rollouts_ahead() -> None:
     config = resolve([{"sampling": {"max_lag": 1}}])
-    assert dict(run_statement(config, build_task(config.task)))["sampling"].startswith("one step ahead")
-    text = " ".join(text for _, text in run_statement(RunConfig(), build_task(RunConfig().task)))
+    assert dict(settings_rows(config, build_task(config.task)))["sampling"].startswith("one step ahead")
+    text = " ".join(text for _, text in settings_rows(RunConfig(), build_task(RunConfig().task)))
     sizes = ("64 prompts × 16 = 1,024 completions", "≤ 8,192 tokens", "4 updates of 256", "400 updates")
     for part in (*sizes, "102,400", "128 held-out problems, 16 completions per problem"):
         assert part in text
@@ -254,7 +260,7 @@ def test_names_with_square_brackets_are_printed_unchanged() -> None:
     out = io.StringIO()
     console = Console(file=out, width=120, force_terminal=True, color_system=None)
     runs = [SweepRun("r", name, 0)]
-    print_statement(console, [("model", name)], [name], [name])
+    print_settings(console, [("model", name)], [name], [name])
     console.print(plan_table(runs, {"r": 1}))
     console.print(variants_table(runs, {"r": RunState("waiting", 0, 1)}))
     view = StateView(console)

@@ -16,7 +16,7 @@ from bandpo_cli.errors import RunError
 from bandpo_cli.evaluation.batches import Batch, regrade_batches
 from bandpo_cli.evaluation.evaluate import MAX_UNGRADED_BATCHES, sample_batches
 from bandpo_cli.grading.pool import GraderPool
-from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.rollouts import EncodedPrompt
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, StaleEngineError
 from bandpo_cli.storage.eval_folder import PartKey

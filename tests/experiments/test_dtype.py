@@ -13,12 +13,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from bandpo_cli.cli.statement import describe_model, print_memory
+from bandpo_cli.cli.preview import print_memory
+from bandpo_cli.cli.train_view import describe_model
 from bandpo_cli.config.layers import read_layer, resolve, to_yaml, with_values
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import evaluate, resume, train
-from bandpo_cli.experiments.memory import GIB, memory_savings
+from bandpo_cli.experiments.memory_check import GIB, memory_savings
 from bandpo_cli.exports.verl_settings import overrides_of
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models import load
@@ -66,7 +67,7 @@ def test_a_run_with_auto_is_repeated_elsewhere(tmp_path: Path, monkeypatch: pyte
     assert checkpoint["dtype"] == "bfloat16"
 
 
-def test_the_statement_names_the_dtype() -> None:
+def test_the_settings_names_the_dtype() -> None:
     for model, text in (
         ({}, "bfloat16 on a GPU, else float32"),
         ({"device": "cpu"}, "float32"),

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from bandpo_cli.callbacks import RunInfo, StepReport
-from bandpo_cli.cli.statement import print_profile
+from bandpo_cli.cli.train_view import print_profile
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments.profile import PhaseTime, ProfileCallback, check_profile_steps

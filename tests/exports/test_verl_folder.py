@@ -174,7 +174,9 @@ def test_batches_that_verl_cannot_split_are_refused(
 
 
 def test_an_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bandpo_cli.experiments.exchange.write_text", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(
+        "bandpo_cli.experiments.export_import.write_text", Mock(side_effect=KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         export_verl(small(), tmp_path / "job", gpus_per_node=1)
     assert list(tmp_path.iterdir()) == []

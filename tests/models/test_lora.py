@@ -28,7 +28,7 @@ from bandpo_cli.models.lora import (
     save_adapter,
 )
 from bandpo_cli.models.packing import Row, collate
-from bandpo_cli.ranks import SINGLE
+from bandpo_cli.processes.ranks import SINGLE
 from tests.conftest import random_model
 
 BATCH = collate([Row([2, 3, 4], [[5, 6], [7]]), Row([8], [[9, 10]])], torch.device("cpu"))

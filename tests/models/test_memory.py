@@ -34,7 +34,7 @@ from bandpo_cli.models.memory import (
 )
 from bandpo_cli.models.packing import Row, batch_rows, collate
 from bandpo_cli.models.sharding import local_tensor, shard, unsharded
-from bandpo_cli.ranks import Ranks
+from bandpo_cli.processes.ranks import Ranks
 from tests.conftest import SHAPE, random_model
 
 TOKENS = 96

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
-from bandpo_cli.reports import style
+from bandpo_cli.reports import plot_style as style
 
 
 @pytest.fixture
 def without_plots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip plotting, which takes most of a report's time."""
-    monkeypatch.setattr("bandpo_cli.reports.comparison.write.plot_all", lambda *_: {})
+    monkeypatch.setattr("bandpo_cli.reports.write_report.plot_all", lambda *_: {})
 
 
 @pytest.fixture

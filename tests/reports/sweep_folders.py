@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
-from bandpo_cli.reports.comparison.selection import read_sweep
-from bandpo_cli.reports.comparison.variants import Report
-from bandpo_cli.reports.comparison.write import write_report
+from bandpo_cli.reports.compare_variants import Report
+from bandpo_cli.reports.run_variants import read_sweep
+from bandpo_cli.reports.write_report import write_report
 from bandpo_cli.storage.run_folder import RunFolder
 
 CLIP, KL = ("bounds.method=clip",), ("bounds.divergence=kl", "bounds.delta=0.05")

@@ -10,14 +10,14 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from bandpo_cli.reports.comparison.report_metrics import (
+from bandpo_cli.reports.report_metrics import (
     EqualAccuracy,
     entropy_at_equal_accuracy,
     entropy_when_reached,
     first_crossing,
 )
-from bandpo_cli.reports.comparison.selection import Selection, VariantRun
-from bandpo_cli.reports.comparison.write import write_report
+from bandpo_cli.reports.run_variants import Selection, VariantRun
+from bandpo_cli.reports.write_report import write_report
 from tests.reports.sweep_folders import edit_line, report_of, write_run, write_sweep
 
 FALLING = [1.0, 0.9, 0.8, 0.7]
@@ -176,7 +176,7 @@ def test_all_forms_of_the_report_have_the_metric(tmp_path, without_plots):
     metric = report.metrics[3]
     assert (metric.key, metric.name) == ("entropy_at_accuracy", "entropy at 40% accuracy")
     assert json.loads(json.dumps(report.as_json()))["accuracy_level"] == 0.4
-    differences = {item.variant: item for item in report.differences if item.figure == metric.key}
+    differences = {item.variant: item for item in report.differences if item.metric == metric.key}
     expected = stats.ttest_rel(kl, clip)
     tested, untested = differences["kl 0.02"], differences["kl 0.03"]
     assert (tested.paired.p, tested.p_holm) == (

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from bandpo_cli.reports.comparison.selection import Selection, VariantRun, select_runs
-from bandpo_cli.reports.comparison.write import write_report
+from bandpo_cli.reports.run_variants import Selection, VariantRun, select_runs
+from bandpo_cli.reports.write_report import write_report
 from tests.reports.sweep_folders import CLIP, report_of, write_run, write_sweep
 
 PLOTS = ["accuracy.png", "entropy.png", "accuracy_entropy.png", "clip_by_probability.png"]

@@ -5,17 +5,17 @@ import pandas as pd
 import pytest
 from matplotlib.patches import Patch
 
-from bandpo_cli.reports import style
-from bandpo_cli.reports.comparison.plots import (
+from bandpo_cli.reports import plot_style as style
+from bandpo_cli.reports.plot_style import legend_name, variant_styles
+from bandpo_cli.reports.report_plots import (
     MAX_VARIANTS_PLOTTED,
     SHARE,
     common_curves,
     plot_by_learning_rate,
 )
-from bandpo_cli.reports.comparison.selection import Selection, VariantRun
-from bandpo_cli.reports.comparison.statistics import estimate
-from bandpo_cli.reports.comparison.write import write_report
-from bandpo_cli.reports.style import legend_name, variant_styles
+from bandpo_cli.reports.run_variants import Selection, VariantRun
+from bandpo_cli.reports.statistics import estimate
+from bandpo_cli.reports.write_report import write_report
 from tests.reports.sweep_folders import report_of, write_run, write_sweep
 
 BANDS = "95% interval over seeds\nrange of two seeds\nnone for one seed"

@@ -11,8 +11,8 @@ import pytest
 from scipy import stats
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.comparison.selection import Selection, VariantRun, read_sweep
-from bandpo_cli.reports.comparison.write import write_report
+from bandpo_cli.reports.run_variants import Selection, VariantRun, read_sweep
+from bandpo_cli.reports.write_report import write_report
 from tests.reports.sweep_folders import CLIP, KL, edit_line, report_of, write_run, write_sweep
 
 CLEAR = {
@@ -35,7 +35,7 @@ def leaderboard(report):
 
 def in_accuracy(report):
     """Return the differences in the accuracy by variant."""
-    return {item.variant: item for item in report.differences if item.figure == "accuracy"}
+    return {item.variant: item for item in report.differences if item.metric == "accuracy"}
 
 
 def test_leaderboard_has_means_and_intervals_of_scipy(sweep):
@@ -223,7 +223,7 @@ def test_an_interrupted_report_leaves_no_partial_folder(sweep, monkeypatch, exis
         write_report(Selection("earlier", "clip", runs), sweep / "report")
     before = {path: path.read_bytes() for path in sweep.rglob("*") if path.is_file()}
     render = mock.Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr("bandpo_cli.reports.comparison.write.render", render)
+    monkeypatch.setattr("bandpo_cli.reports.write_report.render", render)
     with pytest.raises(KeyboardInterrupt):
         write_report(Selection("t", "clip", runs), sweep / "report")
     assert {path: path.read_bytes() for path in sweep.rglob("*") if path.is_file()} == before

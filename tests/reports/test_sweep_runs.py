@@ -7,8 +7,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from bandpo_cli.reports.comparison.runs import RunTables, area_under, read_runs
-from bandpo_cli.reports.comparison.selection import VariantRun
+from bandpo_cli.reports.run_tables import RunTables, area_under, read_runs
+from bandpo_cli.reports.run_variants import VariantRun
 from tests.reports.sweep_folders import edit_line, write_run
 
 

@@ -8,7 +8,7 @@ import yaml
 
 from bandpo_cli.config.layers import flatten, read_assignments, resolve
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.comparison.selection import (
+from bandpo_cli.reports.run_variants import (
     chosen_keys,
     differing_settings,
     format_setting,

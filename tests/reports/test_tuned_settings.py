@@ -11,11 +11,11 @@ from rich.console import Console
 
 from bandpo_cli.cli.report import print_report
 from bandpo_cli.errors import UserError
-from bandpo_cli.reports.comparison.runs import read_runs
-from bandpo_cli.reports.comparison.selection import Selection, VariantRun, select_runs
-from bandpo_cli.reports.comparison.tuning import TunedVariant, Tuning, by_learning_rate, read_tuning
-from bandpo_cli.reports.comparison.variants import Report
-from bandpo_cli.reports.comparison.write import write_report
+from bandpo_cli.reports.compare_variants import Report
+from bandpo_cli.reports.run_tables import read_runs
+from bandpo_cli.reports.run_variants import Selection, VariantRun, select_runs
+from bandpo_cli.reports.tuned_settings import TunedVariant, Tuning, by_learning_rate, read_tuning
+from bandpo_cli.reports.write_report import write_report
 from bandpo_cli.storage import run_folder
 from tests.reports.sweep_folders import CLIP, KL, report_of, write_plan, write_run, write_sweep
 

@@ -27,7 +27,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.models.load import Policy, load_policy
-from bandpo_cli.ranks import Ranks
+from bandpo_cli.processes.ranks import Ranks
 from bandpo_cli.sampling import engine_child, engine_process, engine_server
 from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
 from bandpo_cli.sampling.engine_process import EngineProcess

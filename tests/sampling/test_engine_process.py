@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError, find_out_of_memory
-from bandpo_cli.experiments.memory import out_of_memory_errors
+from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.models.load import Policy, checkpoint_weights, load_policy
-from bandpo_cli.ranks import Ranks
+from bandpo_cli.processes.ranks import Ranks
 from bandpo_cli.sampling import engine_process, sync_check
 from bandpo_cli.sampling.engine_process import EngineProcess
 from bandpo_cli.sampling.engine_server import receive_slots, receive_weights, send_slots, send_weights

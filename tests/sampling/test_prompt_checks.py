@@ -12,10 +12,10 @@ from rich.console import Console
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from bandpo_cli.cli.statement import print_dry_run
+from bandpo_cli.cli.preview import print_dry_run
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.experiments.dry_run import first_prompt
+from bandpo_cli.experiments.trials import first_prompt
 from bandpo_cli.sampling.prompt_checks import drop_long_prompts
 from bandpo_cli.sampling.rollouts import PromptEncoder
 from bandpo_cli.tasks.task import build_task

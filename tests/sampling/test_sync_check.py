@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.models.sharding import shard
-from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.sampler import Sampler, SamplingParams, StaleEngineError, TokenIds
 from bandpo_cli.sampling.sync_check import ATTEMPTS, HALF_PRECISION_LIMIT, SyncCheck, mean_gap
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler

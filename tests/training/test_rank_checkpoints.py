@@ -23,7 +23,7 @@ from bandpo_cli.models import sharding
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.models.lora import add_adapters
 from bandpo_cli.models.sharding import full_tensor, local_tensor, shard
-from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.storage.checkpoints import complete_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training import checkpoint_files

@@ -30,7 +30,7 @@ from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.lora import adapter_parameters, adapter_weights, save_adapter
 from bandpo_cli.models.packing import Row, collate, empty_batch
 from bandpo_cli.models.sharding import forward_dtype, full_tensor, shard, unsharded
-from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.storage.run_folder import RunFolder

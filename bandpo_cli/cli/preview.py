@@ -1,0 +1,179 @@
+"""Previews of a training run: `--dry-run`, the memory estimate, and `--probe`."""
+
+from collections.abc import Mapping
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from bandpo_cli.cli.console import (
+    ExperimentView,
+    format_duration,
+    make_table,
+    open_console,
+    print_line,
+    print_rows,
+    print_settings,
+)
+from bandpo_cli.cli.train_view import sample_text, settings_rows
+from bandpo_cli.config.layers import to_yaml
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.errors import UserError, plural
+from bandpo_cli.experiments.memory_check import (
+    GIB,
+    describe_memory,
+    memory_of_task,
+    memory_report,
+    saving_advice,
+)
+from bandpo_cli.experiments.monitor import advice
+from bandpo_cli.experiments.plan import Plan
+from bandpo_cli.experiments.trials import ProbeReport, probe
+from bandpo_cli.metric_names import has_nonbinary_rewards
+from bandpo_cli.tasks.task import Task
+
+
+def print_dry_run(console: Console, config: RunConfig, task: Task, ranks: int = 1) -> None:
+    """Print all settings, a trial of every grader, the memory estimate, and the first prompt.
+
+    A mistake in a custom function is reported before torch is imported.
+    """
+    from bandpo_cli.experiments.trials import first_prompt, try_graders
+
+    console.print(to_yaml(config), markup=False, highlight=False)
+    for trial in try_graders(config, task):
+        problem, grade = trial.problem, trial.grade
+        dummy = f"the dummy completion {trial.completion!r:.80} for the reference {problem.answer!r:.80}"
+        reward = f"reward {grade.reward:g}" if grade.has_reward else "without a reward (None or NaN)"
+        line = f"{problem.grader} grades {dummy} as {grade.verdict}, {reward}"
+        print_line(console, line, "grader")
+        for warning in trial.warnings:
+            print_line(console, warning, "warning:", "yellow")
+    if print_memory(console, config, task, ranks):
+        encoder, problem, warnings = first_prompt(config, task)
+        ids, most = encoder.encode([problem])[0].token_ids, config.sampling.max_prompt_tokens
+        pieces, count = [*encoder.pieces(ids)], f"{len(ids):,} tokens (sampling.max_prompt_tokens = {most:,})"
+        print_line(console, f"of problem {problem.id}, {count}:", "prompt")
+        styled = [(text, "" if token is None else "reverse") for text, token in pieces]
+        console.print(Text.assemble(*styled), soft_wrap=True)
+        special = ", ".join(f"{text} ({token})" for text, token in pieces if token is not None)
+        print_line(console, special or "none", "special tokens")
+        if arguments := config.model.chat_template_kwargs:
+            effect = encoder.effect_of_arguments(problem)
+            changed = "these lines of it:" if effect else "nothing in it: these are the template's own values"
+            line = f"model.chat_template_kwargs = {arguments} changes {changed}"
+            print_line(console, "\n".join([line, *effect]), "template")
+        for warning in warnings:
+            print_line(console, warning, "warning:", "yellow")
+
+
+def print_memory(console: Console, config: RunConfig, task: Task | None = None, ranks: int = 1) -> bool:
+    """Print the memory estimate by component, and whether the run fits the GPU or, without a GPU, this machine.
+
+    With several ranks it is the estimate of each. Return False if there is none because the model cannot be read.
+    """
+    try:
+        estimate = memory_report(config, ranks)
+    except UserError as error:
+        print_line(console, str(error), "no estimate of memory:", "yellow")
+        return False
+    if not estimate.fits:
+        config, estimate = memory_of_task(config, task, ranks)
+    over = "" if estimate.ranks == 1 else f", a rank of {estimate.ranks}"
+    table = make_table(f"{estimate.parameters / 1e6:,.1f}M parameters{over}", ">GiB", "while")
+    phases = {
+        "always": estimate.always,
+        "updating": estimate.update,
+        "reducing gradients": {k: v for k, v in estimate.reduction.items() if k not in estimate.update},
+        "sampling": estimate.sampling,
+        "on the engine's GPU": estimate.engine_gpu,
+    }
+    for phase, components in phases.items():
+        for name, size in components.items():
+            table.add_row(name, f"{size / GIB:,.2f}", phase)
+    console.print(table, highlight=False)
+    print_line(console, f"{describe_memory(estimate)}: {'fits' if estimate.fits else 'too much'}")
+    if config.model.lora is not None:
+        without = {"model": config.model.model_copy(update={"lora": None})}
+        peak = memory_report(config.model_copy(update=without), ranks).peak
+        trained = f"{estimate.trained / 1e6:,.1f}M of {estimate.parameters / 1e6:,.1f}M parameters"
+        line = f"trains {trained}; training all weights takes {peak / GIB:,.1f} GiB at the peak"
+        print_line(console, line, "LoRA")
+    if not estimate.fits:
+        print_line(console, saving_advice(config, estimate), "warning:", "yellow")
+    return True
+
+
+class ProbeView(ExperimentView):
+    """Spinner with the present phase of a probe."""
+
+    spinners: Mapping[str, str] = {
+        "load": "loading torch and the model …",
+        "sample": "sampling with the untrained model …",
+        "grade": "grading …",
+        "logprobs": "a trial step …",
+        "update": "a trial step …",
+    }
+
+
+def run_probe(plan: Plan, runs_dir: Path) -> None:
+    """Print the statement of the run, probe it, and print the results, the memory, and the settings to change."""
+    console, task = open_console(long_running=True), plan.task
+    assert task is not None  # only a resume can be without problems
+    print_settings(console, settings_rows(plan.config, task), task.notes(), plan.warnings)
+    with closing(ProbeView(console, runs_dir)) as view:
+        report = probe(plan, [view])
+    print_results(console, plan.config, report)
+    print_memory(console, plan.config, task)
+    for line in (lines := advice(plan.config, report.metrics)):
+        print_line(console, line, "try:", "yellow")
+    if not lines:
+        print_line(console, "nothing to change: the run can learn from these completions")
+
+
+def print_results(console: Console, config: RunConfig, report: ProbeReport) -> None:
+    """Print the metrics of the completions and of the trial step, and one completion."""
+    metrics = report.metrics
+    rollouts = [rollout for group in report.groups for rollout in group.rollouts_G]
+    problems, samples, useful = (
+        len(report.groups),
+        config.sampling.samples,
+        1 - metrics["train/uniform_group_fraction"],
+    )
+    solved = sum(any(rollout.grade.correct for rollout in group.rollouts_G) for group in report.groups)
+    rewards = [rollout.grade.reward for rollout in rollouts if rollout.grade.has_reward]
+    lengths = np.quantile([len(rollout.completion.token_ids) for rollout in rollouts], [0.5, 0.95, 1])
+    rows = {
+        "probe": f"{problems} problems × {samples} = {problems * samples:,} completions of the untrained model",
+        "reward": f"mean {metrics['train/reward']:.3g}, from {min(rewards):.3g} to {max(rewards):.3g}"
+        if has_nonbinary_rewards(metrics)
+        else "",
+        "pass rate": f"{metrics['train/accuracy']:.1%} of the completions are correct; {solved} of {problems} problems "
+        f"are solved at least once (pass@{samples})",
+        "groups": f"{useful:.1%} have different rewards; the others have no gradient",
+        "lengths": "median {:.0f}, 95% up to {:.0f}, longest {:.0f} tokens; ".format(*lengths)
+        + f"{metrics['train/truncated_fraction']:.1%} truncated, "
+        f"{metrics['grade/malformed_fraction']:.1%} without a readable answer",
+        "clipping": f"{metrics['clip/active_fraction']:.2%} of the tokens in a trial step of "
+        f"{plural(config.optim.updates, 'update')} on {plural(report.trial_groups, 'group')} at lr "
+        f"{config.optim.lr:g}, ratios up to {metrics['ratio/max']:.3g}; its weights are discarded"
+        if useful
+        else "not measured: no group has different rewards, so no token has a gradient",
+        "time": time_text(config, report),
+        "a sample": sample_text(rollouts[0]).plain,
+    }
+    print_rows(console, rows.items(), 10)
+
+
+def time_text(config: RunConfig, report: ProbeReport) -> str:
+    """Return the time of a step and of the run; without a trial step, the time without the updates."""
+    sampling, updates = report.sample_seconds, report.update_seconds
+    run = f"{format_duration(report.run_seconds)} for {plural(config.steps, 'step')}"
+    run += " with their evaluations" if config.evaluation.every else ""
+    if updates is None:
+        unknown = "the updates were not measured, because no group has different rewards"
+        return f"about {sampling:,.1f} s per step for sampling and grading alone, {run} without the updates; {unknown}"
+    parts = f"sampling and grading {sampling:,.1f} s, updates {updates:,.1f} s"
+    return f"about {sampling + updates:,.1f} s per step ({parts}), {run}"

@@ -1,0 +1,193 @@
+"""Tuned settings of a sweep, chosen from the variants of an earlier sweep, and the scores by learning rate."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, count
+from statistics import fmean
+from typing import Any, Literal, TypeGuard
+
+import pandas as pd
+
+from bandpo_cli.errors import UserError, plural
+from bandpo_cli.reports.run_tables import RunTables, Score, common_sets, scores_of
+from bandpo_cli.reports.run_variants import (
+    differing_settings,
+    format_setting,
+    method_name,
+    setting_texts,
+)
+from bandpo_cli.storage.sweep_folder import PLAN_FILE, SweepFolder, validated
+
+Lines = dict[str, dict[float, list[float]]]
+"""Accuracies or rewards by name of the line and learning rate, for the plot against the learning rate."""
+
+_LEARNING_RATE = "optim.lr"
+_LR_PART = re.compile(r"(?:^|\s)(?:optim\.)?lr=\S+")
+"""The part of a variant's name that gives its learning rate."""
+
+
+@dataclass(frozen=True)
+class TunedVariant:
+    """A variant of the tuning sweep. The fields are keys of `bandpo report --format json`.
+
+    Attributes:
+        group: the group that the variant belongs to, which is a variant of the tuned sweep.
+        variant: name of the variant.
+        settings: the settings in which the variants of its group differ, by dotted key.
+        values: the value of the metric for each tuning seed.
+        chosen: whether the variant is the best of its group.
+    """
+
+    group: str
+    variant: str
+    settings: Mapping[str, Any]
+    values: Sequence[float]
+    chosen: bool = False
+
+    @property
+    def mean(self) -> float:
+        """Mean of the values over the tuning seeds."""
+        return fmean(self.values)
+
+    @property
+    def settings_text(self) -> str:
+        """The settings, such as `bounds.delta = 0.02, optim.lr = 1e-4`."""
+        texts = (f"{key} = {format_setting(value)}" for key, value in self.settings.items())
+        return ", ".join(texts) or "its only settings"
+
+    @property
+    def values_text(self) -> str:
+        """The values by tuning seed, such as `0.300, 0.320`."""
+        return ", ".join(f"{value:.3f}" for value in self.values)
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """The variants that a sweep's settings were chosen from. The fields are keys of `bandpo report --format json`.
+
+    Attributes:
+        sweep: name of the tuning sweep.
+        metric: the metric that decides, `accuracy`, `reward` or `area` of the report.
+        seeds: the tuning seeds.
+        variants: the variants of the tuning sweep, group by group.
+    """
+
+    sweep: str
+    metric: Literal["accuracy", "reward", "area"]
+    seeds: Sequence[int]
+    variants: Sequence[TunedVariant]
+
+    @property
+    def caption(self) -> str:
+        """What the table of the tuning variants shows."""
+        seeds = ", ".join(map(str, self.seeds))
+        return f"{self.metric} in the sweep {self.sweep}, seeds {seeds}, which no run of this report has"
+
+    @property
+    def groups(self) -> dict[str, list[TunedVariant]]:
+        """The variants of each group."""
+        names = dict.fromkeys(variant.group for variant in self.variants)
+        return {name: [variant for variant in self.variants if variant.group == name] for name in names}
+
+    @property
+    def chosen(self) -> dict[str, TunedVariant]:
+        """The best variant of each group."""
+        return {variant.group: variant for variant in self.variants if variant.chosen}
+
+    def notes(self) -> list[str]:
+        """Return a line per group: the best variant, its value, and the number of variants that it was chosen from."""
+        seeds, groups = plural(len(self.seeds), "seed"), self.groups
+        return [
+            f"{group}: {best.settings_text}; {self.metric} {best.mean:.3f} over {seeds}, "
+            f"the best of {plural(len(groups[group]), 'variant')}"
+            for group, best in self.chosen.items()
+        ]
+
+    def notes_on_range(self) -> list[str]:
+        """Return a sentence on the numbers that were chosen at an end of the values tried; [] for none."""
+        ends = []
+        for group, best in self.chosen.items():
+            for key, value in best.settings.items():
+                tried = set(filter(_is_number, (variant.settings.get(key) for variant in self.groups[group])))
+                if len(tried) > 1 and value in (min(tried), max(tried)):
+                    ends.append(f"{key} = {format_setting(value)} of {group}")
+        tried_in = f"Chosen at an end of the values tried in {self.sweep}, beyond which a better one may lie"
+        return [f"{tried_in}: {', '.join(ends)}."] if ends else []
+
+    def by_learning_rate(self) -> Lines:
+        """Return the values of the variants, a line per group and other tuned settings: `kl delta=0.02`."""
+        lines: Lines = {}
+        for variant in self.variants:
+            others = {key: value for key, value in variant.settings.items() if key != _LEARNING_RATE}
+            texts = [f"{key.rpartition('.')[2]}={format_setting(value)}" for key, value in others.items()]
+            name = " ".join([variant.group, *texts])
+            if _is_number(rate := variant.settings.get(_LEARNING_RATE)):
+                lines.setdefault(name, {})[float(rate)] = list(variant.values)
+        return lines
+
+
+def choose(
+    sweep: str, by: Literal["accuracy", "area"], tables: RunTables, groups: Mapping[str, str]
+) -> Tuning:
+    """Return the variants with their values, the best of each group chosen; of equal variants the first.
+
+    Args:
+        sweep: name of the tuning sweep.
+        by: the metric that decides; more is better. The reward takes the place of the accuracy if rewards are not just
+            0 and 1.
+        tables: the runs, with the same seeds for every variant.
+        groups: the group of each variant.
+
+    Raises:
+        UserError: the runs share no evaluation set, or have no value of the metric.
+    """
+    metric = by if by == "area" else scores_of(tables)[0]
+    runs = tables.average(common_sets(tables.runs)).runs
+    candidates: list[TunedVariant] = []
+    for group, of_group in runs.groupby(runs.index.get_level_values("variant").map(groups), sort=False):
+        differing = differing_settings(of_group["settings"])
+        members = []
+        for name, of_variant in of_group.groupby(level="variant", sort=False):
+            if of_variant[metric].isna().any():
+                raise UserError(f"{sweep}: {name} has no {metric}: it was evaluated only once")
+            first = of_variant["settings"].iloc[0]
+            settings = {key: first[key] for key in differing if key in first}
+            members.append(TunedVariant(str(group), str(name), settings, of_variant[metric].tolist()))
+        best = max(members, key=lambda member: member.mean)
+        candidates += [replace(member, chosen=member is best) for member in members]
+    return Tuning(sweep, metric, sorted(set(runs.index.get_level_values("seed").tolist())), candidates)
+
+
+def read_tuning(sweep: SweepFolder | None) -> Tuning | None:
+    """Return how the settings of a sweep were chosen, from its plan; None for given settings, and for no sweep."""
+    if sweep is None or "tuning" not in sweep.plan:
+        return None
+    return validated(Tuning, sweep.plan["tuning"], sweep.path / PLAN_FILE, "tuning")
+
+
+def by_learning_rate(runs: pd.DataFrame, score: Score) -> Lines:
+    """Return the last accuracies or rewards of the runs, the learning rates ascending.
+
+    A line has the runs whose settings are equal except for the learning rate and the seed. Its name is the name of its
+    variants without `lr=...`, or the name of its method where these names differ; a second line of a name ends with `
+    #2`.
+    """
+    rates = runs["settings"].map(lambda settings: settings.get(_LEARNING_RATE))
+    runs = runs.assign(rate=rates)[rates.map(_is_number)].reset_index()
+    runs = runs[runs["rate"] > 0].astype({"rate": float}).sort_values("rate", kind="stable")
+    keys = [key for key in differing_settings(runs["settings"].sort_index()) if key != _LEARNING_RATE]
+    others = runs["settings"].map(lambda settings: setting_texts(settings, keys))
+    lines: Lines = {}
+    for texts in dict.fromkeys(others.sort_index()):
+        group = runs[others == texts]
+        names = {_LR_PART.sub("", variant).strip() for variant in group["variant"]}
+        stem = (names.pop() if len(names) == 1 else "") or method_name(group["settings"].iloc[0])
+        numbered = chain([stem], (f"{stem} #{number}" for number in count(2)))
+        name = next(name for name in numbered if name not in lines)
+        lines[name] = {float(rate): values.tolist() for rate, values in group.groupby("rate")[score]}
+    return lines
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
