@@ -17,10 +17,9 @@ from bandpo_cli.config.run import EvaluationConfig
 from bandpo_cli.evaluation.batches import Batch, background_grading, chunks, eval_row
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.processes.watch import Wait
-from bandpo_cli.sampling.conversations import Conversations
+from bandpo_cli.sampling.prompt_encoding import EncodedPrompt, PromptEncoder
 from bandpo_cli.sampling.rollouts import (
-    EncodedPrompt,
-    PromptEncoder,
+    Conversations,
     decode_completions,
     problem_per_completion,
     stream_completions,

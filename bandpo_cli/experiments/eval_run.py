@@ -367,24 +367,23 @@ def _open_source(request: EvalPlan, ranks: Ranks, events: _Events, stack: ExitSt
     use_expandable_segments(config)
     with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
-        from bandpo_cli.models.determinism import deterministic_kernels
-        from bandpo_cli.models.load import load_policy, with_resolved_dtype
-        from bandpo_cli.sampling import prompt_checks, rollouts
-        from bandpo_cli.sampling.conversations import build_conversations
+        from bandpo_cli.models.load import deterministic_kernels, load_policy, with_resolved_dtype
+        from bandpo_cli.sampling import prompt_encoding
+        from bandpo_cli.sampling.rollouts import build_conversations
         from bandpo_cli.sampling.sampler import SamplingParams, build_sampler, check_model
 
         stack.enter_context(deterministic_kernels(config, training=False))
         check_model(config)
         config = check_memory(with_resolved_dtype(config), ranks, training=False, task=source[1])
         policy = load_policy(config.model, for_training=False, ranks=ranks)
-        prompt_checks.check_context_length(policy.model.config, config)
-        encoder = rollouts.PromptEncoder.of_run(policy.tokenizer, config, policy.rows)
+        prompt_encoding.check_context_length(policy.model.config, config)
+        encoder = prompt_encoding.PromptEncoder.of_run(policy.tokenizer, config, policy.rows)
         conversations = build_conversations(config, encoder, ranks)
         notes: list[str] = []
-        fitting = prompt_checks.drop_long_prompts_in_sets(encoder, source[1].heldout_sets(), config, notes)
+        fitting = prompt_encoding.drop_long_prompts_in_sets(encoder, source[1].heldout_sets(), config, notes)
         problems = [problem for problems_P in fitting.values() for problem in problems_P]
         notes += encoder.notes(problems)
-        stop_ids = rollouts.completion_stop_ids(policy, encoder, problems)
+        stop_ids = prompt_encoding.completion_stop_ids(policy, encoder, problems)
         sampler = build_sampler(config, policy)
     stack.enter_context(closed_at_end("the sampling engine", sampler.close))
     if conversations is not None:

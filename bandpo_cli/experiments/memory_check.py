@@ -1,6 +1,6 @@
 """Memory of a run: the estimate for the devices of this machine, the check before it starts, and errors of too little.
 
-The estimate itself is `models.memory`. torch is imported where it is made.
+The estimate itself is `models.memory_estimate`. torch is imported where it is made.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from bandpo_cli.processes.ranks import Ranks, local_rank_count, rank_count, rank
 from bandpo_cli.registries import ENGINES
 
 if TYPE_CHECKING:
-    from bandpo_cli.models.memory import MemoryEstimate
+    from bandpo_cli.models.memory_estimate import MemoryEstimate
     from bandpo_cli.tasks.task import Task
 
 GIB = 2**30
@@ -45,7 +45,7 @@ def memory_report(config: RunConfig, ranks: int = 1, training: bool = True) -> M
     it.
     """
     from bandpo_cli.models.load import is_on_cuda
-    from bandpo_cli.models.memory import Device, estimate_memory
+    from bandpo_cli.models.memory_estimate import Device, estimate_memory
 
     if not is_on_cuda(config.model):
         share = "" if ranks == 1 else f" / {ranks} ranks"
@@ -96,7 +96,7 @@ def memory_of_task(
 def _longest_prompt(config: RunConfig, task: Task, training: bool) -> int:
     """Return the number of tokens of the longest prompt, by the tokenizer alone. Imports transformers."""
     from bandpo_cli.models.load import load_tokenizer
-    from bandpo_cli.sampling.rollouts import PromptEncoder
+    from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 
     heldout = task.heldout_sets().values() if config.evaluation.every or not training else ()
     problems = chain(task.train_problems() if training else (), *heldout)
@@ -135,7 +135,7 @@ def check_memory(
 
     Raises UserError if the run needs more memory than its GPU has, or than other processes leave of it.
     """
-    from bandpo_cli.models.memory import NoEstimateError
+    from bandpo_cli.models.memory_estimate import NoEstimateError
 
     def line(estimated: RunConfig, estimate: MemoryEstimate) -> str:
         advice = "" if estimate.fits else f"; {saving_advice(estimated, estimate, training, changeable)}"
@@ -190,7 +190,7 @@ def saving_advice(
 
     The arguments are those of `check_memory`.
     """
-    from bandpo_cli.models.memory import estimate_memory
+    from bandpo_cli.models.memory_estimate import estimate_memory
 
     def fits(flags: Mapping[str, str]) -> bool:
         assignments = [f"{key}={value}" for key, value in flags.items() if key != "--nproc"]

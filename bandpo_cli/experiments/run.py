@@ -162,8 +162,7 @@ def loaded_components(
     """
     events.phase("load")
     use_expandable_segments(config)
-    from bandpo_cli.models.determinism import deterministic_kernels
-    from bandpo_cli.models.load import with_resolved_dtype
+    from bandpo_cli.models.load import deterministic_kernels, with_resolved_dtype
 
     config = with_resolved_dtype(config)
     with ExitStack() as stack:

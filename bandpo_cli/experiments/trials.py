@@ -24,7 +24,7 @@ from bandpo_cli.tasks.task import Task
 from bandpo_cli.types import MALFORMED, Grade, Group, Problem, is_ungraded
 
 if TYPE_CHECKING:
-    from bandpo_cli.sampling.rollouts import PromptEncoder
+    from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 
 _ANSWER_FORMS = {"answer-line": "Answer: {}", "boxed": "\\boxed{{{}}}", "hashes": "#### {}"}
 """Final answers as the templates ask for them."""
@@ -89,12 +89,12 @@ def first_prompt(config: RunConfig, task: Task) -> tuple[PromptEncoder, Problem,
     Raises UserError for all prompts that training refuses.
     """
     from bandpo_cli.models.load import check_vocabulary, load_tokenizer, read_config
-    from bandpo_cli.sampling.prompt_checks import (
+    from bandpo_cli.sampling.prompt_encoding import (
+        PromptEncoder,
         check_context_length,
         drop_long_prompts,
         drop_long_prompts_in_sets,
     )
-    from bandpo_cli.sampling.rollouts import PromptEncoder
 
     model, tokenizer = read_config(config.model), load_tokenizer(config.model)
     rows = model.get_text_config().vocab_size

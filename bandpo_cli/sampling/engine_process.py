@@ -10,7 +10,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection
@@ -23,7 +23,8 @@ from bandpo_cli.config.hardware import engine_cards
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.models.load import Policy, checkpoint_weights
+from bandpo_cli.models.load import Policy
+from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.paths import is_adapter_folder, user_path
 from bandpo_cli.processes.ranks import local_rank_count
 from bandpo_cli.processes.watch import Wait, progress
@@ -31,7 +32,7 @@ from bandpo_cli.registries import ENGINES
 from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
 from bandpo_cli.sampling.engine_server import NO_MORE, Answer, send_slots, send_weights
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, engine_model
-from bandpo_cli.sampling.sync_check import SyncCheck
+from bandpo_cli.sampling.weight_sync import SyncCheck
 from bandpo_cli.types import Completion
 
 CLOSE_S = 5.0
@@ -51,8 +52,6 @@ class EngineProcess(Sampler):
     methods raise RunError after the process has ended, with how it ended.
     """
 
-    streams = True
-
     def __init__(self, config: RunConfig, policy: Policy) -> None:
         """Start the process, build the engine there and send the weights as version 0; all ranks do so together.
 
@@ -68,7 +67,7 @@ class EngineProcess(Sampler):
         self._child: EngineChild | None = None
         self._trainer_threads = torch.get_num_threads()
         self._entry = ENGINES[resolve_engine(config.sampling.engine, policy.device.type == "cuda")]
-        self.batches_turns = self._entry.shares_weights
+        self.streams = not self._entry.shares_weights
         checked = None if self._entry.shares_weights else policy
         self.check = SyncCheck(checked, config.sampling.max_prompt_tokens + config.sampling.max_tokens)
         try:
@@ -79,30 +78,16 @@ class EngineProcess(Sampler):
             raise
 
     def sample_stream(
-        self, requests: Iterable[SampleRequest], params: SamplingParams
-    ) -> Generator[list[list[Completion]], None, None]:
-        """Yield the completions [P][n] of each request, as the same engine in the trainer's process.
+        self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool = True
+    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
+        """Yield number and completions [P][n] of each request, as the same engine in the trainer's process.
 
         The process asks for requests as its engine has room for them. It waits while the caller uses completions.
         """
-        with closing(self._stream(requests, params, "sample_stream")) as stream:
-            for _, groups in stream:
-                yield groups
-
-    def sample_turns(
-        self, requests: Iterable[SampleRequest | None], params: SamplingParams
-    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
-        """Yield number and completions [P][n] of each request, as the same engine in the trainer's process."""
-        return self._stream(requests, params, "sample_turns")
-
-    def _stream(
-        self, requests: Iterable[SampleRequest | None], params: SamplingParams, method: str
-    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
-        """Yield what the method of the engine in the process yields; the number of a request even where it does not."""
         more, taken = iter(requests), dict[int, SampleRequest]()
         numbers, stopped = count(), None
         try:
-            with self._conversation("stream", params, method) as pipe:
+            with self._conversation("stream", params, in_order) as pipe:
                 while not isinstance(message := self._receive(pipe), Answer):
                     reply: object = NO_MORE if message is None else False  # it ends the stream
                     try:

@@ -22,8 +22,8 @@ from bandpo_cli.evaluation.batches import SubmitAnswers, background_grading, chu
 from bandpo_cli.grading.rewards import graded_by, training_grader
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.processes.ranks import Ranks
+from bandpo_cli.sampling.prompt_encoding import EncodedPrompt
 from bandpo_cli.sampling.rollouts import (
-    EncodedPrompt,
     decode_completions,
     graded_groups,
     problem_per_completion,

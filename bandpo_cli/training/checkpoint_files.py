@@ -33,10 +33,18 @@ from xxhash import xxh3_64
 
 from bandpo_cli.config.run import RewardConfig
 from bandpo_cli.errors import RunError, UserError, find_out_of_memory, first_line
-from bandpo_cli.models.load import Policy, load_weights, save_policy
-from bandpo_cli.models.sharding import ShardError, read_shards, saved_shapes, write_shards
+from bandpo_cli.models.load import Policy
+from bandpo_cli.models.weights import (
+    ShardError,
+    load_weights,
+    read_shards,
+    save_policy,
+    saved_shapes,
+    write_shards,
+)
 from bandpo_cli.processes.ranks import Ranks
-from bandpo_cli.sampling.rollouts import PromptEncoder, decode_completions, graded_groups
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder
+from bandpo_cli.sampling.rollouts import decode_completions, graded_groups
 from bandpo_cli.storage.checkpoints import (
     ROLLOUTS,
     STATE,

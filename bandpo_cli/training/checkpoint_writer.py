@@ -27,8 +27,9 @@ from torch.distributed.tensor import DTensor
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, SignalExit
-from bandpo_cli.models.load import Policy, weights_to_save
+from bandpo_cli.models.load import Policy
 from bandpo_cli.models.sharding import local_tensor
+from bandpo_cli.models.weights import weights_to_save
 from bandpo_cli.processes.ranks import Ranks
 from bandpo_cli.processes.watch import Wait
 from bandpo_cli.storage.checkpoints import complete_checkpoints, is_written_in_background, prune_checkpoints

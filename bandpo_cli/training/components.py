@@ -14,10 +14,10 @@ from bandpo_cli.errors import UserError, warn_on_failure
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import Policy, load_policy, load_reference
 from bandpo_cli.processes.ranks import SINGLE, Ranks
-from bandpo_cli.sampling import prompt_checks
-from bandpo_cli.sampling.conversations import Conversations, build_conversations
+from bandpo_cli.sampling import prompt_encoding
 from bandpo_cli.sampling.engine_process import EngineProcess
-from bandpo_cli.sampling.rollouts import PromptEncoder, completion_stop_ids
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder, completion_stop_ids
+from bandpo_cli.sampling.rollouts import Conversations, build_conversations
 from bandpo_cli.sampling.sampler import Sampler, SamplingParams, build_sampler, check_model
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.checkpoints import ANY_PROBLEMS, ROLLOUTS, Progress
@@ -132,12 +132,12 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
     check_model(config)
     torch.manual_seed(config.seed)
     policy = load_policy(config.model, ranks=ranks, seed=config.seed)
-    prompt_checks.check_context_length(policy.model.config, config)
+    prompt_encoding.check_context_length(policy.model.config, config)
     encoder = PromptEncoder.of_run(policy.tokenizer, config, policy.rows)
     conversations = build_conversations(config, encoder, ranks)
     notes: list[str] = []
-    train = prompt_checks.drop_long_prompts(encoder, "training", task.train_problems(), config, notes)
-    heldout = prompt_checks.drop_long_prompts_in_sets(encoder, task.heldout_sets(), config, notes)
+    train = prompt_encoding.drop_long_prompts(encoder, "training", task.train_problems(), config, notes)
+    heldout = prompt_encoding.drop_long_prompts_in_sets(encoder, task.heldout_sets(), config, notes)
     notes += encoder.notes(train)
     # The reference before the optimizer and the sampler allocate memory.
     reference = load_reference(policy, config.model) if config.objective.reference_kl > 0 else None

@@ -219,7 +219,7 @@ def check_deterministic(work: Work) -> Measured:
 
     The engine is the built-in sampler. On a CPU the states also equal those of ordinary kernels.
     """
-    from bandpo_cli.models.determinism import deterministic_kernels
+    from bandpo_cli.models.load import deterministic_kernels
 
     states: dict[str, list[Mapping[str, int]]] = {}
     runs: dict[str, TrainedRun] = {}

@@ -17,11 +17,12 @@ from bandpo_cli.evaluation.batches import Batch, regrade_batches
 from bandpo_cli.evaluation.evaluate import MAX_UNGRADED_BATCHES, sample_batches
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.processes.ranks import SINGLE, Ranks
-from bandpo_cli.sampling.rollouts import EncodedPrompt
-from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, StaleEngineError
+from bandpo_cli.sampling.prompt_encoding import EncodedPrompt
+from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, StaleEngineError
 from bandpo_cli.storage.eval_folder import PartKey
 from bandpo_cli.tasks.completions import StoredCompletion, StoredProblem
 from bandpo_cli.types import Completion, Grade, Problem
+from tests.sequential_sampler import SequentialSampler
 from tests.training.several_ranks import run_ranks
 
 SAMPLES = 2
@@ -36,7 +37,7 @@ def problems(label: str, count: int) -> list[Problem]:
 SETS = {"a": problems("a", 11), "b": problems("b", 1), "c": problems("c", 4)}
 
 
-class Engine(Sampler):
+class Engine(SequentialSampler):
     """Engine, encoder and grader. Completions follow the contract of `Sampler`: prompt i depends on `seed + i`.
 
     Sampling communicates, as that of a sharded model does, and fails if the ranks are not at the same call.
@@ -87,16 +88,16 @@ class Streaming(Engine):
     """Takes three requests before it returns the completions of the first one."""
 
     def sample_stream(
-        self, requests: Iterable[SampleRequest], params: SamplingParams
-    ) -> Generator[list[list[Completion]], None, None]:
-        queue: list[SampleRequest] = []
-        for request in requests:
-            queue.append(request)
+        self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool = True
+    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
+        queue: list[tuple[int, SampleRequest]] = []
+        for item in enumerate(filter(None, requests)):
+            queue.append(item)
             if len(queue) == 3:
-                first = queue.pop(0)
-                yield self.sample(first.prompts_P, params, first.seed)
-        for request in queue:
-            yield self.sample(request.prompts_P, params, request.seed)
+                number, first = queue.pop(0)
+                yield number, self.sample(first.prompts_P, params, first.seed)
+        for number, request in queue:
+            yield number, self.sample(request.prompts_P, params, request.seed)
 
 
 def batches_of(engine: Any, per_batch: int = 3, seed: int = 7, **options: Any) -> Iterator[Batch]:

@@ -25,7 +25,7 @@ from bandpo_cli.experiments.memory_check import GIB, check_memory, memory_of_tas
 from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS
 from bandpo_cli.experiments.run import loaded_components
 from bandpo_cli.models import load
-from bandpo_cli.models.memory import SLEEPING_ENGINE_BYTES, Device, estimate_memory
+from bandpo_cli.models.memory_estimate import SLEEPING_ENGINE_BYTES, Device, estimate_memory
 from bandpo_cli.processes.ranks import SINGLE
 from bandpo_cli.tasks.task import build_task
 from tests.config.shapes import config_on_disk

@@ -15,7 +15,7 @@ from bandpo_cli.experiments import export_verl
 from bandpo_cli.exports import verl_files
 from bandpo_cli.exports.verl_files import batch_arithmetic, hydra_value, problem_from_json
 from bandpo_cli.models.load import load_tokenizer
-from bandpo_cli.sampling.rollouts import PromptEncoder
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.types import Message, Problem
 from tests.exports.folders import SMALL, run_script, small

@@ -18,9 +18,10 @@ from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.registries import ENGINES, EngineEntry
 from bandpo_cli.sampling import engine_child
-from bandpo_cli.sampling.sampler import EngineModel, Sampler, SamplingParams, StaleEngineError, TokenIds
+from bandpo_cli.sampling.sampler import EngineModel, SamplingParams, StaleEngineError, TokenIds
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion
+from tests.sequential_sampler import SequentialSampler
 
 CUDA_TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB"
 
@@ -81,7 +82,7 @@ FLOATS = (0.1, -1e-310, float("-inf"), 1 / 3)
 """Numbers that float32 does not hold."""
 
 
-class StubSampler(Sampler):
+class StubSampler(SequentialSampler):
     """Raises the error of the seed of the request; otherwise returns the token ids of the prompt in reverse order."""
 
     def __init__(self, config: SamplingConfig, policy: Any) -> None:

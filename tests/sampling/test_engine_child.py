@@ -226,7 +226,7 @@ def test_close_ends_a_process_with_an_open_stream(monkeypatch: Patch, policy: Po
         monkeypatch, policy, "pipe.send(None); pipe.recv_bytes(); pipe.send((0, [])); time.sleep(600)"
     )
     stream = engine.sample_stream(REQUESTS, PARAMS)
-    assert next(stream) == []
+    assert next(stream) == (0, [])
     with pytest.raises(RunError, match="a call of another thread"):
         engine.describe()
     engine.close()

@@ -123,21 +123,21 @@ class StreamingCopy(RecordingSampler):
     waited: list[bool]
 
     def sample_stream(
-        self, requests: Iterable[SampleRequest], params: SamplingParams
-    ) -> Generator[list[list[Completion]], None, None]:
-        every = [*requests]
+        self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool = True
+    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
+        every = [*filter(None, requests)]
         prompts = [prompt for request in every for prompt in request.prompts_P]
         starts = accumulate((len(request.prompts_P) for request in every), initial=every[0].seed)
         assert [request.seed for request in every] == [*starts][:-1]
         groups = iter(self.sample(prompts, params, every[0].seed))
         step = self.recording.current
-        for request in every[:-1]:
-            yield [next(groups) for _ in request.prompts_P]
+        for number, request in enumerate(every[:-1]):
+            yield number, [next(groups) for _ in request.prompts_P]
         until = time.monotonic() + 20
         while every[1:] and "grade" not in step.order and time.monotonic() < until:
             time.sleep(0.01)
         self.waited += ["grade" in step.order] * bool(every[1:])
-        yield [*groups]
+        yield len(every) - 1, [*groups]
 
 
 def test_grades_while_sampling_give_the_same_run(

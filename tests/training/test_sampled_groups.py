@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.models.load import Policy, load_policy
-from bandpo_cli.sampling.rollouts import PromptEncoder, decode_completions
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder
+from bandpo_cli.sampling.rollouts import decode_completions
 from bandpo_cli.storage.checkpoints import ROLLOUTS
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import ProblemStream

@@ -15,7 +15,8 @@ pytest.importorskip("vllm")
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.experiments import evaluate, resume, train
 from bandpo_cli.metric_names import without_clock
-from bandpo_cli.models.load import checkpoint_weights, load_policy
+from bandpo_cli.models.load import load_policy
+from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task

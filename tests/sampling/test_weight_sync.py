@@ -15,11 +15,12 @@ from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.models.sharding import shard
 from bandpo_cli.processes.ranks import SINGLE, Ranks
-from bandpo_cli.sampling.sampler import Sampler, SamplingParams, StaleEngineError, TokenIds
-from bandpo_cli.sampling.sync_check import ATTEMPTS, HALF_PRECISION_LIMIT, SyncCheck, mean_gap
+from bandpo_cli.sampling.sampler import SamplingParams, StaleEngineError, TokenIds
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.sampling.weight_sync import ATTEMPTS, HALF_PRECISION_LIMIT, SyncCheck, mean_gap
 from bandpo_cli.types import Completion
 from tests.conftest import random_model
+from tests.sequential_sampler import SequentialSampler
 from tests.training.several_ranks import run_ranks
 
 LONG = 100
@@ -34,7 +35,7 @@ def shifted(completion: Completion, shifts: Sequence[float]) -> Completion:
     return replace(completion, logprobs=tuple(logprob + shift for logprob, shift in pairs))
 
 
-class Engine(Sampler):
+class Engine(SequentialSampler):
     """Samples from `model`, and shifts the log-probs of the first completions of its first `failing` calls."""
 
     def __init__(self, model: PreTrainedModel, *shifts: Sequence[float], failing: int = 9) -> None:

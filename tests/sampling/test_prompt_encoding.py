@@ -16,8 +16,7 @@ from bandpo_cli.cli.preview import print_dry_run
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.trials import first_prompt
-from bandpo_cli.sampling.prompt_checks import drop_long_prompts
-from bandpo_cli.sampling.rollouts import PromptEncoder
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder, drop_long_prompts
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.components import build_components
 from bandpo_cli.types import Message, Problem
