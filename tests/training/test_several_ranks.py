@@ -30,7 +30,7 @@ from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
-from bandpo_cli.training.components import build_components
+from bandpo_cli.training.build import build_components
 from bandpo_cli.training.loop import train
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.types import GRADER_ERROR, Grade, Problem
