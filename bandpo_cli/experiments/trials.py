@@ -164,7 +164,7 @@ def probe(plan: Plan, callbacks: Sequence[TrainCallback] = ()) -> ProbeReport:
         config, components = load_components(with_values(run, values), task, events, stack)
         stack.enter_context(out_of_memory_errors(config))
         from bandpo_cli.evaluation.evaluate import is_evaluation_due
-        from bandpo_cli.objective.loss import policy_loss
+        from bandpo_cli.methods.loss import policy_loss
         from bandpo_cli.sampling.sampler import is_exact
         from bandpo_cli.training.experience import prepare_updates
         from bandpo_cli.training.loop import step_advantages
