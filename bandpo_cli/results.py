@@ -30,9 +30,9 @@ from bandpo_cli.config.layers import flatten, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask, TaskSettings
 from bandpo_cli.errors import UserError
+from bandpo_cli.methods import method_name
 from bandpo_cli.metric_names import HELDOUT_ACCURACY, HELDOUT_REWARD, has_nonbinary_rewards, heldout_mean
 from bandpo_cli.paths import path_exists
-from bandpo_cli.registries import method_name
 from bandpo_cli.storage.checkpoints import complete_checkpoints
 from bandpo_cli.storage.eval_folder import EVALUATION_COLUMNS, RECORD_FILE, EvalFolder, iterate_evaluations
 from bandpo_cli.storage.files import file_checksum, is_locked, read_json_object, step_name, step_of

@@ -21,8 +21,7 @@ from bandpo_cli.datasets import TEMPLATES
 from bandpo_cli.errors import ConfigError, nearest, plural
 from bandpo_cli.grading.tools import tool_schemas
 from bandpo_cli.models.load import Policy
-from bandpo_cli.tasks.prompts import build_prompt
-from bandpo_cli.tasks.question_answers import without_spaces
+from bandpo_cli.tasks.task import build_prompt, without_spaces
 from bandpo_cli.types import Message, Problem
 
 COMPARED = 32

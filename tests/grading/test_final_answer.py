@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bandpo_cli.extract import MAX_CHARS, final_answer, unwrap
+from bandpo_cli.grading.answers import MAX_CHARS, final_answer, unwrap
 
 DATA = Path(__file__).parents[1].parent / "shared" / "data"
 
