@@ -39,10 +39,10 @@ _TASK = opt.option("NAME|FILE", "the evaluation sets of the run", **opt.TASK_VAL
 
 
 @eval_app.callback()
-@opt.takes_settings("eval")
+@opt.takes_settings
 def evaluate(
-    context: typer.Context,
     *,
+    context: typer.Context,
     model: Annotated[str | None, opt.option("MODEL", "the bundled model", complete=folder_of("run"))] = None,
     task: Annotated[list[str] | None, _TASK] = None,
     samples: Annotated[Path | None, opt.option("FILE")] = None,

@@ -18,10 +18,10 @@ _EXECUTION = {
 """The options that say how runs are executed, and not which."""
 
 
-@opt.takes_settings("sweep")
+@opt.takes_settings
 def sweep(
-    context: typer.Context,
     *,
+    context: typer.Context,
     file: Annotated[Path | None, opt.argument("[FILE]")] = None,
     settings: opt.Settings,
     seeds: Annotated[str | None, opt.option("S,S", "0")] = None,
