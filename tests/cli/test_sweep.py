@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bandpo_cli.cli import sweep_view
 from bandpo_cli.config.layers import read_layer, resolve
-from bandpo_cli.experiments import train
+from bandpo_cli.experiments import sweep_run, train
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.sweeps.pool import POLL_INTERVAL_S, LocalPool
 from tests.cli.eval_command import usage_error
@@ -30,7 +29,7 @@ SMALL = [
 
 def no_estimate() -> None:
     """Print no estimate of the time, which needs a trial run as long as the runs of these tests."""
-    sweep_view.estimate_time = lambda *_: None
+    sweep_run.estimate_time = lambda *_: None
 
 
 def begin(place: Path, *arguments: str, with_trial: bool = False) -> Forked:
