@@ -104,9 +104,7 @@ def main() -> None:
         with suppress(Exception):  # its text would appear within the line that the user types
             app(prog_name=PROGRAM)  # always raises SystemExit
         sys.exit(RUN_ERROR)
-    # The interpreter ends with a search for unreachable objects, which takes 0.3 s after the imports of `eval`. With
-    # torch it is needed: vLLM's extension modules print objects that are left over as leaks.
-    atexit.register(lambda: "torch" in sys.modules or gc.freeze())  # the callback registered first runs last
+    atexit.register(_skip_last_collection)  # the callback registered first runs last
     exit_with_parent()
     silence_other_ranks()
     if launched_ranks() is not None:
@@ -135,6 +133,15 @@ def main() -> None:
                 raise
             print(f"error: {known}", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _skip_last_collection() -> None:
+    """Keep the interpreter from a last search for unreachable objects, which takes 0.3 s after the imports of `eval`.
+
+    Not with torch: vLLM's extension modules print the objects that they find undeleted at the end as leaks.
+    """
+    if "torch" not in sys.modules:
+        gc.freeze()
 
 
 def _known_error(error: Exception) -> UserError | RunError | None:

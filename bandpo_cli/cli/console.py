@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -83,6 +83,9 @@ def protect_streams() -> None:
 PLAIN_LINES = 20
 """Approximate number of progress lines in a log file, however long the run or the evaluation."""
 
+LOADING = "loading torch and the model …"
+"""The text beside the spinner of the phase `load`."""
+
 CONTINUES = "warning: nothing reads the output of this command any more; it continues without it"
 
 
@@ -151,7 +154,7 @@ def print_rows(console: Console, rows: Iterable[tuple[str, str]], width: int = 0
 
 
 def print_settings(
-    console: Console, rows: Sequence[tuple[str, str]], notes: Sequence[str] = (), warnings: Sequence[str] = ()
+    console: Console, rows: Iterable[tuple[str, str]], notes: Iterable[str] = (), warnings: Iterable[str] = ()
 ) -> None:
     """Print (heading, text) rows about a command, and the notes and warnings below it."""
     grid = Table.grid(padding=(0, 2))

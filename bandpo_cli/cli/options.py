@@ -171,13 +171,14 @@ class Flag:
     def option(self, command: str) -> inspect.Parameter:
         """Return the parameter of a command's function from which Typer makes the option."""
         several = self.sweep == "several values"
+        kind: Any = str if several else self.kind
         more = {"metavar": self.metavar, "default": self.default, "help": self.help, **self.more}
         if several and command == "sweep":
             initial = (self.metavar or "VALUE")[0]
             more |= {"metavar": f"{initial},{initial}", "default": None}
         if self.names:
             more["complete"] = one_of(self.names, several and command == "sweep")
-        annotation = Annotated[(str if several else self.kind) | None, option(flags=[self.name], **more)]
+        annotation = Annotated[kind | None, option(flags=[self.name], **more)]
         return inspect.Parameter(
             self.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
         )

@@ -17,7 +17,7 @@ from rich.panel import Panel
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 from bandpo_cli.cli.console import ExperimentView, print_settings
-from bandpo_cli.cli.eval_view import histogram, print_comparison, print_scores, ungraded_line
+from bandpo_cli.cli.eval import histogram, print_comparison, print_scores, ungraded_line
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.cli.sweep import plan_table, seconds_left, variants_table
 from bandpo_cli.cli.train_view import (
@@ -294,7 +294,7 @@ def _printed(ups: int, downs: int, ties: int) -> str:
     )
     out = io.StringIO()
     result = ComparisonResult(Path("a"), Path("b"), {}, compare_records(a, b))
-    print_comparison(Console(file=out, width=200), result, 0, "table")
+    print_comparison(Console(file=out, width=200), result, 0)
     return out.getvalue()
 
 
