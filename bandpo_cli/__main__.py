@@ -35,6 +35,7 @@ try:
     from bandpo_cli.cli.doctor import configs_app, doctor
     from bandpo_cli.cli.eval import eval_app
     from bandpo_cli.cli.export import export_app, import_app
+    from bandpo_cli.cli.launch import prints_errors, record_error, silence_other_ranks
     from bandpo_cli.cli.options import SETTINGS, command_group
     from bandpo_cli.cli.report import report
     from bandpo_cli.cli.runs import plot, runs, samples, show, view
@@ -43,15 +44,8 @@ try:
     from bandpo_cli.cli.sync import sync
     from bandpo_cli.cli.train import train
     from bandpo_cli.errors import RunError, UserError, first_line, system_error_message, user_code_location
-    from bandpo_cli.rank_process import (
-        launched_ranks,
-        prints_errors,
-        rank_count,
-        record_error,
-        silence_other_ranks,
-    )
-    from bandpo_cli.sweeps.pool import exit_with_parent
-    from bandpo_cli.waits import register
+    from bandpo_cli.processes.ranks import is_main_process, launched_ranks, rank_count
+    from bandpo_cli.processes.watch import exit_with_parent, register
 finally:
     if _interrupt_handler is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt_handler)
@@ -109,13 +103,12 @@ def main() -> None:
     silence_other_ranks()
     if launched_ranks() is not None:
         handle_forwarded_signals()
-        register(f"rank {os.environ['RANK']}")
+        register(f"rank {os.environ['RANK']}", is_main=is_main_process())
     elif sys.argv[1:2] in (["train"], ["eval"], ["sweep"]):
-        register(PROGRAM, leads=True)
+        register(PROGRAM, leads=True, is_main=is_main_process())
     try:
-        if words := [
-            word for word in sys.argv if re.search("[\ud800-\udfff]", word)
-        ]:  # bytes, as Python passes them
+        # Python passes bytes that are not UTF-8 as surrogates.
+        if words := [word for word in sys.argv if re.search("[\ud800-\udfff]", word)]:
             raise UserError(f"{words[0]}: not a text in UTF-8; rename it")
         with exit_on_sigterm(announce=True) if rank_count() == 1 else nullcontext():
             code = app(standalone_mode=False, prog_name=PROGRAM)

@@ -1,6 +1,7 @@
 """Callbacks of experiments, and what they receive: the run at its start, each step, the result."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -92,6 +93,30 @@ class Callback(Generic[Info, Report, Result]):
 
     def end(self, result: Result) -> None:
         """Receive the result, after it is on disk."""
+
+
+class Dispatcher(Callback[Info, Report, Result]):
+    """Forward each event to several callbacks, in their order; `end` reaches all of them, also when one raises."""
+
+    def __init__(self, callbacks: Sequence[Callback[Info, Report, Result]]) -> None:
+        self._callbacks = tuple(callbacks)
+
+    def start(self, info: Info) -> None:
+        for callback in self._callbacks:
+            callback.start(info)
+
+    def phase(self, name: str) -> None:
+        for callback in self._callbacks:
+            callback.phase(name)
+
+    def step(self, report: Report) -> None:
+        for callback in self._callbacks:
+            callback.step(report)
+
+    def end(self, result: Result) -> None:
+        with ExitStack() as stack:
+            for callback in reversed(self._callbacks):
+                stack.callback(callback.end, result)
 
 
 CallbackBase = Callback[Any, Any, Any]

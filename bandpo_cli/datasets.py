@@ -108,9 +108,9 @@ _CONFIG = "bandpo_cli.config.task"
 
 TASKS = Registry("task", [
     TaskEntry("countdown", "reach a target with +, − and * from given numbers", f"{_CONFIG}:CountdownTask",
-              "bandpo_cli.tasks.countdown:Countdown", f"{_CONFIG}:COUNTDOWN_DEFAULTS", bundled_model="embedded"),
+              "bandpo_cli.tasks.arithmetic:countdown", f"{_CONFIG}:COUNTDOWN_DEFAULTS", bundled_model="embedded"),
     TaskEntry("calculator", "a product and a sum, with a calculator as a tool", f"{_CONFIG}:CalculatorTask",
-              "bandpo_cli.tasks.calculator:Calculator", f"{_CONFIG}:LANGUAGE_MODEL_DEFAULTS",
+              "bandpo_cli.tasks.arithmetic:calculator", f"{_CONFIG}:LANGUAGE_MODEL_DEFAULTS",
               bundled_model="embedded-calculator", bundled_defaults=f"{_CONFIG}:CALCULATOR_DEFAULTS"),
     TaskEntry(DATA_TASK, "questions with reference answers from data sets and files", f"{_CONFIG}:DataTask",
               "bandpo_cli.tasks.question_answers:QuestionAnswerTask", f"{_CONFIG}:LANGUAGE_MODEL_DEFAULTS"),

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 CLOCK_PREFIXES = ("time/", "perf/")
@@ -18,7 +18,15 @@ SCORE = re.compile(r"eval/(.+)/(mean|pass)_at_(\d+|n)")
 HELDOUT_ACCURACY = re.compile(r"eval/.+/mean_at_(\d+|n)")
 HELDOUT_REWARD = re.compile(r"eval/.+/reward")
 
+_CLIP_BIN = re.compile(r"clip/active_fraction/p_([\d.e-]+)_([\d.e-]+)")
+
 Value = TypeVar("Value")
+
+
+def probability_bins(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return (name, `0.1 – 0.5`) of the metrics `clip/active_fraction/p_0.1_0.5` in `names`, by probability."""
+    matches = sorted(filter(None, map(_CLIP_BIN.fullmatch, names)), key=lambda match: float(match[1]))
+    return [(match[0], f"{match[1]} – {match[2]}") for match in matches]
 
 
 def heldout_mean(record: Mapping[str, Any], name: re.Pattern[str]) -> float | None:
@@ -28,10 +36,7 @@ def heldout_mean(record: Mapping[str, Any], name: re.Pattern[str]) -> float | No
 
 
 def heldout_score(record: Mapping[str, Any]) -> float | None:
-    """Return the mean held-out reward; in a record of an earlier version, which has none, the held-out accuracy.
-
-    Both are equal if the rewards are 1 for a correct answer and 0 for any other.
-    """
+    """Return the mean held-out reward; in a record of verl, which has none, the held-out accuracy."""
     reward = heldout_mean(record, HELDOUT_REWARD)
     return heldout_mean(record, HELDOUT_ACCURACY) if reward is None else reward
 

@@ -30,7 +30,7 @@ from bandpo_cli.storage.run_record import (
     read_stored_run,
     read_summary,
 )
-from bandpo_cli.sweeps.folder import find_runs
+from bandpo_cli.storage.sweep_folder import find_runs
 from bandpo_cli.types import RunStatus
 
 Status = RunStatus | Literal["RUNNING"]

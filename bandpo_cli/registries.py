@@ -342,7 +342,7 @@ GRADERS = Registry("grader", [
     GraderEntry("gsm8k-flexible", "verl's: last number of the text", f"{_VERL}:grade_gsm8k_flexible",
                 vote=f"{_VERL}:vote_gsm8k_flexible"),
     GraderEntry("reasoning-gym", "the scores of the library reasoning-gym for answers in <answer> tags",
-                f"{_ANSWERS}:grade_tagged", worker="bandpo_cli.grading.reasoning_gym:score",
+                f"{_ANSWERS}:grade_tagged", worker="bandpo_cli.grading.gym_scores:score",
                 vote=f"{_ANSWERS}:vote_tagged"),
     GraderEntry(ENVIRONMENT_GRADER, "the reward of task.environment", f"{_ANSWERS}:grade_environment"),
 ], f"a custom function as module:function ({', '.join(f'{name}:module:function' for name in SIGNATURES)})",

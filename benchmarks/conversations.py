@@ -21,8 +21,8 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.grading.tools import ToolPool
 from bandpo_cli.models.load import load_policy, with_resolved_dtype
-from bandpo_cli.sampling import conversations
-from bandpo_cli.sampling.rollouts import PromptEncoder
+from bandpo_cli.sampling import rollouts
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, Turn, build_sampler
 from bandpo_cli.types import Completion, Message, Problem
 
@@ -34,13 +34,13 @@ class EndingSampler(Sampler):
     """An engine whose turns end after `tokens` tokens, as if the model had sampled an end token."""
 
     def __init__(self, engine: Sampler, tokens: int) -> None:
-        self._engine, self._tokens, self.batches_turns = engine, tokens, engine.batches_turns
+        self._engine, self._tokens, self.streams = engine, tokens, engine.streams
 
-    def sample_turns(
-        self, requests: Iterable[SampleRequest | None], params: SamplingParams
+    def sample_stream(
+        self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool = True
     ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
         shorter = (None if request is None else self._shorter(request) for request in requests)
-        for number, groups in self._engine.sample_turns(shorter, params):
+        for number, groups in self._engine.sample_stream(shorter, params, in_order):
             yield number, [[replace(item, finish_reason="stop") for item in group] for group in groups]
 
     def _shorter(self, request: SampleRequest) -> SampleRequest:
@@ -88,12 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         grading = GradingConfig(workers=options.workers)
         with (
             closing(ToolPool(tools, grading, options.workers, options.conversations)) as pool,
-            mock.patch.object(conversations, "parse_calls", return_value=message),
+            mock.patch.object(rollouts, "read_message", return_value=message),
         ):
             pool.start()
-            talk = conversations.Conversations(encoder, pool, options.turns, 100)
+            talk = rollouts.Conversations(encoder, pool, options.turns, 100)
             begin = time.perf_counter()
-            (groups,) = talk.stream(sampler, [(problems, SampleRequest(prompts, seed))], params, 0)
+            requests = [(problems, SampleRequest(prompts, seed))]
+            (groups,) = rollouts.stream_completions(sampler, requests, params, 0, talk)
             elapsed = time.perf_counter() - begin
         assert all(completion.conversation.turns == options.turns for (completion,) in groups)
         return sum(len(completion.token_ids) for (completion,) in groups) / elapsed

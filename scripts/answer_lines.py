@@ -24,8 +24,9 @@ from pathlib import Path
 import pandas
 
 from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.grading.answers import equal, read_number, same_text
+from bandpo_cli.grading.answers import same_text
 from bandpo_cli.grading.pool import GraderPool
+from bandpo_cli.grading.quantities import equal, read_number
 from bandpo_cli.registries import GRADERS
 from bandpo_cli.types import Problem
 

@@ -1,6 +1,6 @@
 """One dummy entry in each registry. A process imports this module before it runs the command line."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from bandpo_cli.bounds.intervals import BoundsFunction
@@ -52,12 +52,16 @@ def dummy_sampler(config: SamplingConfig, policy: Any) -> Any:
         shares_weights = True
         version = 0
 
-        def sample(self, prompts_P: Sequence[Any], params: Any, seed: int) -> list[list[Completion]]:
+        def sample_stream(self, requests: Iterable[Any], params: Any, in_order: bool = True) -> Any:
             group = [answers[index % 2] for index in range(params.samples)]
-            return [
-                [Completion(ids, (-1.0,) * len(ids), "stop", self.version) for ids in group]
-                for _ in prompts_P
-            ]
+            for number, request in enumerate(filter(None, requests)):
+                yield (
+                    number,
+                    [
+                        [Completion(ids, (-1.0,) * len(ids), "stop", self.version) for ids in group]
+                        for _ in request.prompts_P
+                    ],
+                )
 
         def sync(self, model: Any, version: int) -> None:
             self.version = version

@@ -27,25 +27,25 @@ from hypothesis import strategies as st
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.config.task import Fields
 from bandpo_cli.errors import ConfigError, UserError, nearest, one_line
-from bandpo_cli.extract import final_answer, unwrap
 from bandpo_cli.grading.answers import (
-    MAX_ANSWER_CHARS,
     canonical_text,
+    final_answer,
     grade_math,
     grade_number,
-    read_number,
-    read_unit,
     right_hand_side,
+    unwrap,
     vote_countdown,
     vote_expression,
     vote_number,
 )
 from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.grading.pool import GraderPool
+from bandpo_cli.grading.quantities import read_number, read_unit
+from bandpo_cli.grading.rewrites import MAX_ANSWER_CHARS
 from bandpo_cli.tasks.completions import read_completions
 from bandpo_cli.tasks.fields import as_answer, as_level, read_question
-from bandpo_cli.tasks.prompts import bare_question
-from bandpo_cli.tasks.question_answers import compatibility_form, question_key
+from bandpo_cli.tasks.question_answers import question_key
+from bandpo_cli.tasks.task import bare_question, compatibility_form
 from bandpo_cli.types import Grade, Problem
 
 LENGTH = 200_000

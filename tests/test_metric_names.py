@@ -65,7 +65,7 @@ def test_records_with_rewards_other_than_0_and_1(record: dict[str, Any], nonbina
     assert has_nonbinary_rewards(record) == nonbinary
 
 
-def test_the_score_of_an_evaluation_is_its_reward_or_in_earlier_versions_its_accuracy() -> None:
+def test_the_score_of_an_evaluation_is_its_reward_or_in_runs_of_verl_its_accuracy() -> None:
     accuracies = {"eval/a/mean_at_4": 0.25, "eval/b/mean_at_4": 0.5}
     assert heldout_score(accuracies) == 0.375
     assert heldout_score(accuracies | {"eval/a/reward": 0.5, "eval/b/reward": 0.75}) == 0.625

@@ -34,14 +34,14 @@ from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.datasets import tasks_text
 from bandpo_cli.errors import plural
-from bandpo_cli.rank_process import launched_name
+from bandpo_cli.processes.ranks import launched_name
 from bandpo_cli.types import UNGRADED_VERDICTS
 
 if TYPE_CHECKING:
-    from bandpo_cli.evaluation.batches import Batch
+    from bandpo_cli.evaluation.evaluate import Batch
     from bandpo_cli.evaluation.scores import Scores
     from bandpo_cli.experiments.eval_comparison import ComparisonResult
-    from bandpo_cli.experiments.eval_request import EvalRequest
+    from bandpo_cli.experiments.eval_plan import EvalPlan
     from bandpo_cli.experiments.eval_run import EvalInfo, EvalResult
 
 eval_app = opt.command_group(invoke_without_command=True)
@@ -114,7 +114,7 @@ def evaluate(
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import nest, read_assignments
     from bandpo_cli.experiments import evaluate as run_evaluation
-    from bandpo_cli.experiments.eval_request import MAX_K, plan_evaluation, plan_evaluation_resume
+    from bandpo_cli.experiments.eval_plan import MAX_K, plan_evaluation, plan_evaluation_resume
     from bandpo_cli.experiments.eval_run import resume_evaluation
     from bandpo_cli.experiments.preflight import choose_run_name, read_numbers
     from bandpo_cli.storage.eval_folder import EvalFolder
@@ -285,11 +285,11 @@ class EvalView(ExperimentView):
         return rate, f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"
 
 
-def print_request(console: Console, request: EvalRequest) -> None:
+def print_request(console: Console, request: EvalPlan) -> None:
     """Print what is evaluated."""
     from bandpo_cli.cli.train_view import describe_model
     from bandpo_cli.config.task import DataTask
-    from bandpo_cli.experiments.eval_request import SamplesFile
+    from bandpo_cli.experiments.eval_plan import SamplesFile
 
     def counts(sets: Mapping[str, Sized], noun: str) -> str:
         return ", ".join(f"{label} ({plural(len(problems), noun)})" for label, problems in sets.items())

@@ -1,10 +1,14 @@
-"""`--nproc`: start the ranks on this machine, forward signals to them, and report the first error.
+"""`--nproc`: start the ranks on this machine, forward signals to them, report the first error; output of a rank.
 
 The ranks have the environment of `torchrun --nproc-per-node N`. torchrun's agent around them is not used: it has one
 timeout (torch 2.13: 30 s) for ranks that complete their step after a signal, which may take longer, and for ranks that
 wait for a dead one, which are to end in seconds; and it does not tell a second signal from the first.
 """
 
+from __future__ import annotations
+
+import json
+import logging
 import math
 import os
 import signal
@@ -13,27 +17,39 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from bandpo_cli.cli.signals import FORWARDED, STOPPED, signal_handlers, stop_signals, write_line
-from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError, SignalExit, UserError, describe_exit
-from bandpo_cli.experiments.rank_group import check_gpu_count, check_ranks
+from bandpo_cli.errors import (
+    LostRankError,
+    RunError,
+    SignalExit,
+    UserError,
+    describe_exit,
+    is_received,
+    one_line,
+    redact_credentials,
+)
 from bandpo_cli.paths import path_exists
-from bandpo_cli.rank_process import (
-    ERROR_FILE_VARIABLE,
+from bandpo_cli.processes.ranks import (
     LAUNCHER_VARIABLE,
     RUN_NAME_VARIABLE,
-    RankError,
+    check_gpu_count,
+    is_main_process,
     launched_ranks,
     rank_count,
-    read_error,
 )
-from bandpo_cli.storage.environment import usable_cores
-from bandpo_cli.storage.run_folder import shell_command
-from bandpo_cli.sweeps.pool import PARENT_PID_VARIABLE
+from bandpo_cli.processes.watch import ChildProcess
+
+if TYPE_CHECKING:
+    from bandpo_cli.config.run import RunConfig
+
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable with the file for the error of a rank; torchrun prints its content in its report."""
 
 POLL_INTERVAL_S = 0.1
 """Seconds between two polls of the ranks."""
@@ -48,22 +64,105 @@ OTHERS_S = 5.0
 WARNING_S = 2.0  # that a warning of another rank waits for the same one of rank 0, which prints its own
 MAX_WARNING_CHARS = 100_000  # of the warnings of a rank that are read: more is a flood
 
-_KILLED_S = 5
-"""Seconds to wait for a process after SIGKILL."""
+
+@dataclass(frozen=True)
+class RankError:
+    """The error that ended a rank, as its file holds it.
+
+    Attributes:
+        message: one line.
+        code: exit code.
+        traceback: of an exception that is neither a mistake of the user nor a known failure of a run; '' otherwise.
+        lost_rank: the error is that another rank has ended.
+        time_ns: nanoseconds since 1970.
+        received: the error was raised on another rank, whose number the message has.
+    """
+
+    message: str
+    code: int
+    traceback: str = ""
+    lost_rank: bool = False
+    time_ns: int = 0
+    received: bool = False
 
 
-class RankProcess:
-    """The process of a rank, in a group of its own, with the file for its error.
+def prints_errors() -> bool:
+    """Return whether this process prints its error: rank 0 does, unless the parent process prints it for all ranks."""
+    return is_main_process() and launched_ranks() is None
+
+
+class RankWarnings(logging.Handler):
+    """Reports the warnings of a rank, each text once."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Report one warning."""
+        _report_warning(one_line(redact_credentials(record.getMessage())))
+
+
+@cache
+def _report_warning(line: str) -> None:
+    """Write a warning to a file for the launcher; with torchrun, print it unless rank 0 does, which has a console."""
+    with suppress(OSError):
+        if launched_ranks() is not None:
+            with open(f"{os.environ[ERROR_FILE_VARIABLE]}.warnings", "a", encoding="utf-8") as file:
+                file.write(f"{line}\n")
+        elif not is_main_process():
+            os.write(2, f"warning: rank {os.environ['RANK']}: {line}\n".encode())
+
+
+def silence_other_ranks() -> None:
+    """Discard what this process prints if it is a rank other than 0: all standard output, and what Python writes to
+    standard error. Its warnings (`RankWarnings`) and crashes in native code are still reported.
+    """
+    if rank_count() > 1:
+        logging.getLogger("bandpo_cli").addHandler(RankWarnings(logging.WARNING))
+    if is_main_process():
+        return
+    null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - stays open for the life of the process
+    os.dup2(null.fileno(), 1)
+    sys.stdout = sys.stderr = null
+
+
+def record_error(error: BaseException, code: int, traceback: str = "") -> None:
+    """Write the error of this process, with the traceback of an unexpected one, to the file that its launcher reads."""
+    path = os.environ.get(ERROR_FILE_VARIABLE)
+    if not path:
+        return
+    record = {
+        "message": str(error),
+        "code": code,
+        "traceback": traceback,
+        "lost_rank": isinstance(error, LostRankError),
+        "time_ns": time.time_ns(),
+        "received": is_received(error),
+    }
+    # The form that torchrun reads: it prints `py_callstack`.
+    extra = {"py_callstack": traceback or str(error), "timestamp": str(time.time_ns() // 10**9)}
+    message = {"message": str(error), "errorCode": code, "extraInfo": extra}
+    temporary = Path(f"{path}.tmp")
+    with suppress(OSError):  # the error itself is more important; the exit code reports that there was one
+        temporary.write_text(json.dumps({"message": message, "rank": record}), encoding="utf-8")
+        temporary.replace(path)  # the launcher finds it complete or not at all
+
+
+def read_error(path: Path) -> RankError | None:
+    """Return the error that `record_error` has written to `path`; None where there is no such file."""
+    try:
+        return RankError(**json.loads(path.read_text(encoding="utf-8"))["rank"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class RankProcess(ChildProcess):
+    """The process of a rank, with the file for its error.
 
     Attributes:
         rank: its number.
         killed: the launcher has killed it.
         error_file: exists when the rank has failed or is about to.
-        code: its exit code after `end`; minus the number of the signal that killed it.
         error: the error that it has recorded, after `end`; None if there is none.
     """
 
-    code = 0
     error: RankError | None = None
 
     def __init__(
@@ -73,23 +172,13 @@ class RankProcess:
         self.rank, self.killed = rank, False
         self.error_file = folder / f"error-{rank}.json"
         variables = {**os.environ, **variables, ERROR_FILE_VARIABLE: str(self.error_file)}
-        words, output = [sys.executable, *arguments], None if rank == 0 else subprocess.DEVNULL
-        self.process = subprocess.Popen(
-            words, env=variables, stdout=output, stderr=output, start_new_session=True
-        )
+        output = dict.fromkeys(("stdout", "stderr"), None if rank == 0 else subprocess.DEVNULL)
+        super().__init__([sys.executable, *arguments], variables, may_leave=True, **output)
 
     def end(self) -> None:
-        """Kill the rank if it is running, and the processes that it has left unless it succeeded."""
-        if self.process.poll() != 0:
-            self.send(signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(_KILLED_S)
-        self.code, self.error = self.process.returncode or 0, read_error(self.error_file)
-
-    def send(self, number: int) -> None:
-        """Send a signal to the process; SIGKILL to all processes of the group, also those that the rank has left."""
-        with suppress(ProcessLookupError, PermissionError):
-            (os.killpg if number == signal.SIGKILL else os.kill)(self.process.pid, number)
+        """Kill the rank if it is running, and read its error."""
+        self.kill()
+        self.error = read_error(self.error_file)
 
 
 def ranks_to_start(nproc: int | None) -> int | None:
@@ -130,8 +219,11 @@ def launch(
         UserError: there are fewer GPUs or prompts than ranks, or the mistake of a rank.
         RunError: the error of the rank that failed first.
     """
+    from bandpo_cli.config.hardware import check_ranks
+    from bandpo_cli.storage.run_folder import shell_command
+
     check_ranks(config, count, training=command == "train")
-    check_gpu_count(config.model, count, f"--nproc {count}")
+    check_gpu_count(config.model.device, count, f"--nproc {count}")
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     # The ranks find each other by this store; its port cannot be taken by another process before they start.
@@ -150,10 +242,9 @@ def launch(
         repeated = number in received
         received.append(number)
         main, *others = ranks
-        if main.process.returncode is None:
-            main.send(next(own for own, asked in FORWARDED.items() if asked == number))
+        main.send(next(own for own, asked in FORWARDED.items() if asked == number), to_group=False)
         for rank in others if repeated else ():
-            if rank.process.returncode is None:
+            if rank.code is None:
                 rank.killed = True
                 rank.send(signal.SIGKILL)
 
@@ -186,6 +277,8 @@ def rank_variables(rank: int, count: int, port: int, name: str, environ: Mapping
         name: the name of the run or evaluation.
         environ: the environment of this process; its OMP_NUM_THREADS is kept.
     """
+    from bandpo_cli.storage.environment import usable_cores
+
     return {
         **{f"{scope}RANK": str(rank) for scope in ("", "LOCAL_", "ROLE_")},
         **{f"{scope}WORLD_SIZE": str(count) for scope in ("", "LOCAL_", "ROLE_")},
@@ -198,7 +291,6 @@ def rank_variables(rank: int, count: int, port: int, name: str, environ: Mapping
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // count)),
-        PARENT_PID_VARIABLE: str(os.getpid()),
         LAUNCHER_VARIABLE: str(count),
         RUN_NAME_VARIABLE: name,
     }
@@ -220,10 +312,10 @@ def _print_warnings(ranks: Sequence[RankProcess], times: dict[str, float], wait_
 def _watch(ranks: Sequence[RankProcess], warnings: dict[str, float]) -> None:
     """Wait until all ranks have ended. After an error of one, or the end of rank 0, the others have some seconds."""
     deadline = math.inf
-    while running := [rank for rank in ranks if rank.process.poll() is None]:
+    while running := [rank for rank in ranks if rank.poll() is None]:
         now = time.monotonic()
         _print_warnings(ranks, warnings, WARNING_S)
-        if any(rank.process.returncode or rank.error_file.exists() for rank in ranks):
+        if any(rank.code or rank.error_file.exists() for rank in ranks):
             deadline = min(deadline, now + ENDING_S)
         if running[0].rank != 0:
             deadline = min(deadline, now + OTHERS_S)
@@ -241,16 +333,16 @@ def _exit_code(ranks: Sequence[RankProcess], signals: Sequence[int], advice: str
         signals: those that this process has received and forwarded.
         advice: a clause about the command that continues the run.
     """
-    main, cause = ranks[0], first_failure(ranks, signals)
+    code, cause = ranks[0].code or 0, first_failure(ranks, signals)
     if cause is None or (signals and cause.error is not None and cause.error.lost_rank):
-        if main.code < 0 and signals:  # before it could handle a signal, or while it waited for another rank
+        if code < 0 and signals:  # before it could handle a signal, or while it waited for another rank
             write_line(STOPPED)
-        return main.code if main.code >= 0 else 128 + signals[-1] if signals else 1
+        return code if code >= 0 else 128 + signals[-1] if signals else 1
     error = cause.error
     if error is None:
-        raise RunError(f"rank {cause.rank} {describe_exit(cause.code)}; {advice}")
+        raise RunError(f"rank {cause.rank} {describe_exit(cause.code or 0)}; {advice}")
     # A failure of all ranks is not one of the rank that was the first by a moment.
-    on_main = main.error is not None and main.error.message == error.message
+    on_main = ranks[0].error is not None and ranks[0].error.message == error.message
     named = cause.rank == 0 or on_main or error.received
     message = error.message if named else f"rank {cause.rank}: {error.message}"
     if error.traceback:
@@ -274,7 +366,7 @@ def first_failure(ranks: Sequence[RankProcess], signals: Collection[int] = ()) -
 
     def place(rank: RankProcess) -> tuple[int, bool, int] | None:
         """Return the place of a failure in this order; None for a rank that has not failed."""
-        code, error = rank.code, rank.error
+        code, error = rank.code or 0, rank.error
         was_killed = code < 0 and -code not in asked and not rank.killed
         if was_killed and code != -signal.SIGABRT:
             return 0, False, 0

@@ -21,10 +21,16 @@ from bandpo_cli.cli.train_view import sample_text, settings_rows
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError, plural
-from bandpo_cli.experiments.advice import advice
-from bandpo_cli.experiments.memory import GIB, describe_memory, memory_of_task, memory_report, saving_advice
+from bandpo_cli.experiments.memory_check import (
+    GIB,
+    describe_memory,
+    memory_of_task,
+    memory_report,
+    saving_advice,
+)
+from bandpo_cli.experiments.monitor import advice
 from bandpo_cli.experiments.plan import Plan
-from bandpo_cli.experiments.probe_run import ProbeReport, probe
+from bandpo_cli.experiments.trials import ProbeReport, probe
 from bandpo_cli.metric_names import has_nonbinary_rewards
 from bandpo_cli.tasks.task import Task
 
@@ -34,7 +40,7 @@ def print_dry_run(console: Console, config: RunConfig, task: Task, ranks: int = 
 
     A mistake in a custom function is reported before torch is imported.
     """
-    from bandpo_cli.experiments.dry_run import first_prompt, try_graders
+    from bandpo_cli.experiments.trials import first_prompt, try_graders
 
     console.print(to_yaml(config), markup=False, highlight=False)
     for trial in try_graders(config, task):

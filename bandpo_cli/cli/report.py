@@ -16,8 +16,7 @@ from bandpo_cli.cli.options import folder_of
 from bandpo_cli.paths import relative_to_cwd
 
 if TYPE_CHECKING:
-    from bandpo_cli.reports.compare_variants import Report
-    from bandpo_cli.reports.report_metrics import Metric
+    from bandpo_cli.reports.compare_variants import Metric, Report
 
 _WIDE = 110
 """Width of a terminal from which on a mean and its interval are on one line, in columns."""
@@ -116,6 +115,6 @@ def _report_table(report: Report, metrics: Sequence[Metric], separator: str) -> 
         for metric in metrics:
             around = short_range_text(metric, variant)
             interval = (f"{separator}{around}" if around else "", "dim")
-            cells.append(Text.assemble(value_text(metric, variant.metrics.get(metric.key)), interval))
+            cells.append(Text.assemble(value_text(metric, variant), interval))
         table.add_row(name, str(len(variant.seeds)), *cells)
     return table

@@ -13,7 +13,7 @@ from typing import Any
 
 from bandpo_cli.callbacks import CallbackBase
 from bandpo_cli.errors import SignalExit, signal_name
-from bandpo_cli.rank_process import is_main_process, launched_ranks, rank_count
+from bandpo_cli.processes.ranks import is_main_process, launched_ranks, rank_count
 
 STOPPED = "stopped"
 """Printed where a signal ends the program at once."""

@@ -30,8 +30,8 @@ from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.errors import RunError, SignalExit, UserError, plural
 
 if TYPE_CHECKING:
-    from bandpo_cli.experiments.sweep_run import States, SweepInfo, SweepResult
-    from bandpo_cli.sweeps.plan import SweepRun
+    from bandpo_cli.storage.sweep_folder import SweepRun
+    from bandpo_cli.sweeps.sweep_run import States, SweepInfo, SweepResult
 
 _EXECUTION = {
     "--resume", "--jobs", "--gpus-per-run", "--stop-behind", "--executor", "--ray-address", "--runs-dir"
@@ -118,12 +118,12 @@ def sweep(
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import nest, read_assignments
     from bandpo_cli.experiments import sweep as run_sweep
-    from bandpo_cli.experiments.sweep_request import SweepRequest, plan_sweep
-    from bandpo_cli.experiments.sweep_run import Executor, dry_run_info
     from bandpo_cli.storage.run_folder import shell_command
+    from bandpo_cli.sweeps.sweep_plan import SweepPlan, plan_sweep
+    from bandpo_cli.sweeps.sweep_run import Executor, dry_run_info
 
     chosen = Executor(executor, ray_address, jobs, stop_behind, gpus_per_run)
-    request: SweepRequest | str
+    request: SweepPlan | str
     if resume is not None:
         opt.refuse_with(
             context, "--resume", "the plan of the sweep is used", lambda name: name not in _EXECUTION
@@ -146,10 +146,10 @@ def sweep(
         }
         request = plan_sweep(file, axes, axis or [], options, layers, runs_dir)
     console = open_console(long_running=not dry_run)
-    for kind, note in request.notes() if isinstance(request, SweepRequest) else ():
+    for kind, note in request.notes() if isinstance(request, SweepPlan) else ():
         print_line(console, note, kind, "cyan")
     with closing(SweepView(console, runs_dir)) as view:
-        if dry_run and isinstance(request, SweepRequest):
+        if dry_run and isinstance(request, SweepPlan):
             view.print_plan(dry_run_info(request, chosen))
             return
         with exit_on_sigterm():
@@ -187,7 +187,7 @@ class SweepView(ExperimentView):
 
     def print_plan(self, info: SweepInfo) -> None:
         """Print the table of runs and the estimate of the time."""
-        from bandpo_cli.experiments.sweep_run import estimate_disk_space, estimate_time
+        from bandpo_cli.sweeps.sweep_run import estimate_disk_space, estimate_time
 
         self.console.print(plan_table(info), highlight=False)
         finished = len(info.runs) - len(info.pending)
@@ -289,7 +289,7 @@ class SweepView(ExperimentView):
 
 def plan_table(info: SweepInfo) -> Table:
     """Return one row per variant, with its seeds and steps."""
-    from bandpo_cli.sweeps.folder import by_variant
+    from bandpo_cli.storage.sweep_folder import by_variant
 
     table = make_table("variant", "seeds", ">steps", ">runs")
     for variant, runs in by_variant(info.runs).items():
@@ -305,7 +305,7 @@ def variants_table(runs: Sequence[SweepRun], states: States) -> Table:
 
     The accuracy or reward is the held-out one, or that of the last training step if the runs evaluate nothing.
     """
-    from bandpo_cli.sweeps.folder import by_variant
+    from bandpo_cli.storage.sweep_folder import by_variant
 
     known = [state for state in states.values() if state.score is not None]
     held_out = not known or any(state.evaluations for state in known)

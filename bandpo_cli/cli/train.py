@@ -11,7 +11,7 @@ from bandpo_cli.cli.console import open_console, print_settings
 from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.errors import UserError
-from bandpo_cli.rank_process import launched_name, rank_count
+from bandpo_cli.processes.ranks import launched_name, rank_count
 
 if TYPE_CHECKING:
     from bandpo_cli.experiments.plan import Plan

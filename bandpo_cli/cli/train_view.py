@@ -29,7 +29,7 @@ from bandpo_cli.config.run import RunConfig, TrackingConfig
 from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import plural
 from bandpo_cli.metric_names import SCORE, has_nonbinary_rewards
-from bandpo_cli.rank_process import launched_ranks
+from bandpo_cli.processes.ranks import launched_ranks
 from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder, shell_command
 from bandpo_cli.tasks.task import Task

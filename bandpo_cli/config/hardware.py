@@ -1,9 +1,11 @@
-"""Settings whose value `auto` depends on the device of the policy, GPUs of engine processes, torch's GPU allocator."""
+"""Settings that depend on the hardware: `auto` on a GPU, several ranks, GPUs of engine processes, torch's allocator."""
 
 import os
 from typing import Literal
 
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.sampling import check_tensor_parallel
+from bandpo_cli.errors import ConfigError, plural
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -19,6 +21,20 @@ def with_dtype(config: RunConfig, on_gpu: bool) -> RunConfig:
     """Return the settings with the dtype that `model.dtype` is on the device of the policy."""
     model = config.model.model_copy(update={"dtype": dtype_on(config.model.dtype, on_gpu)})
     return config.model_copy(update={"model": model})
+
+
+def check_ranks(config: RunConfig, count: int, training: bool = True) -> None:
+    """Raise ConfigError where a run or an evaluation cannot be divided among `count` processes.
+
+    `model.device` must not be one GPU, an engine not be spread over several, and a step must have enough prompts.
+    """
+    device, prompts = config.model.device, config.sampling.prompts
+    if count > 1 and ":" in device:
+        raise ConfigError(f"model.device = '{device}': one GPU for {count} ranks; use CUDA_VISIBLE_DEVICES")
+    check_tensor_parallel(config.sampling.vllm.tensor_parallel, count)
+    if training and prompts < count:
+        most = plural(prompts, "rank")
+        raise ConfigError(f"sampling.prompts = {prompts}: too few for {count} ranks; start at most {most}")
 
 
 def engine_cards(card: int, ranks: int, cards: int) -> list[int]:

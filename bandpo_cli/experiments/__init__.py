@@ -16,26 +16,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from bandpo_cli.experiments.eval_comparison import compare as compare
     from bandpo_cli.experiments.eval_run import evaluate as evaluate
-    from bandpo_cli.experiments.exchange import export_merged as export_merged
-    from bandpo_cli.experiments.exchange import export_verl as export_verl
-    from bandpo_cli.experiments.exchange import import_verl as import_verl
+    from bandpo_cli.experiments.export_import import export_merged as export_merged
+    from bandpo_cli.experiments.export_import import export_verl as export_verl
+    from bandpo_cli.experiments.export_import import import_verl as import_verl
     from bandpo_cli.experiments.fork_plan import fork as fork
     from bandpo_cli.experiments.resume_plan import resume as resume
     from bandpo_cli.experiments.run import train as train
-    from bandpo_cli.experiments.sweep_run import sweep as sweep
     from bandpo_cli.experiments.sync_runs import sync as sync
+    from bandpo_cli.sweeps.sweep_run import sweep as sweep
 
 _MODULES = {
-    "compare": "eval_comparison",
-    "evaluate": "eval_run",
-    "export_merged": "exchange",
-    "export_verl": "exchange",
-    "fork": "fork_plan",
-    "import_verl": "exchange",
-    "resume": "resume_plan",
-    "sweep": "sweep_run",
-    "sync": "sync_runs",
-    "train": "run",
+    "compare": "experiments.eval_comparison",
+    "evaluate": "experiments.eval_run",
+    "export_merged": "experiments.export_import",
+    "export_verl": "experiments.export_import",
+    "fork": "experiments.fork_plan",
+    "import_verl": "experiments.export_import",
+    "resume": "experiments.resume_plan",
+    "sweep": "sweeps.sweep_run",
+    "sync": "experiments.sync_runs",
+    "train": "experiments.run",
 }
 """The module of each function. It is imported when the function is first used, so that a command imports only what it
 needs."""
@@ -46,7 +46,7 @@ __all__ = list(_MODULES)
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(import_module(f"bandpo_cli.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -16,25 +16,24 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
 
-from bandpo_cli.callbacks import Callback
-from bandpo_cli.config.hardware import use_expandable_segments
+from bandpo_cli.callbacks import Callback, Dispatcher
+from bandpo_cli.config.hardware import check_ranks, use_expandable_segments
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.custom_code import keep_code
 from bandpo_cli.errors import UserError, closed_at_end, redact_credentials, warn_on_failure
-from bandpo_cli.experiments.eval_request import (
+from bandpo_cli.experiments.eval_plan import (
     EvalOptions,
-    EvalRequest,
+    EvalPlan,
     SamplesFile,
     plan_evaluation,
     plan_evaluation_resume,
 )
-from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors
+from bandpo_cli.experiments.memory_check import check_memory, out_of_memory_errors
 from bandpo_cli.experiments.preflight import ModelRef, choose_run_name
-from bandpo_cli.experiments.rank_group import Dispatcher, connected_ranks
 from bandpo_cli.grading.pool import GraderPool, failure_warnings
 from bandpo_cli.grading.rewards import check_not_all_failed, grade_components
-from bandpo_cli.ranks import Ranks
+from bandpo_cli.processes.ranks import Ranks, connected_ranks, rank_count
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder, PartKey, read_record
 from bandpo_cli.storage.files import write_json
@@ -46,7 +45,7 @@ from bandpo_cli.tracking.outages import short_error
 from bandpo_cli.types import GRADER_ERROR, status_of
 
 if TYPE_CHECKING:
-    from bandpo_cli.evaluation.batches import Batch
+    from bandpo_cli.evaluation.evaluate import Batch
     from bandpo_cli.evaluation.scores import Scores
 
 Parts = dict[PartKey, list[EvalRow]]
@@ -66,7 +65,7 @@ class EvalInfo:
         notes: remarks of loading, one line each.
     """
 
-    request: EvalRequest
+    request: EvalPlan
     folder: Path
     completions: int
     stored: int
@@ -121,7 +120,7 @@ class _Source:
 
 
 def evaluate(
-    model: str | EvalRequest = "embedded",
+    model: str | EvalPlan = "embedded",
     tasks: Sequence[str] = (),
     *,
     runs_dir: Path | str = "runs",
@@ -149,7 +148,7 @@ def evaluate(
     """
     runs_dir = Path(runs_dir)
     request = model
-    if not isinstance(request, EvalRequest):
+    if not isinstance(request, EvalPlan):
         request = plan_evaluation(request, tasks, runs_dir=runs_dir, **options)
     return _run(request, runs_dir, callbacks, choose_run_name(runs_dir, name, request.default_name()))
 
@@ -159,7 +158,7 @@ def resume_evaluation(
     runs_dir: Path | str = "runs",
     tracking: Layer | None = None,
     callbacks: Sequence[EvalCallback] = (),
-    request: EvalRequest | None = None,
+    request: EvalPlan | None = None,
 ) -> EvalResult:
     """Continue an interrupted evaluation; one that has all its completions is scored again from them.
 
@@ -178,7 +177,7 @@ def resume_evaluation(
 
 
 def _run(
-    request: EvalRequest, runs_dir: Path, callbacks: Sequence[EvalCallback], target: EvalFolder | str
+    request: EvalPlan, runs_dir: Path, callbacks: Sequence[EvalCallback], target: EvalFolder | str
 ) -> EvalResult:
     """Evaluate with the ranks that torchrun has started, call `end` of the callbacks, and send the metrics to MLflow.
 
@@ -186,7 +185,8 @@ def _run(
     """
     result = None
     with ExitStack() as stack:
-        ranks = stack.enter_context(connected_ranks(request.config))
+        check_ranks(config := request.config, rank_count(), training=False)
+        ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
         events = Dispatcher(callbacks if ranks.is_main else ())
         if isinstance(target, EvalFolder) and target.samples_path.exists():
             if ranks.is_main:
@@ -323,7 +323,7 @@ def _import_scoring() -> None:
     import bandpo_cli.reports.run_plots  # noqa: F401
 
 
-def _send_to_mlflow(request: EvalRequest, result: EvalResult, runs_dir: Path) -> str | None:
+def _send_to_mlflow(request: EvalPlan, result: EvalResult, runs_dir: Path) -> str | None:
     """Send the metrics to MLflow and return where they are; on any error log a warning and return None."""
     from bandpo_cli.tracking.mlflow_tracker import send_evaluation
 
@@ -345,13 +345,13 @@ def _send_to_mlflow(request: EvalRequest, result: EvalResult, runs_dir: Path) ->
     return f"{ui_text(place, store)}  (run {place.name})"
 
 
-def _open_source(request: EvalRequest, ranks: Ranks, events: _Events, stack: ExitStack) -> _Source:
+def _open_source(request: EvalPlan, ranks: Ranks, events: _Events, stack: ExitStack) -> _Source:
     """Load the model, or use the stored completions; `stack` closes what was opened."""
     config, source = request.config, request.source
     pool = GraderPool(config.grading)
     stack.enter_context(closed_at_end("a grader", pool.close))
     if isinstance(source, SamplesFile):
-        from bandpo_cli.evaluation.batches import regrade_batches
+        from bandpo_cli.evaluation.evaluate import regrade_batches
 
         if ranks.size > 1:
             raise UserError(f"{source.path}: a file is graded by one process; remove --nproc or torchrun")
@@ -367,24 +367,23 @@ def _open_source(request: EvalRequest, ranks: Ranks, events: _Events, stack: Exi
     use_expandable_segments(config)
     with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
-        from bandpo_cli.models.determinism import deterministic_kernels
-        from bandpo_cli.models.load import load_policy, with_resolved_dtype
-        from bandpo_cli.sampling import prompt_checks, rollouts
-        from bandpo_cli.sampling.conversations import build_conversations
+        from bandpo_cli.models.load import deterministic_kernels, load_policy, with_resolved_dtype
+        from bandpo_cli.sampling import prompt_encoding
+        from bandpo_cli.sampling.rollouts import build_conversations
         from bandpo_cli.sampling.sampler import SamplingParams, build_sampler, check_model
 
         stack.enter_context(deterministic_kernels(config, training=False))
         check_model(config)
         config = check_memory(with_resolved_dtype(config), ranks, training=False, task=source[1])
         policy = load_policy(config.model, for_training=False, ranks=ranks)
-        prompt_checks.check_context_length(policy.model.config, config)
-        encoder = rollouts.PromptEncoder.of_run(policy.tokenizer, config, policy.rows)
+        prompt_encoding.check_context_length(policy.model.config, config)
+        encoder = prompt_encoding.PromptEncoder.of_run(policy.tokenizer, config, policy.rows)
         conversations = build_conversations(config, encoder, ranks)
         notes: list[str] = []
-        fitting = prompt_checks.drop_long_prompts_in_sets(encoder, source[1].heldout_sets(), config, notes)
+        fitting = prompt_encoding.drop_long_prompts_in_sets(encoder, source[1].heldout_sets(), config, notes)
         problems = [problem for problems_P in fitting.values() for problem in problems_P]
         notes += encoder.notes(problems)
-        stop_ids = rollouts.completion_stop_ids(policy, encoder, problems)
+        stop_ids = prompt_encoding.completion_stop_ids(policy, encoder, problems)
         sampler = build_sampler(config, policy)
     stack.enter_context(closed_at_end("the sampling engine", sampler.close))
     if conversations is not None:

@@ -17,12 +17,12 @@ from bandpo_cli.config.layers import Layer, changes_text, resolve, setting_chang
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.custom_code import changed_code
 from bandpo_cli.errors import ConfigError, UserError, plural
+from bandpo_cli.experiments.monitor import stop_reason
 from bandpo_cli.experiments.plan import Fork, Plan, Start, plan_training
 from bandpo_cli.experiments.preflight import inherited_layers
 from bandpo_cli.experiments.resume_plan import CHANGEABLE_PREFIXES, FIXED_SETTINGS, last_step, pin
 from bandpo_cli.experiments.run import Stop
 from bandpo_cli.experiments.run import run as run_plan
-from bandpo_cli.experiments.stopping import stop_reason
 from bandpo_cli.paths import path_exists, relative_to_cwd
 from bandpo_cli.storage.checkpoints import (
     ANY_PROBLEMS,

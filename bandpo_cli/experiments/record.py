@@ -13,20 +13,19 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
+from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport
 from bandpo_cli.config.layers import to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.custom_code import exits_as_errors, keep_code
 from bandpo_cli.errors import RunError, UserError, redact_credentials, warn_on_failure
-from bandpo_cli.experiments.memory import out_of_memory_errors
+from bandpo_cli.experiments.memory_check import out_of_memory_errors
+from bandpo_cli.experiments.monitor import stop_reason
 from bandpo_cli.experiments.plan import Fork, Plan, Start
-from bandpo_cli.experiments.rank_group import Dispatcher, check_same_on_all
-from bandpo_cli.experiments.stopping import stop_reason
 from bandpo_cli.overview import summary_fields
 from bandpo_cli.paths import cached_commit, path_exists, relative_to_cwd
-from bandpo_cli.rank_process import is_main_process
+from bandpo_cli.processes.ranks import check_same_on_all, is_main_process
 from bandpo_cli.storage.checkpoints import (
     copy_checkpoint,
     prune_checkpoints,
@@ -41,7 +40,7 @@ from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.types import RunStatus, status_of
 
 if TYPE_CHECKING:
-    from bandpo_cli.training.components import Components
+    from bandpo_cli.training.build import Components
 
 RESOLVED = "resolved"
 """The entry of env.json with what settings such as `auto` resolved to, which a resume uses again."""

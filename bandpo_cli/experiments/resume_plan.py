@@ -11,6 +11,7 @@ from shlex import quote
 from typing import Any
 
 from bandpo_cli.callbacks import RunResult, TrainCallback
+from bandpo_cli.config.hardware import check_ranks
 from bandpo_cli.config.layers import (
     Layer,
     changes_text,
@@ -27,15 +28,14 @@ from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.custom_code import changed_code, code_from
 from bandpo_cli.errors import ConfigError, UserError, plural
+from bandpo_cli.experiments.monitor import stop_reason
 from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, Start
 from bandpo_cli.experiments.preflight import check_config, run_warnings
-from bandpo_cli.experiments.rank_group import check_ranks
 from bandpo_cli.experiments.record import RESOLVED
 from bandpo_cli.experiments.run import Stop
 from bandpo_cli.experiments.run import run as run_plan
-from bandpo_cli.experiments.stopping import stop_reason
 from bandpo_cli.paths import is_commit, path_exists
-from bandpo_cli.rank_process import is_main_process, rank_count
+from bandpo_cli.processes.ranks import is_main_process, rank_count
 from bandpo_cli.registries import AUTO_ENGINE, ENGINES
 from bandpo_cli.storage.checkpoints import (
     check_contents,

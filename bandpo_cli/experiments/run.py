@@ -12,27 +12,25 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bandpo_cli.callbacks import RunInfo, RunResult, StepReport, TrainCallback
+from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.hardware import use_expandable_segments
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.custom_code import exits_as_errors, user_code
 from bandpo_cli.errors import GraderFailedError, closed_at_end
-from bandpo_cli.experiments.advice import AdviceCallback
-from bandpo_cli.experiments.memory import check_memory, out_of_memory_errors
+from bandpo_cli.experiments.memory_check import check_memory, out_of_memory_errors
+from bandpo_cli.experiments.monitor import StepMonitor
 from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, as_loaded, plan_training
 from bandpo_cli.experiments.preflight import callback_class
-from bandpo_cli.experiments.rank_group import Dispatcher, connected_ranks, lost_rank_errors
 from bandpo_cli.experiments.record import RunRecord, disk_errors, opened_folder
-from bandpo_cli.experiments.stopping import StopCriteria
 from bandpo_cli.grading.pool import GraderUse, failure_warnings
-from bandpo_cli.rank_process import is_main_process
+from bandpo_cli.processes.ranks import connected_ranks, is_main_process, lost_rank_errors
 from bandpo_cli.storage.run_folder import GRADER_ERRORS, RunFolder
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.outages import TrackerCallback
 from bandpo_cli.types import RunStatus
 
 if TYPE_CHECKING:
-    from bandpo_cli.training.components import Components
+    from bandpo_cli.training.build import Components
 
 TrainEvents = Dispatcher[RunInfo, StepReport, RunResult]
 Stop = Callable[[], bool] | None
@@ -112,28 +110,30 @@ def train_steps(
     is_main, last = components.ranks.is_main, first - 1
     if is_main:
         components.grader.error_folder = folder.path / GRADER_ERRORS
-    criteria = StopCriteria(
-        config, components.ranks.on_main(lambda: folder.read_metrics()[-config.stop.steps :]), stop
-    )
+    monitor = StepMonitor(config, folder.read_metrics() if is_main else ())
+
+    def ends() -> bool:
+        return monitor.stop_reason is not None or (stop is not None and stop())
+
     with out_of_memory_errors(config), disk_errors(folder), lost_rank_errors():
-        steps = loop.train(config, components, folder, events.phase, first, criteria.is_met)
+        steps = loop.train(config, components, folder, events.phase, first, ends)
         try:
             for report in steps:
                 last = report.step
                 events.step(report)
-                for line in criteria.add(report.record) if is_main else ():
+                for line in monitor.add(report) if is_main else ():
                     log.warning("%s", line)
         except BaseException as error:
             steps.throw(error)  # an error of a callback; the loop may be writing a checkpoint
             raise
-    if criteria.reason is not None and is_main:
-        log.warning("the run ends after step %d of %d: %s", last, config.steps, criteria.reason)
+    if monitor.stop_reason is not None and is_main:
+        log.warning("the run ends after step %d of %d: %s", last, config.steps, monitor.stop_reason)
     # Before the last step and without a reason, a stop was requested, perhaps of another rank.
-    return "KILLED" if last < config.steps and criteria.reason is None else "FINISHED"
+    return "KILLED" if last < config.steps and monitor.stop_reason is None else "FINISHED"
 
 
 def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> TrainEvents:
-    """Return the dispatcher of a run: the trackers, `callbacks`, the custom ones, then the advice.
+    """Return the dispatcher of a run: the trackers, `callbacks`, then the custom ones.
 
     On a rank other than 0 it has only the callbacks that receive the events of every rank.
     """
@@ -146,7 +146,7 @@ def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> Train
     callbacks = [*callbacks, *custom]
     if is_main:
         trackers = [TrackerCallback(name, config.tracking) for name in config.tracking.names]
-        return Dispatcher([*trackers, *callbacks, AdviceCallback(config)])
+        return Dispatcher([*trackers, *callbacks])
     return Dispatcher([callback for callback in callbacks if getattr(callback, "on_every_rank", False)])
 
 
@@ -162,16 +162,15 @@ def loaded_components(
     """
     events.phase("load")
     use_expandable_segments(config)
-    from bandpo_cli.models.determinism import deterministic_kernels
-    from bandpo_cli.models.load import with_resolved_dtype
+    from bandpo_cli.models.load import deterministic_kernels, with_resolved_dtype
 
     config = with_resolved_dtype(config)
     with ExitStack() as stack:
         stack.enter_context(deterministic_kernels(config))
-        ranks = stack.enter_context(connected_ranks(config))
+        ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
         config = check_memory(config, ranks, changeable=changeable, task=task)
         with out_of_memory_errors(config):
-            from bandpo_cli.training.components import build_components
+            from bandpo_cli.training.build import build_components
 
             components = build_components(config, task, ranks)
         stack.enter_context(closed_at_end("the sampling engine or a grader", components.close))

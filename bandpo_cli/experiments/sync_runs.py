@@ -7,15 +7,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bandpo_cli.callbacks import Callback
+from bandpo_cli.callbacks import Callback, Dispatcher
 from bandpo_cli.config.layers import read_layer
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.custom_code import code_from
 from bandpo_cli.errors import RunError, UserError, user_code_location
-from bandpo_cli.experiments.rank_group import Dispatcher
 from bandpo_cli.storage.run_folder import RunFolder, find_folder
 from bandpo_cli.storage.run_record import read_stored_run
-from bandpo_cli.sweeps.folder import PLAN_FILE, find_runs
+from bandpo_cli.storage.sweep_folder import PLAN_FILE, find_runs
 from bandpo_cli.tracking.mlflow_store import MLFLOW, store_for_run
 from bandpo_cli.tracking.outages import check_reachable, short_error
 from bandpo_cli.tracking.sender import RunSender, SyncResult

@@ -171,7 +171,7 @@ def chat_template(config: RunConfig, problems: Sequence[Problem]) -> str | None:
     if model.prompts == "chat" and not model.chat_template_kwargs:
         return None
     from bandpo_cli.models.load import load_tokenizer
-    from bandpo_cli.sampling.rollouts import PromptEncoder
+    from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 
     tokenizer: Any = load_tokenizer(model)
     encoder = PromptEncoder(tokenizer, model.prompts, model.chat_template_kwargs)

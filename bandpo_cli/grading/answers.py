@@ -1,180 +1,46 @@
-r"""Final answers: plain numbers as people and LaTeX write them, comparison as numbers and as text, and majority votes.
+r"""Final answers: extraction from a text, comparison as numbers and as text, and majority votes.
+
+Three forms of a final answer are recognised, and the one that starts last in the text counts: a line `Answer: 18`, a
+`\boxed{18}`, and GSM8K's line `#### 18`. The running time is linear in the last `MAX_CHARS` characters of the text.
 
 `grade_number` is the complete grader `number`. `grade_math` is the first stage of the grader `math`: it decides what
 plain numbers and equal texts can decide, and leaves the rest to `grading.symbolic`. `grade_tagged` is the first stage
-of the grader `reasoning-gym`: it extracts the answer that `grading.reasoning_gym` scores. Any text is read in bounded
-time: the only arithmetic is one division and one power of ten, both bounded.
+of the grader `reasoning-gym`: it extracts the answer that `grading.gym_scores` scores.
 """
 
 import re
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from collections import deque
+from dataclasses import replace
 
-from bandpo_cli.extract import final_answer, unwrap
+from bandpo_cli.grading.quantities import (
+    DISPLAY_COMMANDS,
+    FONT,
+    equal,
+    in_unit_of,
+    read_plain_number,
+    rounds_to,
+)
 from bandpo_cli.grading.rewrites import MAX_ANSWER_CHARS, tidy
-from bandpo_cli.grading.units import Unit, conversion, is_known, unit_of
 from bandpo_cli.registries import GRADERS, GraderEntry, load_attribute
 from bandpo_cli.types import CORRECT, ENVIRONMENT_REWARD, MALFORMED, WRONG, Grade, Problem
 
-_INTEGER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)"
-_DECIMAL = rf"(?:{_INTEGER}(?:\.[0-9]*)?|\.[0-9]+)"
-_POWER = r"10 ?\^ ?(?:\{ ?[+-]?[0-9]{1,3} ?\}|[+-]?[0-9]{1,3})"
-_SIGNED = rf"[+-]? ?{_DECIMAL}"
-_NUMBER = re.compile(
-    rf"(?P<sign>[+-]?) ?(?:"
-    rf"(?:(?P<integer>{_INTEGER}) ?)?\\[dtc]?frac ?"
-    rf"(?:\{{ ?(?P<numerator>{_SIGNED}) ?\}} ?\{{ ?(?P<denominator>{_SIGNED}) ?\}}"
-    r"|(?P<numerator1>[0-9]) ?(?P<denominator1>[0-9]))"
-    rf"|(?:(?P<integer1>{_INTEGER}) )?(?P<numerator2>{_DECIMAL}) ?/ ?(?P<denominator2>{_SIGNED})"
-    rf"|(?P<power>{_POWER})"
-    rf"|(?P<decimal>{_DECIMAL})(?:[eE](?P<exponent>[+-]?[0-9]{{1,3}})(?![0-9])"
-    rf"| ?(?:\\times|\\cdot|\*|×|·|x) ?(?P<power1>{_POWER}))?)"
-)
-"""A number; the digit of a group distinguishes the alternatives, one of which matches."""
-_SIGNS = ("€", "£", "¥", "₹", "¢")
-_PARENTHESES = re.compile(r"^\(([^()]*)\)$")
-_UNICODE_VARIANTS = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u202f": " ", "\u2009": " ", "’": "'"})
-_GROUPED = re.compile(r"\{,\}|,\\!|(?<=[0-9])\\,(?=[0-9]{3})")  # 10{,}000, 10,\!000 and 10\,000
-_LATEX_SPACING = re.compile(r"\\[,;:! ]|~|\\(?:left|right)(?![A-Za-z])")
-_APPROXIMATELY = re.compile(r"^(?:\\approx|\\sim|≈|=|(?i:approximately|about)(?![A-Za-z])) ?")
-_CURRENCY = re.compile(r"([+-]?) ?(?:\\|US)?(\$|USD|EUR|GBP|Rs|€|£|¥|₹)\.? ?(?=[-+.0-9])")
+MAX_CHARS = 20_000
+"""Number of characters at the end of a text that are searched."""
 
-_POWERS = {"percent": -2, "hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_NON_UNIT_WORDS = re.compile(
-    r"and|but|cosh?|cot|csc|cubed|det|exp|factorial|half|halves|inf|infinity|lim|log|minus|mod|not|or|over|pi|plus"
-    r"|sinh?|sqrt|squared|tanh?",
-    re.IGNORECASE,
-)
-"""Words that change the value of the number before them, or the statement about it."""
-_SHORT_UNIT = re.compile(r"[msghlLAVWJNKCF]|[ap]m|AM|PM|a|an|of|to|US|sq|cu")
-"""Letters that may be units, and words between units; other short words than units are variables, as in 5ab."""
-_PREPOSITION = re.compile(r"at|by|on")
-"""Accepted after a unit, as in "18 dollars at the market"; directly after a number they may be variables."""
-FONT = re.compile(
-    r"\\(?:text(?:bf|rm|it|normal|sf|tt)?|math(?:rm|bf|it|sf|tt)|mbox|operatorname)\s*\{([^{}]*)\}"
-)
-"""A font command of LaTeX; its group is the content."""
-_DEGREES = re.compile(r"\^ ?(?:\\circ|\{ ?\\circ ?\})|\\degree|\\circ|°")
-# One letter per repetition: with "[A-Za-z]+" here, a text that does not match takes time exponential in its letters.
-_UNIT = re.compile(r"(?:[A-Za-z ./()'*²³€£¥₹¢-]|\^ ?(?:\{ ?-?[1-4] ?\}|-?[1-4]))*")
-
-
-@dataclass(frozen=True)
-class Number:
-    """A number and the form it was written in."""
-
-    value: Fraction
-    scale: Fraction
-    """1/100 after a percent sign, 10**6 after "million", else 1. "50%" is equal to 50 and to 0.5."""
-    places: int | None
-    """The number of digits after the decimal point of a plain decimal, else None."""
-    is_fraction: bool
-    has_letter: bool
-    """A single letter follows, which is a unit (5 m) or a variable."""
-    unit: Unit = ()
-    """The unit of measurement, if it is a known one."""
-
-    def __str__(self) -> str:
-        """Return the value, and the scale if it is not 1: `50 × 1/100`."""
-        return f"{self.value}" + ("" if self.scale == 1 else f" × {self.scale}")
-
-
-def read_number(text: str) -> Number | None:
-    """Read a number with an optional currency sign before it and an optional unit after it.
-
-    Return None for anything else and for texts longer than `MAX_ANSWER_CHARS` characters.
-    """
-    if len(text) > MAX_ANSWER_CHARS:
-        return None
-    text = " ".join(_LATEX_SPACING.sub(" ", _GROUPED.sub(",", text.translate(_UNICODE_VARIANTS))).split())
-    text = _APPROXIMATELY.sub("", _PARENTHESES.sub(r"\1", text))
-    currency = _CURRENCY.match(text)
-    text = _CURRENCY.sub(r"\1", text, count=1)
-    match = _NUMBER.match(text)
-    unit = read_unit(text[match.end() :]) if match else None
-    if match is None or unit is None:
-        return None
-    groups = match.groupdict("").items()
-    parts = {name.rstrip("12"): re.sub("[ ,]", "", part) for name, part in groups if part}
-    places = None
-    if is_fraction := "numerator" in parts:
-        if (denominator := Fraction(parts["denominator"])) == 0:
-            return None
-        value = Fraction(parts.get("integer", 0)) + Fraction(parts["numerator"]) / denominator
-    else:
-        decimal, power = parts.get("decimal", "1"), parts.get("power", "10^0").partition("^")[2].strip("{}")
-        value = Fraction(f"{decimal}e{parts.get('exponent', power)}")
-        if parts.keys() <= {"sign", "decimal"}:
-            places = len(decimal.partition(".")[2])
-    scale, has_letter = unit
-    known = unit_of(_without_fonts(text[match.end() :])) or unit_of(currency[2] if currency else "")
-    return Number(-value if match["sign"] == "-" else value, scale, places, is_fraction, has_letter, known)
-
-
-def in_unit_of(gold: Number, number: Number) -> Number | None:
-    """Return the number converted to the unit of `gold`; None if the two have units of different kinds."""
-    factor = conversion(gold.unit, number.unit)
-    if factor is None or factor == 1:
-        return None if factor is None else number
-    return replace(number, value=number.value * factor, unit=gold.unit)
-
-
-def equal(first: Number, second: Number) -> bool:
-    """Return True if the values are exactly equal; units are not compared.
-
-    If only one of the two has a percent sign or a word like "million", the values with and without it are compared.
-    """
-    if first.scale == second.scale:
-        return first.value == second.value
-    scaled = first.value * first.scale == second.value * second.scale
-    return scaled or (1 in (first.scale, second.scale) and first.value == second.value)
-
-
-def rounds_to(exact: Number, decimal: Number) -> bool:
-    """Return True if `exact` is a fraction and `decimal` its value to six digits or more, as 1/3 and 0.333333."""
-    if not exact.is_fraction or not decimal.places or exact.scale != decimal.scale:
-        return False
-    digits = abs(decimal.value) * 10**decimal.places
-    return digits >= 10**5 and round(exact.value, decimal.places) == decimal.value
-
-
-def read_unit(text: str) -> tuple[Fraction, bool] | None:
-    r"""Read the text after a number: words, `\text{...}`, degree signs; None if it is neither empty nor a unit.
-
-    Returns:
-        The scale (1/100 for percent, 10**6 for million, else 1), and whether the text is a single letter, which may be
-        a variable.
-    """
-    if not text.strip():
-        return Fraction(1), False
-    is_letter = len(text.strip()) == 1 and text.strip().isalpha()
-    is_attached = text[0].isascii() and text[0].isalpha()
-    text = _without_fonts(text)
-    words = re.findall(r"[A-Za-z]+", text)
-    is_known_unit = is_known(words[0]) if words else text.strip() in _SIGNS
-    if not (words or is_known_unit) or not _UNIT.fullmatch(text):
-        return None
-    if is_attached and not (_SHORT_UNIT.fullmatch(words[0]) or is_known_unit):
-        return None
-    for index, word in enumerate(words):
-        is_short = is_known(word) or _SHORT_UNIT.fullmatch(word)
-        is_unit = is_short or (len(word) > 2 and not _NON_UNIT_WORDS.fullmatch(word))
-        if not is_unit and (index == 0 or not _PREPOSITION.fullmatch(word)):
-            return None
-    return Fraction(10) ** _POWERS.get(words[0].lower() if words else "", 0), is_letter
-
-
-def _without_fonts(text: str) -> str:
-    """Return the text after a number with the content of fonts, and with degree and percent signs as words."""
-    return FONT.sub(r" \1 ", _DEGREES.sub(" degrees ", text).replace("\\%", "%").replace("%", " percent "))
-
+_BOX = r"\\(?:boxed|fbox|framebox)(?![A-Za-z])(?=\s*\{|[ \t]+(?![A-Za-z]{2})[^\s\\{}$])"
+_LABEL = r"(?<![A-Za-z])answer[ \t*_]*[:：]"
+_HASHES = r"^[ \t]*####(?!#)"
+_MARKER = re.compile(f"(?P<box>{_BOX})|(?i:{_LABEL})|{_HASHES}", re.MULTILINE)
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)  # an escaped brace is part of the content
+_BARE = re.compile(r"[ \t]+([^\s\\{}$]+)")  # "\boxed 5", as in some solutions of MATH
+_WRAPPERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("'", "'"), ('"', '"'), ("“", "”"))
+_THINKING, _END_OF_THINKING = "<think>", "</think>"
+_LEADING = " \t\r\n*`"
+_TRAILING = ".。,;*`" + "".join(char for char in map(chr, range(0x3001)) if char.isspace())
 
 MAX_TAGGED_CHARS = 20_000
 """Longer answers in <answer> tags are malformed. The longest reference of reasoning-gym has about 4,000 characters."""
 
-_DISPLAY_COMMANDS = re.compile(
-    r"\\(?:left|right|big|Big|bigl|bigr|Bigl|Bigr|displaystyle|textstyle|limits)(?![A-Za-z])|\$|\\[()\[\]]"
-)
 _SPACES = re.compile(r"\\(?:quad|qquad)(?![A-Za-z])|\\[,;:! ]|~")
 _FRACTIONS = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _FREE_SPACE = re.compile(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])")
@@ -191,6 +57,62 @@ _NOT_A_REMARK = re.compile(
     r"|plus|sinh?|sqrt|tanh?|times|unless)(?![A-Za-z])"
 )
 """Words in parentheses that may change the number before them, or the statement about it: "(mod 7)", "(or 19)"."""
+
+
+def final_answer(text: str) -> str | None:
+    r"""Return the answer in the last `Answer: ...` line, `\boxed{...}` or `#### ...` line of `text`, unwrapped.
+
+    Text up to the last `</think>` is not searched. Return None if there is none of the forms, or if the last one is
+    empty or a box without a closing brace, or if `<think>` is not closed.
+    """
+    text = text.rpartition(_END_OF_THINKING)[2]
+    if _THINKING in text:
+        return None
+    tail = text[-MAX_CHARS:]
+    marker = next(iter(deque(_MARKER.finditer(tail), maxlen=1)), None)
+    if marker is None:
+        return None
+    if marker["box"]:
+        return _box_content(tail, marker.end())
+    line = tail[marker.end() :].partition("\n")[0].partition("</answer>")[0]
+    if tail[tail.rfind("\n", 0, marker.start()) + 1 : marker.start()].lstrip().startswith("|"):
+        line = line.strip("| \t\r")  # a row of a Markdown table; elsewhere |-18| is an absolute value
+    return unwrap(line) or None
+
+
+def unwrap(answer: str) -> str:
+    r"""Return the answer without its formatting: spaces, `$...$`, `\(...\)`, `**...**`, full stops, commas."""
+    while True:  # at most five rounds: a wrapper is removed only if none of its kind is inside
+        stripped = answer.rstrip(_TRAILING)
+        goes_on = stripped[-1:].isdigit() and answer[len(stripped) :].lstrip().startswith("...")  # 0.333...
+        answer = f"{stripped}..." if goes_on else stripped
+        answer = answer.lstrip(_LEADING)
+        for left, right in _WRAPPERS:
+            inner = answer[len(left) : -len(right)]
+            if answer.startswith(left) and answer.endswith(right) and inner and left not in inner:
+                answer = inner
+                break
+        else:
+            return answer
+
+
+def _box_content(text: str, start: int) -> str | None:
+    """Return the content of the braces that open at `start`, or the word there; None without a closing brace."""
+    bare = _BARE.match(text, start)
+    if bare:
+        return unwrap(bare[1]) or None
+    depth, content_start = 0, -1
+    for brace in _BRACE.finditer(text, start):
+        if content_start < 0 and (brace[0] != "{" or text[start : brace.start()].strip()):
+            return None
+        if brace[0] == "{":
+            content_start = brace.end() if content_start < 0 else content_start
+            depth += 1
+        elif brace[0] == "}":
+            depth -= 1
+            if depth == 0:
+                return unwrap(text[content_start : brace.start()]) or None
+    return None
 
 
 def grade_number(problem: Problem, text: str) -> Grade:
@@ -246,11 +168,6 @@ def grade_tagged(problem: Problem, text: str) -> Grade | tuple[str, str, str, st
     return MALFORMED if answer is None else (name, options, entry, answer)
 
 
-def read_plain_number(answer: str) -> Number | None:
-    r"""Read a number as `read_number` does, also one in math delimiters or fonts: `$18$ dollars`, `\mathbf{18}`."""
-    return read_number(answer) or read_number(FONT.sub(r" \1 ", _DISPLAY_COMMANDS.sub(" ", answer)))
-
-
 def without_remark(answer: str) -> str:
     """Remove a remark after a plain number: "18 because 9 * 2 = 18", "18 dollars (nine eggs at $2 each)".
 
@@ -282,7 +199,7 @@ def canonical_text(answer: str) -> str:
 
     The choices `(C)`, `C)` and `Option C` become C. A space between two letters or digits stays: "5 5" is not 55.
     """
-    text = FONT.sub(r" \1 ", _FRACTIONS.sub(r"\\frac", _SPACES.sub(" ", _DISPLAY_COMMANDS.sub(" ", answer))))
+    text = FONT.sub(r" \1 ", _FRACTIONS.sub(r"\\frac", _SPACES.sub(" ", DISPLAY_COMMANDS.sub(" ", answer))))
     text = _EMPTY_SET.sub(r"\\emptyset", text.replace(r"\%", "%"))
     text = _FREE_SPACE.sub("", " ".join(text.split())).removesuffix(".")
     if choice := _CHOICE.fullmatch(text):

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from bandpo_cli.config.task import RewardComponent
 from bandpo_cli.errors import GraderFailedError
-from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.types import GRADER_ERROR, NOT_APPLICABLE, Grade, Grader, Problem, is_ungraded
 
 MAX_FAILED_BATCHES = 10

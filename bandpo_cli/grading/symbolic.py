@@ -14,9 +14,8 @@ from zlib import crc32
 from math_verify import LatexExtractionConfig, LatexNormalizationConfig, parse, verify
 from sympy import Eq, Expr, Float, I, Symbol, nsimplify, simplify, solve
 
-from bandpo_cli.grading.named_values import list_items, named_values, split, values_first
-from bandpo_cli.grading.rewrites import readable
-from bandpo_cli.grading.units import Unit, conversion, unit_of
+from bandpo_cli.grading.quantities import Unit, conversion, unit_of
+from bandpo_cli.grading.rewrites import list_items, named_values, readable, split, values_first
 
 for _library in ("math_verify", "latex2sympy2_extended"):
     # Both warn about text that they cannot parse, which models often write.

@@ -1,22 +1,116 @@
-"""Estimates of the metrics by variant, comparisons with the baseline, and the `Report` that holds the results.
+"""Metrics of a report, their means over seeds by variant, and the paired differences from the baseline.
 
-All forms of a report (HTML page, Markdown, CSV, JSON, terminal) are made from `Report` alone.
+All forms of a report (HTML page, Markdown, CSV, JSON, terminal) are made from `Report` alone. One observation is one
+seed.
 """
 
+from __future__ import annotations
+
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
+from numpy.typing import ArrayLike, NDArray
+from scipy import stats
 
-from bandpo_cli.reports.report_metrics import SECONDS_PER_STEP, Metric
-from bandpo_cli.reports.run_tables import ExcludedRun, RunTables
+from bandpo_cli.reports.run_tables import ExcludedRun, RunTables, common_n, percent_text, scores_of
 from bandpo_cli.reports.run_variants import ABSENT, differing_settings, format_setting
-from bandpo_cli.reports.statistics import LEVEL, Estimate, PairedTest, estimate, holm, paired_test
 from bandpo_cli.reports.tuned_settings import Tuning
 
-SPREAD = (0.1, 0.9)  # quantiles of the single steps: a spread is the range of the middle 80% of the steps
+LEVEL = 0.95
+
+Limits = tuple[float, float]
+"""Smallest and largest value that a metric can have."""
+
+SPREAD = (0.1, 0.9)
+"""Quantiles of the single steps: a spread is the range of the middle 80% of the steps."""
+
+SECONDS_PER_STEP = "seconds_per_step"
+"""The metric for which a report also shows the spread over the steps."""
+
+_NO_LIMITS: Limits = (-math.inf, math.inf)
+_ROUNDING = 1e-12  # relative; the order of summation changes a mean by less
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over seeds with its 95% interval. The fields are keys of `bandpo report --format json`.
+
+    Attributes:
+        n: number of seeds.
+        mean: mean over the seeds.
+        low, high: ends of Student's t-interval within the limits of the metric; None for a single seed, and where all
+            seeds have the same value: neither shows how far the value of another seed may be.
+    """
+
+    n: int
+    mean: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """Difference between a variant and the baseline over their common seeds.
+
+    The fields are keys of `bandpo report --format json`.
+
+    Attributes:
+        change: variant − baseline, mean over the common seeds.
+        p: two-sided p-value of the paired t-test; None where `change` has no interval.
+        higher, lower: number of seeds in which the variant's value is greater or smaller than the baseline's.
+    """
+
+    change: Estimate
+    p: float | None
+    higher: int
+    lower: int
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric with one value per run. The fields are keys of `bandpo report --format json`.
+
+    Attributes:
+        key: column in leaderboard.csv.
+        name: heading in tables.
+        about: definition, with the unit.
+        compared: whether variants are compared by this metric; tables then show its interval.
+        pattern: format specification of a value.
+        percent: whether a value is shown in percent.
+        smallest, largest: smallest and largest possible value, null for none.
+    """
+
+    key: str
+    name: str
+    about: str
+    compared: bool = True
+    pattern: str = ".3f"
+    percent: bool = False
+    smallest: float | None = 0.0
+    largest: float | None = 1.0
+
+    @property
+    def limits(self) -> Limits:
+        """Smallest and largest possible value."""
+        smallest = -math.inf if self.smallest is None else self.smallest
+        return smallest, math.inf if self.largest is None else self.largest
+
+    def text(self, value: float, sign: bool = False) -> str:
+        """Return `value` as tables show it, with a plus sign for positive values if `sign`."""
+        number = format(100 * value if self.percent else value, ("+" if sign else "") + self.pattern)
+        return f"{number}%" if self.percent else number
+
+    def interval(self, estimate: Estimate, sign: bool = False) -> str:
+        """Return `0.451 – 0.497`; "" without an interval and for metrics that variants are not compared by."""
+        if not self.compared or estimate.low is None or estimate.high is None:
+            return ""
+        return (" to " if sign else " – ").join(self.text(end, sign) for end in (estimate.low, estimate.high))
 
 
 @dataclass(frozen=True)
@@ -58,12 +152,6 @@ class VariantDifference:
     p_holm: float | None
     verdict: str
 
-    @property
-    def change(self) -> Estimate:
-        """The mean difference, for a comparison with a common seed."""
-        assert self.paired is not None
-        return self.paired.change
-
 
 @dataclass(frozen=True)
 class Report:
@@ -102,6 +190,57 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values that `json.dumps` accepts."""
         return {**asdict(self), "files": {name: str(path) for name, path in self.files.items()}}
+
+
+def report_metrics(tables: RunTables, sets: Sequence[str], level: float | None) -> list[Metric]:
+    """Return the metrics that at least one run has a value of, the mean over several sets first.
+
+    The first metrics are those of `scores_of`; only they are compared in a single set, not its area and pass@k.
+
+    Args:
+        tables: the runs with their means over `sets`.
+        level: the accuracy of the entropy at equal accuracy.
+    """
+    runs, n, compared = tables.runs, common_n(tables.runs, sets), scores_of(tables)
+    passes = [key for key in runs.columns if key.startswith("pass_at_") and "/" not in key]
+    complete = [int(key.removeprefix("pass_at_")) for key in passes if runs[key].notna().all()]
+    k = max(complete, default=None)  # None has no values
+    over = f"mean over {len(sets)} evaluation sets of " if len(sets) > 1 else ""
+    under = f"mean@{n}" if compared[0] == "accuracy" else "the mean reward"
+    unlimited: dict[str, Any] = {"smallest": None, "largest": None}
+    scores = {
+        "reward": Metric("reward", "held-out reward", "mean reward of the last evaluation", **unlimited),
+        "accuracy": Metric("accuracy", "held-out accuracy", f"mean@{n} of the last evaluation"),
+        "area": Metric("area", "area", f"area under {under} over the steps, divided by the steps"),
+        "pass": Metric(f"pass_at_{k}", f"pass@{k}", f"pass@{k} of the last evaluation"),
+    }
+    if "reward" in compared:
+        scores["area"] = replace(scores["area"], **unlimited)
+    means = {key: replace(metric, about=over + metric.about) for key, metric in scores.items()}
+    reached = percent_text(level or 0.0)
+    at_accuracy = (
+        f"entropy when {over}mean@{n} first reaches {reached}, nats per token: the highest level that all runs reach, "
+        "without variants and runs whose best value is under half of the best variant's; linear between evaluations"
+    )
+    share = "share of tokens with zero gradient, mean over the run"
+    seconds = (
+        "seconds per step, without evaluations and checkpoints; the range covers the middle 80% of all steps"
+    )
+    shown = partial(Metric, compared=False, pattern=".2f")
+    metrics = [
+        *(means[key] for key in compared),
+        means["area"],
+        Metric("entropy", "entropy", "mean over the last tenth of the steps, nats per token", largest=None),
+        Metric("entropy_at_accuracy", f"entropy at {reached} accuracy", at_accuracy, largest=None),
+        means["pass"],
+        shown("clipped", "clipped", share, percent=True),
+        shown(SECONDS_PER_STEP, "s/step", seconds, largest=None),
+    ]
+    for label in sets if len(sets) > 1 else ():
+        for key in (*compared, "area", "pass"):
+            metric = replace(scores[key], compared=key in compared)
+            metrics.append(replace(metric, key=f"{metric.key}/{label}", name=f"{metric.name}, {label}"))
+    return [metric for metric in metrics if metric.key in runs and runs[metric.key].notna().any()]
 
 
 def evaluate_variants(tables: RunTables, metrics: Sequence[Metric]) -> list[Variant]:
@@ -164,3 +303,83 @@ def verdict(change: Estimate, p_holm: float | None) -> str:
     direction = "higher" if change.mean > 0 else "lower"
     significant = p_holm is not None and p_holm <= 1 - LEVEL
     return direction if significant else f"{direction}, but not after Holm's adjustment"
+
+
+def estimate(values: ArrayLike, limits: Limits = _NO_LIMITS) -> Estimate | None:
+    """Return the mean of `values` with its t-interval; None for no values.
+
+    The interval is the part of Student's t-interval within `limits`. The mean that it estimates is within them too, so
+    the coverage stays the same. An interval on the logit scale would be for another mean, and undefined where a seed
+    has the value 0 or 1.
+
+    Args:
+        values: [n], one value per seed; NaN for a seed without a value.
+        limits: smallest and largest value that the metric can have, such as 0 and 1 for a share.
+    """
+    known = _known(values)
+    if not known.size:
+        return None
+    mean = float(known.mean())
+    if not _varies(known):
+        return Estimate(known.size, mean, None, None)
+    half = float(_half_width(known))
+    return Estimate(known.size, mean, max(mean - half, limits[0]), min(mean + half, limits[1]))
+
+
+def paired_test(changes: ArrayLike, limits: Limits = _NO_LIMITS) -> PairedTest | None:
+    """Return the paired comparison of a variant with the baseline; None without a common seed.
+
+    Pairing removes what a seed changes in both variants alike, such as the order of the problems.
+
+    Args:
+        changes: [n], variant − baseline, one value per seed; NaN for a seed that one of them does not have.
+        limits: limits of the metric; those of its differences follow from them.
+    """
+    known, widest = _known(changes), limits[1] - limits[0]
+    if (change := estimate(known, (-widest, widest))) is None:
+        return None
+    p = float(stats.ttest_1samp(known, 0.0).pvalue) if _varies(known) else None
+    return PairedTest(change, p, int(np.sum(known > 0)), int(np.sum(known < 0)))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Return the p-values adjusted by Holm's method (1979).
+
+    Rejecting the hypotheses whose adjusted p-value is at most α makes at least one false rejection with probability
+    at most α.
+    """
+    p = np.asarray(p_values, dtype=np.float64)
+    order = np.argsort(p, kind="stable")
+    adjusted = np.empty_like(p)
+    adjusted[order] = np.minimum(1.0, np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1)))
+    return [float(value) for value in adjusted]
+
+
+def interval_band(values_RS: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]] | None:
+    """Return the lower and upper edge of the band over R runs at each of S steps, two arrays of shape [S].
+
+    The band is the 95% t-interval of the mean. Two runs have their range instead, since the interval with one degree
+    of freedom (12.7 standard errors) would fill the plot. A single run has none: None.
+    """
+    if len(values_RS) < 2:
+        return None
+    if len(values_RS) == 2:
+        return values_RS.min(axis=0), values_RS.max(axis=0)
+    half = _half_width(values_RS)
+    return values_RS.mean(axis=0) - half, values_RS.mean(axis=0) + half
+
+
+def _half_width(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return half the width of the t-interval of the mean over the first dimension."""
+    half: NDArray[np.float64] = stats.t.ppf((1 + LEVEL) / 2, len(values) - 1) * stats.sem(values)
+    return half
+
+
+def _known(values: ArrayLike) -> NDArray[np.float64]:
+    array = np.asarray(values, dtype=np.float64)
+    return array[~np.isnan(array)]
+
+
+def _varies(values: NDArray[np.float64]) -> bool:
+    """Return whether there are two values that differ by more than rounding: only then is there an interval."""
+    return values.size > 1 and bool(np.ptp(values) > _ROUNDING * np.abs(values).max())

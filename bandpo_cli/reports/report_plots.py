@@ -21,7 +21,7 @@ from matplotlib.transforms import offset_copy
 from numpy.typing import NDArray
 
 from bandpo_cli.reports import plot_style as style
-from bandpo_cli.reports.compare_variants import Report
+from bandpo_cli.reports.compare_variants import Limits, Report, interval_band
 from bandpo_cli.reports.plot_style import (
     HEADER,
     HEIGHT,
@@ -30,11 +30,9 @@ from bandpo_cli.reports.plot_style import (
     side_legend,
     variant_styles,
 )
-from bandpo_cli.reports.report_metrics import percent_text
 from bandpo_cli.reports.run_plots import smooth
-from bandpo_cli.reports.run_tables import RUN, RunTables, Score, common_n, scores_of
+from bandpo_cli.reports.run_tables import RUN, RunTables, Score, common_n, percent_text, scores_of
 from bandpo_cli.reports.run_variants import format_setting
-from bandpo_cli.reports.statistics import Limits, interval_band
 from bandpo_cli.reports.tuned_settings import Lines, by_learning_rate
 
 Floats = NDArray[np.float64]

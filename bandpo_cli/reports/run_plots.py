@@ -1,6 +1,5 @@
 """Plots of a training run and of an evaluation, made from their folders and written to `plots/*.png`."""
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
@@ -16,7 +15,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from bandpo_cli.bounds.intervals import clip_state
 from bandpo_cli.errors import plural
 from bandpo_cli.evaluation.scores import success_axis, success_histogram
-from bandpo_cli.metric_names import HELDOUT_REWARD, SCORE, has_nonbinary_rewards
+from bandpo_cli.metric_names import HELDOUT_REWARD, SCORE, has_nonbinary_rewards, probability_bins
 from bandpo_cli.reports import plot_style as style
 from bandpo_cli.results import iterate_evaluations
 from bandpo_cli.storage.eval_folder import RECORD_FILE, read_record
@@ -44,8 +43,6 @@ _HELDOUT_LINE: dict[str, Any] = {
 }  # fmt: skip
 
 _PASS_MARKERS = ("s", "^", "D", "v", "P")  # one per k, since the pass@k lines of a task share its colour
-
-_CLIP_BIN = re.compile(r"clip/active_fraction/p_([\d.e-]+)_([\d.e-]+)")
 
 _CLIP_LINES = (
     ("clip/outside_fraction", "outside the interval", style.MUTED_COLOR),
@@ -292,12 +289,6 @@ def smooth(values: Sequence[float]) -> tuple[list[float], int]:
     low, high = np.maximum(at - half, 0), np.minimum(at + half + 1, len(values))
     means: list[float] = ((totals[high] - totals[low]) / (high - low)).tolist()
     return means, 2 * half + 1
-
-
-def probability_bins(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (name, `0.1 – 0.5`) of the metrics `clip/active_fraction/p_0.1_0.5` in `names`, by probability."""
-    matches = sorted(filter(None, map(_CLIP_BIN.fullmatch, names)), key=lambda match: float(match[1]))
-    return [(match[0], f"{match[1]} – {match[2]}") for match in matches]
 
 
 def _plot_smoothed(axes: Axes, curve: Curve, name: str, color: Any, show_values: bool = True) -> None:

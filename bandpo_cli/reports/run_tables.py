@@ -1,20 +1,22 @@
-"""Tables of the runs of a report, read from their folders: a row per run, per step and per bin of probability."""
+"""Tables of the runs of a report, read from their folders: a row per run, per step and per bin of probability.
+
+Learning a task lowers the entropy, so at the same step the variant that has learned less has the higher entropy. The
+entropies are therefore also taken at the same held-out accuracy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from bandpo_cli.errors import UserError, first_line
-from bandpo_cli.metric_names import SCORE
-from bandpo_cli.reports.run_plots import probability_bins
-from bandpo_cli.reports.run_variants import VariantRun, differing_settings, read_settings
+from bandpo_cli.errors import UserError, first_line, plural
+from bandpo_cli.metric_names import SCORE, probability_bins
+from bandpo_cli.reports.run_variants import VariantRun, differing_settings, read_settings, shorten_list
 from bandpo_cli.results import read_metrics_table
 from bandpo_cli.storage.run_record import read_summary
 
@@ -22,6 +24,10 @@ Score = Literal["reward", "accuracy"]
 
 RUN = ["variant", "seed"]
 """The index of a table with a row per run."""
+
+FAR_BEHIND = 0.5
+"""Runs and variants whose best accuracy is under this share of the best variant's have no entropy at equal accuracy
+and do not lower the level."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +68,9 @@ class RunTables:
         """
         runs, steps = self.runs.copy(), self.steps.copy()
         for table in (runs, steps):
-            keys = {column.partition("/")[0] for column in table.columns if "/" in column}
-            for key in sorted(keys):
-                columns = [f"{key}/{label}" for label in sets]
-                complete = table.reindex(columns=columns).dropna()
-                table[key] = pd.Series(map(fmean, complete.to_numpy()), complete.index, dtype=float)
+            for key in sorted({column.partition("/")[0] for column in table.columns if "/" in column}):
+                of_sets = table.reindex(columns=[f"{key}/{label}" for label in sets])
+                table[key] = of_sets.astype(float).mean(axis=1, skipna=False)
         return RunTables(runs, steps, self.bins, self.excluded)
 
 
@@ -90,7 +94,7 @@ def read_runs(selected: Iterable[VariantRun], start: int = 0) -> RunTables:
             advice = f"they differ in {keys}: add it to --by" if keys else "give only one of them"
             which = f"seed {run.seed} of the variant '{run.variant}'"
             raise UserError(f"{other[0]['folder']} and {run.folder} are both {which}; {advice}")
-    ordered = [runs[seed] for runs in finished.values() for seed in sorted(runs)]
+    ordered = [of_variant[seed] for of_variant in finished.values() for seed in sorted(of_variant)]
     if not ordered:
         return RunTables(pd.DataFrame(), pd.DataFrame(), pd.DataFrame(), tuple(excluded))
     rows, steps, bins = zip(*ordered, strict=True)
@@ -114,60 +118,41 @@ def _read_run(run: VariantRun, start: int) -> _Tables:
         raise UserError(f"damaged: {str(error).replace(f'{run.folder}/', '')}") from None
     last = int(table.index[-1]) if len(table) else 0
     _check_finished(run.folder, last, settings.get("steps"))
-    steps, scores, n = _evaluations(table)
+    evaluated = table.columns[table.iloc[-1].notna()] if len(table) else ()
+    matches = [match for match in map(SCORE.fullmatch, evaluated) if match]
+    n = {match[1]: match[3] for match in matches if match[2] == "mean"}
     if not n:
         raise UserError(f"no evaluation at its last step, {last}")
     training = table.loc[start + 1 :]
-    bins = _bins(training).assign(variant=run.variant, seed=run.seed)
-    steps["entropy"] = _column(training, "train/entropy")
     pauses = [_column(training, name).fillna(0.0) for name in ("time/eval", "time/checkpoint")]
-    steps["seconds"] = _column(training, "time/step") - pauses[0] - pauses[1]
-    last_tenth = steps["entropy"].loc[last - max(1, last // 10) + 1 :]
+    seconds = _column(training, "time/step") - pauses[0] - pauses[1]
+    entropy = _column(training, "train/entropy")
+    steps = pd.DataFrame({"entropy": entropy, "seconds": seconds}, table.index)
     row = {
         **vars(run),
         "settings": settings,
         "steps": last,
         "n": n,
-        "entropy": _mean(last_tenth),
-        "clipped": _mean(_column(training, "clip/active_fraction")),
-        "seconds_per_step": _mean(steps["seconds"]),
-        **scores,
+        "entropy": entropy.loc[last - max(1, last // 10) + 1 :].mean(),
+        "clipped": _column(training, "clip/active_fraction").mean(),
+        "seconds_per_step": seconds.mean(),
     }
-    return row, steps, bins
+    for label in n:
+        accuracy = table[f"eval/{label}/mean_at_{n[label]}"]
+        reward = table.get(f"eval/{label}/reward", accuracy)  # verl's runs have no reward
+        for key, curve in (("accuracy", accuracy), ("reward", reward)):
+            steps[f"{key}/{label}"] = curve
+            row[f"{key}/{label}"] = curve.iloc[-1]
+        row[f"area/{label}"] = area_under(reward.dropna())
+    for match in matches:
+        if match[2] == "pass" and match[1] in n and match[3].isdecimal():
+            row[f"pass_at_{match[3]}/{match[1]}"] = table[match[0]].iloc[-1]
+    return row, steps, _bins(training).assign(variant=run.variant, seed=run.seed)
 
 
 def _column(table: pd.DataFrame, name: str) -> pd.Series[float]:
     """Return a column of a table, NaN if it has none of that name."""
-    return table[name] if name in table else pd.Series(np.nan, table.index)
-
-
-def _mean(values: pd.Series[float]) -> float:
-    """Return the mean of the values that are not NaN; NaN without any."""
-    known = values.dropna()
-    return fmean(known) if len(known) else np.nan
-
-
-def _evaluations(table: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, float], dict[str, str]]:
-    """Return the scores by step, the metrics of the last evaluation, and n of mean@n, of the sets evaluated last.
-
-    The mean reward is mean@n where it is not recorded.
-    """
-    last = table.iloc[-1].dropna() if len(table) else pd.Series(dtype=float)
-    matches = [match.group(1, 2, 3, 0) for match in map(SCORE.fullmatch, last.index) if match]
-    n = {label: number for label, kind, number, _ in matches if kind == "mean"}
-    steps, scores = pd.DataFrame(index=table.index), dict[str, float]()
-    for label in n:
-        accuracy = table[f"eval/{label}/mean_at_{n[label]}"]
-        reward = _column(table, f"eval/{label}/reward")
-        steps[f"accuracy/{label}"] = accuracy
-        steps[f"reward/{label}"] = reward if reward.count() == accuracy.count() else accuracy
-        curve = steps[f"reward/{label}"].dropna()
-        scores |= {f"{key}/{label}": steps[f"{key}/{label}"].iloc[-1] for key in ("reward", "accuracy")}
-        scores[f"area/{label}"] = area_under(curve)
-    for label, kind, k, key in matches:
-        if kind == "pass" and label in n and k.isdecimal():
-            scores[f"pass_at_{k}/{label}"] = last[key]
-    return steps, scores, n
+    return table.get(name, pd.Series(np.nan, table.index))
 
 
 def area_under(curve: pd.Series[float]) -> float:
@@ -181,13 +166,13 @@ def _bins(training: pd.DataFrame) -> pd.DataFrame:
     """Return the `clipped` share of the tokens of each `bin` of π_old over all steps, and its share of all `tokens`."""
     rows = []
     for name, text in probability_bins(training.columns):
-        shares = _column(training, name.replace("active_fraction", "token_share"))
-        known = pd.DataFrame({"clipped": training[name] * shares, "tokens": shares}).dropna()
+        tokens = _column(training, name.replace("active_fraction", "token_share"))
+        known = pd.DataFrame({"clipped": training[name] * tokens, "tokens": tokens}).dropna()
         if len(known):
-            rows.append({"bin": text, "clipped": sum(known["clipped"]), "tokens": sum(known["tokens"])})
+            rows.append({"bin": text, **known.sum()})
     bins = pd.DataFrame(rows, columns=["bin", "clipped", "tokens"])
     bins["clipped"] /= bins["tokens"].where(bins["tokens"] > 0)
-    bins["tokens"] /= sum(bins["tokens"]) or np.nan
+    bins["tokens"] /= bins["tokens"].sum() or np.nan
     return bins
 
 
@@ -235,3 +220,110 @@ def scores_of(tables: RunTables) -> Sequence[Score]:
     labels = [column.partition("/")[2] for column in steps.columns if column.startswith("accuracy/")]
     nonbinary = any(not steps[f"reward/{label}"].equals(steps[f"accuracy/{label}"]) for label in labels)
     return ("reward", "accuracy") if nonbinary else ("accuracy",)
+
+
+class EqualAccuracy(NamedTuple):
+    """Entropies of the runs at the same held-out accuracy.
+
+    Attributes:
+        level: the accuracy, in [0, 1]; None where fewer than two variants have a value.
+        values: nats per token by variant and seed; empty without a level.
+        notes: sentences on the level and on the runs without a value, or why there is no level.
+    """
+
+    level: float | None
+    values: dict[tuple[str, int], float]
+    notes: list[str]
+
+
+def entropy_at_equal_accuracy(steps: pd.DataFrame) -> EqualAccuracy:
+    """Return the entropy of each run at the moment at which its held-out accuracy first reaches a common level.
+
+    The level is the highest accuracy that all compared runs reach at some evaluation. Not compared are variants that
+    fall far behind (the median over seeds of the runs' best accuracies is under `FAR_BEHIND` times that of the best
+    variant), and single runs of other variants whose best accuracy is under the same limit. The level is a minimum over
+    runs, so a single run determines it: a note names this run, and gives the level without it.
+
+    There are no values if fewer than two variants have one, or if a run starts at or above the level: the moment at
+    which such a run reached it is not known.
+
+    Args:
+        steps: `accuracy` and `entropy` by variant, seed and step.
+    """
+    accuracy, entropy = (
+        {run: curve.droplevel([*RUN]) for run, curve in steps[name].dropna().groupby(level=RUN, sort=False)}
+        for name in ("accuracy", "entropy")
+    )
+    best = steps["accuracy"].dropna().groupby(level=RUN, sort=False).max()
+    typical = best.groupby(level="variant", sort=False).median()
+    limit = FAR_BEHIND * typical.max()
+    behind = list(typical.index[typical < limit])
+    compared = [run for run in best.index if run[0] not in behind and best[run] >= limit and run in entropy]
+    none = "No entropy at equal held-out accuracy"
+    if len({variant for variant, _ in compared}) < 2:
+        why = "fewer than two variants are left without those whose best value (median over seeds) is under half of"
+        note = f"{none}: {why} the best variant's, {shorten_list(behind)}."
+        return EqualAccuracy(None, {}, [note] if behind else [])
+    lowest, second = sorted(compared, key=best.__getitem__)[:2]
+    level, percent, next_percent = float(best[lowest]), percent_text(best[lowest]), percent_text(best[second])
+    start = max(accuracy[run].iloc[0] for run in compared)
+    if level <= start:
+        above = f"{percent}, is not above all first evaluations (up to {percent_text(start)})"
+        return EqualAccuracy(None, {}, [f"{none}: the highest level that all compared runs reach, {above}."])
+    reached = {run: entropy_when_reached(entropy[run], accuracy[run], level) for run in compared}
+    values = {run: value for run, value in reached.items() if value is not None}
+    if len({variant for variant, _ in values}) < 2:
+        return EqualAccuracy(None, {}, [])
+    texts = {(variant, seed): f"{variant} (seed {seed})" for variant, seed in best.index}
+    notes = [
+        f"The entropy of a run is taken where its held-out accuracy first reaches {percent}, the highest level that "
+        f"all compared runs reach. {texts[lowest]} does not exceed {percent}"
+        + ("." if next_percent == percent else f"; without this run, the level would be {next_percent}.")
+    ]
+    if behind:
+        notes.append(
+            f"No entropy at {percent} held-out accuracy, since the best value (median over seeds) is under half of the "
+            f"best variant's: {shorten_list(behind)}."
+        )
+    if missing := [text for run, text in texts.items() if run[0] not in behind and run not in values]:
+        notes.append(
+            f"{plural(len(missing), 'run')} of the compared variants without entropy at {percent} held-out accuracy: "
+            f"{shorten_list(missing)}."
+        )
+    return EqualAccuracy(level, values, notes)
+
+
+def entropy_when_reached(entropy: pd.Series[float], accuracy: pd.Series[float], level: float) -> float | None:
+    """Return the entropy of the policy when `accuracy` first reaches `level` from below; None if it never does.
+
+    Between evaluations the accuracy is taken as linear. The value is read from the straight line fitted by least
+    squares to the entropies of the steps between the evaluations before and after that moment: this reduces the noise
+    of single steps and follows the trend. Where the line leaves the range of these entropies or of their steps, the
+    value is that at the end of the range.
+
+    Args:
+        entropy: nats per token by step; the value of a step is the entropy of the policy after the step before.
+        accuracy: held-out accuracy by step.
+        level: the accuracy at which the entropy is taken.
+
+    Returns:
+        Nats per token. None also if no entropy was recorded between the two evaluations, or if `accuracy` starts at or
+        above the level.
+    """
+    reached = (accuracy >= level).to_numpy()
+    if reached[0] or not reached.any():
+        return None
+    crossing = accuracy.iloc[reached.argmax() - 1 : reached.argmax() + 1]
+    moment = np.interp(level, crossing, crossing.index)
+    between = entropy.loc[crossing.index[0] + 1 : crossing.index[1] + 1]
+    if between.empty:
+        return None
+    policies = between.index.to_numpy() - 1
+    line = np.polyfit(policies, between, min(1, len(between) - 1))
+    value = np.polyval(line, np.clip(moment, policies[0], policies[-1]))
+    return float(np.clip(value, between.min(), between.max()))
+
+
+def percent_text(accuracy: float) -> str:
+    """Return an accuracy in percent with three digits, without trailing zeros: `21.8%`, `40%`."""
+    return f"{100 * accuracy:.3g}%"

@@ -23,12 +23,13 @@ from bandpo_cli.registries import METHODS
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import VERL_FILE
 from bandpo_cli.storage.run_record import read_parent
-from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder
+from bandpo_cli.storage.sweep_folder import PLAN_FILE, SweepFolder
 
 Settings = Mapping[str, Any]
 """Plain values by dotted key: `{"optim.lr": 1e-4, ...}`."""
 
 ABSENT = "–"
+MAX_LISTED = 6  # variants or settings that a note lists
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
 _TAGS = {
     "bounds": _METHOD,
@@ -182,6 +183,12 @@ def method_name(run: Settings) -> str:
         return method
     name = "" if entry.named_by_region else f"{method} "
     return f"{name}{run.get(_DIVERGENCE, method)} {format_setting(run.get(_DELTA, ABSENT))}"
+
+
+def shorten_list(names: Sequence[str]) -> str:
+    """Return the first `MAX_LISTED` names, and the number of the others."""
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more
 
 
 def format_setting(value: Any) -> str:

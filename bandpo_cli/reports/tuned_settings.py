@@ -17,7 +17,7 @@ from bandpo_cli.reports.run_variants import (
     method_name,
     setting_texts,
 )
-from bandpo_cli.sweeps.folder import PLAN_FILE, SweepFolder, validated
+from bandpo_cli.storage.sweep_folder import PLAN_FILE, SweepFolder, validated
 
 Lines = dict[str, dict[float, list[float]]]
 """Accuracies or rewards by name of the line and learning rate, for the plot against the learning rate."""

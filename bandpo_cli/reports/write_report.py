@@ -1,7 +1,6 @@
 """Writing a report: leaderboard.csv, report.md, the plots, and report.html, which needs no other file or network.
 
-The sentences of a report are its scope, its result, and notes on the limits of the comparison. The templates of
-Markdown and HTML are in `reports/templates`. They call the functions of this module as `texts`.
+The templates of Markdown and HTML are in `reports/templates`. They call the functions of this module as `texts`.
 """
 
 import base64
@@ -21,26 +20,27 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.reports.compare_variants import (
     SPREAD,
+    Metric,
+    PairedTest,
     Report,
     Variant,
     VariantDifference,
     compare_variants,
     evaluate_variants,
-)
-from bandpo_cli.reports.report_metrics import (
-    MAX_LISTED,
-    Metric,
-    entropy_at_equal_accuracy,
-    measure,
-    shorten_list,
+    report_metrics,
 )
 from bandpo_cli.reports.report_plots import MAX_VARIANTS_PLOTTED, plot_all
-from bandpo_cli.reports.run_tables import common_sets, read_runs
-from bandpo_cli.reports.run_variants import Selection, common_start, differing_settings, is_within
-from bandpo_cli.reports.statistics import Estimate, PairedTest, p_text
+from bandpo_cli.reports.run_tables import common_sets, entropy_at_equal_accuracy, read_runs
+from bandpo_cli.reports.run_variants import (
+    MAX_LISTED,
+    Selection,
+    common_start,
+    differing_settings,
+    is_within,
+)
 from bandpo_cli.reports.tuned_settings import read_tuning
 from bandpo_cli.storage.files import write_text
-from bandpo_cli.sweeps.plan import check_baseline
+from bandpo_cli.storage.sweep_folder import check_baseline
 
 LEADERBOARD_CAPTION = (
     "Mean over seeds; below it the 95% interval over seeds (Student's t, within the limits of the metric), for two or "
@@ -59,7 +59,7 @@ CAPTIONS = {
 }
 """Captions of the plots by file name without suffix, in the order of the report."""
 
-_MAX_NAMED = 3  # variants that the headline names in each direction
+_MAX_NAMED = 3  # variants that the finding names in each direction
 
 _EVALUATION_KEYS = ("task", "evaluation.problems", "evaluation.temperature", "model.prompts")
 """Settings and sections whose values make the accuracies of two runs incomparable."""
@@ -88,34 +88,31 @@ def write_report(selection: Selection, out: Path) -> Report:
     tables = tables.average(sets)
     equal = entropy_at_equal_accuracy(tables.steps)
     tables.runs["entropy_at_accuracy"] = [equal.values.get(run, np.nan) for run in tables.runs.index]
-    metrics = tuple(measure(tables, sets, equal.level))
-    evaluated = evaluate_variants(tables, metrics)
-    variants = [variant.name for variant in evaluated]
-    differences = []
-    if baseline is not None and baseline in variants and len(variants) > 1:
-        differences = compare_variants(variants, baseline, tables.runs, metrics)
-    decisive = [difference for difference in differences if difference.metric == metrics[0].key]
+    metrics = report_metrics(tables, sets, equal.level)
+    variants = evaluate_variants(tables, metrics)
+    names = [variant.name for variant in variants]
+    compared = baseline if baseline in names else None
+    differences = [] if compared is None else compare_variants(names, compared, tables.runs, metrics)
+    notes = [*selection.notes, *_notes(variants, sets, tables.runs, baseline, start), *equal.notes]
+    notes += [] if tuning is None else tuning.notes_on_range()
+    if len(names) > MAX_VARIANTS_PLOTTED:
+        best = f"{MAX_VARIANTS_PLOTTED} variants with the highest {metrics[0].name}"
+        notes.append(f"The plots show the {best}, and the baseline.")
     report = Report(
         title=selection.title,
-        about=scope(evaluated, sets),
-        finding=headline(evaluated, baseline, decisive, metrics[0]),
-        baseline=baseline if baseline in variants else None,
+        about=_about(variants, sets),
+        finding=_finding(variants, compared, differences, metrics[0]),
+        baseline=compared,
         sets=tuple(sets),
         accuracy_level=equal.level,
-        metrics=metrics,
-        variants=tuple(evaluated),
+        metrics=tuple(metrics),
+        variants=tuple(variants),
         differences=tuple(differences),
         tuning=tuning,
-        notes=(),
+        notes=tuple(notes),
         excluded=excluded,
         files={},
     )
-    all_notes = [*selection.notes, *report_notes(report, tables.runs, baseline, start), *equal.notes]
-    all_notes += [] if tuning is None else tuning.notes_on_range()
-    if len(variants) > MAX_VARIANTS_PLOTTED:
-        best = f"{MAX_VARIANTS_PLOTTED} variants with the highest {metrics[0].name}"
-        all_notes += [f"The plots show the {best}, and the baseline."]
-    report = replace(report, notes=tuple(all_notes))
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         beside = out if out.is_dir() else out.parent
@@ -123,20 +120,20 @@ def write_report(selection: Selection, out: Path) -> Report:
         with TemporaryDirectory(prefix=".report.", suffix=".tmp", dir=beside) as folder:
             hidden = Path(folder)
             plots = plot_all(tables, report, hidden)
-            names = ["report.html", "report.md", "leaderboard.csv", *(path.name for path in plots.values())]
-            report = replace(report, files={name: out / name for name in names})
-            write_text(hidden / "leaderboard.csv", leaderboard_csv(report))
+            files = ["report.html", "report.md", "leaderboard.csv", *(path.name for path in plots.values())]
+            report = replace(report, files={name: out / name for name in files})
+            write_text(hidden / "leaderboard.csv", _leaderboard_csv(report))
             for name in ("report.md", "report.html"):
-                write_text(hidden / name, render(name, report, plots, token_pages(tables.runs, out)))
+                write_text(hidden / name, render(name, report, plots, _token_pages(tables.runs, out)))
             out.mkdir(exist_ok=True)
-            for name in names:
+            for name in files:
                 os.replace(hidden / name, out / name)
     except OSError as error:
         raise UserError(f"{out}: cannot be written to: {error.strerror or error}") from error
     return report
 
 
-def scope(variants: Sequence[Variant], sets: Sequence[str]) -> str:
+def _about(variants: Sequence[Variant], sets: Sequence[str]) -> str:
     """Return `3 variants, 9 runs over seeds 0, 1, 2; 100 steps; evaluated on countdown`."""
     seeds = sorted({seed for variant in variants for seed in variant.seeds})
     least, most = min(variant.steps[0] for variant in variants), max(variant.steps[1] for variant in variants)
@@ -147,7 +144,7 @@ def scope(variants: Sequence[Variant], sets: Sequence[str]) -> str:
     return f"{plural(len(variants), 'variant')}, {runs} over {over}; {steps}; evaluated on {', '.join(sets)}"
 
 
-def headline(
+def _finding(
     variants: Sequence[Variant],
     baseline: str | None,
     differences: Sequence[VariantDifference],
@@ -157,107 +154,69 @@ def headline(
 
     Args:
         variants: highest value of `metric` first.
-        baseline: name of the baseline; None for no comparison.
         metric: the first of the report, held-out accuracy or reward.
-        differences: the differences in `metric`.
     """
-    tested = [difference for difference in differences if difference.p_holm is not None]
+    changes = {
+        item: item.paired.change.mean for item in differences if item.metric == metric.key and item.paired
+    }
+    tested = sorted(
+        (item for item in changes if item.p_holm is not None), key=lambda item: -abs(changes[item])
+    )
     if not tested:
-        untested = f"; with these seeds no difference from {baseline} can be tested" if differences else ""
-        return f"{_ranking(variants, metric)}{untested}."
-    tested.sort(key=lambda difference: -abs(difference.change.mean))
-    groups, rest = [], len(differences)
+        best = variants[0]
+        value = f"{metric.text(best.metrics[metric.key].mean)} ({plural(len(best.seeds), 'seed')})"
+        return f"{best.name} has the highest {metric.name}, {value}; no difference is tested."
+
+    def evidence(item: VariantDifference) -> str:
+        assert item.paired is not None
+        assert item.p_holm is not None
+        change = item.paired.change
+        p = ("" if item.p_holm == item.paired.p else "Holm-adjusted ") + f"p = {p_text(item.p_holm)}"
+        interval = f"95% interval {metric.interval(change, sign=True)} over {change.n} seeds"
+        return f"{metric.text(change.mean, sign=True)}, {interval}, {p.replace('= <', '<')}"
+
+    directions = []
     for word in ("higher", "lower"):
-        group = [difference for difference in tested if difference.verdict == word]
-        texts = [
-            f"{item.variant} ({_evidence(item, metric, item is group[0])})" for item in group[:_MAX_NAMED]
-        ]
-        if len(group) > _MAX_NAMED:
-            texts.append(plural(len(group) - _MAX_NAMED, "more variant"))
+        group = [item for item in tested if item.verdict == word]
+        texts = [f"{item.variant} ({evidence(item)})" for item in group[:_MAX_NAMED]]
+        texts += [plural(len(group) - _MAX_NAMED, "more variant")] if len(group) > _MAX_NAMED else []
         if texts:
-            groups.append(f"{word} for {' and '.join(filter(None, [', '.join(texts[:-1]), texts[-1]]))}")
-        rest -= len(group)
-    if groups:
-        others = "the other variant does" if rest == 1 else f"the other {rest} variants do"
-        more = f"; {others} not differ significantly from it" if rest else ""
-        return f"Against {baseline}, final {metric.name} is {' and '.join(groups)}{more}."
-    largest, evidence = tested[0].variant, _evidence(tested[0], metric)
-    if len(differences) == 1:
-        equal = f"do not differ significantly in final {metric.name}"
-        return f"{largest} and {baseline} {equal}: the difference is {evidence}."
-    equal = f"No variant differs significantly from {baseline} in final {metric.name}"
-    return f"{equal}; the largest difference has {largest}: {evidence}."
+            directions.append(f"{word} for {' and '.join(filter(None, [', '.join(texts[:-1]), texts[-1]]))}")
+    if directions:
+        return f"Against {baseline}, final {metric.name} is {' and '.join(directions)}."
+    none = f"No variant differs significantly from {baseline} in final {metric.name}"
+    return f"{none}; the largest difference has {tested[0].variant}: {evidence(tested[0])}."
 
 
-def _evidence(difference: VariantDifference, metric: Metric, in_full: bool = True) -> str:
-    """Return `+0.031`, `in_full` followed by `, 95% interval +0.010 to +0.052 over 3 seeds, p = 0.02`."""
-    change, pair, p_holm = difference.change, difference.paired, difference.p_holm
-    mean = metric.text(change.mean, sign=True)
-    if not in_full or pair is None or p_holm is None:
-        return mean
-    p = ("" if p_holm == pair.p else "Holm-adjusted ") + f"p = {p_text(p_holm)}".replace("= <", "<")
-    return f"{mean}, 95% interval {metric.interval(change, sign=True)} over {change.n} seeds, {p}"
-
-
-def _ranking(variants: Sequence[Variant], metric: Metric) -> str:
-    """Return a sentence on the highest final value of `metric`; it adds that a ranking is no test.
-
-    Variants whose values are equal as printed are named together.
-    """
-    value = variants[0].metrics[metric.key]
-    seeds = f"{value.n} seeds" if value.n > 1 else "one seed, no interval"
-    if interval := metric.interval(value):
-        seeds = f"95% interval {interval.replace(' – ', ' to ')} over {seeds}"
-    mean = metric.text(value.mean)
-    if len(variants) == 1:
-        return f"{variants[0].name} ends at a {metric.name} of {mean} ({seeds})"
-    untested = "; a ranking, not a test" if value.n > 1 else ""
-    tied = [
-        variant.name for variant in variants if value_text(metric, variant.metrics.get(metric.key)) == mean
-    ]
-    if len(tied) > 1:
-        seeds = "means over seeds" if value.n > 1 else "one seed, no interval"
-        return f"{shorten_list(tied)} end with the highest {metric.name}, {mean} each ({seeds}){untested}"
-    return f"{variants[0].name} ends with the highest {metric.name}, {mean} ({seeds}){untested}"
-
-
-def report_notes(report: Report, runs: pd.DataFrame, baseline: str | None, start: int) -> Iterator[str]:
+def _notes(
+    variants: Sequence[Variant], sets: Sequence[str], runs: pd.DataFrame, baseline: str | None, start: int
+) -> Iterator[str]:
     """Yield what limits the comparison, one sentence per note; all runs of the baseline may have been excluded."""
-    members = {str(name): rows for name, rows in runs.groupby(level="variant", sort=False)}
-    if len({variant.seeds for variant in report.variants}) > 1:
+    if len({variant.seeds for variant in variants}) > 1:
         yield "The variants do not have the same seeds; each is compared over the seeds that the baseline has too."
-    if len(members) > 1 and baseline is None:
-        yield "No baseline was given, so there are no differences; choose one with --baseline VARIANT."
-    elif len(members) > 1 and baseline not in members:
+    if baseline is not None and len(variants) > 1 and baseline not in {variant.name for variant in variants}:
         yield f"All runs of the baseline '{baseline}' were excluded, so there are no differences."
-    if unequal := [name for name, of_variant in members.items() if of_variant["steps"].nunique() > 1]:
-        common = "curves cover the common steps; final metrics are taken at the last step of each run"
-        yield f"Runs of unequal length in {shorten_list(unequal)}: {common}."
-    elif runs["steps"].nunique() > 1:
-        yield "The numbers of steps of the runs differ."
-    parents = [settings.get("fork") for settings in runs["settings"]]
-    for parent in dict.fromkeys(filter(None, parents)):
+    parents = [settings["fork"] for settings in runs["settings"] if settings.get("fork")]
+    for parent in dict.fromkeys(parents):
         if start:
             yield f"All runs are forks of {parent}: metrics and curves begin at step {start}."
         else:
             forks = plural(parents.count(parent), "run")
             yield f"Forks of {parent} ({forks}) share its record: differences and intervals come from later steps."
-    for name, of_variant in members.items():
-        if keys := differing_settings(of_variant["settings"]):
+    for name, of_variant in runs["settings"].groupby(level="variant", sort=False):
+        if keys := differing_settings(of_variant):
             yield f"The runs of {name} differ in more than their seed: {', '.join(keys[:MAX_LISTED])}."
-    differing = differing_settings(runs["settings"])
-    if incomparable := [key for key in differing if is_within(key, _EVALUATION_KEYS)]:
+    differing = [key for key in differing_settings(runs["settings"]) if is_within(key, _EVALUATION_KEYS)]
+    if differing:
         from_others = "their held-out accuracies come from different problems or different sampling"
-        yield f"The runs differ in {', '.join(incomparable[:MAX_LISTED])}: {from_others}."
-    if others := sorted({label for n in runs["n"] for label in n} - set(report.sets)):
+        yield f"The runs differ in {', '.join(differing[:MAX_LISTED])}: {from_others}."
+    if others := sorted({label for n in runs["n"] for label in n} - set(sets)):
         yield f"Excluded, because not every run was evaluated on these sets: {', '.join(others)}."
-    if len(ns := sorted({n[label] for n in runs["n"] for label in report.sets})) > 1:
-        yield f"The number of completions per problem differs between the values of mean@n: {', '.join(ns)}."
 
 
-def value_text(metric: Metric, estimate: Estimate | None) -> str:
-    """Return a mean as tables show it; `–` for none."""
-    return "–" if estimate is None else metric.text(estimate.mean)
+def value_text(metric: Metric, variant: Variant) -> str:
+    """Return the mean of a metric of a variant as tables show it; `–` for none."""
+    return metric.text(variant.metrics[metric.key].mean) if metric.key in variant.metrics else "–"
 
 
 def range_text(metric: Metric, variant: Variant) -> str:
@@ -290,7 +249,12 @@ def difference_cells(metric: Metric, pair: PairedTest | None, p_holm: float | No
     return [*texts, str(change.n), f"{pair.higher} / {pair.lower}", *ps]
 
 
-def leaderboard_csv(report: Report) -> str:
+def p_text(p: float) -> str:
+    """Return a p-value with two or three digits; `< 0.001` below that."""
+    return "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+
+
+def _leaderboard_csv(report: Report) -> str:
     """Return one row per variant, the best first, with unrounded numbers; a missing value is an empty cell.
 
     The last columns are the quantiles of metrics with a spread: `seconds_per_step_p10`, `seconds_per_step_p90`.
@@ -312,15 +276,13 @@ def leaderboard_csv(report: Report) -> str:
     return str(pd.DataFrame(rows).to_csv(index=False, lineterminator="\n"))
 
 
-def token_pages(runs: pd.DataFrame, out: Path) -> dict[str, str]:
+def _token_pages(runs: pd.DataFrame, out: Path) -> dict[str, str]:
     """Return links, relative to `out`, to the last page of `bandpo view` in the folder of each run that has one."""
-    folders = zip(runs.index, runs["folder"], strict=True)
-    pages = {run: sorted((folder / "view").glob("step-*.html")) for run, folder in folders}
-    return {
-        f"{variant}, seed {seed}": quote(os.path.relpath(files[-1], out))
-        for (variant, seed), files in pages.items()
-        if files
-    }
+    links = {}
+    for (variant, seed), folder in zip(runs.index, runs["folder"], strict=True):
+        if files := sorted((folder / "view").glob("step-*.html")):
+            links[f"{variant}, seed {seed}"] = quote(os.path.relpath(files[-1], out))
+    return links
 
 
 def render(

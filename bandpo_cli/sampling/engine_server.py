@@ -138,10 +138,10 @@ class EngineServer:
             deque(weights, maxlen=0)  # the trainer sends all of them in any case
         self._is_current = True
 
-    def stream(self, params: SamplingParams, method: str) -> None:
+    def stream(self, params: SamplingParams, in_order: bool) -> None:
         """Send number and completions of each request; the trainer answers each with whether it takes more.
 
-        `method` is `sample_stream` or `sample_turns`. A request is None where there is none at present.
+        A request is None where there is none at present.
         """
         if not self._is_current:
             raise StaleEngineError("the engine process has no complete weights since the last sync failed")
@@ -152,9 +152,8 @@ class EngineServer:
                 yield request
                 self._pipe.send(None)
 
-        stream = getattr(self._sampler, method)(requests(), params)
-        with closing(stream):
-            for item in stream if method == "sample_turns" else enumerate(stream):
+        with closing(self._sampler.sample_stream(requests(), params, in_order)) as stream:
+            for item in stream:
                 self._has_sampled = True
                 self._pipe.send(item)
                 if not self._pipe.recv():
@@ -163,6 +162,14 @@ class EngineServer:
     def describe(self) -> dict[str, str]:
         """Return what the engine describes."""
         return self._sampler.describe()
+
+
+def serve(descriptor: int) -> None:
+    """Serve the trainer at the other end of a socket pair, in the engine process, until the trainer ends it."""
+    os.set_inheritable(descriptor, False)
+    EngineServer(Connection(descriptor)).serve()
+    # Without the interpreter's shutdown, which waits for threads of the engine.
+    os._exit(0)
 
 
 @torch.no_grad()

@@ -1,338 +1,121 @@
-"""Rollouts: encoded prompts, inserted turns, tokens that end a completion, completions, graded groups."""
+"""Rollouts: completions of one turn or of a conversation with tools or an environment, and graded groups.
+
+The next turn of a conversation continues from the tokens so far and the tokens of what is inserted; no text is
+tokenized a second time. With an engine that streams, each conversation is a request of its own, and none waits for
+another. With transformers, which is fast on large batches only, the conversations of a request have their turns
+together.
+
+The seed of a turn depends on the seed of the problem, the sample and the turn. `sampling.max_tokens` limits all tokens
+after the prompt, those that are inserted included.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, replace
-from difflib import ndiff
-from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from array import array
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from itertools import chain, count
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from bandpo_cli.config.run import RewardConfig, RunConfig
-from bandpo_cli.errors import ConfigError, nearest
-from bandpo_cli.grading.tools import tool_schemas
-from bandpo_cli.models.load import Policy
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, as_problem, tool_schemas
+from bandpo_cli.grading.workers import default_workers
 from bandpo_cli.objective.advantages import shaped_rewards
-from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, StaleEngineError
-from bandpo_cli.types import ENVIRONMENT_REWARD, MESSAGES, Completion, Grade, Group, Message, Problem, Rollout
-
-if TYPE_CHECKING:
-    from bandpo_cli.sampling.conversations import Conversations
-
-_ANSWER, _RESULT = "7-2-9-4-1", "5-8-3-6-0"
-"""Messages that are found in a rendered template, which changes none of their characters, nor their case."""
-
-_BREAK = "\ufdd0"
-"""A place between two tokens: one of the code points that Unicode reserves for uses inside of a program."""
-
-_NO_TURNS = (
-    "task.tools and task.environment need a chat template, which the model's tokenizer does not have, or "
-    "model.prompts = 'raw' leaves out; use a model with a template"
+from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count
+from bandpo_cli.sampling.prompt_encoding import EncodedPrompt, PromptEncoder
+from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, StaleEngineError, Turn
+from bandpo_cli.sampling.tool_calls import read_message
+from bandpo_cli.seeds import derive_seed
+from bandpo_cli.types import (
+    ENVIRONMENT_REWARD,
+    FLOAT_TYPE,
+    MESSAGES,
+    TOKEN_TYPE,
+    Completion,
+    Conversation,
+    FinishReason,
+    Grade,
+    Group,
+    Insertion,
+    Problem,
+    Rollout,
 )
 
-
-@dataclass(frozen=True)
-class EncodedPrompt:
-    """A prompt as text and as token ids, as the model receives it."""
-
-    text: str
-    token_ids: tuple[int, ...]
+POLL_S = 0.1
+"""Longest wait for the workers while nothing is being sampled, in seconds; then they are polled again."""
 
 
-class PromptEncoder:
-    """Converts prompts to tokens. Training and evaluation share one, so that their templates cannot differ."""
+@dataclass
+class _Open:
+    """A conversation that is being sampled. `context` has all tokens after the prompt."""
+
+    problem: Problem
+    prompt_ids: Sequence[int]
+    seed: int
+    number: int
+    version: int = 0
+    context: array[int] = field(default_factory=lambda: array(TOKEN_TYPE))
+    token_ids: array[int] = field(default_factory=lambda: array(TOKEN_TYPE))
+    logprobs: array[float] = field(default_factory=lambda: array(FLOAT_TYPE))
+    entropies: array[float] = field(default_factory=lambda: array(FLOAT_TYPE))
+    inserted: list[Insertion] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    answered: list[dict[str, Any]] = field(default_factory=list)  # the messages that an environment answers
+    replies: list[Any] = field(default_factory=list)  # one per call of the turn; None until it is there
+    turns: int = 0
+    calls: int = 0
+    failed: int = 0
+    malformed: int = 0
+    timed_out: int = 0
+    truncated: int = 0
+    reward: float | str | None = None
+    reason: FinishReason | None = None  # set where no further turn is sampled
+    has_ended: bool = False
+
+    def completion(self) -> Completion:
+        limits = self.malformed, self.timed_out, self.truncated
+        about = Conversation(tuple(self.messages), self.turns, self.calls, self.failed, self.reward, *limits)
+        values = self.token_ids, self.logprobs, self.reason or "length", self.version, self.entropies
+        return Completion(*values, tuple(self.inserted), about)
+
+
+class Conversations:
+    """The tools or the environment of a task, with which `stream_completions` samples several turns.
+
+    Args:
+        encoder: renders and tokenizes what is inserted.
+        pool: the workers.
+        max_turns: `task.max_turns`.
+        max_chars: `task.max_result_chars`.
+        ranks: the processes that sample at the same time.
+
+    Raises:
+        ConfigError: the model's chat template has no place for the messages.
+    """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: str = "auto",
-        arguments: Mapping[str, Any] | None = None,
-        rows: int | None = None,
+        self, encoder: PromptEncoder, pool: ToolPool, max_turns: int, max_chars: int, ranks: Ranks = SINGLE
     ) -> None:
-        """Set how chat messages are converted to text.
+        self.encoder, self.pool, self.max_turns, self.max_chars = encoder, pool, max_turns, max_chars
+        self.ranks, self.numbers = ranks, count()
+        self.has_environment = isinstance(pool, EnvironmentPool)
+        self.schemas = tool_schemas(pool.tools, self.has_environment)
+        encoder.check_turn()
 
-        Args:
-            tokenizer: the model's tokenizer.
-            prompts: `chat` applies the tokenizer's chat template, `raw` joins the messages with blank lines, `auto`
-                applies the template if the tokenizer has one.
-            arguments: further arguments of the template (`model.chat_template_kwargs`), and the schemas of `tools`.
-            rows: number of the model's embeddings, which limits the ids; None if the ids do not go into the model.
 
-        Raises:
-            ConfigError: `prompts` is `chat` or there are `arguments`, but the tokenizer has no chat template.
-        """
-        has_template = getattr(tokenizer, "chat_template", None) is not None
-        if "tools" in (arguments or {}) and not (has_template and prompts != "raw"):
-            raise ConfigError(_NO_TURNS)
-        if (prompts == "chat" or arguments) and not has_template:
-            setting, other = "prompts = 'chat'", "use model.prompts=raw"
-            if arguments:
-                setting, other = f"chat_template_kwargs = {arguments}", "leave it out"
-            raise ConfigError(
-                f"model.{setting}: the model's tokenizer has no chat template; add chat_template.jinja to its folder, "
-                f"or {other}"
-            )
-        self.tokenizer = tokenizer
-        self._arguments = dict(arguments or {})
-        self._are_arguments_checked = False
-        self._chat = has_template and prompts != "raw"
-        self._lacks_template = not has_template and prompts == "auto"
-        self._appended = () if self._chat else _appended_ids(tokenizer)
-        vocabulary, added = ({} if rows is None else tokenizer.get_vocab()), tokenizer.added_tokens_decoder
-        self._rows, self._unembedded = rows, {i: name for name, i in vocabulary.items() if i >= (rows or 0)}
-        self.special = {i: token.content for i, token in added.items() if token.special}
-        template = str(tokenizer.chat_template) if self._chat else ""
-        written = [token.content for token in added.values() if token.content.strip() in template]
-        control = {*self.special.values(), *self._unembedded.values(), *written}
-        names = "|".join(re.escape(name) for name in control if len(name) > 1) or "(?!)"
-        # Every place is looked at, since a token may begin inside of another one.
-        self._control = re.compile(f"(?={names})(.)", re.DOTALL)
-
-    @classmethod
-    def of_run(
-        cls, tokenizer: PreTrainedTokenizerBase, config: RunConfig, rows: int | None = None
-    ) -> PromptEncoder:
-        """Return the encoder of a run's prompts, which contain the schemas of its tools; `rows` as for the class.
-
-        Raises:
-            ConfigError: as for the class, or a tool cannot be used.
-        """
-        arguments: dict[str, Any] = {**(config.model.chat_template_kwargs or {})}
-        if schemas := tool_schemas(config.task.functions, config.task.environment is not None):
-            arguments["tools"] = schemas
-        return cls(tokenizer, config.model.prompts, arguments, rows)
-
-    def encode(self, problems_P: Sequence[Problem]) -> list[EncodedPrompt]:
-        """Return the prompts of `problems_P` as text and tokens.
-
-        Raises:
-            ConfigError: the chat template refuses the messages (some templates have no system role, for example), or
-                ignores one of its arguments, or the model has no embedding for a token.
-        """
-        texts = [self._text(problem) for problem in problems_P]
-        # A plain-text prompt is in the task's own format, and a chat template writes special tokens itself. Only raw
-        # joined messages get the special tokens that the tokenizer adds before a text (a beginning-of-sequence token).
-        joined = [not self._chat and not isinstance(problem.prompt, str) for problem in problems_P]
-        ids = {}
-        for special in {*joined}:
-            of_kind = [text for text, is_joined in zip(texts, joined, strict=True) if is_joined == special]
-            options = dict.fromkeys(("return_attention_mask", "return_token_type_ids"), False)
-            tokens = self.tokenizer(of_kind, add_special_tokens=special, **options)["input_ids"]
-            # A completion continues a joined text, which therefore must not end with a token for the end of a text.
-            end = -len(self._appended) if special and self._appended else None
-            ids[special] = iter([tuple(row[:end]) for row in tokens])
-        pairs = zip(texts, joined, strict=True)
-        encoded = [EncodedPrompt(text, next(ids[is_joined])) for text, is_joined in pairs]
-        for problem, prompt in zip(problems_P, encoded, strict=True):
-            self._check_ids(prompt.token_ids, f"problem {problem.id}")
-        return encoded
-
-    def pieces(self, ids: Sequence[int]) -> Iterator[tuple[str, int | None]]:
-        """Yield tokens as texts: each special token with its id, and the tokens between them together, with None."""
-        for is_special, run in groupby(ids, self.special.__contains__):
-            if is_special:
-                yield from ((self.special[token], token) for token in run)
-            else:
-                yield str(self.tokenizer.decode([*run])), None
-
-    def decode(self, prompts: Sequence[EncodedPrompt]) -> list[str]:
-        """Return the texts of prompts by their tokens, with the special ones."""
-        return ["".join(text for text, _ in self.pieces(prompt.token_ids)) for prompt in prompts]
-
-    def applies_template(self, problem: Problem) -> bool:
-        """Return whether the chat template formats the problem's prompt."""
-        return self._chat and not isinstance(problem.prompt, str)
-
-    def effect_of_arguments(self, problem: Problem) -> list[str]:
-        """Return the lines of a prompt that the arguments of the chat template remove (`- `) and add (`+ `)."""
-        assert not isinstance(problem.prompt, str)
-        plain = self._try_render(problem.prompt, {}) or ""
-        lines = ndiff(plain.splitlines(), self._render(problem.prompt, self._arguments).splitlines())
-        return [line for line in lines if line.startswith(("- ", "+ "))]
-
-    def turn_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """Return the tokens between the end token of the assistant's turn and its next turn, with `messages` in them.
-
-        It is the end of what the template makes of a conversation, tokenized by itself: the turns before, as sampled,
-        are never tokenized again. A special token or a mark of the template inside of a message stays text: a tool, or
-        a model whose text a tool repeats, cannot end the turn and continue as another role.
-
-        Raises:
-            ConfigError: there is no chat template, it refuses the messages, or the model has no embedding for a token.
-        """
-        texts = self._turn_text(messages).split(_BREAK)
-        ids = [i for text in texts for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
-        self._check_ids(ids, "a turn of a conversation")
-        return tuple(ids)
-
-    def check_turn(self) -> None:
-        """Raise ConfigError if the model cannot read what follows its turn: a tool's result or a user's message."""
-        setting, role = ("tools", "tool") if "tools" in self._arguments else ("environment", "user")
-        self.turn_ids([message := {"role": role, "name": "f", "content": _RESULT}])
-        if _RESULT not in self._turn_text([message]):
-            raise ConfigError(
-                f"task.{setting}: the model's chat template writes no message with the role '{role}' after the end "
-                "token of an answer; use a model whose template does"
-            )
-
-    def _turn_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Return the text that `turn_ids` tokenizes, with a break inside of each control token of the messages."""
-        if not self._chat:
-            raise ConfigError(_NO_TURNS)
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        turns += [{key: self._as_text(value) for key, value in message.items()} for message in messages]
-        try:
-            text = self._render(turns, self._arguments)
-        except Exception as error:  # noqa: BLE001 - a template is a program that the model's author wrote
-            roles = ", ".join(sorted({str(message.get("role")) for message in messages}))
-            raise ConfigError(
-                f"the model's chat template refuses a conversation with messages of {roles} ({error!s:.300})"
-            ) from None
-        _, _, after = text.partition(_ANSWER)  # a result may have the same words
-        end = end_of_turn_id(self.tokenizer)
-        if end is not None:
-            after = after.partition(str(self.tokenizer.convert_ids_to_tokens(end)))[2]
-        return after
-
-    def _as_text(self, value: Any) -> Any:
-        """Return a text with a break inside of each control token, and other values unchanged."""
-        return self._control.sub(rf"\1{_BREAK}", value) if isinstance(value, str) else value
-
-    def _check_ids(self, ids: Sequence[int], place: str) -> None:
-        """Raise ConfigError if the model has no embedding for one of the ids."""
-        if self._unembedded and (token := next((i for i in ids if i in self._unembedded), None)) is not None:
-            raise ConfigError(
-                f"{place}: the token {self._unembedded[token]!r} has the id {token}, the model has {self._rows} "
-                "embeddings; take this text out of the question or the chat template, or use a model with more"
-            )
-
-    def notes(self, problems_P: Sequence[Problem]) -> list[str]:
-        """Return lines for the user where the form of the chat messages in prompts may be a mistake."""
-        chats, notes = [item.prompt for item in problems_P if not isinstance(item.prompt, str)], []
-        if chats and self._lacks_template:
-            notes.append(
-                "the model's tokenizer has no chat template, so it gets the messages as plain text; a chat model needs "
-                "chat_template.jinja in its folder; --set model.prompts=raw removes this note"
-            )
-        if chats and self._appended:
-            names = " ".join(text for text, _ in self.pieces(self._appended))
-            notes.append(f"the model's tokenizer ends every text with {names}; the prompts are without it")
-        if chats and (header := self._missing_header(chats[0])):
-            notes.append(
-                f"the model's chat template does not end a prompt with {header!r}, which begins an answer: the model "
-                "may continue as the user; chat_template.jinja must write it for add_generation_prompt"
-            )
-        return notes
-
-    def _missing_header(self, messages: Sequence[Message]) -> str:
-        """Return what the template writes between a prompt and its answer, if it ignores `add_generation_prompt`."""
-        with suppress(Exception):
-            prompt, plain = (self._render(messages, self._arguments, begin) for begin in (True, False))
-            answered = self._render([*messages, Message("assistant", _ANSWER)], self._arguments, False)
-            if self._chat and prompt == plain and answered.startswith(prompt):
-                return answered[len(prompt) :].partition(_ANSWER)[0].strip()
-        return ""
-
-    def _text(self, problem: Problem) -> str:
-        """Return the prompt of a problem as the text that is tokenized."""
-        if isinstance(problem.prompt, str):
-            return problem.prompt
-        if not self._chat:
-            return "\n\n".join(message.content for message in problem.prompt)
-        try:
-            text = self._render(problem.prompt, self._arguments)
-        except Exception as error:  # noqa: BLE001 - a template is a program that the model's author wrote
-            raise ConfigError(
-                f"problem {problem.id}: the model's chat template refuses its messages ({error!s:.300}); "
-                "change them or use model.prompts=raw"
-            ) from None
-        if not self._are_arguments_checked:
-            self._check_arguments(problem.prompt)
-            self._are_arguments_checked = True
-        return text
-
-    def _render(
-        self,
-        messages: Sequence[Message | Mapping[str, Any]],
-        arguments: Mapping[str, Any],
-        begin: bool = True,
-    ) -> str:
-        """Return chat messages as the template formats them; with `begin` the template begins an answer."""
-        options = {**arguments, "tokenize": False, "add_generation_prompt": begin}
-        turns = [vars(message) if isinstance(message, Message) else dict(message) for message in messages]
-        return str(self.tokenizer.apply_chat_template(turns, **options))
-
-    def _try_render(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str | None:
-        """Return what `_render` returns; None if the template refuses the arguments, which it has therefore read."""
-        with suppress(Exception):
-            return self._render(messages, arguments)
+def build_conversations(config: RunConfig, encoder: PromptEncoder, ranks: Ranks) -> Conversations | None:
+    """Return the conversations of a task with tools or an environment; None for another task. Workers start later."""
+    task, grading = config.task, config.grading
+    if not task.functions:
         return None
-
-    def _check_arguments(self, messages: Sequence[Message]) -> None:
-        """Raise ConfigError if the template ignores one of its arguments: no value of it changes the prompt.
-
-        A value may be the template's default, as true is for Qwen3's enable_thinking. Another value then has an effect.
-        """
-        for name, value in self._arguments.items():
-            others = {key: other for key, other in self._arguments.items() if key != name}
-            without = self._try_render(messages, others)
-            values = (value,) if name == "tools" else (value, True, False)
-            tried = (self._try_render(messages, {**others, name: other}) for other in values)
-            if all(text == without for text in tried):
-                if name == "tools":
-                    raise ConfigError(
-                        "task.tools: the model's chat template has no place for tools; use a model whose template has, "
-                        "or describe them in task.system and answer in task.environment"
-                    )
-                near = nearest(name, re.findall(r"[a-z]\w*", str(self.tokenizer.chat_template)))
-                raise ConfigError(
-                    f"model.chat_template_kwargs.{name} = {value!r}: the model's chat template ignores this "
-                    f"argument{near}; leave it out"
-                )
-
-
-def completion_stop_ids(
-    policy: Policy, encoder: PromptEncoder, problems: Sequence[Problem]
-) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a completion of these problems.
-
-    Where the chat template formats a prompt, its end-of-turn token is one of them. A base model with a template (such
-    as Qwen2.5) ends its turns with a token, <|im_end|>, that is not its end-of-sequence token, <|endoftext|>, and would
-    continue up to `sampling.max_tokens`.
-    """
-    token = end_of_turn_id(policy.tokenizer) if any(map(encoder.applies_template, problems)) else None
-    if (
-        token is None or token >= policy.rows
-    ):  # a token that was added to the tokenizer alone is never sampled
-        return policy.stop_ids
-    return tuple(dict.fromkeys([*policy.stop_ids, token]))
-
-
-def _appended_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the special tokens that the tokenizer adds after a text."""
-    plain, full = (tokenizer("?", add_special_tokens=added)["input_ids"] for added in (False, True))
-    ends = [end for end in range(len(plain), len(full) + 1) if full[end - len(plain) : end] == plain]
-    return tuple(full[max(ends) :]) if plain and ends else ()
-
-
-def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id of the token that the chat template writes after an assistant's message.
-
-    None if the template writes nothing there or several tokens, or refuses the messages.
-    """
-    turns = [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": _ANSWER}]
-    try:
-        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except Exception:  # noqa: BLE001 - a template is a program that the model's author wrote
-        return None
-    _, match, after = text.rpartition(_ANSWER)
-    tokens: dict[str, int] = tokenizer.get_added_vocab()
-    following = [name for name in tokens if name.strip() and after.lstrip().startswith(name.strip())]
-    return tokens[max(following, key=len)] if match and following else None
+    size, calls = grading.workers or default_workers(), max(1, grading.concurrency // rank_count())
+    pool = (EnvironmentPool if task.environment else ToolPool)(task.functions, grading, size, calls)
+    return Conversations(encoder, pool, task.max_turns, task.max_result_chars, ranks)
 
 
 def stream_completions(
@@ -350,24 +133,181 @@ def stream_completions(
 
     Raises:
         StaleEngineError: the engine has other weights than those after `version` optimizer updates.
+        RunError: the system refuses to start a worker of the conversations.
     """
-    if conversations is not None:
-        yield from conversations.stream(sampler, requests, params, version)
-        return
-    without_problems = (request for _, request in requests)
-    with closing(sampler.sample_stream(without_problems, params)) as stream:
-        for completions_PG in stream:
-            check_version(completions_PG, version)
-            yield completions_PG
+    session = None if conversations is None else _Session(conversations, params, sampler)
+    source: Iterable[SampleRequest | None] = (request for _, request in requests)
+    if session is not None:
+        source = session.requests(iter(requests))
+    with closing(sampler.sample_stream(source, params, in_order=session is None)) as stream:
+        for number, completions_PG in stream:
+            others = {item.policy_version for group in completions_PG for item in group} - {version}
+            if others:
+                raise StaleEngineError(
+                    f"the engine sampled from the weights of update {min(others)}, the policy is at {version}"
+                )
+            if session is None:
+                yield completions_PG
+            else:
+                session.add_turns(number, [completion for (completion,) in completions_PG])
+                yield from session.completed()
+    if session is not None:
+        yield from session.completed()  # those that have ended with a reply and not with a turn
 
 
-def check_version(completions_PG: Sequence[Sequence[Completion]], version: int) -> None:
-    """Raise StaleEngineError if completions are from other weights than those after `version` optimizer updates."""
-    others = {item.policy_version for group in completions_PG for item in group} - {version}
-    if others:
-        raise StaleEngineError(
-            f"the engine sampled from the weights of update {min(others)}, the policy is at {version}"
-        )
+class _Session:
+    """The conversations of one call of `stream_completions`."""
+
+    def __init__(self, about: Conversations, params: SamplingParams, sampler: Sampler) -> None:
+        self._about, self._params, self._streams = about, params, sampler.streams
+        # A sharded model gathers its weights on all ranks at once, also where a rank has no conversation left.
+        self._ranks = about.ranks if sampler.shares_weights else SINGLE
+        self._opened: deque[list[list[_Open]]] = deque()  # of each request, [P][n]
+        self._sampled: dict[int, list[_Open]] = {}  # those of each request of the sampler, by its number
+        self._waiting: dict[
+            int, tuple[_Open, int]
+        ] = {}  # conversation and index of a call, by its key in the pool
+        self._ready: list[_Open] = []
+        self._numbers = count()
+
+    def requests(
+        self, more: Iterator[tuple[Sequence[Problem], SampleRequest]]
+    ) -> Iterator[SampleRequest | None]:
+        """Yield the requests of the sampler: of new conversations, and of turns that follow a reply."""
+        while True:
+            is_idle = not self._sampled and not self._ready
+            self._take_replies(POLL_S if is_idle else 0.0)
+            while self._waiting and not self._streams:
+                self._take_replies(POLL_S)
+            if self._ranks.any(bool(self._ready)):
+                turns, self._ready = self._ready, []
+                yield from self._requests_of(turns)
+            elif (request := next(more, None)) is not None:
+                self._opened.append(self._open(*request))
+                yield from self._requests_of([*chain.from_iterable(self._opened[-1])])
+            elif self._sampled:
+                yield None
+            elif not self._waiting:
+                return
+
+    def add_turns(self, number: int, completions: Sequence[Completion]) -> None:
+        """Add a turn to each conversation of a request, and begin the calls that follow from it."""
+        for item, completion in zip(self._sampled.pop(number), completions, strict=True):
+            item.version, item.turns = completion.policy_version, item.turns + 1
+            before = [*item.prompt_ids, *item.context]
+            message = read_message(
+                self._about.encoder.tokenizer, completion.token_ids, before, self._about.schemas
+            )
+            item.messages.append(message)
+            item.context.extend(completion.token_ids)
+            for name in ("token_ids", "logprobs", "entropies"):
+                getattr(item, name).extend(getattr(completion, name))
+            is_cut, is_last = completion.finish_reason == "length", item.turns == self._about.max_turns
+            calls = [call["function"] for call in message.get("tool_calls", ())]
+            if self._about.has_environment:
+                item.answered += [] if is_cut else [message]
+                item.calls += len(calls) if self._about.schemas else 1
+                item.malformed += sum(call["name"] is None for call in calls)
+                self._submit(item, [self._step_of(item, is_end=is_cut or is_last)])
+            elif calls and not is_cut and not is_last:
+                item.calls += len(calls)
+                item.malformed += sum(call["name"] is None for call in calls)
+                self._submit(item, [[call["name"], call["arguments"]] for call in calls])
+            else:
+                item.reason, item.has_ended = "length" if is_cut or calls else "stop", True
+
+    def completed(self) -> Iterator[list[list[Completion]]]:
+        """Yield the completions [P][n] of the first requests, as far as all their conversations have ended."""
+        while self._opened and all(item.has_ended for item in chain.from_iterable(self._opened[0])):
+            yield [[item.completion() for item in group] for group in self._opened.popleft()]
+
+    def _open(self, problems_P: Sequence[Problem], request: SampleRequest) -> list[list[_Open]]:
+        """Return the conversations [P][n] of a request, which may have fewer prompts than there are problems."""
+        samples = range(self._params.samples)
+        return [
+            [
+                _Open(
+                    problem,
+                    prompt,
+                    derive_seed(request.seed + place, "sample", sample),
+                    next(self._about.numbers),
+                )
+                for sample in samples
+            ]
+            for place, (problem, prompt) in enumerate(zip(problems_P, request.prompts_P, strict=False))
+        ]
+
+    def _requests_of(self, items: Sequence[_Open]) -> Iterator[SampleRequest]:
+        """Yield the requests of the next turns: one for all together, or one for each."""
+        for part in [[item] for item in items] if self._streams else [items]:
+            self._sampled[next(self._numbers)] = [*part]
+            most = self._params.max_tokens
+            turns = [
+                Turn(derive_seed(item.seed, "turn", item.turns), most - len(item.context)) for item in part
+            ]
+            yield SampleRequest([[*item.prompt_ids, *item.context] for item in part], 0, turns)
+
+    def _step_of(self, item: _Open, is_end: bool) -> list[Any]:
+        """Return the arguments of a step of the environment; `is_end` asks for the reward in any case."""
+        return [item.number, as_problem(item.problem), item.answered, is_end]
+
+    def _submit(self, item: _Open, calls: Sequence[Sequence[Any]]) -> None:
+        """Submit the calls of a turn to the workers."""
+        item.replies = [None] * len(calls)
+        batches = [[index] for index in range(len(calls))]
+        keys = self._about.pool.submit(calls, [item.problem.id] * len(calls), batches)
+        self._waiting |= {key: (item, index) for index, key in enumerate(keys)}
+
+    def _take_replies(self, seconds: float) -> None:
+        """Take the replies that are there, after waiting for one at most `seconds`."""
+        for key, reply in self._about.pool.poll(seconds).items() if self._waiting else ():
+            if (place := self._waiting.pop(key, None)) is None:
+                continue  # of a call of `stream` that ended early
+            item, index = place
+            item.replies[index] = reply
+            item.failed += int(reply["failed"])
+            item.timed_out += reply.get("timed_out", False)
+            if None not in item.replies:
+                self._continue(item)
+
+    def _continue(self, item: _Open) -> None:
+        """Insert the replies to a turn, or end the conversation."""
+        if self._about.has_environment:
+            (reply,) = item.replies
+            if reply["messages"] is None:
+                item.reward, item.has_ended = reply["reward"], True
+                item.reason = "stop" if reply["is_over"] else "length"
+                return
+            results = reply["messages"]
+        else:
+            names = [call["function"]["name"] for call in item.messages[-1]["tool_calls"]]
+            pairs = zip(map(str, names), item.replies, strict=True)
+            results = [{"role": "tool", "name": name, "content": result["content"]} for name, result in pairs]
+        messages = [
+            {key: self._cut(value) if isinstance(value, str) else value for key, value in result.items()}
+            for result in results
+        ]
+        try:
+            ids = self._about.encoder.turn_ids(messages)
+        except ConfigError as error:  # a role that the template does not know; the batch is not lost for it
+            item.reward, item.failed = str(error), item.failed + 1
+            item.reason, item.has_ended = "length", True
+            return
+        if len(item.context) + len(ids) < self._params.max_tokens:
+            item.messages += messages
+            item.truncated += sum(len(result["content"]) > self._about.max_chars for result in results)
+            item.inserted.append(Insertion(len(item.token_ids), ids))
+            item.context.extend(ids)
+            self._ready.append(item)
+        elif self._about.has_environment:
+            self._submit(item, [self._step_of(item, is_end=True)])
+        else:
+            item.reason, item.has_ended = "length", True
+
+    def _cut(self, text: str) -> str:
+        """Return the result of a tool without what exceeds `task.max_result_chars`, and without lone surrogates."""
+        text, most = text.encode(errors="replace").decode(), self._about.max_chars
+        return text if len(text) <= most else f"{text[:most]} ... ({len(text) - most:,} more characters)"
 
 
 def decode_completions(

@@ -52,7 +52,7 @@ class Turn(NamedTuple):
 
 
 class SampleRequest(NamedTuple):
-    """The prompts of one call of `Sampler.sample`, and its seed.
+    """Prompts that are sampled together, and their seed; the random numbers of prompt i depend on `seed + i` alone.
 
     With `turns_P`, each prompt is a conversation that has one completion, by its own seed and limit.
     """
@@ -69,63 +69,46 @@ class SampleRequest(NamedTuple):
 
 
 class Sampler(ABC):
-    """Samples completions from the policy's current weights.
-
-    An engine defines `sample`, and for conversations `sample_request`; or `sample_stream` and `sample_turns`.
+    """Samples completions from the policy's current weights: an engine defines `sample_stream` and `sync`.
 
     A training step samples (in one or more calls), then calls `sleep`, and after the update `sync`.
 
     Attributes:
         shares_weights: the engine runs the trainer's own model; see `is_exact` for its log-probs.
-        streams: `sample_stream` samples several requests at the same time.
-        batches_turns: the turns of several conversations are sampled best in one request. Otherwise each is a request
-            of its own, and none waits for another.
+        streams: the engine samples several requests at the same time. The turns of a conversation are then requests of
+            their own, and none waits for another; otherwise those of several conversations are one request.
     """
 
     shares_weights = False
     streams = False
-    batches_turns = True
 
-    def sample(
-        self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
-    ) -> list[list[Completion]]:
-        """Return completions [P][n]; they are the same for the same weights, arguments and machine.
+    @abstractmethod
+    def sample_stream(
+        self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool = True
+    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
+        """Yield the number of each request, from 0, and its completions [P][n].
 
-        The random numbers of prompt i depend on `seed + i` alone, so that prompts can be distributed over several
-        calls and processes: the call for the prompts from i on has the seed `seed + i`.
+        The completions are the same for the same weights, prompts, seeds, parameters and machine, so that prompts can
+        be distributed over several requests and processes. The sampler takes requests as it has room for them. Closing
+        the generator drops the unfinished ones.
+
+        Args:
+            requests: they may depend on the completions of earlier ones. None stands for no request at present, and
+                does not count: the sampler continues with those that it has.
+            in_order: yield in the order of the requests; otherwise each request may be yielded as soon as it has ended.
 
         Raises:
             UserError: the engine does not support a prompt or the parameters.
             RunError: the engine failed, or its process ended or was closed by another thread. An out-of-memory error
                 is raised unchanged, from another process as EngineMemoryError.
         """
-        (completions,) = self.sample_stream([SampleRequest(prompts_P, seed)], params)
-        return completions
 
-    def sample_stream(
-        self, requests: Iterable[SampleRequest], params: SamplingParams
-    ) -> Generator[list[list[Completion]], None, None]:
-        """Yield the completions [P][n] of each request, in the order of the requests; errors as in `sample`.
-
-        The sampler takes requests as it has room for them. Closing the generator drops the unfinished ones.
-        """
-        for request in requests:
-            yield self.sample_request(request, params)
-
-    def sample_request(self, request: SampleRequest, params: SamplingParams) -> list[list[Completion]]:
-        """Return the completions [P][n] of a request; errors as in `sample`."""
-        return self.sample(request.prompts_P, params, request.seed)
-
-    def sample_turns(
-        self, requests: Iterable[SampleRequest | None], params: SamplingParams
-    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
-        """Yield the number of each request, from 0, and its completions [P][n], as soon as they are complete.
-
-        A request may depend on the completions of earlier ones. None stands for no request at present, and does not
-        count: the sampler continues with those that it has. Otherwise as `sample_stream`.
-        """
-        for number, request in enumerate(filter(None, requests)):
-            yield number, self.sample_request(request, params)
+    def sample(
+        self, prompts_P: Sequence[TokenIds], params: SamplingParams, seed: int
+    ) -> list[list[Completion]]:
+        """Return the completions [P][n] of a single request; see `sample_stream`."""
+        ((_, completions_PG),) = self.sample_stream([SampleRequest(prompts_P, seed)], params)
+        return completions_PG
 
     @abstractmethod
     def sync(self, model: PreTrainedModel, version: int) -> None:
@@ -133,7 +116,7 @@ class Sampler(ABC):
 
         Raises:
             StaleEngineError: the engine does not run the given weights, or it failed to load them.
-            RunError: the process of the engine ended. An out-of-memory error is raised as in `sample`.
+            RunError: the process of the engine ended. An out-of-memory error is raised as in `sample_stream`.
         """
 
     def load(self, weights: Weights, version: int) -> None:

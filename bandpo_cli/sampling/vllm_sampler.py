@@ -13,7 +13,7 @@ import os
 import random
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bandpo_cli.config.sampling import SamplingConfig, check_tensor_parallel
 from bandpo_cli.errors import RunError, UserError, find_out_of_memory, warn_on_failure
-from bandpo_cli.models.load import Policy, checkpoint_weights, release_cached_memory
-from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.models.load import Policy, release_cached_memory
+from bandpo_cli.models.weights import checkpoint_weights
+from bandpo_cli.processes.ranks import SINGLE, Ranks
+from bandpo_cli.processes.watch import progress
 from bandpo_cli.sampling.sampler import (
     EngineModel,
     Sampler,
@@ -37,7 +39,6 @@ from bandpo_cli.sampling.sampler import (
     engine_model,
     error_text,
 )
-from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.sampling.vllm_worker import (
     ComparedWeights,
     Weights,
@@ -47,8 +48,8 @@ from bandpo_cli.sampling.vllm_worker import (
     preserve_process_state,
     stderr_on_failure,
 )
+from bandpo_cli.sampling.weight_sync import SyncCheck
 from bandpo_cli.types import Completion
-from bandpo_cli.waits import progress
 
 if TYPE_CHECKING:
     import vllm
@@ -80,7 +81,6 @@ class VllmSampler(Sampler):
     """
 
     streams = True
-    batches_turns = False
 
     def __init__(self, config: SamplingConfig, policy: Policy | EngineModel) -> None:
         """Start the engine and load the policy's weights into it as version 0; all ranks of the policy do so together.
@@ -120,23 +120,9 @@ class VllmSampler(Sampler):
             log.warning("%s", V1_WARNING)
 
     def sample_stream(
-        self, requests: Iterable[SampleRequest], params: SamplingParams
-    ) -> Generator[list[list[Completion]], None, None]:
-        """Yield the completions [P][n] of each request; see `Sampler`."""
-        with closing(self._stream(requests, params, in_order=True)) as stream:
-            for _, groups in stream:
-                yield groups
-
-    def sample_turns(
-        self, requests: Iterable[SampleRequest | None], params: SamplingParams
+        self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool = True
     ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
-        """Yield number and completions [P][n] of each request as soon as it has ended; see `Sampler`."""
-        return self._stream(requests, params, in_order=False)
-
-    def _stream(
-        self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool
-    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
-        """Yield number and completions of each request, in the order of the requests or as they end."""
+        """Yield number and completions [P][n] of each request; see `Sampler`."""
         assert not self._asleep, "sync wakes the engine before it samples"
         more, numbers, no_more = iter(requests), count(), SampleRequest([], -1)
         waiting: dict[int, list[str]] = {}  # the ids of the prompts of each request, by its number

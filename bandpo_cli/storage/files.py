@@ -22,7 +22,7 @@ from xxhash import xxh3_64
 
 from bandpo_cli.errors import UserError, first_line
 from bandpo_cli.paths import read_text
-from bandpo_cli.waits import FOLDER_VARIABLE, Wait
+from bandpo_cli.processes.watch import FOLDER_VARIABLE, Wait
 
 LOCK = ".lock"
 """The lock file in a run folder. It stays when the run ends: only the system's lock on it counts, not its existence."""

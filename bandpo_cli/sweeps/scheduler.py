@@ -25,14 +25,13 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.metric_names import has_nonbinary_rewards
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
+from bandpo_cli.processes.watch import Wait
 from bandpo_cli.storage.checkpoints import complete_checkpoints, record_score
 from bandpo_cli.storage.files import read_json_object
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import SUMMARY_FILE, is_finished, read_summary
-from bandpo_cli.sweeps.folder import SweepFolder, find_runs
-from bandpo_cli.sweeps.plan import SweepRun
+from bandpo_cli.storage.sweep_folder import SweepFolder, SweepRun, find_runs
 from bandpo_cli.sweeps.pool import Pool
-from bandpo_cli.waits import Wait
 
 log = logging.getLogger("bandpo_cli")
 

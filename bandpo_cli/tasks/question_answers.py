@@ -2,7 +2,6 @@
 
 import json
 import re
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -25,9 +24,8 @@ from bandpo_cli.tasks.fields import (
     to_json_value,
     value_at,
 )
-from bandpo_cli.tasks.prompts import bare_question, build_prompt
 from bandpo_cli.tasks.rows import SplitName, hub_id, known_dataset, read_rows, source_label
-from bandpo_cli.tasks.task import hash_order, text_hash
+from bandpo_cli.tasks.task import bare_question, build_prompt, compatibility_form, hash_order, text_hash
 from bandpo_cli.types import Message, Problem, Prompt
 
 SAMPLE_ROWS = 1000
@@ -35,8 +33,6 @@ SAMPLE_ROWS = 1000
 
 _PURPOSES = {"train": "training", "heldout": "evaluation"}
 _NO_SETTINGS = DataTask(name=DATA_TASK)
-_MAX_MARKS = 30  # combining characters in a row; no language uses more than four
-_GRAPHEME_JOINER = "\u034f"
 
 
 class QuestionAnswerTask:
@@ -261,28 +257,3 @@ def question_key(prompt: Prompt) -> str:
     turns = [bare_question(message.content) for message in messages if message.role != "system"]
     text = compatibility_form("\n".join(turns)).casefold()
     return text_hash(re.sub(r"[\s$]+", "", text))
-
-
-def without_spaces(texts: Iterable[str]) -> list[str]:
-    """Return texts without spaces and without different forms of a character, which tokenizers may change."""
-    return ["".join(compatibility_form(text).split()) for text in texts]
-
-
-def compatibility_form(text: str) -> str:
-    """Return the NFKC form of a text in time linear in its length.
-
-    `unicodedata.normalize` sorts the marks after a letter by insertion, which takes minutes for 100,000 of them. So
-    a joiner splits the marks after each 30th, as in the Stream-Safe Text Format of Unicode (UAX #15, section 13). Texts
-    with fewer marks in a row are not changed.
-    """
-    if text.isascii():
-        return text
-    chars: list[str] = []
-    marks = 0
-    for char in "".join(unicodedata.normalize("NFKD", char) for char in text):
-        marks = marks + 1 if unicodedata.combining(char) else 0
-        if marks > _MAX_MARKS:
-            chars.append(_GRAPHEME_JOINER)
-            marks = 1
-        chars.append(char)
-    return unicodedata.normalize("NFKC", "".join(chars))

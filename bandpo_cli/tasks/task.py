@@ -4,14 +4,19 @@ A task has training problems and held-out evaluation sets. Graders are in `bandp
 """
 
 import random
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
 from bandpo_cli.config.task import TaskSettings, check_package
-from bandpo_cli.datasets import TASKS, task_kind
+from bandpo_cli.datasets import TASKS, TEMPLATES, task_kind
 from bandpo_cli.registries import load_attribute
-from bandpo_cli.types import Problem
+from bandpo_cli.types import Message, Problem, Prompt
+
+_SLOT = "{question}"
+_MAX_MARKS = 30  # combining characters in a row; no language uses more than four
+_GRAPHEME_JOINER = "\u034f"
 
 
 class Task(Protocol):
@@ -56,6 +61,56 @@ def text_hash(text: str) -> str:
 def hash_order(problems: Iterable[Problem]) -> list[Problem]:
     """Sort by a hash of the id, so that any prefix is a fair sample, independent of the order of the rows."""
     return sorted(problems, key=lambda problem: (text_hash(problem.id), problem.id))
+
+
+def build_prompt(question: Prompt, template: str, system: str | None = None) -> Prompt:
+    """Return the chat messages: the system message, if any, then the template filled with the question.
+
+    The template is a name in `TEMPLATES` or a text with `{question}` in it. An instruction of a known template replaces
+    one that came with the question; it is not added around it. The slot is replaced literally, because questions
+    contain many braces. Chat messages are a complete prompt, and are returned unchanged.
+    """
+    if not isinstance(question, str):
+        return question
+    text = TEMPLATES.get(template, template)
+    if template in TEMPLATES and text != _SLOT:
+        question = bare_question(question)
+    user = Message("user", text.replace(_SLOT, question))
+    return (user,) if system is None else (Message("system", system), user)
+
+
+def bare_question(text: str) -> str:
+    """Remove a known instruction around a question, because some data sets include it in their questions."""
+    for template in TEMPLATES.values():
+        before, _, after = template.partition(_SLOT)
+        if (before or after) and text.startswith(before) and text.rstrip().endswith(after):
+            return text.rstrip()[len(before) :].removesuffix(after)
+    return text
+
+
+def without_spaces(texts: Iterable[str]) -> list[str]:
+    """Return texts without spaces and without different forms of a character, which tokenizers may change."""
+    return ["".join(compatibility_form(text).split()) for text in texts]
+
+
+def compatibility_form(text: str) -> str:
+    """Return the NFKC form of a text in time linear in its length.
+
+    `unicodedata.normalize` sorts the marks after a letter by insertion, which takes minutes for 100,000 of them. So
+    a joiner splits the marks after each 30th, as in the Stream-Safe Text Format of Unicode (UAX #15, section 13). Texts
+    with fewer marks in a row are not changed.
+    """
+    if text.isascii():
+        return text
+    chars: list[str] = []
+    marks = 0
+    for char in "".join(unicodedata.normalize("NFKD", char) for char in text):
+        marks = marks + 1 if unicodedata.combining(char) else 0
+        if marks > _MAX_MARKS:
+            chars.append(_GRAPHEME_JOINER)
+            marks = 1
+        chars.append(char)
+    return unicodedata.normalize("NFKC", "".join(chars))
 
 
 class ProblemStream:

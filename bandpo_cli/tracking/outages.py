@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 from bandpo_cli.callbacks import CallbackBase, RunInfo, RunResult, StepReport
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.errors import UserError, first_line, redact_credentials, user_code_location
+from bandpo_cli.processes.watch import Wait
 from bandpo_cli.storage.run_folder import shell_command
 from bandpo_cli.tracking.sender import sender_for
 from bandpo_cli.tracking.trackers import TrackerUnavailableError, tracker_class
 from bandpo_cli.types import RunStatus
-from bandpo_cli.waits import Wait
 
 log = logging.getLogger("bandpo_cli")
 

@@ -35,7 +35,7 @@ from bandpo_cli.models.packing import (
 )
 from bandpo_cli.objective.advantages import wrong_peers
 from bandpo_cli.objective.loss import AGGREGATIONS, LossBatch, PolicyLoss, importance_weights
-from bandpo_cli.ranks import Ranks, balanced_owners
+from bandpo_cli.processes.ranks import Ranks, balanced_owners
 from bandpo_cli.types import Group
 
 

@@ -21,7 +21,7 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.grading.countdown import calculate
 from bandpo_cli.models.packing import Row
-from bandpo_cli.sampling.rollouts import PromptEncoder
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.tasks.task import build_task
 from scripts.embedded_model.build import CALL, build_calculator_tokenizer, build_model
 from scripts.embedded_model.train import imitate

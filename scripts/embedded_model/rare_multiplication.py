@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.models.load import embedded_model_path
-from bandpo_cli.tasks.countdown import Countdown
+from bandpo_cli.tasks.arithmetic import countdown
 from scripts.embedded_model.measure import measure
 from scripts.embedded_model.train import AnswerSampler, Demonstrations, any_expression, imitate
 
@@ -62,14 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     base = embedded_model_path()
     model, tokenizer = AutoModelForCausalLM.from_pretrained(base), AutoTokenizer.from_pretrained(base)
     torch.manual_seed(options.seed)
-    demonstrations = Demonstrations(tokenizer, Countdown(CountdownTask()).train_problems(), options.seed)
+    demonstrations = Demonstrations(tokenizer, countdown(CountdownTask()).train_problems(), options.seed)
     sample_answer = rarely_multiplying(options.times_share)
     batches = (demonstrations.rows(sample_answer) for _ in itertools.count())
     imitate(model, batches, options.steps, LEARNING_RATE)
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
 
-    task = Countdown(CountdownTask(min_target=FIRST_PRODUCT_TARGET))
+    task = countdown(CountdownTask(min_target=FIRST_PRODUCT_TARGET))
     metrics = measure(model, tokenizer, task.heldout_sets()[task.name][:HELDOUT_PROBLEMS], options.seed)
     print(f"held-out targets from {FIRST_PRODUCT_TARGET}: {metrics}")
 

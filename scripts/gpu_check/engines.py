@@ -24,7 +24,7 @@ from scripts.gpu_check.work import RandomProblems, Work
 
 if TYPE_CHECKING:
     from bandpo_cli.callbacks import StepReport
-    from bandpo_cli.training.components import Components
+    from bandpo_cli.training.build import Components
 
 SYNCS = 5
 """Number of syncs that the check of vLLM measures, the first load of the weights not counted."""
@@ -37,7 +37,7 @@ MAX_TIME_OVER_TRL = 1.0
 
 def check_vllm(work: Work) -> Measured:
     """Train with vLLM as the sampler: model runner, sleep and wake, CUDA graphs, memory, and the gaps of five syncs."""
-    from bandpo_cli.experiments.memory import memory_report
+    from bandpo_cli.experiments.memory_check import memory_report
 
     sampling = _vllm_settings(work)
     found: dict[str, Any] = {}

@@ -145,7 +145,7 @@ def main() -> None:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    from bandpo_cli.ranks import connected, ranks_from_environment
+    from bandpo_cli.processes.ranks import connected, ranks_from_environment
 
     job: Job = pickle.loads(Path(sys.argv[1]).read_bytes())
     work, ranks = job.work, ranks_from_environment()

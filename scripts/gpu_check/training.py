@@ -24,8 +24,8 @@ from scripts.gpu_check.work import RandomProblems, Work
 if TYPE_CHECKING:
     from bandpo_cli.callbacks import StepReport
     from bandpo_cli.config.run import RunConfig
-    from bandpo_cli.ranks import Ranks
-    from bandpo_cli.training.components import Components
+    from bandpo_cli.processes.ranks import Ranks
+    from bandpo_cli.training.build import Components
 
 LAST_STEP = 3
 """Last step that is trained; the first one is not timed."""
@@ -81,9 +81,9 @@ def train_steps(
     Args:
         ranks: the processes that train together; None for this process alone.
     """
-    from bandpo_cli.ranks import SINGLE
+    from bandpo_cli.processes.ranks import SINGLE
     from bandpo_cli.storage.run_folder import RunFolder
-    from bandpo_cli.training.components import build_components
+    from bandpo_cli.training.build import build_components
     from bandpo_cli.training.loop import train
 
     ranks = ranks or SINGLE
@@ -158,7 +158,7 @@ def step_limits(work: Work, run: TrainedRun) -> Measured:
 
 def check_memory(work: Work, shape: str) -> Measured:
     """Compare the peak memory of the run of `check_step` with the estimate of `--dry-run`."""
-    from bandpo_cli.experiments.memory import memory_report
+    from bandpo_cli.experiments.memory_check import memory_report
 
     estimate = memory_report(work.config(shape)).peak / 2**30
     if not work.on_gpu:
@@ -219,7 +219,7 @@ def check_deterministic(work: Work) -> Measured:
 
     The engine is the built-in sampler. On a CPU the states also equal those of ordinary kernels.
     """
-    from bandpo_cli.models.determinism import deterministic_kernels
+    from bandpo_cli.models.load import deterministic_kernels
 
     states: dict[str, list[Mapping[str, int]]] = {}
     runs: dict[str, TrainedRun] = {}

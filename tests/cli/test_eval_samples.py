@@ -68,7 +68,7 @@ def test_the_command_imports_what_it_needs_and_exits_without_a_garbage_collectio
     """The start, the imports and the exit take most of the time of a small evaluation."""
     code = """
 import atexit, gc, sys
-not_needed = ("torch", "pandas", "asyncio", "bandpo_cli.experiments.run", "bandpo_cli.experiments.sweep_run")
+not_needed = ("torch", "pandas", "asyncio", "bandpo_cli.experiments.run", "bandpo_cli.sweeps.sweep_run")
 atexit.register(lambda: print([each for each in not_needed if each in sys.modules], gc.get_freeze_count() > 100_000))
 from bandpo_cli.__main__ import main
 main()

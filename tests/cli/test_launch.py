@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from bandpo_cli.cli import launch as launcher
-from bandpo_cli.cli.launch import first_failure, launch, rank_variables, ranks_to_start
-from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.cli.launch import RankError, first_failure, launch, rank_variables, ranks_to_start
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.experiments.rank_group import check_gpu_count
-from bandpo_cli.rank_process import RankError
+from bandpo_cli.processes.ranks import check_gpu_count
 from bandpo_cli.storage.environment import usable_cores
 from tests.cli import processes
 
@@ -27,7 +26,7 @@ import os, signal, sys, time
 from pathlib import Path
 from bandpo_cli.cli.signals import handle_forwarded_signals
 from bandpo_cli.errors import LostRankError, RunError, UserError
-from bandpo_cli.rank_process import record_error, silence_other_ranks
+from bandpo_cli.cli.launch import record_error, silence_other_ranks
 
 rank = os.environ["RANK"]
 silence_other_ranks()
@@ -327,10 +326,10 @@ def test_only_the_first_process_starts_ranks(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_more_ranks_than_gpus_are_refused_and_allowed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_gpu_count(ModelConfig(), 8, "--nproc 8")
+    check_gpu_count("auto", 8, "--nproc 8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    check_gpu_count(ModelConfig(), 2, "--nproc 2")
-    check_gpu_count(ModelConfig(device="cpu"), 3, "--nproc 3")
+    check_gpu_count("auto", 2, "--nproc 2")
+    check_gpu_count("cpu", 3, "--nproc 3")
     with pytest.raises(UserError, match="--nproc 3: every rank needs its own GPU, and this machine has 2"):
-        check_gpu_count(ModelConfig(), 3, "--nproc 3")
+        check_gpu_count("auto", 3, "--nproc 3")

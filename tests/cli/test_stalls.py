@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli import waits
+from bandpo_cli.processes import watch
 from tests.cli.processes import check_ended, count_lines, ranks_of, wait_until
 from tests.cli.train_runs import SMALL, summary
 from tests.commands import Forked, run_bandpo
@@ -19,7 +19,7 @@ SETTINGS = ["--steps", "400", *SMALL, "--no-mlflow", "--set", "checkpoint.every=
 
 def end_after_seconds() -> None:
     """Let the run end when a rank has not answered for 4 seconds; the ranks are forks of this process."""
-    waits.MIN_STUCK_S = 4.0
+    watch.MIN_STUCK_S = 4.0
 
 
 @pytest.mark.parametrize("rank", [1, 0])

@@ -10,9 +10,11 @@ import pytest
 import yaml
 
 from bandpo_cli.config.layers import read_layer, resolve
-from bandpo_cli.experiments import sweep_run, train
+from bandpo_cli.experiments import train
 from bandpo_cli.metric_names import without_clock
-from bandpo_cli.sweeps.pool import POLL_INTERVAL_S, LocalPool
+from bandpo_cli.processes.watch import PARENT_INTERVAL_S
+from bandpo_cli.sweeps import sweep_run
+from bandpo_cli.sweeps.pool import LocalPool
 from tests.cli.eval_command import usage_error
 from tests.cli.processes import count_lines, descendants, kill_parent, wait_until
 from tests.cli.train_runs import record, summary
@@ -57,7 +59,7 @@ def test_a_killed_sweep_resumes_without_repeating_finished_runs(tmp_path: Path) 
     words = ["--delta", "0.01,0.1", "--seeds", "0", *SMALL, "--jobs", "1", "--name", "a"]
     first = begin(tmp_path, *words, with_trial=True)
     wait_until(first, (sweep / "0.1-s0" / "metrics.jsonl").exists)  # the second run has started
-    kill_parent(first, descendants(first.pid), POLL_INTERVAL_S)
+    kill_parent(first, descendants(first.pid), PARENT_INTERVAL_S)
     finished = (sweep / "0.01-s0" / "summary.json").stat().st_mtime_ns
     interrupted_config = (sweep / "0.1-s0" / "config.yaml").read_text()
     assert not (sweep / "0.1-s0" / "summary.json").exists()
@@ -91,7 +93,7 @@ def test_runs_of_two_ranks_end_with_their_sweep(tmp_path: Path, monkeypatch: pyt
     wait_until(first, lambda: any(run.glob("checkpoints/step-*/trainer/state.json")))
     left = descendants(first.pid)
     assert len(left) >= 3, "the launcher and two ranks"
-    kill_parent(first, left, POLL_INTERVAL_S)
+    kill_parent(first, left, PARENT_INTERVAL_S)
     assert not (run / "summary.json").exists()
 
     printed = resume(tmp_path, "two")
@@ -155,10 +157,8 @@ def test_a_signal_lets_all_runs_save_their_state(tmp_path: Path) -> None:
 
 def local_ray() -> None:
     """Execute the runs of Ray in this process's own pool; tests/sweeps starts a cluster."""
-    from bandpo_cli.sweeps import ray_pool
-
     no_estimate()
-    ray_pool.RayPool = lambda address, jobs, variables, ranks: LocalPool([{**os.environ, **variables}])
+    sweep_run.RayPool = lambda address, jobs, variables, ranks: LocalPool([{**os.environ, **variables}])
 
 
 def test_the_executor_ray_executes_all_runs(tmp_path: Path) -> None:

@@ -32,11 +32,11 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.scores import Scores, score
 from bandpo_cli.experiments.eval_comparison import ComparisonResult, compare_records
-from bandpo_cli.experiments.sweep_run import SweepInfo
 from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.sweep_folder import SweepRun
 from bandpo_cli.storage.tables import EvalRow
-from bandpo_cli.sweeps.plan import SweepRun
 from bandpo_cli.sweeps.scheduler import RunState
+from bandpo_cli.sweeps.sweep_run import SweepInfo
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.types import Completion, Grade, Problem, Rollout
 from tests.evaluation.test_scores import row

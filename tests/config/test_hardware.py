@@ -8,7 +8,7 @@ import pytest
 from bandpo_cli.config.hardware import engine_cards
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.models.memory import GIB, Device, MemoryEstimate, estimate_memory
+from bandpo_cli.models.memory_estimate import GIB, Device, MemoryEstimate, estimate_memory
 from tests.config.shapes import config_on_disk
 
 CONFIGS = Path(__file__).parents[2] / "configs"

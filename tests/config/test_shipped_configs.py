@@ -14,7 +14,8 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.registries import MethodEntry
-from bandpo_cli.sweeps.plan import PlannedRun, plan_runs, plan_tuned_runs
+from bandpo_cli.storage.sweep_folder import PlannedRun
+from bandpo_cli.sweeps.sweep_plan import plan_runs, plan_tuned_runs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SWEEPS = [file for file in sorted((CONFIGS / "sweeps").glob("*.yaml")) if "seeds:" in file.read_text("utf-8")]

@@ -7,7 +7,7 @@ import pytest
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.experiments.dry_run import try_graders
+from bandpo_cli.experiments.trials import try_graders
 from bandpo_cli.tasks.task import build_task
 
 REWARDS = """

@@ -13,11 +13,11 @@ import pytest
 
 from bandpo_cli.callbacks import Callback
 from bandpo_cli.errors import UserError
-from bandpo_cli.evaluation.batches import Batch
-from bandpo_cli.experiments.eval_request import plan_evaluation
+from bandpo_cli.evaluation.evaluate import Batch
+from bandpo_cli.experiments.eval_plan import plan_evaluation
 from bandpo_cli.experiments.eval_run import EvalInfo, EvalResult, evaluate, resume_evaluation
 from bandpo_cli.grading.pool import GraderPool, GraderUse
-from bandpo_cli.ranks import SINGLE, Ranks
+from bandpo_cli.processes.ranks import SINGLE, Ranks
 from tests.training.several_ranks import run_ranks
 
 SETTINGS = {

@@ -14,8 +14,6 @@ from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.experiments import resume
 from bandpo_cli.experiments.fork_plan import plan_fork
 from bandpo_cli.experiments.record import copy_parent
-from bandpo_cli.experiments.sweep_request import plan_sweep, request_from_config
-from bandpo_cli.experiments.sweep_run import Executor, dry_run_info
 from bandpo_cli.overview import describe_run
 from bandpo_cli.storage.checkpoints import (
     ANY_PROBLEMS,
@@ -28,8 +26,10 @@ from bandpo_cli.storage.checkpoints import (
 )
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder
 from bandpo_cli.storage.run_record import PARENT
-from bandpo_cli.sweeps.folder import SweepFolder
+from bandpo_cli.storage.sweep_folder import SweepFolder
 from bandpo_cli.sweeps.scheduler import train_command
+from bandpo_cli.sweeps.sweep_plan import plan_sweep, request_from_config
+from bandpo_cli.sweeps.sweep_run import Executor, dry_run_info
 from bandpo_cli.tracking.state import Place, write_place
 
 SETTINGS: dict[str, Any] = {

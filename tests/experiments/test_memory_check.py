@@ -20,13 +20,13 @@ from bandpo_cli.config.hardware import use_expandable_segments
 from bandpo_cli.config.layers import read_assignments, read_layer, resolve, with_values
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.experiments import memory, resume, train
-from bandpo_cli.experiments.memory import GIB, check_memory, memory_of_task, memory_report
+from bandpo_cli.experiments import memory_check, resume, train
+from bandpo_cli.experiments.memory_check import GIB, check_memory, memory_of_task, memory_report
 from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS
 from bandpo_cli.experiments.run import loaded_components
 from bandpo_cli.models import load
-from bandpo_cli.models.memory import SLEEPING_ENGINE_BYTES, Device, estimate_memory
-from bandpo_cli.ranks import SINGLE
+from bandpo_cli.models.memory_estimate import SLEEPING_ENGINE_BYTES, Device, estimate_memory
+from bandpo_cli.processes.ranks import SINGLE
 from bandpo_cli.tasks.task import build_task
 from tests.config.shapes import config_on_disk
 from tests.experiments.test_api import SMALL
@@ -200,7 +200,7 @@ def test_a_large_cache_is_a_warning(gpus: Gpus, tmp_path: Path, caplog: pytest.L
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     for gib, levels in ((4, []), (0.3, [logging.WARNING])):
         sizes = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": int(gib * GIB)}
-        monkeypatch.setattr(memory, "os", SimpleNamespace(sysconf=sizes.__getitem__))
+        monkeypatch.setattr(memory_check, "os", SimpleNamespace(sysconf=sizes.__getitem__))
         with caplog.at_level(logging.INFO, "bandpo_cli"):
             check_memory(resolve([]), SINGLE)
         assert [record.levelno for record in caplog.records] == levels
@@ -215,7 +215,7 @@ def test_a_run_that_does_not_fit_is_estimated_with_the_longest_prompt_of_its_tas
     task = build_task(config.task)
     for gib, limit in ((4, 4096), (0.25, 4 + 3 + 1 + 2 + 1)):
         sizes = {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": int(gib * GIB)}
-        monkeypatch.setattr(memory, "os", SimpleNamespace(sysconf=sizes.__getitem__))
+        monkeypatch.setattr(memory_check, "os", SimpleNamespace(sysconf=sizes.__getitem__))
         estimated, estimate = memory_of_task(config, task)
         assert (estimated.sampling.max_prompt_tokens, estimate.fits) == (limit, True)
         assert memory_report(config).fits == (limit == 4096)
@@ -235,8 +235,8 @@ def test_an_evaluation_is_estimated_by_its_completions(problems: int | None, seq
 @pytest.mark.slow
 def test_the_model_is_not_loaded(gpus: Gpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus.add(0.5)
-    monkeypatch.setattr("bandpo_cli.training.components.load_policy", None)
-    monkeypatch.setattr(memory, "saving_advice", lambda *_: "")  # it tries seventy settings
+    monkeypatch.setattr("bandpo_cli.training.build.load_policy", None)
+    monkeypatch.setattr(memory_check, "saving_advice", lambda *_: "")  # it tries seventy settings
     with pytest.raises(UserError, match=r"GPU 0 has 0\.5 GiB"):
         train(resolve([SMALL, {"optim": {"micro_batch_tokens": 2**20}}]), runs_dir=tmp_path, name="a")
     assert not (tmp_path / "a").exists()

@@ -1,6 +1,5 @@
 """Advice where nothing can be learned, and the probe of a run that is not trained."""
 
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from bandpo_cli.cli.preview import time_text
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments import train
-from bandpo_cli.experiments.advice import AdviceCallback, advice
+from bandpo_cli.experiments.monitor import StepMonitor, advice
 from bandpo_cli.experiments.plan import plan_training
-from bandpo_cli.experiments.probe_run import ProbeReport, probe
+from bandpo_cli.experiments.trials import ProbeReport, probe
 from tests.cli.eval_command import succeed
 from tests.cli.train_runs import SMALL as SMALL_FLAGS
 from tests.experiments.test_api import SMALL
@@ -76,34 +75,32 @@ def test_advice_names_settings_with_their_reasons(
         assert all(word in line for word in words.split("|")), line
 
 
-def test_a_run_warns_once_after_three_steps_without_a_gradient(caplog: pytest.LogCaptureFixture) -> None:
-    callback, sample = AdviceCallback(RunConfig()), mock.Mock(text="the\nanswer " * 50)
-    callback.step(StepReport(0, {}, None))
+def test_a_run_warns_once_after_three_steps_without_a_gradient() -> None:
+    monitor, sample = StepMonitor(RunConfig(), ()), mock.Mock(text="the\nanswer " * 50)
+    lines = monitor.add(StepReport(0, {"step": 0}, None))
     for step, useful in enumerate((0, 0, 0.1, 0, 0, 0, 0, 0, 0, 0), start=1):
-        callback.step(StepReport(step, metrics(0, useful, truncated=1), sample))
-        assert len(caplog.records) == (step >= 6)
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
+        lines += monitor.add(StepReport(step, {"step": step, **metrics(0, useful, truncated=1)}, sample))
+        assert len(lines) == (step >= 6)
     for part in (
         "in the last 3 steps",
         "100.0% truncated",
         "the answer the",
         "try: --max-tokens 256, since",
     ):
-        assert part in record.message
-    assert "\n" not in record.message
+        assert part in lines[0]
+    assert "\n" not in lines[0]
 
 
-def test_a_run_warns_once_when_no_completion_calls_a_tool(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_warns_once_when_no_completion_calls_a_tool() -> None:
     config = resolve([{"task": {"name": "calculator"}}])
-    callback, sample = AdviceCallback(config), mock.Mock(text='```json\n{"name": "calculate"}\n```')
+    monitor, sample = StepMonitor(config, ()), mock.Mock(text='```json\n{"name": "calculate"}\n```')
+    lines: list[str] = []
     for step, calls in enumerate((0.5, 0, 0), start=1):
-        record = {**metrics(), "conversation/calls": calls}
+        record = {"step": step, **metrics(), "conversation/calls": calls}
         assert len(advice(config, record)) == (calls == 0)
-        callback.step(StepReport(step, record, sample))
-        assert len(caplog.records) == (step >= 2)
-    (warning,) = caplog.records
-    assert 'of step 2 called a tool; one of them: \'```json {"name": "calculate"} ```\'' in warning.message
+        lines += monitor.add(StepReport(step, record, sample))
+        assert len(lines) == (step >= 2)
+    assert 'of step 2 called a tool; one of them: \'```json {"name": "calculate"} ```\'' in lines[0]
 
 
 @pytest.mark.slow

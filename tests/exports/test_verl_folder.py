@@ -15,7 +15,7 @@ from bandpo_cli.experiments import export_verl
 from bandpo_cli.exports import verl_files
 from bandpo_cli.exports.verl_files import batch_arithmetic, hydra_value, problem_from_json
 from bandpo_cli.models.load import load_tokenizer
-from bandpo_cli.sampling.rollouts import PromptEncoder
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.types import Message, Problem
 from tests.exports.folders import SMALL, run_script, small
@@ -174,7 +174,9 @@ def test_batches_that_verl_cannot_split_are_refused(
 
 
 def test_an_interrupted_export_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bandpo_cli.experiments.exchange.write_text", Mock(side_effect=KeyboardInterrupt))
+    monkeypatch.setattr(
+        "bandpo_cli.experiments.export_import.write_text", Mock(side_effect=KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         export_verl(small(), tmp_path / "job", gpus_per_node=1)
     assert list(tmp_path.iterdir()) == []

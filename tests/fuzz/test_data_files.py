@@ -20,8 +20,8 @@ from bandpo_cli.reports.run_variants import select_runs
 from bandpo_cli.reports.view_page import open_sources, page_data
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import is_finished
+from bandpo_cli.storage.sweep_folder import SweepFolder
 from bandpo_cli.storage.tables import TOKEN_COLUMNS, TokenValues, read_token_tables, write_token_table
-from bandpo_cli.sweeps.folder import SweepFolder
 from bandpo_cli.tasks.completions import read_completions
 from bandpo_cli.tasks.rows import read_rows
 from bandpo_cli.tasks.task import build_task

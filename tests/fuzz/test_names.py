@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from bandpo_cli.config.task import task_from_arguments
 from bandpo_cli.errors import UserError
-from bandpo_cli.experiments import sweep_request
 from bandpo_cli.experiments.preflight import check_model_path, choose_run_name, resolve_model
 from bandpo_cli.reports.run_variants import read_sweep, select_runs
 from bandpo_cli.storage.eval_folder import EvalFolder
 from bandpo_cli.storage.run_folder import RunFolder, create_folder
-from bandpo_cli.sweeps.folder import SweepFolder
+from bandpo_cli.storage.sweep_folder import SweepFolder
+from bandpo_cli.sweeps import sweep_plan
 from tests.fuzz.mutate import NAMES
 from tests.fuzz.outcome import accepts
 
@@ -86,11 +86,11 @@ def test_references_are_resolved_or_refused_in_one_line(
 
 @pytest.fixture(autouse=True)
 def _no_model_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep_request, "check_config", lambda config: None)
+    monkeypatch.setattr(sweep_plan, "check_config", lambda config: None)
 
 
 def create_sweep_of_two_runs(place: Path) -> Path:
-    request = sweep_request.plan_sweep(None, {"bounds.method": "clip,none"}, [], {}, [], place)
+    request = sweep_plan.plan_sweep(None, {"bounds.method": "clip,none"}, [], {}, [], place)
     return SweepFolder.create(place, "s", request.runs, None, {}).path
 
 
@@ -146,4 +146,4 @@ def test_a_too_long_arm_name_is_refused(tmp_path: Path) -> None:
     sweep = tmp_path / "s.yaml"
     sweep.write_text(yaml.safe_dump({"variants": {"x" * 300: {"bounds.method": "clip"}}}))
     with pytest.raises(UserError, match="a shorter name"):
-        sweep_request.plan_sweep(sweep, {}, [], {}, [], tmp_path)
+        sweep_plan.plan_sweep(sweep, {}, [], {}, [], tmp_path)

@@ -9,7 +9,7 @@ import yaml
 
 from bandpo_cli.config.files import parse_yaml
 from bandpo_cli.config.layers import read_assignments, read_layer, resolve, to_yaml
-from bandpo_cli.experiments import sweep_request
+from bandpo_cli.sweeps import sweep_plan
 from tests.fuzz.mutate import (
     KINDS,
     NAMES,
@@ -38,7 +38,7 @@ COUNT = 20
 @pytest.fixture
 def empty_cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sweep_request, "check_config", lambda config: None)
+    monkeypatch.setattr(sweep_plan, "check_config", lambda config: None)
     return tmp_path
 
 
@@ -57,7 +57,7 @@ def test_sweep_files(empty_cwd: Path) -> None:
     contents = [*damaged_files(as_yaml(SWEEP), YAML_TEXTS[:20], 3, COUNT), as_yaml(SWEEP)]
     contents += map(as_yaml, changed_values(SWEEP, 4, COUNT))
     check_both_outcomes(
-        lambda: sweep_request.plan_sweep(path, {}, [], {}, [], empty_cwd / "runs"), path, contents
+        lambda: sweep_plan.plan_sweep(path, {}, [], {}, [], empty_cwd / "runs"), path, contents
     )
 
 
@@ -83,7 +83,7 @@ def test_sweep_flags(empty_cwd: Path) -> None:
     for text in NAMES[::2]:
         options = [{name: text} for name in ("seeds", "baseline", "recorded", "tuned_on")]
         for axes, option in [([text], {}), ([f"optim.lr={text}"], {}), *(([], option) for option in options)]:
-            plan = functools.partial(sweep_request.plan_sweep, None, {}, axes, option, [], empty_cwd / "runs")
+            plan = functools.partial(sweep_plan.plan_sweep, None, {}, axes, option, [], empty_cwd / "runs")
             accepts(plan, (axes, option))
     assert not list(empty_cwd.iterdir())
 

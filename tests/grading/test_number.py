@@ -7,16 +7,9 @@ from fractions import Fraction
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from bandpo_cli.grading.answers import (
-    MAX_ANSWER_CHARS,
-    Number,
-    equal,
-    grade_math,
-    grade_number,
-    read_number,
-    read_unit,
-    rounds_to,
-)
+from bandpo_cli.grading.answers import grade_math, grade_number
+from bandpo_cli.grading.quantities import Number, equal, read_number, read_unit, rounds_to
+from bandpo_cli.grading.rewrites import MAX_ANSWER_CHARS
 from bandpo_cli.types import CORRECT, WRONG, Grade, Problem
 
 NUMBERS = r"""

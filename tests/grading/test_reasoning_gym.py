@@ -183,7 +183,7 @@ def check_replaced_calls() -> None:
     """Import the grader, and require that all modules of the library call its versions of `eval` and `parse_expr`."""
     from sympy.parsing import sympy_parser
 
-    from bandpo_cli.grading import reasoning_gym as graders
+    from bandpo_cli.grading import gym_scores as graders
 
     calling = set()
     for name, module in [*sys.modules.items()]:

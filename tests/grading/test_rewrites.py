@@ -5,10 +5,19 @@ from fractions import Fraction
 
 import pytest
 
-from bandpo_cli.grading.answers import MAX_ANSWER_CHARS
-from bandpo_cli.grading.named_values import list_items, named_values, split, values_first
-from bandpo_cli.grading.rewrites import CHARACTERS, EXPRESSIONS, Replacement, readable, tidy
-from bandpo_cli.grading.units import conversion, unit_of
+from bandpo_cli.grading.quantities import conversion, unit_of
+from bandpo_cli.grading.rewrites import (
+    CHARACTERS,
+    EXPRESSIONS,
+    MAX_ANSWER_CHARS,
+    Replacement,
+    list_items,
+    named_values,
+    readable,
+    split,
+    tidy,
+    values_first,
+)
 
 
 @pytest.mark.parametrize("row", [*CHARACTERS, *EXPRESSIONS], ids=lambda row: row[2])

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli import waits
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.grading.tools import ToolPool
 from bandpo_cli.grading.workers import GraderWorkers, WorkerPool
+from bandpo_cli.processes import watch
 
 CODE = '''
 def judge(text, answer, extra):
@@ -43,7 +43,7 @@ def test_a_stopped_worker_is_named(
 ) -> None:
     (tmp_path / "stalled.py").write_text(CODE)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(waits, "stall_after", 0.3)
+    monkeypatch.setattr(watch, "stall_after", 0.3)
     with closing(open_pool(kind)) as pool:
         pool.start()
         [process] = [worker.pid for worker in pool._workers]

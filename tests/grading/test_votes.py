@@ -6,16 +6,9 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.extract import final_answer
-from bandpo_cli.grading.answers import (
-    grade_math,
-    grade_number,
-    in_unit_of,
-    read_plain_number,
-    right_hand_side,
-    voted_answer,
-)
+from bandpo_cli.grading.answers import final_answer, grade_math, grade_number, right_hand_side, voted_answer
 from bandpo_cli.grading.countdown import grade_countdown
+from bandpo_cli.grading.quantities import in_unit_of, read_plain_number
 from bandpo_cli.types import Grade, Problem
 
 

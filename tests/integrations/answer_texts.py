@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from bandpo_cli.extract import final_answer
+from bandpo_cli.grading.answers import final_answer
 from bandpo_cli.tasks.fields import as_answer
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"

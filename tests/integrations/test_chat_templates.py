@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.sampling.rollouts import PromptEncoder, end_of_turn_id
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder, end_of_turn_id
 from bandpo_cli.types import Message, Problem
 from tests.text_model import word_tokenizer
 

@@ -32,7 +32,7 @@ from bandpo_cli.objective.loss import (
     policy_loss,
     policy_objective,
 )
-from bandpo_cli.sampling.rollouts import PromptEncoder
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.training.optimizer import lr_factor
 from bandpo_cli.types import Message, Problem
 from tests.exports.folders import SMALL, run_script, small

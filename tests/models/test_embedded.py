@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.grading.countdown import grade_countdown
 from bandpo_cli.models.load import embedded_model_path
-from bandpo_cli.tasks.countdown import Countdown
+from bandpo_cli.tasks.arithmetic import ArithmeticTask, countdown
 from scripts.embedded_model.build import ALPHABET, build_tokenizer
 from scripts.embedded_model.measure import measure
 from scripts.embedded_model.rare_multiplication import FIRST_PRODUCT_TARGET, rarely_multiplying
@@ -25,7 +25,7 @@ from scripts.embedded_model.train import (
 
 FOLDER = embedded_model_path()
 TOKENIZER = AutoTokenizer.from_pretrained(FOLDER)
-TASK = Countdown(CountdownTask())
+TASK = countdown(CountdownTask())
 TRAIN = TASK.train_problems()[:30]
 
 
@@ -121,7 +121,7 @@ def test_demonstrations_have_the_requested_shares() -> None:
 def test_training_command_is_deterministic(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("scripts.embedded_model.train.HELDOUT_PROBLEMS", 2)
     monkeypatch.setattr("scripts.embedded_model.train.PROBLEMS", 4)
-    monkeypatch.setattr(Countdown, "train_problems", lambda task: TRAIN[:4])
+    monkeypatch.setattr(ArithmeticTask, "train_problems", lambda task: TRAIN[:4])
     for folder in ("first", "second"):
         main(["--out", str(tmp_path / folder), "--steps", "1", "--seed", "3"])
     files = sorted(file.name for file in FOLDER.iterdir())

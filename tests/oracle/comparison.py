@@ -23,13 +23,14 @@ from transformers.models.qwen2 import Qwen2Config, Qwen2ForCausalLM
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import embedded_model_path, with_resolved_dtype
-from bandpo_cli.sampling.sampler import Sampler, SamplingParams
+from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.training.components import Components, build_components
+from bandpo_cli.training.build import Components, build_components
 from bandpo_cli.training.loop import train
 from bandpo_cli.types import TIMEOUT, Completion, Grade, Insertion, Problem
 from tests.conftest import SHAPE
 from tests.oracle.reference import GivenGroup, GivenRollout, ReferenceTrainer, StepResult
+from tests.sequential_sampler import SequentialSampler
 
 PROMPTS = ("1 2 3=6:", "7 8=15:", "4 4 9 1=18:", "5=5:", "6 3=9:", "2 2 2=8:", "9 9=0:", "1 8 8=17:")
 END, MAX_TOKENS, SAMPLES = 1, 6, 4
@@ -95,7 +96,7 @@ def grade_text(text: str) -> Grade:
     return Grade(credits[kind], credits[kind] == 1.0, verdicts[kind], has_reward=kind < 5)
 
 
-class GivenSampler(Sampler):
+class GivenSampler(SequentialSampler):
     """Samples one token at a time, reports log-probs with `noise` nats, and keeps what it returned in `given`.
 
     Without noise it reports entropies, unless `ahead`: then it samples from a copy that only `sync` replaces.

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.models.load import Policy, load_tokenizer
-from bandpo_cli.sampling.rollouts import PromptEncoder
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.sampling.sampler import SamplingParams
-from bandpo_cli.tasks.prompts import build_prompt
+from bandpo_cli.tasks.task import build_prompt
 from bandpo_cli.types import Completion, Problem
 
 TEMPLATE = "{question} Answer with the number only."

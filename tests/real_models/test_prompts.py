@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.models.load import load_policy, load_tokenizer
-from bandpo_cli.sampling.rollouts import PromptEncoder, completion_stop_ids
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder, completion_stop_ids
 from tests.real_models.pretrained import QUESTIONS, TEMPLATE, problems
 
 pytestmark = pytest.mark.real_models

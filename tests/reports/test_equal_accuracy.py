@@ -10,12 +10,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from bandpo_cli.reports.report_metrics import (
-    EqualAccuracy,
-    entropy_at_equal_accuracy,
-    entropy_when_reached,
-    first_crossing,
-)
+from bandpo_cli.reports.run_tables import EqualAccuracy, entropy_at_equal_accuracy, entropy_when_reached
 from bandpo_cli.reports.run_variants import Selection, VariantRun
 from bandpo_cli.reports.write_report import write_report
 from tests.reports.sweep_folders import edit_line, report_of, write_run, write_sweep
@@ -23,17 +18,15 @@ from tests.reports.sweep_folders import edit_line, report_of, write_run, write_s
 FALLING = [1.0, 0.9, 0.8, 0.7]
 
 
-def _entropy(of_policies: Sequence[float]) -> dict[int, float]:
+def _entropy(of_policies: Sequence[float]) -> pd.Series:
     """Return the recorded entropies; entropy i is the entropy of the policy after i steps."""
-    return dict(enumerate(of_policies, start=1))
+    return pd.Series(of_policies, range(1, len(of_policies) + 1), dtype=float)
 
 
 def _run(
     accuracy: Mapping[int, float], entropy: Sequence[float], variant: str, seed: int = 0
 ) -> pd.DataFrame:
-    table = pd.DataFrame(
-        {"accuracy": pd.Series(accuracy), "entropy": pd.Series(_entropy(entropy), dtype=float)}
-    )
+    table = pd.DataFrame({"accuracy": pd.Series(accuracy), "entropy": _entropy(entropy)})
     return pd.concat([table], keys=[(variant, seed)], names=["variant", "seed", "step"])
 
 
@@ -61,15 +54,17 @@ def _equal(finals: Mapping[str, Sequence[float]], start: float = 0.1) -> EqualAc
     ],
 )
 def test_moment_of_the_first_crossing_from_below(level, moment):
+    accuracy = pd.Series({0: 0.1, 4: 0.5, 8: 0.2, 12: 0.6})
+    entropy = _entropy(range(13))  # the number of the policy
     expected = moment if moment is None else pytest.approx(moment)
-    assert first_crossing({0: 0.1, 4: 0.5, 8: 0.2, 12: 0.6}, level) == expected
+    assert entropy_when_reached(entropy, accuracy, level) == expected
 
 
 def test_entropy_is_the_value_of_a_line_fitted_between_the_evaluations():
     # Policies 4 to 8 have these entropies; all others have 99. Their mean is 0.7 and the slope of the line is
     # (−2·1.0 − 1·0.8 + 0·0.9 + 1·0.5 + 2·0.3) / 10 = −0.17.
     entropies = [99.0] * 4 + [1.0, 0.8, 0.9, 0.5, 0.3] + [99.0] * 3
-    accuracy = {0: 0.1, 4: 0.3, 8: 0.5, 12: 0.6}
+    accuracy = pd.Series({0: 0.1, 4: 0.3, 8: 0.5, 12: 0.6})
     for level, expected in ((0.35, 0.7 + 0.17), (0.40, 0.7), (0.45, 0.7 - 0.17)):  # moments 5, 6 and 7
         assert entropy_when_reached(_entropy(entropies), accuracy, level) == pytest.approx(expected)
     line = np.polyfit(range(4, 9), entropies[4:9], 1)
@@ -90,10 +85,10 @@ def test_entropy_is_the_value_of_a_line_fitted_between_the_evaluations():
     ],
 )
 def test_entropy_stays_in_the_range_of_steps_and_values_that_it_is_computed_from(entropies, level, expected):
-    value = entropy_when_reached(_entropy(entropies), {0: 0.1, 4: 0.5}, level)
+    value = entropy_when_reached(_entropy(entropies), pd.Series({0: 0.1, 4: 0.5}), level)
     assert value == (None if expected is None else pytest.approx(expected))
-    assert entropy_when_reached({1: 0.9}, {0: 0.1, 1: 0.2, 2: 0.3}, 0.25) is None
-    assert entropy_when_reached({1: 0.9, 2: 0.6}, {0: 0.1, 1: 0.2, 2: 0.3}, 0.25) == 0.6
+    assert entropy_when_reached(_entropy([0.9]), pd.Series([0.1, 0.2, 0.3]), 0.25) is None
+    assert entropy_when_reached(_entropy([0.9, 0.6]), pd.Series([0.1, 0.2, 0.3]), 0.25) == 0.6
 
 
 def test_level_is_the_highest_that_all_runs_reach_at_any_evaluation():

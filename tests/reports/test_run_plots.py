@@ -16,10 +16,10 @@ from matplotlib.image import imread
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.evaluation.scores import success_histogram
+from bandpo_cli.metric_names import probability_bins
 from bandpo_cli.reports.run_plots import (
     plot_run,
     plot_success_histogram,
-    probability_bins,
     run_subtitle,
     series,
     smooth,

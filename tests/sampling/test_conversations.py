@@ -15,9 +15,11 @@ from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading import tools
 from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, first_messages, tool_schemas
-from bandpo_cli.sampling.conversations import Conversations, parse_calls
-from bandpo_cli.sampling.rollouts import PromptEncoder, decode_completions, with_turns
-from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder
+from bandpo_cli.sampling.rollouts import Conversations, decode_completions, stream_completions, with_turns
+from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
+from bandpo_cli.sampling.tool_calls import parse_calls
+from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion, Message, Problem
 from tests.text_model import END, TEMPLATE, save_text_model
 
@@ -103,13 +105,13 @@ MALFORMED = "Error: a call is an object with name, a text, and arguments, an obj
 PARAMS = SamplingParams(samples=2, temperature=1.0, max_tokens=400, stop_ids=())
 
 
-class Script(Sampler):
+class Script(TransformersSampler):
     """Samples what `reply` makes of the text of the prompt, and the end token."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, reply: Callable[[str], str], streams: bool = False
     ) -> None:
-        self.batches_turns, self._tokenizer, self._reply = not streams, tokenizer, reply
+        self.streams, self._tokenizer, self._reply = streams, tokenizer, reply
         self.requests: list[SampleRequest] = []
 
     def sample_request(self, request: SampleRequest, params: SamplingParams) -> list[list[Completion]]:
@@ -190,7 +192,7 @@ class Talk:
                 start += len(batch)
 
         talk = Conversations(self.encoder, self.pool, **self._options)
-        return [*talk.stream(self.sampler, requests(), params, 3)]
+        return [*stream_completions(self.sampler, requests(), params, 3, talk)]
 
     def one(self, reply: Callable[[str], str], **options: Any) -> Completion:
         (((first, *others),),) = self.run(reply, **options)
@@ -253,9 +255,8 @@ def test_tokens_that_a_tokenizer_would_choose_differently_are_kept(
         sampler = Bytes(tokenizer, str)
         (prompt,) = talk.encoder.encode(problems())
         requests = [(problems(), SampleRequest([prompt.token_ids], 0))]
-        (((completion, _),),) = Conversations(talk.encoder, talk.pool, 4, 100).stream(
-            sampler, requests, PARAMS, 3
-        )
+        conversations = Conversations(talk.encoder, talk.pool, 4, 100)
+        (((completion, _),),) = stream_completions(sampler, requests, PARAMS, 3, conversations)
     sampled, whole = completion.token_ids[:-1], tokenizer(text + END, add_special_tokens=False)["input_ids"]
     assert len(sampled) > len(whole)
     assert sampler.requests[1].prompts_P[0][len(prompt.token_ids) :][: len(sampled)] == [*sampled]

@@ -1,6 +1,6 @@
 """An engine in its own process samples what it samples in the trainer's process, with the weights of the last sync.
 
-test_engine_child.py has the tests of how processes start and end. The processes here are forks of the test's process,
+test_engine_end.py has the tests of how processes start and end. The processes here are forks of the test's process,
 except in the first test.
 """
 
@@ -21,10 +21,11 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError, find_out_of_memory
-from bandpo_cli.experiments.memory import out_of_memory_errors
-from bandpo_cli.models.load import Policy, checkpoint_weights, load_policy
-from bandpo_cli.ranks import Ranks
-from bandpo_cli.sampling import engine_process, sync_check
+from bandpo_cli.experiments.memory_check import out_of_memory_errors
+from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.models.weights import checkpoint_weights
+from bandpo_cli.processes.ranks import Ranks
+from bandpo_cli.sampling import engine_process, weight_sync
 from bandpo_cli.sampling.engine_process import EngineProcess
 from bandpo_cli.sampling.engine_server import receive_slots, receive_weights, send_slots, send_weights
 from bandpo_cli.sampling.sampler import (
@@ -35,8 +36,8 @@ from bandpo_cli.sampling.sampler import (
     Turn,
     is_exact,
 )
-from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.sampling.weight_sync import SyncCheck
 from bandpo_cli.types import Completion
 from tests.sampling import stub_engine
 from tests.sampling.stub_engine import forked_engines
@@ -104,7 +105,7 @@ def test_a_stream_gives_the_completions_of_each_request_in_order(
     engine: EngineProcess, policy: Policy
 ) -> None:
     engine.sync(policy.model, 1)
-    groups = [*engine.sample_stream(iter(REQUESTS), PARAMS)]
+    groups = [completions_PG for _, completions_PG in engine.sample_stream(iter(REQUESTS), PARAMS)]
     assert groups == [in_this_process(policy, 1, request.seed, request.prompts_P) for request in REQUESTS]
     assert [*engine.sample_stream([], PARAMS)] == []
 
@@ -123,7 +124,7 @@ def test_turns_in_the_process_are_those_of_the_engine(engine: EngineProcess, pol
             (_, ((first, *_), *_)) = found[0]
             yield SampleRequest([(*PROMPTS[0], *first.token_ids)], 0, [Turn(17, 3)])
 
-        for item in sampler.sample_turns(requests(), PARAMS):
+        for item in sampler.sample_stream(requests(), PARAMS, in_order=False):
             found.append(item)
         if sampler is engine:
             of_process = found
@@ -281,7 +282,7 @@ def test_an_engine_with_weights_of_its_own_loads_what_it_receives() -> None:
     """The process has no policy; the trainer compares its own log-probs with those of the engine."""
     policy = load_policy(settings().model)
     with forked_engines() as patch:
-        patch.setattr(sync_check, "CHECK_EVERY", 1)
+        patch.setattr(weight_sync, "CHECK_EVERY", 1)
         engine = EngineProcess(settings("copy"), policy)
     with closing(engine):
         assert engine.sample(PROMPTS, PARAMS, 7) == in_this_process(policy, 0)

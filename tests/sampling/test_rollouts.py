@@ -12,20 +12,21 @@ from transformers import PreTrainedTokenizerFast
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RewardConfig
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.sampling.prompt_checks import drop_long_prompts
-from bandpo_cli.sampling.rollouts import (
+from bandpo_cli.sampling.prompt_encoding import (
     EncodedPrompt,
     PromptEncoder,
-    decode_completions,
+    drop_long_prompts,
     end_of_turn_id,
+)
+from bandpo_cli.sampling.rollouts import (
+    decode_completions,
     graded_groups,
     problem_per_completion,
     stream_completions,
 )
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, StaleEngineError
-from bandpo_cli.tasks.prompts import build_prompt
-from bandpo_cli.tasks.task import build_task
-from bandpo_cli.training.components import Components, build_components
+from bandpo_cli.tasks.task import build_prompt, build_task
+from bandpo_cli.training.build import Components, build_components
 from bandpo_cli.types import Completion, Grade, Message, Problem, Prompt
 from tests.text_model import TEMPLATE as CHATML
 from tests.text_model import THINKING, save_text_model, word_tokenizer
@@ -157,7 +158,9 @@ def test_completion_of_an_old_version_raises_stale_engine_error() -> None:
         [([], SampleRequest([(6,)], 1))],
     )
     for groups in ([[new, new], [new, old]], [[new, new], [new, new]]):
-        sampler: Any = SimpleNamespace(sample_stream=lambda *_, groups=groups: (item for item in [groups]))
+        sampler: Any = SimpleNamespace(
+            sample_stream=lambda *_, groups=groups, **__: (item for item in [(0, groups)])
+        )
         if groups[1][1] is new:
             assert [*stream_completions(sampler, requests, PARAMS, version=4)] == [groups]
         else:

@@ -8,8 +8,8 @@ from contextlib import closing
 
 import pytest
 
-from bandpo_cli import waits
 from bandpo_cli.models.load import load_policy
+from bandpo_cli.processes import watch
 from bandpo_cli.sampling.engine_process import EngineProcess
 from tests.sampling.stub_engine import forked_engines
 from tests.sampling.test_engine_process import PARAMS, PROMPTS, settings
@@ -23,7 +23,7 @@ def test_a_stopped_engine_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pyte
         assert engine._child is not None
         process = engine._child.pid
         caplog.clear()
-        monkeypatch.setattr(waits, "stall_after", 0.3)
+        monkeypatch.setattr(watch, "stall_after", 0.3)
 
         def continue_when_named() -> None:
             until = time.monotonic() + 60

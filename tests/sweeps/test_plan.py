@@ -10,7 +10,7 @@ from bandpo_cli.config.methods import BandSettings, TrustRegionSettings
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import METHODS
-from bandpo_cli.sweeps.plan import check_names, parse_axes, plan_runs
+from bandpo_cli.sweeps.sweep_plan import check_names, parse_axes, plan_runs
 
 
 def variants(layers: list[dict[str, Any]] | None = None, **settings: Any) -> list[str]:

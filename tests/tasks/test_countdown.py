@@ -8,9 +8,9 @@ import pytest
 from bandpo_cli.config.task import CountdownTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading.countdown import grade_countdown
-from bandpo_cli.tasks.countdown import Countdown
+from bandpo_cli.tasks.arithmetic import countdown
 
-TASK = Countdown(CountdownTask())
+TASK = countdown(CountdownTask())
 HELDOUT = TASK.heldout_sets()["countdown"]
 ALL = [*TASK.train_problems(), *HELDOUT]
 
@@ -34,7 +34,7 @@ def test_problems_are_exactly_the_solvable_ones_and_have_answers_that_the_grader
 ) -> None:
     names = ("numbers", "max_number", "min_target", "max_target")
     config = CountdownTask.model_validate(dict(zip(names, sizes, strict=True)))
-    task = Countdown(config)
+    task = countdown(config)
     problems = [*task.train_problems(), *task.heldout_sets()["countdown"]]
     answers = solve_by_brute_force(config)
     assert sorted(problem.prompt for problem in problems) == sorted(answers)
@@ -52,9 +52,9 @@ def test_training_and_heldout_problems_are_disjoint() -> None:
 @pytest.mark.slow
 def test_split_does_not_depend_on_other_settings() -> None:
     heldout = {problem.id for problem in HELDOUT}
-    smaller = Countdown(CountdownTask(max_number=6, max_target=40, heldout_fraction=0.05))
+    smaller = countdown(CountdownTask(max_number=6, max_target=40, heldout_fraction=0.05))
     assert {problem.id for problem in smaller.heldout_sets()["countdown"]} < heldout
-    fewer = Countdown(CountdownTask(heldout_fraction=0.05)).heldout_sets()["countdown"]
+    fewer = countdown(CountdownTask(heldout_fraction=0.05)).heldout_sets()["countdown"]
     assert fewer == HELDOUT[: len(fewer)]
 
 
@@ -67,4 +67,4 @@ def test_order_is_fixed() -> None:
 
 def test_settings_without_a_heldout_problem_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"max_number=2.*heldout_fraction=0\.001"):
-        Countdown(CountdownTask(numbers=2, max_number=2, max_target=3, heldout_fraction=0.001))
+        countdown(CountdownTask(numbers=2, max_number=2, max_target=3, heldout_fraction=0.001))

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.sampling.rollouts import PromptEncoder
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.tasks.completions import read_completions
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.types import Message, Problem

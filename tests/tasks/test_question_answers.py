@@ -11,10 +11,9 @@ import pytest
 from bandpo_cli.config.task import DataTask, Fields, Source
 from bandpo_cli.datasets import TEMPLATES
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.tasks.prompts import build_prompt
 from bandpo_cli.tasks.question_answers import load_questions, question_key
 from bandpo_cli.tasks.rows import source_label
-from bandpo_cli.tasks.task import Task, build_task
+from bandpo_cli.tasks.task import Task, build_prompt, build_task
 from bandpo_cli.types import Message, Problem
 from tests.tasks.stored_completions import jsonl as write_jsonl
 

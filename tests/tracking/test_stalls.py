@@ -8,7 +8,7 @@ from threading import Thread
 
 import pytest
 
-from bandpo_cli import waits
+from bandpo_cli.processes import watch
 from bandpo_cli.storage.files import wait_for_lock
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking import outages
@@ -29,7 +29,7 @@ def test_a_server_that_does_not_answer_is_named(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It accepts the connection and sends nothing; its password is not in the line."""
-    monkeypatch.setattr(waits, "stall_after", 0.3)
+    monkeypatch.setattr(watch, "stall_after", 0.3)
     monkeypatch.setattr(outages, "UNREACHABLE_GRACE_S", 0.1)
     write_settings(run)
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -47,7 +47,7 @@ def test_a_server_that_does_not_answer_is_named(
 def test_a_lock_of_another_process_is_named_and_acquired_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(waits, "stall_after", 0.3)
+    monkeypatch.setattr(watch, "stall_after", 0.3)
     acquired = []
 
     def acquire() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from bandpo_cli.ranks import connected, ranks_from_environment
+from bandpo_cli.processes.ranks import connected, ranks_from_environment
 from tests.commands import FORKSERVER
 
 LIMIT_S = 240

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.ranks import SINGLE
+from bandpo_cli.processes.ranks import SINGLE
 from tests.training.conversation_gradients import check, config_of, train
 from tests.training.several_ranks import run_ranks
 

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module", autouse=True)
 def every_sync_is_checked_completely() -> Iterator[None]:
-    from bandpo_cli.sampling import sync_check
+    from bandpo_cli.sampling import weight_sync
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sync_check, "CHECK_EVERY", 1)
+        patch.setattr(weight_sync, "CHECK_EVERY", 1)
         yield
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.models.load import checkpoint_weights, load_policy
+from bandpo_cli.models.load import load_policy
+from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.sampling.engine_process import EngineProcess
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
 from bandpo_cli.sampling.vllm_worker import ComparedWeights
@@ -76,7 +77,7 @@ def test_an_engine_process_runs_the_weights_of_the_last_sync() -> None:
         assert gap(running, after, 1.0) <= 1e-4
         assert {item.policy_version for group in after for item in group} == {1}
         requests = [SampleRequest(PROMPTS[:2], 1), SampleRequest(PROMPTS[2:], 3)]
-        streamed = [group for groups in engine.sample_stream(requests, PARAMS) for group in groups]
+        streamed = [group for _, groups in engine.sample_stream(requests, PARAMS) for group in groups]
         assert [[item.token_ids for item in group] for group in streamed] == [
             [item.token_ids for item in group] for group in after
         ]

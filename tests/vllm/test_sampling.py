@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.sampling import sync_check, vllm_sampler, vllm_worker
+from bandpo_cli.sampling import vllm_sampler, vllm_worker, weight_sync
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, StaleEngineError, Turn
-from bandpo_cli.sampling.sync_check import HALF_PRECISION_LIMIT
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.sampling.weight_sync import HALF_PRECISION_LIMIT
 from bandpo_cli.types import Completion
 
 pytest.importorskip("vllm")
@@ -144,7 +144,7 @@ def test_a_stream_samples_what_separate_calls_sample(running: Running) -> None:
     places = ((0, 2), (2, 1), (3, 1), (1, 3))
     requests = [SampleRequest(PROMPTS[start : start + size], start) for start, size in places]
     expected = [running.sampler.sample(request.prompts_P, PARAMS, request.seed) for request in requests]
-    found = list(running.sampler.sample_stream(requests, PARAMS))
+    found = [groups for _, groups in running.sampler.sample_stream(requests, PARAMS)]
     assert [len(groups) for groups in found] == [size for _, size in places]
     one, other = ([*chain(*chain(*groups))] for groups in (found, expected))
     assert len(one) == len(other) == 7 * PARAMS.samples
@@ -155,8 +155,8 @@ def test_a_stream_samples_what_separate_calls_sample(running: Running) -> None:
     # A rank without a problem of a batch asks for no completions of it. A stream that is closed leaves no requests.
     requests = [SampleRequest([], 1), SampleRequest(PROMPTS[:1], 2), SampleRequest(PROMPTS, 3)]
     stream = running.sampler.sample_stream(requests, PARAMS)
-    assert [len(next(iter(stream))) for _ in range(2)] == [0, 1]
-    stream.close()  # type: ignore[attr-defined]
+    assert [len(next(stream)[1]) for _ in range(2)] == [0, 1]
+    stream.close()
     assert not running.sampler._llm.llm_engine.has_unfinished_requests()
 
 
@@ -177,7 +177,7 @@ def test_turns_are_those_of_each_conversation_alone(running: Running) -> None:
             asked[number] = place, [*contexts[place]], Turn(900 + number, 5 + place % 7)
             yield SampleRequest([asked[number][1]], 0, [asked[number][2]])
 
-    for number, ((completion,),) in running.sampler.sample_turns(requests(), PARAMS):
+    for number, ((completion,),) in running.sampler.sample_stream(requests(), PARAMS, in_order=False):
         found[number], place = completion, asked[number][0]
         if number < len(contexts):
             contexts[place] += [*completion.token_ids, 5, 6, 7]
@@ -253,7 +253,7 @@ def test_a_stale_engine_is_noticed_at_the_next_complete_check(
     qwen2: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two syncs of three compare the version alone."""
-    monkeypatch.setattr(sync_check, "CHECK_EVERY", 3)
+    monkeypatch.setattr(weight_sync, "CHECK_EVERY", 3)
     qwen2.sync()
     perturb(qwen2.policy.model)
     change_loaded_weights(monkeypatch, scaled("gate_proj", 1.3))

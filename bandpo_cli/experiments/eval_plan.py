@@ -1,0 +1,319 @@
+"""Plan of an evaluation: the model or the stored completions, the tasks, the settings.
+
+Every mistake that can be found without torch is found here.
+"""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from bandpo_cli.config.layers import Layer, nest, read_layer, resolve, with_values
+from bandpo_cli.config.run import RunConfig, default_k
+from bandpo_cli.config.sampling import check_engine
+from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, task_from_arguments
+from bandpo_cli.custom_code import add_code_folder
+from bandpo_cli.datasets import BUNDLED_MODELS, DATASETS, generated_tasks, split_member
+from bandpo_cli.errors import ConfigError, UserError, nearest, plural
+from bandpo_cli.experiments.preflight import (
+    ModelRef,
+    check_graders,
+    check_model_and_task,
+    check_model_contents,
+    check_model_path,
+    prepare_task,
+    resolve_model,
+    run_layers,
+)
+from bandpo_cli.paths import nearest_file, path_exists, user_path
+from bandpo_cli.storage.eval_folder import RECORD_FILE, SAMPLES_FILE, EvalFolder, read_record
+from bandpo_cli.storage.files import file_digest
+from bandpo_cli.storage.run_folder import RunFolder, find_run, timestamped
+from bandpo_cli.tasks.completions import StoredProblem, read_completions
+from bandpo_cli.tasks.question_answers import hub_ids, question_key
+from bandpo_cli.tasks.rows import source_label
+from bandpo_cli.tasks.task import Task, build_task
+
+log = logging.getLogger("bandpo_cli")
+
+MAX_K = 10**6
+_MAX_STEM_CHARS = 100
+"""Largest length of the part of an evaluation's name that says what was evaluated."""
+_USED_SECTIONS = {"seed", "model", "task", "sampling", "grading", "evaluation", "tracking"}
+
+
+@dataclass(frozen=True)
+class SamplesFile:
+    """Stored completions.
+
+    Attributes:
+        digest: SHA-256 of its contents; a resume compares it.
+        grader: the grader that the user named; None for the data's own.
+        sets: problems with their completions, by evaluation set.
+    """
+
+    path: Path
+    digest: str
+    grader: str | None
+    sets: dict[str, list[StoredProblem]]
+
+
+@dataclass(frozen=True)
+class EvalPlan:
+    """An evaluation that has been checked and not started.
+
+    Attributes:
+        config: seed, model, task, sampling, grading, evaluation and tracking are used, the other sections are not.
+        source: the model and its task, or stored completions.
+    """
+
+    config: RunConfig
+    source: tuple[ModelRef, Task] | SamplesFile
+
+    def default_name(self) -> str:
+        """Return the name of an evaluation to which the user gives none: what is evaluated, and the time."""
+        if isinstance(self.source, SamplesFile):
+            path, end = self.source.path.absolute(), "-rescored"
+            what = path.stem
+            if path.name == SAMPLES_FILE:
+                what = path.parent.name.removeprefix("eval-")
+            elif path.parent.name == "samples":
+                what = f"{path.parent.parent.name}-{path.stem}"
+        else:
+            model, task = self.source
+            what = f"{model.stem}-{'+'.join(task.heldout_sets())}"
+            end = f"-n{self.config.evaluation.samples}-s{self.config.seed}"
+        # A folder's name cannot have all characters.
+        return timestamped(re.sub(r"[^A-Za-z0-9_.+=,@-]+", "-", f"eval-{what}"[:_MAX_STEM_CHARS] + end))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what a later call needs to resume the same evaluation."""
+        config = self.config.model_dump(mode="json", include=_USED_SECTIONS)
+        for source in (*config["task"].get("train", ()), *config["task"].get("heldout", ())):
+            source["path"] = _absolute_path(source["path"])
+        source, model, samples = self.source, None, None
+        if isinstance(source, SamplesFile):
+            samples = {"path": str(source.path.absolute()), "sha256": source.digest, "grader": source.grader}
+        else:
+            ref, _ = source
+            run = None if ref.run is None else str(ref.run.path.absolute())
+            model = {"path": _absolute_path(ref.path), "run": run, "step": ref.step}
+        return {"model": model, "samples": samples, "config": config}
+
+
+def _absolute_path(path: str | None) -> str | None:
+    """Return the absolute path of a local file or folder; other texts unchanged."""
+    if not path or path in BUNDLED_MODELS or not path_exists(user_path(path)):
+        return path
+    return str(user_path(path).absolute())
+
+
+class EvalOptions(TypedDict, total=False):
+    """Keyword arguments of `plan_evaluation` and `evaluate`; those left out keep the defaults of the settings.
+
+    Attributes:
+        samples: a file of completions to score, in place of a model.
+        n: completions per problem.
+        k: the k of pass@k and maj@k, each at most n.
+        sampler: the sampling engine: auto, transformers or vllm.
+        grader: the grader of all answers; None for the data's own.
+        settings: other settings, as nested dictionaries; they win over the options above.
+    """
+
+    samples: Path | str | None
+    n: int | None
+    k: Sequence[int] | None
+    temperature: float | None
+    max_tokens: int | None
+    limit: int | None
+    seed: int | None
+    sampler: str | None
+    grader: str | None
+    settings: Sequence[Layer]
+
+
+def plan_evaluation(
+    model: str = "embedded",
+    tasks: Sequence[str] = (),
+    *,
+    base: Sequence[Layer] = (),
+    runs_dir: Path | str = "runs",
+    **options: Unpack[EvalOptions],
+) -> EvalPlan:
+    """Check everything that can be checked without torch, and load the problems.
+
+    Args:
+        model, tasks, runs_dir: as for `evaluate`.
+        base: settings that the options override.
+        options: see `EvalOptions`.
+
+    Raises UserError if there is no such model, task or file, or a setting cannot be used.
+    """
+    n, k = options.get("n"), options.get("k")
+    if n is not None and k and max(k) > n:
+        raise ConfigError(f"--k {max(k)}: needs --n {max(k)}; make it that, or --k of at most {n}")
+    flags = {
+        "evaluation.samples": n,
+        "evaluation.k": default_k(n) if k is None and n is not None else k and [*k],
+        "evaluation.temperature": options.get("temperature"),
+        "evaluation.problems": options.get("limit"),
+        "sampling.max_tokens": options.get("max_tokens"),
+        "sampling.engine": options.get("sampler"),
+        "seed": options.get("seed"),
+    }
+    given = nest({key: value for key, value in flags.items() if value is not None})
+    layers = [*base, given, *options.get("settings", ())]
+    samples, grader = options.get("samples"), options.get("grader")
+    if samples is not None:
+        request = _samples_request(user_path(str(samples)), grader, layers)
+    else:
+        layers += [] if grader is None else [{"task": {"grader": grader, "rewards": None}}]
+        request = _model_request(model, tasks, Path(runs_dir), layers)
+    if not request.config.evaluation.k:
+        raise UserError("evaluation.k: give at least one k")
+    return request
+
+
+def _model_request(model: str, tasks: Sequence[str], runs_dir: Path, layers: Sequence[Layer]) -> EvalPlan:
+    """Return the evaluation of a model, with the settings of its run, then `layers`."""
+    ref = _untrained_model(model, runs_dir) or resolve_model(model, runs_dir)
+    base = [] if ref.run is None else run_layers(ref.run)
+    own = resolve(base) if base else None
+    task_layer = _task_layer(tasks, own)
+    # Adapters are merged into the weights when a model is loaded.
+    config = resolve([*base, task_layer, *layers, {"model": {"path": ref.path, "lora": None}}])
+    check_engine(config.sampling.engine, config.model.device)
+    check_model_and_task(config, f"--task {' '.join(tasks) or config.task.name}")
+    task = prepare_task(config)
+    problems = [problem for problems in task.heldout_sets().values() for problem in problems]
+    check_graders(problems, trial=config.grading)
+    if own is not None and tasks:
+        _warn_of_training_problems(own, config, task)
+    return EvalPlan(config, (ref, task))
+
+
+def _warn_of_training_problems(own: RunConfig, config: RunConfig, task: Task) -> None:
+    """Log how many problems are training problems of the run with the settings `own`, by their questions.
+
+    Only training data in files is compared: a data set of the hub may have to be downloaded.
+    """
+    if not (isinstance(own.task, DataTask) and isinstance(config.task, DataTask)) or hub_ids(own.task):
+        return
+    # Questions in the same template can be compared.
+    trained_task = own.task.model_copy(update={"template": config.task.template})
+    try:
+        trained = {question_key(problem.prompt) for problem in build_task(trained_task).train_problems()}
+    except UserError:  # the files are no longer there
+        return
+    for label, problems in task.heldout_sets().items():
+        evaluated = problems[: config.evaluation.problems]
+        if count := sum(question_key(problem.prompt) in trained for problem in evaluated):
+            of_all = f"{label}: {count:,} of {plural(len(evaluated), 'problem')}"
+            log.warning(
+                "%s are training problems of the run; without --task, the held-out ones are used", of_all
+            )
+
+
+def _untrained_model(text: str, runs_dir: Path) -> ModelRef | None:
+    """Return the model that a run started from if `text` is RUN@0: a run has no checkpoint of step 0."""
+    run, step = find_run(text, runs_dir) or (None, None)
+    if run is None or step != 0:
+        return None
+    return ModelRef(resolve([read_layer(run.path / RunFolder.marker)]).model.path, run, step)
+
+
+def _samples_request(path: Path, grader: str | None, layers: Sequence[Layer]) -> EvalPlan:
+    """Return the evaluation of stored completions."""
+    sets = read_completions(path, grader)
+    fewest = min(len(stored.completions_G) for stored_P in sets.values() for stored in stored_P)
+
+    # The settings of sampling are not used here, and must not forbid a k.
+    evaluation = {"samples": max(fewest, MAX_K), "temperature": 1.0}
+    config = resolve([{"evaluation": {"k": default_k(fewest)}}, *layers, {"evaluation": evaluation}])
+    if (most := max(config.evaluation.k, default=1)) > fewest:
+        raise ConfigError(f"--k {most}: at most {fewest}, the completions of a problem in {path}")
+    check_graders((stored.problem for stored_P in sets.values() for stored in stored_P), trial=config.grading)
+    config = with_values(config, {"evaluation.samples": fewest})
+    return EvalPlan(config, SamplesFile(path, file_digest(path), grader, sets))
+
+
+def plan_evaluation_resume(folder: EvalFolder, tracking: Layer | None = None) -> EvalPlan:
+    """Return the request that the evaluation in `folder` was made from, with other settings of `tracking` only.
+
+    One that has all its completions needs neither its model nor its samples file.
+
+    Raises UserError if the record is damaged, or the model or the samples have changed or are missing.
+    """
+    add_code_folder(folder.path)
+    record, complete = read_record(folder.path / RECORD_FILE), folder.samples_path.exists()
+    try:
+        samples, model = record["samples"], record["model"]
+        layers = [record["config"], {"tracking": tracking or {}}]
+        if samples is not None:
+            path, digest, grader = Path(samples["path"]), samples["sha256"], samples["grader"]
+        else:
+            run = None if model["run"] is None else RunFolder(Path(model["run"]))
+            ref = ModelRef(str(model["path"]), run, model["step"])
+            layers.append({"model": {"path": ref.path}})
+        config = resolve(layers)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"--resume {folder.path}: eval.json has no data for a resume ({error})") from None
+    if samples is not None:
+        if not complete and (not path_exists(path) or file_digest(path) != digest):
+            raise UserError(f"--resume {folder.path}: {path} was changed or deleted; start a new evaluation")
+        sets = {} if complete else read_completions(path, grader)
+        return EvalPlan(config, SamplesFile(path, digest, grader, sets))
+    if not complete:
+        check_model_path(ref.path)
+        check_model_contents(Path(ref.path))
+        check_engine(config.sampling.engine, config.model.device)
+    return EvalPlan(config, (ref, prepare_task(config)))
+
+
+def _task_layer(tasks: Sequence[str], own: RunConfig | None) -> dict[str, Any]:
+    """Return the settings of the tasks in `--task`; the run's own template, system message and grader stay."""
+    if not tasks:
+        return {}
+    task: dict[str, Any]
+    generated = [text for text in tasks if text in generated_tasks() or split_member(text)]
+    if generated:
+        if len(generated) < len(tasks):
+            raise ConfigError(f"--task {generated[0]}: evaluate it without other tasks")
+        task = task_from_arguments(tasks)
+    else:
+        task = {"name": "data", "heldout": _sources(tasks)}
+        if own is not None and isinstance(own.task, DataTask):
+            task |= own.task.model_dump(include={"template", "system"}) | {"grader": own.task.chosen_grader}
+    return {"evaluation": {"problems": None}, "task": task}
+
+
+def _sources(tasks: Sequence[str]) -> list[Any]:
+    """Return the setting `task.heldout` for names of data sets and files, each file with a unique label."""
+    files = [name for name in tasks if name not in DATASETS]
+    for name in files:
+        if not name or not path_exists(user_path(name)):
+            known = [*generated_tasks(), *DATASETS]
+            near = nearest_file(user_path(name), FILE_SUFFIXES) or nearest(name, known)
+            hint = f"{near}; known: {', '.join(known)}, or a {', '.join(FILE_SUFFIXES)} file"
+            raise ConfigError(f"--task {name[:200]}: no such task or file{hint}")
+    labels = Counter(map(_label_of, files))
+    sources: list[Any] = []
+    for name in tasks:
+        if data := DATASETS.get(name):
+            sources += data.evaluation if data.eval_split is None else [name]
+            continue
+        path, label = user_path(name).absolute(), _label_of(name)
+        if labels[label] > 1:  # a/test.jsonl and b/test.jsonl are a-test and b-test
+            label = _label_of(f"{path.parent.name}-{path.name}")
+        sources.append({"path": name, "label": label})
+    return sources
+
+
+def _label_of(path: str) -> str:
+    try:
+        return source_label(Source(path=path))
+    except ConfigError:  # no character of the name is allowed in a metric's name
+        return "data"

@@ -1,0 +1,161 @@
+"""Monitor of a run's steps: the criteria of `stop` that end a run, and advice where nothing is learned.
+
+A criterion ends a run once its metric was beyond its limit in a number of consecutive steps.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from bandpo_cli.callbacks import StepReport
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.task import DataTask
+from bandpo_cli.errors import one_line
+
+Record = Mapping[str, Any]
+
+_CRITERIA = {
+    "entropy_below": ("train/entropy", " nats"),
+    "gap_above": ("sampler/logprob_gap_mean", " nats"),
+    "truncation_above": ("train/truncated_fraction", ""),
+}
+"""The metric of each limit in `stop`, and its unit; the name of the limit ends with the side on which a step counts."""
+
+STEPS_WITHOUT_GRADIENT = 3
+"""Steps in a row without a group of different rewards after which a run gives advice."""
+
+COMMON = 0.2
+"""Share of completions, or of groups with a gradient, that decides whether advice mentions it; the console view flags
+truncated and unreadable completions from the same share on."""
+
+_SHORTEST_ANSWER = 256
+"""Tokens that advice gives a completion at least: a worked answer to a school problem takes 100 to 300."""
+
+_EXCERPT = 160
+"""Characters of a completion that a warning quotes."""
+
+_CALL = '<tool_call>{"name": ..., "arguments": {...}}</tool_call> (or the form of its response template)'
+"""The forms of a call (`sampling.tool_calls`)."""
+
+
+class StepMonitor:
+    """The steps of a run so far: warnings about the last one, and the reason to end the run after it.
+
+    Args:
+        records: lines of metrics.jsonl of the steps before; the last `stop.steps` of them count.
+    """
+
+    def __init__(self, config: RunConfig, records: Iterable[Record]) -> None:
+        self._config, self._recent = config, deque(records, maxlen=config.stop.steps)
+        self._without_gradient, self._warned_of_calls = 0, False
+
+    def add(self, report: StepReport) -> list[str]:
+        """Add a step, and return the warnings about it, one line each.
+
+        Advice comes once for several steps in a row without a gradient, where the rewards of every group were equal,
+        and once for a step in which no completion called a tool.
+        """
+        record, sample, steps = report.record, report.sample, self._config.stop.steps
+        self._recent.append(record)
+        warnings = []
+        if sample is not None and not self._warned_of_calls and _is_without_calls(self._config, record):
+            self._warned_of_calls = True
+            warnings.append(
+                f"no completion of step {report.step} called a tool; one of them: "
+                f"'{one_line(sample.text)[:_EXCERPT]}'; try a prompt that shows the model {_CALL}"
+            )
+        if sample is not None and self._without_gradient < STEPS_WITHOUT_GRADIENT:
+            is_uniform = record["train/uniform_group_fraction"] == 1
+            self._without_gradient = self._without_gradient + 1 if is_uniform else 0
+            if self._without_gradient == STEPS_WITHOUT_GRADIENT:
+                reward = record.get("train/reward")
+                mean = f"mean reward {reward:.3g}" if reward is not None else "no completion has a reward"
+                warnings.append(
+                    f"nothing was learned in the last {STEPS_WITHOUT_GRADIENT} steps: the rewards of every group were "
+                    f"equal (last step: {mean}, {100 * record['train/truncated_fraction']:.1f}% truncated, "
+                    f"{100 * record['grade/malformed_fraction']:.1f}% without a readable answer); a completion: "
+                    f"'{one_line(sample.text)[:_EXCERPT]}'; try: {'; '.join(advice(self._config, record))}"
+                )
+        return warnings + [
+            f"{text}; the run ends after {steps} such steps"
+            for count, text in _steps_beyond(self._config, self._recent)
+            if count == -(-steps // 2) < steps
+        ]
+
+    @property
+    def stop_reason(self) -> str | None:
+        """The criterion that ends the run after the last step, in one line; None without one."""
+        return stop_reason(self._config, self._recent)
+
+
+def stop_reason(config: RunConfig, records: Sequence[Record]) -> str | None:
+    """Return the criterion that ends a run after the last of its lines in `records`, in one line.
+
+    None if no criterion is fulfilled, or the last step of the run is done.
+    """
+    if not records or records[-1]["step"] >= config.steps:
+        return None
+    counts = _steps_beyond(config, records)
+    return next((text for count, text in counts if count >= config.stop.steps), None)
+
+
+def _steps_beyond(config: RunConfig, records: Sequence[Record]) -> Iterator[tuple[int, str]]:
+    """Yield the number of last steps beyond each limit that the last of `records` is beyond, and a description.
+
+    A step that lacks the metric, or in which it is not finite, is not beyond the limit.
+    """
+    for name, (metric, unit) in _CRITERIA.items():
+        limit, side = getattr(config.stop, name), name.rpartition("_")[2]
+        if limit is None:
+            continue
+        sign = -1 if side == "below" else 1
+        values = (record.get(metric) for record in reversed(records))
+        is_beyond = [value is not None and sign * value > sign * limit for value in values]
+        count = [*is_beyond, False].index(False)
+        if count:
+            steps = "in the last step" if count == 1 else f"in each of the last {count} steps"
+            beyond = f"{metric} was {side} it {steps}"
+            yield count, f"stop.{name} = {limit:g}: {beyond}, most recently {records[-1][metric]:.3g}{unit}"
+
+
+def advice(config: RunConfig, metrics: Mapping[str, float]) -> list[str]:
+    """Return the settings to try, each with its reason, the most likely cause first; empty if nothing stands out.
+
+    Args:
+        metrics: those of a step (`training.metrics`): of its completions, and of its updates if there were any.
+    """
+    truncated, unreadable = metrics["train/truncated_fraction"], metrics["grade/malformed_fraction"]
+    useful, accuracy = 1 - metrics["train/uniform_group_fraction"], metrics["train/accuracy"]
+    lines = []
+    if (ungraded := metrics["train/ungraded_fraction"]) > COMMON:
+        late = metrics.get("grade/timeout_fraction", 0.0)
+        repair = "a longer grading.deadline, or imports at the top of the file of the grader instead of in its body"
+        lines.append(f"{repair if late else 'a repaired grader'}, since {ungraded:.1%} were not graded")
+    if truncated > COMMON:
+        tokens = max(_SHORTEST_ANSWER, 2 * config.sampling.max_tokens)
+        cut = f"{truncated:.1%} of the completions are truncated at {config.sampling.max_tokens:,} tokens"
+        lines.append(f"--max-tokens {tokens}, since {cut}")
+    if unreadable > COMMON:
+        form = "a model that knows the form of the answers, or another --task"
+        if isinstance(config.task, DataTask):
+            form = "a prompt that asks for the form of the answer (--template), or another --grader"
+        lines.append(f"{form}, since {unreadable:.1%} have no readable answer")
+    if _is_without_calls(config, metrics):
+        lines.append(f"a prompt that shows the model {_CALL}, since no completion called a tool")
+    if useful <= COMMON and accuracy > 1 - COMMON:
+        lines.append(f"harder problems, since {accuracy:.1%} of the completions are correct")
+    elif useful <= COMMON and not lines:
+        problems = "problems that the model solves sometimes, or a reward function with partial credit"
+        samples = f"--set sampling.samples={2 * config.sampling.samples}"
+        lines.append(f"{problems}, or {samples}, since {accuracy:.1%} of the completions are correct")
+    if (clipped := metrics.get("clip/active_fraction", 0.0)) > COMMON:
+        lines.append(f"--lr {config.optim.lr / 2:g}, since {clipped:.1%} of the tokens are clipped")
+    if 0 < useful <= COMMON:
+        share = f"only {useful:.1%} of the groups have different rewards"
+        lines.append(f"--set sampling.dynamic=true, which samples more groups in a step, since {share}")
+    return lines
+
+
+def _is_without_calls(config: RunConfig, metrics: Mapping[str, float]) -> bool:
+    """Return whether the task has tools, and no completion of a step called one."""
+    return bool(config.task.tools) and metrics.get("conversation/calls") == 0

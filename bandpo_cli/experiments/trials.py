@@ -1,0 +1,208 @@
+"""Trials before a run: the first prompt, every grader (dry run), and some completions and one step (probe).
+
+Nothing is written, and MLflow receives nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
+from bandpo_cli.config.layers import with_values
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.task import DataTask
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.experiments.memory_check import out_of_memory_errors
+from bandpo_cli.experiments.plan import Plan
+from bandpo_cli.experiments.preflight import problems_by_grader
+from bandpo_cli.experiments.run import loaded_components
+from bandpo_cli.grading.pool import IMPORT_ADVICE, GraderPool, problem_error
+from bandpo_cli.registries import GRADERS
+from bandpo_cli.tasks.task import Task
+from bandpo_cli.types import MALFORMED, Grade, Group, Problem, is_ungraded
+
+if TYPE_CHECKING:
+    from bandpo_cli.sampling.prompt_encoding import PromptEncoder
+
+_ANSWER_FORMS = {"answer-line": "Answer: {}", "boxed": "\\boxed{{{}}}", "hashes": "#### {}"}
+"""Final answers as the templates ask for them."""
+
+PROBLEMS = 32
+"""Problems that are sampled, rounded to a multiple of `optim.updates`."""
+
+TRIAL_TOKENS = 8192
+"""Completion tokens of the trial step, if one group per update has no more: the updates of larger models take a minute
+on a CPU, and those of small models long enough to be timed."""
+
+
+@dataclass(frozen=True)
+class GraderTrial:
+    """The grade of a dummy completion for `problem`.
+
+    Attributes:
+        completion: the reference answer in the form of the template; of countdown the sum of the numbers.
+        warnings: reasons to expect wrong grades, one line each.
+    """
+
+    problem: Problem
+    completion: str
+    grade: Grade
+    warnings: tuple[str, ...]
+
+
+def try_graders(config: RunConfig, task: Task) -> Iterator[GraderTrial]:
+    """Yield a trial of every grader of the training problems. Imports no torch.
+
+    Raises ConfigError if a function raises an exception, returns something else than a grade, or is too slow.
+    """
+    with GraderPool(config.grading) as pool:
+        for name, problems in problems_by_grader(task.train_problems(), config.task.rewards).items():
+            errors = [problem_error(name, problem) for problem in problems] if name in GRADERS else [None]
+            problem = replace(problems[errors.index(None)], grader=name)
+            completion = _dummy_completion(config, problem)
+            [grade] = pool.grade([problem], [completion])
+            if is_ungraded(grade):
+                limit = f"no result after {config.grading.deadline:g} s (grading.deadline)"
+                limit += "" if name in GRADERS else IMPORT_ADVICE
+                cause = pool.errors.get(name, limit)
+                raise ConfigError(
+                    f"grader '{name}' failed on the dummy completion {completion!r:.80}: {cause}"
+                )
+            warnings = []
+            if unreadable := [error for error in errors if error is not None]:
+                count = f"{len(unreadable):,} of {len(problems):,} problems"
+                warnings.append(
+                    f"grader '{name}' cannot grade answers to {count}; the first: {unreadable[0]}"
+                )
+            if name in GRADERS and grade == MALFORMED:
+                warnings.append(
+                    f"grader '{name}' does not read an answer in the form that task.template asks for"
+                )
+            yield GraderTrial(problem, completion, grade, tuple(warnings))
+
+
+def first_prompt(config: RunConfig, task: Task) -> tuple[PromptEncoder, Problem, list[str]]:
+    """Return the encoder of a run's prompts, its first problem, and warnings; imports torch, and reads no weights.
+
+    Raises UserError for all prompts that training refuses.
+    """
+    from bandpo_cli.models.load import check_vocabulary, load_tokenizer, read_config
+    from bandpo_cli.sampling.prompt_encoding import (
+        PromptEncoder,
+        check_context_length,
+        drop_long_prompts,
+        drop_long_prompts_in_sets,
+    )
+
+    model, tokenizer = read_config(config.model), load_tokenizer(config.model)
+    rows = model.get_text_config().vocab_size
+    check_context_length(model, config)
+    check_vocabulary(tokenizer, rows, config.model.path)
+    encoder, warnings = PromptEncoder.of_run(tokenizer, config, rows), list[str]()
+    if config.task.functions:
+        encoder.check_turn()
+    train = drop_long_prompts(encoder, "training", task.train_problems(), config, warnings)
+    drop_long_prompts_in_sets(encoder, task.heldout_sets(), config, warnings)
+    return encoder, train[0], [*warnings, *encoder.notes(train)]
+
+
+def _dummy_completion(config: RunConfig, problem: Problem) -> str:
+    """Return the reference in the form that the template or, for another template, the grader asks for."""
+    if problem.grader == "countdown":  # the reference is the value of an expression
+        return " + ".join(str(problem.extra["numbers"]).split())
+    if problem.grader == "reasoning-gym":
+        return f"<answer>{problem.answer}</answer>"
+    template = config.task.template if isinstance(config.task, DataTask) else ""
+    if template not in _ANSWER_FORMS and problem.grader in GRADERS:
+        template = next(iter(GRADERS[problem.grader].templates), "answer-line")
+    return _ANSWER_FORMS.get(template, "{}").format(problem.answer)
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """Results of a probe.
+
+    Attributes:
+        groups: the graded completions of the untrained model.
+        metrics: their metrics by the names of metrics.jsonl, and those of the updates of the trial step. Without a
+            group of different rewards there is no trial step.
+        trial_groups: number of groups of the trial step.
+        sample_seconds: of a step of the run, by the times of the probe.
+        update_seconds: of the updates of a step; None if no group has different rewards, so that there was no update.
+        run_seconds: of the complete run with its evaluations, by the same times; without updates that have no time.
+    """
+
+    groups: Sequence[Group]
+    metrics: dict[str, float]
+    trial_groups: int
+    sample_seconds: float
+    update_seconds: float | None
+    run_seconds: float
+
+
+def probe(plan: Plan, callbacks: Sequence[TrainCallback] = ()) -> ProbeReport:
+    """Sample and grade completions of the untrained model, and measure a trial step.
+
+    The trial step has the updates of a step of the run at the full learning rate, on a part of the groups, first those
+    whose rewards differ. The weights that it changes are in memory only.
+
+    Args:
+        callbacks: receive the event `phase`.
+
+    Raises:
+        UserError, RunError: as `train`.
+    """
+    run, updates, task = plan.pinned, plan.config.optim.updates, plan.task
+    assert task is not None  # only a resume can be without problems
+    problems = min(PROBLEMS, len(task.train_problems()))
+    values = {
+        "sampling.prompts": max(1, problems // updates) * updates,
+        "sampling.dynamic": False,
+        "sampling.max_lag": 0,
+        "optim.warmup_steps": 0,
+    }
+    events: Dispatcher[RunInfo, StepReport, RunResult] = Dispatcher(callbacks)
+    with (
+        loaded_components(with_values(run, values), task, events) as (config, components),
+        out_of_memory_errors(config),
+    ):
+        from bandpo_cli.evaluation.evaluate import is_evaluation_due
+        from bandpo_cli.objective.loss import policy_loss
+        from bandpo_cli.sampling.sampler import is_exact
+        from bandpo_cli.training.experience import prepare_updates
+        from bandpo_cli.training.loop import step_advantages
+        from bandpo_cli.training.metrics import rollout_metrics, update_metrics
+        from bandpo_cli.training.performance import StepTimer
+        from bandpo_cli.training.rollout_batches import RolloutBatches, select_groups
+        from bandpo_cli.training.update import update_policy
+
+        policy, timer = components.policy, StepTimer(events.phase)
+        with RolloutBatches(config, components) as batches:
+            groups = batches.take(1, timer).groups
+        metrics = rollout_metrics(groups)
+        useful = round((1 - metrics["train/uniform_group_fraction"]) * len(groups))
+        tokens = metrics["train/response_length"] * run.sampling.samples * updates
+        tried = updates * max(1, min(len(groups) // updates, int(TRIAL_TOKENS / tokens)))
+        if useful:
+            components.sampler.sleep()
+            with timer.phase("logprobs"):
+                chosen = select_groups(groups, tried, updates)
+                graded = chosen, step_advantages(config, chosen)
+                loss = policy_loss(config.bounds.at_step(1, config.steps), config.objective)
+                exact = is_exact(components.sampler, policy)
+                experiences = prepare_updates(policy, components.reference, *graded, loss, config, exact)
+            with timer.phase("update"):
+                metrics |= update_metrics(update_policy(policy, components.optimizer, experiences, config))
+    per_prompt = timer.seconds("sample", "grade") / len(groups)
+    # Groups whose rewards are all equal do not go through the model in an update.
+    sampling, updating = run.sampling.prompts * per_prompt, None
+    if useful:
+        per_useful = timer.seconds("logprobs", "update") / min(useful, tried)
+        updating = run.sampling.prompts * useful / len(groups) * per_useful
+    evaluations = sum(is_evaluation_due(run.evaluation, step, run.steps) for step in range(run.steps + 1))
+    heldout = sum(len(items[: run.evaluation.problems]) for items in task.heldout_sets().values())
+    evaluating = evaluations * heldout * per_prompt * run.evaluation.samples / run.sampling.samples
+    seconds = sampling, updating, run.steps * (sampling + (updating or 0.0)) + evaluating
+    return ProbeReport(groups, metrics, tried, *seconds)

@@ -1,0 +1,439 @@
+"""Estimate of the memory of a run, from shapes: the model is built on the meta device, without its weights."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+
+from bandpo_cli.config.hardware import with_dtype
+from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.config.sampling import resolve_engine
+from bandpo_cli.errors import UserError
+from bandpo_cli.models.load import meta_model, read_config, resolved_dtype, uses_gradient_checkpointing
+from bandpo_cli.models.logprobs import TILE_BYTES
+from bandpo_cli.models.lora import add_adapters
+from bandpo_cli.models.model_files import base_config, loading_errors
+from bandpo_cli.models.packing import MAX_MASKED_ROW_TOKENS, MAX_SHARED_ROW_TOKENS, Row, split_row
+from bandpo_cli.models.sharding import checkpointed_layers
+from bandpo_cli.registries import ENGINES
+from bandpo_cli.storage.checkpoints import is_written_in_background
+
+GIB = 2**30
+SLEEPING_ENGINE_BYTES = 3 * GIB
+"""What a vLLM engine holds while it sleeps, besides weights and cache: CUDA graphs, buffers of NCCL and workspaces. An
+allowance, not a measurement."""
+ENGINE_BYTES_PER_LOGIT = 20
+"""float32 logits, log-probs, probabilities and random numbers, and the int32 counts of vLLM's penalties."""
+_USABLE_SHARE = 0.95  # Largest share of a device that an estimate may take and still count as fitting
+_FLOAT32 = 4
+_COPY = "copy for a checkpoint"
+
+Bytes = dict[str, int]
+"""Number of bytes by component."""
+
+
+class NoEstimateError(UserError):
+    """The forward pass of the model needs more than the shapes of tensors."""
+
+
+class Device(NamedTuple):
+    """A CUDA GPU (`on_gpu`), or this machine without one: its name, the bytes of its memory, and the unused bytes."""
+
+    name: str
+    total: int
+    free: int
+    on_gpu: bool = True
+
+    @property
+    def usable(self) -> int:
+        """The most bytes that a run should take; an idle GPU, of which the driver holds a little, counts as free."""
+        return int(_USABLE_SHARE * (self.total if self.is_idle else self.free))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no other process holds a relevant part of the memory."""
+        return self.free >= _USABLE_SHARE * self.total
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes by component; with several ranks, those of one rank.
+
+    Attributes:
+        parameters: number of parameters of the model (not bytes), its adapters included; tied parameters count once.
+        trained: number of parameters that are trained: all of them, or those of the adapters (LoRA).
+        ranks: number of ranks.
+        always: held during the complete run: weights, optimizer state, reference model, an engine that never sleeps.
+        update: additional memory of one forward and backward pass, and the gradients, which are dropped after it.
+        reduction: with several ranks, additional memory at the end of a backward pass, in place of `update`.
+        sampling: additional memory of sampling, or of sending the weights to another engine.
+        engine_gpu: held on the GPU of the engine process (`sampling.max_lag`) where it has one of its own.
+        device: the device of the trainer.
+        engine_device: the GPU of the engine process; None where there is none.
+        vllm: bytes of the vLLM engine, also part of a phase; 0 without one.
+        vllm_minimum: the fewest bytes with which that engine can sample the completions of one prompt.
+        memory_fraction: `sampling.vllm.memory_fraction`, or what it is where it is null; None without vLLM on a GPU.
+    """
+
+    parameters: int
+    trained: int
+    ranks: int
+    always: Bytes
+    update: Bytes
+    reduction: Bytes
+    sampling: Bytes
+    engine_gpu: Bytes
+    device: Device
+    engine_device: Device | None = None
+    vllm: int = 0
+    vllm_minimum: int = 0
+    memory_fraction: float | None = None
+
+    @property
+    def peak(self) -> int:
+        """Maximum bytes at any one time on the device of the trainer: updates and sampling alternate."""
+        return _peak(self.always, self.update, self.reduction, self.sampling)
+
+    @property
+    def engine_peak(self) -> int:
+        """Bytes on the GPU of the engine process."""
+        return _peak(self.engine_gpu)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every device has some memory left at the peak."""
+        limit = self.engine_device.usable if self.engine_device else 0
+        engine_fits = self.engine_peak <= limit and self.vllm >= self.vllm_minimum
+        return engine_fits and self.peak <= self.device.usable
+
+    @property
+    def can_start(self) -> bool:
+        """Whether every device has what the run certainly needs.
+
+        A key-value cache of the transformers engine grows to its estimate only if completions are of full length.
+        """
+        certain = _peak(self.always, self.update, self.reduction, self.sampling if self.vllm else {})
+        limit = self.engine_device.free if self.engine_device else 0
+        return certain <= self.device.free and self.engine_peak <= limit and self.vllm >= self.vllm_minimum
+
+
+def _peak(always: Bytes, *phases: Bytes) -> int:
+    return sum(always.values()) + max((sum(phase.values()) for phase in phases), default=0)
+
+
+def estimate_memory(
+    config: RunConfig,
+    device: Device,
+    ranks: int = 1,
+    engine_device: Device | None = None,
+    training: bool = True,
+) -> MemoryEstimate:
+    """Estimate the memory of a run.
+
+    Args:
+        config: the run's settings.
+        device: the device of the trainer, which need not exist here; each rank has such a device.
+        ranks: number of ranks; with more than one the model is sharded.
+        engine_device: with `sampling.max_lag`, the GPU of the engine process where it is another GPU than the
+            trainer's.
+        training: False for an evaluation, which has a complete model on each rank and no updates.
+
+    Raises:
+        UserError: the model's config cannot be read, or (`NoEstimateError`) its memory does not follow from shapes.
+    """
+    run = _Run(with_dtype(config, device.on_gpu), ranks, device.on_gpu, training)
+    backward, reduction, gathered, sampling = fsdp_bytes(run.model, ranks if training else 1)
+    always, update, process = {"weights": run.weights}, Bytes(), Bytes()
+    if training:
+        always = run.held_bytes()
+        gradients = {"gradients": _FLOAT32 * run.trained_stored}
+        update, reduction = gradients | run.pass_bytes() | backward, gradients | reduction
+    vllm, minimum, fraction = 0, 0, None
+    lag = training and config.sampling.max_lag > 0
+    if ENGINES[resolve_engine(config.sampling.engine, device.on_gpu)].shares_weights:
+        held = run.generation_bytes()
+        process = {"weights of the engine process": run.weights} | held if lag else {}
+        sampling = sampling if lag else held | gathered
+    else:
+        sleeps = device.on_gpu and config.sampling.vllm.sleep and not lag
+        if sleeps:
+            update["vLLM while it sleeps"] = reduction["vLLM while it sleeps"] = SLEEPING_ENGINE_BYTES
+        beside = _peak(always, sampling) if sleeps else _peak(always, sampling, update, reduction)
+        vllm, minimum, fraction = run.vllm_bytes(engine_device or device, 0 if engine_device else beside)
+        share = {"vLLM: weights and cache": vllm}
+        sampling, process = (sampling | share, process) if sleeps else (sampling, share)
+    if engine_device is None:
+        always, process = always | process, {}
+    estimate = MemoryEstimate(
+        run.total, run.trained, ranks, always, update, reduction, sampling, process, device, engine_device,
+        vllm, minimum, fraction,
+    )  # fmt: skip
+    if not estimate.fits:  # a run that lacks the memory for the copy takes none
+        always.pop(_COPY, None)
+    return estimate
+
+
+class _Run:
+    """A run whose model is on the meta device."""
+
+    def __init__(self, config: RunConfig, ranks: int, on_gpu: bool, training: bool) -> None:
+        self.config, self.ranks, self.on_gpu = config, ranks, on_gpu
+        self.model = build_on_meta_device(config.model)
+        self.text, self.itemsize = self.model.config.get_text_config(), self.model.dtype.itemsize
+        self.total, self.trained = stored_parameters(self.model.parameters())
+        self.stored, self.trained_stored = stored_parameters(self.model.parameters(), ranks)
+        self.has_lora, sampling = config.model.lora is not None, config.sampling
+        # An engine with weights of its own has them complete and without adapters.
+        self.weights = self.itemsize * (self.total - (self.trained if self.has_lora else 0))
+        self.longest = sampling.max_prompt_tokens + sampling.max_tokens
+        prompts, self.samples = sampling.prompts, sampling.samples
+        if not training:
+            evaluation, self.samples = config.evaluation, config.evaluation.samples
+            prompts = evaluation.problems or sampling.max_sequences
+            if ENGINES[
+                resolve_engine(sampling.engine, on_gpu)
+            ].shares_weights:  # it samples one batch at a time
+                prompts = min(prompts, max(1, evaluation.batch // self.samples))
+        self.sequences = min(math.ceil(prompts / ranks) * self.samples, sampling.max_sequences)
+        _, heads, width = _heads(self.text)
+        self.cache = self.longest * 2 * self.text.num_hidden_layers * heads * width * self.itemsize
+
+    def held_bytes(self) -> Bytes:
+        """Return the bytes that are held during a complete training run."""
+        masters = _FLOAT32 * self.trained_stored if self.itemsize != _FLOAT32 else 0
+        held = {"weights": self.itemsize * self.total}
+        if self.ranks > 1:  # those that are trained are float32, the masters
+            frozen = self.itemsize * (self.stored - self.trained_stored)
+            held = {"weights (float32)": _FLOAT32 * self.trained_stored + frozen}
+        held["AdamW"] = 2 * _FLOAT32 * self.trained_stored
+        copied = held["AdamW"] + masters
+        if self.ranks == 1:
+            copied += self.itemsize * self.trained
+            held |= {"master weights": masters} if masters else {}
+        if self.config.objective.reference_kl > 0 and not self.has_lora:  # with adapters it is the same model
+            held["reference model"] = self.itemsize * self.stored
+        if self.on_gpu:  # copies for checkpoints are in the memory of the host
+            return held
+        if self.ranks > 1:  # rank 0 has them
+            held["complete weights for a checkpoint"] = self.itemsize * self.trained
+        return held | ({_COPY: copied} if is_written_in_background(self.config) else {})
+
+    def pass_bytes(self) -> Bytes:
+        """Return the bytes of a forward and backward pass of one micro-batch."""
+        config, text = self.config, self.text
+        tokens = min(max(config.optim.micro_batch_tokens, self.longest), update_tokens(config, self.ranks))
+        attention = attention_elements(config, text, tokens)
+        activations = activation_bytes(self.model, tokens, config.model, attention, self.on_gpu)
+        tile = min(TILE_BYTES["cuda" if self.on_gpu else "cpu"], tokens * text.vocab_size * _FLOAT32)
+        # AdamW's fused kernel (`training.optimizer`) allocates nothing, so an update peaks where its gradient does.
+        held = {
+            f"activations of {tokens:,} tokens": activations,
+            # two tiles of logits, and the hidden states, their scaled copy and their gradient in float32
+            "log-probs and their gradient": 2 * tile + 3 * tokens * text.hidden_size * _FLOAT32,
+        }
+        # before it is added to the gradient of the other micro-batches
+        head = {"gradient of the output layer": text.vocab_size * text.hidden_size * self.itemsize}
+        return held if self.has_lora else held | head
+
+    def generation_bytes(self) -> Bytes:
+        """Return the bytes that the transformers engine holds while it samples, at most."""
+        # float32 logits and their log-softmax, float64 probabilities and their cumulative sum
+        distributions = self.sequences * self.text.vocab_size * (4 + 4 + 8 + 8)
+        cache = f"at most: key-value cache of {self.sequences:,} × {self.longest:,} tokens"
+        name = f"at most: next-token distributions of {self.sequences:,} sequences"
+        return {cache: self.sequences * self.cache, name: distributions}
+
+    def vllm_bytes(self, device: Device, already_taken: int) -> tuple[int, int, float | None]:
+        """Return the bytes of the vLLM engine on its device, the fewest to sample with, and its share of the GPU.
+
+        Where the settings leave the share open, it is what a full batch needs, and at most the room beside the bytes
+        that the trainer takes while the engine is awake. What stays while the engine sleeps is part of the share.
+        """
+        sampling = self.config.sampling
+        settings, gpus = sampling.vllm, sampling.vllm.tensor_parallel
+        if not device.on_gpu:
+            return self.weights + int(settings.kv_cache_gb * GIB), 0, None
+        logits = sampling.max_sequences * self.text.vocab_size * ENGINE_BYTES_PER_LOGIT
+        fixed = self.weights // gpus + logits + SLEEPING_ENGINE_BYTES
+        full = fixed + self.sequences * self.cache // gpus
+        fewest = fixed + min(self.sequences, self.samples) * self.cache // gpus
+        fraction = settings.memory_fraction
+        if fraction is None:
+            percent = math.floor(100 * min(full, device.usable - already_taken) / device.total)
+            fraction = max(percent, math.ceil(100 * fewest / device.total)) / 100
+        return int(device.total * fraction), fewest, fraction
+
+
+def stored_parameters(parameters: Iterable[nn.Parameter], ranks: int = 1) -> tuple[int, int]:
+    """Return how many parameters, and trained ones, the first of some ranks stores: of each tensor, the most rows."""
+    total = trained = 0
+    for tensor in parameters:
+        size = math.ceil(len(tensor) / ranks) * (tensor.numel() // len(tensor))
+        total, trained = total + size, trained + size * tensor.requires_grad
+    return total, trained
+
+
+def fsdp_bytes(model: PreTrainedModel, ranks: int) -> tuple[Bytes, Bytes, Bytes, Bytes]:
+    """Return the bytes that FSDP adds on a rank, in four phases; none with a single rank.
+
+    The buffers follow torch's FSDP2 (`torch.distributed.fsdp._fully_shard`), which gathers a group into one buffer and
+    copies it into the parameters, and copies gradients into a buffer of the reduction.
+
+    Returns:
+        During a backward pass while activations are held; at its end, when no activations are left and the parameters
+        have been released; while all parameters are gathered; while the largest weight is sent to an engine, which is
+        gathered and copied.
+    """
+    if ranks == 1:
+        return {}, {}, {}, {}
+
+    def reduced(gradients: int) -> int:
+        """Return the bytes of the float32 buffer that gradients are reduced in, and of the result on a rank."""
+        return _FLOAT32 * (gradients + math.ceil(gradients / ranks))
+
+    itemsize = model.dtype.itemsize
+    total, trained = stored_parameters(model.parameters())
+    sizes = [stored_parameters(layer.parameters()) for layer in checkpointed_layers(model)] or [(0, 0)]
+    layer, trained_layer = map(max, zip(*sizes, strict=True))
+    inside, trained_inside = map(sum, zip(*sizes, strict=True))
+    outside, trained_outside = total - inside, trained - trained_inside
+    largest = max(parameter.numel() for parameter in model.parameters())
+    # The parameters of a layer, the next layer gathered ahead, and gradients; the float32 buffer of the reduction of
+    # the layer before, and its result.
+    backward = itemsize * (2 * layer + trained_layer) + reduced(trained_layer)
+    # In their place at the beginning, before there is a gradient of the output layer: the buffer that the parameters
+    # outside of the layers are gathered into.
+    buffer = itemsize * (outside - (largest if trained_outside else 0))
+    update = {
+        "complete parameters outside of the layers": itemsize * outside,
+        "two complete layers and a gradient to reduce": max(backward, buffer),
+    }
+    # The gradient of the parameters outside of the layers: in its own dtype, in float32, and the result.
+    reduction = itemsize * trained_outside + reduced(trained_outside)
+    gathered = {"complete parameters": itemsize * max(total + layer, 2 * outside)}
+    sync = {"a complete weight, to send it to the engine": 2 * itemsize * largest}
+    return update, {"gradient outside of the layers to reduce": reduction}, gathered, sync
+
+
+def build_on_meta_device(config: ModelConfig) -> PreTrainedModel:
+    """Return the model on the meta device, built from its config.json, with adapters if configured."""
+    config, _ = base_config(config)  # an adapter is merged into its base while it is loaded
+    model_config = read_config(config)
+    with loading_errors(config.path, "its config cannot be read"):
+        options = {"dtype": resolved_dtype(config), "attn_implementation": _SHAPES_ONLY}
+        model = meta_model(config, model_config, **options)
+        model.tie_weights()
+        if config.lora is not None:
+            with torch.device("meta"):
+                add_adapters(model, config.lora, seed=0, base=config.path)
+    return model.eval()
+
+
+def _heads(text: PreTrainedConfig) -> tuple[int, int, int]:
+    """Return the number of attention heads, the number of heads for keys and values, and the width of a head."""
+    heads = text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return heads, getattr(text, "num_key_value_heads", None) or heads, width
+
+
+def _full_rows(config: RunConfig, length: int) -> list[Row]:
+    """Return the rows of a prompt of the maximum length whose completions all have `length` tokens."""
+    row = Row(range(config.sampling.max_prompt_tokens), [range(length)] * config.sampling.samples)
+    return split_row(row, MAX_SHARED_ROW_TOKENS)
+
+
+def _completion_lengths(config: RunConfig) -> tuple[int, ...]:
+    """Return the lengths that the estimates look at: each power of two up to the maximum, and the maximum."""
+    longest = config.sampling.max_tokens
+    return *(2**i for i in range(longest.bit_length())), longest
+
+
+def update_tokens(config: RunConfig, ranks: int = 1) -> int:
+    """Return the most tokens of an update on a rank: completions share their prompt unless their row is split."""
+    sampling, groups = config.sampling, config.sampling.prompts // config.optim.updates
+    completions = math.ceil(groups * sampling.samples / ranks)
+
+    def tokens(length: int) -> int:
+        prompts = min(completions, groups * len(_full_rows(config, length)))
+        return prompts * sampling.max_prompt_tokens + completions * length
+
+    return max(map(tokens, _completion_lengths(config)))
+
+
+def attention_elements(config: RunConfig, text: PreTrainedConfig, tokens: int) -> int:
+    """Return the most elements of queries, keys, values, output and masks that attention saves in a layer.
+
+    They depend on the lengths of the completions: a prompt is copied for each of its completions, or has a mask
+    (`models.packing`). Micro-batches of `tokens` tokens are taken of prompts of the maximum length, with completions of
+    each power of two up to the maximum.
+    """
+    heads, key_value_heads, width = _heads(text)
+    has_masks = config.model.attention in ("auto", "sdpa", "eager")
+
+    def elements(length: int) -> int:
+        row = _full_rows(config, length)[0]
+        samples = len(row.completions)
+        if samples > 1 and len(row) <= MAX_MASKED_ROW_TOKENS and has_masks:
+            # Keys and values are repeated for the query heads; the kernel converts masks to the dtype of the model.
+            return 4 * heads * tokens * width + tokens * len(row)
+        copies = math.ceil(tokens / len(row) * samples * (len(row.prompt_ids) + length))
+        return 2 * (heads + key_value_heads) * copies * width
+
+    return max(map(elements, _completion_lengths(config)))
+
+
+def activation_bytes(
+    model: PreTrainedModel, tokens: int, config: ModelConfig, attention: int, on_gpu: bool
+) -> int:
+    """Return the bytes that autograd saves for the backward pass of `tokens` packed tokens.
+
+    The output layer is not included. With gradient checkpointing these are the input of every layer and all activations
+    of one layer at a time.
+
+    Args:
+        attention: elements that attention saves in a layer.
+        on_gpu: the policy is on a GPU, where checkpointing is `auto`.
+    """
+
+    def address(tensor: Tensor) -> int:
+        return int(tensor.untyped_storage()._cdata)
+
+    parameters = set(map(address, model.parameters()))
+    saved: dict[int, Tensor] = {}  # the address of a storage may be reused after its tensor is freed
+
+    def pack(tensor: Tensor) -> Tensor:
+        if address(tensor) not in parameters:
+            saved.setdefault(address(tensor), tensor)
+        return tensor
+
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            # As in training: models would expand None to a matrix of all pairs of tokens.
+            mask = ids.new_ones((1, 1, 1, 1), dtype=torch.bool)
+            model.base_model(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
+    except Exception as error:
+        what = (
+            f"the memory of {model.config.model_type} models cannot be estimated, so that it is not checked"
+        )
+        raise NoEstimateError(f"model.path = {config.path!r}: {what}") from error
+    text = model.config.get_text_config()
+    layers: int = text.num_hidden_layers
+    activations: int = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    activations += layers * attention * model.dtype.itemsize
+    if not uses_gradient_checkpointing(model, config, on_gpu):
+        return activations
+    return int(layers * tokens * text.hidden_size * model.dtype.itemsize) + activations // layers
+
+
+def _shapes_only(module: Any, query: Tensor, *states: Any, **settings: Any) -> tuple[Tensor, None]:
+    """Return an output of the right shape and save nothing: `attention_elements` counts what attention saves."""
+    return query.transpose(1, 2).clone(memory_format=torch.contiguous_format), None
+
+
+_SHAPES_ONLY = "bandpo_shapes_only"
+AttentionInterface.register(_SHAPES_ONLY, _shapes_only)

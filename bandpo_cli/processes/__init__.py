@@ -1,0 +1,1 @@
+"""Processes of a command: ranks and what they exchange; child processes, waits that take too long, stacks."""

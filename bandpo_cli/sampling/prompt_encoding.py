@@ -1,0 +1,458 @@
+"""Prompts as tokens: the encoder, the inserted turns of a conversation, end tokens, and the checks of prompts.
+
+What is certain to be wrong is an error, what may be meant a line for the user.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from difflib import ndiff
+from itertools import chain, groupby, islice
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.task import DataTask, TaskSettings
+from bandpo_cli.datasets import TEMPLATES
+from bandpo_cli.errors import ConfigError, nearest, plural
+from bandpo_cli.grading.tools import tool_schemas
+from bandpo_cli.models.load import Policy
+from bandpo_cli.tasks.task import build_prompt, without_spaces
+from bandpo_cli.types import Message, Problem
+
+COMPARED = 32
+"""First problems of a set whose prompts are compared with their questions."""
+
+_ANSWER, _RESULT = "7-2-9-4-1", "5-8-3-6-0"
+"""Messages that are found in a rendered template, which changes none of their characters, nor their case."""
+
+_BREAK = "\ufdd0"
+"""A place between two tokens: one of the code points that Unicode reserves for uses inside of a program."""
+
+_NO_TURNS = (
+    "task.tools and task.environment need a chat template, which the model's tokenizer does not have, or "
+    "model.prompts = 'raw' leaves out; use a model with a template"
+)
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as text and as token ids, as the model receives it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+class PromptEncoder:
+    """Converts prompts to tokens. Training and evaluation share one, so that their templates cannot differ."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: str = "auto",
+        arguments: Mapping[str, Any] | None = None,
+        rows: int | None = None,
+    ) -> None:
+        """Set how chat messages are converted to text.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            prompts: `chat` applies the tokenizer's chat template, `raw` joins the messages with blank lines, `auto`
+                applies the template if the tokenizer has one.
+            arguments: further arguments of the template (`model.chat_template_kwargs`), and the schemas of `tools`.
+            rows: number of the model's embeddings, which limits the ids; None if the ids do not go into the model.
+
+        Raises:
+            ConfigError: `prompts` is `chat` or there are `arguments`, but the tokenizer has no chat template.
+        """
+        has_template = getattr(tokenizer, "chat_template", None) is not None
+        if "tools" in (arguments or {}) and not (has_template and prompts != "raw"):
+            raise ConfigError(_NO_TURNS)
+        if (prompts == "chat" or arguments) and not has_template:
+            setting, other = "prompts = 'chat'", "use model.prompts=raw"
+            if arguments:
+                setting, other = f"chat_template_kwargs = {arguments}", "leave it out"
+            raise ConfigError(
+                f"model.{setting}: the model's tokenizer has no chat template; add chat_template.jinja to its folder, "
+                f"or {other}"
+            )
+        self.tokenizer = tokenizer
+        self._arguments = dict(arguments or {})
+        self._are_arguments_checked = False
+        self._chat = has_template and prompts != "raw"
+        self._lacks_template = not has_template and prompts == "auto"
+        self._appended = () if self._chat else _appended_ids(tokenizer)
+        vocabulary, added = ({} if rows is None else tokenizer.get_vocab()), tokenizer.added_tokens_decoder
+        self._rows, self._unembedded = rows, {i: name for name, i in vocabulary.items() if i >= (rows or 0)}
+        self.special = {i: token.content for i, token in added.items() if token.special}
+        template = str(tokenizer.chat_template) if self._chat else ""
+        written = [token.content for token in added.values() if token.content.strip() in template]
+        control = {*self.special.values(), *self._unembedded.values(), *written}
+        names = "|".join(re.escape(name) for name in control if len(name) > 1) or "(?!)"
+        # Every place is looked at, since a token may begin inside of another one.
+        self._control = re.compile(f"(?={names})(.)", re.DOTALL)
+
+    @classmethod
+    def of_run(
+        cls, tokenizer: PreTrainedTokenizerBase, config: RunConfig, rows: int | None = None
+    ) -> PromptEncoder:
+        """Return the encoder of a run's prompts, which contain the schemas of its tools; `rows` as for the class.
+
+        Raises:
+            ConfigError: as for the class, or a tool cannot be used.
+        """
+        arguments: dict[str, Any] = {**(config.model.chat_template_kwargs or {})}
+        if schemas := tool_schemas(config.task.functions, config.task.environment is not None):
+            arguments["tools"] = schemas
+        return cls(tokenizer, config.model.prompts, arguments, rows)
+
+    def encode(self, problems_P: Sequence[Problem]) -> list[EncodedPrompt]:
+        """Return the prompts of `problems_P` as text and tokens.
+
+        Raises:
+            ConfigError: the chat template refuses the messages (some templates have no system role, for example), or
+                ignores one of its arguments, or the model has no embedding for a token.
+        """
+        texts = [self._text(problem) for problem in problems_P]
+        # A plain-text prompt is in the task's own format, and a chat template writes special tokens itself. Only raw
+        # joined messages get the special tokens that the tokenizer adds before a text (a beginning-of-sequence token).
+        joined = [not self._chat and not isinstance(problem.prompt, str) for problem in problems_P]
+        ids = {}
+        for special in {*joined}:
+            of_kind = [text for text, is_joined in zip(texts, joined, strict=True) if is_joined == special]
+            options = dict.fromkeys(("return_attention_mask", "return_token_type_ids"), False)
+            tokens = self.tokenizer(of_kind, add_special_tokens=special, **options)["input_ids"]
+            # A completion continues a joined text, which therefore must not end with a token for the end of a text.
+            end = -len(self._appended) if special and self._appended else None
+            ids[special] = iter([tuple(row[:end]) for row in tokens])
+        pairs = zip(texts, joined, strict=True)
+        encoded = [EncodedPrompt(text, next(ids[is_joined])) for text, is_joined in pairs]
+        for problem, prompt in zip(problems_P, encoded, strict=True):
+            self._check_ids(prompt.token_ids, f"problem {problem.id}")
+        return encoded
+
+    def pieces(self, ids: Sequence[int]) -> Iterator[tuple[str, int | None]]:
+        """Yield tokens as texts: each special token with its id, and the tokens between them together, with None."""
+        for is_special, run in groupby(ids, self.special.__contains__):
+            if is_special:
+                yield from ((self.special[token], token) for token in run)
+            else:
+                yield str(self.tokenizer.decode([*run])), None
+
+    def decode(self, prompts: Sequence[EncodedPrompt]) -> list[str]:
+        """Return the texts of prompts by their tokens, with the special ones."""
+        return ["".join(text for text, _ in self.pieces(prompt.token_ids)) for prompt in prompts]
+
+    def applies_template(self, problem: Problem) -> bool:
+        """Return whether the chat template formats the problem's prompt."""
+        return self._chat and not isinstance(problem.prompt, str)
+
+    def effect_of_arguments(self, problem: Problem) -> list[str]:
+        """Return the lines of a prompt that the arguments of the chat template remove (`- `) and add (`+ `)."""
+        assert not isinstance(problem.prompt, str)
+        plain = self._try_render(problem.prompt, {}) or ""
+        lines = ndiff(plain.splitlines(), self._render(problem.prompt, self._arguments).splitlines())
+        return [line for line in lines if line.startswith(("- ", "+ "))]
+
+    def turn_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+        """Return the tokens between the end token of the assistant's turn and its next turn, with `messages` in them.
+
+        It is the end of what the template makes of a conversation, tokenized by itself: the turns before, as sampled,
+        are never tokenized again. A special token or a mark of the template inside of a message stays text: a tool, or
+        a model whose text a tool repeats, cannot end the turn and continue as another role.
+
+        Raises:
+            ConfigError: there is no chat template, it refuses the messages, or the model has no embedding for a token.
+        """
+        texts = self._turn_text(messages).split(_BREAK)
+        ids = [i for text in texts for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        self._check_ids(ids, "a turn of a conversation")
+        return tuple(ids)
+
+    def check_turn(self) -> None:
+        """Raise ConfigError if the model cannot read what follows its turn: a tool's result or a user's message."""
+        setting, role = ("tools", "tool") if "tools" in self._arguments else ("environment", "user")
+        self.turn_ids([message := {"role": role, "name": "f", "content": _RESULT}])
+        if _RESULT not in self._turn_text([message]):
+            raise ConfigError(
+                f"task.{setting}: the model's chat template writes no message with the role '{role}' after the end "
+                "token of an answer; use a model whose template does"
+            )
+
+    def _turn_text(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the text that `turn_ids` tokenizes, with a break inside of each control token of the messages."""
+        if not self._chat:
+            raise ConfigError(_NO_TURNS)
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
+        turns += [{key: self._as_text(value) for key, value in message.items()} for message in messages]
+        try:
+            text = self._render(turns, self._arguments)
+        except Exception as error:  # noqa: BLE001 - a template is a program that the model's author wrote
+            roles = ", ".join(sorted({str(message.get("role")) for message in messages}))
+            raise ConfigError(
+                f"the model's chat template refuses a conversation with messages of {roles} ({error!s:.300})"
+            ) from None
+        _, _, after = text.partition(_ANSWER)  # a result may have the same words
+        end = end_of_turn_id(self.tokenizer)
+        if end is not None:
+            after = after.partition(str(self.tokenizer.convert_ids_to_tokens(end)))[2]
+        return after
+
+    def _as_text(self, value: Any) -> Any:
+        """Return a text with a break inside of each control token, and other values unchanged."""
+        return self._control.sub(rf"\1{_BREAK}", value) if isinstance(value, str) else value
+
+    def _check_ids(self, ids: Sequence[int], place: str) -> None:
+        """Raise ConfigError if the model has no embedding for one of the ids."""
+        if self._unembedded and (token := next((i for i in ids if i in self._unembedded), None)) is not None:
+            raise ConfigError(
+                f"{place}: the token {self._unembedded[token]!r} has the id {token}, the model has {self._rows} "
+                "embeddings; take this text out of the question or the chat template, or use a model with more"
+            )
+
+    def notes(self, problems_P: Sequence[Problem]) -> list[str]:
+        """Return lines for the user where the form of the chat messages in prompts may be a mistake."""
+        chats, notes = [item.prompt for item in problems_P if not isinstance(item.prompt, str)], []
+        if chats and self._lacks_template:
+            notes.append(
+                "the model's tokenizer has no chat template, so it gets the messages as plain text; a chat model needs "
+                "chat_template.jinja in its folder; --set model.prompts=raw removes this note"
+            )
+        if chats and self._appended:
+            names = " ".join(text for text, _ in self.pieces(self._appended))
+            notes.append(f"the model's tokenizer ends every text with {names}; the prompts are without it")
+        if chats and (header := self._missing_header(chats[0])):
+            notes.append(
+                f"the model's chat template does not end a prompt with {header!r}, which begins an answer: the model "
+                "may continue as the user; chat_template.jinja must write it for add_generation_prompt"
+            )
+        return notes
+
+    def _missing_header(self, messages: Sequence[Message]) -> str:
+        """Return what the template writes between a prompt and its answer, if it ignores `add_generation_prompt`."""
+        with suppress(Exception):
+            prompt, plain = (self._render(messages, self._arguments, begin) for begin in (True, False))
+            answered = self._render([*messages, Message("assistant", _ANSWER)], self._arguments, False)
+            if self._chat and prompt == plain and answered.startswith(prompt):
+                return answered[len(prompt) :].partition(_ANSWER)[0].strip()
+        return ""
+
+    def _text(self, problem: Problem) -> str:
+        """Return the prompt of a problem as the text that is tokenized."""
+        if isinstance(problem.prompt, str):
+            return problem.prompt
+        if not self._chat:
+            return "\n\n".join(message.content for message in problem.prompt)
+        try:
+            text = self._render(problem.prompt, self._arguments)
+        except Exception as error:  # noqa: BLE001 - a template is a program that the model's author wrote
+            raise ConfigError(
+                f"problem {problem.id}: the model's chat template refuses its messages ({error!s:.300}); "
+                "change them or use model.prompts=raw"
+            ) from None
+        if not self._are_arguments_checked:
+            self._check_arguments(problem.prompt)
+            self._are_arguments_checked = True
+        return text
+
+    def _render(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        begin: bool = True,
+    ) -> str:
+        """Return chat messages as the template formats them; with `begin` the template begins an answer."""
+        options = {**arguments, "tokenize": False, "add_generation_prompt": begin}
+        turns = [vars(message) if isinstance(message, Message) else dict(message) for message in messages]
+        return str(self.tokenizer.apply_chat_template(turns, **options))
+
+    def _try_render(self, messages: Sequence[Message], arguments: Mapping[str, Any]) -> str | None:
+        """Return what `_render` returns; None if the template refuses the arguments, which it has therefore read."""
+        with suppress(Exception):
+            return self._render(messages, arguments)
+        return None
+
+    def _check_arguments(self, messages: Sequence[Message]) -> None:
+        """Raise ConfigError if the template ignores one of its arguments: no value of it changes the prompt.
+
+        A value may be the template's default, as true is for Qwen3's enable_thinking. Another value then has an effect.
+        """
+        for name, value in self._arguments.items():
+            others = {key: other for key, other in self._arguments.items() if key != name}
+            without = self._try_render(messages, others)
+            values = (value,) if name == "tools" else (value, True, False)
+            tried = (self._try_render(messages, {**others, name: other}) for other in values)
+            if all(text == without for text in tried):
+                if name == "tools":
+                    raise ConfigError(
+                        "task.tools: the model's chat template has no place for tools; use a model whose template has, "
+                        "or describe them in task.system and answer in task.environment"
+                    )
+                near = nearest(name, re.findall(r"[a-z]\w*", str(self.tokenizer.chat_template)))
+                raise ConfigError(
+                    f"model.chat_template_kwargs.{name} = {value!r}: the model's chat template ignores this "
+                    f"argument{near}; leave it out"
+                )
+
+
+def completion_stop_ids(
+    policy: Policy, encoder: PromptEncoder, problems: Sequence[Problem]
+) -> tuple[int, ...]:
+    """Return the ids of the tokens that end a completion of these problems.
+
+    Where the chat template formats a prompt, its end-of-turn token is one of them. A base model with a template (such
+    as Qwen2.5) ends its turns with a token, <|im_end|>, that is not its end-of-sequence token, <|endoftext|>, and would
+    continue up to `sampling.max_tokens`.
+    """
+    token = end_of_turn_id(policy.tokenizer) if any(map(encoder.applies_template, problems)) else None
+    if (
+        token is None or token >= policy.rows
+    ):  # a token that was added to the tokenizer alone is never sampled
+        return policy.stop_ids
+    return tuple(dict.fromkeys([*policy.stop_ids, token]))
+
+
+def _appended_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the special tokens that the tokenizer adds after a text."""
+    plain, full = (tokenizer("?", add_special_tokens=added)["input_ids"] for added in (False, True))
+    ends = [end for end in range(len(plain), len(full) + 1) if full[end - len(plain) : end] == plain]
+    return tuple(full[max(ends) :]) if plain and ends else ()
+
+
+def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the id of the token that the chat template writes after an assistant's message.
+
+    None if the template writes nothing there or several tokens, or refuses the messages.
+    """
+    turns = [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+    except Exception:  # noqa: BLE001 - a template is a program that the model's author wrote
+        return None
+    _, match, after = text.rpartition(_ANSWER)
+    tokens: dict[str, int] = tokenizer.get_added_vocab()
+    following = [name for name in tokens if name.strip() and after.lstrip().startswith(name.strip())]
+    return tokens[max(following, key=len)] if match and following else None
+
+
+def check_context_length(model: PreTrainedConfig, config: RunConfig) -> None:
+    """Raise ConfigError if a prompt and its completion can exceed the context length of a model with these settings."""
+    context_length = getattr(model.get_text_config(), "max_position_embeddings", None)
+    prompt, completion = config.sampling.max_prompt_tokens, config.sampling.max_tokens
+    if context_length is not None and prompt + completion > context_length:
+        raise ConfigError(
+            f"sampling.max_prompt_tokens = {prompt:,} and sampling.max_tokens = {completion:,} come to "
+            f"{prompt + completion:,} tokens; the model reads at most {context_length:,}; lower one of them"
+        )
+
+
+def drop_long_prompts_in_sets(
+    encoder: PromptEncoder, sets: Mapping[str, Sequence[Problem]], config: RunConfig, notes: list[str]
+) -> dict[str, Sequence[Problem]]:
+    """Return the first `evaluation.problems` of each set by name, as `drop_long_prompts` returns them."""
+    return {
+        label: drop_long_prompts(encoder, label, problems[: config.evaluation.problems], config, notes)
+        for label, problems in sets.items()
+    }
+
+
+def drop_long_prompts(
+    encoder: PromptEncoder, label: str, problems: Sequence[Problem], config: RunConfig, notes: list[str]
+) -> Sequence[Problem]:
+    """Return the problems whose prompts are not empty and not too long; add lines on them to `notes`.
+
+    Raises:
+        ConfigError: there are no problems, all prompts are too long, or `check_questions` finds an error.
+    """
+    limit = config.sampling.max_prompt_tokens
+    if not problems:
+        raise ConfigError(f"'{label}' has no problems")
+    prompts = encoder.encode(problems)
+    notes += check_questions(encoder, label, problems, prompts)
+    lengths = [len(prompt.token_ids) for prompt in prompts]
+    fitting = [problem for problem, length in zip(problems, lengths, strict=True) if 1 <= length <= limit]
+    if not fitting:
+        raise _long_prompts_error(encoder, label, problems, lengths, config)
+    if len(fitting) < len(problems):
+        notes.append(
+            f"{label}: {len(problems) - len(fitting):,} of {len(problems):,} problems left out, their prompts have "
+            f"more than {limit:,} tokens (sampling.max_prompt_tokens)"
+        )
+    return fitting
+
+
+def check_questions(
+    encoder: PromptEncoder, label: str, problems: Sequence[Problem], prompts: Sequence[EncodedPrompt]
+) -> list[str]:
+    """Return warnings of texts that are not in their prompts, and of texts that the model reads as special tokens.
+
+    Raises:
+        ConfigError: two different questions have the same prompt.
+    """
+    warnings, missing = list[str](), list[str]()
+    first: dict[tuple[int, ...], tuple[str, str]] = {}
+    sample, all_texts = problems[:COMPARED], [_texts(problem) for problem in problems[:COMPARED]]
+    written = iter(without_spaces(chain.from_iterable(all_texts)))
+    read = without_spaces(encoder.decode(prompts[:COMPARED]))
+    for problem, prompt, texts, text_read in zip(sample, prompts, all_texts, read, strict=False):
+        texts = [*islice(written, len(texts))]
+        question = "".join(texts).casefold()
+        other, its_question = first.setdefault(prompt.token_ids, (problem.id, question))
+        if question != its_question:
+            raise ConfigError(
+                f"{label}: the different questions of {other} and {problem.id} have the same prompt: the model's chat "
+                "template or tokenizer drops them; correct chat_template.jinja in its folder (the content of a message "
+                "is a text, not a list of parts), or use model.prompts=raw"
+            )
+        missing += [problem.id for text in texts if text not in text_read]
+    if missing:
+        warnings.append(
+            f"{label}: the chat template or the tokenizer changes or drops {plural(len(missing), 'text')} of the first "
+            f"{len(sample)} prompts, first in problem {missing[0]}; look at the prompt of --dry-run"
+        )
+    special = re.compile("|".join(map(re.escape, encoder.special.values())) or "(?!)")
+    chats = (problem for problem in problems if not isinstance(problem.prompt, str))
+    matches = ((problem.id, special.search("\n".join(_texts(problem)))) for problem in chats)
+    if marked := [(problem_id, match[0]) for problem_id, match in matches if match]:
+        warnings.append(
+            f"{label}: {len(marked):,} of {plural(len(problems), 'prompt')} with a text that the model reads as a "
+            f"special token, the first {marked[0][1]!r} in problem {marked[0][0]}"
+        )
+    return warnings
+
+
+def _texts(problem: Problem) -> list[str]:
+    """Return the texts that a prompt must contain; templates remove thoughts from messages of the assistant."""
+    if isinstance(problem.prompt, str):
+        return [problem.prompt]
+    return [message.content for message in problem.prompt if message.role != "assistant"]
+
+
+def _long_prompts_error(
+    encoder: PromptEncoder, label: str, problems: Sequence[Problem], lengths: Sequence[int], config: RunConfig
+) -> ConfigError:
+    """Return the error for a set whose prompts are all too long: their lengths, and the share of the template."""
+    longest = max(lengths)
+    template = _template_tokens(encoder, problems[lengths.index(longest)], config.task)
+    share = "" if template is None else f", of which the template takes {template:,}"
+    return ConfigError(
+        f"sampling.max_prompt_tokens = {config.sampling.max_prompt_tokens}: all {len(problems):,} prompts of '{label}' "
+        f"are longer: {min(lengths):,} to {longest:,} tokens{share}; --set sampling.max_prompt_tokens={longest} "
+        "keeps all of them"
+    )
+
+
+def _template_tokens(encoder: PromptEncoder, problem: Problem, task: TaskSettings) -> int | None:
+    """Return the length of a prompt with an empty question; None where `task.template` did not make the prompt."""
+    if not isinstance(task, DataTask):
+        return None
+    empty = build_prompt("", task.template, task.system)
+    before, _, after = TEMPLATES.get(task.template, task.template).partition("{question}")
+    user = problem.prompt[-1].content if isinstance(problem.prompt[-1], Message) else ""
+    if len(problem.prompt) != len(empty) or not (user.startswith(before) and user.endswith(after)):
+        return None  # chat messages of the data set, which no template changes
+    return len(encoder.encode([replace(problem, prompt=empty)])[0].token_ids)

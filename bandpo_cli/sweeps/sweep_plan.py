@@ -1,0 +1,387 @@
+"""Plan of a sweep: its runs from a file, variants, axes and seeds, each with a checked config and a name.
+
+All mistakes are reported before the first run starts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from bandpo_cli.config.files import read_config
+from bandpo_cli.config.layers import (
+    Layer,
+    nest,
+    parse_value,
+    read_layer,
+    resolve,
+    split_values,
+    validation_message,
+)
+from bandpo_cli.config.methods import MethodSettings, TrustRegionSettings
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.sweep import Settings, SweepConfig
+from bandpo_cli.custom_code import add_code_folder
+from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.experiments.fork_plan import fork_point
+from bandpo_cli.experiments.preflight import check_config, read_numbers
+from bandpo_cli.registries import METHODS
+from bandpo_cli.storage.run_folder import RunFolder, is_valid_name, shell_command
+from bandpo_cli.storage.run_record import read_summary
+from bandpo_cli.storage.sweep_folder import PlannedRun, SweepFolder, check_baseline
+from bandpo_cli.storage.tables import read_token_tables
+
+if TYPE_CHECKING:
+    from bandpo_cli.reports.run_tables import RunTables
+    from bandpo_cli.reports.tuned_settings import Tuning
+
+_METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
+MATCH_PREFIX = "match:"
+"""`match:clip` as a radius stands for the δ at which the trust region clips as many recorded tokens as clip does."""
+
+DeltaMatcher = Callable[[TrustRegionSettings, str], float]
+"""(settings of a trust region, name of a method) -> the δ at which the region clips as many tokens as that method."""
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """A sweep that has been checked and not started.
+
+    Attributes:
+        baseline: the variant that the report compares the others with; None without one.
+        about: other entries of the plan on disk: the checkpoint that the runs continue, the matched radii and their
+            run, the tuned settings.
+        tuning: how the settings were chosen; None where they were given.
+    """
+
+    runs: list[PlannedRun]
+    baseline: str | None
+    about: Mapping[str, Any]
+    tuning: Tuning | None = None
+
+    def notes(self) -> list[tuple[str, str]]:
+        """Return one line for forks, per matched radius and per tuned variant, each after its kind."""
+        forks = f"{self.about.get('fork')}: the seed of a run decides the random numbers after this step"
+        matched = [
+            f"{variant}: δ = {match['delta']:g}, which clips {match['reached']:.3%} of the recorded tokens "
+            f"({variant.partition(MATCH_PREFIX)[2]}: {match['wanted']:.3%})"
+            for variant, match in self.about.get("matched", {}).items()
+        ]
+        tuned = [] if self.tuning is None else self.tuning.notes()
+        return [
+            *([("fork of:", forks)] if "fork" in self.about else []),
+            *(("matched:", line) for line in matched),
+            *(("tuned:", line) for line in tuned),
+        ]
+
+
+def plan_sweep(
+    file: Path | None,
+    flags: Mapping[str, str | None],
+    axes: Sequence[str],
+    options: Mapping[str, str | None],
+    layers: Sequence[Layer],
+    runs_dir: Path,
+) -> SweepPlan:
+    """Plan a sweep from its file and flags; flags win, an axis of the same setting replaces the file's.
+
+    Args:
+        file: sweep file; None for a sweep by flags alone.
+        flags: comma-separated values by dotted setting; None where the flag was not given.
+        axes: further axes, each `KEY=V,V`.
+        options: `seeds` (comma-separated) and the texts of other options of `SweepConfig`; None where not given.
+        runs_dir: the folder of the runs and sweeps that the options name.
+
+    Raises ConfigError if the file, an axis or a setting is not valid.
+    """
+    written: Mapping[str, Any] = {} if file is None else read_config(file, "FILE")
+    flags = dict(flags)
+    for text in axes:
+        key, equals, values = text.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--axis {text!r}: write it as KEY=V,V, such as optim.lr=1e-5,1e-4")
+        flags[key.strip()] = values
+    changes: dict[str, Any] = {name: text for name, text in options.items() if text is not None}
+    if "seeds" in changes:
+        changes["seeds"] = read_numbers("--seeds", changes["seeds"], 0, 2**31 - 1)
+    try:
+        config = SweepConfig.model_validate(dict(written))
+        changes["axes"] = {**config.axes, **parse_axes(flags)}
+        config = SweepConfig.model_validate({**config.model_dump(exclude_unset=True), **changes})
+    except ValidationError as error:
+        raise ConfigError(validation_message(error, [written])) from None
+    return request_from_config(config, layers, runs_dir)
+
+
+def request_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: Path) -> SweepPlan:
+    """Plan a sweep from its settings; `layers` are settings of all runs.
+
+    Raises ConfigError if a setting of a run cannot be used.
+    """
+    about: dict[str, Any] = {}
+    tuning, match, point = None, None, None
+    if config.fork is not None:
+        point = fork_point(config.fork, runs_dir)
+        about, layers = {"fork": point.text}, [*point.layers, *layers]
+        if "seeds" not in config.model_fields_set:
+            config = config.model_copy(update={"seeds": (point.config.seed,)})
+    if config.tuned_on is not None:
+        tuned, tuning = _tuned_layers(config, config.tuned_on, runs_dir)
+        runs, about = plan_tuned_runs(config, tuned, layers), {"tuning": asdict(tuning)}
+    else:
+        if config.recorded is not None:
+            about |= {"recorded": config.recorded, "matched": {}}
+            match = _matcher(config.recorded, runs_dir, about["matched"])
+        runs = plan_runs(config, layers, match)
+    check_names(runs)
+    checked: set[Any] = set()
+    for run in runs:
+        own = run.config
+        if point is not None:
+            point.changes(own)  # raises for a setting that cannot change
+        sections = (own.model, own.task, own.bounds, own.sampling, own.objective.advantages)
+        if sections not in checked:  # a check loads the problems, and runs that differ in their seed share it
+            checked.add(sections)
+            check_config(own)
+    return SweepPlan(runs, config.baseline, about, tuning)
+
+
+def _tuned_layers(config: SweepConfig, sweep: str, runs_dir: Path) -> tuple[dict[str, Layer], Tuning]:
+    """Return all settings of the best variant of each group of the sweep, by group, and how they were chosen."""
+    from bandpo_cli.reports.tuned_settings import choose
+
+    try:
+        folder = SweepFolder.open(runs_dir, sweep)
+        tables = _read_finished(folder, runs_dir)
+        used = {run.seed for run in folder.runs}
+        if both := sorted(used.intersection(config.seeds)):
+            others = ", ".join(map(str, sorted(used)))
+            raise UserError(f"seed {both[0]} chose the settings in {sweep}; give seeds other than {others}")
+        groups = {run.variant: run.group for run in folder.runs}
+        tuning = choose(folder.path.name, config.tuned_by, tables, groups)
+    except UserError as error:
+        raise ConfigError(f"tuned_on: {error}") from None
+    plans = {run.variant: folder.plan_path(run.name) for run in folder.runs}
+    add_code_folder(folder.path / "plans")
+    return {group: read_layer(plans[best.variant]) for group, best in tuning.chosen.items()}, tuning
+
+
+def _read_finished(folder: SweepFolder, runs_dir: Path) -> RunTables:
+    """Return the runs of the variants that finished with every seed."""
+    from bandpo_cli.reports.run_tables import read_runs
+    from bandpo_cli.reports.run_variants import read_sweep
+
+    stopped = folder.stopped()
+    paths = {run.name: folder.path / run.name for run in folder.runs if run.name not in stopped}
+    statuses = {name: getattr(read_summary(path), "status", None) for name, path in paths.items()}
+    if unfinished := [name for name, status in statuses.items() if status not in ("FINISHED", "FAILED")]:
+        counts = f"{len(unfinished)} of the {len(folder.runs)} runs of {folder.path.name} are not finished"
+        again = shell_command("sweep --resume", folder.path, runs_dir)
+        raise UserError(f"{counts} ({', '.join(unfinished[:3])}); finish them first: {again}")
+    runs = read_sweep(folder.path).runs
+    failed = {run.variant for run in read_runs(runs).excluded}
+    groups = dict.fromkeys(run.group for run in folder.runs)
+    finished = {run.group for run in folder.runs if run.variant not in failed}
+    if without := [group for group in groups if group not in finished]:
+        names = ", ".join(without)
+        raise UserError(f"{folder.path.name}: no variant of {names} has finished with every seed")
+    return read_runs(run for run in runs if run.variant not in failed)
+
+
+def _matcher(recorded: str, runs_dir: Path, matches: dict[str, Any]) -> DeltaMatcher:
+    """Return a function that finds a radius on the tokens of a run and adds it to `matches`."""
+    from bandpo_cli.bounds.intervals import RecordedTokens, match_clip_fraction
+
+    columns = read_token_tables(RunFolder.open(runs_dir, recorded).path)
+    tokens = RecordedTokens(columns["old_logprob"], columns["ratio"], columns["advantage"])
+
+    def match(region: TrustRegionSettings, method: str) -> float:
+        peer = resolve([{"bounds": {"method": method}}]).bounds
+        matched = match_clip_fraction(region, peer, tokens)
+        matches[f"{region.region()} {MATCH_PREFIX}{method}"] = matched._asdict()
+        return matched.delta
+
+    return match
+
+
+def plan_runs(
+    sweep: SweepConfig, layers: Sequence[Layer] = (), match: DeltaMatcher | None = None
+) -> list[PlannedRun]:
+    """Return the runs: all variants with the first seed, then all with the second, and so on.
+
+    In this order an interrupted sweep can still compare its variants.
+
+    Args:
+        layers: settings that the sweep's settings override, as for `resolve`.
+        match: returns the radius for `match:METHOD`.
+
+    Raises:
+        ConfigError: a setting is unknown or invalid, two variants are equal, or no variant is left.
+    """
+    base = [*layers, sweep.fixed]
+    if any("seed" in excluded for excluded in sweep.exclude):
+        raise ConfigError("exclude: seed: combinations are excluded with all seeds; edit `seeds` instead")
+    varying = {key for key, values in sweep.axes.items() if len(values) > 1}
+    classes = MethodSettings.classes().values()
+    fields = {f"bounds.{name}" for method in classes for name in method.model_fields}
+    variants: dict[RunConfig, tuple[str, str]] = {}
+    unused = set(sweep.axes)
+    errors: dict[int, ConfigError | None] = {}  # of excluded combinations that no variant can have
+    for (variant_name, own), *values in product((sweep.variants or {"": {}}).items(), *sweep.axes.values()):
+        settings = {**own, **dict(zip(sweep.axes, values, strict=True))}
+        # An axis without effect on the variant's method does not multiply it. `resolve` reports an unknown setting.
+        method = resolve([*base, nest({key: settings[key] for key in settings.keys() & {_METHOD}})]).bounds
+        missing = fields - {f"bounds.{name}" for name in type(method).model_fields}
+        without_effect = {key for key in sweep.axes if ".".join(key.split(".")[:2]) in missing}
+        kept = {key: value for key, value in settings.items() if key not in without_effect}
+        unused -= kept.keys()
+        is_excluded = False
+        for index, excluded in enumerate(sweep.exclude):
+            try:
+                is_excluded |= _is_excluded(excluded, base, kept)
+                errors[index] = None
+            except ConfigError as refusal:
+                errors.setdefault(index, refusal)
+        if is_excluded:
+            continue
+        config = resolve([*base, nest(_resolve_match(kept, base, match))])
+        name = _describe_variant(variant_name, kept, varying, config)
+        group = _describe_variant(variant_name, kept, varying & {_METHOD, _DIVERGENCE}, config)
+        other, _ = variants.get(config, (None, None))
+        if other == name:
+            continue  # differs only in an axis that does not apply to this variant's method
+        if other is not None or name in [variant for variant, _ in variants.values()]:
+            raise ConfigError(f"the variants '{other or name}' and '{name}' are the same runs; remove one")
+        variants[config] = name, group
+    for error in filter(None, errors.values()):
+        raise ConfigError(f"exclude: {error}")
+    if unused:
+        axis = sorted(unused)[0]
+        raise ConfigError(f"the axis '{axis}' applies to no variant: none of their methods has this setting")
+    if not variants:
+        raise ConfigError("no runs are left: every combination is excluded")
+    return _with_seeds(sweep, variants)
+
+
+def plan_tuned_runs(
+    sweep: SweepConfig, tuned: Mapping[str, Layer], layers: Sequence[Layer] = ()
+) -> list[PlannedRun]:
+    """Return a run of each variant in `tuned` with each seed, in the order of `plan_runs`.
+
+    Args:
+        tuned: all settings of each variant; those of `layers` and of `sweep.fixed` override them.
+        layers: settings of all runs.
+    """
+    variants: dict[RunConfig, tuple[str, str]] = {}
+    for variant, settings in tuned.items():
+        other, _ = variants.setdefault(resolve([settings, *layers, sweep.fixed]), (variant, variant))
+        if other != variant:
+            raise ConfigError(f"the variants '{other}' and '{variant}' are the same runs")
+    return _with_seeds(sweep, variants)
+
+
+def run_name(variant: str, seed: int) -> str:
+    """Return the folder name of a variant's run with this seed: the characters of `variant` that it can have."""
+    return f"{re.sub(r'[^A-Za-z0-9_.=+-]+', '-', variant).strip('-.=+') or 'run'}-s{seed}"
+
+
+def check_names(runs: Sequence[PlannedRun]) -> None:
+    """Raise ConfigError if a run's name is not a valid folder name, or two runs have the same one."""
+    seen: dict[str, str] = {}
+    for run in runs:
+        if not is_valid_name(run.name):
+            why = "gives no valid folder name of at most 200 characters; give it a shorter name in variants:"
+            raise ConfigError(f"the variant '{run.variant:.100}' {why}")
+        other = seen.setdefault(run.name, run.variant)
+        if other != run.variant:
+            raise ConfigError(
+                f"the variants '{other}' and '{run.variant}' have the same folder name; rename one"
+            )
+
+
+def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
+    """Return the values of comma-separated lists by dotted setting; each value is read as for `--set`.
+
+    A flag that was not given is None. Raises ConfigError for an empty item.
+    """
+    axes = {}
+    for key, text in flags.items():
+        items = [] if text is None else split_values(text)
+        if not all(items):
+            name = key.rpartition(".")[2]
+            raise ConfigError(f"--{name} {text!r}: an empty item; separate values by commas: 0.01,0.05")
+        if items:
+            axes[key] = [parse_value(key, item, f"{key}={item}") for item in items]
+    return axes
+
+
+def _with_seeds(sweep: SweepConfig, variants: Mapping[RunConfig, tuple[str, str]]) -> list[PlannedRun]:
+    """Return the runs of variants that are given as settings with name and group, one seed after the other."""
+    check_baseline(sweep.baseline, [variant for variant, _ in variants.values()])
+    return [
+        PlannedRun(
+            run_name(variant, seed), variant, seed, group, config=config.model_copy(update={"seed": seed})
+        )
+        for seed in sweep.seeds
+        for config, (variant, group) in variants.items()
+    ]
+
+
+def _is_excluded(excluded: Settings, base: Sequence[Layer], settings: Settings) -> bool:
+    """Return whether a variant has all values of an excluded combination: whether giving them changes nothing.
+
+    Raises ConfigError if the variant cannot have these values.
+    """
+    # A radius that is not matched yet equals the same text only.
+    unmatched = {key: value for key, value in settings.items() if _is_match(key, value)}
+    config = resolve([*base, nest({key: settings[key] for key in settings if key not in unmatched})])
+    given = {key: value for key, value in excluded.items() if key not in unmatched}
+    has_texts = all(excluded.get(key, text) == text for key, text in unmatched.items())
+    return resolve([config.model_dump(mode="json"), nest(given)]) == config and has_texts
+
+
+def _is_match(key: str, value: Any) -> bool:
+    return key == _DELTA and str(value).startswith(MATCH_PREFIX)
+
+
+def _resolve_match(settings: Settings, base: Sequence[Layer], match: DeltaMatcher | None) -> Settings:
+    """Return the settings with `match:METHOD` replaced by a radius."""
+    delta = settings.get(_DELTA)
+    if not _is_match(_DELTA, delta):
+        return settings
+    if match is None:
+        raise ConfigError(
+            f"bounds.delta = {delta!r}: needs recorded tokens; add --recorded RUN (recorded: in a file)"
+        )
+    region = resolve([*base, nest({key: value for key, value in settings.items() if key != _DELTA})]).bounds
+    if not isinstance(region, TrustRegionSettings):
+        raise ConfigError(f"bounds.delta = {delta!r}: the method '{region.method}' has no radius")
+    return {**settings, _DELTA: match(region, str(delta).removeprefix(MATCH_PREFIX))}
+
+
+def _describe_variant(variant_name: str, settings: Settings, varying: set[str], config: RunConfig) -> str:
+    """Return the name of a variant from the settings that vary: `clip`, `kl 0.05`, `dppo kl 0.05 updates=16`."""
+    words = [variant_name] if variant_name else []
+    shown = {key: value for key, value in settings.items() if key in varying}
+    method = METHODS[config.bounds.method]
+    is_region = method.trust_region and _METHOD in shown and _DIVERGENCE in settings
+    if _METHOD in shown and not (is_region and method.named_by_region):
+        words.append(str(shown[_METHOD]))
+    if _DIVERGENCE in shown or is_region:
+        words.append(str(settings[_DIVERGENCE]))
+    if _DELTA in shown:
+        words.append(_short(shown[_DELTA]))
+    others = [key for key in shown if key not in (_METHOD, _DIVERGENCE, _DELTA)]
+    words += [f"{key.rpartition('.')[2]}={_short(shown[key])}" for key in others]
+    return " ".join(words) or config.bounds.method
+
+
+def _short(value: Any) -> str:
+    """Return a value as text for a variant's name."""
+    return f"{value:g}" if isinstance(value, float) else str(value)

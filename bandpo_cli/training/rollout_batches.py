@@ -1,0 +1,362 @@
+"""Batches of graded rollouts: sampling for the current step, or in a thread for the next step.
+
+With `sampling.max_lag: 1` the order of a step is: take the batch that was sampled during the step before; start the
+next one with the weights that the engine has, those after the step before; update; wait for the batch that is being
+sampled; send the new weights to the engine. The first batch of a run is sampled in place.
+
+With several ranks each has such a thread, and each gets the groups of all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import dataclass
+from itertools import accumulate, islice, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerBase
+
+from bandpo_cli.config.run import RewardConfig, RunConfig
+from bandpo_cli.config.task import RewardComponent
+from bandpo_cli.errors import warn_on_failure
+from bandpo_cli.evaluation.evaluate import SubmitAnswers, background_grading, chunks
+from bandpo_cli.grading.rewards import graded_by, training_grader
+from bandpo_cli.objective.advantages import has_reward_spread
+from bandpo_cli.processes.ranks import Ranks
+from bandpo_cli.sampling.prompt_encoding import EncodedPrompt, PromptEncoder
+from bandpo_cli.sampling.rollouts import (
+    decode_completions,
+    graded_groups,
+    problem_per_completion,
+    stream_completions,
+)
+from bandpo_cli.sampling.sampler import SampleRequest
+from bandpo_cli.seeds import derive_seed
+from bandpo_cli.tasks.task import ProblemStream
+from bandpo_cli.training.performance import StepTimer
+from bandpo_cli.types import Completion, Conversation, Grade, Group, Insertion, Problem
+
+if TYPE_CHECKING:
+    from bandpo_cli.training.build import Components
+
+STOP_S = 10.0
+"""Longest wait for the thread after an error, in seconds: where another rank has ended, its exchange may never end."""
+
+
+class BackgroundCall(threading.Thread):
+    """A call in a thread; without a further thread (the system limits their number) `start` makes the call itself.
+
+    Assign the object to a variable before `start`, because a signal may come while the thread starts.
+    """
+
+    def __init__(self, name: str, call: Callable[[], object], daemon: bool = False) -> None:
+        super().__init__(name=name, daemon=daemon)
+        self._call = call
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        """Start the call."""
+        try:
+            super().start()
+        except RuntimeError:
+            self.run()
+
+    def run(self) -> None:
+        """Make the call and keep its error, for the thread that trains."""
+        try:
+            self._call()
+        except BaseException as error:  # noqa: BLE001
+            self._error = error
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of the call, at most `timeout` seconds; return at once if no thread has started."""
+        if self.ident is not None:
+            super().join(timeout)
+
+    def finish(self) -> None:
+        """Wait for the end of the call and raise its error."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+
+@dataclass(frozen=True)
+class SampledGroups:
+    """The graded rollouts of a step.
+
+    Attributes:
+        step: the step that trains on them.
+        version: number of optimizer updates of the weights that sampled them.
+        position: place of their first problem in the stream of training problems.
+        seconds: the time that sampling took; 0 after a resume, for which it is not stored.
+        groups: the groups that the step trains on, `sampling.prompts` of them.
+        sampled: all groups sampled for the step, of consecutive problems, also those that dynamic sampling dropped.
+    """
+
+    step: int
+    version: int
+    position: int
+    seconds: float
+    groups: Sequence[Group]
+    sampled: Sequence[Group]
+
+    @property
+    def nbytes(self) -> int:
+        """Approximate size of the file that `write_sampled` writes, in bytes."""
+        completions = [rollout.completion for group in self.sampled for rollout in group.rollouts_G]
+        return sum(12 * len(completion.token_ids) + 128 for completion in completions)
+
+
+class RolloutBatches(AbstractContextManager["RolloutBatches"]):
+    """The batches of a run in the order of its steps; a context manager, within which the run is trained.
+
+    An error in the thread is raised by `wait`. If an exception ends the block while a batch is being sampled, the
+    engine is closed and grading is cancelled.
+    """
+
+    def __init__(self, config: RunConfig, components: Components) -> None:
+        """All ranks must call this together."""
+        self._config, self._components = config, components
+        self._is_ahead = config.sampling.max_lag > 0
+        self._thread_ranks = components.ranks.for_thread() if self._is_ahead else components.ranks
+        self._call: BackgroundCall | None = None
+        self._failures: Counter[str] = Counter()
+
+    def __exit__(self, *_: object) -> None:
+        """After an error, close the engine and end the thread."""
+        if self._call is not None:
+            self._components.grader.cancel()
+            if self._components.conversations is not None:
+                self._components.conversations.pool.close()  # the thread's next call of the pool raises RunError
+            with warn_on_failure("the sampling engine could not be closed"):
+                self._components.sampler.close()
+            self._call.join(STOP_S)
+
+    def take(self, step: int, timer: StepTimer) -> SampledGroups:
+        """Return the batch of a step: the one that was sampled ahead, or one that is sampled now.
+
+        Raises:
+            StaleEngineError: the engine has other weights than those of the last update.
+            GraderFailedError: every answer of a batch is a grader error; see `training_grader`.
+        """
+        ahead, self._components.ahead = self._components.ahead, None
+        if ahead is not None:
+            assert ahead.step == step, "batches are taken in the order of the steps"
+            return ahead
+        return self._sample(step, self._components.optimizer.update, timer, self._components.ranks)
+
+    def start(self, step: int) -> None:
+        """Start sampling the batch of a step in a thread; do nothing without `sampling.max_lag` and after the last."""
+        if not self._is_ahead or step > self._config.steps:
+            return
+        version = self._components.optimizer.update  # read here: it grows while the thread runs
+        timer = StepTimer()  # callbacks are called from the thread that trains
+
+        def sample() -> None:
+            self._components.ahead = self._sample(step, version, timer, self._thread_ranks)
+
+        self._call = BackgroundCall("rollouts", sample, daemon=True)
+        self._call.start()
+
+    def wait(self, timer: StepTimer) -> None:
+        """Wait until the batch that was started is sampled and graded; it is then in `Components.ahead`.
+
+        Raises:
+            Exception: what sampling or grading raised; see `take`.
+        """
+        if (call := self._call) is None:
+            return
+        with timer.phase("sample"):
+            call.join()
+        self._call = None
+        call.finish()
+
+    def _sample(self, step: int, version: int, timer: StepTimer, ranks: Ranks) -> SampledGroups:
+        """Sample and grade the rollouts of a step; `version` is the number of updates of the engine's weights.
+
+        One batch of `sampling.prompts` groups; with dynamic sampling as many batches as it takes until that many groups
+        have rewards that differ, at most `sampling.dynamic_batches`. `timer` has measured no other sampling before.
+        """
+        config, position = self._config, self._components.stream.position
+        wanted, dynamic = config.sampling.prompts, config.sampling.dynamic
+        sampled: list[Group] = []
+        for batch in range(config.sampling.dynamic_batches if dynamic else 1):
+            seed = derive_seed(config.seed, "sample", step, *([batch] if batch else []))
+            sampled += self._sample_batch(seed, version, timer, ranks)
+            if not dynamic or sum(map(has_reward_spread, sampled)) >= wanted:
+                break
+        groups = select_groups(sampled, wanted, config.optim.updates) if dynamic else sampled
+        return SampledGroups(step, version, position, timer.seconds("sample"), groups, sampled)
+
+    def _sample_batch(self, seed: int, version: int, timer: StepTimer, ranks: Ranks) -> list[Group]:
+        """Return the graded groups of the next `sampling.prompts` problems, those of all ranks."""
+        config, components = self._config, self._components
+        params, batch = components.params, components.stream.next(config.sampling.prompts)
+        problems, seed = ranks.share(batch), seed + ranks.share_start(len(batch))
+        early: EarlyGrades | None = None
+        completions: list[list[Completion]] = []
+        texts: list[str] = []
+        with ExitStack() as stack:
+            with timer.phase("sample"):
+                prompts = components.encoder.encode(problems)
+                parts: Iterable[tuple[int, Sequence[EncodedPrompt]]] = [(0, prompts)]
+                # An engine process grades in the background in any case. The transformers engine does not stream:
+                # smaller calls would change the last bits of its log-probs.
+                streams = components.sampler.streams and not self._is_ahead
+                if config.grading.while_sampling and streams:
+                    grading = background_grading(components.grader.begin, components.grader.cancel)
+                    early = EarlyGrades(stack.enter_context(grading), config.task.rewards)
+                    parts = chunks(prompts, config.grading.batch // params.samples)
+                # The seed of a prompt is one above that of the prompt before it, as within one call of the sampler.
+                requests = (
+                    (problems[start:], SampleRequest([prompt.token_ids for prompt in part], seed + start))
+                    for start, part in parts
+                )
+                about = components.sampler, requests, params, version, components.conversations
+                with closing(stream_completions(*about)) as stream:
+                    for part in stream:
+                        answered = problems[len(completions) :][: len(part)]
+                        completions += part
+                        texts += (part_texts := decode_completions(components.policy.tokenizer, part))
+                        if early is not None:
+                            early.submit(problem_per_completion(answered, part), part_texts)
+            with timer.phase("grade"):
+                settings = components.grader, config.task.rewards, ranks, self._failures
+                grade = training_grader(*settings, early.grade if early else None)
+                grades = grade(problem_per_completion(problems, completions), texts)
+                shaping = config.reward, params.max_tokens
+                groups = graded_groups(problems, prompts, completions, texts, grades, *shaping)
+                return ranks.gather_all(groups)
+
+
+def select_groups(sampled: Sequence[Group], wanted: int, updates: int) -> list[Group]:
+    """Return the `wanted` groups of a step under dynamic sampling (DAPO, arXiv 2503.14476).
+
+    These are the first groups whose rewards differ, filled up with the first zero-variance groups, which have no
+    gradient but keep the size of each update: `wanted / updates` consecutive groups of the result. The updates have
+    equal numbers of the groups with a gradient, up to 1, earlier updates more, and train on them first: without a
+    gradient, AdamW would move the weights by its momentum alone.
+
+    Args:
+        sampled: all groups sampled in the step, in order; at least `wanted`, which is a multiple of `updates`.
+    """
+    kept = [group for group in sampled if has_reward_spread(group)][:wanted]
+    fill = [group for group in sampled if not has_reward_spread(group)]
+    remaining_kept, remaining_fill = iter(kept), iter(fill)
+    ordered: list[Group] = []
+    for number in range(updates):
+        share = len(kept) // updates + (number < len(kept) % updates)
+        ordered += islice(remaining_kept, share)
+        ordered += islice(remaining_fill, wanted // updates - share)
+    return ordered
+
+
+class EarlyGrades:
+    """The grades of a batch whose answers are submitted one part after the other; it takes the place of the pool.
+
+    Args:
+        submit_answers: submits answers to the pool.
+        components: `task.rewards`, each of which grades all answers.
+    """
+
+    def __init__(self, submit_answers: SubmitAnswers, components: Sequence[RewardComponent] | None) -> None:
+        self._submit_answers = submit_answers
+        graded: Sequence[RewardComponent | None] = components or [None]
+        self._parts: list[tuple[RewardComponent | None, list[Future[list[Grade]]]]] = [
+            (component, []) for component in graded
+        ]
+
+    def submit(self, problems: Sequence[Problem], texts: Sequence[str]) -> None:
+        """Start grading texts [N], each as an answer to its problem [N]."""
+        for component, parts in self._parts:
+            parts.append(self._submit_answers(graded_by(component, problems), texts))
+
+    def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
+        """Wait for the grades of all texts and return them: at the first call those of the first component, etc."""
+        _, parts = self._parts.pop(0)
+        return [grade for part in parts for grade in part.result()]
+
+
+def write_sampled(path: Path, batch: SampledGroups) -> None:
+    """Write a batch as a safetensors file: a tensor per value of the tokens, the rest as JSON in its metadata."""
+    rollouts = [rollout for group in batch.sampled for rollout in group.rollouts_G]
+    completions = [rollout.completion for rollout in rollouts]
+    tensors = {
+        "lengths": torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int32),
+        "token_ids": _joined(completion.token_ids for completion in completions),
+        "logprobs": _joined(completion.logprobs for completion in completions),
+        "entropies": _joined(completion.entropies for completion in completions),
+    }
+    indices = {id(group): index for index, group in enumerate(batch.sampled)}
+    metadata = {
+        "step": batch.step,
+        "version": batch.version,
+        "position": batch.position,
+        "trained": [indices[id(group)] for group in batch.groups],
+        "group_sizes": [len(group.rollouts_G) for group in batch.sampled],
+        "finish_reasons": [completion.finish_reason for completion in completions],
+        "grades": [[*vars(rollout.grade).values()] for rollout in rollouts],
+        "inserted": [completion.inserted for completion in completions],
+        "conversations": [
+            None if item.conversation is None else vars(item.conversation) for item in completions
+        ],
+    }
+    save_file(tensors, path, {"rollouts": json.dumps(metadata)})
+
+
+def read_sampled(
+    path: Path, stream: ProblemStream, encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase
+) -> SampledGroups:
+    """Return the batch that `write_sampled` wrote, with its problems, prompts and texts.
+
+    Raises:
+        OSError, ValueError, LookupError, TypeError, SafetensorError: the file is damaged.
+    """
+    with safe_open(path, framework="pt") as file:
+        metadata = json.loads(file.metadata()["rollouts"])
+        names = ("lengths", "token_ids", "logprobs", "entropies")
+        lengths, tokens, logprobs, entropies = (file.get_tensor(name).tolist() for name in names)
+    spans = pairwise(accumulate(lengths, initial=0))
+    columns = (
+        metadata.get(name, [()] * len(lengths)) for name in ("finish_reasons", "inserted", "conversations")
+    )
+    about, version = zip(spans, *columns, strict=True), metadata["version"]
+    completions = [
+        Completion(
+            tokens[start:end],
+            logprobs[start:end],
+            reason,
+            version,
+            entropies[start:end],
+            tuple(Insertion(place, tuple(ids)) for place, ids in inserted),
+            Conversation(**turns | {"messages": tuple(turns["messages"])}) if turns else None,
+        )
+        for (start, end), reason, inserted, turns in about
+    ]
+    texts = decode_completions(tokenizer, [completions])
+    grades = [Grade(*values) for values in metadata["grades"]]
+    answers = iter(completions)
+    completions_PG = [[*islice(answers, size)] for size in metadata["group_sizes"]]
+    problems = stream.take(metadata["position"], len(completions_PG))
+    # The rewards are shaped already.
+    unshaped = RewardConfig(), 0
+    sampled = graded_groups(problems, encoder.encode(problems), completions_PG, texts, grades, *unshaped)
+    groups = [sampled[index] for index in metadata["trained"]]
+    step, position = metadata["step"], metadata["position"]
+    return SampledGroups(step, version, position, 0.0, groups, sampled)
+
+
+def _joined(arrays: Iterable[array[int] | array[float]]) -> torch.Tensor:
+    """Return the concatenated arrays, [N] int32 or float32."""
+    return torch.from_numpy(np.concatenate([np.asarray(values) for values in arrays]))

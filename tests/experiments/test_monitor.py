@@ -1,0 +1,144 @@
+"""Criteria of `stop`: the steps that count, the run that they end, its resume, and several ranks."""
+
+import json
+import logging
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from bandpo_cli.callbacks import StepReport
+from bandpo_cli.config.layers import resolve
+from bandpo_cli.errors import UserError
+from bandpo_cli.experiments import fork, resume, train
+from bandpo_cli.experiments.monitor import StepMonitor, stop_reason
+from bandpo_cli.metric_names import without_clock
+from bandpo_cli.overview import describe_line
+from bandpo_cli.processes.ranks import Ranks
+from bandpo_cli.storage.checkpoints import complete_checkpoints
+from bandpo_cli.storage.run_folder import RunFolder
+from tests.training.several_ranks import run_ranks
+
+LOW, HIGH = 0.05, 0.5
+COUNTS: list[tuple[str, list[float | None], int]] = [
+    ("entropy_below", [LOW, LOW], 2),
+    ("entropy_below", [HIGH, LOW, LOW, LOW], 3),
+    ("entropy_below", [LOW, HIGH, LOW], 1),
+    ("entropy_below", [LOW, LOW, HIGH], 0),
+    ("entropy_below", [LOW, 0.1], 0),  # the limit itself does not count
+    ("entropy_below", [LOW, None, LOW], 1),  # not finite
+    ("gap_above", [HIGH, LOW, HIGH, HIGH], 2),
+    ("gap_above", [0.1], 0),
+    ("truncation_above", [HIGH, HIGH, HIGH, HIGH], 4),
+]
+METRICS = {
+    "entropy_below": "train/entropy",
+    "gap_above": "sampler/logprob_gap_mean",
+    "truncation_above": "train/truncated_fraction",
+}
+
+
+@pytest.mark.parametrize(("limit", "values", "count"), COUNTS)
+def test_consecutive_steps_beyond_a_limit_are_counted(
+    limit: str, values: list[float | None], count: int
+) -> None:
+    """The run ends exactly if `stop.steps` is at most the count by hand, and a warning comes at half of it."""
+    records = [{"step": step, METRICS[limit]: value} for step, value in enumerate(values, 1)]
+    for steps in range(1, 8):
+        config = resolve([{"stop": {limit: 0.1, "steps": steps}}])
+        monitor = StepMonitor(config, records[:-1])
+        warnings = monitor.add(StepReport(len(records), records[-1], None))
+        reason = stop_reason(config, records)
+        assert (monitor.stop_reason is None) == (reason is None)
+        assert (reason is not None) == (count >= steps)
+        assert len(warnings) == (count < steps and count in (steps / 2, (steps + 1) / 2))
+        for line in filter(None, [reason, *warnings]):
+            assert line.startswith(f"stop.{limit} = 0.1: {METRICS[limit]} was ")
+    assert stop_reason(config, []) is None
+    last = [*records, {"step": 100, METRICS[limit]: values[-1]}]
+    assert stop_reason(resolve([{"stop": {limit: 0.1, "steps": 1}}]), last) is None, "all steps are done"
+    assert stop_reason(resolve([{"stop": {"steps": 1}}]), records) is None, "there is no limit"
+
+
+SMALL: dict[str, Any] = {
+    "steps": 5,
+    "task": {"max_number": 5},
+    "sampling": {"prompts": 2, "samples": 2},
+    "optim": {"updates": 1, "warmup_steps": 0},
+    "evaluation": {"problems": 2, "samples": 2, "k": [2], "every": 2},
+    "checkpoint": {"every": 2, "keep_last": None},
+    "tracking": {"mlflow": False},
+}
+STOP = {"stop": {"entropy_below": 10.0, "steps": 3}}
+"""The entropy of the bundled model is never above 10 nats."""
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / "summary.json").read_text()))
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [without_clock(line) for line in RunFolder(folder).read_metrics()]
+
+
+@pytest.mark.slow
+def test_a_criterion_ends_a_run_which_resumes_with_another_limit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends after step 3 with a checkpoint, also if it was killed after step 2, and is the start of the full run."""
+    caplog.set_level(logging.WARNING, "bandpo_cli")
+    full = train(resolve([SMALL]), tmp_path, "full")
+    caplog.clear()
+    result = train(resolve([SMALL, STOP]), tmp_path, "early")
+    assert result.status == "FINISHED"
+    assert lines(result.folder) == lines(full.folder)[:4]
+    assert sorted(complete_checkpoints(RunFolder(result.folder)).complete) == [2, 3]
+    reason = summary(result.folder)["stopped_by"]
+    assert reason.startswith(
+        "stop.entropy_below = 10: train/entropy was below it in each of the last 3 steps"
+    )
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{describe_warning(result.folder)}; the run ends after 3 such steps",
+        f"the run ends after step 3 of 5: {reason}",
+    ]
+    assert describe_line(result.folder, tmp_path).stopped_by == reason
+    assert summary(full.folder)["stopped_by"] is None
+
+    killed = Path(shutil.copytree(result.folder, tmp_path / "killed"))
+    (killed / "summary.json").unlink()
+    shutil.rmtree(killed / "checkpoints" / "step-000003")
+    assert resume("killed", tmp_path).status == "FINISHED"
+    assert (summary(killed)["stopped_by"], lines(killed)) == (reason, lines(result.folder))
+
+    with pytest.raises(UserError, match=r"has ended: stop\.entropy_below .* --set stop\.entropy_below=null$"):
+        resume("early", tmp_path)
+    with pytest.raises(
+        UserError, match=r"early@3: the fork ends at once: .* --set stop\.entropy_below=null$"
+    ):
+        fork("early", tmp_path)
+    resumed = resume("early", tmp_path, [{"stop": {"entropy_below": None}}])
+    assert lines(resumed.folder) == lines(full.folder)
+    assert (resumed.status, summary(resumed.folder)["stopped_by"]) == ("FINISHED", None)
+
+
+def describe_warning(folder: Path) -> str:
+    """Return the beginning of the warning after step 2, which is half of 3 steps."""
+    entropy = lines(folder)[2]["train/entropy"]
+    beyond = "train/entropy was below it in each of the last 2 steps"
+    return f"stop.entropy_below = 10: {beyond}, most recently {entropy:.3g} nats"
+
+
+def on_ranks(ranks: Ranks, folder: Path) -> tuple[str, list[int]]:
+    """Train and return the status and the steps that this rank reports."""
+    connected = "bandpo_cli.experiments.run.connected_ranks"
+    with mock.patch(connected, return_value=nullcontext(ranks)):
+        result = train(resolve([SMALL, STOP]), folder, "r")
+    return result.status, [line["step"] for line in result.records]
+
+
+@pytest.mark.slow
+def test_all_ranks_end_after_the_same_step(tmp_path: Path) -> None:
+    assert run_ranks(2, tmp_path / "ranks", on_ranks, tmp_path) == [("FINISHED", [0, 1, 2, 3])] * 2

@@ -1,0 +1,368 @@
+"""Rollouts one step ahead: which weights sample a batch, what trains on it, and the thread that samples."""
+
+import copy
+import shutil
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bandpo_cli.config.task import RewardComponent
+from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.evaluation.evaluate import background_grading
+from bandpo_cli.grading.rewards import training_grader
+from bandpo_cli.metric_names import without_clock
+from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
+from bandpo_cli.training.build import Components
+from bandpo_cli.training.rollout_batches import BackgroundCall, EarlyGrades, RolloutBatches
+from bandpo_cli.types import Completion, Grade, Problem
+from tests.training.recording import (
+    Recording,
+    RecordingSampler,
+    SampleCall,
+    Sampled,
+    Weights,
+    execute,
+    hashed_grade,
+    prepare_run,
+    run,
+    same_weights,
+)
+
+AHEAD: dict[str, Any] = {"sampling": {"max_lag": 1}, "reward": {"overlong_buffer": 0}}
+STEPS = range(1, 6)
+
+
+@pytest.fixture(scope="module")
+def ahead(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Recording:
+    """Return a run of 5 steps of 2 updates whose sampler has a copy of the weights; tests must not change it."""
+    return run(tmp_path_factory.mktemp("ahead") / "run", small_model, AHEAD)
+
+
+def calls(recording: Recording) -> dict[int, SampleCall]:
+    """Return the call that sampled the batch of each step: the first step has two, the last one none."""
+    found = [call for step in STEPS for call in recording.steps[step].training]
+    assert [len(recording.steps[step].training) for step in STEPS] == [2, 1, 1, 1, 0]
+    return dict(zip(STEPS, found, strict=True))
+
+
+def groups(recording: Recording) -> dict[int, list[list[Sampled]]]:
+    """Return the groups that each step trains on."""
+    found = [group for step in STEPS for group in recording.steps[step].training_groups()]
+    size = recording.config.sampling.prompts
+    return {step: found[(step - 1) * size : step * size] for step in STEPS}
+
+
+def plain_logprobs(
+    components: Components, weights: Weights, groups: list[list[Sampled]], temperature: float
+) -> list[float]:
+    """Return log π of every sampled token by one unpadded forward pass per completion."""
+    model = copy.deepcopy(components.policy.model)
+    model.load_state_dict(weights)
+    found: list[float] = []
+    for item in (sampled for group in groups for sampled in group):
+        prompt, tokens = item.prompt_ids, item.completion.token_ids
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        rows = torch.log_softmax(logits / temperature, dim=-1).tolist()
+        found += [row[token] for row, token in zip(rows, tokens, strict=True)]
+    return found
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_batch_is_sampled_from_the_weights_of_one_step_before(ahead: Recording, step: int) -> None:
+    before = max(1, step - 1)
+    reported = [
+        value for group in groups(ahead)[step] for item in group for value in item.completion.logprobs
+    ]
+    of_sampler, of_trainer = (
+        plain_logprobs(ahead.components, ahead.weights_before(number), groups(ahead)[step], temperature=0.7)
+        for number in (before, step)
+    )
+    assert reported == pytest.approx(of_sampler, abs=1e-4)
+    if step > 1:
+        assert max(abs(one - other) for one, other in zip(reported, of_trainer, strict=True)) > 1e-2
+    versions = {item.completion.policy_version for group in groups(ahead)[step] for item in group}
+    assert versions == {2 * (before - 1)}
+    assert ahead.line(step)["sampler/lag"] == (0 if step == 1 else 2)
+
+
+def test_problems_and_seeds_are_those_of_a_run_without_lag(ahead: Recording, recorded: Recording) -> None:
+    for step, call in calls(ahead).items():
+        (plain,) = recorded.steps[step].training
+        assert (call.seed, call.prompts_P) == (plain.seed, plain.prompts_P)
+        assert "sampler/lag" not in recorded.line(step)
+    assert calls(ahead)[1].completions_PG == recorded.steps[1].training[0].completions_PG
+    assert calls(ahead)[3].completions_PG != recorded.steps[3].training[0].completions_PG
+
+
+def test_the_engine_is_synced_after_its_batch_and_evaluates_the_new_weights(ahead: Recording) -> None:
+    for step in STEPS:
+        order = ahead.steps[step].order
+        sync = order.index("sync")
+        last = max(index for index, name in enumerate(order[:sync]) if name in ("grade", "update"))
+        assert order[:sync].count("grade") == order[:sync].count("sample")
+        assert last < sync
+        evaluated = [group for call in ahead.steps[step].evaluation for group in call.completions_PG]
+        assert {item.policy_version for group in evaluated for item in group} <= {2 * step}
+    assert ahead.steps[2].evaluation
+
+
+class StreamingCopy(RecordingSampler):
+    """Samples all requests of a batch in one call; before it yields the last ones, it waits for grades of the first."""
+
+    streams = True
+    waited: list[bool]
+
+    def sample_stream(
+        self, requests: Iterable[SampleRequest | None], params: SamplingParams, in_order: bool = True
+    ) -> Generator[tuple[int, list[list[Completion]]], None, None]:
+        every = [*filter(None, requests)]
+        prompts = [prompt for request in every for prompt in request.prompts_P]
+        starts = accumulate((len(request.prompts_P) for request in every), initial=every[0].seed)
+        assert [request.seed for request in every] == [*starts][:-1]
+        groups = iter(self.sample(prompts, params, every[0].seed))
+        step = self.recording.current
+        for number, request in enumerate(every[:-1]):
+            yield number, [next(groups) for _ in request.prompts_P]
+        until = time.monotonic() + 20
+        while every[1:] and "grade" not in step.order and time.monotonic() < until:
+            time.sleep(0.01)
+        self.waited += ["grade" in step.order] * bool(every[1:])
+        yield len(every) - 1, [*groups]
+
+
+def test_grades_while_sampling_give_the_same_run(
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dynamic sampling: several batches per step."""
+    monkeypatch.setattr("tests.training.recording.RecordingSampler", StreamingCopy)
+    StreamingCopy.waited = []
+    recordings = [
+        run(
+            tmp_path / str(early),
+            small_model,
+            {"steps": 2, "evaluation": {"every": 0}, "sampling": {"dynamic": True}},
+            {"grading": {"while_sampling": early, "batch": 4}},
+            uniform=lambda ids: ids[1:4],
+        )
+        for early in (False, True)
+    ]
+    plain, early = (
+        [without_clock(line) for line in recording.folder.read_metrics()] for recording in recordings
+    )
+    assert plain == early
+    assert same_weights(*(recording.steps[2].updates[-1].weights for recording in recordings))
+    batches = sum(len(step.training) for step in recordings[1].steps.values())
+    assert StreamingCopy.waited == [True] * batches
+    assert batches >= 3
+
+
+def test_early_grades_of_weighted_rewards_are_those_of_the_pool() -> None:
+    """Each component grades each part; the sum and the check of failed graders follow when all are graded."""
+    problems = [Problem(f"p{index}", "1+1=", "2", "test", "number") for index in range(5)]
+    texts = ["2", "3", "2", "22", ""]
+    rewards = [RewardComponent(grader="number", weight=1.0), RewardComponent(grader="countdown", weight=0.5)]
+
+    class Pool:
+        errors: Mapping[str, str] = {"number": "no module"}
+        asynchronous: frozenset[str] = frozenset()
+
+        def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
+            return [
+                Grade(len(text) / 10, False, "wrong")
+                if problem.grader == "countdown"
+                else hashed_grade(problem, text)
+                for problem, text in zip(problems, texts, strict=True)
+            ]
+
+    pool = Pool()
+    for components in (rewards, None):
+        with background_grading(partial(partial, pool.grade), lambda: None) as grading:
+            early = EarlyGrades(grading, components)
+            for part in (slice(2), slice(2, 5)):
+                early.submit(problems[part], texts[part])
+            expected = training_grader(pool, components)(problems, texts)
+            assert training_grader(pool, components, grade=early.grade)(problems, texts) == expected
+
+
+def test_an_error_of_a_grader_that_grades_while_sampling_ends_the_run(
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.training.recording.RecordingSampler", StreamingCopy)
+    StreamingCopy.waited = []
+    recording = prepare_run(tmp_path / "a", small_model, {"grading": {"while_sampling": True, "batch": 4}})
+
+    def fail(problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
+        recording.current.order.append("grade")
+        raise RunError("the grader has gone")
+
+    monkeypatch.setattr(recording.components.grader, "grade", fail)
+    with pytest.raises(RunError, match="the grader has gone"):
+        execute(recording, first=1)
+    assert not [item.name for item in threading.enumerate() if item.name.startswith("grading")]
+
+
+class WaitingSampler(RecordingSampler):
+    """Returns no batch but the first before an update was applied; `fail` raises in place of that."""
+
+    def __init__(self, components: Any, fail: BaseException | None = None) -> None:
+        super().__init__(components)
+        self.fail, self.updated, self.closed = fail, threading.Event(), threading.Event()
+        self.waited: list[bool] = []
+
+    def sample(
+        self, prompts_P: Sequence[Sequence[int]], params: SamplingParams, seed: int
+    ) -> list[list[Completion]]:
+        if threading.current_thread() is not threading.main_thread():
+            if self.fail is not None:
+                raise self.fail
+            self.waited.append(self.updated.wait(20))
+            self.updated.clear()
+            if self.closed.is_set():
+                raise RunError("the engine was closed")
+        return super().sample(prompts_P, params, seed)
+
+    def close(self) -> None:
+        self.closed.set()
+        self.updated.set()
+
+
+def waiting(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Recording:
+    """Return a run that is not started, with a `WaitingSampler`."""
+    monkeypatch.setattr("tests.training.recording.RecordingSampler", WaitingSampler)
+    recording = prepare_run(tmp_path / "a", model, AHEAD, {"evaluation": {"every": 0}, "steps": 3}, **options)
+    sampler, step = recording.components.sampler, recording.components.optimizer.step
+    assert isinstance(sampler, WaitingSampler)
+
+    def note() -> float:
+        norm = step()
+        sampler.updated.set()
+        return norm
+
+    recording.components.optimizer.step = note  # type: ignore[method-assign]
+    return recording
+
+
+def test_a_step_is_trained_while_the_next_batch_is_sampled(
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = execute(waiting(tmp_path, small_model, monkeypatch))
+    sampler = recording.components.sampler
+    assert isinstance(sampler, WaitingSampler)
+    assert sampler.waited == [True, True]
+    assert list(recording.steps) == [1, 2, 3]
+
+
+def test_an_error_while_sampling_ahead_ends_the_run(
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = waiting(tmp_path, small_model, monkeypatch, fail=RunError("the engine has gone"))
+    with pytest.raises(RunError, match="the engine has gone"):
+        execute(recording)
+    assert recording.folder.read_metrics() == []
+    assert "rollouts" not in [item.name for item in threading.enumerate()]
+
+
+def test_an_error_of_an_update_closes_the_engine_that_samples_ahead(
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = waiting(tmp_path, small_model, monkeypatch)
+    cancelled: list[bool] = []
+
+    def fail() -> float:
+        raise RunError("no update")
+
+    recording.components.optimizer.step = fail  # type: ignore[method-assign]
+    monkeypatch.setattr(recording.components.grader, "cancel", lambda: cancelled.append(True))
+    with pytest.raises(RunError, match="no update"):
+        execute(recording)
+    sampler = recording.components.sampler
+    assert isinstance(sampler, WaitingSampler)
+    assert sampler.closed.is_set()
+    assert cancelled == [True]
+    assert "rollouts" not in [item.name for item in threading.enumerate()]
+
+
+EVERY_STEP: dict[str, Any] = {
+    "steps": 3,
+    "sampling": {"dynamic": True, "dynamic_batches": 2},
+    "checkpoint": {"every": 1},
+    "evaluation": {"every": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Recording:
+    """Return a run with dynamic sampling: 3 of 4 groups have no spread, so that a step draws two batches."""
+    folder = tmp_path_factory.mktemp("stopped") / "whole"
+    return run(folder, small_model, AHEAD, EVERY_STEP, uniform=uniform)
+
+
+def uniform(ids: list[str]) -> list[str]:
+    return [id_ for place, id_ in enumerate(ids) if place % 4]
+
+
+@pytest.mark.slow
+def test_a_resumed_run_trains_on_the_batch_that_was_sampled_ahead(
+    tmp_path: Path, small_model: Path, stopped: Recording
+) -> None:
+    resumed = prepare_run(tmp_path / "resumed", small_model, AHEAD, EVERY_STEP, uniform=uniform)
+    assert resumed.components.resume_from(stopped.folder.checkpoint_dir(2)).step == 2
+    assert resumed.components.ahead is not None
+    execute(resumed, first=3)
+    assert [stopped.line(step)["train/groups_drawn"] for step in (1, 2, 3)] == [8] * 3
+    assert without_clock(resumed.line(3)) == without_clock(stopped.line(3))
+    for name in ("samples", "tokens"):
+        path = f"{name}/step-000003.parquet"
+        assert (stopped.folder.path / path).read_bytes() == (resumed.folder.path / path).read_bytes()
+    assert same_weights(resumed.steps[3].updates[-1].weights, stopped.steps[3].updates[-1].weights)
+    last = stopped.folder.checkpoint_dir(3) / "trainer"
+    assert not (last / "ahead").exists(), "nothing is sampled after the last step"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: b"\x10" + bytes(len(content) - 1),
+        lambda content: content.replace(b'\\"step\\": 2', b'\\"step\\": 3'),
+        lambda content: content.replace(b'"rollouts"', b'"rollout_"'),
+    ],
+)
+def test_a_damaged_batch_is_one_line(
+    tmp_path: Path, small_model: Path, stopped: Recording, damage: Callable[[bytes], bytes]
+) -> None:
+    folder = shutil.copytree(stopped.folder.checkpoint_dir(1), tmp_path / "step-000001")
+    path = folder / "trainer" / "ahead" / "rollouts.safetensors"
+    content = damage(path.read_bytes())
+    assert len(content) == path.stat().st_size
+    path.write_bytes(content)
+    fresh = prepare_run(tmp_path / "b", small_model, AHEAD)
+    with pytest.raises(UserError, match=r"cannot be loaded: .*; remove .*trainer/state.json to resume"):
+        fresh.components.resume_from(folder)
+
+
+def test_after_an_error_the_pool_of_tools_is_closed_while_the_thread_samples() -> None:
+    """The thread's next call of the pool then raises, so that it ends and starts no worker."""
+    closed, events = threading.Event(), []
+    components = SimpleNamespace(
+        ranks=SimpleNamespace(for_thread=lambda: None),
+        grader=SimpleNamespace(cancel=lambda: events.append("cancel")),
+        sampler=SimpleNamespace(close=lambda: events.append("sampler")),
+        conversations=SimpleNamespace(pool=SimpleNamespace(close=closed.set)),
+    )
+    config = SimpleNamespace(sampling=SimpleNamespace(max_lag=1))
+    batches = RolloutBatches(config, components)  # type: ignore[arg-type]
+    batches._call = BackgroundCall("rollouts", closed.wait, daemon=True)
+    batches._call.start()
+    batches.__exit__()
+    assert events == ["cancel", "sampler"]
+    assert not batches._call.is_alive()
