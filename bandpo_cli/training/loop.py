@@ -31,9 +31,9 @@ from bandpo_cli.grading.rewards import (
     grade_components,
     have_all_calls_failed,
 )
+from bandpo_cli.methods.loss import policy_loss
 from bandpo_cli.models.load import release_cached_memory
 from bandpo_cli.objective.advantages import estimate_advantages
-from bandpo_cli.objective.loss import policy_loss
 from bandpo_cli.sampling.sampler import is_exact
 from bandpo_cli.storage.checkpoints import is_checkpoint_due
 from bandpo_cli.storage.run_folder import RunFolder
