@@ -34,7 +34,6 @@ from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder
 from bandpo_cli.storage.files import replace_nonfinite, step_name, step_of, write_text
 from bandpo_cli.storage.run_folder import RunFolder, find_folder, shell_command
 from bandpo_cli.storage.tables import (
-    GradedCompletion,
     TokenValues,
     read_graded_completions,
     read_token_values,
@@ -86,7 +85,7 @@ class ViewSource:
     folder: Path
     step: int | None
     method: str
-    completions: Sequence[GradedCompletion]
+    completions: Sequence[Mapping[str, Any]]
     groups: Sequence[tuple[ProblemKey, int]]
     values: TokenValues | None
     metrics: Sequence[Mapping[str, Any]]
@@ -192,7 +191,7 @@ def _read_source(folder: Path, step: int | None) -> ViewSource:
     return ViewSource(folder, step, method, completions, _groups(completions), values, metrics)
 
 
-def _groups(completions: Sequence[GradedCompletion]) -> list[tuple[ProblemKey, int]]:
+def _groups(completions: Sequence[Mapping[str, Any]]) -> list[tuple[ProblemKey, int]]:
     """Return the problem and the size of each group of consecutive completions."""
     keys = groupby((completion["label"], completion["problem_id"]) for completion in completions)
     return [(key, sum(1 for _ in members)) for key, members in keys]
