@@ -13,9 +13,8 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.layers import flatten, resolve
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import RunConfig, with_dtype
 from bandpo_cli.config.task import DataTask, TaskSettings
 from bandpo_cli.errors import UserError
 from bandpo_cli.metric_names import HELDOUT_ACCURACY, HELDOUT_REWARD, has_nonbinary_rewards, heldout_mean

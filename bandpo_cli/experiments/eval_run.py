@@ -17,9 +17,9 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
 
 from bandpo_cli.callbacks import Callback, Dispatcher
-from bandpo_cli.config.hardware import check_ranks, use_expandable_segments
 from bandpo_cli.config.layers import Layer
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import RunConfig, check_ranks
+from bandpo_cli.config.sampling import use_expandable_segments
 from bandpo_cli.custom_code import keep_code
 from bandpo_cli.errors import UserError, closed_at_end, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.eval_plan import (
@@ -364,7 +364,7 @@ def _open_source(request: EvalPlan, ranks: Ranks, events: _Events, stack: ExitSt
             pool,
         )
     events.phase("load")
-    use_expandable_segments(config)
+    use_expandable_segments(config.sampling.max_lag)
     with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
         from bandpo_cli.models.load import deterministic_kernels, load_policy, with_resolved_dtype

@@ -11,7 +11,6 @@ from shlex import quote
 from typing import Any
 
 from bandpo_cli.callbacks import RunResult, TrainCallback
-from bandpo_cli.config.hardware import check_ranks
 from bandpo_cli.config.layers import (
     Layer,
     changes_text,
@@ -23,7 +22,7 @@ from bandpo_cli.config.layers import (
     with_values,
 )
 from bandpo_cli.config.methods import TrustRegionSettings
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import RunConfig, check_ranks
 from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.custom_code import changed_code, code_from

@@ -12,9 +12,8 @@ from functools import reduce
 from itertools import product
 from typing import Any
 
-from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.methods import BandSettings, DppoSettings
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import RunConfig, dtype_on
 from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.registries import TRACKERS

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.config.sampling import GradingConfig
 from bandpo_cli.errors import ConfigError, RunError, one_line, plural
 from bandpo_cli.grading.answers import reference_of
 from bandpo_cli.grading.quantities import FONT, read_plain_number
