@@ -22,7 +22,8 @@ from bandpo_cli.config.task import DataTask, RewardComponent
 from bandpo_cli.custom_code import add_code_folder, load_setting
 from bandpo_cli.datasets import BUNDLED_MODELS, DATASETS, generated_tasks
 from bandpo_cli.errors import ConfigError, UserError, definition_location, nearest, plural
-from bandpo_cli.grading.pool import check_grader, unparsed_references
+from bandpo_cli.grading.answers import unparsed_references
+from bandpo_cli.grading.pool import check_grader
 from bandpo_cli.grading.tools import first_messages, tool_schemas
 from bandpo_cli.paths import (
     GGUF_ADVICE,
