@@ -315,8 +315,8 @@ def training_grader(
 
     Each of several ranks grades a part of the completions; all ranks must call the grader together. It raises
     GraderFailedError if every verdict of a component, on all ranks, is `grader-error`. Of asynchronous functions it
-    does so after `MAX_FAILED_BATCHES` such batches in a row, since a server may be away for some minutes; `failures` has
-    their number by names of graders, and is updated. `grade` returns the grades in place of `pool.grade`.
+    does so after `MAX_FAILED_BATCHES` such batches in a row, since a server may be away for some minutes. `failures`
+    has their number by names of graders, and is updated. `grade` returns the grades in place of `pool.grade`.
     """
     count = Counter() if failures is None else failures
 
