@@ -18,8 +18,8 @@ from bandpo_cli.config.layers import flatten, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask, TaskSettings
 from bandpo_cli.errors import UserError
+from bandpo_cli.methods import method_name
 from bandpo_cli.metric_names import HELDOUT_ACCURACY, HELDOUT_REWARD, has_nonbinary_rewards, heldout_mean
-from bandpo_cli.registries import method_name
 from bandpo_cli.storage.checkpoints import complete_checkpoints
 from bandpo_cli.storage.files import file_checksum, is_locked, step_of
 from bandpo_cli.storage.run_folder import RunFolder

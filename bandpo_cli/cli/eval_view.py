@@ -36,9 +36,8 @@ from bandpo_cli.storage.run_folder import shell_command
 from bandpo_cli.types import UNGRADED_VERDICTS
 
 if TYPE_CHECKING:
-    from bandpo_cli.evaluation.batches import Batch
-    from bandpo_cli.evaluation.metrics import Interval
-    from bandpo_cli.evaluation.scores import Scores
+    from bandpo_cli.evaluation.evaluate import Batch
+    from bandpo_cli.evaluation.scores import Interval, Scores
 
 _MIN_SIGNIFICANT, _FEW_PROBLEMS = 6, 20
 """5 problems that all change in one direction have p = 2 · 2⁻⁵ = 0.0625."""

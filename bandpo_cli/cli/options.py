@@ -17,8 +17,9 @@ import typer
 
 from bandpo_cli.datasets import DATASETS, TASKS, TEMPLATES, generated_tasks, split_member, tasks_text
 from bandpo_cli.errors import UserError, unknown_choice
+from bandpo_cli.methods import METHODS
 from bandpo_cli.paths import folders_containing
-from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS, METHODS, TRACKERS, Entry, load_attribute
+from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS, TRACKERS, Entry, load_attribute
 
 RUNS = Path("runs")
 

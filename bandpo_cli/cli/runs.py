@@ -30,8 +30,8 @@ from bandpo_cli.cli.console import (
 from bandpo_cli.cli.options import folder_of, one_of
 from bandpo_cli.datasets import DATASETS, generated_tasks
 from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.methods import METHODS
 from bandpo_cli.processes.watch import read_stacks
-from bandpo_cli.registries import METHODS
 
 if TYPE_CHECKING:
     from bandpo_cli.overview import RunDescription

@@ -44,7 +44,7 @@ from bandpo_cli.tracking.outages import short_error
 from bandpo_cli.types import GRADER_ERROR, status_of
 
 if TYPE_CHECKING:
-    from bandpo_cli.evaluation.batches import Batch
+    from bandpo_cli.evaluation.evaluate import Batch
     from bandpo_cli.evaluation.scores import Scores
 
 Parts = dict[PartKey, list[EvalRow]]
@@ -350,7 +350,7 @@ def _open_source(request: EvalPlan, ranks: Ranks, events: _Events, stack: ExitSt
     pool = GraderPool(config.grading)
     stack.enter_context(closed_at_end("a grader", pool.close))
     if isinstance(source, SamplesFile):
-        from bandpo_cli.evaluation.batches import regrade_batches
+        from bandpo_cli.evaluation.evaluate import regrade_batches
 
         if ranks.size > 1:
             raise UserError(f"{source.path}: a file is graded by one process; remove --nproc or torchrun")
@@ -366,8 +366,7 @@ def _open_source(request: EvalPlan, ranks: Ranks, events: _Events, stack: ExitSt
     use_expandable_segments(config)
     with out_of_memory_errors(config, training=False):
         from bandpo_cli.evaluation.evaluate import sample_batches
-        from bandpo_cli.models.determinism import deterministic_kernels
-        from bandpo_cli.models.load import load_policy, with_resolved_dtype
+        from bandpo_cli.models.load import deterministic_kernels, load_policy, with_resolved_dtype
         from bandpo_cli.sampling import prompt_encoding
         from bandpo_cli.sampling.rollouts import build_conversations
         from bandpo_cli.sampling.sampler import SamplingParams, build_sampler, check_model

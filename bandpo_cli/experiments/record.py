@@ -40,7 +40,7 @@ from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.types import RunStatus, status_of
 
 if TYPE_CHECKING:
-    from bandpo_cli.training.components import Components
+    from bandpo_cli.training.build import Components
 
 RESOLVED = "resolved"
 """The entry of env.json with what settings such as `auto` resolved to, which a resume uses again."""

@@ -30,7 +30,7 @@ from bandpo_cli.tracking.outages import TrackerCallback
 from bandpo_cli.types import RunStatus
 
 if TYPE_CHECKING:
-    from bandpo_cli.training.components import Components
+    from bandpo_cli.training.build import Components
 
 TrainEvents = Dispatcher[RunInfo, StepReport, RunResult]
 Stop = Callable[[], bool] | None
@@ -162,8 +162,7 @@ def loaded_components(
     """
     events.phase("load")
     use_expandable_segments(config)
-    from bandpo_cli.models.determinism import deterministic_kernels
-    from bandpo_cli.models.load import with_resolved_dtype
+    from bandpo_cli.models.load import deterministic_kernels, with_resolved_dtype
 
     config = with_resolved_dtype(config)
     with ExitStack() as stack:
@@ -171,7 +170,7 @@ def loaded_components(
         ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
         config = check_memory(config, ranks, changeable=changeable, task=task)
         with out_of_memory_errors(config):
-            from bandpo_cli.training.components import build_components
+            from bandpo_cli.training.build import build_components
 
             components = build_components(config, task, ranks)
         stack.enter_context(closed_at_end("the sampling engine or a grader", components.close))

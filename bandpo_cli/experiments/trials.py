@@ -169,12 +169,13 @@ def probe(plan: Plan, callbacks: Sequence[TrainCallback] = ()) -> ProbeReport:
         out_of_memory_errors(config),
     ):
         from bandpo_cli.evaluation.evaluate import is_evaluation_due
-        from bandpo_cli.objective.loss import policy_loss
+        from bandpo_cli.methods.loss import policy_loss
         from bandpo_cli.sampling.sampler import is_exact
-        from bandpo_cli.training.batches import RolloutBatches, select_groups
         from bandpo_cli.training.experience import prepare_updates
         from bandpo_cli.training.loop import step_advantages
-        from bandpo_cli.training.metrics import StepTimer, rollout_metrics, update_metrics
+        from bandpo_cli.training.metrics import rollout_metrics, update_metrics
+        from bandpo_cli.training.performance import StepTimer
+        from bandpo_cli.training.rollout_batches import RolloutBatches, select_groups
         from bandpo_cli.training.update import update_policy
 
         policy, timer = components.policy, StepTimer(events.phase)

@@ -13,9 +13,10 @@ from itertools import product
 from typing import Any
 
 from bandpo_cli.config.hardware import dtype_on
-from bandpo_cli.config.methods import BandSettings, DppoSettings
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.datasets import BUNDLED_MODELS
+from bandpo_cli.methods.band_and_clip import BandSettings
+from bandpo_cli.methods.trust_region_masks import DppoSettings
 from bandpo_cli.paths import path_exists, user_path
 from bandpo_cli.registries import TRACKERS
 

@@ -270,9 +270,8 @@ def adapt_trl(function: GraderFunction) -> BatchGrader:
         columns: dict[str, Any] = {"answer": [answer.answer for answer in batch]}
         columns |= {name: [answer.extra.get(name) for answer in batch] for name in names}
         if missing := required - _TRL_ARGUMENTS - set(columns):
-            raise ValueError(
-                f"no column {', '.join(sorted(missing))} in the rows, which have {', '.join(sorted(columns))}"
-            )
+            given = ", ".join(sorted(columns))
+            raise ValueError(f"no column {', '.join(sorted(missing))} in the rows, which have {given}")
         if as_text:
             columns["prompts"] = ["\n\n".join(turn["content"] for turn in answer.prompt) for answer in batch]
             columns["completions"] = [answer.text for answer in batch]

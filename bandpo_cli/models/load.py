@@ -2,16 +2,17 @@
 
 import copy
 import gc
+import inspect
 import logging
+import os
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
@@ -19,14 +20,24 @@ from transformers.utils.logging import disable_progress_bar
 
 from bandpo_cli.config.hardware import dtype_on, with_dtype
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig
+from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import UserError, find_out_of_memory, first_line
-from bandpo_cli.models import checks, lora, sharding
-from bandpo_cli.models.attention import has_torch_varlen
-from bandpo_cli.models.checks import loading_errors, model_error
-from bandpo_cli.models.sharding import forward_dtype, full_tensor, is_sharded, shard, sharded_like
+from bandpo_cli.models import lora, model_files, sharding
+from bandpo_cli.models.logprobs import check_packed_forward
+from bandpo_cli.models.model_files import loading_errors, model_error
+from bandpo_cli.models.sharding import forward_dtype, is_sharded, shard
 from bandpo_cli.paths import cached_commit, path_exists, user_path
 from bandpo_cli.processes.ranks import SINGLE, Ranks, is_gpu
+
+# transformers passes the second on to FlashAttention's backward pass. NVLS is NCCL's sum within the NVLink switch.
+VARIABLES = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1", "NCCL_NVLS_ENABLE": "0",
+}  # fmt: skip
+"""Environment variables of a run on a GPU. Each rank sets them, and an engine process inherits them."""
+# vLLM 0.32 sets the same values in the trainer's process, but after cuBLAS has read its environment.
+SHARED_GPU = {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+_NONE = "does not have a deterministic implementation"
 
 
 def is_on_cuda(config: ModelConfig) -> bool:
@@ -137,7 +148,7 @@ def load_policy(
             trained with these settings.
     """
     attention, device = _attention(config), _device(config.device, ranks)
-    config, adapter = lora.base_config(config)
+    config, adapter = model_files.base_config(config)
     model_config = read_config(config)
     folder = Path(model_location(config))
     if path_exists(folder):
@@ -147,7 +158,7 @@ def load_policy(
         config = config.model_copy(update={"revision": commit or config.revision})
     model, tokenizer = _load(config, model_config, attention)
     if adapter is not None:
-        lora.merge_adapter(model, adapter)
+        model_files.merge_adapter(model, adapter)
         if path_exists(adapter / "tokenizer_config.json"):
             tokenizer = load_tokenizer(config.model_copy(update={"path": str(adapter)}))
     stop_ids, pad_id = _special_ids(model, tokenizer, config.path)
@@ -162,7 +173,7 @@ def load_policy(
             lora.add_adapters(model, config.lora, seed, location, commit)
     shard(model, ranks if for_training else SINGLE, device)
     if for_training:
-        checks.check_packed_forward(model)
+        check_packed_forward(model)
     return Policy(model, tokenizer, stop_ids, pad_id, commit, ranks)
 
 
@@ -173,11 +184,11 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
         UserError: the folder is not a model folder, its weights are quantized, or transformers does not support its
             architecture.
     """
-    config, _ = lora.base_config(config)
-    checks.check_model_files(model_location(config), config.path)
+    config, _ = model_files.base_config(config)
+    model_files.check_model_files(model_location(config), config.path)
     with loading_errors(config.path, "its config cannot be read"):
         loaded = AutoConfig.from_pretrained(**_source(config))
-    checks.check_not_quantized(loaded, config.path)
+    model_files.check_not_quantized(loaded, config.path)
     return loaded
 
 
@@ -201,7 +212,7 @@ def meta_model(config: ModelConfig, model_config: PreTrainedConfig, **options: A
     options["trust_remote_code"] = config.trust_remote_code
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(model_config, **options)
-    checks.check_declared_size(model, model_location(config), config.path)
+    model_files.check_declared_size(model, model_location(config), config.path)
     return model
 
 
@@ -209,7 +220,7 @@ def _load(
     config: ModelConfig, model_config: PreTrainedConfig, attention: str | None
 ) -> tuple[PreTrainedModel, Tokenizer]:
     """Return the model on the CPU, after checks of its weights, and the tokenizer."""
-    checks.check_weight_format(model_location(config), config.path)
+    model_files.check_weight_format(model_location(config), config.path)
     disable_progress_bar()  # its progress bars would disturb the run's live view
     logger = logging.getLogger("transformers.modeling_utils")
     with loading_errors(config.path):
@@ -226,7 +237,7 @@ def _load(
             model, info = AutoModelForCausalLM.from_pretrained(**options, **dict.fromkeys(flags, True))
         finally:
             logger.disabled = False
-        checks.check_loaded_weights(model, info, config.path)
+        check_loaded_weights(model, info, config.path)
         ids = tokenizer("1+1=2")["input_ids"]
         if not ids or not isinstance(tokenizer.decode(ids), str):
             raise model_error(config.path, "its tokenizer gives no tokens; is tokenizer.json there?")
@@ -248,102 +259,6 @@ def load_reference(policy: Policy, config: ModelConfig) -> Policy:
     model, _ = _load(config, read_config(config), _attention(config))
     shard(model.eval().requires_grad_(False), policy.ranks, policy.device)
     return replace(policy, model=model)
-
-
-def save_policy(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write a folder that transformers and vLLM can load: weights, or with LoRA adapters for peft, and tokenizer.
-
-    Args:
-        weights: what `weights_to_save` returns, or a copy; None for the weights in use.
-    """
-    if lora.has_adapters(policy.model):
-        lora.save_adapter(policy.model, folder, weights)
-    else:
-        policy.model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
-        if is_sharded(policy.model):
-            # transformers states the dtype of the parameters, and the weights are rounded.
-            policy.model.config.dtype = forward_dtype(policy.model)
-            policy.model.config.save_pretrained(folder)
-    policy.tokenizer.save_pretrained(folder)
-
-
-def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and tensor of every weight, in the dtype of forward passes; tied weights appear once.
-
-    Adapters are merged into the weights of their layers, which have the names that they have without adapters. A
-    sharded model gathers each tensor when it is taken: at no time does a rank hold a second copy of the model. All
-    ranks must iterate together.
-    """
-    dtype = forward_dtype(model)
-    layers = lora.lora_layers(model)
-    adapters = {id(parameter) for _, parameter in lora.adapter_parameters(model)}
-    for name, parameter in model.named_parameters():
-        if id(parameter) in adapters:
-            continue
-        # Rounded before it is gathered: half as many bytes to send.
-        weight = full_tensor(parameter.detach().to(dtype))
-        layer, _, kind = name.rpartition(".base_layer.")
-        if layer in layers:
-            name = f"{layer}.{kind}"  # without adapters
-            if kind == "weight":  # A and B are rounded first, since passes compute with them
-                adapter = layers[layer]
-                parts = (item[lora.ADAPTER_NAME].weight for item in (adapter.lora_A, adapter.lora_B))
-                a, b = (full_tensor(part.detach().to(dtype)) for part in parts)
-                weight = lora.merged_weight(name, weight, a, b, adapter.scaling[lora.ADAPTER_NAME])
-        yield name, weight
-
-
-def weights_to_save(model: PreTrainedModel, ranks: Ranks) -> Mapping[str, Tensor]:
-    """Return the weights of a checkpoint, which rank 0 writes: those of the model, or of its adapters alone.
-
-    Without further ranks this is the state dict, without a copy; tied weights share their memory. Of a sharded model
-    rank 0 gets a copy in host memory, gathered tensor by tensor, and the others get nothing; all ranks must call this
-    together.
-    """
-    saved = lora.adapter_weights(model) if lora.has_adapters(model) else checkpoint_weights(model)
-    if not is_sharded(model):
-        return dict(saved) if lora.has_adapters(model) else cast(Mapping[str, Tensor], model.state_dict())
-    weights = {name: tensor.cpu() for name, tensor in saved if ranks.is_main}
-    if ranks.is_main and not lora.has_adapters(model):
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
-        weights |= {name: buffer.cpu().clone() for name, buffer in buffers.items()}
-    return weights
-
-
-def load_weights(model: PreTrainedModel, folder: Path, ranks: Ranks) -> None:
-    """Load the weights of a model folder into the existing tensors; all ranks must call this together.
-
-    Of a sharded model each rank reads its shards. Where the folder has other names or forms than the parameters, which
-    transformers converts for some architectures, each rank loads the complete model into host memory instead.
-
-    Raises:
-        OSError, ValueError, RuntimeError, SafetensorError: the folder is damaged or belongs to another model.
-    """
-    if lora.has_adapters(model):
-        ranks.agree(lambda: lora.load_adapter(model, load_file(folder / lora.ADAPTER_WEIGHTS)))
-        return
-    if not is_sharded(model):
-        saved = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)
-        model.load_state_dict(saved.state_dict())
-        return
-    parameters = dict(model.named_parameters()).keys()
-    aliases = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters
-    targets = {name: value.detach() for name, value in model.state_dict().items() if name not in aliases}
-    shapes = ranks.agree(lambda: sharding.saved_shapes(folder))[0]
-    if all(shapes.get(name) == target.shape for name, target in targets.items()):
-        sharding.read_shards(folder, targets, ranks)
-        return
-
-    def copy_complete() -> None:
-        dtype = forward_dtype(model)
-        complete = type(model).from_pretrained(folder, dtype=dtype, use_safetensors=True)
-        with torch.no_grad():
-            for name, tensor in complete.state_dict().items():
-                if name in targets:
-                    targets[name].copy_(sharded_like(targets[name], tensor))
-
-    ranks.agree(copy_complete)
 
 
 def _device(name: str, ranks: Ranks = SINGLE) -> torch.device:
@@ -380,6 +295,13 @@ def _attention(config: ModelConfig) -> str | None:
     return None if chosen == "auto" else chosen
 
 
+def has_torch_varlen() -> bool:
+    """Return whether torch has varlen attention with grouped heads: from 2.12 on."""
+    from torch.nn.attention.varlen import varlen_attn  # imports torch's compiler
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
 def uses_gradient_checkpointing(model: PreTrainedModel, config: ModelConfig, on_gpu: bool) -> bool:
     """Return whether the model is trained with gradient checkpointing; `auto` is on a GPU if its architecture can.
 
@@ -414,3 +336,79 @@ def check_vocabulary(tokenizer: Tokenizer, rows: int, path: str) -> None:
     """Raise UserError if the tokenizer, without its added tokens, has more tokens than the model."""
     if tokenizer.vocab_size > rows:
         raise model_error(path, f"its tokenizer has {tokenizer.vocab_size:,} tokens, the model has {rows:,}")
+
+
+def check_loaded_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str) -> None:
+    """Raise UserError if weights are missing (the loader fills in random numbers), unknown, misshapen or not finite.
+
+    Args:
+        info: loading info of `from_pretrained(..., output_loading_info=True)`.
+    """
+    prefix = f"{model.base_model_prefix}."
+    for kind, names in (
+        ("missing", info["missing_keys"]),
+        ("of another shape than in config.json", [item[0] for item in info["mismatched_keys"]]),
+        ("not in the model of config.json", [n for n in info["unexpected_keys"] if n.startswith(prefix)]),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise model_error(path, f"weights that are {kind}: {min(names)}{more}")
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and not all(bound.isfinite() for bound in parameter.detach().aminmax()):
+            raise model_error(path, f"NaN or infinity in its weights: {name}")
+
+
+@contextmanager
+def deterministic_kernels(config: RunConfig, training: bool = True) -> Iterator[None]:
+    """Use deterministic kernels in the block if `deterministic` is set; enter it before torch uses the GPU.
+
+    Raises:
+        UserError: this process already uses other kernels, vLLM has no such kernels here, or torch has none for an
+            operation of the model or of custom code.
+    """
+    if not config.deterministic:
+        yield
+        return
+    _prepare_determinism(config, training)
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True)  # not `warn_only`, with which attention stays non-deterministic
+    try:
+        yield
+    except RuntimeError as error:
+        if _NONE not in str(error):
+            raise
+        operation = first_line(error).partition(" does not")[0]
+        raise UserError(f"deterministic = true: {operation} {_NONE}; set deterministic=false") from error
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def _prepare_determinism(config: RunConfig, training: bool) -> None:
+    """Set the environment variables of a GPU; raise UserError where the results would not be deterministic."""
+    on_gpu, shares = is_on_cuda(config.model), not config.sampling.max_lag
+    with_vllm, problem = resolve_engine(config.sampling.engine, on_gpu) == "vllm", None
+    if on_gpu:
+        variables = VARIABLES | ({"VLLM_BATCH_INVARIANT": "1"} if with_vllm else {})
+        variables |= SHARED_GPU if with_vllm and shares else {}
+        is_late = torch.cuda.is_initialized() or "vllm" in sys.modules  # type: ignore[no-untyped-call]
+        for name in ("VLLM_BATCH_INVARIANT", *SHARED_GPU) if is_late else ():
+            if name in variables and os.environ.get(name) != variables[name]:
+                set_late = f"this process has used the GPU or vLLM without {name}={variables[name]}"
+                raise UserError(f"deterministic = true: {set_late}; start a new one")
+        os.environ.update(variables)
+        # On GPUs of compute capability 8, vLLM replaces torch's matrix products by kernels without a gradient.
+        least = 9 if training and shares else 8
+        if with_vllm and torch.cuda.get_device_capability()[0] < least:
+            where = "in the trainer's process " if least == 9 else ""
+            problem = f"vLLM {where}needs a GPU of compute capability {least}.0 or more"
+    elif with_vllm and (config.task.functions or config.grading.while_sampling):
+        problem = (
+            "on a CPU, vLLM's results depend on its batches, and they on the time that tools and graders take"
+        )
+    if problem is not None:
+        raise UserError(
+            f"deterministic = true: {problem}; use --sampler transformers, or leave out deterministic"
+        )

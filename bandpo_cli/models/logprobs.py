@@ -18,16 +18,22 @@ from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 from transformers import PreTrainedModel
 
-import bandpo_cli.models.attention  # noqa: F401  registers the attention functions that take `packing`
+from bandpo_cli.errors import UserError, find_out_of_memory, first_line
 from bandpo_cli.metric_names import PROFILER_PREFIX
-from bandpo_cli.models.packing import TokenBatch
-from bandpo_cli.models.sharding import checkpointed_layers, run_forward
+from bandpo_cli.models.packing import Row, TokenBatch, collate
+from bandpo_cli.models.sharding import checkpointed_layers, forward_dtype, run_forward
 from bandpo_cli.processes.watch import progress
 
 TILE_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 """Size of a float32 tile: about a CPU's last-level cache, or enough to keep a GPU busy. Two tiles exist at a time."""
 TILE_ROWS = {"cpu": 2048, "cuda": 8192}
 """Maximum tokens in a tile; its width follows from its size, and for few tokens from the size of its weights."""
+
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+"""Maximum difference in nats between packed and unpacked log-probs. Rounding stays well below it; attention across rows
+or a scale factor on the logits does not."""
+PACKED_LAYERS = {"full_attention", "sliding_attention"}
+"""Layer types that keep packed rows separate; others carry a state across tokens or split rows into chunks."""
 
 
 class TokenLogprobs(NamedTuple):
@@ -75,6 +81,42 @@ def _token_logprobs(model: PreTrainedModel, batch: TokenBatch, *options: Any) ->
     head = model.get_output_embeddings()
     predicting = output.last_hidden_state[0].index_select(0, batch.predictor_index)
     return linear_logprobs(predicting, head.weight, head.bias, batch.targets, *options)
+
+
+@torch.no_grad()
+def check_packed_forward(model: PreTrainedModel) -> None:
+    """Compare `token_logprobs` on packed rows with the model's own forward pass on each sequence separately.
+
+    Layers that carry a state from token to token would carry it from one packed row into the next, and architectures
+    differ in how they compute logits. A few tokens detect both for any architecture.
+
+    Raises:
+        UserError: the log-probs differ, the model does not accept packed rows, or it scales or caps its logits.
+    """
+    kind, text = f"model.path: {model.config.model_type}", model.config.get_text_config()
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
+        if getattr(text, name, None) not in (None, 1.0):
+            raise UserError(f"{kind} models change their logits by '{name}', which is not supported")
+    if others := set(getattr(text, "layer_types", None) or ()) - PACKED_LAYERS:
+        raise UserError(f"{kind} models have {min(others)} layers, which do not run on packed rows")
+    vocabulary = min(text.vocab_size, 1000)
+    ids = [(7 * i + 3) % vocabulary for i in range(12)]
+    rows = [Row(ids[:3], [ids[3:6], ids[6:8]]), Row(ids[8:10], [ids[10:]])]
+    try:
+        packed = token_logprobs(model, collate(rows, model.device)).logprobs
+    except (TypeError, AttributeError, KeyError, ValueError, RuntimeError) as error:
+        if find_out_of_memory(error):  # independent of the architecture
+            raise
+        raise UserError(f"{kind} models do not run on packed rows: {first_line(error)}") from None
+    unpacked = []
+    for prompt_ids, completion in ((row.prompt_ids, item) for row in rows for item in row.completions):
+        ids_1T, first = torch.tensor([[*prompt_ids, *completion]], device=model.device), len(prompt_ids)
+        logits = model(input_ids=ids_1T, use_cache=False).logits[0, first - 1 : -1].float()
+        unpacked.append(torch.log_softmax(logits, dim=-1).gather(1, ids_1T[0, first:, None]).squeeze(1))
+    gap = (packed - torch.cat(unpacked)).abs().max().item()
+    if not gap <= TOLERANCE.get(forward_dtype(model), TOLERANCE[torch.bfloat16]):
+        differ = f"log-probs in rows without padding differ by {gap:.3g} nats"
+        raise UserError(f"{kind} models are not supported: {differ}")
 
 
 def linear_logprobs(

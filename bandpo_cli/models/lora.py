@@ -19,7 +19,6 @@ of adapters and variants of LoRA are refused.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,18 +26,15 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from bandpo_cli.config.run import LoraSettings, ModelConfig
-from bandpo_cli.datasets import BUNDLED_MODELS
-from bandpo_cli.errors import UserError, first_line, nearest
+from bandpo_cli.config.run import LoraSettings
+from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.models.sharding import forward_dtype, full_tensor, sharded_like
-from bandpo_cli.paths import ADAPTER_CONFIG, check_regular_file, is_adapter_folder, path_exists, user_path
+from bandpo_cli.paths import ADAPTER_CONFIG
 from bandpo_cli.seeds import derive_seed
-from bandpo_cli.storage.files import read_json_object
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -49,24 +45,7 @@ ADAPTER_NAME = "default"
 """The name by which peft knows the adapters of a policy."""
 
 # Of the names of the tensors in that file.
-_PREFIX, _END_A, _END_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-# The end of the path of the shipped model, which another installation has elsewhere.
-_BUNDLED_PARTS = ("bandpo_cli", "models")
-# Settings of adapter_config.json with the values that are supported.
-_EXPECTED: dict[str, tuple[Any, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": (None, "none"),
-    # With these, training leaves the weights of the base as they are.
-    "init_lora_weights": (None, True, False, "gaussian", "orthogonal", "eva"),
-    "alpha_pattern": (None, {}),
-}
-# Settings that are used here, that matter to training only, or that the tensors show.
-_WITHOUT_EFFECT = {
-    "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "exclude_modules", "inference_mode",
-    "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout", "megatron_config", "megatron_core",
-    "parent_library", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config",
-    "target_modules", "task_type", "use_rslora",
-}  # fmt: skip
+PREFIX, END_A, END_B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 
 def add_adapters(
@@ -160,8 +139,8 @@ def target_names(model: PreTrainedModel, settings: LoraSettings) -> list[str]:
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield name and parameter of the adapters, by their names in a file of peft."""
     for name, layer in lora_layers(model).items():
-        yield f"{_PREFIX}{name}{_END_A}", layer.lora_A[ADAPTER_NAME].weight
-        yield f"{_PREFIX}{name}{_END_B}", layer.lora_B[ADAPTER_NAME].weight
+        yield f"{PREFIX}{name}{END_A}", layer.lora_A[ADAPTER_NAME].weight
+        yield f"{PREFIX}{name}{END_B}", layer.lora_B[ADAPTER_NAME].weight
 
 
 def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -239,83 +218,3 @@ def load_adapter(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
             if parameter.shape != tensors[name].shape:
                 raise ValueError(f"the adapters have another rank ({name})")
             parameter.copy_(sharded_like(parameter, tensors[name]))
-
-
-def base_config(config: ModelConfig) -> tuple[ModelConfig, Path | None]:
-    """Return the settings of the base model if `model.path` is the folder of an adapter, and that folder.
-
-    Other settings are returned unchanged, with None.
-
-    Raises:
-        UserError: the adapter cannot be used, or there is no such base model.
-    """
-    adapter = user_path(config.path)
-    if config.path in BUNDLED_MODELS or not is_adapter_folder(adapter):
-        return config, None
-    stated = _read_config(adapter)
-    path = stated["base_model_name_or_path"]
-    folder = user_path(path)
-    if not path_exists(folder):
-        if folder.parts[-3:-1] == _BUNDLED_PARTS and folder.name in BUNDLED_MODELS:
-            path = folder.name
-        elif folder.is_absolute():
-            advice = f"set base_model_name_or_path in {ADAPTER_CONFIG} to its folder or hub id"
-            raise UserError(f"{adapter}: its base model {path} does not exist here; {advice}")
-    return config.model_copy(update={"path": path, "revision": stated.get("revision")}), adapter
-
-
-def _read_config(adapter: Path) -> dict[str, Any]:
-    """Return adapter_config.json, if the adapter is the product of two matrices on linear layers; else UserError."""
-    where = f"{adapter}: {ADAPTER_CONFIG}"
-    stated = read_json_object(adapter / ADAPTER_CONFIG, where)
-    base, revision, alpha = (stated.get(key) for key in ("base_model_name_or_path", "revision", "lora_alpha"))
-    if not isinstance(base, str) or not base or not isinstance(revision, str | None):
-        raise UserError(f"{where}: base_model_name_or_path names no model")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise UserError(f"{where}: lora_alpha = {alpha!r}: a number is expected")
-    others = [key for key, supported in _EXPECTED.items() if stated.get(key) not in supported]
-    known = _EXPECTED.keys() | _WITHOUT_EFFECT
-    others += [key for key, value in stated.items() if value and key not in known]
-    if others:
-        what = f"{where}: {others[0]} = {stated.get(others[0])!s:.50}"
-        raise UserError(f"{what}: not supported; merge the adapter with peft (merge_and_unload)")
-    return stated
-
-
-@torch.no_grad()
-def merge_adapter(model: PreTrainedModel, adapter: Path) -> None:
-    """Add the products of an adapter's matrices to the weights of the model, in place.
-
-    peft would round the sums to the nearest number of 16 bits, which drops small changes. The weights are those that
-    the sampler of a run gets (`merged_weight`).
-
-    Raises:
-        UserError: the file is missing or damaged, a tensor is not finite, or they belong to another model.
-    """
-    config, file, where = _read_config(adapter), adapter / ADAPTER_WEIGHTS, f"{adapter}: {ADAPTER_WEIGHTS}"
-    if not path_exists(file):
-        raise UserError(f"{adapter}: it has no {ADAPTER_WEIGHTS}; only safetensors files are read")
-    check_regular_file(file, where)
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{where}: cannot be read: {first_line(error)}") from None
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
-            raise UserError(f"{where}: NaN or infinity, or no floating-point numbers, in {name}")
-    weights = {name: weight for name, weight in model.named_parameters() if weight.ndim == 2}
-    layers = sorted(name.removesuffix(_END_A) for name in tensors if name.endswith(_END_A))
-    for layer in layers:
-        a, b = tensors.pop(f"{layer}{_END_A}"), tensors.pop(f"{layer}{_END_B}", torch.empty(0))
-        name = f"{layer.removeprefix(_PREFIX)}.weight"
-        weight, rank = weights.get(name, torch.empty(0)), len(a)
-        if not rank or a.shape[1:] != weight.shape[1:] or b.shape != (len(weight), rank):
-            raise UserError(
-                f"{where}: {layer}: lora_A of shape {[*a.shape]} and lora_B of {[*b.shape]} do not match the weights "
-                f"of the base model, {[*weight.shape]} ([0]: there is no such tensor)"
-            )
-        scaling = float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        weight.copy_(merged_weight(name, weight, a, b, scaling))
-    if tensors or not layers:
-        other = min(tensors, default="no tensor")
-        raise UserError(f"{where}: {other}: only LoRA on linear layers is supported")

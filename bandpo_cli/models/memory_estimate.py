@@ -13,10 +13,10 @@ from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.run import ModelConfig, RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.errors import UserError
-from bandpo_cli.models.checks import loading_errors
 from bandpo_cli.models.load import meta_model, read_config, resolved_dtype, uses_gradient_checkpointing
 from bandpo_cli.models.logprobs import TILE_BYTES
-from bandpo_cli.models.lora import add_adapters, base_config
+from bandpo_cli.models.lora import add_adapters
+from bandpo_cli.models.model_files import base_config, loading_errors
 from bandpo_cli.models.packing import MAX_MASKED_ROW_TOKENS, MAX_SHARED_ROW_TOKENS, Row, split_row
 from bandpo_cli.models.sharding import checkpointed_layers
 from bandpo_cli.registries import ENGINES

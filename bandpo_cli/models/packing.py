@@ -1,23 +1,36 @@
-"""Packed token batches: rows of tokens for a forward pass, and the layout that attention kernels take.
+"""Packed token batches, and attention over them: rows of tokens that lie one after another without padding.
 
-Rows lie one after another without padding. A row holds one prompt and one or more of its completions. Each completion
-attends to the prompt and to itself but not to the other completions, at the positions that it would have without them.
-The G completions of a group therefore cost one prompt instead of G. `Packing` gives the layout in two forms: padded
-blocks for kernels that take sequences of equal length, and sequences with boundaries for kernels that take any length.
+A row holds one prompt and one or more of its completions. Each completion attends to the prompt and to itself but not
+to the other completions, at the positions that it would have without them. The G completions of a group therefore cost
+one prompt instead of G.
+
+Every layer except attention treats tokens independently, so it runs on the packed tokens unchanged. Attention gathers
+the queries, keys and values of the rows, calls the model's own attention function on them and scatters the results
+back: in padded blocks for kernels that take sequences of equal length, or as sequences with boundaries.
+
+Importing this module wraps `sdpa`, `eager` and FlashAttention 2 and 3 in transformers' registry of attention functions.
+A wrapped function behaves differently only if the model is called with `packing=`; `sdpa` also saves the copies of keys
+and values when one token per sequence is sampled with grouped heads. `varlen` is added to the registry: `sdpa`, and for
+packed rows the FlashAttention kernels that torch contains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import compress, repeat
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bandpo_cli.types import Group
 
@@ -25,12 +38,11 @@ IntArray = NDArray[np.int64]
 
 MAX_SHARED_ROW_TOKENS = 4096
 """Maximum tokens in a row with several completions; in longer rows the prompt is a small part of the computation."""
-MAX_PROMPT_COPIES = 4
-"""Rows that are too long for a mask hold one copy of the prompt per completion during attention. A row ends where the
-copies bring it to more than this many times its own tokens."""
 MAX_MASKED_ROW_TOKENS = 512
-"""Maximum tokens in a row with several completions for attention with a mask, whose cost grows with the square of the
-length. In longer rows the kernel gets each completion as a separate sequence, after its own copy of the prompt."""
+"""The same for attention with a mask, whose cost grows with the square of the length. In longer rows the kernel gets
+each completion as a separate sequence, after its own copy of the prompt."""
+MAX_PROMPT_COPIES = 4
+"""A longer row ends where these copies bring it to more than this many times its own tokens."""
 MIN_FILL_RATIO = 0.75
 """Sequences share a padded kernel call if each has at least this fraction of the longest one's length."""
 PROMPT = 0
@@ -39,10 +51,7 @@ PROMPT = 0
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt with one or more of its completions, as token ids; of these, inserted tokens are marked.
-
-    See `Completion.marked_ids`.
-    """
+    """One prompt with one or more of its completions, as token ids; inserted ones as in `Completion.marked_ids`."""
 
     prompt_ids: Sequence[int]
     completions: Sequence[Sequence[int]]
@@ -71,11 +80,7 @@ class TokenBatch:
 
 
 def rows_from_groups(groups: Sequence[Group], chosen_PG: Sequence[Sequence[bool]] | None = None) -> list[Row]:
-    """Return the groups' completions as rows, in order, with as many completions per prompt as a row may hold.
-
-    Args:
-        chosen_PG: the completions that the rows hold; None for all of them.
-    """
+    """Return the groups' completions, or only the chosen ones, as rows with as many of a prompt as one may hold."""
     rows = []
     for group, chosen_G in zip(groups, chosen_PG or repeat(repeat(True)), strict=False):
         completions = [rollout.completion.marked_ids for rollout in compress(group.rollouts_G, chosen_G)]
@@ -85,19 +90,13 @@ def rows_from_groups(groups: Sequence[Group], chosen_PG: Sequence[Sequence[bool]
 
 
 def batch_rows(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
-    """Split rows, in order, into lists of at most `max_tokens` tokens.
-
-    A longer row with several completions is split into several rows; a longer row with one completion is a list of
-    its own.
-    """
+    """Split rows, in order, into lists of at most `max_tokens` tokens; a longer row with one completion is a list."""
     batches: list[list[Row]] = []
-    tokens = 0
     for row in (part for long_row in rows for part in split_row(long_row, max_tokens)):
-        tokens += len(row)
-        if not batches or tokens > max_tokens:
-            batches.append([])
-            tokens = len(row)
-        batches[-1].append(row)
+        if batches and sum(map(len, batches[-1])) + len(row) <= max_tokens:
+            batches[-1].append(row)
+        else:
+            batches.append([row])
     return batches
 
 
@@ -125,15 +124,11 @@ def empty_batch(pad_id: int, device: torch.device) -> TokenBatch:
 
 
 def device_tensor(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Return an array, or nested lists of numbers, as a tensor on `device`.
-
-    The copy to a GPU starts from pinned memory and does not wait for the work queued there. On a CPU the tensor may
-    share the memory of the array.
-    """
+    """Return an array, or nested lists of numbers, as a tensor on `device`, which may share the memory of the array."""
     tensor = torch.as_tensor(values, dtype=dtype)
     if device.type != "cuda":
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.pin_memory().to(device, non_blocking=True)  # does not wait for the work queued on the GPU
 
 
 def split_row(row: Row, max_tokens: int) -> list[Row]:
@@ -166,10 +161,10 @@ class Packing:
 
     @cached_property
     def segments(self) -> IntArray:
-        """All prompts and completions in order, one per row of the array.
+        """All prompts and completions in order, [segments, 5].
 
-        The five columns are the first token, the number of tokens, the first token of the row, the number of tokens of
-        its prompt, and the number of the segment in the row: `PROMPT`, or 1, 2, ... for completions.
+        The columns are the first token, the number of tokens, the first token of the row, the number of tokens of its
+        prompt, and the number of the segment in the row: `PROMPT`, or 1, 2, ... for completions.
         """
         counts = [len(row) for row in self.rows]
         lengths = np.concatenate(self.rows)
@@ -238,10 +233,7 @@ class Packing:
 
     @cached_property
     def _groups(self) -> list[IntArray]:
-        """The sequences of each block, [B, 4]: complete rows within a mask, then prompts with one completion.
-
-        A complete row is a sequence without a prompt.
-        """
+        """The sequences of each block, [B, 4]: complete rows with a mask, without a prompt, then single completions."""
         totals = np.array([sum(row) for row in self.rows])
         completions = np.array([len(row) - 1 for row in self.rows])
         masked = (completions > 1) & (totals <= MAX_MASKED_ROW_TOKENS)
@@ -270,8 +262,7 @@ class Block:
         gather_index: [B·L] int64, packed token at each index; padding repeats a sequence's last token.
         shape: (B, L).
         tokens: number of the B·L positions that are not padding.
-        segments: [B, L] int64 for rows with several completions. None for plain sequences: their causal attention
-            needs no mask, since padding comes last.
+        segments: [B, L] int64 for rows with several completions; plain sequences need no mask, since padding is last.
         positions: [B, L] int64, position of each token; [1, L] if all sequences have the same positions.
     """
 
@@ -321,3 +312,111 @@ def _group_by_length(sequences: IntArray) -> list[IntArray]:
         if not begins or length < MIN_FILL_RATIO * ordered[begins[-1], 3]:
             begins.append(index)
     return np.split(ordered, begins[1:]) if begins else []
+
+
+Output = tuple[Tensor, Tensor | None]
+Attention = Callable[..., Output]
+
+
+def _packed(attention: Attention, kernel: Attention, attend: Callable[..., Tensor]) -> Attention:
+    """Return `attention` with support for `packing`, for which `attend` calls `kernel` on the rows."""
+
+    def forward(module: nn.Module, *arguments: Any, packing: Packing | None = None, **kwargs: Any) -> Output:
+        if packing is None:
+            return attention(module, *arguments, **kwargs)
+        kwargs.pop("position_ids", None)  # of the packed tokens; some kernels would infer sequences from them
+        states = [state.squeeze(0).transpose(0, 1) for state in arguments[:3]]  # each [T, heads, width]
+        window = kwargs.get("sliding_window")
+        return attend(partial(kernel, module, **kwargs), packing, states, window)[None], None
+
+    return forward
+
+
+def _attend_in_blocks(
+    attend: Attention, packing: Packing, states: Sequence[Tensor], window: int | None
+) -> Tensor:
+    """Return the attention output of a kernel that takes sequences of equal length."""
+    outputs = []
+    for block in packing.blocks:
+        index, shape = block.gather_index, block.shape
+        gathered = (state.index_select(0, index) for state in states)
+        rows = (state.view(*shape, *state.shape[1:]).transpose(1, 2) for state in gathered)
+        outputs.append(attend(*rows, block.mask(window))[0].flatten(0, 1))
+    return torch.cat(outputs).index_select(0, packing.block_scatter_index)
+
+
+def _attend_varlen(
+    attend: Attention, packing: Packing, states: Sequence[Tensor], window: int | None
+) -> Tensor:
+    """Return the attention output of a kernel that takes concatenated sequences of any length and knows its window."""
+    gathered = [state.index_select(0, packing.gather_index).transpose(0, 1)[None] for state in states]
+    lengths: dict[str, Any] = {f"cu_seq_lens_{side}": packing.boundaries for side in "qk"}
+    lengths |= {f"max_length_{side}": packing.longest for side in "qk"}
+    output, _ = attend(*gathered, None, **lengths)
+    return output.flatten(0, 1).index_select(0, packing.scatter_index)
+
+
+def _eager_attention(module: nn.Module, *arguments: Any, **kwargs: Any) -> Output:
+    """Call the `eager` attention of the module's architecture, which the registry does not contain."""
+    attention: Attention = sys.modules[type(module).__module__].eager_attention_forward
+    return attention(module, *arguments, **kwargs)
+
+
+def _eager_attention_of_blocks(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
+) -> Output:
+    """Call it with the mask that it requires and adds to its scores."""
+    allowed = causal_mask(query.shape[2], query.device) if mask is None else mask
+    lowest = torch.finfo(query.dtype).min
+    additive = torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
+    return _eager_attention(module, query, key, value, additive, **kwargs)
+
+
+def _sdpa_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> Output:
+    """Call `sdpa` of transformers, without its copies of keys and values where there is one query per head.
+
+    With a mask, transformers repeats keys and values for all query heads of a group, which copies the complete cache
+    for every sampled token. With one query per head, the heads of a group can be the queries of one head instead.
+    Queries are [B, heads, L, width], keys and values [B, groups, K, width]; the output is [B, L, heads, width].
+    """
+    groups = key.shape[1]
+    is_one_query = query.shape[2] == 1 and (attention_mask is None or attention_mask.shape[1] == 1)
+    is_plain = kwargs.get("position_bias") is None and kwargs.get("cache") is None
+    if not is_one_query or groups == query.shape[1] or not is_plain:
+        return _SDPA(module, query, key, value, attention_mask, **kwargs)
+    options = {"dropout_p": kwargs.get("dropout", 0.0), "scale": kwargs.get("scaling")}
+    query = query.reshape(len(query), groups, -1, query.shape[3])
+    output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, **options)
+    return output.flatten(1, 2)[:, None], None
+
+
+def _torch_varlen(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **kwargs: Any
+) -> Output:
+    """Call torch's causal varlen attention: queries [1, heads, E, width] → output [1, E, heads, width]."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, key, value = (state.squeeze(0).transpose(0, 1) for state in (query, key, value))
+    ends, longest, window = kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("sliding_window")
+    left = -1 if window is None else window - 1
+    options: dict[str, Any] = {"scale": kwargs.get("scaling"), "window_size": (left, 0), "enable_gqa": True}
+    output = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
+    return cast(Tensor, output)[None], None
+
+
+_SDPA: Attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+_FLASH_2, _FLASH_3 = (ALL_ATTENTION_FUNCTIONS[f"flash_attention_{version}"] for version in (2, 3))
+# The attention function of calls without `packing`, the function of calls with it, and how it is called.
+_IMPLEMENTATIONS: dict[str, tuple[Attention, Attention, Callable[..., Tensor]]] = {
+    "sdpa": (_sdpa_attention, _sdpa_attention, _attend_in_blocks),
+    "eager": (_eager_attention, _eager_attention_of_blocks, _attend_in_blocks),
+    "flash_attention_2": (_FLASH_2, _FLASH_2, _attend_varlen),
+    "flash_attention_3": (_FLASH_3, _FLASH_3, _attend_varlen),
+    "varlen": (_sdpa_attention, _torch_varlen, _attend_varlen),
+}
+
+AttentionMaskInterface.register("varlen", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+for _name, _functions in _IMPLEMENTATIONS.items():
+    AttentionInterface.register(_name, _packed(*_functions))

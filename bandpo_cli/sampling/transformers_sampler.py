@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from bandpo_cli.config.sampling import SamplingConfig
-from bandpo_cli.models.attention import growing_cache
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.sharding import unsharded
 from bandpo_cli.processes.watch import progress
@@ -22,6 +22,9 @@ KEPT_UNTIL = 0.9
 """Ended completions are removed from the batch when at most this share of it is running."""
 DRAWN_STEPS = 64
 """Tokens of a completion for which random numbers are drawn at a time."""
+
+MIN_SPARE_TOKENS, SPARE_SHARE = 32, 0.25
+"""Room for further tokens that a cache layer gets when it grows: a share of its length, but at least a number."""
 
 
 class TransformersSampler(Sampler):
@@ -208,3 +211,53 @@ def sample_tokens(
     points = uniforms[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, points, right=True).clamp(max=logits.shape[-1] - 1)
     return tokens.squeeze(1), logprobs.gather(-1, tokens).squeeze(1)
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+    """Cache layer with room for further tokens: a new token is written in place, and does not copy all others."""
+
+    def __init__(self, most_tokens: int) -> None:
+        """Create an empty layer; it never has room for more than `most_tokens`."""
+        super().__init__()
+        self._most = most_tokens
+        self._buffers: list[torch.Tensor] = []
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append keys and values [B, heads, n, width]; return all [B, heads, L, width]."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            self.keys, self.values = key_states, value_states
+            return self.keys, self.values
+        before = self.get_seq_length()
+        length = before + key_states.shape[-2]
+        if not self._buffers or self._buffers[0].shape[-2] < length:
+            room = min(self._most, length + max(MIN_SPARE_TOKENS, int(SPARE_SHARE * length)))
+            stored = self.keys, self.values
+            self._buffers = [item.new_empty(*item.shape[:2], room, item.shape[3]) for item in stored]
+            for buffer, states in zip(self._buffers, stored, strict=True):
+                buffer[:, :, :before] = states
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, before:length] = states
+        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
+        return self.keys, self.values
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each sequence."""
+        super().batch_repeat_interleave(repeats)
+        self._buffers = []
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences of the indices."""
+        super().batch_select_indices(indices)
+        self._buffers = []
+
+
+def growing_cache(model: PreTrainedModel, most_tokens: int) -> DynamicCache:
+    """Return a cache for up to `most_tokens` per sequence; layers that keep all tokens grow in place."""
+    cache = DynamicCache(config=model.config)
+    for place, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[place] = GrowingLayer(most_tokens)
+    return cache

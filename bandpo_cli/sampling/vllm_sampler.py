@@ -24,7 +24,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from bandpo_cli.config.sampling import SamplingConfig, check_tensor_parallel
 from bandpo_cli.errors import RunError, UserError, find_out_of_memory, warn_on_failure
-from bandpo_cli.models.load import Policy, checkpoint_weights, release_cached_memory
+from bandpo_cli.models.load import Policy, release_cached_memory
+from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.processes.watch import progress
 from bandpo_cli.sampling.sampler import (

@@ -157,10 +157,10 @@ def test_a_signal_lets_all_runs_save_their_state(tmp_path: Path) -> None:
 
 def local_ray() -> None:
     """Execute the runs of Ray in this process's own pool; tests/sweeps starts a cluster."""
-    from bandpo_cli.sweeps import ray_pool
+    from bandpo_cli.sweeps import sweep_run
 
     no_estimate()
-    ray_pool.RayPool = lambda address, jobs, variables, ranks: LocalPool([{**os.environ, **variables}])
+    sweep_run.RayPool = lambda address, jobs, variables, ranks: LocalPool([{**os.environ, **variables}])
 
 
 def test_the_executor_ray_executes_all_runs(tmp_path: Path) -> None:

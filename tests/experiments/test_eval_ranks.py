@@ -13,7 +13,7 @@ import pytest
 
 from bandpo_cli.callbacks import Callback
 from bandpo_cli.errors import UserError
-from bandpo_cli.evaluation.batches import Batch
+from bandpo_cli.evaluation.evaluate import Batch
 from bandpo_cli.experiments.eval_plan import plan_evaluation
 from bandpo_cli.experiments.eval_run import EvalInfo, EvalResult, evaluate, resume_evaluation
 from bandpo_cli.grading.pool import GraderPool, GraderUse

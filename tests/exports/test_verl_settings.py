@@ -20,7 +20,7 @@ from bandpo_cli.exports.verl_settings import (
     is_runnable,
     overrides_of,
 )
-from bandpo_cli.registries import METHODS
+from bandpo_cli.methods import METHODS
 
 PAPER = Path(__file__).parents[2] / "configs" / "paper"
 

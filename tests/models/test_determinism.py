@@ -13,8 +13,8 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import train
 from bandpo_cli.metric_names import without_clock
-from bandpo_cli.models import determinism
-from bandpo_cli.models.determinism import VARIABLES, deterministic_kernels
+from bandpo_cli.models import load
+from bandpo_cli.models.load import VARIABLES, deterministic_kernels
 from bandpo_cli.sampling.vllm_worker import engine_threads
 from tests.experiments.test_api import SMALL
 
@@ -29,7 +29,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def use_gpu(monkeypatch: pytest.MonkeyPatch, capability: int, started: bool = False) -> None:
-    monkeypatch.setattr(determinism, "is_on_cuda", lambda config: True)
+    monkeypatch.setattr(load, "is_on_cuda", lambda config: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: started)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
     monkeypatch.delitem(sys.modules, "vllm", raising=False)

@@ -10,8 +10,7 @@ from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM, Qwen3Next
 
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.models.checks import check_packed_forward
-from bandpo_cli.models.load import embedded_model_path, load_policy, load_reference
+from bandpo_cli.models.load import check_packed_forward, embedded_model_path, load_policy, load_reference
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.models.sharding import checkpointed_layers

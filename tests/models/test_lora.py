@@ -12,13 +12,7 @@ from transformers import PreTrainedModel
 from bandpo_cli.config.run import LoraSettings, ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.models import lora
-from bandpo_cli.models.load import (
-    checkpoint_weights,
-    load_policy,
-    load_reference,
-    load_weights,
-    weights_to_save,
-)
+from bandpo_cli.models.load import load_policy, load_reference
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.lora import (
     adapter_parameters,
@@ -28,6 +22,7 @@ from bandpo_cli.models.lora import (
     save_adapter,
 )
 from bandpo_cli.models.packing import Row, collate
+from bandpo_cli.models.weights import checkpoint_weights, load_weights, weights_to_save
 from bandpo_cli.processes.ranks import SINGLE
 from tests.conftest import random_model
 

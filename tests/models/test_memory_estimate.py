@@ -19,7 +19,6 @@ from transformers import PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import LoraSettings, ModelConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.models.load import checkpoint_weights
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.lora import add_adapters, save_adapter
 from bandpo_cli.models.memory_estimate import (
@@ -34,6 +33,7 @@ from bandpo_cli.models.memory_estimate import (
 )
 from bandpo_cli.models.packing import Row, batch_rows, collate
 from bandpo_cli.models.sharding import local_tensor, shard, unsharded
+from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.processes.ranks import Ranks
 from tests.conftest import SHAPE, random_model
 

@@ -81,7 +81,7 @@ def grader_warnings(ranks: Ranks) -> list[list[str]]:
     warnings = []
     for fails in (False, True):
         with (
-            mock.patch("bandpo_cli.training.components.build_components", return_value=components),
+            mock.patch("bandpo_cli.training.build.build_components", return_value=components),
             mock.patch.multiple(
                 "bandpo_cli.experiments.run",
                 connected_ranks=lambda *_: contextlib.nullcontext(ranks),

@@ -1,6 +1,6 @@
 """An engine in its own process samples what it samples in the trainer's process, with the weights of the last sync.
 
-test_engine_child.py has the tests of how processes start and end. The processes here are forks of the test's process,
+test_engine_end.py has the tests of how processes start and end. The processes here are forks of the test's process,
 except in the first test.
 """
 
@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError, find_out_of_memory
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
-from bandpo_cli.models.load import Policy, checkpoint_weights, load_policy
+from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.processes.ranks import Ranks
 from bandpo_cli.sampling import engine_process, weight_sync
 from bandpo_cli.sampling.engine_process import EngineProcess

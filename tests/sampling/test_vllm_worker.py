@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bandpo_cli.models.load import checkpoint_weights
+from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.sampling.vllm_worker import (
     ComparedWeights,
     PolicyWorker,

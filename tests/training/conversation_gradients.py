@@ -15,11 +15,12 @@ import torch
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.experiments.preflight import prepare_task
-from bandpo_cli.models.load import checkpoint_weights, load_policy
+from bandpo_cli.models.load import load_policy
+from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training import loop
-from bandpo_cli.training.components import build_components
+from bandpo_cli.training.build import build_components
 from bandpo_cli.types import Group, Rollout
 
 Weights = dict[str, torch.Tensor]

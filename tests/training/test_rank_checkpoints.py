@@ -26,8 +26,8 @@ from bandpo_cli.models.sharding import full_tensor, local_tensor, shard
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.storage.checkpoints import complete_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.training import checkpoint_files
-from bandpo_cli.training.checkpoint_files import load_checkpoint
+from bandpo_cli.training import checkpoint_writer
+from bandpo_cli.training.build import load_checkpoint
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
 from tests.conftest import SHAPE, random_model
@@ -192,7 +192,7 @@ def fail_on_ranks(ranks: Ranks, root: Path) -> None:
     scenario = Scenario(ranks, root)
     one = scenario.one
     scenario.fails("shards", scenario.only_on(1, os, "fsync", no_space))
-    scenario.fails("model", scenario.only_on(0, checkpoint_files, "save_policy", no_space))
+    scenario.fails("model", scenario.only_on(0, checkpoint_writer, "save_policy", no_space))
     usage = shutil.disk_usage(root)._replace(free=10_000)
     scenario.fails("full", scenario.only_on(0, shutil, "disk_usage", lambda _: usage))
     other = root / "other" / "step-000010" if ranks.rank == 1 else None

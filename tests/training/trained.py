@@ -9,16 +9,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from bandpo_cli.config.run import OptimConfig
 from bandpo_cli.metric_names import without_clock
-from bandpo_cli.models.load import Policy, weights_to_save
+from bandpo_cli.models.load import Policy
+from bandpo_cli.models.weights import weights_to_save
 from bandpo_cli.storage.checkpoints import Progress
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.training.checkpoint_files import (
-    SampledGroups,
-    TrainedState,
-    check_savable,
-    write_checkpoint,
-)
+from bandpo_cli.training.checkpoint_writer import TrainedState, check_savable, write_checkpoint
 from bandpo_cli.training.optimizer import Optimizer
+from bandpo_cli.training.rollout_batches import SampledGroups
 from tests.conftest import random_model
 
 FOLDERS = ("samples", "tokens", "token_values", "evals", "checkpoints")

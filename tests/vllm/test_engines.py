@@ -7,7 +7,8 @@ import pytest
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.models.load import checkpoint_weights, load_policy
+from bandpo_cli.models.load import load_policy
+from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.sampling.engine_process import EngineProcess
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
 from bandpo_cli.sampling.vllm_worker import ComparedWeights

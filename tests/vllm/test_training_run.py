@@ -15,12 +15,13 @@ pytest.importorskip("vllm")
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.experiments import evaluate, resume, train
 from bandpo_cli.metric_names import without_clock
-from bandpo_cli.models.load import checkpoint_weights, load_policy
+from bandpo_cli.models.load import load_policy
+from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training import loop
-from bandpo_cli.training.components import build_components
+from bandpo_cli.training.build import build_components
 from tests.training.conversation_gradients import check, config_of
 from tests.training.conversation_gradients import train as train_on_conversations
 from tests.training.several_ranks import run_ranks
