@@ -16,11 +16,11 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from bandpo_cli.config.methods import MethodSettings
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import TaskSettings, default_layer
 from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.errors import ConfigError, nearest, redact_credentials, unknown_choice
+from bandpo_cli.methods.settings import MethodSettings
 from bandpo_cli.paths import nearest_file, path_exists, read_text
 from bandpo_cli.settings_validation import TaggedSection, setting_for
 

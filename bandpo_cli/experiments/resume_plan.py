@@ -21,7 +21,6 @@ from bandpo_cli.config.layers import (
     setting_text,
     with_values,
 )
-from bandpo_cli.config.methods import TrustRegionSettings
 from bandpo_cli.config.run import RunConfig, check_ranks
 from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.config.task import DataTask
@@ -33,6 +32,7 @@ from bandpo_cli.experiments.preflight import check_config, run_warnings
 from bandpo_cli.experiments.record import RESOLVED
 from bandpo_cli.experiments.run import Stop
 from bandpo_cli.experiments.run import run as run_plan
+from bandpo_cli.methods.settings import TrustRegionSettings
 from bandpo_cli.paths import is_commit, path_exists
 from bandpo_cli.processes.ranks import is_main_process, rank_count
 from bandpo_cli.registries import AUTO_ENGINE, ENGINES
