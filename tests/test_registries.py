@@ -131,7 +131,7 @@ def outputs() -> dict[str, str]:
     """The output of each command in a process that registers the dummy entries before it imports the commands."""
     code = (
         "import sys, tests.dummy_extension\n"
-        "from bandpo_cli.cli import app\n"
+        "from bandpo_cli.__main__ import app\n"
         "for command in sys.argv[1:]:\n"
         "    print(end='\\f', flush=True)\n"
         "    app(command.split(), standalone_mode=False)\n"

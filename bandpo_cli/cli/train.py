@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bandpo_cli.experiments.profile import ProfileCallback
 
 
-@opt.takes_settings("train")
+@opt.takes_settings
 def train(
     *,
     config: opt.ConfigFiles = None,

@@ -23,8 +23,8 @@ from bandpo_cli.experiments.preflight import check_graders, choose_run_name, loa
 from bandpo_cli.exports import verl_files, verl_settings
 from bandpo_cli.exports.verl_files import CONFIG_FILE, VERL_VERSION
 from bandpo_cli.exports.verl_settings import MODEL, InFolder, Overrides
-from bandpo_cli.overview import RunOverview, describe_line
 from bandpo_cli.paths import is_adapter_folder, path_exists, user_path
+from bandpo_cli.results import RunOverview, describe_line
 from bandpo_cli.storage.files import apply_umask, export_folder, sync, write_json, write_text
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder
 from bandpo_cli.tracking.mlflow_store import mlflow_client, sqlite_path, sqlite_uri

@@ -22,9 +22,9 @@ from bandpo_cli.errors import RunError, UserError, redact_credentials, warn_on_f
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.monitor import stop_reason
 from bandpo_cli.experiments.plan import RESOLVED, Fork, Plan, Start
-from bandpo_cli.overview import summary_fields
 from bandpo_cli.paths import cached_commit, path_exists, relative_to_cwd
 from bandpo_cli.processes.ranks import check_same_on_all, is_main_process
+from bandpo_cli.results import summary_fields
 from bandpo_cli.storage.checkpoints import (
     copy_checkpoint,
     prune_checkpoints,
