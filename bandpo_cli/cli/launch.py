@@ -206,7 +206,7 @@ def launch(
         UserError: there are fewer GPUs or prompts than ranks, or the mistake of a rank.
         RunError: the error of the rank that failed first.
     """
-    from bandpo_cli.config.hardware import check_ranks
+    from bandpo_cli.config.run import check_ranks
     from bandpo_cli.storage.run_folder import shell_command
 
     check_ranks(config, count, training=command == "train")

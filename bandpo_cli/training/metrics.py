@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from bandpo_cli.bounds.intervals import ClipState
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.objective.advantages import has_reward_spread
-from bandpo_cli.objective.loss import k3
+from bandpo_cli.objective.policy_objective import k3
 from bandpo_cli.storage.tables import TokenValues
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.update import AppliedUpdates, Forward

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.config.sampling import GradingConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading import pool as pool_module
 from bandpo_cli.grading import worker_process
@@ -205,7 +205,7 @@ def test_workers_persist_between_calls_until_close_and_import_little(pool: Grade
 
 PARENT = """
 import sys, time
-from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.config.sampling import GradingConfig
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.types import Problem
 print("imported", flush=True)

@@ -17,7 +17,7 @@ import torch
 from bandpo_cli.config.task import RewardComponent
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.evaluation.evaluate import background_grading
-from bandpo_cli.grading.rewards import training_grader
+from bandpo_cli.grading.pool import training_grader
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
 from bandpo_cli.training.build import Components
