@@ -21,11 +21,12 @@ from bandpo_cli.cli.console import make_table
 from bandpo_cli.cli.options import one_of
 from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.errors import UserError
+from bandpo_cli.methods import METHODS, MethodEntry, method_name
 from bandpo_cli.paths import read_text
-from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry, method_name
+from bandpo_cli.registries import DIVERGENCES
 
 if TYPE_CHECKING:
-    from bandpo_cli.reports.interval_table import IntervalRow
+    from bandpo_cli.reports.intervals_by_probability import IntervalRow
 
 _MAX_TEXT_BYTES = 2**28
 """Maximum size of a file of probabilities in bytes: some ten million of them."""
@@ -44,7 +45,7 @@ _COLUMNS: Mapping[str, tuple[int, JustifyMethod]] = {
 
 
 def _is_comparable(method: MethodEntry) -> bool:
-    return method.bounds is not None and not method.named_by_region
+    return method.has_interval and not method.named_by_region
 
 
 def _is_matchable(method: MethodEntry) -> bool:
@@ -103,7 +104,7 @@ def bounds(
         at: The probability at which to match.
     """
     from bandpo_cli.bounds.divergences import find_divergence
-    from bandpo_cli.reports.interval_table import as_csv, as_json, band_rows, method_rows
+    from bandpo_cli.reports.intervals_by_probability import as_csv, as_json, band_rows, method_rows
 
     expected = "a radius; allowed: a finite number > 0, such as 0.05"
     deltas = opt.split_commas(delta or ["0.05"])
@@ -149,7 +150,7 @@ def bounds(
     elif wanted:
         _print_intervals(rows, max_ratio)
     if plot is not None:
-        from bandpo_cli.reports.interval_plot import plot_intervals
+        from bandpo_cli.reports.intervals_by_probability import plot_intervals
 
         plot_intervals(plot, regions, radii, peers, max_ratio, wanted)
         typer.echo(f"wrote {plot}", err=True)
@@ -222,13 +223,12 @@ def _print_matches(method: str, at: str, regions: Sequence[str], style: str) -> 
     """Print the radius for each divergence; null or a reason if no Band has that upper bound."""
     import numpy as np
 
-    from bandpo_cli.bounds import ratio_bounds
     from bandpo_cli.bounds.intervals import matching_delta
-    from bandpo_cli.reports.interval_table import PEERS as SETTINGS
+    from bandpo_cli.reports.intervals_by_probability import PEERS as SETTINGS
 
     if (prob := _number(at, "--at")) == 1.0:
         raise UserError("--at 1: a certain token cannot gain, whatever the radius; allowed: 0 < p < 1")
-    upper = float(ratio_bounds(SETTINGS[method])(np.log([prob])).upper[0])
+    upper = float(SETTINGS[method].ratio_bounds()(np.log([prob])).upper[0])
     common: dict[str, Any] = {"method": method, "prob": prob, "upper": upper}
     rows = [{"divergence": name, **common, "delta": matching_delta(name, prob, upper)} for name in regions]
     if style == "json":

@@ -1,8 +1,8 @@
 """`--nproc`: start the ranks on this machine, forward signals to them, report the first error; output of a rank.
 
-The ranks have the environment of `torchrun --nproc-per-node N`. torchrun's agent around them is not used: it has one
-timeout (torch 2.13: 30 s) for ranks that complete their step after a signal, which may take longer, and for ranks that
-wait for a dead one, which are to end in seconds; and it does not tell a second signal from the first.
+The ranks have the environment of `torchrun --nproc-per-node N`. torchrun's agent is not used: it has one timeout (torch
+2.13: 30 s) for ranks that complete their step after a signal, which may take longer, and for ranks that wait for a dead
+one, which are to end in seconds; and it does not tell a second signal from the first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -43,7 +43,7 @@ from bandpo_cli.processes.ranks import (
     launched_ranks,
     rank_count,
 )
-from bandpo_cli.processes.watch import PARENT_PID_VARIABLE
+from bandpo_cli.processes.watch import ChildProcess
 
 if TYPE_CHECKING:
     from bandpo_cli.config.run import RunConfig
@@ -63,9 +63,6 @@ OTHERS_S = 5.0
 
 WARNING_S = 2.0  # that a warning of another rank waits for the same one of rank 0, which prints its own
 MAX_WARNING_CHARS = 100_000  # of the warnings of a rank that are read: more is a flood
-
-_KILLED_S = 5
-"""Seconds to wait for a process after SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -95,27 +92,29 @@ def prints_errors() -> bool:
 
 
 class RankWarnings(logging.Handler):
-    """Reports the warnings of a rank, each text once."""
+    """Reports the warnings of a rank, each text once: to the launcher, or with torchrun on the terminal.
+
+    With torchrun, rank 0 prints its own.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         """Report one warning."""
-        _report_warning(one_line(redact_credentials(record.getMessage())))
+        self._report(one_line(redact_credentials(record.getMessage())))
 
-
-@cache
-def _report_warning(line: str) -> None:
-    """Write a warning to a file for the launcher; with torchrun, print it unless rank 0 does, which has a console."""
-    with suppress(OSError):
-        if launched_ranks() is not None:
-            with open(f"{os.environ[ERROR_FILE_VARIABLE]}.warnings", "a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
-        elif not is_main_process():
-            os.write(2, f"warning: rank {os.environ['RANK']}: {line}\n".encode())
+    @cache  # noqa: B019 - there is one handler
+    def _report(self, line: str) -> None:
+        with suppress(OSError):
+            if launched_ranks() is not None:
+                with open(f"{os.environ[ERROR_FILE_VARIABLE]}.warnings", "a", encoding="utf-8") as file:
+                    file.write(f"{line}\n")
+            elif not is_main_process():
+                os.write(2, f"warning: rank {os.environ['RANK']}: {line}\n".encode())
 
 
 def silence_other_ranks() -> None:
-    """Discard what this process prints if it is a rank other than 0: all standard output, and what Python writes to
-    standard error. Its warnings (`RankWarnings`) and crashes in native code are still reported.
+    """Discard standard output, and what Python writes to standard error, in ranks other than 0.
+
+    Their warnings (`RankWarnings`) and crashes in native code are still reported.
     """
     if rank_count() > 1:
         logging.getLogger("bandpo_cli").addHandler(RankWarnings(logging.WARNING))
@@ -131,20 +130,14 @@ def record_error(error: BaseException, code: int, traceback: str = "") -> None:
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path:
         return
-    record = {
-        "message": str(error),
-        "code": code,
-        "traceback": traceback,
-        "lost_rank": isinstance(error, LostRankError),
-        "time_ns": time.time_ns(),
-        "received": is_received(error),
-    }
+    text, now = str(error), time.time_ns()
+    record = RankError(text, code, traceback, isinstance(error, LostRankError), now, is_received(error))
     # The form that torchrun reads: it prints `py_callstack`.
-    extra = {"py_callstack": traceback or str(error), "timestamp": str(time.time_ns() // 10**9)}
-    message = {"message": str(error), "errorCode": code, "extraInfo": extra}
+    extra = {"py_callstack": traceback or text, "timestamp": str(now // 10**9)}
+    content = {"message": {"message": text, "errorCode": code, "extraInfo": extra}, "rank": asdict(record)}
     temporary = Path(f"{path}.tmp")
     with suppress(OSError):  # the error itself is more important; the exit code reports that there was one
-        temporary.write_text(json.dumps({"message": message, "rank": record}), encoding="utf-8")
+        temporary.write_text(json.dumps(content), encoding="utf-8")
         temporary.replace(path)  # the launcher finds it complete or not at all
 
 
@@ -156,44 +149,24 @@ def read_error(path: Path) -> RankError | None:
         return None
 
 
-class RankProcess:
-    """The process of a rank, in a group of its own, with the file for its error.
+class RankProcess(ChildProcess):
+    """The process of a rank, with the file for its error.
 
     Attributes:
-        rank: its number.
+        rank: its number; rank 0 alone prints.
         killed: the launcher has killed it.
         error_file: exists when the rank has failed or is about to.
-        code: its exit code after `end`; minus the number of the signal that killed it.
-        error: the error that it has recorded, after `end`; None if there is none.
+        error: the error in this file, after the end of all ranks; None if there is none.
     """
 
-    code = 0
     error: RankError | None = None
+    killed = False
 
-    def __init__(
-        self, rank: int, arguments: Sequence[str], variables: Mapping[str, str], folder: Path
-    ) -> None:
-        """Start the process; rank 0 alone prints."""
-        self.rank, self.killed = rank, False
-        self.error_file = folder / f"error-{rank}.json"
+    def __init__(self, rank: int, command: Sequence[str], variables: Mapping[str, str], folder: Path) -> None:
+        self.rank, self.error_file = rank, folder / f"error-{rank}.json"
         variables = {**os.environ, **variables, ERROR_FILE_VARIABLE: str(self.error_file)}
-        words, output = [sys.executable, *arguments], None if rank == 0 else subprocess.DEVNULL
-        self.process = subprocess.Popen(
-            words, env=variables, stdout=output, stderr=output, start_new_session=True
-        )
-
-    def end(self) -> None:
-        """Kill the rank if it is running, and the processes that it has left unless it succeeded."""
-        if self.process.poll() != 0:
-            self.send(signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(_KILLED_S)
-        self.code, self.error = self.process.returncode or 0, read_error(self.error_file)
-
-    def send(self, number: int) -> None:
-        """Send a signal to the process; SIGKILL to all processes of the group, also those that the rank has left."""
-        with suppress(ProcessLookupError, PermissionError):
-            (os.killpg if number == signal.SIGKILL else os.kill)(self.process.pid, number)
+        output = dict.fromkeys(("stdout", "stderr"), None if rank == 0 else subprocess.DEVNULL)
+        super().__init__(command, variables, may_leave=True, **output)
 
 
 def ranks_to_start(nproc: int | None) -> int | None:
@@ -219,10 +192,9 @@ def launch(
 ) -> int:
     """Run this command in `count` processes, and return the exit code of the run.
 
-    SIGINT, SIGTERM and SIGHUP are forwarded. Rank 0 receives the first one, since the ranks ask each other at every
-    step whether to stop. The second one of its kind drops the step: rank 0 receives it too, and the others, which have
-    nothing to write, are killed, because rank 0 may be waiting for them. The ranks receive other signals than this
-    process: a cluster sends SIGTERM to all processes of a job, which asks for one thing.
+    SIGINT, SIGTERM and SIGHUP are forwarded, as `FORWARDED`. Rank 0 receives the first one, since the ranks ask each
+    other at every step whether to stop. The second one of its kind drops the step: rank 0 receives it too, and the
+    others, which have nothing to write, are killed, because rank 0 may be waiting for them.
 
     Args:
         config: the settings; the device of the model decides whether each rank needs a GPU.
@@ -234,7 +206,7 @@ def launch(
         UserError: there are fewer GPUs or prompts than ranks, or the mistake of a rank.
         RunError: the error of the rank that failed first.
     """
-    from bandpo_cli.config.hardware import check_ranks
+    from bandpo_cli.config.run import check_ranks
     from bandpo_cli.storage.run_folder import shell_command
 
     check_ranks(config, count, training=command == "train")
@@ -257,10 +229,9 @@ def launch(
         repeated = number in received
         received.append(number)
         main, *others = ranks
-        if main.process.returncode is None:
-            main.send(next(own for own, asked in FORWARDED.items() if asked == number))
+        main.send(next(own for own, asked in FORWARDED.items() if asked == number), to_group=False)
         for rank in others if repeated else ():
-            if rank.process.returncode is None:
+            if rank.code is None:
                 rank.killed = True
                 rank.send(signal.SIGKILL)
 
@@ -272,11 +243,12 @@ def launch(
             for number in range(count):
                 variables = rank_variables(number, count, store.port, folder.name, os.environ)
                 words = arguments or ["-m", "bandpo_cli", *sys.argv[1:]]
-                ranks.append(RankProcess(number, words, variables, Path(errors)))
+                ranks.append(RankProcess(number, [sys.executable, *words], variables, Path(errors)))
             _watch(ranks, warnings)
         finally:
             for rank in ranks:
-                rank.end()
+                rank.kill()
+                rank.error = read_error(rank.error_file)
             _print_warnings(ranks, warnings, 0.0)
     if path_exists(folder / {"train": "config.yaml", "eval": "eval.json"}[command]):
         advice = f"continue with: {shell_command(f'{command} --resume', folder, runs_dir)} --nproc {count}"
@@ -307,7 +279,6 @@ def rank_variables(rank: int, count: int, port: int, name: str, environ: Mapping
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // count)),
-        PARENT_PID_VARIABLE: str(os.getpid()),
         LAUNCHER_VARIABLE: str(count),
         RUN_NAME_VARIABLE: name,
     }
@@ -329,10 +300,10 @@ def _print_warnings(ranks: Sequence[RankProcess], times: dict[str, float], wait_
 def _watch(ranks: Sequence[RankProcess], warnings: dict[str, float]) -> None:
     """Wait until all ranks have ended. After an error of one, or the end of rank 0, the others have some seconds."""
     deadline = math.inf
-    while running := [rank for rank in ranks if rank.process.poll() is None]:
+    while running := [rank for rank in ranks if rank.poll() is None]:
         now = time.monotonic()
         _print_warnings(ranks, warnings, WARNING_S)
-        if any(rank.process.returncode or rank.error_file.exists() for rank in ranks):
+        if any(rank.code or rank.error_file.exists() for rank in ranks):
             deadline = min(deadline, now + ENDING_S)
         if running[0].rank != 0:
             deadline = min(deadline, now + OTHERS_S)
@@ -350,16 +321,16 @@ def _exit_code(ranks: Sequence[RankProcess], signals: Sequence[int], advice: str
         signals: those that this process has received and forwarded.
         advice: a clause about the command that continues the run.
     """
-    main, cause = ranks[0], first_failure(ranks, signals)
+    code, cause = ranks[0].code or 0, first_failure(ranks, signals)
     if cause is None or (signals and cause.error is not None and cause.error.lost_rank):
-        if main.code < 0 and signals:  # before it could handle a signal, or while it waited for another rank
+        if code < 0 and signals:  # before it could handle a signal, or while it waited for another rank
             write_line(STOPPED)
-        return main.code if main.code >= 0 else 128 + signals[-1] if signals else 1
+        return code if code >= 0 else 128 + signals[-1] if signals else 1
     error = cause.error
     if error is None:
-        raise RunError(f"rank {cause.rank} {describe_exit(cause.code)}; {advice}")
+        raise RunError(f"rank {cause.rank} {describe_exit(cause.code or 0)}; {advice}")
     # A failure of all ranks is not one of the rank that was the first by a moment.
-    on_main = main.error is not None and main.error.message == error.message
+    on_main = ranks[0].error is not None and ranks[0].error.message == error.message
     named = cause.rank == 0 or on_main or error.received
     message = error.message if named else f"rank {cause.rank}: {error.message}"
     if error.traceback:
@@ -383,7 +354,7 @@ def first_failure(ranks: Sequence[RankProcess], signals: Collection[int] = ()) -
 
     def place(rank: RankProcess) -> tuple[int, bool, int] | None:
         """Return the place of a failure in this order; None for a rank that has not failed."""
-        code, error = rank.code, rank.error
+        code, error = rank.code or 0, rank.error
         was_killed = code < 0 and -code not in asked and not rank.killed
         if was_killed and code != -signal.SIGABRT:
             return 0, False, 0

@@ -106,7 +106,8 @@ class PromptEncoder:
             ConfigError: as for the class, or a tool cannot be used.
         """
         arguments: dict[str, Any] = {**(config.model.chat_template_kwargs or {})}
-        if schemas := tool_schemas(config.task.functions, config.task.environment is not None):
+        functions, of_environment = config.task.functions, config.task.environment is not None
+        if functions and (schemas := tool_schemas(functions, of_environment)):
             arguments["tools"] = schemas
         return cls(tokenizer, config.model.prompts, arguments, rows)
 

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -16,14 +15,14 @@ from safetensors.torch import load_file
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError, find_out_of_memory, first_line, warn_on_failure
 from bandpo_cli.grading.pool import GraderPool
-from bandpo_cli.models.load import Policy, load_policy, load_reference
+from bandpo_cli.models.load import Policy, load_reference
 from bandpo_cli.models.weights import ShardError, load_weights, read_shards, saved_shapes
 from bandpo_cli.processes.ranks import SINGLE, Ranks
-from bandpo_cli.sampling import prompt_encoding
 from bandpo_cli.sampling.engine_process import EngineProcess
-from bandpo_cli.sampling.prompt_encoding import PromptEncoder, completion_stop_ids
-from bandpo_cli.sampling.rollouts import Conversations, build_conversations
-from bandpo_cli.sampling.sampler import Sampler, SamplingParams, build_sampler, check_model
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder
+from bandpo_cli.sampling.rollouts import Conversations
+from bandpo_cli.sampling.sampler import Sampler, SamplingParams, build_sampler
+from bandpo_cli.sampling.setup import set_up_sampling
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.checkpoints import (
     ANY_PROBLEMS,
@@ -138,26 +137,18 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
     Raises:
         UserError: the model or the data cannot be loaded, or a prompt limit leaves no problem.
     """
-    check_model(config)
     torch.manual_seed(config.seed)
-    policy = load_policy(config.model, ranks=ranks, seed=config.seed)
-    prompt_encoding.check_context_length(policy.model.config, config)
-    encoder = PromptEncoder.of_run(policy.tokenizer, config, policy.rows)
-    conversations = build_conversations(config, encoder, ranks)
-    notes: list[str] = []
-    train = prompt_encoding.drop_long_prompts(encoder, "training", task.train_problems(), config, notes)
-    heldout = prompt_encoding.drop_long_prompts_in_sets(encoder, task.heldout_sets(), config, notes)
-    notes += encoder.notes(train)
+    loaded = set_up_sampling(config, task, ranks)
+    policy, train, heldout = loaded.policy, loaded.train, loaded.heldout
     # The reference before the optimizer and the sampler allocate memory.
     reference = load_reference(policy, config.model) if config.objective.reference_kl > 0 else None
     sampling = config.sampling
-    stop_ids = completion_stop_ids(policy, encoder, [*train, *chain.from_iterable(heldout.values())])
     sampler: Sampler = EngineProcess(config, policy) if sampling.max_lag else build_sampler(config, policy)
     try:
         return Components(
             policy=policy,
             reference=reference,
-            encoder=encoder,
+            encoder=loaded.encoder,
             stream=ProblemStream(train, derive_seed(config.seed, "problems")),
             heldout=heldout,
             grader=GraderPool(config.grading),
@@ -167,12 +158,12 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
                 sampling.samples,
                 sampling.temperature,
                 sampling.max_tokens,
-                stop_ids,
+                loaded.stop_ids,
                 entropy=sampling.max_lag == 0,  # those of older weights are of no use
             ),
             problems_digest=_problems_digest(train, heldout),
-            notes=notes,
-            conversations=conversations,
+            notes=loaded.notes,
+            conversations=loaded.conversations,
         )
     except BaseException:
         with warn_on_failure("the sampling engine could not be closed"):

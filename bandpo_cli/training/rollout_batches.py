@@ -30,10 +30,11 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
-from bandpo_cli.config.run import RewardConfig, RunConfig
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.sampling import RewardConfig
 from bandpo_cli.errors import warn_on_failure
 from bandpo_cli.evaluation.evaluate import background_grading, chunks
-from bandpo_cli.grading.rewards import graded_by, training_grader
+from bandpo_cli.grading.pool import graded_by, training_grader
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.processes.ranks import Ranks
 from bandpo_cli.sampling.prompt_encoding import EncodedPrompt, PromptEncoder

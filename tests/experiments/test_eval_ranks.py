@@ -48,7 +48,11 @@ class Recorder(Callback[EvalInfo, Batch, EvalResult]):
 def run(ranks: Ranks, folder: Path, name: str, resume: bool = False) -> tuple[dict[str, Any], Any, Recorder]:
     """Evaluate the bundled model; return the record and scores of the result, and the events of this rank."""
     events = Recorder()
-    with mock.patch("bandpo_cli.experiments.eval_run.connected_ranks", return_value=nullcontext(ranks)):
+    connected = mock.Mock(return_value=nullcontext(ranks))
+    with (
+        mock.patch("bandpo_cli.experiments.run.connected_ranks", connected),
+        mock.patch("bandpo_cli.experiments.eval_run.connected_ranks", connected),
+    ):
         if resume:
             result = resume_evaluation(name, folder, callbacks=[events])
         else:

@@ -17,7 +17,7 @@ import torch
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import ModelConfig, OptimConfig
 from bandpo_cli.errors import GraderFailedError
-from bandpo_cli.grading.rewards import training_grader
+from bandpo_cli.grading.pool import training_grader
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import load_policy, load_reference
 from bandpo_cli.models.logprobs import token_logprobs

@@ -4,20 +4,16 @@ The program of the process is a stand-in, which starts in milliseconds.
 """
 
 import inspect
-import multiprocessing
 import os
 import pickle
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 from unittest.mock import Mock
 
 import pytest
@@ -27,12 +23,14 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.processes import watch
 from bandpo_cli.processes.ranks import Ranks
-from bandpo_cli.sampling import engine_child, engine_process, engine_server
-from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
-from bandpo_cli.sampling.engine_process import EngineProcess
+from bandpo_cli.processes.watch import ChildProcess
+from bandpo_cli.sampling import engine_process, engine_server
+from bandpo_cli.sampling.engine_process import EngineProcess, engine_environment, start_engine
 from bandpo_cli.sampling.engine_server import Answer
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
+from tests.processes.checks import check_ended, wait_for
 
 CONFIG = RunConfig.model_validate({"sampling": {"engine": "transformers", "max_lag": 1}})
 PROMPTS = [(1, 2, 3), (4,)]
@@ -94,7 +92,7 @@ STAND_IN = f"""
 import json, os, pickle, sys, time
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-pipe = Connection(json.loads(sys.argv[1])[0])
+pipe = Connection(json.loads(sys.argv[1])[2][0])
 def done():
     pipe.send_bytes({pickle.dumps(Answer())!r})
 pipe.recv_bytes()
@@ -121,10 +119,15 @@ def test_an_engine_that_cannot_start_is_an_error_and_leaves_no_process(
 ) -> None:
     before, _, _ = STAND_IN.partition("done()\npipe.recv_bytes()\nwhile")
     error = pickle.dumps(Answer(error=ConfigError("vllm is not installed")))
-    monkeypatch.setattr(engine_child, "_SOURCE", f"{before}pipe.send_bytes({error!r})\npipe.recv_bytes()")
-    children: list[EngineChild] = []
-    start = lambda variables: children.append(EngineChild(variables)) or children[0]  # noqa: E731
-    monkeypatch.setattr(engine_process, "EngineChild", start)
+    monkeypatch.setattr(watch, "_CHILD_SOURCE", f"{before}pipe.send_bytes({error!r})\npipe.recv_bytes()")
+    children: list[ChildProcess] = []
+
+    def start(variables: dict[str, str]) -> tuple[ChildProcess, Connection, IO[bytes]]:
+        started = start_engine(variables)
+        children.append(started[0])
+        return started
+
+    monkeypatch.setattr(engine_process, "start_engine", start)
     with pytest.raises(ConfigError, match=r"^vllm is not installed$"):
         EngineProcess(CONFIG, policy)
     assert [child.wait(0) for child in children] == [True]
@@ -132,11 +135,11 @@ def test_an_engine_that_cannot_start_is_an_error_and_leaves_no_process(
 
 def started(monkeypatch: Patch, policy: Policy, line: str) -> EngineProcess:
     """Return an engine whose process runs `line` when it receives its first command after the start."""
-    monkeypatch.setattr(engine_child, "_SOURCE", STAND_IN + line)
+    monkeypatch.setattr(watch, "_CHILD_SOURCE", STAND_IN + line)
     return EngineProcess(CONFIG, policy)
 
 
-def child_of(engine: EngineProcess) -> EngineChild:
+def child_of(engine: EngineProcess) -> ChildProcess:
     assert engine._child is not None
     return engine._child
 
@@ -186,16 +189,6 @@ def test_a_process_that_is_killed_is_an_error_of_the_call_and_of_all_later_ones(
     idle.close()
 
 
-def test_the_error_of_a_process_that_ended_has_the_last_line_of_its_output(
-    monkeypatch: Patch, policy: Policy
-) -> None:
-    line = "print('x' * 10**6); print('Fatal: no more', file=sys.stderr); sys.exit(3)"
-    engine = started(monkeypatch, policy, line)
-    text = r"^the engine process ended with exit code 3 \(its last output: Fatal: no more\); "
-    with pytest.raises(RunError, match=text):
-        engine.sample(PROMPTS, PARAMS, 0)
-
-
 def test_a_process_of_the_engine_that_holds_the_connection_is_ended_with_it(
     monkeypatch: Patch, policy: Policy
 ) -> None:
@@ -204,7 +197,7 @@ def test_a_process_of_the_engine_that_holds_the_connection_is_ended_with_it(
     engine = started(monkeypatch, policy, line)
     error = in_a_thread(engine.sample, PROMPTS, PARAMS, 0).exception(WAIT_S)
     (pid,) = re.findall(r"ended with exit code 4 \(its last output: (\d+)\)", str(error))
-    assert has_ended(int(pid))
+    check_ended([int(pid)])
 
 
 def test_close_ends_a_process_that_samples(monkeypatch: Patch, policy: Policy) -> None:
@@ -212,7 +205,7 @@ def test_close_ends_a_process_that_samples(monkeypatch: Patch, policy: Policy) -
     monkeypatch.setattr(engine_process, "CLOSE_S", 10.0 * WAIT_S)
     engine = started(monkeypatch, policy, "time.sleep(600)")
     sampled = in_a_thread(engine.sample, PROMPTS, PARAMS, 0)
-    wait_until(engine._lock.locked)
+    wait_for(engine._lock.locked)
     engine.close()
     with pytest.raises(RunError, match=r"^the engine process is closed$"):
         sampled.result(WAIT_S)
@@ -237,7 +230,7 @@ def test_close_ends_a_process_with_an_open_stream(monkeypatch: Patch, policy: Po
 def test_close_lets_an_idle_engine_shut_down(monkeypatch: Patch, policy: Policy) -> None:
     engine = started(monkeypatch, policy, "sys.exit(5 if pickle.loads(kind) == ('close',) else 6)")
     engine.close()
-    assert child_of(engine)._process.returncode == 5
+    assert child_of(engine).code == 5
     with pytest.raises(RunError, match=r"^the engine process is closed$"):
         engine.sample(PROMPTS, PARAMS, 0)
 
@@ -255,49 +248,21 @@ def test_an_interrupted_call_ends_the_process(monkeypatch: Patch, policy: Policy
 
 # The real program of the process with a server that is always at work, and says so.
 BUSY = (
-    "import json, sys, types; *arguments, sys.path[:] = json.loads(sys.argv[1])\n"
-    "class Server:\n"
-    "    def __init__(self, pipe): self.pipe = pipe\n"
-    "    def serve(self):\n"
-    "        self.pipe.send('started')\n"
-    "        while True: pass\n"
-    "sys.modules['bandpo_cli.sampling.engine_server'] = types.SimpleNamespace(EngineServer=Server)\n"
-    "from bandpo_cli.sampling.engine_child import main; main(*arguments)"
-)
-
-
-def trainer_that_starts_a_busy_process(folder: Path) -> None:
-    child = EngineChild(os.environ)
-    assert child.pipe.recv() == "started"
-    (folder / "pid.part").write_text(str(child.pid))
-    (folder / "pid.part").rename(folder / "pid")
-    time.sleep(600)
-
-
-@pytest.mark.slow
-def test_a_working_process_ends_when_the_trainer_is_killed(monkeypatch: Patch, tmp_path: Path) -> None:
-    monkeypatch.setattr(engine_child, "_SOURCE", BUSY)
-    context = multiprocessing.get_context("fork")
-    trainer = context.Process(target=trainer_that_starts_a_busy_process, args=(tmp_path,))
-    trainer.start()
-    wait_until((tmp_path / "pid").exists)
-    pid = int((tmp_path / "pid").read_text())
-    try:
-        assert not has_ended(pid, seconds=0)
-        trainer.kill()
-        trainer.join()
-        assert has_ended(pid)
-    finally:  # a process that does not end by itself would use a core forever
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
+    "import sys, types\n"
+    "from multiprocessing.connection import Connection\n"
+    "def serve(descriptor):\n"
+    "    Connection(descriptor).send('started')\n"
+    "    while True: pass\n"
+    "sys.modules['bandpo_cli.sampling.engine_server'] = types.SimpleNamespace(serve=serve)\n"
+) + watch._CHILD_SOURCE
 
 
 @pytest.mark.slow
 def test_signals_to_the_job_leave_the_process_to_the_trainer(monkeypatch: Patch) -> None:
     """It is in a process group of its own, and SIGTERM, which a cluster sends to every process, does not end it."""
-    monkeypatch.setattr(engine_child, "_SOURCE", BUSY)
-    child = EngineChild(os.environ)
-    assert child.pipe.recv() == "started"
+    monkeypatch.setattr(watch, "_CHILD_SOURCE", BUSY)
+    child, pipe, _output = start_engine(os.environ)
+    assert pipe.recv() == "started"
     assert os.getpgid(child.pid) == child.pid
     os.kill(child.pid, signal.SIGTERM)
     os.kill(child.pid, signal.SIGINT)
@@ -305,23 +270,3 @@ def test_signals_to_the_job_leave_the_process_to_the_trainer(monkeypatch: Patch)
     child.kill()
     assert child.describe_end().startswith("was killed by SIGKILL")
     child.kill()
-
-
-def has_ended(pid: int, seconds: float = WAIT_S) -> bool:
-    """Wait for the end of a process of another parent; a zombie has ended."""
-
-    def is_gone() -> bool:
-        with suppress(FileNotFoundError, ProcessLookupError):
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] in "ZX"
-        return True
-
-    return wait_until(is_gone, seconds)
-
-
-def wait_until(is_true: Callable[[], bool], seconds: float = WAIT_S) -> bool:
-    until = time.monotonic() + seconds
-    while not is_true():
-        if time.monotonic() >= until:
-            return False
-        time.sleep(0.02)
-    return True
