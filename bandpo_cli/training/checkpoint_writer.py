@@ -293,8 +293,9 @@ class StateCopy:
         for name, item in state.optimizer.items():
             optimizer[name] = self._copies[_place(local_tensor(item))]
             if isinstance(item, DTensor):  # this rank's shard becomes a DTensor in host memory
-                mesh, layout = self._mesh or item.device_mesh, {"shape": item.shape, "stride": item.stride()}
-                optimizer[name] = DTensor.from_local(optimizer[name], mesh, item.placements, **layout)
+                mesh, shape, stride = self._mesh or item.device_mesh, item.shape, item.stride()
+                shard = DTensor.from_local(optimizer[name], mesh, item.placements, shape=shape, stride=stride)
+                optimizer[name] = shard
         return replace(state, weights=weights, optimizer=optimizer)
 
 

@@ -136,7 +136,7 @@ class StreamingCopy(RecordingSampler):
         yield len(every) - 1, [*groups]
 
 
-@pytest.mark.parametrize("rewards", [None, [{"grader": "number"}, {"grader": "countdown", "weight": 0.5}]])
+@pytest.mark.parametrize("rewards", [None, [{"weight": 1.0}, {"grader": "number", "weight": 0.5}]])
 def test_grades_while_sampling_give_the_same_run(
     tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch, rewards: list[dict[str, Any]] | None
 ) -> None:
