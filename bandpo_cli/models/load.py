@@ -1,4 +1,4 @@
-"""Loading and saving a policy: the model that is trained, its weights, tokenizer, special tokens, device and dtype."""
+"""Loading a policy: the model that is trained, its tokenizer, special tokens, device, dtype, deterministic kernels."""
 
 import copy
 import gc
@@ -56,12 +56,9 @@ def with_resolved_dtype(config: RunConfig) -> RunConfig:
 
 
 def release_cached_memory() -> None:
-    """Return unused GPU memory from torch's caching allocator to the driver, for an engine with another allocator.
-
-    Objects in reference cycles, such as tracebacks, hold tensors until garbage collection.
-    """
+    """Return unused GPU memory from torch's caching allocator to the driver, for an engine with another allocator."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        gc.collect()
+        gc.collect()  # objects in reference cycles, such as tracebacks, hold tensors
         torch.cuda.empty_cache()
 
 
@@ -124,9 +121,13 @@ def model_location(config: ModelConfig) -> str:
 def _source(config: ModelConfig) -> dict[str, Any]:
     """Return the arguments of transformers' loaders that say what to load; a folder has no revision."""
     location = model_location(config)
-    source = {"pretrained_model_name_or_path": location, "trust_remote_code": config.trust_remote_code}
-    has_revision = config.revision is not None and not path_exists(Path(location))
-    return source | ({"revision": config.revision} if has_revision else {})
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": location,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    if config.revision is not None and not path_exists(Path(location)):
+        source["revision"] = config.revision
+    return source
 
 
 def load_policy(
@@ -188,7 +189,12 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
     model_files.check_model_files(model_location(config), config.path)
     with loading_errors(config.path, "its config cannot be read"):
         loaded = AutoConfig.from_pretrained(**_source(config))
-    model_files.check_not_quantized(loaded, config.path)
+    if quantization := getattr(
+        loaded, "quantization_config", None
+    ):  # the loader would ask for another package
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        problem = f"its weights are quantized ({method!r:.40}), which cannot be trained"
+        raise model_error(config.path, f"{problem}; name the model with weights of 16 or 32 bits")
     return loaded
 
 
@@ -345,11 +351,12 @@ def check_loaded_weights(model: PreTrainedModel, info: Mapping[str, Any], path: 
         info: loading info of `from_pretrained(..., output_loading_info=True)`.
     """
     prefix = f"{model.base_model_prefix}."
-    for kind, names in (
-        ("missing", info["missing_keys"]),
-        ("of another shape than in config.json", [item[0] for item in info["mismatched_keys"]]),
-        ("not in the model of config.json", [n for n in info["unexpected_keys"] if n.startswith(prefix)]),
-    ):
+    problems = {
+        "missing": info["missing_keys"],
+        "of another shape than in config.json": [item[0] for item in info["mismatched_keys"]],
+        "not in the model of config.json": [n for n in info["unexpected_keys"] if n.startswith(prefix)],
+    }
+    for kind, names in problems.items():
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise model_error(path, f"weights that are {kind}: {min(names)}{more}")
@@ -370,10 +377,8 @@ def deterministic_kernels(config: RunConfig, training: bool = True) -> Iterator[
         yield
         return
     _prepare_determinism(config, training)
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)  # not `warn_only`, with which attention stays non-deterministic
     try:
         yield
@@ -383,7 +388,7 @@ def deterministic_kernels(config: RunConfig, training: bool = True) -> Iterator[
         operation = first_line(error).partition(" does not")[0]
         raise UserError(f"deterministic = true: {operation} {_NONE}; set deterministic=false") from error
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def _prepare_determinism(config: RunConfig, training: bool) -> None:
@@ -409,6 +414,5 @@ def _prepare_determinism(config: RunConfig, training: bool) -> None:
             "on a CPU, vLLM's results depend on its batches, and they on the time that tools and graders take"
         )
     if problem is not None:
-        raise UserError(
-            f"deterministic = true: {problem}; use --sampler transformers, or leave out deterministic"
-        )
+        advice = "use --sampler transformers, or leave out deterministic"
+        raise UserError(f"deterministic = true: {problem}; {advice}")

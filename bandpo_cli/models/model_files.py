@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.datasets import BUNDLED_MODELS
@@ -132,15 +132,6 @@ def check_weight_format(location: str, path: str) -> None:
     elif gguf := gguf_file(folder):
         problem = f"its weights are in {gguf.name}; {GGUF_ADVICE}"
     raise model_error(path, problem)
-
-
-def check_not_quantized(config: PreTrainedConfig, path: str) -> None:
-    """Raise UserError for quantized weights; the loader would ask for the package that unpacks them."""
-    stated = getattr(config, "quantization_config", None)
-    if stated:
-        method = stated.get("quant_method") if isinstance(stated, dict) else None
-        problem = f"its weights are quantized ({method!r:.40}), which cannot be trained"
-        raise model_error(path, f"{problem}; name the model with weights of 16 or 32 bits")
 
 
 def check_declared_size(model: PreTrainedModel, location: str, path: str) -> None:
