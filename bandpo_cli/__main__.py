@@ -1,13 +1,20 @@
-"""`bandpo` and `python -m bandpo_cli`: run the command line; print errors as one line."""
+"""`bandpo` and `python -m bandpo_cli`: the commands, their exit codes, and errors as one line.
+
+Modules of commands are light: heavy imports are inside the command functions.
+"""
 
 import atexit
 import gc
 import os
+import re
 import signal
 import sys
 import traceback
 from contextlib import nullcontext, suppress
-from typing import Any, NoReturn
+from typing import Annotated, Any
+
+RUN_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 130
+"""Exit codes; 130 is 128 + SIGINT, as shells report a program stopped by Ctrl-C."""
 
 
 def _stop_at_once(number: int, frame: Any) -> None:
@@ -15,19 +22,27 @@ def _stop_at_once(number: int, frame: Any) -> None:
     os._exit(INTERRUPTED)
 
 
-RUN_ERROR, USER_ERROR, INTERRUPTED = 1, 2, 130
-"""Exit codes; 130 is 128 + SIGINT, as shells report a program stopped by Ctrl-C."""
-
 _interrupt_handler = signal.getsignal(signal.SIGINT)
 if _interrupt_handler is signal.default_int_handler:  # Ctrl-C during the imports would print a traceback
     signal.signal(signal.SIGINT, _stop_at_once)
 try:
     import typer
+    from typer.core import TyperGroup
 
-    from bandpo_cli.cli import app
+    from bandpo_cli import __version__
+    from bandpo_cli.cli.bounds import bounds
     from bandpo_cli.cli.console import protect_streams
+    from bandpo_cli.cli.doctor import configs_app, doctor
+    from bandpo_cli.cli.eval import eval_app
+    from bandpo_cli.cli.export import export_app, import_app
     from bandpo_cli.cli.launch import prints_errors, record_error, silence_other_ranks
+    from bandpo_cli.cli.options import SETTINGS, command_group
+    from bandpo_cli.cli.report import report
+    from bandpo_cli.cli.runs import plot, runs, samples, show, view
     from bandpo_cli.cli.signals import exit_on_sigterm, handle_forwarded_signals
+    from bandpo_cli.cli.sweep import sweep
+    from bandpo_cli.cli.sync import sync
+    from bandpo_cli.cli.train import train
     from bandpo_cli.errors import RunError, UserError, first_line, system_error_message, user_code_location
     from bandpo_cli.processes.ranks import is_main_process, launched_ranks, rank_count
     from bandpo_cli.processes.watch import exit_with_parent, register
@@ -37,6 +52,43 @@ finally:
 
 PROGRAM = "bandpo"
 """The name in messages and in the scripts of shell completion, also for `python -m bandpo_cli`."""
+
+
+class _Root(TyperGroup):
+    """The command group `bandpo`. Its help lists the options of shell completion last."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return sorted(super().get_params(ctx), key=lambda option: option.name.endswith("_completion"))
+
+
+app = command_group(name=PROGRAM, cls=_Root, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _print_version(context: typer.Context, asked: bool) -> None:
+    if asked and not context.resilient_parsing:  # resilient: a shell completes a later word
+        print(f"bandpo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop."),
+    ] = False,
+) -> None:
+    """Reinforcement learning of language models with Band-constrained Policy Optimization."""
+
+
+# In the order of the help.
+app.command()(train)
+app.add_typer(eval_app, name="eval")
+for command in (sweep, report, runs, show, samples, view, plot, sync, bounds):
+    app.command()(command)
+app.add_typer(export_app, name="export")
+app.add_typer(import_app, name="import")
+app.add_typer(configs_app, name="configs")
+app.command()(doctor)
 
 
 def main() -> None:
@@ -55,83 +107,78 @@ def main() -> None:
     elif sys.argv[1:2] in (["train"], ["eval"], ["sweep"]):
         register(PROGRAM, leads=True, is_main=is_main_process())
     try:
-        _check_utf8(sys.argv[1:])
+        # Python passes bytes that are not UTF-8 as surrogates.
+        if words := [word for word in sys.argv if re.search("[\ud800-\udfff]", word)]:
+            raise UserError(f"{words[0]}: not a text in UTF-8; rename it")
         with exit_on_sigterm(announce=True) if rank_count() == 1 else nullcontext():
             code = app(standalone_mode=False, prog_name=PROGRAM)
-    except UserError as error:
-        _fail(error, USER_ERROR)
-    except RunError as error:
-        _fail(error, RUN_ERROR)
-    except typer.TyperException as error:
-        if len(sys.argv) == 1:  # no command was given, and the help has been printed
-            sys.exit(USER_ERROR)
-        message = error.format_message() if hasattr(error, "format_message") else str(error)
-        context = getattr(error, "ctx", None)
-        command = getattr(context, "command_path", PROGRAM)
-        _fail(UserError(f"{_with_setting(message, error, context)} (see {command} --help)"), USER_ERROR)
     except (typer.Abort, KeyboardInterrupt):
         sys.exit(INTERRUPTED)
     except Exception as error:
-        if known := system_error_message(error):
-            _fail(RunError(known), RUN_ERROR)
-        if location := user_code_location(error):
-            _fail(RunError(f"{type(error).__name__}: {first_line(error)}{location}"), RUN_ERROR)
-        record_error(RunError(f"{type(error).__name__}: {error}"), RUN_ERROR, traceback.format_exc())
-        if not prints_errors():
-            sys.exit(RUN_ERROR)
-        raise
+        if isinstance(error, typer.TyperException) and len(sys.argv) == 1:  # the help has been printed
+            sys.exit(USER_ERROR)
+        known = _known_error(error)
+        code = USER_ERROR if isinstance(known, UserError) else RUN_ERROR
+        trace = "" if known else traceback.format_exc()
+        record_error(known or RunError(f"{type(error).__name__}: {error}"), code, trace)
+        if prints_errors():
+            if known is None:
+                raise
+            print(f"error: {known}", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)
-
-
-def _with_setting(message: str, error: Exception, context: Any) -> str:
-    """Return the message about an unknown option, if the command has --set with the settings of that name."""
-    from bandpo_cli.cli.options import SETTINGS
-    from bandpo_cli.config.layers import settings_named
-    from bandpo_cli.settings_validation import OPTIONS_ELSEWHERE, option_word, setting_for
-
-    option = getattr(error, "option_name", None)
-    known = {flag for parameter in context.command.params for flag in parameter.opts} if context else set()
-    if "--set" not in known:  # without a context: an option that lacks its value
-        return message
-    if option is None:
-        word = message.partition("(")[2].partition("=")[0].rstrip(") ")
-        if "unexpected extra argument" not in message:
-            return message
-        uses = f"--set {setting_for(word)}=VALUE" if setting_for(word) else "KEY=VALUE after --set"
-        return f"{message}; use {uses}"
-    if uses := OPTIONS_ELSEWHERE.get(option_word(option), ""):
-        return f"{message.partition(' (')[0]}; use {uses}"
-    setting = setting_for(option)
-    if flag := next((flag.name for flag in SETTINGS if flag.setting == setting and flag.name in known), None):
-        return f"{message.partition(' (')[0]}; use {flag} VALUE"
-    forms = ["--set {}=VALUE", *(["--axis {}=VALUE,VALUE"] if "--axis" in known else [])]
-    uses = " or ".join(form.format(key) for key in settings_named(option) for form in forms)
-    return f"{message.partition(' (')[0]}; use {uses}" if uses else message
 
 
 def _skip_last_collection() -> None:
     """Keep the interpreter from a last search for unreachable objects, which takes 0.3 s after the imports of `eval`.
 
-    Files, workers and threads are closed by then. Not with torch: vLLM's extension modules print the objects that they
-    find undeleted at the end as leaks.
+    Not with torch: vLLM's extension modules print the objects that they find undeleted at the end as leaks.
     """
     if "torch" not in sys.modules:
         gc.freeze()
 
 
-def _check_utf8(words: list[str]) -> None:
-    """Raise UserError for bytes on the command line that are not UTF-8, which Python passes on as surrogates."""
-    for word in words:
-        if any("\ud800" <= char <= "\udfff" for char in word):
-            raise UserError(f"{word}: not a text in UTF-8; rename it")
+def _known_error(error: Exception) -> UserError | RunError | None:
+    """Return the error to print as one line; None for a mistake in this package, which needs its traceback."""
+    if isinstance(error, UserError | RunError):
+        return error
+    if isinstance(error, typer.TyperException):
+        return UserError(_usage_message(error))
+    if message := system_error_message(error):
+        return RunError(message)
+    if location := user_code_location(error):
+        return RunError(f"{type(error).__name__}: {first_line(error)}{location}")
+    return None
 
 
-def _fail(error: UserError | RunError, code: int) -> NoReturn:
-    """Print an error, or leave that to the process that has started this rank, and exit with `code`."""
-    record_error(error, code)
-    if prints_errors():
-        print(f"error: {error}", file=sys.stderr)
-    sys.exit(code)
+def _usage_message(error: typer.TyperException) -> str:
+    """Return the message about a wrong command line, with the flag or the setting that an unknown option may mean."""
+    from bandpo_cli.config.layers import settings_named
+    from bandpo_cli.settings_validation import OPTIONS_ELSEWHERE, option_word, setting_for
+
+    message, context, option = (
+        error.format_message(),
+        getattr(error, "ctx", None),
+        getattr(error, "option_name", ""),
+    )
+    known = {flag for parameter in context.command.params for flag in parameter.opts} if context else set()
+    advice = ""
+    if "--set" in known and option:
+        setting = setting_for(option)
+        flags = [flag.name for flag in SETTINGS if flag.setting == setting and flag.name in known]
+        forms = ["--set {}=VALUE", *(["--axis {}=VALUE,VALUE"] if "--axis" in known else [])]
+        advice = (
+            OPTIONS_ELSEWHERE.get(option_word(option), "")
+            or " or ".join(f"{flag} VALUE" for flag in flags)
+            or " or ".join(form.format(key) for key in settings_named(option) for form in forms)
+        )
+        message = (
+            message.partition(" (")[0] if advice else message
+        )  # without the options that Typer finds similar
+    elif "--set" in known and "unexpected extra argument" in message:
+        word = message.partition("(")[2].partition("=")[0].rstrip(") ")
+        advice = f"--set {setting_for(word)}=VALUE" if setting_for(word) else "KEY=VALUE after --set"
+    uses = f"; use {advice}" if advice else ""
+    return f"{message}{uses} (see {context.command_path if context else PROGRAM} --help)"
 
 
 if __name__ == "__main__":

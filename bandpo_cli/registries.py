@@ -1,12 +1,11 @@
-"""Extension points: one table each for divergences, methods, sampling engines, data sets, graders and tasks.
+"""Extension points: one table each for divergences, sampling engines, graders, advantage estimators and trackers.
 
 Settings validation, command-line help, error messages and the place that builds the thing all read the table. Classes
 and functions are named as "module:attribute" and imported on first use, so that this module needs the standard library
 only: what a table has is no class variable of the settings, whose import takes 0.17 s of the help's 0.25 s.
 
-A program that uses the package as a library registers its own entries before it resolves a configuration:
-
-    METHODS.register(MethodEntry("mine", "my bounds", settings="my_module:MySettings", bounds="my_module:my_bounds"))
+A program that uses the package as a library registers its own entries before it resolves a configuration.
+`methods` has the table of methods.
 """
 
 import functools
@@ -105,39 +104,6 @@ class DivergenceEntry(Entry):
     bounds_float32: str | None = None
 
 
-@dataclass(frozen=True)
-class MethodEntry(Entry):
-    """A method (`bounds.method`).
-
-    Attributes:
-        settings: a subclass of `config.methods.MethodSettings`; the default of its field `method` is the entry's name.
-        bounds: a function from these settings to a `bounds.intervals.BoundsFunction`: the interval of ratios beyond
-            which the method removes a token's gradient, by the sign of its advantage; None for a method without one.
-        loss: a subclass of `objective.loss.PolicyLoss`.
-        paper: the source of the method and of its default settings; "" for none.
-        without_bounds: why there are no bounds, as the end of a sentence; "" where there are.
-        trust_region: the method has a divergence and a radius, so it is compared by them and not by its name alone.
-        named_by_region: in names of variants, divergence and radius stand for the method: `kl 0.05`.
-        bounded: the upper bound is finite, so that a Band can match it.
-        differs_at_ratio_one: its gradient differs from the gradient of the other methods also in the first update of a
-            batch, where every ratio is 1.
-        control: the plain policy gradient, without an effect of its own.
-        aliases: other names that `--method` and `bounds.method` accept.
-    """
-
-    settings: str
-    bounds: str | None = None
-    loss: str = "bandpo_cli.objective.policy_losses:IntervalLoss"
-    paper: str = ""
-    without_bounds: str = ""
-    trust_region: bool = False
-    named_by_region: bool = False
-    bounded: bool = True
-    differs_at_ratio_one: bool = False
-    control: bool = False
-    aliases: tuple[str, ...] = ()
-
-
 # fmt: off
 _DIVERGENCES, _KL = "bandpo_cli.bounds.divergences", "bandpo_cli.bounds.kl"
 
@@ -155,67 +121,6 @@ DIVERGENCES = Registry("divergence", [
                     f"{_DIVERGENCES}:le_cam_bounds"),
     DivergenceEntry("js", "Jensen–Shannon, nats", f"{_DIVERGENCES}:f_jensen_shannon"),
 ], "a custom f as module:function", is_function_path)
-
-_SETTINGS, _OF_COMPLETIONS = "bandpo_cli.config.methods", "bandpo_cli.config.completion_methods"
-_BOUNDS, _CUSTOM = "bandpo_cli.bounds.intervals", "bandpo_cli.objective.custom"
-_LOSSES, _COMPLETION_LOSSES = "bandpo_cli.objective.policy_losses", "bandpo_cli.objective.completion_losses"
-_RATIO_OF_COMPLETION = "it clips the ratio of a completion, not the ratio of a token"
-
-METHODS = Registry("method", [
-    MethodEntry("band", "the Band of an f-divergence trust region", f"{_SETTINGS}:BandSettings", f"{_BOUNDS}:band",
-                paper="arXiv 2603.04918", trust_region=True, named_by_region=True),
-    MethodEntry("clip", "the same fixed interval for every token (PPO, GRPO)", f"{_SETTINGS}:ClipSettings",
-                f"{_BOUNDS}:clip", paper="arXiv 1707.06347", aliases=("grpo", "ppo")),
-    MethodEntry("clip-higher", "the fixed interval with a higher upper end (DAPO)", f"{_SETTINGS}:ClipHigherSettings",
-                f"{_BOUNDS}:clip", paper="arXiv 2503.14476"),
-    MethodEntry("dcpo", "bounds that widen as the token gets rarer", f"{_SETTINGS}:DcpoSettings", f"{_BOUNDS}:dcpo",
-                paper="arXiv 2509.02333"),
-    MethodEntry("ripo", "bounds that keep p·(r − 1)² constant", f"{_SETTINGS}:RipoSettings", f"{_BOUNDS}:ripo",
-                paper="arXiv 2607.10169"),
-    MethodEntry("none", "no clipping", f"{_SETTINGS}:NoClipSettings", f"{_BOUNDS}:no_clip", bounded=False,
-                control=True),
-    MethodEntry("dppo", "a mask outside a binary trust region", f"{_SETTINGS}:DppoSettings", f"{_BOUNDS}:dppo",
-                f"{_LOSSES}:DppoLoss", "arXiv 2602.04879", trust_region=True, bounded=False),
-    MethodEntry("cppo", "dppo's mask, with a budget for the tokens before", f"{_OF_COMPLETIONS}:CppoSettings", None,
-                f"{_COMPLETION_LOSSES}:CppoLoss", "arXiv 2606.10968",
-                "its threshold depends on the position of a token and on the tokens before"),
-    MethodEntry("cispo", "truncated importance weights", f"{_SETTINGS}:CispoSettings", None, f"{_LOSSES}:CispoLoss",
-                "arXiv 2506.13585", "it truncates the weight of the gradient and keeps the gradient of every token"),
-    MethodEntry("sapo", "a soft gate on the ratio", f"{_SETTINGS}:SapoSettings", None, f"{_LOSSES}:SapoLoss",
-                "arXiv 2511.20347", "its gate falls smoothly and has no edge"),
-    MethodEntry("gspo", "the clipped ratio of a completion", f"{_OF_COMPLETIONS}:GspoSettings", None,
-                f"{_COMPLETION_LOSSES}:GspoLoss", "arXiv 2507.18071", _RATIO_OF_COMPLETION),
-    MethodEntry("luspo", "gspo times the length of the completion", f"{_OF_COMPLETIONS}:LuspoSettings", None,
-                f"{_COMPLETION_LOSSES}:LuspoLoss", "arXiv 2602.05261", _RATIO_OF_COMPLETION, differs_at_ratio_one=True),
-    MethodEntry("gapo", "gspo, wider for correct completions of harder problems", f"{_OF_COMPLETIONS}:GapoSettings",
-                None, f"{_COMPLETION_LOSSES}:GapoLoss", "arXiv 2609.00444", _RATIO_OF_COMPLETION),
-    MethodEntry("gmpo", "the geometric mean of clipped ratios", f"{_OF_COMPLETIONS}:GmpoSettings", f"{_BOUNDS}:gmpo",
-                f"{_COMPLETION_LOSSES}:GmpoLoss", "arXiv 2507.20673"),
-    MethodEntry("ce-gppo", "a scaled gradient for clipped tokens", f"{_SETTINGS}:CeGppoSettings", None,
-                f"{_LOSSES}:CeGppoLoss", "arXiv 2509.20712", "tokens outside its interval keep a scaled gradient"),
-    MethodEntry("aspo", "inverse ratios for positive advantages", f"{_SETTINGS}:AspoSettings", f"{_BOUNDS}:clip",
-                f"{_LOSSES}:AspoLoss", "arXiv 2510.06062"),
-    MethodEntry("drpo", "a quadratic penalty in place of a mask", f"{_SETTINGS}:DrpoSettings", None,
-                f"{_LOSSES}:DrpoLoss", "arXiv 2606.09821", "its penalty grows smoothly and has no edge"),
-    MethodEntry("topr", "truncated importance of negative completions", f"{_OF_COMPLETIONS}:ToprSettings", None,
-                f"{_COMPLETION_LOSSES}:ToprLoss", "arXiv 2503.14286",
-                "it truncates the weight of a completion, not the ratio of a token"),
-    MethodEntry("vespo", "a smooth weight of the ratio of a completion", f"{_OF_COMPLETIONS}:VespoSettings", None,
-                f"{_COMPLETION_LOSSES}:VespoLoss", "arXiv 2602.10693",
-                "its weight of a completion falls smoothly and has no edge"),
-    MethodEntry("clip-cov", "clip, and no gradient for some tokens of high covariance", f"{_SETTINGS}:ClipCovSettings",
-                f"{_BOUNDS}:clip", f"{_LOSSES}:ClipCovLoss", "arXiv 2505.22617", differs_at_ratio_one=True),
-    MethodEntry("kl-cov", "a penalty on tokens of high covariance", f"{_SETTINGS}:KlCovSettings", None,
-                f"{_LOSSES}:KlCovLoss", "arXiv 2505.22617", "it has a penalty and clips no ratio"),
-], "a custom class or function as module:name", is_function_path,
-   lambda name: MethodEntry(name, "custom", f"{_SETTINGS}:CustomSettings", f"{_CUSTOM}:custom_bounds",
-                            f"{_CUSTOM}:custom_loss"))
-
-
-def method_name(name: str) -> str:
-    """Return the name of the method that an alias stands for, and any other name unchanged."""
-    return next((entry.name for entry in METHODS.values() if name in entry.aliases), name)
-
 
 @dataclass(frozen=True)
 class EstimatorEntry(Entry):

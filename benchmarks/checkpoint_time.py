@@ -26,9 +26,9 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.storage import checkpoints as stored_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
-from bandpo_cli.training import checkpoint_files, loop
+from bandpo_cli.training import checkpoint_writer, loop
+from bandpo_cli.training.build import build_components
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
-from bandpo_cli.training.components import build_components
 
 Seconds = dict[str, dict[str, list[float]]]
 
@@ -55,7 +55,7 @@ def without_checksums(condition: bool) -> Iterator[None]:
     """Write checkpoints without computing checksums if `condition` is true."""
     with ExitStack() as stack:
         if condition:
-            stack.enter_context(mock.patch.object(checkpoint_files, "xxh3_64", NoHash))
+            stack.enter_context(mock.patch.object(checkpoint_writer, "xxh3_64", NoHash))
             stack.enter_context(mock.patch.object(stored_checkpoints, "file_checksum", return_value="none"))
         yield
 

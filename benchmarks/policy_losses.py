@@ -18,9 +18,10 @@ from shared import command_line
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.methods import METHODS
+from bandpo_cli.methods.loss import LossBatch, PolicyLoss, policy_loss
 from bandpo_cli.models.load import Policy, load_policy
-from bandpo_cli.objective.loss import LossBatch, PolicyLoss, policy_loss, policy_objective, token_mean
-from bandpo_cli.registries import METHODS
+from bandpo_cli.objective.policy_objective import policy_objective, token_mean
 from bandpo_cli.training.experience import Experience, prepare_updates
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.update import update_policy

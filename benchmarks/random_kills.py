@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # equality bit for bit requires t
 from shared import command_line, content_of_run
 
 import bandpo_cli.reports.run_plots
-import bandpo_cli.training.components  # noqa: F401 - imported once, before the forks
+import bandpo_cli.training.build  # noqa: F401 - imported once, before the forks
 from bandpo_cli.__main__ import main as bandpo
 
 SETTINGS = [

@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel, PositiveFloat
 from torch import Tensor
 
-from bandpo_cli.objective.loss import LossBatch, PolicyLoss, log_ratio
+from bandpo_cli.methods.loss import LossBatch, PolicyLoss, log_ratio
 
 
 class SmoothGate(PolicyLoss):

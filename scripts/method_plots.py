@@ -20,7 +20,8 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from PIL import Image
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.objective.loss import LossBatch, policy_loss, policy_objective
+from bandpo_cli.methods.loss import LossBatch, policy_loss
+from bandpo_cli.objective.policy_objective import policy_objective
 from bandpo_cli.reports.plot_style import CYCLE, MUTED_COLOR, TEXT_COLOR, clean_axes
 
 FAMILIES: dict[str, list[tuple[str, dict[str, Any]]]] = {

@@ -28,7 +28,7 @@ FORKSERVER.set_forkserver_preload(
     ["torch", "transformers.models.qwen2.modeling_qwen2", "transformers.models.auto.tokenization_auto",
      "transformers.tokenization_utils_fast", "pandas", "pyarrow.parquet", "scipy.stats", "matplotlib.figure",
      "matplotlib.backends.backend_agg", "jinja2", "rich.progress", "typer", "bandpo_cli.cli.train_view",
-     "bandpo_cli.experiments.run", "bandpo_cli.training.components", "bandpo_cli.training.loop", "peft",
+     "bandpo_cli.experiments.run", "bandpo_cli.training.build", "bandpo_cli.training.loop", "peft",
      "transformers.models.qwen2.tokenization_qwen2", "pyarrow.dataset", "bandpo_cli.reports.run_plots",
      "torch.distributed.checkpoint.hf_storage", "tests.training.recording", "tests.preloaded"]
 )  # fmt: skip
@@ -125,7 +125,7 @@ class ForkedChild(subprocess.Popen[Any]):
 
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
         is_command = [*args[:3]] == [sys.executable, "-m", "bandpo_cli"]
-        if not is_command and not any("bandpo_cli.sampling.engine_child" in word for word in args[3:4]):
+        if not is_command and not any("bandpo_cli.sampling.engine_server" in word for word in args[4:5]):
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         start = inspect.signature(super()._execute_child).bind(args, *rest).arguments  # type: ignore[misc]
@@ -137,21 +137,16 @@ class ForkedChild(subprocess.Popen[Any]):
         code: object = 1
         try:
             faulthandler.unregister(signal.SIGUSR1)  # as in a new process
-            watch = sys.modules.get("bandpo_cli.processes.watch")
-            if (
-                watch is not None and watch._file is not None
-            ):  # else it closes a descriptor of this process later
-                watch._file.close()
-                watch._file = None
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGVTALRM):
                 signal.signal(number, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.set_wakeup_fd(-1)
             for number, descriptor in ((1, start["c2pwrite"]), (2, start["errwrite"])):
                 os.dup2(descriptor if descriptor >= 0 else number, number)
-            for descriptor in set(range(3, 256)) - {*start["pass_fds"]}:  # no lock of the parent stays held
-                with suppress(OSError):
-                    os.close(descriptor)
+            # No lock of the parent stays held, and objects of the parent close no descriptor of this process later.
+            null = os.open(os.devnull, os.O_RDWR)
+            for descriptor in {*map(int, os.listdir("/proc/self/fd"))} - {0, 1, 2, *start["pass_fds"]}:
+                os.dup2(null, descriptor)
             _enter(Path.cwd(), [1, 2], dict(start["env"] or os.environ))
             if is_command:
                 _run(args[3:])

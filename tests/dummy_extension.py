@@ -3,21 +3,13 @@
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from bandpo_cli.bounds.intervals import BoundsFunction
-from bandpo_cli.config.methods import MethodSettings
+from bandpo_cli.bounds.intervals import BoundsFunction, fixed_bounds
 from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.config.task import TaskSettings
 from bandpo_cli.datasets import DATASETS, TASKS, Dataset, TaskEntry
-from bandpo_cli.registries import (
-    DIVERGENCES,
-    ENGINES,
-    GRADERS,
-    METHODS,
-    DivergenceEntry,
-    EngineEntry,
-    GraderEntry,
-    MethodEntry,
-)
+from bandpo_cli.methods import METHODS, MethodEntry
+from bandpo_cli.methods.settings import MethodSettings
+from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS, DivergenceEntry, EngineEntry, GraderEntry
 from bandpo_cli.types import Completion, Problem
 
 
@@ -27,13 +19,8 @@ class DummySettings(MethodSettings):
     method: Literal["dummy"] = "dummy"
     width: float = 0.1
 
-
-def dummy_bounds(config: DummySettings) -> BoundsFunction:
-    """Return the interval for every token."""
-    from bandpo_cli.bounds.intervals import clip
-    from bandpo_cli.config.methods import ClipSettings
-
-    return clip(ClipSettings(eps_low=config.width, eps_high=config.width))
+    def ratio_bounds(self) -> BoundsFunction:
+        return fixed_bounds(1.0 - self.width, 1.0 + self.width)
 
 
 def f_dummy(u: Any, x: Any) -> Any:
@@ -108,7 +95,7 @@ def judge(text: str, answer: str) -> bool:
     return text == answer
 
 
-METHODS.register(MethodEntry("dummy", "a dummy", f"{__name__}:DummySettings", f"{__name__}:dummy_bounds"))
+METHODS.register(MethodEntry("dummy", "a dummy", f"{__name__}:DummySettings"))
 DIVERGENCES.register(DivergenceEntry("dummy", "a dummy", f"{__name__}:f_dummy"))
 ENGINES.register(EngineEntry("dummy", "a dummy", f"{__name__}:dummy_sampler", shares_weights=True))
 GRADERS.register(GraderEntry("dummy", "a dummy", f"{__name__}:first_stage", worker=f"{__name__}:judge"))

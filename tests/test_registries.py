@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.config.layers import read_assignments, resolve
-from bandpo_cli.config.methods import MethodSettings
 from bandpo_cli.config.task import TaskSettings
 from bandpo_cli.custom_code import is_function_path, load_function
 from bandpo_cli.datasets import DATASETS, TASKS, task_kind
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.methods import METHODS
+from bandpo_cli.methods.settings import MethodSettings
 from bandpo_cli.registries import (
     ADVANTAGES,
     DIVERGENCES,
     ENGINES,
     GRADERS,
-    METHODS,
     SIGNATURES,
     Entry,
     Registry,
@@ -131,7 +131,7 @@ def outputs() -> dict[str, str]:
     """The output of each command in a process that registers the dummy entries before it imports the commands."""
     code = (
         "import sys, tests.dummy_extension\n"
-        "from bandpo_cli.cli import app\n"
+        "from bandpo_cli.__main__ import app\n"
         "for command in sys.argv[1:]:\n"
         "    print(end='\\f', flush=True)\n"
         "    app(command.split(), standalone_mode=False)\n"

@@ -1,7 +1,4 @@
-"""The ratio-bound methods as functions of the old log-probabilities, built from their settings, and matching radii.
-
-The loss receives the bounds and does not depend on the method. A new method needs a settings class in
-`config.methods`, a function here from these settings to a `BoundsFunction`, and an entry in `registries.METHODS`.
+"""Intervals of ratios: the type of bounds functions, clipped tokens, and matching radii.
 
 A matching radius is the δ at which a region is as wide as another method, at one probability or on recorded tokens.
 """
@@ -26,29 +23,39 @@ from bandpo_cli.bounds.arrays import (
     no_grad_no_warnings,
     output_dtype,
 )
-from bandpo_cli.bounds.band import logprob_bounds
 from bandpo_cli.bounds.divergences import find_divergence
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.registries import METHODS, load_attribute
 
 if TYPE_CHECKING:
-    from bandpo_cli.config import completion_methods, methods
+    from bandpo_cli.methods.settings import MethodSettings, TrustRegionSettings
 
 BoundsFunction = Callable[[Array], RatioBounds]
 """Old log-probabilities of any shape → bounds of that shape; types, NaN and devices are handled as in `band_bounds`."""
 
 
-def ratio_bounds(config: methods.MethodSettings) -> BoundsFunction:
-    """Return the bounds function of the method that `config` describes.
+def fixed_bounds(lower: float, upper: float) -> BoundsFunction:
+    """Return the same interval for every token."""
 
-    Raises:
-        ConfigError: the method has no interval of ratios; the message gives the reason.
-    """
-    method = METHODS[config.method]
-    if method.bounds is None:
-        raise ConfigError(f"{method.name} has no interval of ratios: {method.without_bounds}")
-    function: BoundsFunction = load_attribute(method.bounds)(config)
-    return function
+    def bounds(old_logprobs: Array) -> RatioBounds:
+        x = as_array(old_logprobs)
+        full_like, dtype = namespace(x).full_like, output_dtype(x)
+        return RatioBounds(full_like(x, lower, dtype=dtype), full_like(x, upper, dtype=dtype))
+
+    return bounds
+
+
+def bounds_of_probability(ends: Callable[[Array], tuple[Array, Array]]) -> BoundsFunction:
+    """Return the bounds that `ends` computes from 1/p in float64."""
+
+    def bounds(old_logprobs: Array) -> RatioBounds:
+        x = as_array(old_logprobs)
+        xp, dtype = namespace(x), output_dtype(x)
+        with no_grad_no_warnings(x):
+            inverse_p = xp.exp(-xp.clip(cast(x, xp.float64), None, 0.0))
+            known = (xp.nan_to_num(bound, nan=1.0, posinf=math.inf) for bound in ends(inverse_p))
+            return RatioBounds(*(cast(bound, dtype) for bound in known))
+
+    return bounds
 
 
 class ClipState(NamedTuple):
@@ -74,93 +81,6 @@ def clip_state(ratios: Array, lower: Array, upper: Array, advantages: Array) -> 
     """Return which tokens the bounds clip; all arguments are numpy arrays, or all are tensors, of one shape."""
     above, below = ratios > upper, ratios < lower
     return ClipState(above & (advantages > 0), below & (advantages < 0), outside=above | below)
-
-
-def band(config: methods.BandSettings) -> BoundsFunction:
-    """Return the Band, capped at `max_ratio` and widened to the interval of `relax` where that is set."""
-
-    def bounds(old_logprobs: Array) -> RatioBounds:
-        band = logprob_bounds(old_logprobs, config.divergence, config.delta, config.max_ratio)
-        if config.relax is None:
-            return band
-        xp = namespace(band.lower)
-        lower = xp.clip(band.lower, None, 1.0 - config.relax.eps_low)
-        return RatioBounds(lower, xp.clip(band.upper, 1.0 + config.relax.eps_high, None))
-
-    return bounds
-
-
-def clip(config: methods.IntervalSettings) -> BoundsFunction:
-    """Return [1−eps_low, 1+eps_high] for every token."""
-    return _fixed(1.0 - config.eps_low, 1.0 + config.eps_high)
-
-
-def gmpo(config: completion_methods.GmpoSettings) -> BoundsFunction:
-    """Return [e^−log_eps_low, e^log_eps_high] for every token."""
-    return _fixed(math.exp(-config.log_eps_low), math.exp(config.log_eps_high))
-
-
-def dppo(config: methods.DppoSettings) -> BoundsFunction:
-    """Return the Band of the same divergence and radius, without a cap.
-
-    A binary divergence of (p, 1−p) is at most δ exactly where the ratio is in the Band, whose other tokens move in
-    proportion.
-    """
-    return lambda old_logprobs: logprob_bounds(old_logprobs, config.divergence, config.delta, None)
-
-
-def no_clip(config: methods.NoClipSettings) -> BoundsFunction:
-    """Return [0, ∞] for every token."""
-    return _fixed(0.0, math.inf)
-
-
-def dcpo(config: methods.DcpoSettings) -> BoundsFunction:
-    """Return ½ + ½√max(1−4ε₋/p, 0) and min(½ + ½√(1+4ε₊/p), max_ratio) (arXiv 2509.02333); [1, 1] for NaN."""
-
-    def ends(inverse_p: Array) -> tuple[Array, Array]:
-        xp = namespace(inverse_p)
-        lower = 0.5 + 0.5 * xp.sqrt(xp.clip(1.0 - 4.0 * config.eps_low * inverse_p, 0.0, None))
-        upper = 0.5 + 0.5 * xp.sqrt(1.0 + 4.0 * config.eps_high * inverse_p)
-        return lower, upper if config.max_ratio is None else xp.clip(upper, None, config.max_ratio)
-
-    return _of_probability(ends)
-
-
-def ripo(config: methods.RipoSettings) -> BoundsFunction:
-    """Return max(1 − √(δ/p), min_ratio) and min(1 + √(δ/p), max_ratio) (arXiv 2607.10169, equation 11); [1, 1] for NaN.
-
-    The upper bound may exceed 1/p.
-    """
-
-    def ends(inverse_p: Array) -> tuple[Array, Array]:
-        xp = namespace(inverse_p)
-        width = xp.sqrt(config.delta * inverse_p)
-        return xp.clip(1.0 - width, config.min_ratio, None), xp.clip(1.0 + width, None, config.max_ratio)
-
-    return _of_probability(ends)
-
-
-def _of_probability(ends: Callable[[Array], tuple[Array, Array]]) -> BoundsFunction:
-    """Return the bounds that `ends` computes from 1/p in float64."""
-
-    def bounds(old_logprobs: Array) -> RatioBounds:
-        x = as_array(old_logprobs)
-        xp, dtype = namespace(x), output_dtype(x)
-        with no_grad_no_warnings(x):
-            inverse_p = xp.exp(-xp.clip(cast(x, xp.float64), None, 0.0))
-            known = (xp.nan_to_num(bound, nan=1.0, posinf=math.inf) for bound in ends(inverse_p))
-            return RatioBounds(*(cast(bound, dtype) for bound in known))
-
-    return bounds
-
-
-def _fixed(lower: float, upper: float) -> BoundsFunction:
-    def bounds(old_logprobs: Array) -> RatioBounds:
-        x = as_array(old_logprobs)
-        full_like, dtype = namespace(x).full_like, output_dtype(x)
-        return RatioBounds(full_like(x, lower, dtype=dtype), full_like(x, upper, dtype=dtype))
-
-    return bounds
 
 
 def matching_delta(name: str, prob: float, upper: float) -> float | None:
@@ -207,15 +127,13 @@ class Match(NamedTuple):
     reached: float
 
 
-def clip_fraction(config: methods.MethodSettings, tokens: RecordedTokens) -> float:
+def clip_fraction(config: MethodSettings, tokens: RecordedTokens) -> float:
     """Return the share of tokens with an active clip. Raise ConfigError if the method has no interval of ratios."""
-    bounds = ratio_bounds(config)(tokens.old_logprobs)
+    bounds = config.ratio_bounds()(tokens.old_logprobs)
     return float(np.mean(clip_state(tokens.ratios, *bounds, tokens.advantages).active))
 
 
-def match_clip_fraction(
-    region: methods.TrustRegionSettings, method: methods.MethodSettings, tokens: RecordedTokens
-) -> Match:
+def match_clip_fraction(region: TrustRegionSettings, method: MethodSettings, tokens: RecordedTokens) -> Match:
     """Return the δ at which `region` clips the share of `tokens` that `method` clips; the δ of `region` is ignored.
 
     A wider region clips fewer tokens, so δ is found by bisection in its logarithm. The share is a step function of δ:

@@ -21,8 +21,9 @@ from bandpo_cli.cli.console import make_table
 from bandpo_cli.cli.options import one_of
 from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.errors import UserError
+from bandpo_cli.methods import METHODS, MethodEntry, method_name
 from bandpo_cli.paths import read_text
-from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry, method_name
+from bandpo_cli.registries import DIVERGENCES
 
 if TYPE_CHECKING:
     from bandpo_cli.reports.interval_table import IntervalRow
@@ -44,7 +45,7 @@ _COLUMNS: Mapping[str, tuple[int, JustifyMethod]] = {
 
 
 def _is_comparable(method: MethodEntry) -> bool:
-    return method.bounds is not None and not method.named_by_region
+    return method.has_interval and not method.named_by_region
 
 
 def _is_matchable(method: MethodEntry) -> bool:
@@ -222,13 +223,12 @@ def _print_matches(method: str, at: str, regions: Sequence[str], style: str) -> 
     """Print the radius for each divergence; null or a reason if no Band has that upper bound."""
     import numpy as np
 
-    from bandpo_cli.bounds import ratio_bounds
     from bandpo_cli.bounds.intervals import matching_delta
     from bandpo_cli.reports.interval_table import PEERS as SETTINGS
 
     if (prob := _number(at, "--at")) == 1.0:
         raise UserError("--at 1: a certain token cannot gain, whatever the radius; allowed: 0 < p < 1")
-    upper = float(ratio_bounds(SETTINGS[method])(np.log([prob])).upper[0])
+    upper = float(SETTINGS[method].ratio_bounds()(np.log([prob])).upper[0])
     common: dict[str, Any] = {"method": method, "prob": prob, "upper": upper}
     rows = [{"divergence": name, **common, "delta": matching_delta(name, prob, upper)} for name in regions]
     if style == "json":

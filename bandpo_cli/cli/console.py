@@ -1,18 +1,13 @@
-"""Console output of the commands: escaped and closed streams, lines, tables, JSON, progress, and log messages.
-
-`protect_streams` escapes control characters in everything that is printed and ignores a closed pipe. `open_console`
-returns the console that the commands print on.
-"""
+"""Console of the commands: escapes of control characters, closed pipes, lines, tables, JSON, progress, log messages."""
 
 import errno
 import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any, TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
@@ -25,35 +20,40 @@ from bandpo_cli.callbacks import CallbackBase
 from bandpo_cli.errors import escape_controls, redact_credentials
 
 
-class RawStream:
-    """A text stream whose reader may go away, such as `head` at the end of a pipe, or a terminal that is closed.
+class SafeStream:
+    """A text stream that shows control characters as escapes, and whose reader may go away: `head`, a closed terminal.
 
-    Everything written after that is discarded. Nothing is escaped: Rich writes its own control codes here.
+    Everything written after that is discarded.
 
     Attributes:
+        rich_proxied_file: the stream that Rich's consoles write to, which escapes nothing: `SafeConsole` escapes the
+            texts, and Rich adds control codes.
         on_loss: the line for standard error when the reader goes away; None for no line.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self.on_loss: str | None = None
+    on_loss: str | None = None
+
+    def __init__(self, stream: TextIO, escapes: bool = True) -> None:
+        self._stream, self._escapes = stream, escapes
+        self.rich_proxied_file: Any = SafeStream(stream, escapes=False) if escapes else self
 
     def write(self, text: str) -> int:
-        """Write a text as it is."""
-        with self._discarding():
-            self._stream.write(text)
+        """Write a text."""
+        self._call("write", escape_controls(text) if self._escapes else text)
         return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write texts."""
+        self.write("".join(lines))
 
     def flush(self) -> None:
         """Write what is buffered."""
-        with self._discarding():
-            self._stream.flush()
+        self._call("flush")
 
-    @contextmanager
-    def _discarding(self) -> Iterator[None]:
-        """Discard all later output if the reader has gone away."""
+    def _call(self, method: str, *arguments: str) -> None:
+        """Call a method of the stream, and discard all later output if the reader has gone away."""
         try:
-            yield
+            getattr(self._stream, method)(*arguments)
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise
@@ -67,28 +67,6 @@ class RawStream:
         return getattr(self._stream, name)
 
 
-class SafeStream(RawStream):
-    """A text stream that shows control characters as escapes.
-
-    Attributes:
-        rich_proxied_file: the stream that Rich's consoles write to. `SafeConsole` escapes the texts before.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        super().__init__(stream)
-        self.rich_proxied_file: Any = RawStream(stream)
-
-    def write(self, text: str) -> int:
-        """Write a text with its control characters escaped."""
-        super().write(escape_controls(text))
-        return len(text)
-
-    def writelines(self, lines: Any) -> None:
-        """Write texts with their control characters escaped."""
-        for line in lines:
-            self.write(line)
-
-
 def protect_streams() -> None:
     """Escape everything that Python code writes to standard output and standard error from now on.
 
@@ -96,15 +74,17 @@ def protect_streams() -> None:
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None or isinstance(stream, SafeStream):
-            continue
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
-        setattr(sys, name, SafeStream(stream))
+        if stream is not None and not isinstance(stream, SafeStream):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")
+            setattr(sys, name, SafeStream(stream))
 
 
 PLAIN_LINES = 20
 """Approximate number of progress lines in a log file, however long the run or the evaluation."""
+
+LOADING = "loading torch and the model …"
+"""The text beside the spinner of the phase `load`."""
 
 CONTINUES = "warning: nothing reads the output of this command any more; it continues without it"
 
@@ -114,16 +94,6 @@ class SafeConsole(Console):
 
     Every renderable, also one within a table or a panel, is rendered by `render`.
     """
-
-    @property
-    def file(self) -> IO[str]:
-        """The stream to write to. A live display puts its own stream before the stream of `protect_streams`."""
-        file = super().file
-        return file.rich_proxied_file if isinstance(file, SafeStream) else file
-
-    @file.setter
-    def file(self, new_file: IO[str]) -> None:
-        self._file = new_file
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Render an object; see `rich.console.Console.render`."""
@@ -143,10 +113,11 @@ def open_console(stderr: bool = False, long_running: bool = False) -> Console:
     Args:
         long_running: print on standard error if the reader of the output goes away, since the command continues.
     """
-    stream = sys.stderr if stderr else sys.stdout
-    if long_running and isinstance(stream, SafeStream):
-        stream.rich_proxied_file.on_loss = CONTINUES
-    console = SafeConsole(stderr=stderr, markup=False, emoji=False)
+    # Not the standard stream at the time of printing, which a live display replaces.
+    file = getattr(sys.stderr if stderr else sys.stdout, "rich_proxied_file", None)
+    if long_running and file is not None:
+        file.on_loss = CONTINUES
+    console = SafeConsole(file=file, stderr=stderr, markup=False, emoji=False)
     logger = logging.getLogger("bandpo_cli")
     others = [handler for handler in logger.handlers if not isinstance(handler, LogHandler)]
     logger.handlers = [*others, LogHandler(console)]
@@ -183,7 +154,7 @@ def print_rows(console: Console, rows: Iterable[tuple[str, str]], width: int = 0
 
 
 def print_settings(
-    console: Console, rows: Sequence[tuple[str, str]], notes: Sequence[str] = (), warnings: Sequence[str] = ()
+    console: Console, rows: Iterable[tuple[str, str]], notes: Iterable[str] = (), warnings: Iterable[str] = ()
 ) -> None:
     """Print (heading, text) rows about a command, and the notes and warnings below it."""
     grid = Table.grid(padding=(0, 2))
@@ -258,6 +229,9 @@ class ExperimentView(CallbackBase):
         """Return the current state of the progress for a terminal."""
         raise NotImplementedError
 
+    def __rich__(self) -> RenderableType:
+        return Group(self.render(), "") if self.in_progress else self.render()
+
     def line(self) -> str | None:
         """Return the progress since the last line for a file; None if it is too early for another line."""
         raise NotImplementedError
@@ -273,8 +247,9 @@ class ExperimentView(CallbackBase):
         """Show a spinner with `text` in place of an earlier one; None removes it."""
         if self._status is not None:
             self._status.stop()
-        self._status = None if text is None else self.console.status(Text(text))
-        if self._status is not None:
+            self._status = None
+        if text is not None:
+            self._status = self.console.status(Text(text))
             self._status.start()
 
     def phase(self, name: str) -> None:
@@ -286,7 +261,7 @@ class ExperimentView(CallbackBase):
         self.spin(None)
         self.in_progress = True
         if self.console.is_terminal:
-            self._live = Live(console=self.console, get_renderable=self._get_state, refresh_per_second=4)
+            self._live = Live(self, console=self.console, refresh_per_second=4)
             self._live.start(refresh=True)
 
     def update_progress(self) -> None:
@@ -305,6 +280,3 @@ class ExperimentView(CallbackBase):
         """Remove the spinner and the progress, where an error left them."""
         self.spin(None)
         self.stop_progress()
-
-    def _get_state(self) -> RenderableType:
-        return Group(self.render(), "") if self.in_progress else self.render()

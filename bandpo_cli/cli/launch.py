@@ -43,7 +43,7 @@ from bandpo_cli.processes.ranks import (
     launched_ranks,
     rank_count,
 )
-from bandpo_cli.processes.watch import PARENT_PID_VARIABLE
+from bandpo_cli.processes.watch import ChildProcess
 
 if TYPE_CHECKING:
     from bandpo_cli.config.run import RunConfig
@@ -63,9 +63,6 @@ OTHERS_S = 5.0
 
 WARNING_S = 2.0  # that a warning of another rank waits for the same one of rank 0, which prints its own
 MAX_WARNING_CHARS = 100_000  # of the warnings of a rank that are read: more is a flood
-
-_KILLED_S = 5
-"""Seconds to wait for a process after SIGKILL."""
 
 
 @dataclass(frozen=True)
@@ -156,18 +153,16 @@ def read_error(path: Path) -> RankError | None:
         return None
 
 
-class RankProcess:
-    """The process of a rank, in a group of its own, with the file for its error.
+class RankProcess(ChildProcess):
+    """The process of a rank, with the file for its error.
 
     Attributes:
         rank: its number.
         killed: the launcher has killed it.
         error_file: exists when the rank has failed or is about to.
-        code: its exit code after `end`; minus the number of the signal that killed it.
         error: the error that it has recorded, after `end`; None if there is none.
     """
 
-    code = 0
     error: RankError | None = None
 
     def __init__(
@@ -177,23 +172,13 @@ class RankProcess:
         self.rank, self.killed = rank, False
         self.error_file = folder / f"error-{rank}.json"
         variables = {**os.environ, **variables, ERROR_FILE_VARIABLE: str(self.error_file)}
-        words, output = [sys.executable, *arguments], None if rank == 0 else subprocess.DEVNULL
-        self.process = subprocess.Popen(
-            words, env=variables, stdout=output, stderr=output, start_new_session=True
-        )
+        output = dict.fromkeys(("stdout", "stderr"), None if rank == 0 else subprocess.DEVNULL)
+        super().__init__([sys.executable, *arguments], variables, may_leave=True, **output)
 
     def end(self) -> None:
-        """Kill the rank if it is running, and the processes that it has left unless it succeeded."""
-        if self.process.poll() != 0:
-            self.send(signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(_KILLED_S)
-        self.code, self.error = self.process.returncode or 0, read_error(self.error_file)
-
-    def send(self, number: int) -> None:
-        """Send a signal to the process; SIGKILL to all processes of the group, also those that the rank has left."""
-        with suppress(ProcessLookupError, PermissionError):
-            (os.killpg if number == signal.SIGKILL else os.kill)(self.process.pid, number)
+        """Kill the rank if it is running, and read its error."""
+        self.kill()
+        self.error = read_error(self.error_file)
 
 
 def ranks_to_start(nproc: int | None) -> int | None:
@@ -257,10 +242,9 @@ def launch(
         repeated = number in received
         received.append(number)
         main, *others = ranks
-        if main.process.returncode is None:
-            main.send(next(own for own, asked in FORWARDED.items() if asked == number))
+        main.send(next(own for own, asked in FORWARDED.items() if asked == number), to_group=False)
         for rank in others if repeated else ():
-            if rank.process.returncode is None:
+            if rank.code is None:
                 rank.killed = True
                 rank.send(signal.SIGKILL)
 
@@ -307,7 +291,6 @@ def rank_variables(rank: int, count: int, port: int, name: str, environ: Mapping
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS") or str(max(1, usable_cores() // count)),
-        PARENT_PID_VARIABLE: str(os.getpid()),
         LAUNCHER_VARIABLE: str(count),
         RUN_NAME_VARIABLE: name,
     }
@@ -329,10 +312,10 @@ def _print_warnings(ranks: Sequence[RankProcess], times: dict[str, float], wait_
 def _watch(ranks: Sequence[RankProcess], warnings: dict[str, float]) -> None:
     """Wait until all ranks have ended. After an error of one, or the end of rank 0, the others have some seconds."""
     deadline = math.inf
-    while running := [rank for rank in ranks if rank.process.poll() is None]:
+    while running := [rank for rank in ranks if rank.poll() is None]:
         now = time.monotonic()
         _print_warnings(ranks, warnings, WARNING_S)
-        if any(rank.process.returncode or rank.error_file.exists() for rank in ranks):
+        if any(rank.code or rank.error_file.exists() for rank in ranks):
             deadline = min(deadline, now + ENDING_S)
         if running[0].rank != 0:
             deadline = min(deadline, now + OTHERS_S)
@@ -350,16 +333,16 @@ def _exit_code(ranks: Sequence[RankProcess], signals: Sequence[int], advice: str
         signals: those that this process has received and forwarded.
         advice: a clause about the command that continues the run.
     """
-    main, cause = ranks[0], first_failure(ranks, signals)
+    code, cause = ranks[0].code or 0, first_failure(ranks, signals)
     if cause is None or (signals and cause.error is not None and cause.error.lost_rank):
-        if main.code < 0 and signals:  # before it could handle a signal, or while it waited for another rank
+        if code < 0 and signals:  # before it could handle a signal, or while it waited for another rank
             write_line(STOPPED)
-        return main.code if main.code >= 0 else 128 + signals[-1] if signals else 1
+        return code if code >= 0 else 128 + signals[-1] if signals else 1
     error = cause.error
     if error is None:
-        raise RunError(f"rank {cause.rank} {describe_exit(cause.code)}; {advice}")
+        raise RunError(f"rank {cause.rank} {describe_exit(cause.code or 0)}; {advice}")
     # A failure of all ranks is not one of the rank that was the first by a moment.
-    on_main = main.error is not None and main.error.message == error.message
+    on_main = ranks[0].error is not None and ranks[0].error.message == error.message
     named = cause.rank == 0 or on_main or error.received
     message = error.message if named else f"rank {cause.rank}: {error.message}"
     if error.traceback:
@@ -383,7 +366,7 @@ def first_failure(ranks: Sequence[RankProcess], signals: Collection[int] = ()) -
 
     def place(rank: RankProcess) -> tuple[int, bool, int] | None:
         """Return the place of a failure in this order; None for a rank that has not failed."""
-        code, error = rank.code, rank.error
+        code, error = rank.code or 0, rank.error
         was_killed = code < 0 and -code not in asked and not rank.killed
         if was_killed and code != -signal.SIGABRT:
             return 0, False, 0

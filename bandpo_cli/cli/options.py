@@ -8,8 +8,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from dataclasses import field as dataclass_field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,8 +16,9 @@ import typer
 
 from bandpo_cli.datasets import DATASETS, TASKS, TEMPLATES, generated_tasks, split_member, tasks_text
 from bandpo_cli.errors import UserError, unknown_choice
+from bandpo_cli.methods import METHODS
 from bandpo_cli.paths import folders_containing
-from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS, METHODS, TRACKERS, Entry, load_attribute
+from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS, TRACKERS, Entry, load_attribute
 
 RUNS = Path("runs")
 
@@ -98,11 +98,6 @@ def _described(names: Iterable[str]) -> Candidates:
     return [(name, entry.summary if isinstance(entry := entries.get(name), Entry) else "") for name in names]
 
 
-_KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
-
-_EXPECTED = {int: "an integer", float: "a number"}
-
-
 def option(
     metavar: str | None = None,
     default: str | None = None,
@@ -140,7 +135,7 @@ def documented(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Flag:
     """A flag of `train`, `sweep` or `eval` that stands for one setting.
 
@@ -154,7 +149,7 @@ class Flag:
         names: the values that a shell completes.
         sweep: `bandpo sweep` compares several values, separated by commas; or takes one value for all runs; or has no
             such flag.
-        read: a function from the value to the setting, as `module:function`; None if it is the value itself.
+        convert: a function from the value to the setting; None if it is the value itself.
         more: further arguments of `typer.Option`.
     """
 
@@ -166,8 +161,8 @@ class Flag:
     metavar: str | None = None
     names: Iterable[str] = ()
     sweep: Literal["several values", "one value", "no flag"] = "one value"
-    read: str | None = None
-    more: dict[str, Any] = dataclass_field(default_factory=dict)
+    convert: Callable[[Any], Any] | None = None
+    more: dict[str, Any] = field(default_factory=dict)
 
     @property
     def parameter(self) -> str:
@@ -177,31 +172,33 @@ class Flag:
     def option(self, command: str) -> inspect.Parameter:
         """Return the parameter of a command's function from which Typer makes the option."""
         several = self.sweep == "several values"
-        kind: Any = str if several else self.kind  # which the parser below, or the sweep, reads
+        kind: Any = str if several else self.kind
         more = {"metavar": self.metavar, "default": self.default, "help": self.help, **self.more}
-        if several and command == "train":
-            more["parser"] = self._parse_one
-        elif several:
+        if several and command == "sweep":
             initial = (self.metavar or "VALUE")[0]
             more |= {"metavar": f"{initial},{initial}", "default": None}
         if self.names:
             more["complete"] = one_of(self.names, several and command == "sweep")
         annotation = Annotated[kind | None, option(flags=[self.name], **more)]
-        return inspect.Parameter(self.parameter, _KEYWORD_ONLY, default=None, annotation=annotation)
+        return inspect.Parameter(
+            self.parameter, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
+        )
 
-    def _parse_one(self, text: str) -> Any:
-        """Return the value of an option of `train`; a sweep compares several values."""
+    def read(self, value: Any, command: str) -> Any:
+        """Return the setting for the value of the option. The values of a sweep stay one text."""
         from bandpo_cli.config.layers import split_values
 
-        if len(split_values(text)) > 1:
+        if self.sweep != "several values" or command == "sweep":
+            return self.convert(value) if self.convert else value
+        if len(split_values(value)) > 1:
             raise UserError(
-                f"{self.name} {text}: train takes one value; bandpo sweep {self.name} {text} compares several"
+                f"{self.name} {value}: train takes one value; bandpo sweep {self.name} {value} compares several"
             )
         try:
-            return self.kind(text)
+            return self.kind(value)
         except ValueError:
-            expected = _EXPECTED.get(self.kind, "a value in JSON")
-            raise UserError(f"{self.name} {text}: {expected} is expected") from None
+            expected = {int: "an integer", float: "a number"}.get(self.kind, "a value in JSON")
+            raise UserError(f"{self.name} {value}: {expected} is expected") from None
 
 
 def print_members(context: typer.Context, tasks: list[str] | None) -> list[str] | None:
@@ -218,6 +215,17 @@ def print_members(context: typer.Context, tasks: list[str] | None) -> list[str] 
             typer.echo("\n".join(f"{name:{width}}  {text}".rstrip() for name, text in members.items()))
             raise typer.Exit
     return tasks
+
+
+def _read_task(values: list[str]) -> dict[str, Any]:
+    from bandpo_cli.config.task import task_from_arguments
+
+    return task_from_arguments(values)
+
+
+def split_commas(texts: Iterable[str]) -> list[str]:
+    """Return the values of an option that may be repeated or hold several values separated by commas."""
+    return [value.strip() for text in texts for value in text.split(",")]
 
 
 TASK_VALUES: dict[str, Any] = {"callback": print_members, "complete": complete_task}
@@ -245,7 +253,7 @@ SETTINGS = (
          "the bundled model", "MODEL", sweep="several values"),
     Flag("--task", "task", list[str],
          f"Problems to train on: {tasks_text()}, or a .jsonl, .json, .csv or .parquet file of questions and answers.",
-         "countdown", "NAME|FILE", read="bandpo_cli.config.task:task_from_arguments", more=TASK_VALUES),
+         "countdown", "NAME|FILE", convert=_read_task, more=TASK_VALUES),
     _TEMPLATE,
     _GRADER,
     Flag("--lr", "optim.lr", float, "Peak learning rate.", "5e-5 for the bundled model, else 1e-6", "RATE",
@@ -258,7 +266,7 @@ SETTINGS = (
     _DETERMINISTIC,
     Flag("--tracker", "tracking.trackers", list[str],
          f"Tracker that gets a copy of the run: {TRACKERS.names_text()}; repeatable, or several separated by commas.",
-         "mlflow", "NAME", names=TRACKERS, read="bandpo_cli.cli.options:split_commas"),
+         "mlflow", "NAME", names=TRACKERS, convert=split_commas),
     Flag("--callback", "tracking.callbacks", list[str], "A callback of your own; repeatable.", None, "module:Class"),
 )
 """The flags of `train` and `sweep`. A flag for another setting is one more entry here."""
@@ -289,48 +297,39 @@ TRACKING_SETTINGS = (
 """The flags of the section `tracking`, of all three commands."""
 # fmt: on
 
-Given = dict[str, Any]
-"""The settings whose flags were given on the command line, by dotted name."""
-
-Settings = Annotated[Given, SETTINGS]
-EvalSettings = Annotated[Given, EVAL_SETTINGS]
-Tracking = Annotated[Given, TRACKING_SETTINGS]
+Settings = Annotated[dict[str, Any], SETTINGS]
+EvalSettings = Annotated[dict[str, Any], EVAL_SETTINGS]
+Tracking = Annotated[dict[str, Any], TRACKING_SETTINGS]
 
 
-def takes_settings(command: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return the decorator of the function of a command, whose parameters may stand for several flags of settings.
+def takes_settings(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function of a command with the options of flags in place of a parameter such as `settings: Settings`.
 
-    A parameter that is annotated with flags, such as `Settings`, is replaced by their options, and the function gets
-    the settings that were given.
+    The function gets the settings that were given on the command line, by dotted name.
     """
+    command = function.__name__
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, list[Flag]] = {}
+    for name, parameter in inspect.signature(documented(function)).parameters.items():
+        flags = getattr(parameter.annotation, "__metadata__", (None,))[0]
+        if isinstance(flags, tuple):
+            groups[name] = [flag for flag in flags if command != "sweep" or flag.sweep != "no flag"]
+            parameters += [flag.option(command) for flag in groups[name]]
+        else:
+            parameters.append(parameter)
 
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(documented(function))
-        parameters: list[inspect.Parameter] = []
-        groups: dict[str, list[Flag]] = {}
-        for name, parameter in signature.parameters.items():
-            flags = getattr(parameter.annotation, "__metadata__", (None,))[0]
-            if isinstance(flags, tuple):
-                groups[name] = [flag for flag in flags if command != "sweep" or flag.sweep != "no flag"]
-                parameters += [flag.option(command) for flag in groups[name]]
-            else:
-                parameters.append(parameter.replace(kind=_KEYWORD_ONLY))
+    @functools.wraps(function)
+    def run(**values: Any) -> Any:
+        for name, flags in groups.items():
+            given = {flag: values.pop(flag.parameter) for flag in flags}
+            values[name] = {
+                flag.setting: flag.read(value, command) for flag, value in given.items() if value is not None
+            }
+        return function(**values)
 
-        @functools.wraps(function)
-        def run(**values: Any) -> Any:
-            for name, flags in groups.items():
-                values[name] = {
-                    flag.setting: load_attribute(flag.read)(value) if flag.read else value
-                    for flag in flags
-                    if (value := values.pop(flag.parameter)) is not None
-                }
-            return function(**values)
-
-        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return run
-
-    return decorate
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
 
 
 def refuse_with(context: typer.Context, flag: str, why: str, is_refused: Callable[[str], bool]) -> None:
@@ -342,11 +341,6 @@ def refuse_with(context: typer.Context, flag: str, why: str, is_refused: Callabl
     ]
     if refused := [*filter(is_refused, given)]:
         raise UserError(f"{flag}: {why}; leave out {', '.join(refused)}")
-
-
-def split_commas(texts: Iterable[str]) -> list[str]:
-    """Return the values of an option that may be repeated or hold several values separated by commas."""
-    return [value.strip() for text in texts for value in text.split(",")]
 
 
 def check_choice(flag: str, value: str, allowed: Collection[str]) -> str:

@@ -1,16 +1,37 @@
-"""`bandpo sweep`: run every combination of the given settings."""
+"""`bandpo sweep`: run every combination of the given settings; its plan, and a live table of the variants."""
 
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from bandpo_cli.cli import options as opt
-from bandpo_cli.cli.console import open_console, print_line
+from bandpo_cli.cli.console import (
+    ExperimentView,
+    format_duration,
+    make_table,
+    open_console,
+    print_line,
+    print_rows,
+)
 from bandpo_cli.cli.options import folder_of, one_of
+from bandpo_cli.cli.report import print_report
 from bandpo_cli.cli.signals import exit_on_sigterm
-from bandpo_cli.errors import RunError, UserError
+from bandpo_cli.errors import RunError, SignalExit, UserError, plural
+
+if TYPE_CHECKING:
+    from bandpo_cli.storage.sweep_folder import SweepRun
+    from bandpo_cli.sweeps.sweep_run import States, SweepInfo, SweepResult
 
 _EXECUTION = {
     "--resume", "--jobs", "--gpus-per-run", "--stop-behind", "--executor", "--ray-address", "--runs-dir"
@@ -18,10 +39,10 @@ _EXECUTION = {
 """The options that say how runs are executed, and not which."""
 
 
-@opt.takes_settings("sweep")
+@opt.takes_settings
 def sweep(
-    context: typer.Context,
     *,
+    context: typer.Context,
     file: Annotated[Path | None, opt.argument("[FILE]")] = None,
     settings: opt.Settings,
     seeds: Annotated[str | None, opt.option("S,S", "0")] = None,
@@ -97,6 +118,7 @@ def sweep(
     from bandpo_cli.config.files import read_config
     from bandpo_cli.config.layers import nest, read_assignments
     from bandpo_cli.experiments import sweep as run_sweep
+    from bandpo_cli.storage.run_folder import shell_command
     from bandpo_cli.sweeps.sweep_plan import SweepPlan, plan_sweep
     from bandpo_cli.sweeps.sweep_run import Executor, dry_run_info
 
@@ -123,9 +145,6 @@ def sweep(
             "tuned_on": tuned_on,
         }
         request = plan_sweep(file, axes, axis or [], options, layers, runs_dir)
-    from bandpo_cli.cli.sweep_view import SweepView
-    from bandpo_cli.storage.run_folder import shell_command
-
     console = open_console(long_running=not dry_run)
     for kind, note in request.notes() if isinstance(request, SweepPlan) else ():
         print_line(console, note, kind, "cyan")
@@ -138,3 +157,200 @@ def sweep(
     if result.failures:
         again = shell_command("sweep --resume", result.folder, runs_dir)
         raise RunError(f"{len(result.failures)} of {result.runs} runs failed; try them again: {again}")
+
+
+_LINES_EVERY_S = 60.0
+"""Seconds between progress lines where the output is no terminal."""
+
+
+class SweepView(ExperimentView):
+    """Console view of a sweep: a live table on a terminal, elsewhere a line when a run ends and every minute."""
+
+    spinners: Mapping[str, str] = {
+        "tracking": "opening the sweep at MLflow …",
+        "trial": "a trial of three steps, for an estimate of the time …",
+        "report": "writing the report …",
+    }
+
+    def __init__(self, console: Console, runs_dir: Path) -> None:
+        super().__init__(console, runs_dir)
+        self._info: SweepInfo | None = None
+        self._states: States = {}
+        self._start = self._next_line = 0.0
+        self._ended = -1
+
+    def start(self, info: SweepInfo) -> None:
+        """Print the folder, the plan and the estimate of the time."""
+        self._info, self._start = info, time.perf_counter()
+        self.print_start(info.folder, "sweep")
+        self.print_plan(info)
+
+    def print_plan(self, info: SweepInfo) -> None:
+        """Print the table of runs and the estimate of the time."""
+        from bandpo_cli.sweeps.sweep_run import estimate_disk_space, estimate_time
+
+        self.console.print(plan_table(info), highlight=False)
+        finished = len(info.runs) - len(info.pending)
+        processes = "" if info.ranks == 1 else f"{info.ranks} processes of "
+        self._print(
+            f"{len(info.runs)} runs{f', {finished} of them finished' if finished else ''}, {info.slots} at a time, "
+            f"{processes}{plural(info.threads, 'thread')} each"
+        )
+        if not info.pending:
+            return
+        needed, free = (size / 1e9 for size in estimate_disk_space(info, self.runs_dir))
+        if needed >= 1:
+            line = f"checkpoints: about {needed:,.0f} GB in the end; {free:,.0f} GB are free"
+            if needed > free:
+                line += "; --set checkpoint.keep_last=1 --set checkpoint.keep_best=0 keeps one per run"
+            print_line(self.console, line, "warning:" if needed > free else "", "yellow")
+        try:
+            estimate = estimate_time(info, self.runs_dir, lambda: self.spin(self.spinners["trial"]))
+        finally:
+            self.spin(None)
+        if estimate is None:
+            self._print("no time estimate yet, because no finished run has these settings")
+        else:
+            total, run, source = estimate
+            self._print(f"about {format_duration(total)} in total, {format_duration(run)} per run ({source})")
+
+    def _print(self, text: str = "") -> None:
+        self.console.print(text, highlight=False)
+
+    def phase(self, name: str) -> None:
+        """Show the live table while the runs are executed, a spinner in other phases."""
+        if name == "run":
+            self.show_progress()
+        if name == "report":
+            self.stop_progress()
+            self._print()
+        super().phase(name)
+
+    def step(self, report: States) -> None:
+        """Show the states of the runs."""
+        self._states = report
+        self.update_progress()
+
+    def end(self, result: SweepResult) -> None:
+        """Print the report and what failed; after Ctrl-C or SIGTERM print how to resume."""
+        from bandpo_cli.storage.run_folder import shell_command
+
+        self.close()
+        if self._info is None:
+            return
+        finished = f"{result.finished} of {len(self._info.runs)} runs"
+        if result.error is not None:
+            if isinstance(result.error, KeyboardInterrupt | SignalExit):
+                how = str(result.error) or "stopped by Ctrl-C"
+                again = shell_command("sweep --resume", result.folder, self.runs_dir)
+                print_line(self.console, f"{how} with {finished} finished; resume with: {again}")
+            return
+        if result.report is None:
+            print_line(self.console, str(result.report_error), "no report:", "yellow")
+        else:
+            print_report(self.console, result.report)
+            self._print()
+        duration = format_duration(time.perf_counter() - self._start)
+        self._print(f"{finished} finished{f' in {duration}' if self._info.pending else ''}")
+        print_rows(self.console, [("MLflow", result.mlflow or "")], 6)
+        for name, why in result.stopped.items():
+            print_line(self.console, f"{name}: {why}", "stopped early", "yellow")
+        for name, why in result.failures.items():
+            print_line(self.console, f"{name}: {why}", "failed", "red")
+
+    def render(self) -> RenderableType:
+        """Return the table of the variants; nothing before the first states."""
+        if self._info is None or not self._states:
+            return ""
+        table = variants_table(self._info.runs, self._states)
+        table.title, table.title_justify = self._counts_text(), "left"
+        return table
+
+    def line(self) -> str | None:
+        """Return a line if a run has ended since the last line, or `_LINES_EVERY_S` seconds have passed."""
+        ended = sum(state.status in ("finished", "failed", "stopped") for state in self._states.values())
+        if ended == self._ended and time.monotonic() < self._next_line:
+            return None
+        self._ended, self._next_line = ended, time.monotonic() + _LINES_EVERY_S
+        states = self._states.items()
+        running = [f"{name} {run.step}/{run.steps}" for name, run in states if run.status == "running"]
+        return self._counts_text() + (f"  running: {', '.join(running)}" if running else "")
+
+    def _counts_text(self) -> str:
+        """Return `2/6 runs finished · 1 failed · 0:01:05 left`."""
+        counts: Counter[str] = Counter(state.status for state in self._states.values())
+        parts = [f"{counts['finished']}/{len(self._states)} runs finished"]
+        for status, text in (("failed", "failed"), ("stopped", "stopped early")):
+            parts += [f"{counts[status]} {text}"] if counts[status] else []
+        if self._info is not None and (left := seconds_left(self._states, self._info.slots)) is not None:
+            parts.append(f"{format_duration(left)} left")
+        return " · ".join(parts)
+
+
+def plan_table(info: SweepInfo) -> Table:
+    """Return one row per variant, with its seeds and steps."""
+    from bandpo_cli.storage.sweep_folder import by_variant
+
+    table = make_table("variant", "seeds", ">steps", ">runs")
+    for variant, runs in by_variant(info.runs).items():
+        steps = sorted({info.configs[run.name].steps for run in runs})
+        table.add_row(
+            Text(variant), ", ".join(str(run.seed) for run in runs), " ".join(map(str, steps)), str(len(runs))
+        )
+    return table
+
+
+def variants_table(runs: Sequence[SweepRun], states: States) -> Table:
+    """Return one row per variant: finished runs, steps of the running ones, accuracy or reward and entropy so far.
+
+    The accuracy or reward is the held-out one, or that of the last training step if the runs evaluate nothing.
+    """
+    from bandpo_cli.storage.sweep_folder import by_variant
+
+    known = [state for state in states.values() if state.score is not None]
+    held_out = not known or any(state.evaluations for state in known)
+    metric = "reward" if any(state.metric == "reward" for state in known) else "accuracy"
+    heading = f">{'held-out' if held_out else 'training'} {metric}"
+    table = make_table("variant", ">finished", "running at step", heading, ">entropy", ">left")
+    for variant, members in by_variant(runs).items():
+        own = [states[run.name] for run in members]
+        counts = Counter(state.status for state in own)
+        running = [state for state in own if state.status == "running"]
+        scores = [state.score for state in own if state.evaluations or not held_out]
+        left = [state.seconds_left for state in running if state.seconds_left is not None]
+        table.add_row(
+            Text(variant),
+            Text.assemble(
+                f"{counts['finished']}/{len(own)}",
+                (f" {counts['failed']} failed" if counts["failed"] else "", "red"),
+                (f" {counts['stopped']} stopped" if counts["stopped"] else "", "yellow"),
+            ),
+            "  ".join(f"{state.step}/{state.steps}" for state in running) or "·",
+            _mean_text(scores),
+            _mean_text(state.entropy for state in own),
+            format_duration(max(left)) if left else "·",
+        )
+    return table
+
+
+def _mean_text(values: Iterable[float | None]) -> str:
+    """Return the mean of the known values as text; `·` without any."""
+    known = [value for value in values if value is not None]
+    return f"{fmean(known):.3f}" if known else "·"
+
+
+def seconds_left(states: States, jobs: int) -> float | None:
+    """Return the remaining seconds by the mean seconds per step of the running runs; None before their first step.
+
+    `jobs` runs share the remaining steps, but the time is not shorter than the time of the slowest running run.
+    """
+    active = [state for state in states.values() if state.status in ("waiting", "running")]
+    left = [state for state in active if state.step < state.steps]
+    timed = [
+        (state.seconds_left, state.steps - state.step) for state in left if state.seconds_left is not None
+    ]
+    if not timed:
+        return None
+    seconds_per_step = fmean(seconds / steps for seconds, steps in timed)
+    steps = sum(state.steps - state.step for state in left)
+    return max(steps * seconds_per_step / jobs, *(seconds for seconds, _ in timed))

@@ -16,10 +16,10 @@ import yaml
 from pydantic import ValidationError
 
 from bandpo_cli.config.files import FileLayer, parse_yaml, read_mapping
-from bandpo_cli.config.methods import MethodSettings
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import TaskSettings, default_layer
 from bandpo_cli.errors import ConfigError, redact_credentials, unknown_choice
+from bandpo_cli.methods.settings import MethodSettings
 from bandpo_cli.settings_validation import TaggedSection, setting_for
 
 _TAGGED: Mapping[str, type[TaggedSection]] = {"task": TaskSettings, "bounds": MethodSettings}

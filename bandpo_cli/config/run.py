@@ -15,10 +15,11 @@ from pydantic import (
     model_validator,
 )
 
-from bandpo_cli.config.methods import BandSettings, MethodSettings
 from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.config.task import AsList, CountdownTask, TaskSettings
 from bandpo_cli.errors import has_secret
+from bandpo_cli.methods.band_and_clip import BandSettings
+from bandpo_cli.methods.settings import MethodSettings
 from bandpo_cli.metric_names import is_clock_metric
 from bandpo_cli.registries import ADVANTAGES, TRACKERS
 from bandpo_cli.settings_validation import NotEmpty, NotNegative, Positive, Section, require

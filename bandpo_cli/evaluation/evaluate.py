@@ -5,37 +5,128 @@ tokenizer are called from the thread of the caller alone.
 
 With several ranks, each of them samples and grades its share of the problems of every batch. The completions of a
 problem depend neither on the number of ranks nor on the size of the batches.
+
+Without sampling this module imports no torch: grading and scoring stored completions needs no model.
 """
+
+from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import closing
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from functools import partial
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from bandpo_cli.config.run import EvaluationConfig
-from bandpo_cli.evaluation.batches import Batch, background_grading, chunks, eval_row
+from bandpo_cli.grading.answers import voted_answer
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.processes.watch import Wait
-from bandpo_cli.sampling.prompt_encoding import EncodedPrompt, PromptEncoder
-from bandpo_cli.sampling.rollouts import (
-    Conversations,
-    decode_completions,
-    problem_per_completion,
-    stream_completions,
-    with_turns,
-)
-from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.eval_folder import PartKey
-from bandpo_cli.tasks.completions import StoredCompletion
+from bandpo_cli.storage.tables import EvalRow, encode_extra
+from bandpo_cli.tasks.completions import StoredCompletion, StoredProblem
 from bandpo_cli.types import Completion, Grade, Grader, Problem
+
+if TYPE_CHECKING:
+    from bandpo_cli.sampling.prompt_encoding import EncodedPrompt, PromptEncoder
+    from bandpo_cli.sampling.rollouts import Conversations
+    from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams
+
+_Item = TypeVar("_Item")
+
+SubmitAnswers = Callable[[Sequence[Problem], Sequence[str]], Future[list[Grade]]]
+"""Returns the future grades of texts [N], each as an answer to its problem [N]."""
+
+
+BeginGrading = Callable[[Sequence[Problem], Sequence[str]], Callable[[], list[Grade]]]
+"""Returns a function that returns the grades of texts [N], each as an answer to its problem [N]."""
+
+
+class Batch(NamedTuple):
+    """The graded completions of consecutive problems of the set `label`, with the indices of set and first problem."""
+
+    key: PartKey
+    label: str
+    rows: list[EvalRow]
+
+
+def regrade_batches(
+    grade: Grader, sets: Mapping[str, Sequence[StoredProblem]], batch_size: int, done: Container[PartKey] = ()
+) -> Iterator[Batch]:
+    """Grade stored completions again, by label of their set, and yield them in batches; skip those of `done`.
+
+    A batch has about `batch_size` completions; the completions of a problem are never split.
+    """
+    for index, (label, stored_P) in enumerate(sets.items()):
+        widest = max(len(stored.completions_G) for stored in stored_P)
+        for start, chunk in chunks(stored_P, batch_size // widest):
+            if (key := PartKey(index, start)) in done:
+                continue
+            pairs = [(stored.problem, completion) for stored in chunk for completion in stored.completions_G]
+            grades = grade([problem for problem, _ in pairs], [completion.text for _, completion in pairs])
+            rows = [
+                eval_row(label, problem, str(problem.prompt), completion, completion_grade)
+                for (problem, completion), completion_grade in zip(pairs, grades, strict=True)
+            ]
+            yield Batch(key, label, rows)
+
+
+def chunks(items: Sequence[_Item], size: int) -> Iterator[tuple[int, Sequence[_Item]]]:
+    """Yield `items` in chunks of `size` (at least 1), each with the index of its first item."""
+    size = max(1, size)
+    for start in range(0, len(items), size):
+        yield start, items[start : start + size]
+
+
+def eval_row(
+    label: str, problem: Problem, prompt: str, completion: StoredCompletion, grade: Grade
+) -> EvalRow:
+    """Return the stored row of a completion; `label` is the name of its evaluation set."""
+    return EvalRow(
+        task=label,
+        problem_id=problem.id,
+        prompt=prompt,
+        reference=problem.answer,
+        grader=problem.grader,
+        extra=encode_extra(problem.extra),
+        text=completion.text,
+        answer=voted_answer(completion.text, problem.grader),
+        reward=grade.reward if grade.has_reward else None,
+        accuracy=float(grade.correct),
+        verdict=grade.verdict,
+        length=completion.length,
+        finish_reason=completion.finish_reason,
+        logprob_sum=completion.logprob_sum,
+    )
+
+
+@contextmanager
+def background_grading(begin: BeginGrading, cancel: Callable[[], None]) -> Iterator[SubmitAnswers]:
+    """Grade batches in one thread, in the order in which they are submitted; yield the function that submits one.
+
+    If the block ends with an exception, Ctrl-C included, the waiting batches are dropped and the running one is
+    cancelled.
+
+    Args:
+        begin: called in the thread of the caller; the function that it returns is called in the other thread.
+        cancel: makes a running call in that thread end soon with an exception.
+    """
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grading")
+    try:
+        yield lambda problems, texts: executor.submit(begin(problems, texts))
+    except BaseException:
+        cancel()
+        executor.shutdown(cancel_futures=True)
+        raise
+    executor.shutdown()
+
 
 MAX_UNGRADED_BATCHES = 2
 """Batches that are sampled and not graded yet; before a further one is sampled, the caller waits for a grade. It bounds
 the memory, and what an interrupted evaluation loses."""
 
-_Share = tuple[Batch, Sequence[Problem], Sequence[EncodedPrompt]]
+_Share = tuple[Batch, Sequence[Problem], Sequence["EncodedPrompt"]]
 """A batch without rows, and this rank's problems of it with their prompts; there may be none."""
 
 
@@ -74,6 +165,14 @@ def sample_batches(
     Raises:
         StaleEngineError: the sampler does not run the weights of `version`.
     """
+    from bandpo_cli.sampling.rollouts import (
+        decode_completions,
+        problem_per_completion,
+        stream_completions,
+        with_turns,
+    )
+    from bandpo_cli.sampling.sampler import SampleRequest
+
     requested: deque[_Share] = deque()
     sampled: deque[tuple[_Share, list[list[Completion]], list[str], Future[list[Grade]]]] = deque()
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from bandpo_cli.config.layers import flatten, read_layer
 from bandpo_cli.errors import UserError, nearest, plural
-from bandpo_cli.evaluation.metrics import Interval, mean_intervals
+from bandpo_cli.evaluation.scores import Interval, mean_intervals
 from bandpo_cli.paths import folders_containing, user_path
 from bandpo_cli.storage.eval_folder import RECORD_FILE, read_record
 from bandpo_cli.storage.files import step_of

@@ -17,7 +17,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
 
 from bandpo_cli.callbacks import Callback, Dispatcher
-from bandpo_cli.config.hardware import check_ranks, use_expandable_segments
+from bandpo_cli.config.hardware import check_ranks
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.custom_code import keep_code
@@ -29,11 +29,10 @@ from bandpo_cli.experiments.eval_plan import (
     plan_evaluation,
     plan_evaluation_resume,
 )
-from bandpo_cli.experiments.memory_check import check_memory, out_of_memory_errors
+from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.preflight import ModelRef, choose_run_name
-from bandpo_cli.grading.pool import GraderPool, failure_warnings
-from bandpo_cli.grading.rewards import check_not_all_failed, grade_components
-from bandpo_cli.processes.ranks import Ranks, connected_ranks, rank_count
+from bandpo_cli.grading.pool import GraderPool, check_not_all_failed, failure_warnings, grade_components
+from bandpo_cli.processes.ranks import Ranks, connected_ranks, is_main_process, rank_count
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder, PartKey, read_record
 from bandpo_cli.storage.files import write_json
@@ -45,7 +44,7 @@ from bandpo_cli.tracking.outages import short_error
 from bandpo_cli.types import GRADER_ERROR, status_of
 
 if TYPE_CHECKING:
-    from bandpo_cli.evaluation.batches import Batch
+    from bandpo_cli.evaluation.evaluate import Batch
     from bandpo_cli.evaluation.scores import Scores
 
 Parts = dict[PartKey, list[EvalRow]]
@@ -99,16 +98,17 @@ _Events = Dispatcher[EvalInfo, "Batch", EvalResult]
 
 @dataclass(frozen=True)
 class _Source:
-    """A source of graded completions.
+    """A source of graded completions, whose `ids` are the problems of each set, by label.
 
-    `batches` samples or reads, and grades, the completions that are not stored yet. With several ranks, all of them
-    iterate together, and each gets all completions. `ids` are the problems of each set, by label.
+    `batches(done=...)` samples or reads, and grades, the completions that are not stored yet. With several ranks, all
+    of them iterate together, and each gets all completions.
     """
 
     config: RunConfig
+    ranks: Ranks
     ids: Mapping[str, Sequence[str]]
     completions: int
-    batches: Callable[[set[PartKey]], Iterator[Batch]]
+    batches: Callable[..., Iterator[Batch]]
     grader: GraderPool
     notes: Sequence[str] = ()
     sampler: Mapping[str, str] | None = None
@@ -147,10 +147,10 @@ def evaluate(
             error; graded completions are stored.
     """
     runs_dir = Path(runs_dir)
-    request = model
-    if not isinstance(request, EvalPlan):
-        request = plan_evaluation(request, tasks, runs_dir=runs_dir, **options)
-    return _run(request, runs_dir, callbacks, choose_run_name(runs_dir, name, request.default_name()))
+    plan = model
+    if not isinstance(plan, EvalPlan):
+        plan = plan_evaluation(plan, tasks, runs_dir=runs_dir, **options)
+    return _run(plan, runs_dir, callbacks, choose_run_name(runs_dir, name, plan.default_name()))
 
 
 def resume_evaluation(
@@ -177,50 +177,109 @@ def resume_evaluation(
 
 
 def _run(
-    request: EvalPlan, runs_dir: Path, callbacks: Sequence[EvalCallback], target: EvalFolder | str
+    plan: EvalPlan, runs_dir: Path, callbacks: Sequence[EvalCallback], target: EvalFolder | str
 ) -> EvalResult:
     """Evaluate with the ranks that torchrun has started, call `end` of the callbacks, and send the metrics to MLflow.
 
     `target` is the folder of an evaluation that is resumed, or the name of a new one.
     """
-    result = None
+    check_ranks(plan.config, rank_count(), training=False)
+    is_main = is_main_process()
+    events: _Events = Dispatcher(callbacks if is_main else ())
     with ExitStack() as stack:
-        check_ranks(config := request.config, rank_count(), training=False)
-        ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
-        events = Dispatcher(callbacks if ranks.is_main else ())
+        head: dict[
+            str, Any
+        ] = {}  # of the record, from here on with a status also when the evaluation ends early
         if isinstance(target, EvalFolder) and target.samples_path.exists():
-            if ranks.is_main:
-                target.drop_parts()  # a kill between the table and this call leaves them
-                rows = read_eval_table(target.samples_path)
-                if not rows:
-                    raise UserError(
-                        f"{target.samples_path}: holds no completions; remove it to sample them again"
-                    )
-                info = EvalInfo(request, target.path, len(rows), len(rows), True, ())
-                result = _score(info, lambda: rows, events)
+            source, folder = None, target
+            device, stall_after = plan.config.model.device, plan.config.tracking.stall_after
+            ranks = stack.enter_context(connected_ranks(device, stall_after))
+            rows = _stored_rows(folder) if is_main else []
+            info = EvalInfo(plan, folder.path, len(rows), len(rows), True, ())
         else:
-            source = _open_source(request, ranks, events, stack)
-            request = replace(request, config=source.config)
-            parts: Parts = {}
-            folder, keys = ranks.on_main(lambda: _open_folder(target, runs_dir, source, parts))
-            if ranks.is_main:  # from here on the record has a status, also when the evaluation ends early
-                head = {**request.as_json(), "sets": source.planned()}
+            source, parts = _open_source(plan, events, stack), Parts()
+            plan, ranks = replace(plan, config=source.config), source.ranks
+            folder, done = ranks.on_main(partial(_open_folder, target, runs_dir, source, parts))
+            stored = sum(map(len, parts.values()))
+            info = EvalInfo(plan, folder.path, source.completions, stored, False, source.notes)
+            if is_main:
+                head = {**plan.as_json(), "sets": source.planned()}
                 keep_code(json.dumps(head), folder.path)
                 folder.write_record({"name": folder.name, "status": "running", **head})
-                stored = sum(map(len, parts.values()))
-                info = EvalInfo(request, folder.path, source.completions, stored, False, source.notes)
-                result = _score(info, lambda: _collect(source, folder, parts, events, ranks), events, head)
-            else:  # sample and grade the share of this rank, which stores nothing
-                for _ in source.batches(keys):
-                    pass
-                ranks.gather(source.grader.uses())
-        result = ranks.gather(result)[0]
-        assert result is not None
-    if ranks.is_main:
-        events.end(result)
-        if request.config.tracking.with_mlflow:  # after the callbacks: a slow server delays no result
-            return replace(result, mlflow=_send_to_mlflow(request, result, runs_dir))
+        record: dict[str, Any] = {}
+        scores: dict[str, Scores] = {}
+        error: BaseException | None = None
+        try:
+            events.start(info)
+            if source is not None:
+                rows = _collect(source, folder, parts, done, events)
+            if is_main:
+                record, scores = _score(plan, folder, rows, events)
+        except BaseException as raised:
+            error = raised
+            if head:
+                status = "interrupted" if status_of(error) == "KILLED" else "failed"
+                record = {"name": folder.name, "status": status, **head}
+                with warn_on_failure("the record of the evaluation cannot be written"):
+                    folder.write_record(record)
+            with warn_on_failure("the end of the evaluation was not reported"):
+                events.end(EvalResult(folder.path, record, {}, error=error))
+            raise
+        result = ranks.gather(EvalResult(folder.path, record, scores))[0]
+    events.end(result)
+    if is_main and plan.config.tracking.with_mlflow:  # after the callbacks: a slow server delays no result
+        return replace(result, mlflow=_send_to_mlflow(plan, result, runs_dir))
     return result
+
+
+def _open_source(plan: EvalPlan, events: _Events, stack: ExitStack) -> _Source:
+    """Load the model, or use the stored completions; `stack` closes what was opened."""
+    config, source = plan.config, plan.source
+    grader = GraderPool(config.grading)
+    stack.enter_context(closed_at_end("a grader", grader.close))
+    if isinstance(source, SamplesFile):
+        from bandpo_cli.evaluation.evaluate import regrade_batches
+
+        ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
+        if ranks.size > 1:
+            raise UserError(f"{source.path}: a file is graded by one process; remove --nproc or torchrun")
+        stored_by_label = source.sets.items()
+        grader.spawn({stored.problem.grader for _, stored_P in stored_by_label for stored in stored_P})
+        ids = {label: [stored.problem.id for stored in stored_P] for label, stored_P in stored_by_label}
+        count = sum(len(stored.completions_G) for _, stored_P in stored_by_label for stored in stored_P)
+        batches = partial(regrade_batches, grader.grade, source.sets, config.evaluation.batch)
+        return _Source(config, ranks, ids, count, batches, grader)
+    from bandpo_cli.experiments.run import start_process
+
+    config, ranks = start_process(config, source[1], events, stack, training=False)
+    settings = config.evaluation
+    with out_of_memory_errors(config, training=False):
+        from bandpo_cli.evaluation.evaluate import sample_batches
+        from bandpo_cli.sampling.sampler import SamplingParams, build_sampler
+        from bandpo_cli.sampling.setup import set_up_sampling
+
+        loaded = set_up_sampling(config, source[1], ranks, training=False)
+        sampler = build_sampler(config, loaded.policy)
+    stack.enter_context(closed_at_end("the sampling engine", sampler.close))
+    if loaded.conversations is not None:
+        stack.callback(loaded.conversations.pool.close)
+    batches = partial(
+        sample_batches,
+        sampler,
+        loaded.encoder,
+        partial(grade_components, grader.grade, config.task.rewards),
+        loaded.heldout,
+        SamplingParams(settings.samples, settings.temperature, config.sampling.max_tokens, loaded.stop_ids),
+        settings.batch,
+        config.seed,
+        version=0,
+        cancel=grader.cancel,
+        ranks=ranks,
+        conversations=loaded.conversations,
+    )
+    ids = {label: [problem.id for problem in problems_P] for label, problems_P in loaded.heldout.items()}
+    count = sum(map(len, ids.values())) * settings.samples
+    return _Source(config, ranks, ids, count, batches, grader, loaded.notes, sampler.describe())
 
 
 def _open_folder(
@@ -241,76 +300,72 @@ def _open_folder(
     return target, {*parts}
 
 
-def _score(
-    info: EvalInfo,
-    get_completions: Callable[[], Sequence[EvalRow]],
-    events: _Events,
-    unfinished: Mapping[str, Any] | None = None,
-) -> EvalResult:
-    """Score every completion, and write eval.json and the histogram.
-
-    `unfinished` is the record of an evaluation that ends early, without its name and status; None to keep the file.
-    """
-    folder, request = EvalFolder(info.folder), info.request
-    try:
-        events.start(info)
-        completions = get_completions()
-        from bandpo_cli.evaluation.scores import metric_record, score
-        from bandpo_cli.reports.run_plots import plot_success_histogram
-
-        events.phase("score")
-        rows: dict[str, list[EvalRow]] = {}
-        for row in completions:
-            rows.setdefault(row["task"], []).append(row)
-        k = request.config.evaluation.k
-        scores = {label: score(label, rows_N, k) for label, rows_N in rows.items()}
-        record = {
-            "name": folder.name,
-            "status": "finished",
-            **request.as_json(),
-            "metrics": metric_record(scores, with_intervals=True),
-            "sets": {label: set_scores.as_json() for label, set_scores in scores.items()},
-        }
-        folder.write_record(record)
-        with warn_on_failure("the histogram cannot be written"):
-            plot_success_histogram(folder.path)
-        return EvalResult(folder.path, record, scores)
-    except BaseException as error:
-        record = {}
-        if unfinished is not None:
-            status = "interrupted" if status_of(error) == "KILLED" else "failed"
-            record = {"name": folder.name, "status": status, **unfinished}
-            with warn_on_failure("the record of the evaluation cannot be written"):
-                folder.write_record(record)
-        with warn_on_failure("the end of the evaluation was not reported"):
-            events.end(EvalResult(folder.path, record, {}, error=error))
-        raise
+def _stored_rows(folder: EvalFolder) -> list[EvalRow]:
+    """Return the completions of an evaluation that has all of them."""
+    folder.drop_parts()  # a kill between the table and this call leaves them
+    rows = read_eval_table(folder.samples_path)
+    if not rows:
+        raise UserError(f"{folder.samples_path}: holds no completions; remove it to sample them again")
+    return rows
 
 
 def _collect(
-    source: _Source, folder: EvalFolder, parts: Parts, events: _Events, ranks: Ranks
+    source: _Source, folder: EvalFolder, parts: Parts, done: set[PartKey], events: _Events
 ) -> list[EvalRow]:
-    """Get every completion that `parts` lacks, storing each batch before the next; return all of them."""
-    events.phase("sample")
-    if ranks.is_main:
+    """Sample and grade every completion that is not `done`; rank 0 stores each batch before the next.
+
+    Return all of them on rank 0, where `parts` are those stored before; nothing on another rank.
+    """
+    is_main = source.ranks.is_main
+    if is_main:
+        events.phase("sample")
         source.grader.error_folder = folder.path / GRADER_ERRORS
-    imports = Thread(target=_import_scoring, name="scoring imports", daemon=True)
-    imports.start()
-    for batch in source.batches(set(parts)):
-        folder.write_part(batch.key, batch.rows)
-        parts[batch.key] = batch.rows
-        events.step(batch)
+        imports = Thread(target=_import_scoring, name="scoring imports", daemon=True)
+        imports.start()
+    with out_of_memory_errors(source.config, training=False):
+        for batch in source.batches(done=done):
+            if is_main:
+                folder.write_part(batch.key, batch.rows)
+                parts[batch.key] = batch.rows
+                events.step(batch)
+    uses = source.ranks.gather(source.grader.uses())
+    if not is_main:
+        return []
     imports.join()
     completions = [row for key in sorted(parts) for row in parts[key]]
-    uses = ranks.gather(source.grader.uses())
     errors = {name: use.error for of_rank in reversed(uses) for name, use in of_rank.items() if use.error}
     verdicts, graders = ([row[key] for row in completions] for key in ("verdict", "grader"))
-    check_not_all_failed(verdicts, graders, lambda: errors)
+    check_not_all_failed(verdicts, graders, errors)
     for line in failure_warnings(uses):
         log.warning("%s", line)
     events.phase("record")
     folder.write_samples(completions)
     return completions
+
+
+def _score(
+    plan: EvalPlan, folder: EvalFolder, completions: Sequence[EvalRow], events: _Events
+) -> tuple[dict[str, Any], dict[str, Scores]]:
+    """Score every completion, write eval.json and the histogram, and return the record and the scores by set."""
+    from bandpo_cli.evaluation.scores import metric_record, score
+    from bandpo_cli.reports.run_plots import plot_success_histogram
+
+    events.phase("score")
+    rows: dict[str, list[EvalRow]] = {}
+    for row in completions:
+        rows.setdefault(row["task"], []).append(row)
+    scores = {label: score(label, rows_N, plan.config.evaluation.k) for label, rows_N in rows.items()}
+    record = {
+        "name": folder.name,
+        "status": "finished",
+        **plan.as_json(),
+        "metrics": metric_record(scores, with_intervals=True),
+        "sets": {label: set_scores.as_json() for label, set_scores in scores.items()},
+    }
+    folder.write_record(record)
+    with warn_on_failure("the histogram cannot be written"):
+        plot_success_histogram(folder.path)
+    return record, scores
 
 
 def _import_scoring() -> None:
@@ -343,61 +398,3 @@ def _send_to_mlflow(request: EvalPlan, result: EvalResult, runs_dir: Path) -> st
         log.warning("MLflow at %s did not accept the metrics (%s)", uri, short_error(error))
         return None
     return f"{ui_text(place, store)}  (run {place.name})"
-
-
-def _open_source(request: EvalPlan, ranks: Ranks, events: _Events, stack: ExitStack) -> _Source:
-    """Load the model, or use the stored completions; `stack` closes what was opened."""
-    config, source = request.config, request.source
-    pool = GraderPool(config.grading)
-    stack.enter_context(closed_at_end("a grader", pool.close))
-    if isinstance(source, SamplesFile):
-        from bandpo_cli.evaluation.batches import regrade_batches
-
-        if ranks.size > 1:
-            raise UserError(f"{source.path}: a file is graded by one process; remove --nproc or torchrun")
-        pool.spawn({stored.problem.grader for stored_P in source.sets.values() for stored in stored_P})
-        return _Source(
-            config,
-            {label: [stored.problem.id for stored in stored_P] for label, stored_P in source.sets.items()},
-            sum(len(stored.completions_G) for stored_P in source.sets.values() for stored in stored_P),
-            lambda done: regrade_batches(pool.grade, source.sets, config.evaluation.batch, done),
-            pool,
-        )
-    events.phase("load")
-    use_expandable_segments(config)
-    with out_of_memory_errors(config, training=False):
-        from bandpo_cli.evaluation.evaluate import sample_batches
-        from bandpo_cli.models.load import deterministic_kernels, load_policy, with_resolved_dtype
-        from bandpo_cli.sampling import prompt_encoding
-        from bandpo_cli.sampling.rollouts import build_conversations
-        from bandpo_cli.sampling.sampler import SamplingParams, build_sampler, check_model
-
-        stack.enter_context(deterministic_kernels(config, training=False))
-        check_model(config)
-        config = check_memory(with_resolved_dtype(config), ranks, training=False, task=source[1])
-        policy = load_policy(config.model, for_training=False, ranks=ranks)
-        prompt_encoding.check_context_length(policy.model.config, config)
-        encoder = prompt_encoding.PromptEncoder.of_run(policy.tokenizer, config, policy.rows)
-        conversations = build_conversations(config, encoder, ranks)
-        notes: list[str] = []
-        fitting = prompt_encoding.drop_long_prompts_in_sets(encoder, source[1].heldout_sets(), config, notes)
-        problems = [problem for problems_P in fitting.values() for problem in problems_P]
-        notes += encoder.notes(problems)
-        stop_ids = prompt_encoding.completion_stop_ids(policy, encoder, problems)
-        sampler = build_sampler(config, policy)
-    stack.enter_context(closed_at_end("the sampling engine", sampler.close))
-    if conversations is not None:
-        stack.callback(conversations.pool.close)
-    settings = config.evaluation
-    params = SamplingParams(settings.samples, settings.temperature, config.sampling.max_tokens, stop_ids)
-
-    def batches(done: set[PartKey]) -> Iterator[Batch]:
-        grade = partial(grade_components, pool.grade, config.task.rewards)
-        about = sampler, encoder, grade, fitting, params, settings.batch, config.seed
-        with out_of_memory_errors(config, training=False):
-            yield from sample_batches(
-                *about, version=0, done=done, cancel=pool.cancel, ranks=ranks, conversations=conversations
-            )
-
-    ids = {label: [problem.id for problem in problems_P] for label, problems_P in fitting.items()}
-    return _Source(config, ids, len(problems) * settings.samples, batches, pool, notes, sampler.describe())

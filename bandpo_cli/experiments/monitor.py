@@ -4,7 +4,7 @@ A criterion ends a run once its metric was beyond its limit in a number of conse
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bandpo_cli.callbacks import StepReport
@@ -43,9 +43,13 @@ class StepMonitor:
 
     Args:
         records: lines of metrics.jsonl of the steps before; the last `stop.steps` of them count.
+        stop_requested: returns True once the user has asked the run to stop; None where nobody can.
     """
 
-    def __init__(self, config: RunConfig, records: Iterable[Record]) -> None:
+    def __init__(
+        self, config: RunConfig, records: Iterable[Record], stop_requested: Callable[[], bool] | None = None
+    ) -> None:
+        self._stop_requested = stop_requested
         self._config, self._recent = config, deque(records, maxlen=config.stop.steps)
         self._without_gradient, self._warned_of_calls = 0, False
 
@@ -86,6 +90,10 @@ class StepMonitor:
     def stop_reason(self) -> str | None:
         """The criterion that ends the run after the last step, in one line; None without one."""
         return stop_reason(self._config, self._recent)
+
+    def is_over(self) -> bool:
+        """Return whether the run is to end now, by a criterion or a request."""
+        return self.stop_reason is not None or (self._stop_requested is not None and self._stop_requested())
 
 
 def stop_reason(config: RunConfig, records: Sequence[Record]) -> str | None:

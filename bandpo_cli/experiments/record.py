@@ -8,9 +8,8 @@ import logging
 import os
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport
@@ -22,10 +21,10 @@ from bandpo_cli.custom_code import exits_as_errors, keep_code
 from bandpo_cli.errors import RunError, UserError, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.monitor import stop_reason
-from bandpo_cli.experiments.plan import Fork, Plan, Start
-from bandpo_cli.overview import summary_fields
+from bandpo_cli.experiments.plan import RESOLVED, Fork, Plan, Start
 from bandpo_cli.paths import cached_commit, path_exists, relative_to_cwd
 from bandpo_cli.processes.ranks import check_same_on_all, is_main_process
+from bandpo_cli.results import summary_fields
 from bandpo_cli.storage.checkpoints import (
     copy_checkpoint,
     prune_checkpoints,
@@ -37,24 +36,21 @@ from bandpo_cli.storage.files import remove_temporary_files, run_lock
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.run_record import PARENT
 from bandpo_cli.tasks.question_answers import hub_ids
-from bandpo_cli.types import RunStatus, status_of
+from bandpo_cli.types import RunStatus
 
 if TYPE_CHECKING:
-    from bandpo_cli.training.components import Components
-
-RESOLVED = "resolved"
-"""The entry of env.json with what settings such as `auto` resolved to, which a resume uses again."""
+    from bandpo_cli.training.build import Components
 
 log = logging.getLogger("bandpo_cli")
 
 
-@contextmanager
-def opened_folder(plan: Plan, config: RunConfig, components: Components | None) -> Iterator[RunFolder]:
+def open_folder(plan: Plan, config: RunConfig, components: Components | None, stack: ExitStack) -> RunFolder:
     """Open the folder of a plan for writing, and load the state with which the run starts into the components.
 
     The folder of a new run is created, with the record and the checkpoint of the parent of a fork. With config.yaml,
     which is written last, the folder is a run. A folder of a resume is cut back to the step of its checkpoint once that
-    has been loaded, not before. Rank 0 holds the lock of a new folder; the caller holds the lock of a resume.
+    has been loaded, not before. Rank 0 holds the lock of a new folder, until `stack` closes; the caller holds the lock
+    of a resume.
 
     Args:
         config: the settings for config.yaml.
@@ -64,8 +60,7 @@ def opened_folder(plan: Plan, config: RunConfig, components: Components | None) 
     if components is None:
         if is_main_process():
             _cut_back(folder, config, start.step, describe_environment())
-        yield folder
-        return
+        return folder
     ranks = components.ranks
     check_same_on_all(ranks, to_yaml(config), str(start.step))
     if start.is_resume:
@@ -73,22 +68,17 @@ def opened_folder(plan: Plan, config: RunConfig, components: Components | None) 
         if ranks.is_main:
             _cut_back(folder, config, start.step, run_environment(plan.pinned, components))
         ranks.wait()
-        yield folder
-        return
-    if not ranks.is_main:
-        folder = ranks.gather(folder)[0]
-        _load_state(folder, config, components, start)
-        yield folder
-        return
-    folder = RunFolder.create(folder.path.parent, folder.name)
-    with run_lock(folder.path):
+        return folder
+    if ranks.is_main:
+        folder = RunFolder.create(folder.path.parent, folder.name)
+        stack.enter_context(run_lock(folder.path))
         keep_code(plan.pinned.model_dump_json(), folder.path)
         parent = {} if start.fork is None else copy_parent(start.fork, folder)
         folder.write_env({**parent, **run_environment(plan.pinned, components)})
         folder.write_config(to_yaml(config))
-        ranks.gather(folder)
-        _load_state(folder, config, components, start)
-        yield folder
+    folder = ranks.gather(folder)[0]
+    _load_state(folder, config, components, start)
+    return folder
 
 
 def _load_state(folder: RunFolder, config: RunConfig, components: Components, start: Start) -> None:
@@ -157,68 +147,45 @@ def _cut_back(folder: RunFolder, config: RunConfig, step: int, env: dict[str, An
     folder.record_resume({"time": when, "after_step": max(step, 0)}, env)
 
 
-class RunRecord:
-    """The record of a run: `start` of the callbacks at the beginning of the block; plots, summary and `end` at its end.
+def run_info(config: RunConfig, folder: RunFolder, first_step: int, components: Components | None) -> RunInfo:
+    """Return the run as callbacks receive it at its start; a rank other than 0 has no contents of env.json."""
+    text = (folder.path / "env.json").read_text(encoding="utf-8") if is_main_process() else "{}"
+    notes = () if components is None else tuple(components.notes)
+    about = config.steps, first_step, notes, config.tracking.parent
+    return RunInfo(folder.path, config.model_dump(mode="json"), json.loads(text), *about)
 
-    A rank other than 0 writes nothing and has no records.
 
-    Attributes:
-        status: how the run ends; to be set in the block. After an error in the block it is that of the error.
-        result: the end of the run, after the block.
+def close_record(
+    config: RunConfig,
+    folder: RunFolder,
+    events: Dispatcher[RunInfo, StepReport, RunResult],
+    status: RunStatus,
+    error: BaseException | None,
+) -> RunResult:
+    """Write the plots and the summary, then call `end`; return the end of the run.
+
+    `error` is the one that has ended the run: later ones are warnings. A rank other than 0 writes nothing and has no
+    records.
     """
-
-    result: RunResult
-
-    def __init__(
-        self,
-        config: RunConfig,
-        folder: RunFolder,
-        events: Dispatcher[RunInfo, StepReport, RunResult],
-        notes: tuple[str, ...],
-        first_step: int,
-    ) -> None:
-        self._config, self._folder, self._events = config, folder, events
-        self._notes, self._first_step = notes, first_step
-        self.status: RunStatus = "FAILED"
-
-    def __enter__(self) -> RunRecord:
-        path, config = self._folder.path, self._config
-        env = json.loads((path / "env.json").read_text(encoding="utf-8")) if is_main_process() else {}
-        about = config.steps, self._first_step, self._notes, config.tracking.parent
-        try:
-            with exits_as_errors():
-                self._events.start(RunInfo(path, config.model_dump(mode="json"), env, *about))
-        except BaseException as error:
-            self._close(error)
+    records: list[dict[str, Any]] = []
+    failure: Exception | None = None
+    try:
+        events.phase("close")
+        if is_main_process():
+            records = folder.read_metrics()
+            _write_summary(config, folder, RunResult(folder.path, status, records, error))
+    except Exception as raised:  # such as a full disk
+        if error is None:
+            status, failure = "FAILED", raised
             raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._close(error)
-
-    def _close(self, error: BaseException | None) -> None:
-        """Write the plots and the summary, then call `end`; `error` is the one that has ended the run."""
-        folder, records = self._folder, list[dict[str, Any]]()
-        if error is not None:
-            self.status = status_of(error)
-        try:
-            self._events.phase("close")
-            if is_main_process():
-                records = folder.read_metrics()
-                _write_summary(self._config, folder, RunResult(folder.path, self.status, records, error))
-        except Exception as failure:  # such as a full disk; an error that ended the run is the one to report
-            if error is None:
-                error, self.status = failure, "FAILED"
-                raise
-            with warn_on_failure("the summary cannot be written"):
-                raise
-        finally:
-            self.result = RunResult(folder.path, self.status, records, error)
-            unreported = warn_on_failure("the end of the run was not reported")
-            with nullcontext() if error is None else unreported, exits_as_errors():
-                self._events.end(self.result)
+        with warn_on_failure("the summary cannot be written"):
+            raise
+    finally:
+        result = RunResult(folder.path, status, records, error or failure)
+        unreported = warn_on_failure("the end of the run was not reported")
+        with nullcontext() if result.error is None else unreported, exits_as_errors():
+            events.end(result)
+    return result
 
 
 @contextmanager

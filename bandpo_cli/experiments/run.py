@@ -7,30 +7,33 @@ these functions; rank 0 alone writes the folder and has callbacks.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
 from bandpo_cli.config.hardware import use_expandable_segments
+from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.custom_code import exits_as_errors, user_code
 from bandpo_cli.errors import GraderFailedError, closed_at_end
 from bandpo_cli.experiments.memory_check import check_memory, out_of_memory_errors
 from bandpo_cli.experiments.monitor import StepMonitor
-from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, as_loaded, plan_training
+from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, plan_training
+from bandpo_cli.experiments.plan_from_checkpoint import locked_resume, plan_fork
 from bandpo_cli.experiments.preflight import callback_class
-from bandpo_cli.experiments.record import RunRecord, disk_errors, opened_folder
-from bandpo_cli.grading.pool import GraderUse, failure_warnings
-from bandpo_cli.processes.ranks import connected_ranks, is_main_process, lost_rank_errors
+from bandpo_cli.experiments.record import close_record, disk_errors, open_folder, run_info
+from bandpo_cli.grading.pool import failure_warnings
+from bandpo_cli.processes.ranks import Ranks, connected_ranks, is_main_process, lost_rank_errors
 from bandpo_cli.storage.run_folder import GRADER_ERRORS, RunFolder
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.tracking.outages import TrackerCallback
-from bandpo_cli.types import RunStatus
+from bandpo_cli.types import RunStatus, status_of
 
 if TYPE_CHECKING:
-    from bandpo_cli.training.components import Components
+    from bandpo_cli.training.build import Components
 
 TrainEvents = Dispatcher[RunInfo, StepReport, RunResult]
 Stop = Callable[[], bool] | None
@@ -52,15 +55,61 @@ def train(
 
     Args:
         name: name of the run folder; None for method, task, seed and time.
-        callbacks, stop_requested: as for `run`.
+        callbacks, stop_requested: as for `run_plan`.
 
-    Returns and raises what `run` does.
+    Returns and raises what `run_plan` does.
     """
-    return run(plan_training(config, runs_dir, name), callbacks, stop_requested)
+    return run_plan(plan_training(config, runs_dir, name), callbacks, stop_requested)
+
+
+def resume(
+    run: str,
+    runs_dir: Path | str = "runs",
+    settings: Sequence[Layer] = (),
+    callbacks: Sequence[TrainCallback] = (),
+    stop_requested: Stop = None,
+) -> RunResult:
+    """Continue a training run from its last complete checkpoint.
+
+    Steps after the checkpoint are removed once the model and its state are loaded, not before.
+
+    Args:
+        run: its name in `runs_dir`, or its folder.
+        settings: settings to change; see `CHANGEABLE_SETTINGS`. `{"steps": n}` trains further.
+
+    Raises:
+        UserError: the run is complete or imported from verl, its record is damaged, or a setting was given that cannot
+            change.
+        RunError: as `train`.
+    """
+    with locked_resume(run, runs_dir, settings) as plan:
+        return run_plan(plan, callbacks, stop_requested)
+
+
+def fork(
+    run: str,
+    runs_dir: Path | str = "runs",
+    settings: Sequence[Layer] = (),
+    name: str | None = None,
+    callbacks: Sequence[TrainCallback] = (),
+    stop_requested: Stop = None,
+) -> RunResult:
+    """Train a new run that continues a checkpoint of another run.
+
+    Args:
+        run: RUN or RUN@STEP. RUN is a name in `runs_dir` or a folder, and means its last complete checkpoint.
+        settings: changes of the settings of RUN.
+        name: name of the new run folder; None for method, task, seed and time.
+
+    Raises:
+        UserError: there is no such checkpoint, or a setting cannot be used or cannot be changed.
+        RunError: as `train`.
+    """
+    return run_plan(plan_fork(run, settings, runs_dir, name), callbacks, stop_requested)
 
 
 @exits_as_errors()
-def run(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested: Stop = None) -> RunResult:
+def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested: Stop = None) -> RunResult:
     """Train the run of a plan.
 
     Args:
@@ -81,23 +130,86 @@ def run(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested: Sto
         LostRankError: the process of another rank has ended; a RunError.
     """
     events, first = train_events(plan.config, callbacks), plan.first_step
-    if plan.task is None:  # all steps are done; what is left is the summary and the plots
-        with (
-            opened_folder(plan, plan.config, None) as folder,
-            RunRecord(plan.config, folder, events, (), first) as record,
-        ):
-            record.status = "FINISHED"
-        return record.result
-    changeable = CHANGEABLE_SETTINGS if plan.start.is_resume else None
-    with loaded_components(plan.pinned, plan.task, events, changeable) as (loaded, components):
-        config, notes = as_loaded(plan.config, loaded), tuple(components.notes)
-        with (
-            opened_folder(plan, config, components) as folder,
-            RunRecord(config, folder, events, notes, first) as record,
-            exits_as_errors(),
-        ):
-            record.status = train_steps(config, folder, components, events, first, stop_requested)
-        return components.ranks.gather(record.result)[0]
+    config, components = plan.config, None
+    with ExitStack() as stack:
+        if plan.task is not None:  # else all steps are done; what is left is the summary and the plots
+            changeable = CHANGEABLE_SETTINGS if plan.start.is_resume else None
+            loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable)
+            config = _as_loaded(config, loaded)
+        folder = open_folder(plan, config, components, stack)
+        status: RunStatus = "FINISHED"
+        error: BaseException | None = None
+        try:
+            with exits_as_errors():
+                events.start(run_info(config, folder, first, components))
+                if components is not None:
+                    status = train_steps(config, folder, components, events, first, stop_requested)
+        except BaseException as raised:
+            error, status = raised, status_of(raised)
+            raise
+        finally:
+            result = close_record(config, folder, events, status, error)
+        return result if components is None else components.ranks.gather(result)[0]
+
+
+def load_components(
+    config: RunConfig,
+    task: Task,
+    events: TrainEvents,
+    stack: ExitStack,
+    changeable: Sequence[str] | None = None,
+) -> tuple[RunConfig, Components]:
+    """Load model, sampler, grader and optimizer on all ranks; `stack` closes them and warns of grader errors.
+
+    `changeable` is as for `check_memory`. Returns the settings that the components have on this machine.
+    """
+    config, ranks = start_process(config, task, events, stack, changeable=changeable)
+    with out_of_memory_errors(config):
+        from bandpo_cli.training.build import build_components
+
+        components = build_components(config, task, ranks)
+    stack.enter_context(closed_at_end("the sampling engine or a grader", components.close))
+    stack.push(partial(_warn_of_grader_errors, components))
+    return config, components
+
+
+def start_process(
+    config: RunConfig,
+    task: Task,
+    events: Dispatcher[Any, Any, Any],
+    stack: ExitStack,
+    training: bool = True,
+    changeable: Sequence[str] | None = None,
+) -> tuple[RunConfig, Ranks]:
+    """Begin the phase `load`: choose kernels, connect the ranks until `stack` closes, and check the memory.
+
+    `training` and `changeable` are as for `check_memory`. Returns the settings with what they are on this machine, such
+    as the dtype that `auto` is and vLLM's share of the GPU.
+    """
+    events.phase("load")
+    use_expandable_segments(config)
+    from bandpo_cli.models.load import deterministic_kernels, with_resolved_dtype
+
+    config = with_resolved_dtype(config)
+    stack.enter_context(deterministic_kernels(config, training))
+    ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
+    return check_memory(config, ranks, training, changeable, task), ranks
+
+
+def _warn_of_grader_errors(
+    components: Components, kind: type[BaseException] | None, error: BaseException | None, trace: object
+) -> None:
+    """Log the grader errors of all ranks on rank 0, or after an `error` each rank's own.
+
+    After an error the other ranks may never get here. The error of a grader that always failed reports what the
+    warnings would.
+    """
+    uses = [components.grader.uses()]
+    if error is None:
+        uses = components.ranks.gather(uses[0])
+    if not isinstance(error, GraderFailedError) and (error is not None or components.ranks.is_main):
+        for line in failure_warnings(uses):
+            log.warning("%s", line)
 
 
 def train_steps(
@@ -110,13 +222,9 @@ def train_steps(
     is_main, last = components.ranks.is_main, first - 1
     if is_main:
         components.grader.error_folder = folder.path / GRADER_ERRORS
-    monitor = StepMonitor(config, folder.read_metrics() if is_main else ())
-
-    def ends() -> bool:
-        return monitor.stop_reason is not None or (stop is not None and stop())
-
+    monitor = StepMonitor(config, folder.read_metrics() if is_main else (), stop)
     with out_of_memory_errors(config), disk_errors(folder), lost_rank_errors():
-        steps = loop.train(config, components, folder, events.phase, first, ends)
+        steps = loop.train(config, components, folder, events.phase, first, monitor.is_over)
         try:
             for report in steps:
                 last = report.step
@@ -126,10 +234,11 @@ def train_steps(
         except BaseException as error:
             steps.throw(error)  # an error of a callback; the loop may be writing a checkpoint
             raise
-    if monitor.stop_reason is not None and is_main:
-        log.warning("the run ends after step %d of %d: %s", last, config.steps, monitor.stop_reason)
+    reason = monitor.stop_reason
+    if reason is not None and is_main:
+        log.warning("the run ends after step %d of %d: %s", last, config.steps, reason)
     # Before the last step and without a reason, a stop was requested, perhaps of another rank.
-    return "KILLED" if last < config.steps and monitor.stop_reason is None else "FINISHED"
+    return "KILLED" if last < config.steps and reason is None else "FINISHED"
 
 
 def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> TrainEvents:
@@ -150,42 +259,9 @@ def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> Train
     return Dispatcher([callback for callback in callbacks if getattr(callback, "on_every_rank", False)])
 
 
-@contextmanager
-def loaded_components(
-    config: RunConfig, task: Task, events: TrainEvents, changeable: Sequence[str] | None = None
-) -> Iterator[tuple[RunConfig, Components]]:
-    """Begin the phase `load`: connect the ranks, load model, sampler, grader and optimizer, and close them at the end.
-
-    Yields the components and the settings that they have on this machine: the dtype that `auto` is, and vLLM's share of
-    the GPU. After the block, rank 0 warns of the grader errors of all ranks; after an error in it, each rank of its
-    own. `changeable` is as for `check_memory`.
-    """
-    events.phase("load")
-    use_expandable_segments(config)
-    from bandpo_cli.models.load import deterministic_kernels, with_resolved_dtype
-
-    config = with_resolved_dtype(config)
-    with ExitStack() as stack:
-        stack.enter_context(deterministic_kernels(config))
-        ranks = stack.enter_context(connected_ranks(config.model.device, config.tracking.stall_after))
-        config = check_memory(config, ranks, changeable=changeable, task=task)
-        with out_of_memory_errors(config):
-            from bandpo_cli.training.components import build_components
-
-            components = build_components(config, task, ranks)
-        stack.enter_context(closed_at_end("the sampling engine or a grader", components.close))
-        uses: Sequence[Mapping[str, GraderUse]] = ()
-        try:
-            yield config, components
-        except BaseException as error:
-            # The other ranks may never get here: this rank reports its own answers, and waits for none of them. The
-            # error of a grader that always failed reports what the warnings would.
-            if not isinstance(error, GraderFailedError):
-                uses = [components.grader.uses()]
-            raise
-        else:
-            of_ranks = ranks.gather(components.grader.uses())
-            uses = of_ranks if ranks.is_main else ()
-        finally:
-            for line in failure_warnings(uses):
-                log.warning("%s", line)
+def _as_loaded(config: RunConfig, loaded: RunConfig) -> RunConfig:
+    """Return the settings for config.yaml: with the dtype and the share of the GPU that were chosen at the start."""
+    model = config.model.model_copy(update={"dtype": loaded.model.dtype})
+    fraction = {"memory_fraction": loaded.sampling.vllm.memory_fraction}
+    sampling = {"vllm": config.sampling.vllm.model_copy(update=fraction)}
+    return config.model_copy(update={"model": model, "sampling": config.sampling.model_copy(update=sampling)})

@@ -6,6 +6,7 @@ Nothing is written, and MLflow receives nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,7 @@ from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.plan import Plan
 from bandpo_cli.experiments.preflight import problems_by_grader
-from bandpo_cli.experiments.run import loaded_components
+from bandpo_cli.experiments.run import load_components
 from bandpo_cli.grading.pool import IMPORT_ADVICE, GraderPool, problem_error
 from bandpo_cli.registries import GRADERS
 from bandpo_cli.tasks.task import Task
@@ -89,23 +90,18 @@ def first_prompt(config: RunConfig, task: Task) -> tuple[PromptEncoder, Problem,
     Raises UserError for all prompts that training refuses.
     """
     from bandpo_cli.models.load import check_vocabulary, load_tokenizer, read_config
-    from bandpo_cli.sampling.prompt_encoding import (
-        PromptEncoder,
-        check_context_length,
-        drop_long_prompts,
-        drop_long_prompts_in_sets,
-    )
+    from bandpo_cli.sampling.prompt_encoding import PromptEncoder, check_context_length
+    from bandpo_cli.sampling.setup import fitting_problems
 
     model, tokenizer = read_config(config.model), load_tokenizer(config.model)
     rows = model.get_text_config().vocab_size
     check_context_length(model, config)
     check_vocabulary(tokenizer, rows, config.model.path)
-    encoder, warnings = PromptEncoder.of_run(tokenizer, config, rows), list[str]()
+    encoder = PromptEncoder.of_run(tokenizer, config, rows)
     if config.task.functions:
         encoder.check_turn()
-    train = drop_long_prompts(encoder, "training", task.train_problems(), config, warnings)
-    drop_long_prompts_in_sets(encoder, task.heldout_sets(), config, warnings)
-    return encoder, train[0], [*warnings, *encoder.notes(train)]
+    train, _, warnings = fitting_problems(encoder, task, config)
+    return encoder, train[0], warnings
 
 
 def _dummy_completion(config: RunConfig, problem: Problem) -> str:
@@ -164,17 +160,17 @@ def probe(plan: Plan, callbacks: Sequence[TrainCallback] = ()) -> ProbeReport:
         "optim.warmup_steps": 0,
     }
     events: Dispatcher[RunInfo, StepReport, RunResult] = Dispatcher(callbacks)
-    with (
-        loaded_components(with_values(run, values), task, events) as (config, components),
-        out_of_memory_errors(config),
-    ):
+    with ExitStack() as stack:
+        config, components = load_components(with_values(run, values), task, events, stack)
+        stack.enter_context(out_of_memory_errors(config))
         from bandpo_cli.evaluation.evaluate import is_evaluation_due
-        from bandpo_cli.objective.loss import policy_loss
+        from bandpo_cli.methods.loss import policy_loss
         from bandpo_cli.sampling.sampler import is_exact
-        from bandpo_cli.training.batches import RolloutBatches, select_groups
         from bandpo_cli.training.experience import prepare_updates
         from bandpo_cli.training.loop import step_advantages
-        from bandpo_cli.training.metrics import StepTimer, rollout_metrics, update_metrics
+        from bandpo_cli.training.metrics import rollout_metrics, update_metrics
+        from bandpo_cli.training.performance import StepTimer
+        from bandpo_cli.training.rollout_batches import RolloutBatches, select_groups
         from bandpo_cli.training.update import update_policy
 
         policy, timer = components.policy, StepTimer(events.phase)

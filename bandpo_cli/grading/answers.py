@@ -10,8 +10,12 @@ of the grader `reasoning-gym`: it extracts the answer that `grading.gym_scores` 
 
 import re
 from collections import deque
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import replace
 
+from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.errors import plural
 from bandpo_cli.grading.quantities import (
     DISPLAY_COMMANDS,
     FONT,
@@ -21,6 +25,7 @@ from bandpo_cli.grading.quantities import (
     rounds_to,
 )
 from bandpo_cli.grading.rewrites import MAX_ANSWER_CHARS, tidy
+from bandpo_cli.grading.workers import GraderWorkers
 from bandpo_cli.registries import GRADERS, GraderEntry, load_attribute
 from bandpo_cli.types import CORRECT, ENVIRONMENT_REWARD, MALFORMED, WRONG, Grade, Problem
 
@@ -38,6 +43,8 @@ _THINKING, _END_OF_THINKING = "<think>", "</think>"
 _LEADING = " \t\r\n*`"
 _TRAILING = ".。,;*`" + "".join(char for char in map(chr, range(0x3001)) if char.isspace())
 
+MAX_PARSED = 200
+"""Different references that are parsed, evenly spaced among those that are neither numbers nor words."""
 MAX_TAGGED_CHARS = 20_000
 """Longer answers in <answer> tags are malformed. The longest reference of reasoning-gym has about 4,000 characters."""
 
@@ -45,6 +52,7 @@ _SPACES = re.compile(r"\\(?:quad|qquad)(?![A-Za-z])|\\[,;:! ]|~")
 _FRACTIONS = re.compile(r"\\[dtc]frac(?![A-Za-z])")
 _FREE_SPACE = re.compile(r"(?<![0-9A-Za-z]) | (?![0-9A-Za-z])")
 _EMPTY_SET = re.compile(r"\\varnothing(?![A-Za-z])|\\\{ *\\\}")
+_REFERENCE_WORDS = re.compile(r"[A-Za-z .,;'()-]*")
 _CHOICE = re.compile(r"(?:(?i:option|choice) ?)?\(?([A-Za-z])\)|(?i:option|choice) ([A-Za-z])")
 _WORDS = re.compile(r"[A-Za-z]{2,}(?: [A-Za-z]+)*")
 _EQUALS = re.compile(r"(?<![\\<>!:=])=(?!=)")
@@ -277,3 +285,30 @@ def _final_answer(text: str) -> str:
 def reference_of(problem: Problem) -> str:
     """Return the reference in the form of a final answer."""
     return without_remark(unwrap(tidy(unwrap(problem.answer))))
+
+
+def unparsed_references(problems: Iterable[Problem], config: GradingConfig) -> str | None:
+    """Return a line with the number of references that the grader `math` cannot parse and the first three, or None.
+
+    Plain numbers and words need no parser: without other references no worker process is spawned.
+    """
+    golds = {reference_of(problem): problem.answer for problem in problems}
+    formulas = [
+        gold
+        for gold in golds
+        if not (read_plain_number(gold) or _REFERENCE_WORDS.fullmatch(FONT.sub(r"\1", gold)))
+    ]
+    sample = formulas[:: -(-len(formulas) // MAX_PARSED) or 1]
+    if not sample:
+        return None
+    with closing(GraderWorkers("math", config, size=1)) as workers:
+        batches = [[index] for index in range(len(sample))]
+        keys = workers.submit([(gold, gold) for gold in sample], sample, batches)
+        grades = workers.wait(keys, lambda graded, label: None)
+    unparsed = [gold for gold, grade in zip(sample, grades, strict=True) if not grade.correct]
+    if not unparsed:
+        return None
+    count = f"{len(unparsed):,} of {len(sample):,} references that are formulas cannot be parsed"
+    of_all = "" if len(sample) == len(formulas) else f" (a sample of {plural(len(formulas), 'formula')})"
+    first = ", ".join(f"{golds[gold]!r:.60}" for gold in unparsed[:3])
+    return f"grader 'math': {count}{of_all}, so that only the same text is correct: {first}"

@@ -132,8 +132,6 @@ def tool_schemas(tools: tuple[str, ...], of_environment: bool) -> list[dict[str,
     """
     from bandpo_cli.config.run import GradingConfig
 
-    if not tools:
-        return []
     kind, load = (
         (EnvironmentPool, "load_environment_schemas") if of_environment else (ToolPool, "load_schemas")
     )

@@ -6,7 +6,7 @@ first job, from the moment the reply to the job before it arrived. If the deadli
 answers of that job get their verdict, and the other jobs go to another worker.
 
 An asynchronous function has one worker, whose event loop works on all jobs that it holds and ends each at its deadline
-(`grading.event_loop`). If this worker exits, or sends no reply because a call blocks the loop, all its jobs end.
+(`worker_process.CallServer`). If this worker exits, or sends no reply because a call blocks the loop, all its jobs end.
 
 Messages are lines of JSON, never pickles. A request is the key of a job and the list of its answers, each a list of
 arguments. The first reply, after the import, is `{"batched": ..., "asynchronous": ..., "about": ...}`. A later one is
@@ -23,23 +23,20 @@ import logging
 import math
 import os
 import select
-import signal
 import subprocess
 import sys
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from io import RawIOBase
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from bandpo_cli.errors import ConfigError, RunError, describe_exit, escape_controls
+from bandpo_cli.errors import ConfigError, RunError, escape_controls
 from bandpo_cli.grading.worker_process import Loader
 from bandpo_cli.processes.ranks import local_rank_count
-from bandpo_cli.processes.watch import Wait, progress
+from bandpo_cli.processes.watch import ChildProcess, Wait, progress, python_command
 from bandpo_cli.registries import GRADERS, is_custom_grader
 from bandpo_cli.storage.environment import usable_cores
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade
@@ -66,13 +63,6 @@ MAX_PRINTED_BYTES = 1 << 16
 
 _JOBS_PER_WORKER = 4
 _CHUNK_BYTES = 1 << 16
-# The worker gets the module search path of this process. It runs neither the __main__ of the user nor files of the
-# current folder.
-_WORKER_SOURCE = (
-    "import json, sys; *arguments, sys.path[:] = json.loads(sys.argv[1]); "
-    "from bandpo_cli.grading.worker_process import serve; serve(*arguments)"
-)
-
 log = logging.getLogger("bandpo_cli")
 
 GraderArguments = Sequence[Any]
@@ -100,8 +90,8 @@ def default_workers() -> int:
     return min(max(1, usable_cores() // local_rank_count()), 8)
 
 
-class WorkerPool(ABC):
-    """A pool of processes that call one function and live until `close`.
+class WorkerPool:
+    """A pool of processes that call one function and live until `close`. The results are grades by default.
 
     A single thread may use it, but another thread may call `submit` and `close`.
     """
@@ -132,17 +122,17 @@ class WorkerPool(ABC):
         self._output_left = MAX_PRINTED_BYTES
         self._wait = Wait(title, "grading.deadline ends the call of an answer; an import has 600 seconds")
 
-    @abstractmethod
     def _result(self, fields: Any) -> Any:
         """Return the result of one answer from what a worker has sent."""
+        return Grade(*fields)
 
-    @abstractmethod
     def _failed(self, error: str) -> Any:
         """Return the result of an answer whose call has failed."""
+        return GRADER_ERROR
 
-    @abstractmethod
     def _late(self) -> Any:
         """Return the result of an answer that took longer than `grading.deadline`."""
+        return replace(TIMEOUT, has_reward=self._config.timeout_reward == "wrong")
 
     def submit(
         self, arguments: Sequence[GraderArguments], labels: Sequence[str], batches: Sequence[Job]
@@ -232,7 +222,7 @@ class WorkerPool(ABC):
             while self._workers:
                 self._terminate(self._workers[-1])
 
-    def _route(self) -> None:  # noqa: B027
+    def _route(self) -> None:
         """Move pending jobs to the queues of the workers that have the state that they continue from."""
 
     def _poll_once(self, most_seconds: float = MAX_WAIT_S) -> None:
@@ -246,7 +236,7 @@ class WorkerPool(ABC):
         for worker in self._workers:
             while worker.ready and len(worker.jobs) < jobs_per_worker and (worker.queue or self._pending):
                 job = (worker.queue or self._pending).popleft()
-                worker.send(job, [self._answers[key][0] for key in job])
+                worker.submit(job, [self._answers[key][0] for key in job])
             worker.register(poll)
         working = [worker for worker in self._workers if worker.ready and worker.jobs]
         longest = min(working, key=lambda worker: worker.started_at, default=None)
@@ -321,12 +311,13 @@ class WorkerPool(ABC):
 
     def _terminate(self, worker: _Worker) -> str:
         """Kill a worker and return how it ended; its remaining jobs are the next to be assigned."""
-        end, output = worker.kill()
-        self._print(output)
+        worker.kill()
+        with worker.process:  # closes the pipes
+            self._print(worker.read_output())  # once: a process that has left the group may still be printing
         self._workers.remove(worker)
         self._pending.extendleft(reversed([*worker.jobs.values(), *worker.queue]))
         worker.jobs.clear()
-        return end
+        return worker.describe_end()
 
     def _print(self, output: bytes) -> None:
         """Print what a worker has printed on standard error, up to `MAX_PRINTED_BYTES` of all workers."""
@@ -340,7 +331,7 @@ class WorkerPool(ABC):
 
 
 class GraderWorkers(WorkerPool):
-    """The workers of a grader; the results are grades."""
+    """The workers of a grader."""
 
     def __init__(self, grader: str, config: GradingConfig, size: int, calls: int = 1) -> None:
         """Create an empty pool; see `WorkerPool`.
@@ -355,54 +346,35 @@ class GraderWorkers(WorkerPool):
             raise ConfigError(f"grader '{grader}': none of that name{GRADERS.suggestion(grader)}")
         super().__init__(f"grader '{grader}'", loader, config, size, calls)
 
-    def _result(self, fields: Any) -> Grade:
-        return Grade(*fields)
 
-    def _failed(self, error: str) -> Grade:
-        return GRADER_ERROR
-
-    def _late(self) -> Grade:
-        return replace(TIMEOUT, has_reward=self._config.timeout_reward == "wrong")
-
-
-class _Worker:
-    """A process that serves one function, and the jobs that it holds. No method blocks.
-
-    It leads its own process group: killing it kills the processes that a custom function started, and Ctrl-C at the
-    terminal reaches only the parent.
-    """
+class _Worker(ChildProcess):
+    """A process that serves one function, and the jobs that it holds. No method but `kill` and `wait` blocks."""
 
     def __init__(self, loader: Loader, config: GradingConfig) -> None:
         """Start the process, whose imports run concurrently with the caller; raise RunError if the system refuses."""
-        path = [str(Path(entry).absolute()) for entry in (*sys.path, f"{Path(__file__).parents[2]}")]
-        arguments = [loader, config.deadline, config.memory_gb, config.retries, path]
+        role = f"worker for {loader.path:.100}".replace("/", "-")
+        arguments = [loader, config.deadline, config.memory_gb, config.retries]
+        # Every arena of malloc reserves 64 MiB, which count towards the memory limit of a worker with threads.
+        variables = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", **os.environ}
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        command = python_command(role, "bandpo_cli.grading.worker_process:serve", arguments)
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-c", _WORKER_SOURCE, json.dumps(arguments)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                # Every arena of malloc reserves 64 MiB, which count towards the memory limit of a worker with threads.
-                env={"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", **os.environ},
-                start_new_session=True,
-                bufsize=0,
-            )
+            super().__init__(command, variables, bufsize=0, **pipes)
         except OSError as error:
             raise RunError(f"cannot start a grading process: {error}; lower grading.workers") from error
-        pipes = self._process.stdin, self._process.stdout, self._process.stderr
-        self._stdin, self._stdout, self._stderr = (cast("RawIOBase", pipe) for pipe in pipes)
-        for pipe in (self._stdin, self._stdout, self._stderr):
-            os.set_blocking(pipe.fileno(), False)
-        self.pid = self._process.pid
+        for name in pipes:
+            os.set_blocking(getattr(self.process, name).fileno(), False)
+        self._stdin, self._stdout, self._stderr = (
+            cast("RawIOBase", getattr(self.process, name)) for name in pipes
+        )
         self.ready = False  # the process has imported the function
         self.jobs: dict[int, Job] = {}  # by key: those that were sent and have no reply yet
         self.queue: deque[Job] = deque()  # those for this worker alone that were not sent yet
         self.conversations: set[int] = set()  # those whose environments the process keeps
         self.started_at = time.monotonic()  # of the process; once it is ready, of the first job or its step
-        self._unsent = bytearray()
-        self._received = b""
+        self._unsent, self._received = bytearray(), b""
 
-    def send(self, job: Job, arguments: Sequence[GraderArguments]) -> None:
+    def submit(self, job: Job, arguments: Sequence[GraderArguments]) -> None:
         """Queue the arguments of a job, and write as much as the pipe accepts now."""
         if not self.jobs:
             self.started_at = time.monotonic()
@@ -441,13 +413,3 @@ class _Worker:
         if output == b"":
             self._stderr.close()
         return output or b""
-
-    def kill(self) -> tuple[str, bytes]:
-        """Kill the process and its process group; return how it ended, and its last output."""
-        if self._process.returncode is None:  # not waited for yet, so its process id was not reused
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        with self._process:  # closes the pipes
-            code = self._process.wait()
-            output = self.read_output()  # once: a process that has left the group may still be printing
-        return describe_exit(code), output

@@ -1,4 +1,4 @@
-"""Loading a policy: the model that is trained, its tokenizer, special tokens, device, dtype, deterministic kernels."""
+"""Loading and saving a policy: the trained model, its tokenizer, end tokens, device, dtype, deterministic kernels."""
 
 import copy
 import gc
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
@@ -23,10 +24,10 @@ from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import UserError, find_out_of_memory, first_line
-from bandpo_cli.models import lora, model_files, sharding
+from bandpo_cli.models import lora, model_files
 from bandpo_cli.models.logprobs import check_packed_forward
 from bandpo_cli.models.model_files import loading_errors, model_error
-from bandpo_cli.models.sharding import forward_dtype, is_sharded, shard
+from bandpo_cli.models.weights import checkpointed_layers, forward_dtype, is_sharded, save_adapter, shard
 from bandpo_cli.paths import cached_commit, path_exists, user_path
 from bandpo_cli.processes.ranks import SINGLE, Ranks, is_gpu
 
@@ -78,7 +79,7 @@ class Policy:
         pad_id: id of the padding token; the model never attends to it.
         commit: the commit of a model on the hub; None for a folder.
         ranks: the processes of the run. With more than one, a policy that is trained is sharded over them
-            (`models.sharding`).
+            (`models.weights`).
         is_base: the policy is the model without its adapters (`models.lora`).
     """
 
@@ -243,7 +244,7 @@ def _load(
             model, info = AutoModelForCausalLM.from_pretrained(**options, **dict.fromkeys(flags, True))
         finally:
             logger.disabled = False
-        check_loaded_weights(model, info, config.path)
+        model_files.check_loaded_weights(model, info, config.path)
         ids = tokenizer("1+1=2")["input_ids"]
         if not ids or not isinstance(tokenizer.decode(ids), str):
             raise model_error(config.path, "its tokenizer gives no tokens; is tokenizer.json there?")
@@ -265,6 +266,23 @@ def load_reference(policy: Policy, config: ModelConfig) -> Policy:
     model, _ = _load(config, read_config(config), _attention(config))
     shard(model.eval().requires_grad_(False), policy.ranks, policy.device)
     return replace(policy, model=model)
+
+
+def save_policy(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write a folder that transformers and vLLM can load: weights, or with LoRA adapters for peft, and tokenizer.
+
+    Args:
+        weights: what `weights_to_save` returns, or a copy; None for the weights in use.
+    """
+    if lora.has_adapters(policy.model):
+        save_adapter(policy.model, folder, weights)
+    else:
+        policy.model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
+        if is_sharded(policy.model):
+            # transformers states the dtype of the parameters, and the weights are rounded.
+            policy.model.config.dtype = policy.dtype
+            policy.model.config.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
 
 
 def _device(name: str, ranks: Ranks = SINGLE) -> torch.device:
@@ -314,7 +332,7 @@ def uses_gradient_checkpointing(model: PreTrainedModel, config: ModelConfig, on_
     Raises:
         UserError: the setting is true, and the architecture has none that works outside of training mode.
     """
-    supported, setting = bool(sharding.checkpointed_layers(model)), config.gradient_checkpointing
+    supported, setting = bool(checkpointed_layers(model)), config.gradient_checkpointing
     if setting is True and not supported:
         kind = model.config.model_type
         raise UserError(f"model.gradient_checkpointing: {kind} models do not support it; set it to false")
@@ -342,27 +360,6 @@ def check_vocabulary(tokenizer: Tokenizer, rows: int, path: str) -> None:
     """Raise UserError if the tokenizer, without its added tokens, has more tokens than the model."""
     if tokenizer.vocab_size > rows:
         raise model_error(path, f"its tokenizer has {tokenizer.vocab_size:,} tokens, the model has {rows:,}")
-
-
-def check_loaded_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str) -> None:
-    """Raise UserError if weights are missing (the loader fills in random numbers), unknown, misshapen or not finite.
-
-    Args:
-        info: loading info of `from_pretrained(..., output_loading_info=True)`.
-    """
-    prefix = f"{model.base_model_prefix}."
-    problems = {
-        "missing": info["missing_keys"],
-        "of another shape than in config.json": [item[0] for item in info["mismatched_keys"]],
-        "not in the model of config.json": [n for n in info["unexpected_keys"] if n.startswith(prefix)],
-    }
-    for kind, names in problems.items():
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise model_error(path, f"weights that are {kind}: {min(names)}{more}")
-    for name, parameter in model.named_parameters():
-        if parameter.numel() and not all(bound.isfinite() for bound in parameter.detach().aminmax()):
-            raise model_error(path, f"NaN or infinity in its weights: {name}")
 
 
 @contextmanager

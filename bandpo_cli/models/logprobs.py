@@ -22,7 +22,7 @@ import bandpo_cli.models.attention  # noqa: F401  registers the attention functi
 from bandpo_cli.errors import UserError, find_out_of_memory, first_line
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.models.packing import Row, TokenBatch, collate
-from bandpo_cli.models.sharding import checkpointed_layers, forward_dtype, run_forward
+from bandpo_cli.models.weights import checkpointed_layers, forward_dtype, run_forward
 from bandpo_cli.processes.watch import progress
 
 TILE_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}

@@ -18,7 +18,7 @@ from bandpo_cli.models.logprobs import TILE_BYTES
 from bandpo_cli.models.lora import add_adapters
 from bandpo_cli.models.model_files import base_config, loading_errors
 from bandpo_cli.models.packing import MAX_MASKED_ROW_TOKENS, MAX_SHARED_ROW_TOKENS, Row, split_row
-from bandpo_cli.models.sharding import checkpointed_layers
+from bandpo_cli.models.weights import checkpointed_layers
 from bandpo_cli.registries import ENGINES
 from bandpo_cli.storage.checkpoints import is_written_in_background
 

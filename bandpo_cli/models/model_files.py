@@ -238,3 +238,24 @@ def merge_adapter(model: PreTrainedModel, adapter: Path) -> None:
     if tensors or not layers:
         other = min(tensors, default="no tensor")
         raise UserError(f"{where}: {other}: only LoRA on linear layers is supported")
+
+
+def check_loaded_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str) -> None:
+    """Raise UserError if weights are missing (the loader fills in random numbers), unknown, misshapen or not finite.
+
+    Args:
+        info: loading info of `from_pretrained(..., output_loading_info=True)`.
+    """
+    prefix = f"{model.base_model_prefix}."
+    problems = {
+        "missing": info["missing_keys"],
+        "of another shape than in config.json": [item[0] for item in info["mismatched_keys"]],
+        "not in the model of config.json": [n for n in info["unexpected_keys"] if n.startswith(prefix)],
+    }
+    for kind, names in problems.items():
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise model_error(path, f"weights that are {kind}: {min(names)}{more}")
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and not all(bound.isfinite() for bound in parameter.detach().aminmax()):
+            raise model_error(path, f"NaN or infinity in its weights: {name}")

@@ -1,4 +1,4 @@
-"""Watch of processes: waits that take too long, the stacks of all processes of a command (SIGUSR1), a parent that ends.
+"""Watch of processes: children and their end, waits that take too long, stacks of all processes of a command.
 
 The processes of a command share a folder in which each has a file, which it locks until its end. At SIGUSR1 a process
 writes its stacks there (faulthandler, so also in native code). The leader, which the user has started, prints what is
@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import faulthandler
 import fcntl
+import json
 import logging
+import math
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import IO
+from typing import IO, Any
 
-from bandpo_cli.errors import one_line, redact_credentials
+from bandpo_cli.errors import describe_exit, one_line, redact_credentials
 
 FOLDER_VARIABLE = "BANDPO_STACKS"  # the folder, whose name is bandpo-<id of the leader>-<random>
 LOOK_S = 1.0  # longest time between two looks at the waits and the files
@@ -32,9 +36,11 @@ MIN_STUCK_S = 3600.0  # least limit of a wait for a rank: one rank may sample fa
 WORK_FACTOR = 1.5  # work is reported later than the waits for answers in it, which are more precise
 
 PARENT_PID_VARIABLE = "BANDPO_PARENT_PID"
-"""Environment variable with the process id of the parent; the process exits when that process ends."""
+"""Environment variable with the process id of the parent; see `exit_with_parent`."""
 
 PARENT_INTERVAL_S = 0.1  # between two looks at the parent
+KILLED_S = 5.0  # that a process has to end after SIGKILL
+OUTPUT_BYTES = 1 << 14  # at the end of an output in which its last line is looked for
 
 log = logging.getLogger("bandpo_cli")
 
@@ -188,10 +194,115 @@ def _look() -> None:
                 printed = sizes
 
 
-def exit_with_parent() -> None:
-    """Start a thread that kills this process when the sweep that started it ends; does nothing without a sweep.
+class ChildProcess:
+    """A process that leads its own process group, which Ctrl-C at the terminal does not reach.
 
-    A resumed sweep starts its unfinished runs again, and two processes must not write to one run.
+    The methods may be called from several threads. What a process that has ended leaves in its group is killed.
+
+    Attributes:
+        code: exit code, or minus the number of the signal that killed the process; None before `poll` or `wait` has
+            found its end.
+        process: the process, with its pipes.
+    """
+
+    def __init__(
+        self, command: Sequence[str], variables: Mapping[str, str], may_leave: bool = False, **options: Any
+    ) -> None:
+        """Start the process; raise OSError if the system refuses.
+
+        Args:
+            command: program and arguments.
+            variables: environment variables.
+            may_leave: a process with exit code 0 may leave others.
+            options: those of `subprocess.Popen`, such as the streams.
+        """
+        self.code: int | None = None
+        self._may_leave, self._lock = may_leave, threading.RLock()
+        variables = {**variables, PARENT_PID_VARIABLE: str(os.getpid())}
+        self.process = subprocess.Popen(command, env=variables, start_new_session=True, **options)
+        self.pid = self.process.pid
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while the process runs."""
+        with self._lock:
+            if self.code is None and (code := self.process.poll()) is not None:
+                if code or not self._may_leave:
+                    self.send(signal.SIGKILL)
+                self.code = code
+        return self.code
+
+    def wait(self, seconds: float = math.inf) -> bool:
+        """Wait for the end of the process; return whether it has ended."""
+        if seconds == math.inf:
+            self.process.wait()
+        deadline = time.monotonic() + seconds
+        while self.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.code is not None
+
+    def send(self, number: int, to_group: bool = True) -> None:
+        """Send a signal to the process, by default also to those that it has started; do nothing after its end."""
+        with self._lock, suppress(ProcessLookupError, PermissionError):
+            if self.code is None:  # else its id may be that of another process
+                (os.killpg if to_group else os.kill)(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process and those that it has started, and wait for its end."""
+        self.send(signal.SIGKILL)
+        if not self.wait(KILLED_S):  # it waits for a device
+            self.code = -signal.SIGKILL
+
+    def describe_end(self, output: IO[bytes] | None = None) -> str:
+        """Return how the process has ended, and the last line that it has written to the file `output`."""
+        end, last = describe_exit(self.code or 0), ""
+        if output is not None:
+            start = max(0, os.fstat(output.fileno()).st_size - OUTPUT_BYTES)
+            text = os.pread(output.fileno(), OUTPUT_BYTES, start).decode(errors="replace")
+            last = text.strip().rpartition("\n")[2].strip()
+        return f"{end} (its last output: {last})" if last else end
+
+
+def python_command(
+    role: str, function: str, arguments: Sequence[object], ignored: Sequence[int] = ()
+) -> list[str]:
+    """Return the command of a process that calls a function of this package, and exits when its parent ends.
+
+    The process gets the module search path of this one. It runs neither the __main__ of the user nor files of the
+    current folder.
+
+    Args:
+        role: what the process does, for its stacks.
+        function: "module:name".
+        arguments: values that JSON has a form for.
+        ignored: signals that the process ignores.
+    """
+    package = str(Path(__file__).resolve().parents[2])
+    path = [str(Path(entry).absolute()) for entry in sys.path]
+    path = path if package in path else [*path, package]
+    call = json.dumps([role, function, arguments, ignored, path])
+    return [sys.executable, "-P", "-c", _CHILD_SOURCE, call]
+
+
+_CHILD_SOURCE = (
+    "import json, sys; *call, sys.path[:] = json.loads(sys.argv[1]); "
+    "from bandpo_cli.processes.watch import run_child; run_child(*call)"
+)
+
+
+def run_child(role: str, function: str, arguments: Sequence[Any], ignored: Sequence[int]) -> None:
+    """Call the function of `python_command` in its process, which watches its parent before it imports more."""
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    exit_with_parent()
+    register(role)
+    module, _, name = function.partition(":")
+    getattr(import_module(module), name)(*arguments)
+
+
+def exit_with_parent() -> None:
+    """Start a thread that kills this process, and its group, when the parent that started it as `ChildProcess` ends.
+
+    A resumed run must not find another process that writes to its folder.
     """
     # Removed from the environment, since child processes of this one have another parent.
     parent = os.environ.pop(PARENT_PID_VARIABLE, "")
@@ -199,7 +310,9 @@ def exit_with_parent() -> None:
     def kill_with_parent() -> None:
         while os.getppid() == int(parent):
             time.sleep(PARENT_INTERVAL_S)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
     if parent.isdecimal():
-        threading.Thread(target=kill_with_parent, name="sweep-watch", daemon=True).start()
+        threading.Thread(target=kill_with_parent, name="parent-watch", daemon=True).start()

@@ -9,9 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullLocator
 
-from bandpo_cli.bounds import RatioBounds, band_bounds, ratio_bounds
-from bandpo_cli.config.methods import CustomSettings
+from bandpo_cli.bounds import RatioBounds, band_bounds
 from bandpo_cli.errors import UserError
+from bandpo_cli.methods.settings import CustomSettings
 from bandpo_cli.reports import plot_style as style
 from bandpo_cli.reports.interval_table import PEERS, peer_name
 
@@ -54,7 +54,7 @@ def plot_intervals(
     for dash, name in zip(cycle(_DASHES[1:]), peers, strict=False):
         line = {"color": style.MUTED_COLOR, "linestyle": dash, **_WIDTH}
         settings = PEERS.get(name) or CustomSettings(method=name)
-        curves.append((peer_name(settings), ratio_bounds(settings)(np.log(p)), line))
+        curves.append((peer_name(settings), settings.ratio_bounds()(np.log(p)), line))
     title = "Allowed ratio and probability change of a token"
     subtitle = "old probability p, new probability r·p; grey: outside the simplex"
     figure, (ratios, changes) = style.new_figure(title, subtitle, panels=2)

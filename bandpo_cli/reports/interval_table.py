@@ -8,10 +8,10 @@ from dataclasses import asdict, astuple, dataclass, fields
 
 import numpy as np
 
-from bandpo_cli.bounds import band_bounds, ratio_bounds
+from bandpo_cli.bounds import band_bounds
 from bandpo_cli.bounds.band import saturation
 from bandpo_cli.bounds.divergences import find_divergence
-from bandpo_cli.config.methods import CustomSettings, MethodSettings, TrustRegionSettings, bounded_methods
+from bandpo_cli.methods.settings import CustomSettings, MethodSettings, TrustRegionSettings, bounded_methods
 
 PEERS = bounded_methods()
 """Methods that a Band can be compared with, at their published settings."""
@@ -70,7 +70,7 @@ def method_rows(probs: Sequence[float], name: str) -> list[IntervalRow]:
     label, delta = peer_name(settings), settings.delta if isinstance(settings, TrustRegionSettings) else None
     rows = []
     for prob, low, high in zip(
-        probs, *map(np.ndarray.tolist, ratio_bounds(settings)(np.log(probs))), strict=True
+        probs, *map(np.ndarray.tolist, settings.ratio_bounds()(np.log(probs))), strict=True
     ):
         ends = low, high, prob * low, min(prob * high, 1.0)
         rows.append(IntervalRow(prob, label, delta, *ends, low <= 0.0, high * prob >= 1.0))

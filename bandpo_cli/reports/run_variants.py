@@ -18,8 +18,8 @@ from bandpo_cli.config.files import read_yaml
 from bandpo_cli.config.layers import flatten
 from bandpo_cli.config.run import WITHOUT_EFFECT
 from bandpo_cli.errors import UserError, nearest
+from bandpo_cli.methods import METHODS
 from bandpo_cli.paths import folders_containing, path_exists
-from bandpo_cli.registries import METHODS
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_folder import VERL_FILE
 from bandpo_cli.storage.run_record import read_parent

@@ -7,14 +7,19 @@ tensor by tensor, to memory that the process reads. The engine samples while the
 
 import logging
 import os
+import re
+import signal
+import socket
+import subprocess
+import tempfile
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import IO, Any
 
 import torch
 from transformers import PreTrainedModel
@@ -26,10 +31,9 @@ from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.paths import is_adapter_folder, user_path
-from bandpo_cli.processes.ranks import local_rank_count
-from bandpo_cli.processes.watch import Wait, progress
+from bandpo_cli.processes.ranks import LAUNCHER_VARIABLE, RUN_NAME_VARIABLE, local_rank_count
+from bandpo_cli.processes.watch import ChildProcess, Wait, progress, python_command
 from bandpo_cli.registries import ENGINES
-from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
 from bandpo_cli.sampling.engine_server import NO_MORE, Answer, send_slots, send_weights
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, engine_model
 from bandpo_cli.sampling.weight_sync import SyncCheck
@@ -41,6 +45,16 @@ CLOSE_S = 5.0
 CLOSED = (EOFError, OSError)
 """Errors of a connection whose other end, or this end, is closed."""
 _CLOSED = "the engine process is closed"
+
+EXIT_S = 5.0
+"""Seconds to wait for the end of the process after the end of the connection."""
+
+SERVE = "bandpo_cli.sampling.engine_server:serve"
+_OF_RANKS = re.compile(
+    r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
+    rf"|{LAUNCHER_VARIABLE}|{RUN_NAME_VARIABLE})"
+)
+"""Environment variables of one of several ranks."""
 
 log = logging.getLogger("bandpo_cli")
 
@@ -64,7 +78,7 @@ class EngineProcess(Sampler):
         self._ranks = policy.ranks
         self._lock = threading.Lock()
         self._error: str | None = None
-        self._child: EngineChild | None = None
+        self._child: ChildProcess | None = None
         self._trainer_threads = torch.get_num_threads()
         self._entry = ENGINES[resolve_engine(config.sampling.engine, policy.device.type == "cuda")]
         self.streams = not self._entry.shares_weights
@@ -147,11 +161,11 @@ class EngineProcess(Sampler):
         idle = self._lock.acquire(blocking=False)  # not released: no further call may begin
         if idle and error is None:
             with suppress(*CLOSED):
-                child.pipe.send(("close",))
+                self._pipe.send(("close",))
             child.wait(CLOSE_S)
         child.kill()
         if idle:  # else a thread may still be reading
-            child.pipe.close()
+            self._pipe.close()
 
     def _start(self, config: RunConfig, policy: Policy) -> None:
         """Start the process and build the engine there."""
@@ -164,7 +178,7 @@ class EngineProcess(Sampler):
         if gpu is not None and not on_gpu:
             raise UserError("sampling.weight_transfer = 'cuda-ipc' needs a GPU; leave it at 'host' on a CPU")
         cards = _visible_cards(policy, sees_trainer=gpu is not None)
-        self._child = EngineChild(engine_environment(os.environ, cards))
+        self._child, self._pipe, self._output = start_engine(engine_environment(os.environ, cards))
         model = (
             _model_settings(config.model, policy)
             if self._entry.shares_weights
@@ -212,10 +226,12 @@ class EngineProcess(Sampler):
                 raise RunError(self._error)
             assert self._child is not None
             try:
-                self._child.pipe.send(command)
-                yield self._child.pipe
+                self._pipe.send(command)
+                yield self._pipe
             except CLOSED:
-                end = self._child.describe_end()
+                if not self._child.wait(EXIT_S):
+                    self._child.kill()
+                end = self._child.describe_end(self._output)
                 self._error = self._error or (
                     f"the engine process {end}; a new run with sampling.max_lag=0 samples in the trainer's "
                     "process, which needs less memory"
@@ -227,6 +243,51 @@ class EngineProcess(Sampler):
                 raise
         finally:
             self._lock.release()
+
+
+def engine_environment(environ: Mapping[str, str], cards: Sequence[int]) -> dict[str, str]:
+    """Return the environment of a single process that sees only the GPUs `cards`, in the numbers of `environ`."""
+    variables = {name: value for name, value in environ.items() if not _OF_RANKS.fullmatch(name)}
+    if cards:
+        listed = environ.get("CUDA_VISIBLE_DEVICES")
+        names = [str(card) if listed is None else listed.split(",")[card].strip() for card in cards]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(names)
+    return variables
+
+
+def start_engine(environment: Mapping[str, str]) -> tuple[ChildProcess, Connection, IO[bytes]]:
+    """Start a process that runs `engine_server.serve`; return it with the connection to it and its output.
+
+    multiprocessing's spawn would run the user's __main__ again, and would leave the process in the trainer's process
+    group, which Ctrl-C reaches, until the process has left the group by itself. Calls of the connection raise EOFError
+    or OSError once the process has ended.
+
+    Raises:
+        RunError: the system refuses to start a process.
+    """
+    ours, theirs = socket.socketpair()
+    output = tempfile.TemporaryFile()  # noqa: SIM115 - the process writes to it
+    # A cluster sends SIGTERM to all processes of a job; the trainer completes its step first, for which it needs this
+    # process. It ends it itself.
+    command = python_command("engine", SERVE, [theirs.fileno()], ignored=[signal.SIGINT, signal.SIGTERM])
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+    try:
+        child = ChildProcess(command, environment, pass_fds=[theirs.fileno()], **streams)
+    except OSError as error:
+        raise RunError(f"cannot start the engine process: {error}") from error
+    finally:
+        theirs.close()
+
+    def close_at_end() -> None:
+        """Wake a thread that waits for the connection, which a process of the engine may still hold."""
+        child.wait()
+        with suppress(OSError):
+            ours.shutdown(socket.SHUT_RDWR)
+        ours.close()
+
+    pipe = Connection(os.dup(ours.fileno()))
+    threading.Thread(target=close_at_end, name="engine-watch", daemon=True).start()
+    return child, pipe, output
 
 
 def _model_settings(config: ModelConfig, policy: Policy) -> ModelConfig:

@@ -164,6 +164,14 @@ class EngineServer:
         return self._sampler.describe()
 
 
+def serve(descriptor: int) -> None:
+    """Serve the trainer at the other end of a socket pair, in the engine process, until the trainer ends it."""
+    os.set_inheritable(descriptor, False)
+    EngineServer(Connection(descriptor)).serve()
+    # Without the interpreter's shutdown, which waits for threads of the engine.
+    os._exit(0)
+
+
 @torch.no_grad()
 def _copy(weights: Weights, parameters: Mapping[str, torch.Tensor], version: int) -> None:
     """Copy each weight into the parameter of its name; raise StaleEngineError unless all are those of the model."""

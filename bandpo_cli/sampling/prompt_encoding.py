@@ -98,7 +98,8 @@ class PromptEncoder:
     ) -> PromptEncoder:
         """Return the encoder of a run, with the schemas of its tools; `rows` and errors as for the class."""
         arguments: dict[str, Any] = {**(config.model.chat_template_kwargs or {})}
-        if schemas := tool_schemas(config.task.functions, config.task.environment is not None):
+        functions, of_environment = config.task.functions, config.task.environment is not None
+        if functions and (schemas := tool_schemas(functions, of_environment)):
             arguments["tools"] = schemas
         return cls(tokenizer, config.model.prompts, arguments, rows)
 

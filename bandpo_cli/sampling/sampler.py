@@ -14,7 +14,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import check_engine, is_installed, resolve_engine
 from bandpo_cli.errors import RunError, UserError, first_line
 from bandpo_cli.models.load import Policy, is_on_cuda, read_config
-from bandpo_cli.models.sharding import forward_dtype, model_class
+from bandpo_cli.models.weights import forward_dtype, model_class
 from bandpo_cli.registries import ENGINES, load_attribute
 from bandpo_cli.types import Completion
 

@@ -13,10 +13,10 @@ from transformers import DynamicCache, PreTrainedModel
 from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.models.attention import growing_cache
 from bandpo_cli.models.load import Policy
-from bandpo_cli.models.sharding import unsharded
+from bandpo_cli.models.weights import unsharded
 from bandpo_cli.processes.watch import progress
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, TokenIds, Turn
-from bandpo_cli.types import FLOAT_TYPE, TOKEN_TYPE, Completion
+from bandpo_cli.types import FLOAT_TYPE, TOKEN_TYPE, Completion, FinishReason
 
 KEPT_UNTIL = 0.9
 """Ended completions are removed from the batch when at most this share of it is running."""
@@ -114,8 +114,9 @@ class TransformersSampler(Sampler):
         values = zip(*(column.cpu().numpy() for column in columns), strict=True)
         for rows_of_one, count, stop in zip(values, counts.tolist(), stopped.tolist(), strict=True):
             pairs = zip(kinds, rows_of_one, strict=True)
-            ids, first, entropy = (array(kind, row[:count].tobytes()) for kind, row in pairs)
-            flat.append(Completion(ids, first, "stop" if stop else "length", self._version, entropy))
+            of_tokens, of_logprobs, of_entropies = (array(kind, row[:count].tobytes()) for kind, row in pairs)
+            reason: FinishReason = "stop" if stop else "length"
+            flat.append(Completion(of_tokens, of_logprobs, reason, self._version, of_entropies))
         return [flat[i : i + n] for i in range(0, total, n)]
 
     def _forward(

@@ -41,6 +41,9 @@ STATE = f"{TRAINER}/state.json"
 ROLLOUTS = f"{TRAINER}/ahead/rollouts.safetensors"
 """The batch of the next step, where it is sampled ahead (`sampling.max_lag`); not in the folder of the optimizer state,
 of which several ranks read all safetensors files."""
+OPTIMIZER = f"{TRAINER}/optimizer.safetensors"
+SHARDS = f"{TRAINER}/optimizer"
+"""Folder of the optimizer state that several ranks have written, in place of the file."""
 ANY_PROBLEMS = ""
 FORMAT = 1
 

@@ -24,14 +24,14 @@ from bandpo_cli.config.layers import (
     split_values,
     validation_message,
 )
-from bandpo_cli.config.methods import MethodSettings, TrustRegionSettings
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import Settings, SweepConfig
 from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.experiments.fork_plan import fork_point
+from bandpo_cli.experiments.plan_from_checkpoint import fork_point
 from bandpo_cli.experiments.preflight import check_config, read_numbers
-from bandpo_cli.registries import METHODS
+from bandpo_cli.methods import METHODS
+from bandpo_cli.methods.settings import MethodSettings, TrustRegionSettings
 from bandpo_cli.storage.run_folder import RunFolder, is_valid_name, shell_command
 from bandpo_cli.storage.run_record import read_summary
 from bandpo_cli.storage.sweep_folder import PlannedRun, SweepFolder, check_baseline

@@ -30,7 +30,7 @@ from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import shell_command, timestamped
 from bandpo_cli.storage.run_record import is_finished
 from bandpo_cli.storage.sweep_folder import PLAN_FILE, SweepFolder, SweepRun
-from bandpo_cli.sweeps.pool import LocalPool, Pool, slot_environments, visible_gpus
+from bandpo_cli.sweeps.pool import LocalPool, Pool, RayPool, slot_environments, visible_gpus
 from bandpo_cli.sweeps.scheduler import (
     RunState,
     rank_flags,
@@ -405,8 +405,6 @@ def _run_pending(folder: SweepFolder, executor: Executor, runs_dir: Path, events
 def _open_pool(executor: Executor, runs: int, variables: Mapping[str, str], local: bool = False) -> Pool:
     """Return the pool that executes `runs` runs, with these environment variables, on this machine or with Ray."""
     if executor.name == "ray" and not local:
-        from bandpo_cli.sweeps.ray_pool import RayPool  # an extra, and seconds to import
-
         return RayPool(executor.address, executor.jobs, variables, executor.ranks)
     gpus, cores = visible_gpus(os.environ), usable_cores()
     jobs = executor.jobs or (len(gpus) or cores) // executor.ranks

@@ -13,40 +13,245 @@ older checkpoints.
 from __future__ import annotations
 
 import copy
+import json
 import logging
+import os
+import shutil
 import socket
 import threading
-from collections.abc import Hashable
-from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from xxhash import xxh3_64
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import RunError, SignalExit
-from bandpo_cli.models.load import Policy
-from bandpo_cli.models.sharding import local_tensor
-from bandpo_cli.models.weights import weights_to_save
+from bandpo_cli.errors import RunError, SignalExit, first_line
+from bandpo_cli.models.load import Policy, save_policy
+from bandpo_cli.models.weights import ShardError, local_tensor, weights_to_save, write_shards
 from bandpo_cli.processes.ranks import Ranks
 from bandpo_cli.processes.watch import Wait
-from bandpo_cli.storage.checkpoints import complete_checkpoints, is_written_in_background, prune_checkpoints
-from bandpo_cli.storage.environment import available_memory
-from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.training.checkpoint_files import (
-    BackgroundCall,
-    TrainedState,
-    check_savable,
-    write_checkpoint,
+from bandpo_cli.storage.checkpoints import (
+    OPTIMIZER,
+    ROLLOUTS,
+    SHARDS,
+    TRAINER,
+    Progress,
+    complete_checkpoints,
+    delete_checkpoint,
+    hidden_folder,
+    is_written_in_background,
+    prune_checkpoints,
+    remove_tree,
+    write_trainer_state,
 )
-from bandpo_cli.training.components import Components
+from bandpo_cli.storage.environment import available_memory
+from bandpo_cli.storage.files import apply_umask, file_checksum, sync
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.training.build import Components
+from bandpo_cli.training.rollout_batches import BackgroundCall, SampledGroups, write_sampled
+from bandpo_cli.training.update import check_finite_weights
+
+RESERVED_BYTES = 64 * 2**20
+"""Disk space reserved for tokenizer, config and file system overhead; the largest tokenizers take about 30 MB."""
+
+CHUNK_BYTES = 64 * 2**20
+"""Bytes of the optimizer state that are written and flushed at a time: a fraction of a second on a local disk."""
+
+_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPES = list(_DTYPE_NAMES)
+"""The order of tensors in a safetensors file: wide types first, then by name."""
+
 
 MAX_SHARE = 0.5
 """Largest share of the available memory that the copy may take: the next step needs memory, too."""
 
 log = logging.getLogger("bandpo_cli")
+
+
+@dataclass(frozen=True)
+class TrainedState:
+    """The content of a checkpoint; the tensors are those in use, or a copy of them.
+
+    Attributes:
+        weights: what `weights_to_save` returns; tied weights share their memory. With several ranks, those that a
+            checkpoint contains, on rank 0 only.
+        optimizer: what `Optimizer.state` returns.
+        progress: the progress of the run.
+        ahead: the batch of the next step, where it was sampled ahead.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor]
+    progress: Progress
+    ahead: SampledGroups | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, of sharded ones those of all ranks; weights that share their memory count once."""
+        distinct = {weight.data_ptr(): weight for weight in self.weights.values()}
+        return sum(item.nbytes for item in (*distinct.values(), *self.optimizer.values()))
+
+
+def check_savable(policy: Policy, state: TrainedState, folder: Path) -> None:
+    """Check that the weights can be saved and that the disk has space for the checkpoint `folder`; write nothing.
+
+    All ranks must call this together; an error on one of them is raised on all.
+
+    Raises:
+        NonFiniteError: weights are not finite.
+        RunError: the disk has less free space than the checkpoint needs.
+    """
+    policy.ranks.agree(lambda: check_finite_weights(policy.model))
+    needed = state.nbytes + (0 if state.ahead is None else state.ahead.nbytes) + RESERVED_BYTES
+
+    def check_disk_space() -> None:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder.parent).free
+        if free < needed:
+            raise RunError(
+                f"not enough disk space for the checkpoint {folder.name}: it takes {needed / 2**20:,.0f} MiB and "
+                f"{folder.parent} has {free / 2**20:,.0f} MiB; free disk space, or keep fewer checkpoints "
+                "(checkpoint.keep_last, checkpoint.keep_best)"
+            )
+
+    policy.ranks.on_main(check_disk_space)
+
+
+def write_checkpoint(
+    policy: Policy, state: TrainedState, folder: Path, check: Callable[[], None] = lambda: None
+) -> None:
+    """Write the checkpoint `folder`: into a hidden folder, flushed file by file, then renamed to its final name.
+
+    With several ranks, which must call this together, rank 0 writes the model and each rank its shards of the optimizer
+    state; rank 0 renames the folder when all files are on the disk. An error on one rank is raised on all.
+
+    Args:
+        policy: the model's configuration and the tokenizer; the weights are those of `state`.
+        check: called before each file and within large ones; what it raises gives up the checkpoint.
+
+    Raises:
+        RunError: the disk is full or the files cannot be written. An existing checkpoint stays unchanged, and the
+            hidden folder is removed, as after any other exception.
+    """
+    ranks, hidden = policy.ranks, hidden_folder(folder, "writing")
+    checksums: dict[str, str] = {}
+
+    @_write_errors(folder)
+    def write_files() -> None:
+        remove_tree(hidden)  # that a crash left
+        (hidden / TRAINER).mkdir(parents=True)
+        save_policy(policy, hidden, state.weights)
+        check()
+        if state.ahead is not None:
+            (hidden / ROLLOUTS).parent.mkdir()
+            write_sampled(hidden / ROLLOUTS, state.ahead)
+        if ranks.size == 1:
+            checksums[OPTIMIZER] = write_tensors(hidden / OPTIMIZER, state.optimizer, check)
+
+    @_write_errors(folder)
+    def complete() -> None:
+        for path in sorted(hidden.rglob("*")):
+            check()
+            if path.is_file():
+                apply_umask(path)  # safetensors makes files that only their owner can read
+            sync(path)
+        write_trainer_state(hidden, state.progress, checksums)  # flushes its file itself
+        sync(hidden)
+        check()
+        if os.path.lexists(folder):
+            delete_checkpoint(folder)
+        os.rename(hidden, folder)
+        sync(folder.parent)
+
+    try:
+        ranks.on_main(write_files)
+        if ranks.size > 1:
+            checksums |= _write_sharded_optimizer(state, folder, ranks)
+        ranks.on_main(complete)
+    except BaseException:
+        if ranks.is_main:
+            shutil.rmtree(hidden, ignore_errors=True)
+        raise
+
+
+def _write_sharded_optimizer(state: TrainedState, folder: Path, ranks: Ranks) -> dict[str, str]:
+    """Write the optimizer state of all ranks into the hidden folder; return the checksums of the files by name."""
+    shards = hidden_folder(folder, "writing") / SHARDS
+    with _write_errors(folder):
+        write_shards(shards, state.optimizer, ranks)
+    # Read by each rank after its write: on a file system that is not shared, a rank does not find all files.
+    names, *others = ranks.agree(lambda: sorted(path.name for path in shards.glob("*.safetensors")))
+    for rank, value in enumerate(others, start=1):
+        if value != names:
+            raise RunError(
+                f"{folder}: the checkpoint cannot be written: rank {rank} has other files in {shards} than rank 0; "
+                "the run folder must be on a file system that all machines share"
+            )
+
+    @_write_errors(folder)
+    def checksums() -> dict[str, str]:
+        return {f"{SHARDS}/{name}": file_checksum(shards / name) for name in ranks.share(names)}
+
+    return {name: value for part in ranks.agree(checksums) for name, value in part.items()}
+
+
+@contextmanager
+def _write_errors(folder: Path) -> Iterator[None]:
+    """Raise RunError in one line in place of an error of the file system."""
+    try:
+        yield
+    except (OSError, SafetensorError, ShardError) as error:
+        raise RunError(f"{folder}: the checkpoint cannot be written: {_reason(error)}") from error
+
+
+def write_tensors(
+    path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None] = lambda: None
+) -> str:
+    """Write tensors of floating-point types as a safetensors file and return the `file_checksum` of the file.
+
+    The bytes are those of `safetensors.torch.save_file`, which writes a file in one call. This function writes and
+    flushes chunks, so that `check`, called before each of them, can give up a file of many GB. A thread hashes the
+    chunks meanwhile: both release the interpreter's lock.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: (_DTYPES.index(item[1].dtype), item[0]))
+    header: dict[str, object] = {}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.nbytes
+        dtype = _DTYPE_NAMES[tensor.dtype]
+        header[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    start_of_file = len(text).to_bytes(8, "little") + text
+    checksum, written = xxh3_64(start_of_file), 0
+    with path.open("wb") as file:
+        file.write(start_of_file)
+        for _, tensor in ordered:
+            data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+            for start in range(0, len(data), CHUNK_BYTES):
+                check()
+                chunk = data[start : start + CHUNK_BYTES].data
+                hashing = BackgroundCall("checksum", partial(checksum.update, chunk))
+                hashing.start()
+                written += file.write(chunk)
+                if written >= CHUNK_BYTES:
+                    file.flush()
+                    os.fsync(file.fileno())
+                    written = 0
+                hashing.finish()
+    return checksum.hexdigest()
+
+
+def _reason(error: Exception) -> str:
+    """Return the system's text of the error, else the first line of its message."""
+    return getattr(error, "strerror", None) or first_line(error, max_chars=500)
 
 
 class AbandonedError(RunError):

@@ -9,7 +9,7 @@ the tokens through the model; everything in between is computed from the groups 
 writes the run folder.
 
 With `sampling.max_lag: 1` the rollouts of the next step are sampled and graded while a step is trained
-(`training.batches`).
+(`training.rollout_batches`).
 
 Dimension suffixes: `_P` problems (groups) of a step, `_G` completions per group.
 """
@@ -25,31 +25,29 @@ from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.evaluate import is_evaluation_due, sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
-from bandpo_cli.grading.rewards import (
-    check_not_all_failed,
-    first_errors,
+from bandpo_cli.grading.pool import (
+    all_calls_failed,
     grade_components,
-    have_all_calls_failed,
 )
+from bandpo_cli.methods.loss import policy_loss
 from bandpo_cli.models.load import release_cached_memory
 from bandpo_cli.objective.advantages import estimate_advantages
-from bandpo_cli.objective.loss import policy_loss
 from bandpo_cli.sampling.sampler import is_exact
 from bandpo_cli.storage.checkpoints import is_checkpoint_due
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.training.batches import RolloutBatches
+from bandpo_cli.training.build import Components
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
-from bandpo_cli.training.components import Components
 from bandpo_cli.training.experience import prepare_updates
 from bandpo_cli.training.metrics import (
-    StepTimer,
     clip_map_columns,
-    packed_work,
+    is_recorded,
     rollout_metrics,
     token_metrics,
+    token_values,
     update_metrics,
 )
-from bandpo_cli.training.token_values import is_recorded, token_values
+from bandpo_cli.training.performance import StepTimer, packed_work
+from bandpo_cli.training.rollout_batches import RolloutBatches
 from bandpo_cli.training.update import handle_bad_update, update_policy
 from bandpo_cli.types import Group, Rollout
 
@@ -202,11 +200,10 @@ def _evaluate(config: RunConfig, components: Components, folder: RunFolder, step
     )
     rows = [row for batch in batches for row in batch.rows]
     graders, verdicts = [row["grader"] for row in rows], [row["verdict"] for row in rows]
-    if have_all_calls_failed(components.grader, verdicts, graders, components.ranks):
+    if all_calls_failed(components.grader, verdicts, graders, components.ranks):
         if components.ranks.is_main:
             log.warning("the evaluation of step %d has no metrics: the calls of the grader failed", step)
         return {}
-    check_not_all_failed(verdicts, graders, lambda: first_errors(components.grader, components.ranks))
     scores = {
         label: score(label, [row for row in rows if row["task"] == label], settings.k)
         for label in components.heldout

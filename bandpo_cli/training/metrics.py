@@ -1,41 +1,29 @@
-"""Metrics of a step: phase times, metrics of rollouts, tokens and updates, the columns of the clip map, performance.
+"""Metrics of a step from its rollouts, tokens and updates, and its tables of values per token.
 
 A token is *clipped* ("active") where the method removes its gradient; for interval methods where a bound binds, which
 depends on the sign of the advantage. Its ratio is *outside* where it is not within the bounds, for any sign. The
 *gradient weight* is the factor w in the gradient w·a·∇log π (`objective.loss.LossOutputs`).
-
-Performance metrics are under `perf/`: throughput, padding, peak memory, model FLOP utilisation. A hook on the model
-counts the packed forward passes, so the counts are those of the passes that ran. `time/` and `perf/` are left out where
-runs are compared (`metric_names.CLOCK_PREFIXES`).
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
-from torch.profiler import record_function
-from transformers import PreTrainedModel
+from transformers import PreTrainedTokenizerBase
 
 from bandpo_cli.bounds.intervals import ClipState
-from bandpo_cli.metric_names import PROFILER_PREFIX
-from bandpo_cli.models.packing import Packing
-from bandpo_cli.models.sharding import forward_dtype
+from bandpo_cli.config.run import RunConfig
 from bandpo_cli.objective.advantages import has_reward_spread
-from bandpo_cli.objective.loss import k3
-from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count, silent_ranks
-from bandpo_cli.processes.watch import Wait
-from bandpo_cli.training.checkpoint_files import SampledGroups
+from bandpo_cli.objective.policy_objective import k3
+from bandpo_cli.storage.tables import TokenValues
 from bandpo_cli.training.experience import Experience
-from bandpo_cli.training.update import AppliedUpdates
+from bandpo_cli.training.update import AppliedUpdates, Forward
 from bandpo_cli.types import Completion, Grade, Group, Rollout, is_ungraded
 
 CLIP_MAP_TOKENS = 20_000
@@ -45,41 +33,6 @@ PROBABILITY_EDGES = (0.0, 0.001, 0.01, 0.1, 0.5, 0.9, 1.0)
 """Edges of the bins of π_old(token); a bin includes its upper edge and excludes its lower one."""
 
 BIN_NAMES = tuple(f"p_{low:g}_{high:g}" for low, high in pairwise(PROBABILITY_EDGES))
-
-
-class StepTimer:
-    """Seconds per phase of a step, reported under `time/`.
-
-    Args:
-        watch: called with the name of each phase when it starts.
-    """
-
-    def __init__(self, watch: Callable[[str], None] = lambda phase: None) -> None:
-        self._watch = watch
-        self._start = time.perf_counter()
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the time of the body to `time/<name>`, and label it in a profiler trace."""
-        self._watch(name)
-        start = time.perf_counter()
-
-        def described() -> str:
-            return f"{silent_ranks() if rank_count() > 1 else 'progress'} in the phase '{name}' of the step"
-
-        phase = Wait(described, f"compare time/{name} of earlier steps: it may only be slow", is_work=True)
-        with record_function(f"{PROFILER_PREFIX}{name}"), phase:
-            yield
-        self._seconds[f"time/{name}"] = self._seconds.get(f"time/{name}", 0.0) + time.perf_counter() - start
-
-    def seconds(self, *names: str) -> float:
-        """Return the seconds of these phases up to now, 0 for phases that did not begin."""
-        return sum(self._seconds.get(f"time/{name}", 0.0) for name in names)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the seconds of each phase, and as `time/step` those since the timer was created."""
-        return {**self._seconds, "time/step": time.perf_counter() - self._start}
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -288,159 +241,108 @@ def clip_map_columns(updates: AppliedUpdates) -> dict[str, NDArray[np.float32]]:
     return {name: column[::stride].cpu().numpy() for name, column in columns.items()}
 
 
-PEAK_FLOPS = {
-    "A100": 312e12,
-    "H100": 989.4e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H200": 989.4e12,
-    "H200 NVL": 835e12,
-    "B200": 2250e12,
-    "L4": 121e12,
-    "L40S": 362e12,
-    "A10": 125e12,
-    "A40": 149.7e12,
-    "RTX A6000": 154.8e12,
-    "RTX 3090": 71e12,
-    "RTX 4090": 165.2e12,
-}
-"""Peak FLOP/s of dense bfloat16 matrix products with float32 sums, by the words in the name that CUDA reports.
-
-From NVIDIA's data sheets of the cards, half of the values that are given with sparsity, and for the RTX cards from the
-white papers of the GA102 and AD102 chips. Names without PCIe or NVL mean the SXM form."""
+def is_recorded(config: RunConfig, step: int) -> bool:
+    """Return whether the values per token of `step` are recorded: of the first, every n-th and the last step."""
+    every = config.tracking.tokens_every
+    return every > 0 and (step % every == 0 or step in (1, config.steps))
 
 
-_OTHER_CARDS = {"Laptop", "Ti", "D", "MIG"}
-"""Words in the names of cards that are slower or faster than the card without the word, or a part of it."""
+def token_values(
+    sampled: Sequence[Group], updates: AppliedUpdates, tokenizer: PreTrainedTokenizerBase
+) -> TokenValues:
+    """Return the values of all tokens that a step has sampled.
 
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the peak FLOP/s in bfloat16 of a card; None for a card that `PEAK_FLOPS` does not have.
-
-    A name matches if all words of the key are among its words: `H100 PCIe` in `NVIDIA H100 PCIe`. The key with most
-    words wins.
+    Args:
+        sampled: all groups of the step, those that dynamic sampling dropped included; they and the groups of skipped
+            updates have no advantage and no ratio.
+        updates: the applied updates of the step.
     """
-    words = set(device_name.replace("-", " ").split())
-    if words & _OTHER_CARDS:
-        return None
-    matching = [key for key in PEAK_FLOPS if words >= set(key.split())]
-    return PEAK_FLOPS[max(matching, key=lambda key: len(key.split()))] if matching else None
+    completions = [rollout.completion for group in sampled for rollout in group.rollouts_G]
+    lengths = np.array([len(completion.token_ids) for completion in completions])
+    ids = np.concatenate([np.asarray(completion.token_ids) for completion in completions])
+    vocabulary, text_index = np.unique(ids, return_inverse=True)
+    unknown = np.full(len(ids), np.nan, np.float32)
+    columns: dict[str, NDArray[Any]] = {
+        name: unknown.copy() for name in ("ratio", "entropy", "lower", "upper", "importance")
+    }
+    columns["old_logprob"] = np.concatenate([np.asarray(completion.logprobs) for completion in completions])
+    columns["clipped"] = np.zeros(len(ids), np.uint8)
+    advantage = np.full(len(completions), np.nan, np.float32)
+    sizes = np.array([len(group.rollouts_G) for group in sampled])
+    first = np.cumsum(sizes) - sizes
+    first_tokens = (np.cumsum(lengths) - lengths)[first]
+    places = {id(group): place for group, *place in zip(sampled, first, first_tokens, strict=True)}
+
+    def store(groups: Sequence[Group], values: dict[str, torch.Tensor | None]) -> None:
+        """Copy the values of groups, flat and in their order, to the places of these groups."""
+        known = {name: value.cpu().numpy() for name, value in values.items() if value is not None}
+        start = 0
+        for group in groups:
+            completion, token = places[id(group)]
+            of_group = lengths[completion : completion + len(group.rollouts_G)]
+            end = start + of_group.sum()
+            for name in columns.keys() & known.keys():
+                columns[name][token : token + end - start] = known[name][start:end]
+            starts = start + np.cumsum(of_group) - of_group
+            advantage[completion : completion + len(of_group)] = known["advantage"][starts]
+            start = end
+
+    for experience, forward in zip(updates.trained, updates.forwards, strict=True):
+        store(experience.groups, _trained_values(experience, forward))
+        if (left_out := experience.left_out) is not None:
+            store(
+                left_out.groups,
+                {
+                    "advantage": left_out.advantages,
+                    "old_logprob": left_out.old_logprobs,
+                    "entropy": left_out.entropy,
+                    "importance": left_out.importance_weights,
+                },
+            )
+    halves: dict[str, Any] = {
+        name: _half(columns.pop(name)) for name in ("entropy", "lower", "upper", "importance")
+    }
+    texts = token_texts(tokenizer, vocabulary.tolist())
+    for start, completion in zip(np.cumsum(lengths) - lengths, completions, strict=True):
+        for position, token_ids in completion.inserted:  # shown before the token that follows
+            text = f"⟦{tokenizer.decode(list(token_ids))}⟧{texts[text_index[start + position]]}"
+            text_index[start + position] = len(texts)
+            texts.append(text)
+    return TokenValues(lengths, advantage, texts, text_index.astype(np.int32), **columns, **halves)
 
 
-class PackedWork:
-    """Counts of the packed forward passes since the last call of `metrics`.
+def _trained_values(experience: Experience, forward: Forward) -> dict[str, torch.Tensor | None]:
+    """Return the values of the tokens that went through the model in an update, [N] each."""
+    loss, ratios, advantages = experience.loss, forward.ratios, experience.trained_advantages
+    state = loss.clip_state(experience.columns, ratios, advantages, forward.gradient_weights)
+    lower, upper = (experience.columns.get(name) for name in ("lower", "upper"))
+    if lower is None and loss.interval is not None:
+        lower, upper = (torch.full_like(ratios, bound) for bound in loss.interval)
+    return {
+        "advantage": experience.advantages,
+        "old_logprob": experience.old_logprobs,
+        "ratio": ratios,
+        "entropy": experience.entropy,
+        "lower": lower,
+        "upper": upper,
+        "importance": experience.importance_weights,
+        "clipped": state.at_upper.byte() + 2 * state.at_lower.byte(),
+    }
 
-    Two FLOPs per weight and token for the layers, two per weight and predicted token for the output layer, and four
-    per layer, head dimension and pair of a token with one that it attends to. (Chowdhery et al. 2022, arXiv:2204.02311,
-    appendix B, but with causal pairs, and a prompt that completions share counts once.)
 
-    Attributes:
-        flops: model FLOPs of the passes: a forward pass once, with its backward pass three times, but twice for weights
-            that are not trained (LoRA). Recomputation (gradient checkpointing, tiles of logits) is not counted.
-        positions: positions that attention computed, padding and copies of prompts included.
-        padding: number of these positions that are padding.
-        peak: peak FLOP/s of the GPU; None where it is unknown, for a mixture of experts, where a token passes only some
-            of the weights, and for models without attention heads.
+def _half(values: NDArray[Any]) -> NDArray[np.float16]:
+    """Return values as float16, which has 3 digits; values above 65,504 become infinite."""
+    with np.errstate(over="ignore"):
+        return values.astype(np.float16)
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:
+    """Return the text of each token as it is within a completion, special tokens included.
+
+    A token is decoded after itself, because some tokenizers remove the space before the first word of a text. The bytes
+    of an incomplete character are U+FFFD.
     """
-
-    def __init__(self, model: PreTrainedModel, ranks: Ranks = SINGLE) -> None:
-        self._ranks, self._device = ranks, model.device
-        self.flops, self.positions, self.padding, self._memory = 0.0, 0, 0, 0
-        modules, head = model.base_model.modules(), model.get_output_embeddings().weight
-        embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
-        layers = [
-            item for item in model.base_model.parameters() if item.ndim > 1 and id(item) not in embeddings
-        ]
-        self._layers, self._head = sum(item.numel() for item in layers), int(head.numel())
-        self._trained_layers = sum(item.numel() for item in layers if item.requires_grad)
-        self._trained_head = self._head if head.requires_grad else 0
-        text = model.config.get_text_config()
-        heads = getattr(text, "num_attention_heads", 0)
-        head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0)
-        self._per_pair = 4 * text.num_hidden_layers * heads * head_dim
-        experts = ("num_experts", "num_local_experts", "n_routed_experts")
-        is_known = heads and not any(getattr(text, name, None) for name in experts)
-        in_16_bits = forward_dtype(model) in (torch.bfloat16, torch.float16)
-        self.peak = None
-        if self._device.type == "cuda" and is_known and in_16_bits:
-            self.peak = peak_flops(torch.cuda.get_device_name(self._device))
-
-    def add(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: object
-    ) -> None:
-        """Count a forward pass if it is packed; a forward hook."""
-        if not isinstance(packing := kwargs.get("packing"), Packing):
-            return
-        tokens, predicted, pairs = 0, 0, 0
-        for prompt, *completions in packing.rows:
-            tokens, predicted = tokens + prompt + sum(completions), predicted + sum(completions)
-            pairs += _causal_pairs(prompt)
-            pairs += sum(prompt * length + _causal_pairs(length) for length in completions)
-        attention = self._per_pair * pairs
-        forward = 2.0 * self._layers * tokens + 2 * self._head * predicted + attention
-        self.flops += forward
-        if (
-            torch.is_grad_enabled()
-        ):  # the gradients of activations and of weights; attention has two activations
-            self.flops += forward + 2 * self._trained_layers * tokens + 2 * self._trained_head * predicted
-            self.flops += attention
-        # Kernels for sequences of any length use no blocks and so no padding.
-        blocks = packing.blocks if "blocks" in vars(packing) else ()
-        positions = sum(block.shape[0] * block.shape[1] for block in blocks)
-        self.positions += positions or tokens
-        self.padding += positions - sum(block.tokens for block in blocks)
-
-    def note_memory(self, released: int = 0) -> None:
-        """Take the peak memory since the last call, `released` bytes less: those of an engine that has slept since."""
-        if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device) - released
-            self._memory = max(self._memory, peak)
-            torch.cuda.reset_peak_memory_stats(self._device)
-
-    def metrics(
-        self, timer: StepTimer, rollouts: SampledGroups, trained: Sequence[Experience], released: int = 0
-    ) -> dict[str, float]:
-        """Return the metrics of a step and start counting the next one.
-
-        The trainer's passes run in the phases `logprobs` and `update`. On a GPU a phase may end before its kernels do,
-        so that only the sum of the two is measured. With several ranks, tokens and passes are those of all of them, the
-        times are those of this rank, and utilisation and memory are per GPU, the memory that of the fullest one.
-
-        Args:
-            timer: the times of the step's phases.
-            rollouts: the rollouts of the step.
-            trained: the batches of the applied updates; their zero-variance groups count, too.
-            released: bytes that `Sampler.sleep` has released since the last `note_memory`.
-        """
-        completions = [rollout.completion for group in rollouts.sampled for rollout in group.rollouts_G]
-        sampled_tokens = sum(len(completion.token_ids) for completion in completions)
-        trained_tokens = sum(int(item.all_lengths.sum()) for item in trained)
-        training = timer.seconds("logprobs", "update")
-        counts = self._ranks.gather((self.flops, self.positions, self.padding))
-        flops, positions, padding = map(sum, zip(*counts, strict=True))
-        metrics = {"perf/sampled_tokens_per_s": sampled_tokens / rollouts.seconds} if rollouts.seconds else {}
-        metrics["perf/trained_tokens_per_s"] = trained_tokens / training
-        metrics["perf/padding_fraction"] = padding / max(1, positions)
-        if self.peak is not None:
-            metrics["perf/model_flop_utilisation"] = flops / (training * self.peak * self._ranks.size)
-        if self._device.type == "cuda":
-            self.note_memory(released)
-            metrics["perf/peak_memory_gib"] = self._ranks.max(self._memory) / 2**30
-        self.flops, self.positions, self.padding, self._memory = 0.0, 0, 0, 0
-        return metrics
-
-
-@contextmanager
-def packed_work(model: PreTrainedModel, ranks: Ranks = SINGLE) -> Iterator[PackedWork]:
-    """Yield the counts of the model's packed forward passes within the context; other passes are not counted."""
-    work = PackedWork(model, ranks)
-    handle = model.base_model.register_forward_hook(work.add, with_kwargs=True)
-    try:
-        yield work
-    finally:
-        handle.remove()
-
-
-def _causal_pairs(length: int) -> int:
-    """Return the number of pairs of a token with itself or one before it."""
-    return length * (length + 1) // 2
+    options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+    single = tokenizer.batch_decode([[number] for number in ids], **options)
+    double = tokenizer.batch_decode([[number, number] for number in ids], **options)
+    return [pair[len(text) :] or text for text, pair in zip(single, double, strict=True)]

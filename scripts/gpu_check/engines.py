@@ -24,7 +24,7 @@ from scripts.gpu_check.work import RandomProblems, Work
 
 if TYPE_CHECKING:
     from bandpo_cli.callbacks import StepReport
-    from bandpo_cli.training.components import Components
+    from bandpo_cli.training.build import Components
 
 SYNCS = 5
 """Number of syncs that the check of vLLM measures, the first load of the weights not counted."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from bandpo_cli.callbacks import StepReport
     from bandpo_cli.config.run import RunConfig
     from bandpo_cli.processes.ranks import Ranks
-    from bandpo_cli.training.components import Components
+    from bandpo_cli.training.build import Components
 
 LAST_STEP = 3
 """Last step that is trained; the first one is not timed."""
@@ -83,7 +83,7 @@ def train_steps(
     """
     from bandpo_cli.processes.ranks import SINGLE
     from bandpo_cli.storage.run_folder import RunFolder
-    from bandpo_cli.training.components import build_components
+    from bandpo_cli.training.build import build_components
     from bandpo_cli.training.loop import train
 
     ranks = ranks or SINGLE

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bandpo_cli.bounds import band_bounds, ratio_bounds
+from bandpo_cli.bounds import band_bounds
 from bandpo_cli.bounds.intervals import (
     RecordedTokens,
     clip_fraction,
@@ -16,18 +16,19 @@ from bandpo_cli.bounds.intervals import (
     match_clip_fraction,
     matching_delta,
 )
-from bandpo_cli.config.methods import (
+from bandpo_cli.errors import ConfigError, UserError
+from bandpo_cli.methods import METHODS
+from bandpo_cli.methods.band_and_clip import (
     BandSettings,
     ClipHigherSettings,
     ClipSettings,
     DcpoSettings,
-    MethodSettings,
     NoClipSettings,
     Relax,
     RipoSettings,
 )
-from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.registries import DIVERGENCES, METHODS
+from bandpo_cli.methods.settings import MethodSettings
+from bandpo_cli.registries import DIVERGENCES
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import TOKEN_COLUMNS, read_token_tables
 from bandpo_cli.training.metrics import clip_metrics
@@ -39,15 +40,15 @@ LOGP = torch.tensor([0.001, 0.08, 0.9], dtype=torch.float64).log()
 def test_each_method_has_a_paper_and_bounds_or_says_why_not(method: str) -> None:
     settings, entry = MethodSettings.classes()[method](), METHODS[method]
     assert entry.control == (not entry.paper) == (method == "none")
-    if entry.bounds is None:
+    if not entry.has_interval:
         with pytest.raises(ConfigError, match=f"{method} has no interval of ratios: {entry.without_bounds}"):
-            ratio_bounds(settings)
+            settings.ratio_bounds()
         return
     assert not entry.without_bounds
-    lower, upper = ratio_bounds(settings)(LOGP)
+    lower, upper = settings.ratio_bounds()(LOGP)
     assert lower.shape == LOGP.shape
     assert ((lower <= 1) & (upper >= 1)).all()
-    certain_to_be_finite = ratio_bounds(settings)(torch.tensor([-1e4])).upper.isfinite().item()
+    certain_to_be_finite = settings.ratio_bounds()(torch.tensor([-1e4])).upper.isfinite().item()
     assert entry.bounded == certain_to_be_finite
 
 
@@ -84,11 +85,11 @@ TV_LOWER, DCPO_LOWER = [0, 0, 1 - 0.1 / 0.9], [0.5, 0.5, 0.5 + 0.5 * math.sqrt(1
 def test_bounds_are_those_computed_by_hand(
     config: MethodSettings, lower: list[float], upper: list[float]
 ) -> None:
-    found = ratio_bounds(config)(LOGP)
+    found = config.ratio_bounds()(LOGP)
     assert found.lower.tolist() == pytest.approx(lower)
     assert found.upper.tolist() == pytest.approx(upper)
     if isinstance(config, DcpoSettings | RipoSettings):
-        assert [*ratio_bounds(config)(torch.tensor(math.nan))] == [1.0, 1.0]
+        assert [*config.ratio_bounds()(torch.tensor(math.nan))] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -124,10 +125,10 @@ def test_bounds_of_half_precision_and_of_an_accelerator(config: MethodSettings) 
     """Those of float64, rounded to float32: a bound of 1.2 is 1.203 in bfloat16. No value is read from a device."""
     for dtype in (torch.bfloat16, torch.float16):
         half = torch.tensor([-7.0, -2.5, -0.1, -1e-3]).to(dtype)
-        for got, exact in zip(ratio_bounds(config)(half), ratio_bounds(config)(half.double()), strict=True):
+        for got, exact in zip(config.ratio_bounds()(half), config.ratio_bounds()(half.double()), strict=True):
             assert got.dtype == torch.float32
             torch.testing.assert_close(got, exact.float(), rtol=3e-7, atol=0)
-    assert ratio_bounds(config)(torch.empty(7, 3, device="meta")).lower.shape == (7, 3)
+    assert config.ratio_bounds()(torch.empty(7, 3, device="meta")).lower.shape == (7, 3)
 
 
 def tokens(spread: float = 0.3, count: int = 2000) -> RecordedTokens:
@@ -140,7 +141,7 @@ def tokens(spread: float = 0.3, count: int = 2000) -> RecordedTokens:
 def test_the_clip_fraction_equals_the_metric_of_training() -> None:
     given = tokens()
     for config in (ClipSettings(), BandSettings(delta=0.01), NoClipSettings()):
-        bounds = ratio_bounds(config)(torch.from_numpy(given.old_logprobs))
+        bounds = config.ratio_bounds()(torch.from_numpy(given.old_logprobs))
         state = clip_state(torch.from_numpy(given.ratios), *bounds, torch.from_numpy(given.advantages))
         metrics = clip_metrics(state, torch.from_numpy(given.old_logprobs))
         assert clip_fraction(config, given) == pytest.approx(metrics["clip/active_fraction"])

@@ -21,9 +21,9 @@ from bandpo_cli.__main__ import main
 from bandpo_cli.models import load as models_load
 from bandpo_cli.storage import eval_folder
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.training import checkpoint_files
+from bandpo_cli.training import checkpoint_writer
 
-WRITE = checkpoint_files.write_tensors
+WRITE = checkpoint_writer.write_tensors
 WRITE_TABLE = eval_folder.write_eval_table
 APPEND = RunFolder.append_metrics
 
@@ -77,5 +77,5 @@ if __name__ == "__main__":
     elif place == "slow":
         eval_folder.write_eval_table = slow
     else:
-        checkpoint_files.write_tensors = {"kill": kill, "hold": hold}[place]
+        checkpoint_writer.write_tensors = {"kill": kill, "hold": hold}[place]
     main()

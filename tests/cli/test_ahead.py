@@ -128,8 +128,7 @@ def test_the_engine_process_of_a_rank_is_killed(uninterrupted: Path, tmp_path: P
     """Two ranks, continued by one: the steps up to that of the stored batch are those of one rank."""
     folder = tmp_path / "runs" / "a"
     steps = 9
-    # An engine that is forked from a forked rank has descriptors of the rank's objects, which close those of its own.
-    process = begin(tmp_path, *SETTINGS, "--nproc", "2", "--steps", str(steps), fork_children=False)
+    process = begin(tmp_path, *SETTINGS, "--nproc", "2", "--steps", str(steps))
     wait_until(process, lambda: count_lines(folder) > EVERY + 1)
     left = descendants(process.pid)
     os.kill(engine_of(ranks_of(process.pid, folder)[1]), signal.SIGKILL)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.config.methods import AspoSettings, ClipCovSettings
+from bandpo_cli.methods.covariance import ClipCovSettings
+from bandpo_cli.methods.weights_and_gates import AspoSettings
 from tests.cli.eval_command import bandpo, usage_error
 
 KEYS = [

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.cli.sweep_view import SweepView
+from bandpo_cli.cli.sweep import SweepView
 from bandpo_cli.config.files import describe_config, read_config, shipped_configs
 from bandpo_cli.config.layers import flatten, resolve
-from bandpo_cli.config.methods import BandSettings, ClipSettings
 from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.registries import METHODS
+from bandpo_cli.methods import METHODS
+from bandpo_cli.methods.band_and_clip import BandSettings, ClipSettings
 from bandpo_cli.settings_validation import SETTINGS_ELSEWHERE
 from tests.cli.eval_command import Done, succeed, usage_error, without_torch
 

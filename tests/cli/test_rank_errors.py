@@ -119,7 +119,7 @@ def test_an_unexpected_error_is_recorded_with_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "bandpo_cli.__main__._check_utf8",
+        "bandpo_cli.__main__.app",
         mock.Mock(side_effect=[ZeroDivisionError("x"), ZeroDivisionError("x")]),
     )
     monkeypatch.setattr("bandpo_cli.__main__.silence_other_ranks", lambda: None)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bandpo_cli.cli import sweep_view
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.experiments import train
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.processes.watch import PARENT_INTERVAL_S
+from bandpo_cli.sweeps import sweep_run
 from bandpo_cli.sweeps.pool import LocalPool
 from tests.cli.eval_command import usage_error
 from tests.cli.processes import count_lines, descendants, kill_parent, wait_until
@@ -31,7 +31,7 @@ SMALL = [
 
 def no_estimate() -> None:
     """Print no estimate of the time, which needs a trial run as long as the runs of these tests."""
-    sweep_view.estimate_time = lambda *_: None
+    sweep_run.estimate_time = lambda *_: None
 
 
 def begin(place: Path, *arguments: str, with_trial: bool = False) -> Forked:
@@ -157,10 +157,8 @@ def test_a_signal_lets_all_runs_save_their_state(tmp_path: Path) -> None:
 
 def local_ray() -> None:
     """Execute the runs of Ray in this process's own pool; tests/sweeps starts a cluster."""
-    from bandpo_cli.sweeps import ray_pool
-
     no_estimate()
-    ray_pool.RayPool = lambda address, jobs, variables, ranks: LocalPool([{**os.environ, **variables}])
+    sweep_run.RayPool = lambda address, jobs, variables, ranks: LocalPool([{**os.environ, **variables}])
 
 
 def test_the_executor_ray_executes_all_runs(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ from rich.text import Text
 
 from bandpo_cli.cli.console import (
     CONTINUES,
-    RawStream,
     SafeConsole,
+    SafeStream,
     open_console,
     print_json,
     protect_streams,
@@ -256,7 +256,7 @@ def test_output_without_a_reader_is_discarded(capfd: pytest.CaptureFixture[str])
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
-        stream = RawStream(pipe)
+        stream = SafeStream(pipe)
         stream.on_loss = "nothing reads it"
         for _ in range(3):
             stream.write("line\n")

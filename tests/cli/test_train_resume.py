@@ -190,7 +190,7 @@ def test_resume_sends_the_steps_that_mlflow_lacks(
 
 def test_a_failed_run_prints_the_resume_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full at the second checkpoint: the first one stays, and the run resumes from it."""
-    import bandpo_cli.training.checkpoint_files as checkpoint
+    import bandpo_cli.training.checkpoint_writer as checkpoint
 
     usage = shutil.disk_usage(tmp_path)
     free = iter([usage.free, 3 * 2**20])

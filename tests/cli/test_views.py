@@ -17,9 +17,9 @@ from rich.panel import Panel
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 from bandpo_cli.cli.console import ExperimentView, print_settings
-from bandpo_cli.cli.eval_view import histogram, print_comparison, print_scores, ungraded_line
+from bandpo_cli.cli.eval import histogram, print_comparison, print_scores, ungraded_line
 from bandpo_cli.cli.signals import StopSignals
-from bandpo_cli.cli.sweep_view import plan_table, seconds_left, variants_table
+from bandpo_cli.cli.sweep import plan_table, seconds_left, variants_table
 from bandpo_cli.cli.train_view import (
     TrainView,
     eval_metrics_text,
@@ -36,6 +36,7 @@ from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.sweep_folder import SweepRun
 from bandpo_cli.storage.tables import EvalRow
 from bandpo_cli.sweeps.scheduler import RunState
+from bandpo_cli.sweeps.sweep_run import SweepInfo
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.types import Completion, Grade, Problem, Rollout
 from tests.evaluation.test_scores import row
@@ -261,7 +262,7 @@ def test_names_with_square_brackets_are_printed_unchanged() -> None:
     console = Console(file=out, width=120, force_terminal=True, color_system=None)
     runs = [SweepRun("r", name, 0)]
     print_settings(console, [("model", name)], [name], [name])
-    console.print(plan_table(runs, {"r": 1}))
+    console.print(plan_table(SweepInfo(None, runs, {"r": RunConfig()}, (), 1, 1)))
     console.print(variants_table(runs, {"r": RunState("waiting", 0, 1)}))
     view = StateView(console)
     view.spin(name)
@@ -293,7 +294,7 @@ def _printed(ups: int, downs: int, ties: int) -> str:
     )
     out = io.StringIO()
     result = ComparisonResult(Path("a"), Path("b"), {}, compare_records(a, b))
-    print_comparison(Console(file=out, width=200), result, 0, "table")
+    print_comparison(Console(file=out, width=200), result, 0)
     return out.getvalue()
 
 

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandpo_cli.config.layers import read_assignments, resolve, to_yaml
-from bandpo_cli.config.methods import DELTA_SCHEDULES, BandSettings, MethodSettings, TrustRegionSettings
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.registries import METHODS
+from bandpo_cli.methods import METHODS
+from bandpo_cli.methods.band_and_clip import BandSettings
+from bandpo_cli.methods.settings import DELTA_SCHEDULES, MethodSettings, TrustRegionSettings
 
 
 def radii(steps: int, **bounds: Any) -> list[float]:

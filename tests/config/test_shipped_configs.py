@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli import registries
+from bandpo_cli import methods
 from bandpo_cli.config.layers import flatten, merge, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.config.task import DataTask
-from bandpo_cli.registries import MethodEntry
+from bandpo_cli.methods import MethodEntry
 from bandpo_cli.storage.sweep_folder import PlannedRun
 from bandpo_cli.sweeps.sweep_plan import plan_runs, plan_tuned_runs
 
@@ -87,9 +87,9 @@ def test_the_recorded_run_of_rare_tokens_equals_its_clip_arm_but_for_the_seed() 
 def test_every_method_has_a_file_with_its_published_settings_and_its_source() -> None:
     """The Band's files differ from its defaults in divergence and `relax`, that is in what their names say."""
     files = {file: config_of(file).bounds for file in METHODS}
-    assert {settings.method for settings in files.values()} == set(registries.METHODS)
+    assert {settings.method for settings in files.values()} == set(methods.METHODS)
     for file, settings in files.items():
-        entry = registries.METHODS[settings.method]
+        entry = methods.METHODS[settings.method]
         if not entry.named_by_region:
             assert settings == settings.published(), file
             assert set(read_layer(file)["bounds"]) == settings.model_dump().keys(), file

@@ -12,8 +12,8 @@ import pytest
 from scipy.special import betaln
 from scipy.stats import norm, t
 
-from bandpo_cli.evaluation import metrics
-from bandpo_cli.evaluation.metrics import LEVEL, mean_intervals
+from bandpo_cli.evaluation import scores
+from bandpo_cli.evaluation.scores import LEVEL, mean_intervals
 from bandpo_cli.storage.files import replace_nonfinite
 
 
@@ -89,7 +89,7 @@ def test_few_problems_and_a_single_success_have_finite_ends(values: list[float])
 
 def test_memory_is_bounded_for_a_large_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """The jackknife of 1,000 problems and 6 metrics at once would take 48 MB, all resamples at once 96 MB."""
-    monkeypatch.setattr(metrics, "_BATCH_VALUES", 400_000)
+    monkeypatch.setattr(scores, "_BATCH_VALUES", 400_000)
     values_FP = np.random.default_rng(7).random((6, 1000))
     tracemalloc.start()
     mean_intervals(values_FP, resamples=2000)

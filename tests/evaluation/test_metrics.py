@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bandpo_cli.config.run import EvaluationConfig
 from bandpo_cli.evaluation.evaluate import is_evaluation_due
-from bandpo_cli.evaluation.metrics import pass_at_k
+from bandpo_cli.evaluation.scores import pass_at_k
 
 
 @pytest.mark.parametrize("n", [1, 3, 6])

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.evaluation.metrics import mean_intervals
-from bandpo_cli.evaluation.scores import metric_record, score
+from bandpo_cli.evaluation.scores import mean_intervals, metric_record, score
 from bandpo_cli.storage.tables import EvalRow
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bandpo_cli.evaluation.metrics import maj_at_k, pass_at_k
+from bandpo_cli.evaluation.scores import maj_at_k, pass_at_k
 
 Votes = list[str | None]
 

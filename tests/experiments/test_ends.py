@@ -19,7 +19,7 @@ from tests.experiments.test_api import SMALL
 CODE = """
 from pathlib import Path
 from bandpo_cli.callbacks import TrainCallback
-from bandpo_cli.objective.loss import PolicyLoss
+from bandpo_cli.methods.loss import PolicyLoss
 
 def leave():
     if any(Path(place).exists() for place in ("a/config.yaml", "runs/a/config.yaml")):  # not in the trial before a run

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.evaluation.metrics import mean_intervals
+from bandpo_cli.evaluation.scores import mean_intervals
 from bandpo_cli.experiments.eval_comparison import compare_records, differing_settings
 from bandpo_cli.storage.files import replace_nonfinite
 

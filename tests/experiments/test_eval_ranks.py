@@ -13,7 +13,7 @@ import pytest
 
 from bandpo_cli.callbacks import Callback
 from bandpo_cli.errors import UserError
-from bandpo_cli.evaluation.batches import Batch
+from bandpo_cli.evaluation.evaluate import Batch
 from bandpo_cli.experiments.eval_plan import plan_evaluation
 from bandpo_cli.experiments.eval_run import EvalInfo, EvalResult, evaluate, resume_evaluation
 from bandpo_cli.grading.pool import GraderPool, GraderUse
@@ -48,7 +48,11 @@ class Recorder(Callback[EvalInfo, Batch, EvalResult]):
 def run(ranks: Ranks, folder: Path, name: str, resume: bool = False) -> tuple[dict[str, Any], Any, Recorder]:
     """Evaluate the bundled model; return the record and scores of the result, and the events of this rank."""
     events = Recorder()
-    with mock.patch("bandpo_cli.experiments.eval_run.connected_ranks", return_value=nullcontext(ranks)):
+    connected = mock.Mock(return_value=nullcontext(ranks))
+    with (
+        mock.patch("bandpo_cli.experiments.run.connected_ranks", connected),
+        mock.patch("bandpo_cli.experiments.eval_run.connected_ranks", connected),
+    ):
         if resume:
             result = resume_evaluation(name, folder, callbacks=[events])
         else:

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import memory_check, resume, train
 from bandpo_cli.experiments.memory_check import GIB, check_memory, memory_of_task, memory_report
 from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS
-from bandpo_cli.experiments.run import loaded_components
+from bandpo_cli.experiments.run import load_components
 from bandpo_cli.models import load
 from bandpo_cli.models.memory_estimate import SLEEPING_ENGINE_BYTES, Device, estimate_memory
 from bandpo_cli.processes.ranks import SINGLE
@@ -235,7 +236,7 @@ def test_an_evaluation_is_estimated_by_its_completions(problems: int | None, seq
 @pytest.mark.slow
 def test_the_model_is_not_loaded(gpus: Gpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gpus.add(0.5)
-    monkeypatch.setattr("bandpo_cli.training.components.load_policy", None)
+    monkeypatch.setattr("bandpo_cli.sampling.setup.load_policy", None)
     monkeypatch.setattr(memory_check, "saving_advice", lambda *_: "")  # it tries seventy settings
     with pytest.raises(UserError, match=r"GPU 0 has 0\.5 GiB"):
         train(resolve([SMALL, {"optim": {"micro_batch_tokens": 2**20}}]), runs_dir=tmp_path, name="a")
@@ -300,6 +301,6 @@ def test_segments_are_expandable_unless_the_user_has_settings(
 def test_allocator_settings_are_set_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     monkeypatch.setitem(sys.modules, "bandpo_cli.models.load", None)  # an import of it raises ImportError
-    with pytest.raises(ImportError), loaded_components(RunConfig(), mock.Mock(), mock.Mock()):
-        pass
+    with pytest.raises(ImportError), ExitStack() as stack:
+        load_components(RunConfig(), mock.Mock(), mock.Mock(), stack)
     assert os.environ.pop("PYTORCH_CUDA_ALLOC_CONF") == "expandable_segments:True"

@@ -15,7 +15,7 @@ from bandpo_cli.experiments.preflight import (
     run_layers,
     run_warnings,
 )
-from bandpo_cli.registries import METHODS
+from bandpo_cli.methods import METHODS
 from bandpo_cli.storage.run_folder import RunFolder
 
 

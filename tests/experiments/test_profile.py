@@ -18,7 +18,7 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.experiments.profile import PhaseTime, ProfileCallback, check_profile_steps
 from bandpo_cli.experiments.run import train
 from bandpo_cli.metric_names import without_clock
-from bandpo_cli.training.metrics import StepTimer
+from bandpo_cli.training.performance import StepTimer
 from tests.experiments.test_api import SMALL
 
 RUN: list[Any] = [

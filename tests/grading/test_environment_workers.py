@@ -71,8 +71,8 @@ def results(pool: ToolPool, calls: Sequence[Sequence[Any]]) -> list[Any]:
 def kill(pool: ToolPool, count: int = 1) -> None:
     """Kill some of the workers, which are idle, and wait until they have ended."""
     for worker in pool._workers[:count]:
-        os.kill(worker._process.pid, signal.SIGKILL)
-        os.waitid(os.P_PID, worker._process.pid, os.WEXITED | os.WNOWAIT)
+        os.kill(worker.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
 
 
 def step(number: int, turns: Sequence[str], is_end: bool = False, **columns: Any) -> list[Any]:
@@ -159,7 +159,7 @@ def test_a_closed_pool_ends_the_thread_that_polls_and_starts_no_worker() -> None
         with pytest.raises(RunError, match=message):
             use()
     assert pool._workers == []
-    assert [worker._process.returncode for worker in workers] == [-signal.SIGKILL]
+    assert [worker.code for worker in workers] == [-signal.SIGKILL]
 
 
 @pytest.mark.parametrize("value", ["float('nan')", "-float('inf')", "None", "'1'", "lambda: float('nan')"])
@@ -182,7 +182,7 @@ def test_what_a_step_returns_is_checked() -> None:
         assert [reply["messages"] for reply in replies] == [*good.values(), *[None] * 9]
         assert "ValueError: an environment must return messages, or None" in replies[3]["reward"]
         assert all("worker process" not in reply["reward"] for reply in replies[3:])
-        assert len({worker._process.pid for worker in pool._workers}) == 1
+        assert len({worker.pid for worker in pool._workers}) == 1
     problem = Problem("p", (Message("user", "q?"),), "1", "data", "number")
     (prompted,) = first_messages("worker_turns:Returns", GradingConfig(), [problem], None)
     assert prompted.prompt == (Message("user", "q?"),)

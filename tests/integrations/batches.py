@@ -13,15 +13,8 @@ from typing import Any
 import torch
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.objective.loss import (
-    AGGREGATIONS,
-    Columns,
-    LossBatch,
-    LossOutputs,
-    PolicyLoss,
-    policy_loss,
-    policy_objective,
-)
+from bandpo_cli.methods.loss import Columns, LossBatch, PolicyLoss, policy_loss
+from bandpo_cli.objective.policy_objective import AGGREGATIONS, LossOutputs, policy_objective
 
 SPREADS = {"near": 0.01, "apart": 0.3, "far": 2.0}
 """Standard deviation of log r. The largest ratios are 1.03, 2.5 and 88, which exceeds the caps of 3, 5, 10 and 20."""

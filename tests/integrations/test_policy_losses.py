@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from bandpo_cli.objective.loss import LossOutputs
-from bandpo_cli.objective.policy_losses import token_covariance
+from bandpo_cli.methods.covariance import token_covariance
+from bandpo_cli.objective.policy_objective import LossOutputs
 from tests.integrations.batches import (
     SPREADS,
     Batch,

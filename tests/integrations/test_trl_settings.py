@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import HfArgumentParser
 
-from bandpo_cli.config.methods import BandSettings
+from bandpo_cli.methods.band_and_clip import BandSettings
 
 REPEATED = {"num_iterations": 2}
 """Two optimizer steps per batch, so that the ratio differs from 1."""

@@ -13,16 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from bandpo_cli.objective.loss import (
-    LossBatch,
-    LossOutputs,
-    PolicyLoss,
-    importance_weights,
-    policy_objective,
-    sequence_index,
-    sequence_sum,
-)
-from bandpo_cli.registries import METHODS
+from bandpo_cli.methods import METHODS
+from bandpo_cli.methods.loss import LossBatch, PolicyLoss, sequence_index, sequence_sum
+from bandpo_cli.objective.importance_correction import importance_weights
+from bandpo_cli.objective.policy_objective import LossOutputs, policy_objective
 from tests.objective.test_loss import RULES
 from tests.objective.test_policy_losses import BY_HAND, Token, completions, tensors
 
@@ -71,7 +65,7 @@ def test_the_gradient_weights_are_those_of_autograd(method: str, rule: str, spre
     trained = batch.advantages.where(~masked, 0.0)
     state = loss.clip_state(batch.columns, out.ratios, trained, out.gradient_weights)
     is_zero = (gradient == 0) & ~masked
-    if METHODS[method].bounds is not None:  # the dual clip removes gradients too, and does not count
+    if METHODS[method].has_interval:  # the dual clip removes gradients too, and does not count
         is_zero &= ~((out.ratios > 3.0) & (batch.advantages < 0))
     assert torch.equal(state.active, is_zero) or method == "clip-cov"
     assert not state.active[masked].any()

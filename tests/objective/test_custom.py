@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from bandpo_cli.bounds import ratio_bounds
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.methods import CustomSettings
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.preflight import callback_class
+from bandpo_cli.methods.loss import LossBatch, policy_loss
+from bandpo_cli.methods.settings import CustomSettings
 from bandpo_cli.objective.advantages import check_estimator
-from bandpo_cli.objective.custom import check_method
-from bandpo_cli.objective.loss import LossBatch, policy_loss, policy_objective
+from bandpo_cli.objective.custom_methods import check_method
+from bandpo_cli.objective.policy_objective import policy_objective
 
 INTERVAL, GATE = "examples.custom_interval:log_interval", "examples.custom_loss:SmoothGate"
 OBJECTIVE = ObjectiveConfig()
 
 CODE = """from pydantic import BaseModel
-from bandpo_cli.objective.loss import PolicyLoss
+from bandpo_cli.methods.loss import PolicyLoss
 
 def constant(old_logprobs):
     return 0.8, 1.28
@@ -81,7 +81,7 @@ def _code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_function_gives_bounds_of_the_type_of_the_log_probs() -> None:
     """u = 1 + 0.2·(1 + log 10) at p = 0.1, for NumPy and torch; NaN has the bounds of p = 1."""
-    bounds = ratio_bounds(CustomSettings(method=INTERVAL, options={"eps": 0.2}))
+    bounds = CustomSettings(method=INTERVAL, options={"eps": 0.2}).ratio_bounds()
     upper = 1 + 0.2 * (1 + math.log(10))
     found = bounds(np.log([[0.1, 1.0]]))
     assert isinstance(found.upper, np.ndarray)
@@ -90,7 +90,7 @@ def test_a_function_gives_bounds_of_the_type_of_the_log_probs() -> None:
     narrow = bounds(torch.tensor([math.log(0.1), math.nan, 1e-8]))
     assert narrow.upper.dtype == torch.float32
     assert narrow.upper.tolist() == pytest.approx([upper, 1.2, 1.2], rel=1e-6)
-    constant = ratio_bounds(CustomSettings(method="custom_methods:constant"))(torch.tensor([-1.0, -2.0]))
+    constant = CustomSettings(method="custom_methods:constant").ratio_bounds()(torch.tensor([-1.0, -2.0]))
     assert constant.upper.tolist() == pytest.approx([1.28, 1.28])
 
 
@@ -169,7 +169,7 @@ def test_mistakes_in_options_name_the_key(method: str, options: dict[str, object
 
 def test_a_class_has_no_interval() -> None:
     with pytest.raises(ConfigError, match="SmoothGate has no interval of ratios: it is a class"):
-        ratio_bounds(CustomSettings(method=GATE))
+        CustomSettings(method=GATE).ratio_bounds()
 
 
 def test_the_extensions_in_contributing_can_be_used(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from bandpo_cli.bounds.intervals import clip_state, ratio_bounds
+from bandpo_cli.bounds.intervals import clip_state
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.objective.loss import LossBatch, LossOutputs, PolicyLoss, k3, policy_loss, policy_objective
-from bandpo_cli.registries import METHODS
+from bandpo_cli.methods import METHODS
+from bandpo_cli.methods.loss import LossBatch, PolicyLoss, policy_loss
+from bandpo_cli.objective.policy_objective import LossOutputs, k3, policy_objective
 
 
 @dataclass(eq=False, repr=False)
@@ -322,13 +323,13 @@ def many_completions(spread: float) -> list[list[Token]]:
 
 
 @pytest.mark.parametrize("spread", [0.1, 2.0])
-@pytest.mark.parametrize("method", [name for name, entry in METHODS.items() if entry.bounds is not None])
+@pytest.mark.parametrize("method", [name for name, entry in METHODS.items() if entry.has_interval])
 def test_the_gradient_is_zero_beyond_the_bounds(method: str, spread: float) -> None:
     """Clip-Cov removes further gradients."""
     groups = many_completions(spread)
     out = objective({"method": method}, groups, dual_clip=None)
     loss, _, batch = tensors({"method": method}, groups)
-    bounds = ratio_bounds(loss.settings)(batch.old_logprobs)
+    bounds = loss.settings.ratio_bounds()(batch.old_logprobs)
     beyond = clip_state(out.ratios, *bounds, batch.advantages).active
     if METHODS[method].differs_at_ratio_one:
         assert ((out.gradient == 0) | ~beyond).all()

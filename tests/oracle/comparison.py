@@ -25,7 +25,7 @@ from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import embedded_model_path, with_resolved_dtype
 from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.training.components import Components, build_components
+from bandpo_cli.training.build import Components, build_components
 from bandpo_cli.training.loop import train
 from bandpo_cli.types import TIMEOUT, Completion, Grade, Insertion, Problem
 from tests.conftest import SHAPE

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import LostRankError, RunError, UserError
-from bandpo_cli.experiments.run import loaded_components
+from bandpo_cli.experiments.run import load_components
 from bandpo_cli.grading.pool import GraderUse
 from bandpo_cli.processes.ranks import (
     SINGLE,
@@ -77,11 +77,11 @@ def grader_warnings(ranks: Ranks) -> list[list[str]]:
     The pool has graded 10 answers on rank 0, 20 on rank 1, and failed on one per rank.
     """
     uses = {"math": GraderUse(10 * (ranks.rank + 1), 1, f"error of rank {ranks.rank}")}
-    components = SimpleNamespace(grader=SimpleNamespace(uses=lambda: uses), close=lambda: None)
+    components = SimpleNamespace(ranks=ranks, grader=SimpleNamespace(uses=lambda: uses), close=lambda: None)
     warnings = []
     for fails in (False, True):
         with (
-            mock.patch("bandpo_cli.training.components.build_components", return_value=components),
+            mock.patch("bandpo_cli.training.build.build_components", return_value=components),
             mock.patch.multiple(
                 "bandpo_cli.experiments.run",
                 connected_ranks=lambda *_: contextlib.nullcontext(ranks),
@@ -90,8 +90,9 @@ def grader_warnings(ranks: Ranks) -> list[list[str]]:
             mock.patch("bandpo_cli.experiments.run.log.warning") as warn,
             contextlib.suppress(RunError),
             lost_rank_errors(),
-            loaded_components(RunConfig(), mock.Mock(), mock.Mock()),
+            contextlib.ExitStack() as stack,
         ):
+            load_components(RunConfig(), mock.Mock(), mock.Mock(), stack)
             if fails and ranks.is_main:
                 raise RunError("disk full")
         warnings.append([call.args[1] for call in warn.call_args_list])

@@ -19,7 +19,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
-from bandpo_cli.training.components import build_components
+from bandpo_cli.training.build import build_components
 from bandpo_cli.training.loop import train
 from bandpo_cli.types import Completion
 from tests.cli.eval_command import bandpo, start, succeed

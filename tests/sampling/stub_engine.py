@@ -1,12 +1,10 @@
 """Engines with weights of their own, and engine processes that are forks of the tests, without an import of torch."""
 
-import json
 import logging
 import os
 import subprocess
-import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,46 +14,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
+from bandpo_cli.processes import watch
 from bandpo_cli.registries import ENGINES, EngineEntry
-from bandpo_cli.sampling import engine_child
 from bandpo_cli.sampling.sampler import EngineModel, SamplingParams, StaleEngineError, TokenIds
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion
+from tests.commands import ForkedChild
 from tests.sequential_sampler import SequentialSampler
 
 CUDA_TEXT = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB"
-
-
-class ForkedProcess:
-    """Takes the place of `subprocess.Popen` in `EngineChild`: a fork of this process that runs `engine_child.main`."""
-
-    returncode: int | None = None
-
-    def __init__(
-        self, command: Sequence[str], *, stdout: Any, env: dict[str, str], pass_fds: list[int], **_: Any
-    ) -> None:
-        self.pid = os.fork()
-        if self.pid:
-            return
-        try:
-            os.setsid()
-            os.dup2(stdout.fileno(), 1)
-            os.dup2(stdout.fileno(), 2)
-            sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115 - pytest's is closed below
-            for descriptor in set(range(3, 512)) - {*pass_fds}:
-                with suppress(OSError):
-                    os.close(descriptor)
-            os.environ.clear()
-            os.environ.update(env)
-            logging.getLogger("bandpo_cli").handlers.clear()
-            descriptor, trainer, _path = json.loads(command[-1])
-            engine_child.main(descriptor, trainer)
-        finally:
-            os._exit(1)
-
-    def wait(self) -> None:
-        _, status = os.waitpid(self.pid, 0)
-        self.returncode = os.waitstatus_to_exitcode(status)
 
 
 def wrapped_out_of_memory() -> Exception:
@@ -147,9 +114,7 @@ def forked_engines() -> Iterator[pytest.MonkeyPatch]:
     ENGINES.register(EngineEntry("copy", "a copy", f"{__name__}:CopySampler"))
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                engine_child, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedProcess})
-            )
+            patch.setattr(watch, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": ForkedChild}))
             yield patch
     finally:
         del ENGINES["stub"]

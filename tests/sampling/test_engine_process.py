@@ -1,6 +1,6 @@
 """An engine in its own process samples what it samples in the trainer's process, with the weights of the last sync.
 
-test_engine_child.py has the tests of how processes start and end. The processes here are forks of the test's process,
+test_engine_end.py has the tests of how processes start and end. The processes here are forks of the test's process,
 except in the first test.
 """
 

@@ -18,7 +18,7 @@ from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments.trials import first_prompt
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder, drop_long_prompts
 from bandpo_cli.tasks.task import build_task
-from bandpo_cli.training.components import build_components
+from bandpo_cli.training.build import build_components
 from bandpo_cli.types import Message, Problem
 from tests.text_model import TEMPLATE, character_tokenizer, save_text_model
 

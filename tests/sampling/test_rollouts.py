@@ -26,7 +26,7 @@ from bandpo_cli.sampling.rollouts import (
 )
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, StaleEngineError
 from bandpo_cli.tasks.task import build_prompt, build_task
-from bandpo_cli.training.components import Components, build_components
+from bandpo_cli.training.build import Components, build_components
 from bandpo_cli.types import Completion, Grade, Message, Problem, Prompt
 from tests.text_model import TEMPLATE as CHATML
 from tests.text_model import THINKING, save_text_model, word_tokenizer

@@ -31,7 +31,7 @@ from bandpo_cli.sampling.vllm_sampler import VllmSampler
 from bandpo_cli.sampling.vllm_worker import fingerprint
 from bandpo_cli.sampling.weight_sync import SyncCheck
 from bandpo_cli.tasks.task import build_task
-from bandpo_cli.training.components import build_components
+from bandpo_cli.training.build import build_components
 from tests.conftest import random_model
 
 Patch, Caplog = pytest.MonkeyPatch, pytest.LogCaptureFixture

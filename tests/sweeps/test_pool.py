@@ -95,7 +95,7 @@ def test_stop_interrupts_and_then_kills_the_process_group(tmp_path):
 def test_a_run_exits_when_its_sweep_is_killed(tmp_path):
     """A killed sweep cannot stop its children; they detect it themselves."""
     child = (
-        "from bandpo_cli.sweeps.pool import exit_with_parent; import os, time; exit_with_parent(); "
+        "from bandpo_cli.processes.watch import exit_with_parent; import os, time; exit_with_parent(); "
         "assert 'BANDPO_PARENT_PID' not in os.environ; print(os.getpid(), flush=True); time.sleep(60)"
     )
     log = tmp_path / "logs" / "a.log"

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("ray")
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.sweeps.ray_pool import RayPool
+from bandpo_cli.sweeps.pool import RayPool
 from tests.sweeps.test_pool import log_of, wait, wait_for
 
 

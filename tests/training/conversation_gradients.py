@@ -20,7 +20,7 @@ from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training import loop
-from bandpo_cli.training.components import build_components
+from bandpo_cli.training.build import build_components
 from bandpo_cli.types import Group, Rollout
 
 Weights = dict[str, torch.Tensor]

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.methods import BandSettings
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.methods.band_and_clip import BandSettings
+from bandpo_cli.methods.loss import PolicyLoss, policy_loss
 from bandpo_cli.models.load import Policy
 from bandpo_cli.objective.advantages import group_advantages
-from bandpo_cli.objective.loss import PolicyLoss, policy_loss
 from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.training.experience import Experience, prepare_updates

@@ -16,14 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.models.load import Policy, load_policy
-from bandpo_cli.training import checkpoint_files
-from bandpo_cli.training.checkpoint_files import (
-    RESERVED_BYTES,
-    SampledGroups,
-    check_savable,
-    load_checkpoint,
-    write_tensors,
-)
+from bandpo_cli.training import checkpoint_writer
+from bandpo_cli.training.build import load_checkpoint
+from bandpo_cli.training.checkpoint_writer import RESERVED_BYTES, check_savable, write_tensors
+from bandpo_cli.training.rollout_batches import SampledGroups
 from tests.training.trained import STEP, contents, fresh, save_checkpoint, state_of, tensors, update
 
 
@@ -169,7 +165,7 @@ def test_the_tensor_file_has_the_bytes_that_safetensors_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Scalars, an empty tensor, two types and a transposed matrix, in chunks that end within a tensor."""
-    monkeypatch.setattr(checkpoint_files, "CHUNK_BYTES", 40)
+    monkeypatch.setattr(checkpoint_writer, "CHUNK_BYTES", 40)
     values = {
         "b.step": torch.tensor(3.0),
         "a.exp_avg": torch.randn(7, 5),
@@ -186,7 +182,7 @@ def test_the_tensor_file_has_the_bytes_that_safetensors_writes(
 def test_a_chunk_is_on_the_disk_before_the_next_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_files, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(checkpoint_writer, "CHUNK_BYTES", 4096)
     path, synced, fsync = tmp_path / "tensors", [], os.fsync
 
     def note(descriptor: int) -> None:

@@ -23,9 +23,9 @@ from bandpo_cli.storage.checkpoints import (
     remove_checkpoints_after,
 )
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.training import checkpoint_files, checkpoint_writer
-from bandpo_cli.training.checkpoint_files import TrainedState, load_checkpoint
-from bandpo_cli.training.checkpoint_writer import CheckpointWriter, StateCopy
+from bandpo_cli.training import checkpoint_writer
+from bandpo_cli.training.build import load_checkpoint
+from bandpo_cli.training.checkpoint_writer import CheckpointWriter, StateCopy, TrainedState
 from bandpo_cli.training.optimizer import NonFiniteError
 from tests.training.trained import (
     STEP,
@@ -86,8 +86,8 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reached, self.open = threading.Event(), threading.Event()
-        self._write = checkpoint_files.write_tensors
-        monkeypatch.setattr(checkpoint_files, "write_tensors", self._held)
+        self._write = checkpoint_writer.write_tensors
+        monkeypatch.setattr(checkpoint_writer, "write_tensors", self._held)
 
     def _held(self, path: Path, tensors: Mapping[str, torch.Tensor], check: Callable[[], None]) -> str:
         if threading.current_thread() is not threading.main_thread():
@@ -114,7 +114,7 @@ def test_a_thread_writes_the_state_of_its_step_whatever_changes_meanwhile(
     embedded: Policy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kind: str
 ) -> None:
     """All bytes are those that a write without a thread gives before the changes. Tied and untied, with masters."""
-    changed, save_policy = threading.Event(), checkpoint_files.save_policy
+    changed, save_policy = threading.Event(), checkpoint_writer.save_policy
 
     def save_later(*arguments: Any) -> None:
         assert changed.wait(60)
@@ -124,7 +124,7 @@ def test_a_thread_writes_the_state_of_its_step_whatever_changes_meanwhile(
     run = RunFolder.create(tmp_path, "a")
     update(trained, 1, 2)
     save_checkpoint(*trained, State(*trained).progress(7), tmp_path / "direct" / "step-000007")
-    monkeypatch.setattr(checkpoint_files, "save_policy", save_later)
+    monkeypatch.setattr(checkpoint_writer, "save_policy", save_later)
     with CheckpointWriter(settings(), State(*trained), run) as writer:  # type: ignore[arg-type]
         writer.prepare(7)
         writer.commit()

@@ -18,7 +18,7 @@ from bandpo_cli.metric_names import without_clock
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training import loop
-from bandpo_cli.training.components import build_components
+from bandpo_cli.training.build import build_components
 from tests.conftest import random_model
 from tests.text_model import character_tokenizer
 from tests.training.several_ranks import run_ranks

@@ -2,7 +2,7 @@
 
 import pytest
 
-from bandpo_cli.training.batches import select_groups
+from bandpo_cli.training.rollout_batches import select_groups
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 
 

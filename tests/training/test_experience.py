@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from bandpo_cli.config.run import ModelConfig, RunConfig
+from bandpo_cli.methods import METHODS
+from bandpo_cli.methods.loss import LossBatch, policy_loss
 from bandpo_cli.models import logprobs
 from bandpo_cli.models.load import Policy, load_reference
 from bandpo_cli.objective.advantages import group_advantages, has_reward_spread
-from bandpo_cli.objective.loss import LossBatch, policy_loss, policy_objective
-from bandpo_cli.registries import METHODS
+from bandpo_cli.objective.policy_objective import policy_objective
 from bandpo_cli.sampling.sampler import is_exact
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.training import experience, update

@@ -9,7 +9,7 @@ import pytest
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
-from bandpo_cli.training.components import build_components
+from bandpo_cli.training.build import build_components
 from bandpo_cli.training.loop import train
 
 

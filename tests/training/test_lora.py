@@ -17,11 +17,10 @@ from bandpo_cli.models.lora import adapter_parameters, add_adapters
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
-from bandpo_cli.training.checkpoint_files import load_checkpoint
-from bandpo_cli.training.components import build_components
+from bandpo_cli.training.build import build_components, load_checkpoint
 from bandpo_cli.training.loop import train
-from bandpo_cli.training.metrics import packed_work
 from bandpo_cli.training.optimizer import Optimizer
+from bandpo_cli.training.performance import packed_work
 from tests.conftest import random_model
 from tests.training.recording import SETTINGS
 from tests.training.trained import STEP, Trained, save_checkpoint

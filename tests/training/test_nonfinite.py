@@ -21,7 +21,7 @@ from bandpo_cli.storage.checkpoints import model_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import MAX_BAD_BATCHES
 from bandpo_cli.tasks.task import build_task
-from bandpo_cli.training.components import build_components
+from bandpo_cli.training.build import build_components
 from bandpo_cli.training.experience import Experience
 from bandpo_cli.training.loop import train
 from bandpo_cli.training.metrics import update_metrics

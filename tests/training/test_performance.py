@@ -12,8 +12,8 @@ from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.models.load import load_policy
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
-from bandpo_cli.training.checkpoint_files import SampledGroups
-from bandpo_cli.training.metrics import PEAK_FLOPS, PackedWork, StepTimer, packed_work, peak_flops
+from bandpo_cli.training.performance import PEAK_FLOPS, PackedWork, StepTimer, packed_work, peak_flops
+from bandpo_cli.training.rollout_batches import SampledGroups
 from tests.training.recording import Recording
 
 ROWS = [Row([1] * 30, [[2] * 5, [3] * 9]), Row([1] * 23, [[2] * 14])]

@@ -19,15 +19,15 @@ from xxhash import xxh3_64_hexdigest
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import LoraSettings, ModelConfig, OptimConfig
 from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.models import sharding
+from bandpo_cli.models import weights
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.models.lora import add_adapters
-from bandpo_cli.models.sharding import full_tensor, local_tensor, shard
+from bandpo_cli.models.weights import full_tensor, local_tensor, shard
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.storage.checkpoints import complete_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.training import checkpoint_files
-from bandpo_cli.training.checkpoint_files import load_checkpoint
+from bandpo_cli.training import checkpoint_writer
+from bandpo_cli.training.build import load_checkpoint
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
 from bandpo_cli.training.optimizer import NonFiniteError, Optimizer
 from tests.conftest import SHAPE, random_model
@@ -192,7 +192,7 @@ def fail_on_ranks(ranks: Ranks, root: Path) -> None:
     scenario = Scenario(ranks, root)
     one = scenario.one
     scenario.fails("shards", scenario.only_on(1, os, "fsync", no_space))
-    scenario.fails("model", scenario.only_on(0, checkpoint_files, "save_policy", no_space))
+    scenario.fails("model", scenario.only_on(0, checkpoint_writer, "save_policy", no_space))
     usage = shutil.disk_usage(root)._replace(free=10_000)
     scenario.fails("full", scenario.only_on(0, shutil, "disk_usage", lambda _: usage))
     other = root / "other" / "step-000010" if ranks.rank == 1 else None
@@ -318,9 +318,9 @@ def split_by_hand(folder: Path, parts: int) -> None:
 
 def test_a_rank_writes_its_shards_in_files_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks have half of each tensor: 40, 40, 40, 200 and 4 bytes; a tensor is not split."""
-    monkeypatch.setattr(sharding, "FILE_BYTES", 100)
+    monkeypatch.setattr(weights, "FILE_BYTES", 100)
     tensors = {name: torch.zeros(size) for name, size in zip("abcde", (20, 20, 20, 100, 2), strict=True)}
-    numbers = sharding._file_numbers(tensors, Ranks(1, 2))
+    numbers = weights._file_numbers(tensors, Ranks(1, 2))
     assert numbers == {"a": 1, "b": 1, "c": 2, "d": 3, "e": 4}
 
 

@@ -23,7 +23,7 @@ from bandpo_cli.storage.checkpoints import (
 )
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
-from bandpo_cli.training.components import build_components
+from bandpo_cli.training.build import build_components
 from bandpo_cli.training.loop import train
 from tests.sampling.stub_engine import forked_engines
 from tests.training import trained

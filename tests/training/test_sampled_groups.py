@@ -20,9 +20,8 @@ from bandpo_cli.sampling.rollouts import decode_completions
 from bandpo_cli.storage.checkpoints import ROLLOUTS
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import ProblemStream
-from bandpo_cli.training.batches import select_groups
-from bandpo_cli.training.checkpoint_files import SampledGroups, read_sampled, write_sampled
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
+from bandpo_cli.training.rollout_batches import SampledGroups, read_sampled, select_groups, write_sampled
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 from tests.training.trained import State, fresh, update
 

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from bandpo_cli.bounds import band_bounds
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.storage.tables import TokenValues, read_token_values
+from bandpo_cli.training.metrics import is_recorded, token_texts, token_values
 from bandpo_cli.training.optimizer import Optimizer
-from bandpo_cli.training.token_values import is_recorded, token_texts, token_values
 from bandpo_cli.training.update import update_policy
 from tests.training.recording import Recording, run, shaped_reward
 from tests.training.small_updates import CONFIG, band_loss, experience_of, graded_groups, policy_of

@@ -8,8 +8,9 @@ import torch
 
 from bandpo_cli.config.run import OptimConfig
 from bandpo_cli.errors import RunError
+from bandpo_cli.methods.loss import policy_loss
 from bandpo_cli.objective.advantages import group_advantages
-from bandpo_cli.objective.loss import AGGREGATIONS, policy_loss
+from bandpo_cli.objective.policy_objective import AGGREGATIONS
 from bandpo_cli.training.metrics import clip_map_columns, token_metrics, update_metrics
 from bandpo_cli.training.optimizer import Optimizer, lr_factor
 from bandpo_cli.training.update import update_policy

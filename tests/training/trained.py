@@ -13,13 +13,9 @@ from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import weights_to_save
 from bandpo_cli.storage.checkpoints import Progress
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.training.checkpoint_files import (
-    SampledGroups,
-    TrainedState,
-    check_savable,
-    write_checkpoint,
-)
+from bandpo_cli.training.checkpoint_writer import TrainedState, check_savable, write_checkpoint
 from bandpo_cli.training.optimizer import Optimizer
+from bandpo_cli.training.rollout_batches import SampledGroups
 from tests.conftest import random_model
 
 FOLDERS = ("samples", "tokens", "token_values", "evals", "checkpoints")

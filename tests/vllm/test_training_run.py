@@ -21,7 +21,7 @@ from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training import loop
-from bandpo_cli.training.components import build_components
+from bandpo_cli.training.build import build_components
 from tests.training.conversation_gradients import check, config_of
 from tests.training.conversation_gradients import train as train_on_conversations
 from tests.training.several_ranks import run_ranks

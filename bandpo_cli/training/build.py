@@ -1,34 +1,42 @@
 """Components of a run: building them from the config, and loading them from a checkpoint."""
 
+from __future__ import annotations
+
 import hashlib
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.errors import UserError, warn_on_failure
+from bandpo_cli.errors import UserError, find_out_of_memory, first_line, warn_on_failure
 from bandpo_cli.grading.pool import GraderPool
-from bandpo_cli.models.load import Policy, load_policy, load_reference
+from bandpo_cli.models.load import Policy, load_reference
+from bandpo_cli.models.weights import ShardError, load_weights, read_shards, saved_shapes
 from bandpo_cli.processes.ranks import SINGLE, Ranks
-from bandpo_cli.sampling import prompt_encoding
 from bandpo_cli.sampling.engine_process import EngineProcess
-from bandpo_cli.sampling.prompt_encoding import PromptEncoder, completion_stop_ids
-from bandpo_cli.sampling.rollouts import Conversations, build_conversations
-from bandpo_cli.sampling.sampler import Sampler, SamplingParams, build_sampler, check_model
+from bandpo_cli.sampling.prompt_encoding import PromptEncoder
+from bandpo_cli.sampling.rollouts import Conversations
+from bandpo_cli.sampling.sampler import Sampler, SamplingParams, build_sampler
+from bandpo_cli.sampling.setup import set_up_sampling
 from bandpo_cli.seeds import derive_seed
-from bandpo_cli.storage.checkpoints import ANY_PROBLEMS, ROLLOUTS, Progress
-from bandpo_cli.tasks.task import ProblemStream, Task
-from bandpo_cli.training.checkpoint_files import (
-    SampledGroups,
-    load_checkpoint,
-    read_sampled,
-    reading_errors,
+from bandpo_cli.storage.checkpoints import (
+    ANY_PROBLEMS,
+    OPTIMIZER,
+    ROLLOUTS,
+    SHARDS,
+    STATE,
+    TRAINER,
+    Progress,
+    read_trainer_state,
 )
+from bandpo_cli.tasks.task import ProblemStream, Task
 from bandpo_cli.training.optimizer import Optimizer
+from bandpo_cli.training.rollout_batches import SampledGroups, read_sampled
 from bandpo_cli.types import Problem
 
 
@@ -129,26 +137,18 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
     Raises:
         UserError: the model or the data cannot be loaded, or a prompt limit leaves no problem.
     """
-    check_model(config)
     torch.manual_seed(config.seed)
-    policy = load_policy(config.model, ranks=ranks, seed=config.seed)
-    prompt_encoding.check_context_length(policy.model.config, config)
-    encoder = PromptEncoder.of_run(policy.tokenizer, config, policy.rows)
-    conversations = build_conversations(config, encoder, ranks)
-    notes: list[str] = []
-    train = prompt_encoding.drop_long_prompts(encoder, "training", task.train_problems(), config, notes)
-    heldout = prompt_encoding.drop_long_prompts_in_sets(encoder, task.heldout_sets(), config, notes)
-    notes += encoder.notes(train)
+    loaded = set_up_sampling(config, task, ranks)
+    policy, train, heldout = loaded.policy, loaded.train, loaded.heldout
     # The reference before the optimizer and the sampler allocate memory.
     reference = load_reference(policy, config.model) if config.objective.reference_kl > 0 else None
     sampling = config.sampling
-    stop_ids = completion_stop_ids(policy, encoder, [*train, *chain.from_iterable(heldout.values())])
     sampler: Sampler = EngineProcess(config, policy) if sampling.max_lag else build_sampler(config, policy)
     try:
         return Components(
             policy=policy,
             reference=reference,
-            encoder=encoder,
+            encoder=loaded.encoder,
             stream=ProblemStream(train, derive_seed(config.seed, "problems")),
             heldout=heldout,
             grader=GraderPool(config.grading),
@@ -158,12 +158,12 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
                 sampling.samples,
                 sampling.temperature,
                 sampling.max_tokens,
-                stop_ids,
+                loaded.stop_ids,
                 entropy=sampling.max_lag == 0,  # those of older weights are of no use
             ),
             problems_digest=_problems_digest(train, heldout),
-            notes=notes,
-            conversations=conversations,
+            notes=loaded.notes,
+            conversations=loaded.conversations,
         )
     except BaseException:
         with warn_on_failure("the sampling engine could not be closed"):
@@ -181,3 +181,47 @@ def _problems_digest(train: Sequence[Problem], heldout: Mapping[str, Sequence[Pr
                 f"{problem.id}\n{problem.prompt}\n{problem.answer}\n".encode(errors="surrogatepass")
             )
     return digest.hexdigest()
+
+
+def load_checkpoint(policy: Policy, optimizer: Optimizer, folder: Path) -> Progress:
+    """Load weights and optimizer state from a checkpoint of the same model and return its progress.
+
+    The checkpoint may have been written by another number of ranks. All ranks must call this together; an error on one
+    of them is raised on all.
+
+    Raises:
+        UserError: the checkpoint is damaged or belongs to another model.
+    """
+    ranks = policy.ranks
+    progress = ranks.agree(lambda: read_trainer_state(folder))[0]
+    with reading_errors(folder):
+        # Copied into the existing tensors, because optimizer, masters and sampler hold references to them.
+        load_weights(policy.model, folder, ranks)
+        one_file = (folder / OPTIMIZER).exists()
+        if ranks.size == 1 and one_file:
+            state = load_file(folder / OPTIMIZER)
+        else:  # each rank reads its shards
+            saved = folder / (TRAINER if one_file else SHARDS)
+            state = optimizer.empty_state(ranks.agree(lambda: saved_shapes(saved))[0])
+            read_shards(saved, state, ranks)
+        optimizer.load_state(state, progress.updates, progress.skipped_in_a_row)
+    return progress
+
+
+@contextmanager
+def reading_errors(folder: Path) -> Iterator[None]:
+    """Raise UserError in one line in place of an error of a damaged file of the checkpoint `folder`."""
+    try:
+        yield
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError, SafetensorError, ShardError) as error:
+        if find_out_of_memory(error):
+            raise
+        raise UserError(
+            f"{folder}: the checkpoint cannot be loaded: {_reason(error)}; remove {folder / STATE} to resume from the "
+            "previous one"
+        ) from None
+
+
+def _reason(error: Exception) -> str:
+    """Return the system's text of the error, else the first line of its message."""
+    return getattr(error, "strerror", None) or first_line(error, max_chars=500)

@@ -5,7 +5,7 @@ import pytest
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.tasks.task import build_task
-from bandpo_cli.training.components import build_components
+from bandpo_cli.training.build import build_components
 
 
 def test_completions_longer_than_the_context_are_refused() -> None:

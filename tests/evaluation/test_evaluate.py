@@ -13,8 +13,7 @@ import pytest
 
 from bandpo_cli.config.run import GradingConfig
 from bandpo_cli.errors import RunError
-from bandpo_cli.evaluation.batches import Batch, regrade_batches
-from bandpo_cli.evaluation.evaluate import MAX_UNGRADED_BATCHES, sample_batches
+from bandpo_cli.evaluation.evaluate import MAX_UNGRADED_BATCHES, Batch, regrade_batches, sample_batches
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.prompt_encoding import EncodedPrompt

@@ -1,7 +1,6 @@
-"""Settings of the methods (`bounds:` in a config file), one class per method, chosen by `bounds.method`.
+"""Base classes of the settings of methods (`bounds:` in a config file); the class is chosen by `bounds.method`.
 
-Defaults are those that the source named in each class publishes. A new method needs a class here, a function in
-`bounds.intervals` or a subclass of `objective.loss.PolicyLoss`, and an entry in `registries.METHODS`.
+Defaults are those that the source named in each class publishes.
 """
 
 import math
@@ -18,8 +17,11 @@ from pydantic import (
     model_validator,
 )
 
-from bandpo_cli.registries import DIVERGENCES, METHODS, MethodEntry, load_attribute, method_name
-from bandpo_cli.settings_validation import NotNegative, Positive, Section, TaggedSection, require
+from bandpo_cli.bounds.intervals import BoundsFunction, fixed_bounds
+from bandpo_cli.errors import ConfigError
+from bandpo_cli.methods import METHODS, MethodEntry, method_name
+from bandpo_cli.registries import DIVERGENCES, load_attribute
+from bandpo_cli.settings_validation import Positive, TaggedSection, require
 
 DivergenceName = Annotated[str, AfterValidator(DIVERGENCES.check_name)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -84,6 +86,14 @@ class MethodSettings(TaggedSection):
         """Return the settings with the values of `scheduled`."""
         return self.model_copy(update=self.scheduled(step, steps))
 
+    def ratio_bounds(self) -> BoundsFunction:
+        """Return the interval of ratios beyond which the method removes a token's gradient, by the advantage's sign.
+
+        Raises:
+            ConfigError: the method has no interval of ratios; the message gives the reason.
+        """
+        raise ConfigError(f"{self.method} has no interval of ratios: {self.entry.without_bounds}")
+
 
 class CustomSettings(MethodSettings):
     """Custom code: a subclass of `PolicyLoss`, or a function from log π_old to the bounds (lower, upper) of the ratio.
@@ -101,6 +111,10 @@ class CustomSettings(MethodSettings):
 
     def slug(self) -> str:
         return self.method.replace(":", "-").replace(".", "-")
+
+    def ratio_bounds(self) -> BoundsFunction:
+        function: BoundsFunction = load_attribute("bandpo_cli.objective.custom_methods:custom_bounds")(self)
+        return function
 
 
 DELTA_SCHEDULES: dict[str, Callable[[float, float], float]] = {
@@ -181,29 +195,6 @@ class TrustRegionSettings(MethodSettings):
         return {name: value for name, value in handler(self).items() if name not in unused}
 
 
-class Relax(Section):
-    """Never tighter than a fixed interval: min(lower, 1−eps_low), max(upper, 1+eps_high) (BandPO's ablation)."""
-
-    eps_low: float = Field(0.2, gt=0, lt=1)
-    eps_high: float = Field(0.28, gt=0)
-    """The fixed interval of ratios is [1 − eps_low, 1 + eps_high]."""
-
-
-class BandSettings(TrustRegionSettings):
-    """The interval of ratios that an f-divergence ball of radius `delta` allows each token (arXiv 2603.04918)."""
-
-    method: Literal["band"] = "band"
-    max_ratio: MaxRatio | None = 10.0
-    """Cap on the upper bound; null for none."""
-    relax: Relax | None = None
-
-    def describe(self) -> str:
-        cap = "" if self.max_ratio is None else f", ratio ≤ {self.max_ratio:g}"
-        text = f"Band of the {self.divergence} trust region, {self.radius}{cap}"
-        relax = self.relax
-        return text if relax is None else f"{text}, never tighter than −{relax.eps_low:g}/+{relax.eps_high:g}"
-
-
 class IntervalSettings(MethodSettings):
     """Base class of the settings of a method with one fixed interval [1−eps_low, 1+eps_high] for every token."""
 
@@ -216,157 +207,9 @@ class IntervalSettings(MethodSettings):
         """The interval for a description: `ratio in [0.8, 1.2]`."""
         return f"ratio in [{1 - self.eps_low:g}, {1 + self.eps_high:g}]"
 
-
-class ClipSettings(IntervalSettings):
-    """One fixed interval for every token (PPO, GRPO)."""
-
-    text = "clip (GRPO, PPO): {s.interval}"
-    method: Literal["clip"] = "clip"
-
-
-class ClipHigherSettings(IntervalSettings):
-    """The fixed interval with a higher upper end (DAPO)."""
-
-    text = "clip-higher: {s.interval}"
-    method: Literal["clip-higher"] = "clip-higher"
-    eps_high: float = Field(0.28, gt=0)
-
-
-class DcpoSettings(MethodSettings):
-    """Bounds that widen as the token gets rarer (DCPO, arXiv 2509.02333)."""
-
-    text = "dcpo: dynamic bounds, ε = {s.eps_low:g}/{s.eps_high:g}"
-    method: Literal["dcpo"] = "dcpo"
-    eps_low: float = Field(0.16, gt=0)
-    eps_high: float = Field(0.2, gt=0)
-    """The ε of the lower and of the upper bound, in the formula of the paper."""
-    max_ratio: MaxRatio | None = 10.0
-    """Cap on the upper bound; null for none."""
-
-
-class RipoSettings(MethodSettings):
-    """Bounds 1 ± √(δ/π_old), which keep π_old·(r − 1)² at most δ (RIPO, arXiv 2607.10169)."""
-
-    text = "RIPO: ratio in 1 ± √(δ/π_old), δ = {s.delta:g}, within [{s.min_ratio:g}, {s.max_ratio:g}]"
-    method: Literal["ripo"] = "ripo"
-    delta: Positive = 0.05
-    min_ratio: float = Field(0.5, ge=0, lt=1)
-    max_ratio: MaxRatio = 10.0
-    """The lower bound is at least min_ratio, the upper bound at most max_ratio."""
-
-
-class NoClipSettings(MethodSettings):
-    """No clipping: the control that every comparison needs."""
-
-    text = "none: no bound on the ratio"
-    method: Literal["none"] = "none"
-
-
-class DppoSettings(TrustRegionSettings):
-    """Zero gradient for tokens that move away from π_old and are outside the trust region (DPPO, arXiv 2602.04879)."""
-
-    text = "DPPO: mask outside the binary {s.divergence} trust region, {s.radius}"
-    method: Literal["dppo"] = "dppo"
-    divergence: Literal["kl", "tv"] = "kl"
-    max_weight: Positive | None = 20.0
-    """Truncation of the ratio in the gradient; null for none."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _default_delta(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("delta") is None:
-            return {
-                **values,
-                "delta": 0.15 if values.get("divergence") == "tv" else 0.05,
-            }  # as in verl's examples
-        return values
-
-    def published(self) -> Self:
-        """Return the defaults with this divergence, which determines the radius."""
-        return type(self)(divergence=self.divergence)
-
-
-class CispoSettings(MethodSettings):
-    """Truncated importance weights, with a gradient for every token (CISPO, MiniMax-M1, arXiv 2506.13585)."""
-
-    text = "CISPO: ratio truncated to [{s.min_weight:g}, {s.max_weight:g}] as a weight"
-    method: Literal["cispo"] = "cispo"
-    min_weight: NotNegative = 0.0
-    max_weight: Positive = 5.0
-    """The range that the ratio, as the weight of the gradient, is truncated to."""
-
-
-class SapoSettings(MethodSettings):
-    """A sigmoid of the ratio in place of a clip (SAPO, arXiv 2511.20347)."""
-
-    text = "SAPO: soft gate, τ = {s.tau_positive:g} for positive, {s.tau_negative:g} for negative advantages"
-    method: Literal["sapo"] = "sapo"
-    tau_positive: Positive = 1.0
-    tau_negative: Positive = 1.05
-    """Temperature of the gate for positive and for negative advantages."""
-
-
-class CeGppoSettings(IntervalSettings):
-    """The fixed interval, with a scaled gradient for clipped tokens (CE-GPPO, arXiv 2509.20712)."""
-
-    text = (
-        "CE-GPPO: {s.interval}, gradient of clipped tokens × {s.beta_low:g} below and × {s.beta_high:g} above"
-    )
-    method: Literal["ce-gppo"] = "ce-gppo"
-    beta_low: NotNegative = 0.5
-    """Scale of the gradient below the interval, for negative advantages; β₁ of the paper: 0.5 at 1.5B, 0.75 at 7B."""
-    beta_high: NotNegative = 1.0
-    """Scale of the gradient above the interval, for positive advantages; β₂ of the paper."""
-
-
-class AspoSettings(IntervalSettings):
-    """The fixed interval, with 1/r as the weight of tokens with a positive advantage (ASPO, arXiv 2510.06062)."""
-
-    text = "ASPO: {s.interval}, weight 1/r for positive advantages, weights ≤ {s.max_weight:g}"
-    method: Literal["aspo"] = "aspo"
-    max_weight: Positive = 3.0
-    """Cap of the weight: of 1/r for positive, of r for negative advantages."""
-
-
-class DrpoSettings(MethodSettings):
-    """A quadratic penalty on the change of probability in place of a mask (DRPO, arXiv 2606.09821)."""
-
-    text = "DRPO: penalty |a|·π_old·(r − 1)²/2ε, ε = {s.eps:g}"
-    method: Literal["drpo"] = "drpo"
-    eps: Positive = 12.5
-    """Change of probability at which the gradient is 0; above 1 it never is, and the penalty only scales it."""
-
-
-class ClipCovSettings(IntervalSettings):
-    """The fixed interval, without gradient for some tokens of high covariance (Clip-Cov, arXiv 2505.22617)."""
-
-    text = (
-        "Clip-Cov: {s.interval}, no gradient for {s.share:.2%} of the tokens, with a covariance in "
-        "[{s.cov_low:g}, {s.cov_high:g}]"
-    )
-    method: Literal["clip-cov"] = "clip-cov"
-    eps_low: float = Field(1.0, gt=0, le=1)
-    eps_high: float = Field(1.0, gt=0)
-    """The authors' scripts widen the interval to [0, 2], so that the covariance decides and not the ratio."""
-    share: Share = 2e-4
-    """Share of the update's tokens whose gradient is removed, at random among those in the range."""
-    cov_low: float = 1.0
-    cov_high: float = 5.0
-    """Range of the covariance of a token's log-prob and advantage in which gradients are removed."""
-
-
-class KlCovSettings(MethodSettings):
-    """No interval; a penalty |log r| on the tokens of the highest covariance (KL-Cov, arXiv 2505.22617)."""
-
-    text = "KL-Cov: penalty {s.kl_coef:g}·|log r| on {s.share:.2%} of the tokens"
-    method: Literal["kl-cov"] = "kl-cov"
-    share: Share = 2e-4
-    """Share of the update's tokens with the penalty, those with the highest covariance of log-prob and advantage.
-
-    The authors' scripts have 2e-3 at 7B and 2e-4 at 32B.
-    """
-    kl_coef: NotNegative = 1.0
-    """Coefficient of |log r|; 1 in the authors' scripts, 0.1 in verl's configuration."""
+    def ratio_bounds(self) -> BoundsFunction:
+        """Return [1−eps_low, 1+eps_high] for every token."""
+        return fixed_bounds(1.0 - self.eps_low, 1.0 + self.eps_high)
 
 
 def bounded_methods() -> dict[str, MethodSettings]:
@@ -377,5 +220,5 @@ def bounded_methods() -> dict[str, MethodSettings]:
     return {
         name: load_attribute(entry.settings)()
         for name, entry in METHODS.items()
-        if entry.bounds is not None and not entry.named_by_region
+        if entry.has_interval and not entry.named_by_region
     }

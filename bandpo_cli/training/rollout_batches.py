@@ -9,20 +9,32 @@ With several ranks each has such a thread, and each gets the groups of all ranks
 
 from __future__ import annotations
 
+import json
+import threading
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, closing
-from itertools import islice
+from dataclasses import dataclass
+from itertools import accumulate, islice, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from bandpo_cli.config.run import RunConfig
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerBase
+
+from bandpo_cli.config.run import RewardConfig, RunConfig
 from bandpo_cli.config.task import RewardComponent
 from bandpo_cli.errors import warn_on_failure
-from bandpo_cli.evaluation.batches import SubmitAnswers, background_grading, chunks
-from bandpo_cli.grading.rewards import graded_by, training_grader
+from bandpo_cli.evaluation.evaluate import SubmitAnswers, background_grading, chunks
+from bandpo_cli.grading.pool import graded_by, training_grader
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.processes.ranks import Ranks
-from bandpo_cli.sampling.prompt_encoding import EncodedPrompt
+from bandpo_cli.sampling.prompt_encoding import EncodedPrompt, PromptEncoder
 from bandpo_cli.sampling.rollouts import (
     decode_completions,
     graded_groups,
@@ -31,13 +43,79 @@ from bandpo_cli.sampling.rollouts import (
 )
 from bandpo_cli.sampling.sampler import SampleRequest
 from bandpo_cli.seeds import derive_seed
-from bandpo_cli.training.checkpoint_files import BackgroundCall, SampledGroups
-from bandpo_cli.training.components import Components
-from bandpo_cli.training.metrics import StepTimer
-from bandpo_cli.types import Completion, Grade, Group, Problem
+from bandpo_cli.tasks.task import ProblemStream
+from bandpo_cli.training.performance import StepTimer
+from bandpo_cli.types import Completion, Conversation, Grade, Group, Insertion, Problem
+
+if TYPE_CHECKING:
+    from bandpo_cli.training.build import Components
 
 STOP_S = 10.0
 """Longest wait for the thread after an error, in seconds: where another rank has ended, its exchange may never end."""
+
+
+class BackgroundCall(threading.Thread):
+    """A call in a thread; without a further thread (the system limits their number) `start` makes the call itself.
+
+    Assign the object to a variable before `start`, because a signal may come while the thread starts.
+    """
+
+    def __init__(self, name: str, call: Callable[[], object], daemon: bool = False) -> None:
+        super().__init__(name=name, daemon=daemon)
+        self._call = call
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        """Start the call."""
+        try:
+            super().start()
+        except RuntimeError:
+            self.run()
+
+    def run(self) -> None:
+        """Make the call and keep its error, for the thread that trains."""
+        try:
+            self._call()
+        except BaseException as error:  # noqa: BLE001
+            self._error = error
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for the end of the call, at most `timeout` seconds; return at once if no thread has started."""
+        if self.ident is not None:
+            super().join(timeout)
+
+    def finish(self) -> None:
+        """Wait for the end of the call and raise its error."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+
+@dataclass(frozen=True)
+class SampledGroups:
+    """The graded rollouts of a step.
+
+    Attributes:
+        step: the step that trains on them.
+        version: number of optimizer updates of the weights that sampled them.
+        position: place of their first problem in the stream of training problems.
+        seconds: the time that sampling took; 0 after a resume, for which it is not stored.
+        groups: the groups that the step trains on, `sampling.prompts` of them.
+        sampled: all groups sampled for the step, of consecutive problems, also those that dynamic sampling dropped.
+    """
+
+    step: int
+    version: int
+    position: int
+    seconds: float
+    groups: Sequence[Group]
+    sampled: Sequence[Group]
+
+    @property
+    def nbytes(self) -> int:
+        """Approximate size of the file that `write_sampled` writes, in bytes."""
+        completions = [rollout.completion for group in self.sampled for rollout in group.rollouts_G]
+        return sum(12 * len(completion.token_ids) + 128 for completion in completions)
 
 
 class RolloutBatches(AbstractContextManager["RolloutBatches"]):
@@ -208,3 +286,77 @@ class EarlyGrades:
         """Wait for the grades of all texts and return them: at the first call those of the first component, etc."""
         _, parts = self._parts.pop(0)
         return [grade for part in parts for grade in part.result()]
+
+
+def write_sampled(path: Path, batch: SampledGroups) -> None:
+    """Write a batch as a safetensors file: a tensor per value of the tokens, the rest as JSON in its metadata."""
+    rollouts = [rollout for group in batch.sampled for rollout in group.rollouts_G]
+    completions = [rollout.completion for rollout in rollouts]
+    tensors = {
+        "lengths": torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int32),
+        "token_ids": _joined(completion.token_ids for completion in completions),
+        "logprobs": _joined(completion.logprobs for completion in completions),
+        "entropies": _joined(completion.entropies for completion in completions),
+    }
+    indices = {id(group): index for index, group in enumerate(batch.sampled)}
+    metadata = {
+        "step": batch.step,
+        "version": batch.version,
+        "position": batch.position,
+        "trained": [indices[id(group)] for group in batch.groups],
+        "group_sizes": [len(group.rollouts_G) for group in batch.sampled],
+        "finish_reasons": [completion.finish_reason for completion in completions],
+        "grades": [[*vars(rollout.grade).values()] for rollout in rollouts],
+        "inserted": [completion.inserted for completion in completions],
+        "conversations": [
+            None if item.conversation is None else vars(item.conversation) for item in completions
+        ],
+    }
+    save_file(tensors, path, {"rollouts": json.dumps(metadata)})
+
+
+def read_sampled(
+    path: Path, stream: ProblemStream, encoder: PromptEncoder, tokenizer: PreTrainedTokenizerBase
+) -> SampledGroups:
+    """Return the batch that `write_sampled` wrote, with its problems, prompts and texts.
+
+    Raises:
+        OSError, ValueError, LookupError, TypeError, SafetensorError: the file is damaged.
+    """
+    with safe_open(path, framework="pt") as file:
+        metadata = json.loads(file.metadata()["rollouts"])
+        names = ("lengths", "token_ids", "logprobs", "entropies")
+        lengths, tokens, logprobs, entropies = (file.get_tensor(name).tolist() for name in names)
+    spans = pairwise(accumulate(lengths, initial=0))
+    columns = (
+        metadata.get(name, [()] * len(lengths)) for name in ("finish_reasons", "inserted", "conversations")
+    )
+    about, version = zip(spans, *columns, strict=True), metadata["version"]
+    completions = [
+        Completion(
+            tokens[start:end],
+            logprobs[start:end],
+            reason,
+            version,
+            entropies[start:end],
+            tuple(Insertion(place, tuple(ids)) for place, ids in inserted),
+            Conversation(**turns | {"messages": tuple(turns["messages"])}) if turns else None,
+        )
+        for (start, end), reason, inserted, turns in about
+    ]
+    texts = decode_completions(tokenizer, [completions])
+    grades = [Grade(*values) for values in metadata["grades"]]
+    answers = iter(completions)
+    completions_PG = [[*islice(answers, size)] for size in metadata["group_sizes"]]
+    problems = stream.take(metadata["position"], len(completions_PG))
+    # The rewards are shaped already.
+    unshaped = RewardConfig(), 0
+    sampled = graded_groups(problems, encoder.encode(problems), completions_PG, texts, grades, *unshaped)
+    groups = [sampled[index] for index in metadata["trained"]]
+    step, position = metadata["step"], metadata["position"]
+    return SampledGroups(step, version, position, 0.0, groups, sampled)
+
+
+def _joined(arrays: Iterable[array[int] | array[float]]) -> torch.Tensor:
+    """Return the concatenated arrays, [N] int32 or float32."""
+    return torch.from_numpy(np.concatenate([np.asarray(values) for values in arrays]))

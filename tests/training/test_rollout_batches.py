@@ -16,13 +16,12 @@ import torch
 
 from bandpo_cli.config.task import RewardComponent
 from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.evaluation.batches import background_grading
-from bandpo_cli.grading.rewards import training_grader
+from bandpo_cli.evaluation.evaluate import background_grading
+from bandpo_cli.grading.pool import training_grader
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
-from bandpo_cli.training.batches import EarlyGrades, RolloutBatches
-from bandpo_cli.training.checkpoint_files import BackgroundCall
-from bandpo_cli.training.components import Components
+from bandpo_cli.training.build import Components
+from bandpo_cli.training.rollout_batches import BackgroundCall, EarlyGrades, RolloutBatches
 from bandpo_cli.types import Completion, Grade, Problem
 from tests.training.recording import (
     Recording,

@@ -16,12 +16,11 @@ from torch import Tensor
 from bandpo_cli.bounds.arrays import Array, RatioBounds, as_array, cast, output_dtype
 from bandpo_cli.bounds.intervals import BoundsFunction
 from bandpo_cli.config.layers import validation_message
-from bandpo_cli.config.methods import CustomSettings
 from bandpo_cli.config.run import ObjectiveConfig
 from bandpo_cli.custom_code import load_setting, user_code
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.objective.loss import LossBatch, PolicyLoss
-from bandpo_cli.objective.policy_losses import IntervalLoss
+from bandpo_cli.methods.loss import IntervalLoss, LossBatch, PolicyLoss
+from bandpo_cli.methods.settings import CustomSettings
 from bandpo_cli.settings_validation import check_keys
 
 _PROBABILITIES = (1e-9, 1e-6, 1e-4, 0.01, 0.1, 0.3, 0.5, 0.9, 0.999, 1.0)
@@ -89,7 +88,7 @@ def _load(settings: CustomSettings) -> tuple[Callable[..., Any], BaseModel]:
         elif issubclass(target, PolicyLoss):
             fields = target.Options
         else:
-            advice = "derive it from bandpo_cli.objective.loss.PolicyLoss, or name a function of the bounds"
+            advice = "derive it from bandpo_cli.methods.loss.PolicyLoss, or name a function of the bounds"
             raise ValueError(f"the class is no PolicyLoss; {advice}")
         if not issubclass(fields, BaseModel):
             raise ValueError("its Options must be a subclass of pydantic.BaseModel")

@@ -17,7 +17,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 from unittest.mock import Mock
 
 import pytest
@@ -27,10 +27,11 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.processes import watch
 from bandpo_cli.processes.ranks import Ranks
-from bandpo_cli.sampling import engine_child, engine_process, engine_server
-from bandpo_cli.sampling.engine_child import EngineChild, engine_environment
-from bandpo_cli.sampling.engine_process import EngineProcess
+from bandpo_cli.processes.watch import ChildProcess
+from bandpo_cli.sampling import engine_process, engine_server
+from bandpo_cli.sampling.engine_process import EngineProcess, engine_environment, start_engine
 from bandpo_cli.sampling.engine_server import Answer
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
 
@@ -94,7 +95,7 @@ STAND_IN = f"""
 import json, os, pickle, sys, time
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-pipe = Connection(json.loads(sys.argv[1])[0])
+pipe = Connection(json.loads(sys.argv[1])[2][0])
 def done():
     pipe.send_bytes({pickle.dumps(Answer())!r})
 pipe.recv_bytes()
@@ -121,10 +122,15 @@ def test_an_engine_that_cannot_start_is_an_error_and_leaves_no_process(
 ) -> None:
     before, _, _ = STAND_IN.partition("done()\npipe.recv_bytes()\nwhile")
     error = pickle.dumps(Answer(error=ConfigError("vllm is not installed")))
-    monkeypatch.setattr(engine_child, "_SOURCE", f"{before}pipe.send_bytes({error!r})\npipe.recv_bytes()")
-    children: list[EngineChild] = []
-    start = lambda variables: children.append(EngineChild(variables)) or children[0]  # noqa: E731
-    monkeypatch.setattr(engine_process, "EngineChild", start)
+    monkeypatch.setattr(watch, "_CHILD_SOURCE", f"{before}pipe.send_bytes({error!r})\npipe.recv_bytes()")
+    children: list[ChildProcess] = []
+
+    def start(variables: dict[str, str]) -> tuple[ChildProcess, Connection, IO[bytes]]:
+        started = start_engine(variables)
+        children.append(started[0])
+        return started
+
+    monkeypatch.setattr(engine_process, "start_engine", start)
     with pytest.raises(ConfigError, match=r"^vllm is not installed$"):
         EngineProcess(CONFIG, policy)
     assert [child.wait(0) for child in children] == [True]
@@ -132,11 +138,11 @@ def test_an_engine_that_cannot_start_is_an_error_and_leaves_no_process(
 
 def started(monkeypatch: Patch, policy: Policy, line: str) -> EngineProcess:
     """Return an engine whose process runs `line` when it receives its first command after the start."""
-    monkeypatch.setattr(engine_child, "_SOURCE", STAND_IN + line)
+    monkeypatch.setattr(watch, "_CHILD_SOURCE", STAND_IN + line)
     return EngineProcess(CONFIG, policy)
 
 
-def child_of(engine: EngineProcess) -> EngineChild:
+def child_of(engine: EngineProcess) -> ChildProcess:
     assert engine._child is not None
     return engine._child
 
@@ -237,7 +243,7 @@ def test_close_ends_a_process_with_an_open_stream(monkeypatch: Patch, policy: Po
 def test_close_lets_an_idle_engine_shut_down(monkeypatch: Patch, policy: Policy) -> None:
     engine = started(monkeypatch, policy, "sys.exit(5 if pickle.loads(kind) == ('close',) else 6)")
     engine.close()
-    assert child_of(engine)._process.returncode == 5
+    assert child_of(engine).code == 5
     with pytest.raises(RunError, match=r"^the engine process is closed$"):
         engine.sample(PROMPTS, PARAMS, 0)
 
@@ -255,20 +261,18 @@ def test_an_interrupted_call_ends_the_process(monkeypatch: Patch, policy: Policy
 
 # The real program of the process with a server that is always at work, and says so.
 BUSY = (
-    "import json, sys, types; *arguments, sys.path[:] = json.loads(sys.argv[1])\n"
-    "class Server:\n"
-    "    def __init__(self, pipe): self.pipe = pipe\n"
-    "    def serve(self):\n"
-    "        self.pipe.send('started')\n"
-    "        while True: pass\n"
-    "sys.modules['bandpo_cli.sampling.engine_server'] = types.SimpleNamespace(EngineServer=Server)\n"
-    "from bandpo_cli.sampling.engine_child import main; main(*arguments)"
-)
+    "import sys, types\n"
+    "from multiprocessing.connection import Connection\n"
+    "def serve(descriptor):\n"
+    "    Connection(descriptor).send('started')\n"
+    "    while True: pass\n"
+    "sys.modules['bandpo_cli.sampling.engine_server'] = types.SimpleNamespace(serve=serve)\n"
+) + watch._CHILD_SOURCE
 
 
 def trainer_that_starts_a_busy_process(folder: Path) -> None:
-    child = EngineChild(os.environ)
-    assert child.pipe.recv() == "started"
+    child, pipe, _output = start_engine(os.environ)
+    assert pipe.recv() == "started"
     (folder / "pid.part").write_text(str(child.pid))
     (folder / "pid.part").rename(folder / "pid")
     time.sleep(600)
@@ -276,7 +280,7 @@ def trainer_that_starts_a_busy_process(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_working_process_ends_when_the_trainer_is_killed(monkeypatch: Patch, tmp_path: Path) -> None:
-    monkeypatch.setattr(engine_child, "_SOURCE", BUSY)
+    monkeypatch.setattr(watch, "_CHILD_SOURCE", BUSY)
     context = multiprocessing.get_context("fork")
     trainer = context.Process(target=trainer_that_starts_a_busy_process, args=(tmp_path,))
     trainer.start()
@@ -295,9 +299,9 @@ def test_a_working_process_ends_when_the_trainer_is_killed(monkeypatch: Patch, t
 @pytest.mark.slow
 def test_signals_to_the_job_leave_the_process_to_the_trainer(monkeypatch: Patch) -> None:
     """It is in a process group of its own, and SIGTERM, which a cluster sends to every process, does not end it."""
-    monkeypatch.setattr(engine_child, "_SOURCE", BUSY)
-    child = EngineChild(os.environ)
-    assert child.pipe.recv() == "started"
+    monkeypatch.setattr(watch, "_CHILD_SOURCE", BUSY)
+    child, pipe, _output = start_engine(os.environ)
+    assert pipe.recv() == "started"
     assert os.getpgid(child.pid) == child.pid
     os.kill(child.pid, signal.SIGTERM)
     os.kill(child.pid, signal.SIGINT)

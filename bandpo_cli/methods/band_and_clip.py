@@ -1,0 +1,124 @@
+"""The methods that are an interval of ratios: the Band, clip, clip-higher, DCPO, RIPO, and no clipping.
+
+Their loss is `methods.loss.IntervalLoss`: a ratio outside its interval loses its gradient there.
+"""
+
+import math
+from typing import Literal
+
+from pydantic import Field
+
+from bandpo_cli.bounds.arrays import Array, RatioBounds, namespace
+from bandpo_cli.bounds.band import logprob_bounds
+from bandpo_cli.bounds.intervals import BoundsFunction, bounds_of_probability, fixed_bounds
+from bandpo_cli.methods.settings import IntervalSettings, MaxRatio, MethodSettings, TrustRegionSettings
+from bandpo_cli.settings_validation import Positive, Section
+
+
+class Relax(Section):
+    """Never tighter than a fixed interval: min(lower, 1−eps_low), max(upper, 1+eps_high) (BandPO's ablation)."""
+
+    eps_low: float = Field(0.2, gt=0, lt=1)
+    eps_high: float = Field(0.28, gt=0)
+    """The fixed interval of ratios is [1 − eps_low, 1 + eps_high]."""
+
+
+class BandSettings(TrustRegionSettings):
+    """The interval of ratios that an f-divergence ball of radius `delta` allows each token (arXiv 2603.04918)."""
+
+    method: Literal["band"] = "band"
+    max_ratio: MaxRatio | None = 10.0
+    """Cap on the upper bound; null for none."""
+    relax: Relax | None = None
+
+    def describe(self) -> str:
+        cap = "" if self.max_ratio is None else f", ratio ≤ {self.max_ratio:g}"
+        text = f"Band of the {self.divergence} trust region, {self.radius}{cap}"
+        relax = self.relax
+        return text if relax is None else f"{text}, never tighter than −{relax.eps_low:g}/+{relax.eps_high:g}"
+
+    def ratio_bounds(self) -> BoundsFunction:
+        """Return the Band, capped at `max_ratio` and widened to the interval of `relax` where that is set."""
+
+        def bounds(old_logprobs: Array) -> RatioBounds:
+            band = logprob_bounds(old_logprobs, self.divergence, self.delta, self.max_ratio)
+            if self.relax is None:
+                return band
+            xp = namespace(band.lower)
+            lower = xp.clip(band.lower, None, 1.0 - self.relax.eps_low)
+            return RatioBounds(lower, xp.clip(band.upper, 1.0 + self.relax.eps_high, None))
+
+        return bounds
+
+
+class ClipSettings(IntervalSettings):
+    """One fixed interval for every token (PPO, GRPO)."""
+
+    text = "clip (GRPO, PPO): {s.interval}"
+    method: Literal["clip"] = "clip"
+
+
+class ClipHigherSettings(IntervalSettings):
+    """The fixed interval with a higher upper end (DAPO)."""
+
+    text = "clip-higher: {s.interval}"
+    method: Literal["clip-higher"] = "clip-higher"
+    eps_high: float = Field(0.28, gt=0)
+
+
+class DcpoSettings(MethodSettings):
+    """Bounds that widen as the token gets rarer (DCPO, arXiv 2509.02333)."""
+
+    text = "dcpo: dynamic bounds, ε = {s.eps_low:g}/{s.eps_high:g}"
+    method: Literal["dcpo"] = "dcpo"
+    eps_low: float = Field(0.16, gt=0)
+    eps_high: float = Field(0.2, gt=0)
+    """The ε of the lower and of the upper bound, in the formula of the paper."""
+    max_ratio: MaxRatio | None = 10.0
+    """Cap on the upper bound; null for none."""
+
+    def ratio_bounds(self) -> BoundsFunction:
+        """Return ½ + ½√max(1−4ε₋/p, 0) and min(½ + ½√(1+4ε₊/p), max_ratio); [1, 1] for NaN."""
+
+        def ends(inverse_p: Array) -> tuple[Array, Array]:
+            xp = namespace(inverse_p)
+            lower = 0.5 + 0.5 * xp.sqrt(xp.clip(1.0 - 4.0 * self.eps_low * inverse_p, 0.0, None))
+            upper = 0.5 + 0.5 * xp.sqrt(1.0 + 4.0 * self.eps_high * inverse_p)
+            return lower, upper if self.max_ratio is None else xp.clip(upper, None, self.max_ratio)
+
+        return bounds_of_probability(ends)
+
+
+class RipoSettings(MethodSettings):
+    """Bounds 1 ± √(δ/π_old), which keep π_old·(r − 1)² at most δ (RIPO, arXiv 2607.10169)."""
+
+    text = "RIPO: ratio in 1 ± √(δ/π_old), δ = {s.delta:g}, within [{s.min_ratio:g}, {s.max_ratio:g}]"
+    method: Literal["ripo"] = "ripo"
+    delta: Positive = 0.05
+    min_ratio: float = Field(0.5, ge=0, lt=1)
+    max_ratio: MaxRatio = 10.0
+    """The lower bound is at least min_ratio, the upper bound at most max_ratio."""
+
+    def ratio_bounds(self) -> BoundsFunction:
+        """Return max(1 − √(δ/p), min_ratio) and min(1 + √(δ/p), max_ratio) (equation 11); [1, 1] for NaN.
+
+        The upper bound may exceed 1/p.
+        """
+
+        def ends(inverse_p: Array) -> tuple[Array, Array]:
+            xp = namespace(inverse_p)
+            width = xp.sqrt(self.delta * inverse_p)
+            return xp.clip(1.0 - width, self.min_ratio, None), xp.clip(1.0 + width, None, self.max_ratio)
+
+        return bounds_of_probability(ends)
+
+
+class NoClipSettings(MethodSettings):
+    """No clipping: the control that every comparison needs."""
+
+    text = "none: no bound on the ratio"
+    method: Literal["none"] = "none"
+
+    def ratio_bounds(self) -> BoundsFunction:
+        """Return [0, ∞] for every token."""
+        return fixed_bounds(0.0, math.inf)

@@ -1,0 +1,235 @@
+"""Policy losses: the interface that every method implements, and the arithmetic that methods share.
+
+A method's loss is a function from the tokens of a micro-batch to one loss per token (`PolicyLoss.token_losses`). What
+depends on π_old alone, such as ratio bounds, is computed once per batch (`PolicyLoss.prepare`).
+
+Notation: r = π/π_old, a the advantage of a completion; sg(·) is a value without gradient. Dimensions: N tokens and S
+completions of an update, n tokens and s completions of a micro-batch. Per-token tensors are flat, without padding, in
+the order of the completions; a micro-batch holds complete completions, so its size changes no loss.
+
+Each loss names its paper, public code and where it departs from them; docs/methods.md lists all methods. The gradient
+of a loss −w·a·log π with a weight w that has no gradient is −w·a·∇log π, just as the gradient of −r·a is −r·a·∇log π;
+such losses differ from others by a value, and not by a gradient.
+
+The settings of a method lie beside its loss, and commands that only read settings start without torch. Therefore losses
+are written with methods of tensors, and torch is imported for type checkers only.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar, cast
+
+from pydantic import BaseModel
+
+from bandpo_cli.bounds.arrays import namespace
+from bandpo_cli.bounds.intervals import ClipState, clip_state
+from bandpo_cli.methods import METHODS
+from bandpo_cli.methods.settings import IntervalSettings, MethodSettings
+from bandpo_cli.registries import load_attribute
+from bandpo_cli.settings_validation import Section
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from bandpo_cli.config.run import ObjectiveConfig
+
+Columns: TypeAlias = "Mapping[str, Tensor]"
+"""Named values per token, [N] or [n] each: what a method computed from π_old."""
+Bound: TypeAlias = "Tensor | float"
+MAX_LOG_RATIO = 20.0
+"""Limit of |log ratio|: exp(20) = 5e8 is far beyond any bound and far below overflow."""
+
+Settings = TypeVar("Settings", bound=MethodSettings)
+Interval = TypeVar("Interval", bound=IntervalSettings)
+
+
+@dataclass(frozen=True)
+class LossBatch:
+    """The tokens of an update, or of one of its micro-batches, with all values that a loss needs beside log π.
+
+    Attributes:
+        lengths: [S] int64, tokens per completion.
+        advantages: [N] float32, the advantage of the token's completion.
+        old_logprobs: [N] float32, log π_old(token), nats: the denominator of the ratio.
+        columns: what `PolicyLoss.prepare` returned, [N] each; for interval methods `lower` and `upper`.
+        importance_weights: [N] float32, the weight of `objective.importance`, an estimate of π_old/π_sampler; None
+            where the ratio is taken to the sampler's log-probs, or where no correction is configured. Masked tokens
+            have the weight 0; a loss with a value of the completion leaves them out of this value.
+        ref_logprobs: [N] float32, log π_reference(token), nats; None without a reference model.
+        wrong_peers: [S] float32, for a correct completion the share of the other completions of its group that are not
+            correct, 0 for the others; None where the completions come in no groups.
+    """
+
+    lengths: Tensor
+    advantages: Tensor
+    old_logprobs: Tensor
+    columns: Columns = field(default_factory=dict)
+    importance_weights: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+    wrong_peers: Tensor | None = None
+
+    def ratios(self, logprobs: Tensor) -> Tensor:
+        """Return π/π_old for the log-probs of π, [N], with their gradient."""
+        return policy_ratio(logprobs, self.old_logprobs)
+
+
+class PolicyLoss(ABC):
+    """The policy loss of a method, built from the method's settings and `objective`; see `policy_loss`.
+
+    A user names a subclass as `bounds.method: module:Class`; see CONTRIBUTING.md.
+
+    Attributes:
+        settings: the settings of the method; a subclass names their class.
+        Options: the pydantic class of `bounds.options`, for a user's subclass.
+        options: an object of this class; None for other losses.
+        interval: the interval of ratios outside which a token counts as outside, for a method that has one for all
+            tokens; None for others.
+        needs_all_tokens: False where `prepare` treats each completion separately and tokens with an advantage of 0
+            have a loss and a gradient of 0. Then the update leaves out groups without an advantage, and the first
+            update of a step takes π_old from its own forward pass, micro-batch by micro-batch.
+    """
+
+    settings: MethodSettings
+    Options: ClassVar[type[BaseModel]] = Section
+    options: Any
+    interval: tuple[float, float] | None = None
+    needs_all_tokens: bool = False
+
+    def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:
+        self.settings, self.objective = settings, objective
+        self.options = getattr(settings, "options", None)
+
+    def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
+        """Return the values per token that depend on π_old alone, [N] each, without gradient.
+
+        Called with all tokens of an update, and also with those of a micro-batch unless `needs_all_tokens` is set.
+        """
+        return {}
+
+    @abstractmethod
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        """Return the loss of each token, [n], before it is weighted.
+
+        Args:
+            logprobs: [n] float32, log π(token) under the policy being updated, nats, with gradient.
+            batch: the n tokens of a micro-batch.
+        """
+
+    def clip_state(
+        self, columns: Columns, ratios: Tensor, advantages: Tensor, gradient_weights: Tensor
+    ) -> ClipState:
+        """Return which tokens the method clips; here those with an advantage and no gradient.
+
+        Args:
+            columns: what `prepare` returned, [N] each.
+            ratios, advantages, gradient_weights: [N], as in `LossBatch` and `LossOutputs`.
+        """
+        zero, outside = gradient_weights == 0, None
+        if self.interval is not None:
+            outside = (ratios < self.interval[0]) | (ratios > self.interval[1])
+        return ClipState(zero & (advantages > 0), zero & (advantages < 0), outside)
+
+
+def policy_loss(settings: MethodSettings, objective: ObjectiveConfig) -> PolicyLoss:
+    """Return the policy loss of the method that `settings` describes."""
+    return cast(PolicyLoss, load_attribute(METHODS[settings.method].loss)(settings, objective))
+
+
+class IntervalLoss(PolicyLoss):
+    """−min(r·a, clamp(r, lower, upper)·a), with bounds that are computed from π_old (PPO, arXiv 1707.06347).
+
+    Equation 7 of the paper has one fixed interval; here the method has the bounds of each token
+    (`MethodSettings.ratio_bounds`). For a < 0 the loss is at most −dual_clip·a (`objective.dual_clip`; dual-clip PPO,
+    arXiv 1912.09729), so that a single very large ratio does not dominate the update.
+
+    Equal to verl 0.9.1, `compute_policy_loss_vanilla` (dual clip `clip_ratio_c`), and to TRL 1.16,
+    `loss_type` "grpo", "bnpo" and "dapo" (no dual clip), for the methods clip and clip-higher.
+    """
+
+    def __init__(self, settings: MethodSettings, objective: ObjectiveConfig) -> None:
+        super().__init__(settings, objective)
+        self._bounds = settings.ratio_bounds()
+
+    def prepare(self, old_logprobs: Tensor, advantages: Tensor) -> Columns:
+        """Return the bounds of the ratio, `lower` and `upper`, 0 ≤ lower ≤ 1 ≤ upper; upper may be inf."""
+        return self._bounds(old_logprobs)._asdict()
+
+    def token_losses(self, logprobs: Tensor, batch: LossBatch) -> Tensor:
+        advantages, dual_clip = batch.advantages, self.objective.dual_clip
+        lower, upper = batch.columns["lower"], batch.columns["upper"]
+        losses = clipped_losses(batch.ratios(logprobs), advantages, lower, upper)
+        if dual_clip is not None:
+            losses = losses.minimum(-dual_clip * advantages).where(advantages < 0, losses)
+        return losses
+
+    def clip_state(
+        self, columns: Columns, ratios: Tensor, advantages: Tensor, gradient_weights: Tensor
+    ) -> ClipState:
+        """Return the tokens that a bound clips, dual clip apart, and those outside the bounds."""
+        return clip_state(ratios, columns["lower"], columns["upper"], advantages)
+
+
+class MethodLoss(PolicyLoss, Generic[Settings]):
+    """Base class of the losses of one method, whose settings have the type `Settings`."""
+
+    settings: Settings
+
+
+class FixedIntervalLoss(MethodLoss[Interval]):
+    """A loss with the same interval of ratios for all tokens, [1 − ε_low, 1 + ε_high]."""
+
+    def __init__(self, settings: Interval, objective: ObjectiveConfig) -> None:
+        super().__init__(settings, objective)
+        self._lower, self._upper = self.interval = (1.0 - settings.eps_low, 1.0 + settings.eps_high)
+
+
+def clipped_losses(ratios: Tensor, advantages: Tensor, lower: Bound, upper: Bound) -> Tensor:
+    """Return −min(r·a, clamp(r, lower, upper)·a) of each token, [n]."""
+    # Not torch.clamp: from torch 2.15 on, it passes on half the gradient of a ratio that equals a bound, as the ratio 1
+    # of an on-policy token of probability 1 does.
+    clamped = ratios.where(~(ratios < lower), lower).where(~(ratios > upper), upper)
+    return -(ratios * advantages).minimum(clamped * advantages)
+
+
+def masked_losses(logprobs: Tensor, batch: LossBatch, outside: Tensor, max_weight: float | None) -> Tensor:
+    """Return −sg(mask·min(r, max_weight))·a·log π of each token, [n]; the mask is 0 for moves away from π_old outside.
+
+    Args:
+        outside: [n] bool, whether the token is outside of the trust region.
+        max_weight: truncation of the ratio; None for none.
+    """
+    ratios = batch.ratios(logprobs).detach()
+    away = (ratios > 1).where(batch.advantages > 0, ratios < 1)
+    capped = ratios.clamp(max=math.inf if max_weight is None else max_weight)
+    return -capped.masked_fill(outside & away, 0.0) * batch.advantages * logprobs
+
+
+def by_sign(advantages: Tensor, positive: float, other: float) -> Tensor:
+    """Return `positive` for the tokens with a positive advantage and `other` for the other tokens, [n]."""
+    return advantages.new_full(advantages.shape, other).masked_fill(advantages > 0, positive)
+
+
+def policy_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """Return π/π_old per token, [n]; the log ratio is clamped to ±20 before exp, so that it cannot overflow."""
+    return log_ratio(logprobs, old_logprobs).exp()
+
+
+def log_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
+    """Return log(π/π_old) per token, [n], clamped to ±20."""
+    return (logprobs - old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def sequence_sum(values: Tensor, lengths: Tensor) -> Tensor:
+    """Return the sum of `values` [n] over the tokens of each completion, [s], with gradient."""
+    return values.new_zeros(len(lengths)).index_add(0, sequence_index(lengths), values)
+
+
+def sequence_index(lengths: Tensor) -> Tensor:
+    """Return the number of each token's completion within the micro-batch, int64 [n]."""
+    xp = namespace(lengths)
+    index: Tensor = xp.repeat_interleave(xp.arange(len(lengths), device=lengths.device), lengths)
+    return index

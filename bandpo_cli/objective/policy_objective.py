@@ -1,0 +1,106 @@
+"""The objective of an update: weighted losses of a method, penalty to the reference model, entropy bonus, gradients."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bandpo_cli.methods.loss import LossBatch, PolicyLoss, log_ratio
+
+
+@dataclass(frozen=True)
+class LossOutputs:
+    """The result of `policy_objective`; no tensor has a gradient.
+
+    Attributes:
+        loss: scalar, the micro-batch's share of the update's loss.
+        gradient: [n], ∂loss/∂logprobs.
+        ratios: [n], r.
+        gradient_weights: [n], w in the gradient −weight·w·a·∇log π of a token's loss, without the penalty to the
+            reference model: 1 for an unclipped token with r = 1, 0 for a clipped one. 0 where a or the weight is 0.
+        entropy_gradient: [n], ∂loss/∂entropy of the distribution of each token.
+    """
+
+    loss: Tensor
+    gradient: Tensor
+    ratios: Tensor
+    gradient_weights: Tensor
+    entropy_gradient: Tensor
+
+
+def policy_objective(
+    loss: PolicyLoss,
+    logprobs: Tensor,
+    batch: LossBatch,
+    weights: Tensor,
+    reference_kl: float = 0.0,
+    entropy: Tensor | None = None,
+) -> LossOutputs:
+    """Return Σ weight·(loss + reference_kl·k3) − bonus of a micro-batch, with its gradients.
+
+    The gradient is computed here, and not by a backward pass through the model, so that the part of the method alone
+    is known per token. A token with the weight 0 has no gradient, even where the loss of another token depends on it.
+
+    Args:
+        logprobs: [n] float32, log π(token) under the policy being updated, nats.
+        weights: [n], weight of the token in the update's loss (`AGGREGATIONS`). It is multiplied with the importance
+            weight of the batch, where there is one.
+        reference_kl: coefficient of the k3 estimate of KL(π‖π_reference) per token; used if `ref_logprobs` is given.
+        entropy: [n], entropy of the distribution of each token, nats, for the bonus: `objective.entropy_bonus` times
+            its sum with `weights`, without the importance weights, as in verl; None without a bonus.
+    """
+    entropy_gradient = -loss.objective.entropy_bonus * weights
+    if batch.importance_weights is not None:
+        weights = weights * batch.importance_weights
+    logprobs = logprobs.detach().requires_grad_()
+    policy_part = (weights * loss.token_losses(logprobs, batch)).sum()
+    (policy_gradient,) = torch.autograd.grad(policy_part, logprobs)
+    # A custom loss may couple the tokens of a completion.
+    policy_gradient = policy_gradient.where(weights != 0, 0.0)
+    total, gradient = policy_part, policy_gradient
+    if batch.ref_logprobs is not None:
+        penalty = reference_kl * (weights * k3(logprobs, batch.ref_logprobs)).sum()
+        (penalty_gradient,) = torch.autograd.grad(penalty, logprobs)
+        total, gradient = total + penalty, gradient + penalty_gradient
+    if entropy is not None:
+        total = total + (entropy_gradient * entropy.detach()).sum()
+    scale = -weights * batch.advantages
+    gradient_weights = torch.where(scale == 0, 0.0, policy_gradient / scale)
+    ratios = batch.ratios(logprobs).detach()
+    return LossOutputs(total.detach(), gradient, ratios, gradient_weights, entropy_gradient)
+
+
+def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """Return the k3 estimate of KL(π‖π_other) per token, [n], nats: u − 1 − log u with u = π_other/π.
+
+    It is unbiased for tokens sampled from π, and not negative (Schulman, "Approximating KL divergence").
+    """
+    log_u = log_ratio(other_logprobs, logprobs)
+    return torch.expm1(log_u) - log_u
+
+
+def seq_mean_token_mean(lengths_S: Tensor, max_tokens: int) -> Tensor:
+    """Return 1/(S·length): the mean over the tokens of a sequence, then over sequences (GRPO, BandPO)."""
+    return 1.0 / (len(lengths_S) * lengths_S.float())
+
+
+def token_mean(lengths_S: Tensor, max_tokens: int) -> Tensor:
+    """Return 1/Σ length: the mean over all tokens of the update (DAPO)."""
+    return torch.full_like(lengths_S, 1.0 / max(1, int(lengths_S.sum())), dtype=torch.float32)
+
+
+def seq_sum_norm(lengths_S: Tensor, max_tokens: int) -> Tensor:
+    """Return 1/(S·max_tokens): a sequence's sum over a constant, then the mean over sequences (Dr. GRPO)."""
+    return torch.full_like(lengths_S, 1.0 / max(1, len(lengths_S) * max_tokens), dtype=torch.float32)
+
+
+AGGREGATIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "seq-mean-token-mean": seq_mean_token_mean,
+    "token-mean": token_mean,
+    "seq-sum-norm": seq_sum_norm,
+}
+"""(lengths_S int64 [S], max_tokens) → weight of each token of sequence s, float32 [S], by `objective.aggregation`.
+
+The loss of an update is the sum of weight·loss over its tokens. The weights depend on the completion lengths of the
+complete update, so eight passes of one sequence and one pass of eight give the same gradient."""
