@@ -26,7 +26,7 @@ from bandpo_cli.paths import read_text
 from bandpo_cli.registries import DIVERGENCES
 
 if TYPE_CHECKING:
-    from bandpo_cli.reports.interval_table import IntervalRow
+    from bandpo_cli.reports.intervals_by_probability import IntervalRow
 
 _MAX_TEXT_BYTES = 2**28
 """Maximum size of a file of probabilities in bytes: some ten million of them."""
@@ -96,7 +96,7 @@ def bounds(
         at: The probability at which to match.
     """
     from bandpo_cli.bounds.divergences import find_divergence
-    from bandpo_cli.reports.interval_table import as_csv, as_json, band_rows, method_rows
+    from bandpo_cli.reports.intervals_by_probability import as_csv, as_json, band_rows, method_rows
 
     expected = "a radius; allowed: a finite number > 0, such as 0.05"
     deltas = opt.split_commas(delta or ["0.05"])
@@ -142,7 +142,7 @@ def bounds(
     elif wanted:
         _print_intervals(rows, max_ratio)
     if plot is not None:
-        from bandpo_cli.reports.interval_plot import plot_intervals
+        from bandpo_cli.reports.intervals_by_probability import plot_intervals
 
         plot_intervals(plot, regions, radii, peers, max_ratio, wanted)
         typer.echo(f"wrote {plot}", err=True)
@@ -216,7 +216,7 @@ def _print_matches(method: str, at: str, regions: Sequence[str], style: str) -> 
     import numpy as np
 
     from bandpo_cli.bounds.intervals import matching_delta
-    from bandpo_cli.reports.interval_table import PEERS as SETTINGS
+    from bandpo_cli.reports.intervals_by_probability import PEERS as SETTINGS
 
     if (prob := _number(at, "--at")) == 1.0:
         raise UserError("--at 1: a certain token cannot gain, whatever the radius; allowed: 0 < p < 1")

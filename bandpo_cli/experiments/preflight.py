@@ -13,10 +13,9 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from bandpo_cli.callbacks import Callback, TrainCallback
-from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.layers import Layer, read_layer, resolve
-from bandpo_cli.config.run import EMBEDDED_MODEL, GradingConfig, RunConfig
-from bandpo_cli.config.sampling import check_engine
+from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig, dtype_on
+from bandpo_cli.config.sampling import GradingConfig, check_engine
 from bandpo_cli.config.task import DataTask, RewardComponent
 from bandpo_cli.custom_code import add_code_folder, load_setting
 from bandpo_cli.datasets import BUNDLED_MODELS, DATASETS, generated_tasks
