@@ -13,9 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.layers import read_layer, resolve, to_yaml
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import RunConfig, with_dtype
 from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import ConfigError, RunError, UserError, redact_credentials
 from bandpo_cli.experiments.memory_check import out_of_memory_errors

@@ -36,7 +36,7 @@ from bandpo_cli.seeds import derive_seed
 from bandpo_cli.types import Message, Problem
 
 if TYPE_CHECKING:
-    from bandpo_cli.config.run import GradingConfig
+    from bandpo_cli.config.sampling import GradingConfig
 
 KEPT_ENVIRONMENTS = 4096
 """Environments that a worker keeps; those that were used last."""
@@ -130,7 +130,7 @@ def tool_schemas(tools: tuple[str, ...], of_environment: bool) -> list[dict[str,
     Raises:
         ConfigError: one of them cannot be used.
     """
-    from bandpo_cli.config.run import GradingConfig
+    from bandpo_cli.config.sampling import GradingConfig
 
     kind, load = (
         (EnvironmentPool, "load_environment_schemas") if of_environment else (ToolPool, "load_schemas")

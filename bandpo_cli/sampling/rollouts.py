@@ -21,7 +21,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from bandpo_cli.config.run import RewardConfig, RunConfig
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.sampling import RewardConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, as_problem, tool_schemas
 from bandpo_cli.grading.workers import default_workers

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from bandpo_cli.config.sampling import SamplingConfig, check_tensor_parallel
+from bandpo_cli.config.sampling import SamplingConfig
 from bandpo_cli.errors import RunError, UserError, find_out_of_memory, warn_on_failure
 from bandpo_cli.models.load import Policy, release_cached_memory
 from bandpo_cli.models.weights import checkpoint_weights
@@ -87,13 +87,11 @@ class VllmSampler(Sampler):
         Without the policy it has no weights until `load`.
 
         Raises:
-            ConfigError: there are several ranks, and `tensor_parallel` is above 1.
             UserError: vLLM cannot be imported, or it refuses the model or the settings.
             StaleEngineError: the first sync failed.
         """
         own = None if isinstance(policy, EngineModel) else policy
         ranks = SINGLE if own is None else own.ranks
-        check_tensor_parallel(config.vllm.tensor_parallel, ranks.size)
         self._settings, self._version, self._asleep = config.vllm, 0, False
         self._sleeps = config.vllm.sleep and policy.device.type == "cuda"
         # The group of the ranks stays; one that the engine creates ends with it.
