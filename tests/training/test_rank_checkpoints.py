@@ -22,7 +22,7 @@ from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.models import weights
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.models.lora import add_adapters
-from bandpo_cli.models.sharding import full_tensor, local_tensor, shard
+from bandpo_cli.models.weights import full_tensor, local_tensor, shard
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.storage.checkpoints import (
     Progress,
