@@ -36,7 +36,7 @@ from bandpo_cli.seeds import derive_seed
 from bandpo_cli.types import Message, Problem
 
 if TYPE_CHECKING:
-    from bandpo_cli.config.run import GradingConfig
+    from bandpo_cli.config.sampling import GradingConfig
 
 KEPT_ENVIRONMENTS = 4096
 """Environments that a worker keeps; those that were used last."""
@@ -131,7 +131,7 @@ def tool_schemas(tools: tuple[str, ...], of_environment: bool) -> list[dict[str,
     Raises:
         ConfigError: one of them cannot be used.
     """
-    from bandpo_cli.config.run import GradingConfig
+    from bandpo_cli.config.sampling import GradingConfig
 
     pool_type = EnvironmentPool if of_environment else ToolPool
     with closing(pool_type(tools, GradingConfig(), 1, 1, f"{pool_type.load}_schemas")) as pool:

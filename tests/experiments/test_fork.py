@@ -12,7 +12,7 @@ from bandpo_cli.config.layers import resolve, to_yaml
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.experiments import resume
-from bandpo_cli.experiments.fork_plan import plan_fork
+from bandpo_cli.experiments.plan_from_checkpoint import plan_fork
 from bandpo_cli.experiments.record import copy_parent
 from bandpo_cli.results import describe_run
 from bandpo_cli.storage.checkpoints import (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.config.sampling import GradingConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading import tools
 from bandpo_cli.grading.tools import EnvironmentPool, ToolPool, first_messages, tool_schemas
