@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.rule import Rule
@@ -32,10 +33,6 @@ from bandpo_cli.datasets import DATASETS, generated_tasks
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.methods import METHODS
 from bandpo_cli.processes.watch import read_stacks
-
-if TYPE_CHECKING:
-    from bandpo_cli.overview import RunDescription
-    from bandpo_cli.storage.tables import GradedCompletion
 
 RunName = Annotated[
     str, opt.argument("RUN", complete=folder_of("run"), help="Its name in --runs-dir, or its folder.")
@@ -86,7 +83,7 @@ def runs(
         method: Only runs of this method: clip, band, band-kl.
         task: Only runs of this task.
     """
-    from bandpo_cli.overview import list_runs
+    from bandpo_cli.results import list_runs
 
     runs = list_runs(runs_dir, patterns or (), method=method, task=task, status=status, sort=sort)
     if format_ == "json":
@@ -149,7 +146,7 @@ def show(
         all_: Every metric.
         stacks: Print the place of every thread of every process of a running run instead.
     """
-    from bandpo_cli.overview import describe_run
+    from bandpo_cli.results import describe_run
 
     if stacks:
         from bandpo_cli.storage.files import LOCK, read_json_object
@@ -160,83 +157,72 @@ def show(
         print("\n".join(texts) or f"{run}: no process of bandpo train on this machine is writing it")
         return
     described = describe_run(run, runs_dir)
-    if format_ == "table":
+    if format_ == "json":
+        print_json(described)
+    else:
         _print_description(open_console(), described, runs_dir, all_)
-        return
-    pairs = {
-        "changed": ("value", "default"),
-        "metrics": ("first", "last"),
-    }
-    content = vars(described) | {
-        field: {key: dict(zip(names, pair, strict=True)) for key, pair in getattr(described, field).items()}
-        for field, names in pairs.items()
-    }
-    print_json(
-        asdict(content.pop("overview")) | content | {"config": described.config.model_dump(mode="json")}
-    )
 
 
-def _print_description(
-    console: Console, described: RunDescription, runs_dir: Path, every_metric: bool
-) -> None:
+def _print_description(console: Console, run: Mapping[str, Any], runs_dir: Path, every_metric: bool) -> None:
     from bandpo_cli.cli.train_view import describe_model
+    from bandpo_cli.config.layers import resolve
     from bandpo_cli.storage.run_folder import shell_command
     from bandpo_cli.tracking.sender import tracker_rows
 
-    run, config = described.overview, described.config
-    reason = run.stopped_by or run.error
-    status = (
-        f"{str(run.status).lower()}, step {run.step:,} of {run.steps:,}, {format_duration(described.seconds)}"
-    )
+    config, changes = resolve([run["config"]]), run["changed"]
+    reason = run["stopped_by"] or run["error"]
+    progress = f"step {run['step']:,} of {run['steps']:,}, {format_duration(run['seconds'])}"
 
     def line(key: str, value: Any) -> str:
-        default = f"  (default {described.changed[key][1]})" if key in described.changed else ""
+        default = f"  (default {changes[key]['default']})" if key in changes else ""
         return f"{key} = {value}{default}".replace("\n", "\\n")
 
-    task = [line(key, value) for key, value in described.task_settings.items()]
-    changed = [
-        line(key, value)
-        for key, (value, _) in described.changed.items()
-        if value is None or not key.startswith("task.")
+    task = [line(key, value) for key, value in run["task_settings"].items()]
+    settings = [
+        line(key, change["value"])
+        for key, change in changes.items()
+        if change["value"] is None or not key.startswith("task.")
     ]
-
     rows = [
-        ("run", str(run.path)),
-        ("status", status + (f": {reason.splitlines()[0]}" if reason else "")),
-        *([("fork of", run.parent)] if run.parent else []),
+        ("run", str(run["path"])),
+        (
+            "status",
+            f"{str(run['status']).lower()}, {progress}" + (f": {reason.splitlines()[0]}" if reason else ""),
+        ),
+        *([("fork of", run["parent"])] if run["parent"] else []),
         ("model", describe_model(config)),
-        ("task", "\n".join([run.task, *task])),
+        ("task", "\n".join([run["task"], *task])),
         ("bounds", config.bounds.describe()),
-        ("settings", "\n".join(changed)),
-        ("checkpoints", _steps(described.checkpoints)),
-        ("completions", _steps(described.sampled_steps)),
-        ("plots", ", ".join(path.name for path in described.plots)),
+        ("settings", "\n".join(settings)),
+        ("checkpoints", _steps(run["checkpoints"])),
+        ("completions", _steps(run["sampled_steps"])),
+        ("plots", ", ".join(path.name for path in run["plots"])),
     ]
     print_settings(console, [(heading, text or "none") for heading, text in rows])
     # Not rows of the table, which would break an address into lines that a terminal does not link.
-    print_rows(console, tracker_rows(config.tracking, run.path), len("completions"))
+    print_rows(console, tracker_rows(config.tracking, run["path"]), len("completions"))
     table = make_table("metric", ">first", ">step", ">last", ">step")
     order = {key: index for index, key in enumerate(_FIRST_METRICS)}
     scores = re.compile(r"eval/.*/(mean|pass|maj)_at_[^/]*")
-    if run.nonbinary_rewards:
+    if run["nonbinary_rewards"]:
         order["train/reward"] = -1
         scores = re.compile(rf"{scores.pattern}|eval/.*/reward")
-    chosen = [key for key in described.metrics if every_metric or key in order or scores.fullmatch(key)]
+    chosen = [key for key in run["metrics"] if every_metric or key in order or scores.fullmatch(key)]
 
     def place(key: str) -> tuple[int, bool]:
         return order.get(key, len(order) * key.startswith("eval/")), not key.endswith("/reward")
 
     for key in sorted(chosen, key=place):
-        (first_step, first), (last_step, last) = described.metrics[key]
+        (first_step, first), (last_step, last) = run["metrics"][key].values()
         table.add_row(Text(key), f"{first:.4g}", f"{first_step}", f"{last:.4g}", f"{last_step}")
     console.print()
     console.print(table, highlight=False)
-    if run.status in ("FAILED", "KILLED"):
+    if run["status"] in ("FAILED", "KILLED"):
         console.print()
-        print_line(console, shell_command("train --resume", run.path, runs_dir), "resume with:")
+        print_line(console, shell_command("train --resume", run["path"], runs_dir), "resume with:")
 
 
-def _steps(steps: tuple[int, ...]) -> str:
+def _steps(steps: Sequence[int]) -> str:
     """Return `step 0, 10, 20`; of many steps the first, the last ones and their number."""
     if len(steps) <= _SHOWN_STEPS:
         return f"step {', '.join(map(str, steps))}" if steps else ""
@@ -306,7 +292,7 @@ def samples(
     console.print(line, style="dim", highlight=False, soft_wrap=True)
 
 
-def _print_completion(console: Console, completion: GradedCompletion, prompt: str | None) -> None:
+def _print_completion(console: Console, completion: Mapping[str, Any], prompt: str | None) -> None:
     """Print a completion, below the prompt if there is one."""
     style = "green" if completion["accuracy"] == 1 else "red"
     label, problem = completion["label"], completion["problem_id"]

@@ -69,8 +69,7 @@ def train(
             stop.
     """
     from bandpo_cli.cli.launch import launch, ranks_to_start
-    from bandpo_cli.config.files import read_config
-    from bandpo_cli.config.layers import nest, read_assignments, resolve
+    from bandpo_cli.config.layers import nest, read_assignments, read_config, resolve
     from bandpo_cli.experiments.preflight import new_run_layers
 
     layers = [*map(read_config, config or []), nest(settings | tracking), read_assignments(set_ or [])]
@@ -87,13 +86,13 @@ def train(
             raise UserError(f"--probe: it tries a new run in one process; leave out {' and '.join(given)}")
     with ExitStack() as lock:
         if resume is not None:
-            from bandpo_cli.experiments.resume_plan import locked_resume
+            from bandpo_cli.experiments.plan_from_checkpoint import locked_resume
 
             if name is not None:
                 raise UserError(f"--resume {resume}: the run continues in its folder; remove --name")
             plan = lock.enter_context(locked_resume(resume, runs_dir, layers, read_only=dry_run, ranks=ranks))
         elif fork is not None:
-            from bandpo_cli.experiments.fork_plan import plan_fork
+            from bandpo_cli.experiments.plan_from_checkpoint import plan_fork
 
             plan = plan_fork(fork, layers, runs_dir, asked, ranks)
         else:
@@ -127,7 +126,7 @@ def _run(plan: Plan, runs_dir: Path, ranks: int, profiler: ProfileCallback | Non
         SystemExit: a signal has stopped the run.
     """
     from bandpo_cli.cli.train_view import TrainView, print_profile, print_summary, settings_rows
-    from bandpo_cli.experiments.run import run
+    from bandpo_cli.experiments.run import run_plan
 
     console = open_console(long_running=True)
     task, config, start = plan.task, plan.pinned, plan.start
@@ -143,7 +142,7 @@ def _run(plan: Plan, runs_dir: Path, ranks: int, profiler: ProfileCallback | Non
         return
     with StopSignals() as signals, closing(TrainView(console, runs_dir, signals)) as view:
         callbacks = [view, signals, *([] if profiler is None else [profiler])]
-        result = run(plan, callbacks, lambda: signals.requested)
+        result = run_plan(plan, callbacks, lambda: signals.requested)
         if result.status != "FINISHED":
             raise SystemExit(signals.exit_code)
         print_summary(console, config, result)

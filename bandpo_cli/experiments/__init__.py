@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from bandpo_cli.experiments.export_import import export_merged as export_merged
     from bandpo_cli.experiments.export_import import export_verl as export_verl
     from bandpo_cli.experiments.export_import import import_verl as import_verl
-    from bandpo_cli.experiments.fork_plan import fork as fork
-    from bandpo_cli.experiments.resume_plan import resume as resume
+    from bandpo_cli.experiments.run import fork as fork
+    from bandpo_cli.experiments.run import resume as resume
     from bandpo_cli.experiments.run import train as train
     from bandpo_cli.experiments.sync_runs import sync as sync
     from bandpo_cli.sweeps.sweep_run import sweep as sweep
@@ -30,9 +30,9 @@ _MODULES = {
     "evaluate": "experiments.eval_run",
     "export_merged": "experiments.export_import",
     "export_verl": "experiments.export_import",
-    "fork": "experiments.fork_plan",
+    "fork": "experiments.run",
     "import_verl": "experiments.export_import",
-    "resume": "experiments.resume_plan",
+    "resume": "experiments.run",
     "sweep": "sweeps.sweep_run",
     "sync": "experiments.sync_runs",
     "train": "experiments.run",

@@ -17,9 +17,8 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
 
 from bandpo_cli.callbacks import Callback, Dispatcher
-from bandpo_cli.config.hardware import check_ranks
 from bandpo_cli.config.layers import Layer
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import RunConfig, check_ranks
 from bandpo_cli.custom_code import keep_code
 from bandpo_cli.errors import UserError, closed_at_end, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.eval_plan import (
@@ -31,8 +30,7 @@ from bandpo_cli.experiments.eval_plan import (
 )
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.preflight import ModelRef, choose_run_name
-from bandpo_cli.grading.pool import GraderPool, failure_warnings
-from bandpo_cli.grading.rewards import check_not_all_failed, grade_components
+from bandpo_cli.grading.pool import GraderPool, check_not_all_failed, failure_warnings, grade_components
 from bandpo_cli.processes.ranks import Ranks, connected_ranks, is_main_process, rank_count
 from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder, PartKey, read_record
@@ -336,7 +334,7 @@ def _collect(
     completions = [row for key in sorted(parts) for row in parts[key]]
     errors = {name: use.error for of_rank in reversed(uses) for name, use in of_rank.items() if use.error}
     verdicts, graders = ([row[key] for row in completions] for key in ("verdict", "grader"))
-    check_not_all_failed(verdicts, graders, lambda: errors)
+    check_not_all_failed(verdicts, graders, errors)
     for line in failure_warnings(uses):
         log.warning("%s", line)
     events.phase("record")

@@ -1,7 +1,7 @@
 """Plans: a training run that has been checked and not started, and where it starts.
 
-A plan is made by `plan_training` (a new run), `fork_plan.plan_fork` (a new run from a checkpoint of another one) or
-`resume_plan.locked_resume` (a run that continues in its folder). `run.run` executes every plan in the same way. Nothing
+A plan is made by `plan_training` (a new run), or by a function of `plan_from_checkpoint` (a run that continues in its
+folder, or a new run from a checkpoint of another one). `run.run_plan` executes every plan in the same way. Nothing
 heavy is imported here.
 """
 
@@ -13,12 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.config.hardware import check_ranks
-from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
+from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig, check_ranks
 from bandpo_cli.experiments.preflight import check_config, choose_run_name, run_warnings
 from bandpo_cli.processes.ranks import rank_count
-from bandpo_cli.storage.checkpoints import Progress
-from bandpo_cli.storage.run_folder import RunFolder, timestamped
+from bandpo_cli.storage.checkpoints import (
+    Progress,
+)
+from bandpo_cli.storage.run_folder import (
+    RunFolder,
+    timestamped,
+)
 from bandpo_cli.tasks.task import Task
 
 CHANGEABLE_SETTINGS = (
@@ -30,6 +34,9 @@ CHANGEABLE_SETTINGS = (
 )
 """Settings and complete sections that a resume may change: those without effect on the record, and limits that a run
 may have to change to continue after an error. `steps` may change too, under conditions."""
+
+RESOLVED = "resolved"
+"""The entry of env.json with what settings such as `auto` resolved to."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +121,3 @@ def plan_training(
     check_ranks(config, rank_count() if ranks is None else ranks)
     config, task = check_config(config)
     return Plan(config, config, task, folder, Start(), run_warnings(config, task))
-
-
-def as_loaded(config: RunConfig, loaded: RunConfig) -> RunConfig:
-    """Return the settings for config.yaml: with the dtype and the share of the GPU that were chosen at the start."""
-    model = config.model.model_copy(update={"dtype": loaded.model.dtype})
-    fraction = {"memory_fraction": loaded.sampling.vllm.memory_fraction}
-    sampling = {"vllm": config.sampling.vllm.model_copy(update=fraction)}
-    return config.model_copy(update={"model": model, "sampling": config.sampling.model_copy(update=sampling)})

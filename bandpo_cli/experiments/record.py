@@ -21,10 +21,10 @@ from bandpo_cli.custom_code import exits_as_errors, keep_code
 from bandpo_cli.errors import RunError, UserError, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.monitor import stop_reason
-from bandpo_cli.experiments.plan import Fork, Plan, Start
-from bandpo_cli.overview import summary_fields
+from bandpo_cli.experiments.plan import RESOLVED, Fork, Plan, Start
 from bandpo_cli.paths import cached_commit, path_exists, relative_to_cwd
 from bandpo_cli.processes.ranks import check_same_on_all, is_main_process
+from bandpo_cli.results import summary_fields
 from bandpo_cli.storage.checkpoints import (
     copy_checkpoint,
     prune_checkpoints,
@@ -40,9 +40,6 @@ from bandpo_cli.types import RunStatus
 
 if TYPE_CHECKING:
     from bandpo_cli.training.build import Components
-
-RESOLVED = "resolved"
-"""The entry of env.json with what settings such as `auto` resolved to, which a resume uses again."""
 
 log = logging.getLogger("bandpo_cli")
 

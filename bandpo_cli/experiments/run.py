@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
-from bandpo_cli.config.hardware import use_expandable_segments
+from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.sampling import use_expandable_segments
 from bandpo_cli.custom_code import exits_as_errors, user_code
 from bandpo_cli.errors import GraderFailedError, closed_at_end
 from bandpo_cli.experiments.memory_check import check_memory, out_of_memory_errors
 from bandpo_cli.experiments.monitor import StepMonitor
-from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, as_loaded, plan_training
+from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, plan_training
+from bandpo_cli.experiments.plan_from_checkpoint import locked_resume, plan_fork
 from bandpo_cli.experiments.preflight import callback_class
 from bandpo_cli.experiments.record import close_record, disk_errors, open_folder, run_info
 from bandpo_cli.grading.pool import failure_warnings
@@ -53,15 +55,61 @@ def train(
 
     Args:
         name: name of the run folder; None for method, task, seed and time.
-        callbacks, stop_requested: as for `run`.
+        callbacks, stop_requested: as for `run_plan`.
 
-    Returns and raises what `run` does.
+    Returns and raises what `run_plan` does.
     """
-    return run(plan_training(config, runs_dir, name), callbacks, stop_requested)
+    return run_plan(plan_training(config, runs_dir, name), callbacks, stop_requested)
+
+
+def resume(
+    run: str,
+    runs_dir: Path | str = "runs",
+    settings: Sequence[Layer] = (),
+    callbacks: Sequence[TrainCallback] = (),
+    stop_requested: Stop = None,
+) -> RunResult:
+    """Continue a training run from its last complete checkpoint.
+
+    Steps after the checkpoint are removed once the model and its state are loaded, not before.
+
+    Args:
+        run: its name in `runs_dir`, or its folder.
+        settings: settings to change; see `CHANGEABLE_SETTINGS`. `{"steps": n}` trains further.
+
+    Raises:
+        UserError: the run is complete or imported from verl, its record is damaged, or a setting was given that cannot
+            change.
+        RunError: as `train`.
+    """
+    with locked_resume(run, runs_dir, settings) as plan:
+        return run_plan(plan, callbacks, stop_requested)
+
+
+def fork(
+    run: str,
+    runs_dir: Path | str = "runs",
+    settings: Sequence[Layer] = (),
+    name: str | None = None,
+    callbacks: Sequence[TrainCallback] = (),
+    stop_requested: Stop = None,
+) -> RunResult:
+    """Train a new run that continues a checkpoint of another run.
+
+    Args:
+        run: RUN or RUN@STEP. RUN is a name in `runs_dir` or a folder, and means its last complete checkpoint.
+        settings: changes of the settings of RUN.
+        name: name of the new run folder; None for method, task, seed and time.
+
+    Raises:
+        UserError: there is no such checkpoint, or a setting cannot be used or cannot be changed.
+        RunError: as `train`.
+    """
+    return run_plan(plan_fork(run, settings, runs_dir, name), callbacks, stop_requested)
 
 
 @exits_as_errors()
-def run(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested: Stop = None) -> RunResult:
+def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested: Stop = None) -> RunResult:
     """Train the run of a plan.
 
     Args:
@@ -87,7 +135,7 @@ def run(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested: Sto
         if plan.task is not None:  # else all steps are done; what is left is the summary and the plots
             changeable = CHANGEABLE_SETTINGS if plan.start.is_resume else None
             loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable)
-            config = as_loaded(config, loaded)
+            config = _as_loaded(config, loaded)
         folder = open_folder(plan, config, components, stack)
         status: RunStatus = "FINISHED"
         error: BaseException | None = None
@@ -139,7 +187,7 @@ def start_process(
     as the dtype that `auto` is and vLLM's share of the GPU.
     """
     events.phase("load")
-    use_expandable_segments(config)
+    use_expandable_segments(config.sampling.max_lag)
     from bandpo_cli.models.load import deterministic_kernels, with_resolved_dtype
 
     config = with_resolved_dtype(config)
@@ -209,3 +257,11 @@ def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> Train
         trackers = [TrackerCallback(name, config.tracking) for name in config.tracking.names]
         return Dispatcher([*trackers, *callbacks])
     return Dispatcher([callback for callback in callbacks if getattr(callback, "on_every_rank", False)])
+
+
+def _as_loaded(config: RunConfig, loaded: RunConfig) -> RunConfig:
+    """Return the settings for config.yaml: with the dtype and the share of the GPU that were chosen at the start."""
+    model = config.model.model_copy(update={"dtype": loaded.model.dtype})
+    fraction = {"memory_fraction": loaded.sampling.vllm.memory_fraction}
+    sampling = {"vllm": config.sampling.vllm.model_copy(update=fraction)}
+    return config.model_copy(update={"model": model, "sampling": config.sampling.model_copy(update=sampling)})

@@ -122,9 +122,9 @@ def readme(
     )
     environment.filters["cell"] = lambda text: str(text).replace("|", "\\|").replace("\n", " ")
     settings = [
-        (key, value, "; ".join(filter(None, (to and f"`{to}`", reason))))
+        (key, value, "; ".join(filter(None, (rule.to and f"`{rule.to}`", rule.reason))))
         for key, value in flatten(config.model_dump(mode="json")).items()
-        for name, (to, reason) in RULES.items()
+        for name, rule in RULES.items()
         if key == name or key.startswith(f"{name}.")
     ]
     return environment.get_template("README.md").render(

@@ -14,8 +14,7 @@ from typing import Any
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.exports.verl_files import problem_from_json
-from bandpo_cli.grading.pool import GraderPool
-from bandpo_cli.grading.rewards import grade_components
+from bandpo_cli.grading.pool import GraderPool, grade_components
 from bandpo_cli.types import Grade, Problem
 
 log = logging.getLogger("bandpo_cli")

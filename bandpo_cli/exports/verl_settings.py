@@ -10,10 +10,9 @@ import math
 from collections.abc import Callable
 from functools import reduce
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
-from bandpo_cli.config.hardware import dtype_on
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import RunConfig, dtype_on
 from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.methods.band_and_clip import BandSettings
 from bandpo_cli.methods.trust_region_masks import DppoSettings
@@ -31,57 +30,6 @@ CORRECTION = "algorithm.rollout_correction"
 
 NEVER = 1e9
 """A bound on ratios that is never reached: both engines limit the log ratio to 20, and e^20 is 4.9e8."""
-
-
-def derived_overrides(config: RunConfig) -> dict[str, Overrides]:
-    """Return the settings of verl whose values are not copied, by the setting here that they belong to."""
-    model, sampling, objective, optim = config.model, config.sampling, config.objective, config.optim
-    evaluation, norm, penalty = config.evaluation, optim.max_grad_norm, objective.reference_kl
-    cap = NEVER if objective.dual_clip is None else objective.dual_clip
-    checkpointing, warmup = bool(model.gradient_checkpointing), math.ceil(optim.warmup_steps / optim.updates)
-    kl_loss = {f"{ACTOR}.kl_loss_coef": penalty, f"{ACTOR}.kl_loss_type": "low_var_kl"}
-    template = {
-        f"+data.apply_chat_template_kwargs.{k}": v for k, v in (model.chat_template_kwargs or {}).items()
-    }
-    means: Overrides = {f"{ACTOR}.loss_agg_mode": objective.aggregation}
-    if objective.aggregation == "seq-sum-norm":  # a sum is divided by the longest completion
-        means[f"{ACTOR}.loss_agg_mode"] = "seq-mean-token-sum-norm"
-        means[f"{ACTOR}.loss_scale_factor"] = sampling.max_tokens
-    return {
-        "seed": {f"{ROLLOUT}.seed": config.seed, f"{ACTOR}.data_loader_seed": config.seed},
-        "steps": {"trainer.total_epochs": config.steps},
-        "model.path": {f"{MODEL}.path": _model_path(config)},
-        "model.dtype": _dtype(config),
-        "model.attention": _attention(config),
-        "model.gradient_checkpointing": {f"{MODEL}.enable_gradient_checkpointing": checkpointing},
-        "model.chat_template_kwargs": template,
-        "model.trust_remote_code": {"data.trust_remote_code": model.trust_remote_code},
-        "model.lora": _lora(config),
-        "sampling.vllm.memory_fraction": {
-            f"{ROLLOUT}.gpu_memory_utilization": sampling.vllm.memory_fraction or 0.5
-        },
-        "reward.overlong_buffer": _overlong(config),
-        "bounds": LOSSES[config.bounds.method](config.bounds, cap) if config.bounds.method in LOSSES else {},
-        "objective.advantages": {"algorithm.adv_estimator": ESTIMATORS.get(objective.advantages, "grpo")},
-        "objective.aggregation": means,
-        "objective.reference_kl": {f"{ACTOR}.use_kl_loss": penalty > 0, **(kl_loss if penalty else {})},
-        "objective.old_logprobs": {f"{CORRECTION}.bypass_mode": objective.old_logprobs == "sampler"},
-        "objective.importance": _importance(config),
-        "optim.eps": {f"{ACTOR}.optim.override_optimizer_config": {"eps": optim.eps}},
-        "optim.max_grad_norm": {f"{ACTOR}.optim.clip_grad": math.inf if norm is None else norm},
-        "optim.warmup_steps": {f"{ACTOR}.optim.lr_warmup_steps": warmup or -1},
-        "optim.updates": {f"{ACTOR}.ppo_mini_batch_size": sampling.prompts // optim.updates},
-        "optim.micro_batch_tokens": {f"{ACTOR}.ppo_max_token_len_per_gpu": tokens_per_micro_batch(config)},
-        "evaluation.every": {
-            "trainer.test_freq": evaluation.every or -1,
-            "trainer.val_before_train": evaluation.every > 0,
-        },
-        "evaluation.temperature": {f"{ROLLOUT}.val_kwargs.do_sample": evaluation.temperature > 0},
-        "checkpoint.every": {"trainer.save_freq": config.checkpoint.every or config.steps},
-        "tracking.trackers": {
-            "trainer.logger": ["console", *filter(TRACKERS.__contains__, config.tracking.names)]
-        },
-    }
 
 
 def tokens_per_micro_batch(config: RunConfig) -> int:
@@ -165,9 +113,34 @@ def _importance(config: RunConfig) -> Overrides:
     return {weights: objective.importance.partition("-")[0], f"{weights}_threshold": threshold}
 
 
-def _loss(name: str, low: float, high: float, **others: float) -> Overrides:
-    clip = {"clip_ratio_low": low, "clip_ratio_high": high, **others}
-    return {f"{LOSS}.loss_mode": name, **{f"{ACTOR}.{key}": value for key, value in clip.items()}}
+def _aggregation(config: RunConfig) -> Overrides:
+    if config.objective.aggregation != "seq-sum-norm":
+        return {f"{ACTOR}.loss_agg_mode": config.objective.aggregation}
+    # A sum is divided by the longest completion.
+    norm = {f"{ACTOR}.loss_scale_factor": config.sampling.max_tokens}
+    return {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm", **norm}
+
+
+def _reference_kl(config: RunConfig) -> Overrides:
+    penalty = config.objective.reference_kl
+    kl_loss = {f"{ACTOR}.kl_loss_coef": penalty, f"{ACTOR}.kl_loss_type": "low_var_kl"}
+    return {f"{ACTOR}.use_kl_loss": penalty > 0, **(kl_loss if penalty else {})}
+
+
+def _policy_loss(config: RunConfig) -> Overrides:
+    cap = NEVER if config.objective.dual_clip is None else config.objective.dual_clip
+    method = config.bounds.method
+    return LOSSES[method](config.bounds, cap) if method in LOSSES else {}
+
+
+def _loss(mode: str, low: float | None = None, high: float | None = None, **others: float) -> Overrides:
+    """Return a policy loss of verl. Its settings `clip_ratio_*` and `tau_*` are in the section of the actor."""
+    clip = {} if low is None else {"clip_ratio_low": low, "clip_ratio_high": high}
+    values = {
+        f"{ACTOR if name.startswith(('clip_ratio', 'tau')) else LOSS}.{name}": value
+        for name, value in (clip | others).items()
+    }
+    return {f"{LOSS}.loss_mode": mode, **values}
 
 
 def _band(bounds: BandSettings, dual_clip: float) -> Overrides:
@@ -190,32 +163,20 @@ def _dppo(bounds: DppoSettings, dual_clip: float) -> Overrides:
 
 LOSSES: dict[str, Callable[[Any, float], Overrides]] = {
     "band": _band,
-    **dict.fromkeys(
-        ("clip", "clip-higher"),
-        lambda bounds, dual_clip: _loss("vanilla", bounds.eps_low, bounds.eps_high, clip_ratio_c=dual_clip),
-    ),
-    "none": lambda bounds, dual_clip: _loss("vanilla", 1.0, NEVER, clip_ratio_c=dual_clip),
+    "clip": lambda bounds, cap: _loss("vanilla", bounds.eps_low, bounds.eps_high, clip_ratio_c=cap),
+    "clip-higher": lambda bounds, cap: _loss("vanilla", bounds.eps_low, bounds.eps_high, clip_ratio_c=cap),
+    "none": lambda bounds, cap: _loss("vanilla", 1.0, NEVER, clip_ratio_c=cap),
     "dppo": _dppo,
     "cispo": lambda bounds, _: _loss("cispo", 1.0 - bounds.min_weight, bounds.max_weight - 1.0),
-    "sapo": lambda bounds, _: {
-        f"{LOSS}.loss_mode": "sapo",
-        f"{ACTOR}.tau_pos": bounds.tau_positive,
-        f"{ACTOR}.tau_neg": bounds.tau_negative,
-    },
+    "sapo": lambda bounds, _: _loss("sapo", tau_pos=bounds.tau_positive, tau_neg=bounds.tau_negative),
     "gspo": lambda bounds, _: _loss("gspo", bounds.eps_low, bounds.eps_high),
     "gmpo": lambda bounds, _: _loss("geo_mean", bounds.log_eps_low, bounds.log_eps_high),
-    "clip-cov": lambda bounds, _: {
-        **_loss("clip_cov", bounds.eps_low, bounds.eps_high),
-        f"{LOSS}.clip_cov_ratio": bounds.share,
-        f"{LOSS}.clip_cov_lb": bounds.cov_low,
-        f"{LOSS}.clip_cov_ub": bounds.cov_high,
-    },
-    "kl-cov": lambda bounds, _: {
-        f"{LOSS}.loss_mode": "kl_cov",
-        f"{LOSS}.kl_cov_ratio": bounds.share,
-        f"{LOSS}.ppo_kl_coef": bounds.kl_coef,
-    },
-}
+    "clip-cov": lambda bounds, _: _loss(
+        "clip_cov", bounds.eps_low, bounds.eps_high,
+        clip_cov_ratio=bounds.share, clip_cov_lb=bounds.cov_low, clip_cov_ub=bounds.cov_high,
+    ),
+    "kl-cov": lambda bounds, _: _loss("kl_cov", kl_cov_ratio=bounds.share, ppo_kl_coef=bounds.kl_coef),
+}  # fmt: skip
 """The overrides of each method for which verl has a policy loss, or this package registers one, from the method's
 settings and the dual clip."""
 
@@ -243,109 +204,145 @@ FIXED: Overrides = {
 }
 """Values that do not depend on the configuration."""
 
-RULES: dict[str, tuple[str, str]] = {
-    "seed": ("data.seed", "another order of the problems and other samples than here"),
-    "deterministic": ("", "ordinary kernels"),
-    "steps": ("trainer.total_training_steps", "the number of passes only has to be large enough"),
-    "model.path": ("", "a hub id or folder, unchanged; the bundled model is copied"),
-    "model.revision": ("", "the latest"),
-    "model.dtype":
-        ("", f"`{ROLLOUT}.dtype`, also the dtype of the passes; `auto` is bfloat16; weights and optimizer are float32"),
-    "model.attention": ("", "`auto` is FlashAttention 2 with bfloat16, sdpa with float32"),
-    "model.gradient_checkpointing": (f"{MODEL}.enable_gradient_checkpointing", "`auto` is true"),
-    "model.prompts": ("", "messages in the data files; a template joins them where none of the model is used"),
-    "model.chat_template_kwargs": ("", "`data.apply_chat_template_kwargs`"),
-    "model.trust_remote_code": (f"{MODEL}.trust_remote_code", ""),
-    "model.lora": ("", f"`{MODEL}.lora_rank`, `lora_alpha`, `target_modules`; merged into the weights for vLLM"),
-    "model.device": ("", "the GPUs of the job"),
-    "task": ("", "train.parquet, heldout.parquet; reward.py has the graders and weighted rewards"),
-    "sampling.engine": ("", "vLLM"),
-    "sampling.prompts": ("data.train_batch_size", ""),
-    "sampling.samples": (f"{ROLLOUT}.n", ""),
-    "sampling.temperature": (f"{ROLLOUT}.temperature", ""),
-    "sampling.max_tokens": ("data.max_response_length", ""),
-    "sampling.max_prompt_tokens": ("data.max_prompt_length", "longer prompts are dropped"),
-    "sampling.max_sequences": (f"{ROLLOUT}.max_num_seqs", "per vLLM engine"),
-    "sampling.dynamic": ("algorithm.filter_groups.enable", "groups with equal rewards are replaced"),
-    "sampling.dynamic_batches": ("", "verl has no limit"),
+
+class Rule(NamedTuple):
+    """How verl takes over a setting.
+
+    Attributes:
+        to: verl's setting with the same value; "" for none.
+        reason: what else there is to know, for README.md.
+        derive: returns settings of verl whose values are not copied.
+    """
+
+    to: str = ""
+    reason: str = ""
+    derive: Callable[[RunConfig], Overrides] = lambda config: {}
+
+
+RULES: dict[str, Rule] = {
+    "seed": Rule("data.seed", "another order of the problems and other samples than here",
+        lambda c: {f"{ROLLOUT}.seed": c.seed, f"{ACTOR}.data_loader_seed": c.seed}),
+    "deterministic": Rule("", "ordinary kernels"),
+    "steps": Rule("trainer.total_training_steps", "the number of passes only has to be large enough",
+        lambda c: {"trainer.total_epochs": c.steps}),
+    "model.path": Rule("", "a hub id or folder, unchanged; the bundled model is copied",
+        lambda c: {f"{MODEL}.path": _model_path(c)}),
+    "model.revision": Rule("", "the latest"),
+    "model.dtype": Rule(
+        "", f"`{ROLLOUT}.dtype`, also the dtype of the passes; `auto` is bfloat16; weights and optimizer are float32",
+        _dtype),
+    "model.attention": Rule("", "`auto` is FlashAttention 2 with bfloat16, sdpa with float32", _attention),
+    "model.gradient_checkpointing": Rule(f"{MODEL}.enable_gradient_checkpointing", "`auto` is true",
+        lambda c: {f"{MODEL}.enable_gradient_checkpointing": bool(c.model.gradient_checkpointing)}),
+    "model.prompts": Rule("", "messages in the data files; a template joins them where none of the model is used"),
+    "model.chat_template_kwargs": Rule("", "`data.apply_chat_template_kwargs`",
+        lambda c: {f"+data.apply_chat_template_kwargs.{key}": value
+            for key, value in (c.model.chat_template_kwargs or {}).items()}),
+    "model.trust_remote_code": Rule(f"{MODEL}.trust_remote_code", "",
+        lambda c: {"data.trust_remote_code": c.model.trust_remote_code}),
+    "model.lora": Rule("", f"`{MODEL}.lora_rank`, `lora_alpha`, `target_modules`; merged into the weights for vLLM",
+        _lora),
+    "model.device": Rule("", "the GPUs of the job"),
+    "task": Rule("", "train.parquet, heldout.parquet; reward.py has the graders and weighted rewards"),
+    "sampling.engine": Rule("", "vLLM"),
+    "sampling.prompts": Rule("data.train_batch_size"),
+    "sampling.samples": Rule(f"{ROLLOUT}.n"),
+    "sampling.temperature": Rule(f"{ROLLOUT}.temperature"),
+    "sampling.max_tokens": Rule("data.max_response_length"),
+    "sampling.max_prompt_tokens": Rule("data.max_prompt_length", "longer prompts are dropped"),
+    "sampling.max_sequences": Rule(f"{ROLLOUT}.max_num_seqs", "per vLLM engine"),
+    "sampling.dynamic": Rule("algorithm.filter_groups.enable", "groups with equal rewards are replaced"),
+    "sampling.dynamic_batches": Rule("", "verl has no limit"),
     # The asynchronous modes of the exported trainer (`trainer.v1.trainer_mode`) continue partial completions with newer
     # weights. `verl.experimental.one_step_off_policy` has a lag of one step, with another main program and settings.
-    "sampling.max_lag": ("", "0: `trainer.v1.trainer_mode=sync`, verl's default"),
-    "sampling.weight_transfer": ("", "no engine process"),
-    "sampling.top_p": (f"{ROLLOUT}.top_p", "1 in both"),
-    "sampling.top_k": ("", "off in both"),
-    "sampling.min_p": ("", "off in both"),
-    "sampling.vllm.memory_fraction": (f"{ROLLOUT}.gpu_memory_utilization", "null is 0.5, verl's default"),
-    "sampling.vllm.kv_cache_gb": ("", "only for a CPU"),
-    "sampling.vllm.tensor_parallel": (f"{ROLLOUT}.tensor_model_parallel_size", ""),
-    "sampling.vllm.eager": (f"{ROLLOUT}.enforce_eager", ""),
-    "sampling.vllm.sleep": (f"{ROLLOUT}.free_cache_engine", ""),
-    "sampling.vllm.prefix_caching": (f"{ROLLOUT}.enable_prefix_caching", ""),
+    "sampling.max_lag": Rule("", "0: `trainer.v1.trainer_mode=sync`, verl's default"),
+    "sampling.weight_transfer": Rule("", "no engine process"),
+    "sampling.top_p": Rule(f"{ROLLOUT}.top_p", "1 in both"),
+    "sampling.top_k": Rule("", "off in both"),
+    "sampling.min_p": Rule("", "off in both"),
+    "sampling.vllm.memory_fraction": Rule(f"{ROLLOUT}.gpu_memory_utilization", "null is 0.5, verl's default",
+        lambda c: {f"{ROLLOUT}.gpu_memory_utilization": c.sampling.vllm.memory_fraction or 0.5}),
+    "sampling.vllm.kv_cache_gb": Rule("", "only for a CPU"),
+    "sampling.vllm.tensor_parallel": Rule(f"{ROLLOUT}.tensor_model_parallel_size"),
+    "sampling.vllm.eager": Rule(f"{ROLLOUT}.enforce_eager"),
+    "sampling.vllm.sleep": Rule(f"{ROLLOUT}.free_cache_engine"),
+    "sampling.vllm.prefix_caching": Rule(f"{ROLLOUT}.enable_prefix_caching"),
     **dict.fromkeys(("grading.deadline", "grading.retries", "grading.memory_gb", "grading.batch", "reward.correct",
-                     "reward.wrong"), ("", "config.yaml, which reward.py reads")),
+                     "reward.wrong"), Rule("", "config.yaml, which reward.py reads")),
     **dict.fromkeys(("grading.workers", "grading.concurrency"),
-                    ("", "config.yaml, which reward.py reads; per reward worker of verl, of which there are 8")),
-    "grading.timeout_reward":
-        ("", "verl needs a number for every completion: a timeout and a grader error get the reward of a wrong answer"),
-    "grading.while_sampling": ("", "verl grades in its reward workers"),
-    "reward.overlong_buffer": ("", "verl's reward manager `dapo`, with the same penalty"),
-    "reward.overlong_penalty": ("", "with reward.overlong_buffer"),
-    "bounds": ("", "the policy loss and its settings"),
-    "objective.advantages": ("", "`algorithm.adv_estimator`: grpo for group, rloo for rloo"),
-    "objective.advantage_std": ("algorithm.norm_adv_by_std_in_grpo", "1e-6 is added in both"),
-    "objective.aggregation": ("", "over all GPUs and micro-batches of an update"),
-    "objective.dual_clip": ("", f"`{ACTOR}.clip_ratio_c`; null is 1e9, which no ratio reaches"),
-    "objective.reference_kl": ("", "k3, which verl limits to 10 per token"),
-    "objective.entropy_bonus": (f"{ACTOR}.entropy_coeff", "at the sampling temperature in both"),
-    "objective.mask_truncated": ("", "verl has no such mask"),
-    "objective.old_logprobs":
-        (f"{CORRECTION}.bypass_mode", "`sampler` is bypass_mode, which in this trainer keeps the policy loss"),
-    "objective.importance": ("", f"`{CORRECTION}`"),
-    "objective.importance_cap": ("", "with objective.importance"),
-    "objective.importance_floor": ("", "with objective.importance"),
-    "objective.all_token_metrics": ("", "verl computes its metrics from all tokens"),
-    "optim.lr": (f"{ACTOR}.optim.lr", ""),
-    "optim.betas": (f"{ACTOR}.optim.betas", ""),
-    "optim.eps": (f"{ACTOR}.optim.override_optimizer_config", ""),
-    "optim.weight_decay": (f"{ACTOR}.optim.weight_decay", ""),
-    "optim.max_grad_norm": (f"{ACTOR}.optim.clip_grad", "null is infinity"),
-    "optim.warmup_steps": ("", "steps, not updates"),
-    "optim.schedule": (f"{ACTOR}.optim.lr_scheduler_type", ""),
-    "optim.updates":
-        ("", "verl sorts the completions of a step by length first, so that an update has completions of any prompts"),
-    "optim.micro_batch_tokens": ("", "per GPU; at least a prompt and its completion"),
-    "optim.max_skips": ("", "verl skips every update whose gradient is not finite, without a limit"),
-    "evaluation.every": ("trainer.test_freq", "with the start and the end"),
-    "evaluation.problems": ("", "the rows of heldout.parquet"),
-    "evaluation.samples": (f"{ROLLOUT}.val_kwargs.n", ""),
-    "evaluation.k": ("", "verl reports best@k for powers of 2, by resampling, which is not pass@k"),
-    "evaluation.temperature": (f"{ROLLOUT}.val_kwargs.temperature", ""),
-    "evaluation.batch": ("", "verl samples an evaluation at once"),
-    "checkpoint.every": ("", "0 is the last step"),
-    "checkpoint.keep_last": ("trainer.max_actor_ckpt_to_keep", ""),
-    "checkpoint.keep_best": ("", "verl keeps no best checkpoint"),
-    "checkpoint.best_metric": ("", "with checkpoint.keep_best"),
-    "checkpoint.background": ("", "verl's trainer waits for its checkpoints"),
-    "stop": ("", "verl does not end a run early"),
-    "tracking.trackers": ("trainer.logger", "without custom trackers"),
-    "tracking.mlflow": ("", "part of tracking.trackers"),
-    "tracking.uri": ("", "MLFLOW_TRACKING_URI in run.sh"),
-    "tracking.experiment": ("trainer.project_name", ""),
-    "tracking.parent": ("", "verl's runs have no parent"),
-    "tracking.callbacks": ("", "callbacks of this package's trainer"),
-    "tracking.tokens_every": ("", "verl records no values per token"),
-    "tracking.stall_after": ("", "verl reports no waits"),
+                    Rule("", "config.yaml, which reward.py reads; per reward worker of verl, of which there are 8")),
+    "grading.timeout_reward": Rule(
+        "", "verl needs a number for every completion: a timeout and a grader error get the reward of a wrong answer"),
+    "grading.while_sampling": Rule("", "verl grades in its reward workers"),
+    "reward.overlong_buffer": Rule("", "verl's reward manager `dapo`, with the same penalty", _overlong),
+    "reward.overlong_penalty": Rule("", "with reward.overlong_buffer"),
+    "bounds": Rule("", "the policy loss and its settings", _policy_loss),
+    "objective.advantages": Rule("", "`algorithm.adv_estimator`: grpo for group, rloo for rloo",
+        lambda c: {"algorithm.adv_estimator": ESTIMATORS.get(c.objective.advantages, "grpo")}),
+    "objective.advantage_std": Rule("algorithm.norm_adv_by_std_in_grpo", "1e-6 is added in both"),
+    "objective.aggregation": Rule("", "over all GPUs and micro-batches of an update", _aggregation),
+    "objective.dual_clip": Rule("", f"`{ACTOR}.clip_ratio_c`; null is 1e9, which no ratio reaches"),
+    "objective.reference_kl": Rule("", "k3, which verl limits to 10 per token", _reference_kl),
+    "objective.entropy_bonus": Rule(f"{ACTOR}.entropy_coeff", "at the sampling temperature in both"),
+    "objective.mask_truncated": Rule("", "verl has no such mask"),
+    "objective.old_logprobs": Rule(
+        f"{CORRECTION}.bypass_mode", "`sampler` is bypass_mode, which in this trainer keeps the policy loss",
+        lambda c: {f"{CORRECTION}.bypass_mode": c.objective.old_logprobs == "sampler"}),
+    "objective.importance": Rule("", f"`{CORRECTION}`", _importance),
+    "objective.importance_cap": Rule("", "with objective.importance"),
+    "objective.importance_floor": Rule("", "with objective.importance"),
+    "objective.all_token_metrics": Rule("", "verl computes its metrics from all tokens"),
+    "optim.lr": Rule(f"{ACTOR}.optim.lr"),
+    "optim.betas": Rule(f"{ACTOR}.optim.betas"),
+    "optim.eps": Rule(f"{ACTOR}.optim.override_optimizer_config", "",
+        lambda c: {f"{ACTOR}.optim.override_optimizer_config": {"eps": c.optim.eps}}),
+    "optim.weight_decay": Rule(f"{ACTOR}.optim.weight_decay"),
+    "optim.max_grad_norm": Rule(f"{ACTOR}.optim.clip_grad", "null is infinity",
+        lambda c: {f"{ACTOR}.optim.clip_grad": math.inf if c.optim.max_grad_norm is None else c.optim.max_grad_norm}),
+    "optim.warmup_steps": Rule("", "steps, not updates",
+        lambda c: {f"{ACTOR}.optim.lr_warmup_steps": math.ceil(c.optim.warmup_steps / c.optim.updates) or -1}),
+    "optim.schedule": Rule(f"{ACTOR}.optim.lr_scheduler_type"),
+    "optim.updates": Rule(
+        "", "verl sorts the completions of a step by length first, so that an update has completions of any prompts",
+        lambda c: {f"{ACTOR}.ppo_mini_batch_size": c.sampling.prompts // c.optim.updates}),
+    "optim.micro_batch_tokens": Rule("", "per GPU; at least a prompt and its completion",
+        lambda c: {f"{ACTOR}.ppo_max_token_len_per_gpu": tokens_per_micro_batch(c)}),
+    "optim.max_skips": Rule("", "verl skips every update whose gradient is not finite, without a limit"),
+    "evaluation.every": Rule("trainer.test_freq", "with the start and the end",
+        lambda c: {"trainer.test_freq": c.evaluation.every or -1, "trainer.val_before_train": c.evaluation.every > 0}),
+    "evaluation.problems": Rule("", "the rows of heldout.parquet"),
+    "evaluation.samples": Rule(f"{ROLLOUT}.val_kwargs.n"),
+    "evaluation.k": Rule("", "verl reports best@k for powers of 2, by resampling, which is not pass@k"),
+    "evaluation.temperature": Rule(f"{ROLLOUT}.val_kwargs.temperature", "",
+        lambda c: {f"{ROLLOUT}.val_kwargs.do_sample": c.evaluation.temperature > 0}),
+    "evaluation.batch": Rule("", "verl samples an evaluation at once"),
+    "checkpoint.every": Rule("", "0 is the last step",
+        lambda c: {"trainer.save_freq": c.checkpoint.every or c.steps}),
+    "checkpoint.keep_last": Rule("trainer.max_actor_ckpt_to_keep"),
+    "checkpoint.keep_best": Rule("", "verl keeps no best checkpoint"),
+    "checkpoint.best_metric": Rule("", "with checkpoint.keep_best"),
+    "checkpoint.background": Rule("", "verl's trainer waits for its checkpoints"),
+    "stop": Rule("", "verl does not end a run early"),
+    "tracking.trackers": Rule("trainer.logger", "without custom trackers",
+        lambda c: {"trainer.logger": ["console", *filter(TRACKERS.__contains__, c.tracking.names)]}),
+    "tracking.mlflow": Rule("", "part of tracking.trackers"),
+    "tracking.uri": Rule("", "MLFLOW_TRACKING_URI in run.sh"),
+    "tracking.experiment": Rule("trainer.project_name"),
+    "tracking.parent": Rule("", "verl's runs have no parent"),
+    "tracking.callbacks": Rule("", "callbacks of this package's trainer"),
+    "tracking.tokens_every": Rule("", "verl records no values per token"),
+    "tracking.stall_after": Rule("", "verl reports no waits"),
 }  # fmt: skip
-"""By the key of a setting or of its section: verl's setting with the same value ("" for none), and the reason."""
+"""By the key of a setting or of its section."""
 
 
 def overrides_of(config: RunConfig) -> Overrides:
     """Return verl's settings for a configuration, apart from what depends on the machines and on the data."""
-    overrides, derived = dict(FIXED), derived_overrides(config)
-    for key, (to, _) in RULES.items():
-        if to:
-            overrides[to] = _value(config, key)
-        overrides |= derived.get(key, {})
+    overrides = dict(FIXED)
+    for key, rule in RULES.items():
+        if rule.to:
+            overrides[rule.to] = _value(config, key)
+        overrides |= rule.derive(config)
     return overrides
 
 

@@ -1,26 +1,29 @@
-"""Graders by name: bounded work in this process, unbounded work in worker processes that a deadline ends."""
+"""Graders by name, their failures, and the weighted sum of several rewards.
+
+Bounded work is done in this process, unbounded work in worker processes that a deadline ends.
+"""
 
 import logging
 import re
 import threading
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-from bandpo_cli.config.run import GradingConfig
-from bandpo_cli.errors import ConfigError, RunError, one_line, plural
-from bandpo_cli.grading.answers import reference_of
-from bandpo_cli.grading.quantities import FONT, read_plain_number
-from bandpo_cli.grading.signatures import Answer, answer_of
+from bandpo_cli.config.sampling import GradingConfig
+from bandpo_cli.config.task import RewardComponent
+from bandpo_cli.errors import ConfigError, GraderFailedError, RunError, one_line, plural
+from bandpo_cli.grading.signatures import answer_of
 from bandpo_cli.grading.workers import Failure, GraderArguments, GraderWorkers, default_workers
-from bandpo_cli.processes.ranks import rank_count
+from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count
 from bandpo_cli.registries import GRADERS, load_attribute
 from bandpo_cli.storage.files import write_text
-from bandpo_cli.types import GRADER_ERROR, Grade, Problem, is_ungraded
+from bandpo_cli.types import GRADER_ERROR, NOT_APPLICABLE, Grade, Grader, Problem, is_ungraded
 
 DELAY_NOTICE_S = 30.0
 """Seconds after which a warning says what grading is waiting for; the next ones follow after 60, 120, 240, ... s."""
@@ -34,18 +37,17 @@ IMPORT_ADVICE = (
     "; try a longer one, and move imports of large packages to the top of the file, where it does not apply"
 )
 
-MAX_PARSED = 200
-"""Different references that are parsed, evenly spaced among those that are neither numbers nor words."""
-_WORDS = re.compile(r"[A-Za-z .,;'()-]*")
+MAX_FAILED_BATCHES = 10
+"""Batches in a row in which every call of an asynchronous function may fail before the run ends."""
 
 log = logging.getLogger("bandpo_cli")
 
 
 @dataclass
 class GraderUse:
-    """The number of answers that one grader has graded, those without a verdict because it failed, and the first error.
+    """The numbers of answers that one grader has graded and failed on, with timeouts without a reward; the first error.
 
-    A timeout without a reward (`grading.timeout_reward`) is a failure too.
+    `asynchronous`: the grader has graded answers with an asynchronous function.
     """
 
     graded: int = 0
@@ -66,9 +68,9 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         self._config = config
         self._worker_pools: dict[str, GraderWorkers] = {}
         self._uses: dict[str, GraderUse] = defaultdict(GraderUse)
+        # Number of graded answers, grader, and the problem of the answer that has been in work for the longest time, or
+        # None while a worker imports the grader. A thread reads it for delay warnings.
         self._progress: tuple[int, str, str | None] = (0, "", None)
-        """Number of graded answers, name of the grader, and the problem of the answer that has been in work for the
-        longest time, or None while a worker imports the grader. A thread reads it for delay warnings."""
         self._cancelled = threading.Event()
         self.error_folder: Path | None = None
         """Folder for the traceback and the completion of a custom function's first error, a file per function."""
@@ -81,9 +83,14 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         self.close()
 
     @property
-    def errors(self) -> Mapping[str, str]:
+    def errors(self) -> dict[str, str]:
         """The first error, as one line, of each grader that gave the verdict `grader-error`, by name of the grader."""
         return {name: use.error for name, use in self._uses.items() if use.error is not None}
+
+    @property
+    def asynchronous(self) -> set[str]:
+        """The names of the graders that have graded answers with an asynchronous function."""
+        return {name for name, use in [*self._uses.items()] if use.asynchronous}
 
     def uses(self) -> dict[str, GraderUse]:
         """Return what each grader has graded, by name."""
@@ -96,24 +103,16 @@ class GraderPool(AbstractContextManager["GraderPool"]):
     def spawn(self, graders: Iterable[str]) -> None:
         """Spawn a worker for each grader of this package that may need one, without waiting for its import.
 
-        The caller can do other work during the imports. Custom graders are left out: they are imported by
-        `check_grader` first, which reports their mistakes.
+        Custom graders are left out: `check_grader` imports them first and reports their mistakes.
         """
         for name in graders:
             if name in GRADERS and GRADERS[name].worker is not None:
                 self._worker_pool(name).spawn()
 
-    @property
-    def asynchronous(self) -> frozenset[str]:
-        """The names of the graders that have graded answers with an asynchronous function."""
-        return frozenset(name for name, use in [*self._uses.items()] if use.asynchronous)
-
     def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
         """Return the grades [N] of completions [N], one per problem [N]; any text gets a grade.
 
-        Raises:
-            ConfigError: If the function of a grader cannot be imported.
-            RunError: If the system refuses to start a worker process, or `cancel` was called.
+        Raise ConfigError if a grader cannot be imported, RunError if no worker can be started or after `cancel`.
         """
         return self.begin(problems, texts)()
 
@@ -125,12 +124,13 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         grades: dict[int, Grade] = {}
         errors: dict[str, str] = {}
         pending_answers: dict[str, dict[int, GraderArguments]] = defaultdict(dict)
-        stages = {name: _first_stage(name) for name in {problem.grader for problem in problems}}
+        stages: dict[str, Callable[[Problem, str], Grade | GraderArguments]] = {
+            name: load_attribute(GRADERS[name].first_stage) if name in GRADERS else answer_of
+            for name in {problem.grader for problem in problems}
+        }
         with delay_warnings(lambda: self._describe_progress(len(texts))):
             for index, (problem, text) in enumerate(zip(problems, texts, strict=True)):
-                if self._cancelled.is_set():
-                    raise RunError("grading was cancelled")
-                self._progress = (len(grades), problem.grader, problem.id)
+                self._report_progress(len(grades), problem.grader, problem.id)
                 try:
                     first = stages[problem.grader](problem, text)
                 except (KeyError, ValueError) as error:  # the problem lacks a field that this grader reads
@@ -181,26 +181,25 @@ class GraderPool(AbstractContextManager["GraderPool"]):
 
     def _count(self, problems: Sequence[Problem], grades: Mapping[int, Grade]) -> None:
         """Count the grades; warn at the first failure of an asynchronous grader, and after 10, 100, ... of them."""
-        before = {name: _digits(use.failed) for name, use in self._uses.items()}
+        before = {name: len(f"{use.failed or ''}") for name, use in self._uses.items()}
         for index, problem in enumerate(problems):
             use = self._uses[problem.grader]
             use.graded += 1
             use.failed += is_ungraded(grades[index])
         for name, use in self._uses.items():
-            if use.asynchronous and _digits(use.failed) > before.get(name, 0):
+            if use.asynchronous and len(f"{use.failed or ''}") > before.get(name, 0):
                 [line] = failure_warnings([{name: use}])
                 log.warning("%s; %s", line, FAILURE_ADVICE)
 
     def _write_failure(self, name: str, failure: Failure) -> str:
-        """Write the error of a custom function with its answers; return the end of a message that names the file."""
+        """Write an error of a custom function with its answers; return the end of a message that names the file."""
         if self.error_folder is None or name in GRADERS:
             return ""
         path = self.error_folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '-', name)}.txt"
         parts = [f"grader '{name}': {failure.error}", failure.traceback.rstrip()]
-        for number, arguments in enumerate(failure.answers, start=1):
-            answer = Answer(*arguments)
-            parts += [f"Completion {number} of {len(failure.answers)} in the call:", answer.text]
-            parts += [f"Reference: {answer.answer}", f"Columns: {answer.extra}", f"Prompt: {answer.prompt}"]
+        for number, (text, reference, extra, prompt, _) in enumerate(failure.answers, start=1):
+            parts += [f"Completion {number} of {len(failure.answers)} in the call:", text]
+            parts += [f"Reference: {reference}", f"Columns: {extra}", f"Prompt: {prompt}"]
         path.parent.mkdir(exist_ok=True)
         content = "\n\n".join(filter(None, parts)) + "\n"
         write_text(path, content.encode(errors="replace").decode())  # it may have lone surrogates
@@ -226,17 +225,12 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         return self._worker_pools[name]
 
 
-def _digits(number: int) -> int:
-    return len(str(number)) if number else 0
-
-
 @contextmanager
 def delay_warnings(describe: Callable[[], str]) -> Iterator[None]:
     """Log `describe()` while the body runs: after `DELAY_NOTICE_S` seconds, and each time this duration doubles.
 
-    The warning comes from a thread, so the body may wait for worker processes or run Python code. C code that keeps
-    the interpreter lock (a regular expression, a product of huge numbers) delays it until this code returns; such code
-    of this package has bounded input, and custom graders run in worker processes.
+    The warning comes from a thread. C code that keeps the interpreter lock delays it; such code of this package has
+    bounded input, and custom graders run in worker processes.
     """
     done = threading.Event()
 
@@ -256,12 +250,11 @@ def delay_warnings(describe: Callable[[], str]) -> Iterator[None]:
 
 
 def check_grader(name: str, problems: Sequence[Problem] = (), trial: GradingConfig | None = None) -> None:
-    """Raise ConfigError if the grader cannot be used on these problems.
+    """Raise ConfigError if there is no such grader, or it cannot be used on these problems.
 
-    There is no such grader, or the function of a custom grader cannot be imported in a separate process or has other
-    parameters, or none of the problems has what a grader of this package reads. With the settings `trial`, an
-    asynchronous function is also called on the reference answer of a problem, since the server that it needs may not
-    answer.
+    The function of a custom grader must be importable in a separate process and have the parameters of a signature. A
+    problem must have what a grader of this package reads. With the settings `trial`, an asynchronous function is also
+    called on the reference answer of a problem, since the server that it needs may not answer.
     """
     if name in GRADERS:
         errors = (problem_error(name, problem) for problem in problems)
@@ -271,8 +264,7 @@ def check_grader(name: str, problems: Sequence[Problem] = (), trial: GradingConf
             )
         return
     config = trial or GradingConfig()
-    pool = GraderWorkers(name, config, size=1)
-    with closing(pool):
+    with closing(GraderWorkers(name, config, size=1)) as pool:
         with delay_warnings(lambda: f"waiting for the import of grader '{name}'"):
             pool.start()
         if trial is None or not problems or not pool.asynchronous:
@@ -287,35 +279,10 @@ def check_grader(name: str, problems: Sequence[Problem] = (), trial: GradingConf
             )
 
 
-def unparsed_references(problems: Iterable[Problem], config: GradingConfig) -> str | None:
-    """Return a line with the number of references that the grader `math` cannot parse and the first three, or None.
-
-    Plain numbers and words need no parser: without other references no worker process is spawned.
-    """
-    golds = {reference_of(problem): problem.answer for problem in problems}
-    formulas = [
-        gold for gold in golds if not (read_plain_number(gold) or _WORDS.fullmatch(FONT.sub(r"\1", gold)))
-    ]
-    sample = formulas[:: -(-len(formulas) // MAX_PARSED) or 1]
-    if not sample:
-        return None
-    with closing(GraderWorkers("math", config, size=1)) as workers:
-        batches = [[index] for index in range(len(sample))]
-        keys = workers.submit([(gold, gold) for gold in sample], sample, batches)
-        grades = workers.wait(keys, lambda graded, label: None)
-    unparsed = [gold for gold, grade in zip(sample, grades, strict=True) if not grade.correct]
-    if not unparsed:
-        return None
-    count = f"{len(unparsed):,} of {len(sample):,} references that are formulas cannot be parsed"
-    of_all = "" if len(sample) == len(formulas) else f" (a sample of {plural(len(formulas), 'formula')})"
-    first = ", ".join(f"{golds[gold]!r:.60}" for gold in unparsed[:3])
-    return f"grader 'math': {count}{of_all}, so that only the same text is correct: {first}"
-
-
 def problem_error(name: str, problem: Problem) -> str | None:
     """Return why a grader of this package can grade no answer to the problem; None if it can."""
     try:
-        _first_stage(name)(problem, "1")
+        load_attribute(GRADERS[name].first_stage)(problem, "1")
     except (KeyError, ValueError) as error:
         return _first_stage_error(problem, error)
     return None
@@ -337,9 +304,101 @@ def _batches(problem_ids: Sequence[str], size: int) -> list[list[int]]:
     return batches
 
 
-def _first_stage(name: str) -> Callable[[Problem, str], Grade | GraderArguments]:
-    """Return the function of a grader that returns the grade of a completion, or the arguments for the worker."""
-    return load_attribute(GRADERS[name].first_stage) if name in GRADERS else answer_of
+def training_grader(
+    pool: GraderPool,
+    components: Sequence[RewardComponent] | None,
+    ranks: Ranks = SINGLE,
+    failures: Counter[str] | None = None,
+    grade: Grader | None = None,
+) -> Grader:
+    """Return the grader of the completions of training: the pool's, or the sum of `components` (`task.rewards`).
+
+    Each of several ranks grades a part of the completions; all ranks must call the grader together. It raises
+    GraderFailedError if every verdict of a component, on all ranks, is `grader-error`. Of asynchronous functions it
+    does so after `MAX_FAILED_BATCHES` such batches in a row, since a server may be away for some minutes. `failures`
+    has their number by names of graders, and is updated. `grade` returns the grades in place of `pool.grade`.
+    """
+    count = Counter() if failures is None else failures
+
+    def checked_grades(problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
+        grades = (grade or pool.grade)(problems, texts)
+        verdicts = ranks.gather_all([item.verdict for item in grades])
+        graders = ranks.gather_all([problem.grader for problem in problems])
+        key = " ".join(sorted({*graders}))
+        is_tolerated = count[key] + 1 < MAX_FAILED_BATCHES
+        count[key] = count[key] + 1 if all_calls_failed(pool, verdicts, graders, ranks, is_tolerated) else 0
+        return grades
+
+    return partial(grade_components, checked_grades, components)
+
+
+def grade_components(
+    grade: Grader,
+    components: Sequence[RewardComponent] | None,
+    problems: Sequence[Problem],
+    texts: Sequence[str],
+) -> list[Grade]:
+    """Return the grades [N] of texts [N]: with components, each grades every text, and `weighted_grade` adds them."""
+    if not components:
+        return grade(problems, texts)
+    by_component = [grade(graded_by(component, problems), texts) for component in components]
+    return [weighted_grade(components, grades) for grades in zip(*by_component, strict=True)]
+
+
+def graded_by(component: RewardComponent | None, problems: Sequence[Problem]) -> Sequence[Problem]:
+    """Return the problems with the grader of the component; unchanged if the component names none."""
+    grader = None if component is None else component.grader
+    return problems if grader is None else [replace(problem, grader=grader) for problem in problems]
+
+
+def weighted_grade(components: Sequence[RewardComponent], grades: Sequence[Grade]) -> Grade:
+    """Return the grade of a completion from the grades of its components, in their order.
+
+    The reward is the sum of weight times value over the components that apply. The first component decides the verdict
+    and whether the completion is correct. If a component failed, the completion has no reward: the sum of the other
+    rewards cannot be compared with the rewards of the group.
+    """
+    failed = [grade for grade in grades if is_ungraded(grade)]
+    first = failed[0] if failed and grades[0].verdict == NOT_APPLICABLE.verdict else grades[0]
+    pairs = list(zip(components, grades, strict=True))
+    rewards = [component.weight * grade.reward for component, grade in pairs if grade.has_reward]
+    values = {item.label: grade.reward if grade.has_reward else None for item, grade in pairs}
+    return replace(first, reward=sum(rewards), has_reward=bool(rewards) and not failed, components=values)
+
+
+def all_calls_failed(
+    pool: GraderPool,
+    verdicts: Collection[str],
+    graders: Sequence[str],
+    ranks: Ranks,
+    is_tolerated: bool = True,
+) -> bool:
+    """Return True if all verdicts of all ranks are `grader-error`, and all graders asynchronous.
+
+    All ranks must call this together. Raise GraderFailedError if other graders failed on all answers, or if failures of
+    asynchronous graders are not tolerated either.
+    """
+    if {*verdicts} != {GRADER_ERROR.verdict}:
+        return False
+    if is_tolerated and {*graders} <= {*ranks.gather_all([*pool.asynchronous])}:
+        return True
+    of_ranks = reversed(ranks.gather(pool.errors))
+    check_not_all_failed(verdicts, graders, dict(item for errors in of_ranks for item in errors.items()))
+    return True
+
+
+def check_not_all_failed(
+    verdicts: Collection[str], graders: Sequence[str], errors: Mapping[str, str]
+) -> None:
+    """Raise GraderFailedError, with the first error of each grader, if there are only verdicts `grader-error`."""
+    if {*verdicts} != {GRADER_ERROR.verdict}:
+        return
+    causes = [f"grader '{name}': {errors.get(name, 'no message')}" for name in dict.fromkeys(graders)]
+    raise GraderFailedError(
+        f"all {len(verdicts):,} answers are grader errors, so there is no reward to learn from or to report: "
+        f"{'; '.join(causes)}; once it works (a run folder has a copy of its file), --resume continues; another grader "
+        "needs a new run"
+    )
 
 
 def failure_warnings(uses: Sequence[Mapping[str, GraderUse]]) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from numbers import Real
@@ -32,9 +32,6 @@ from bandpo_cli.types import (
 MAX_VERDICT_CHARS = 40
 """Maximal length of the verdict of a custom grader."""
 
-_ANY_SCORE = (
-    "; scale it, or use TRL's or verl's signature, whose scores have no limits (trl: or verl:module:function)"
-)
 # Arguments of TRL's rewards: those besides the columns, columns with other names, and those that do not exist here.
 _TRL_ARGUMENTS = frozenset({"prompts", "completions", "log_extra", "log_metric"})
 _TRL_PROMPT_COLUMNS = frozenset({"prompt", "completion", "completion_ids", MESSAGES, ENVIRONMENT_REWARD})
@@ -42,10 +39,7 @@ _NOT_AVAILABLE = frozenset({"completion_ids", "trainer_state", "environments"})
 
 
 class Answer(NamedTuple):
-    """A completion (`text`) with its problem, as it is sent to a worker; JSON values only.
-
-    `extra` has the columns of the row, `prompt` the chat messages as dictionaries with `role` and `content`.
-    """
+    """A completion with its problem, as it is sent to a worker: JSON values only; `prompt` has the chat messages."""
 
     text: str
     answer: str
@@ -55,12 +49,14 @@ class Answer(NamedTuple):
 
 
 class BatchGrader(NamedTuple):
-    """A grader function with its signature adapted: `call` takes answers [N] and returns grades [N].
+    """A grader function with its signature adapted.
 
-    N is 1 unless the function is `batched`. `location` is the end of an error message: where the function is defined.
-    The function of an `asynchronous` grader is `async def`, and an event loop can run several calls at a time. `about`
-    is sent to the parent process after the import. A synchronous function that `has_steps` awaits `asyncio.sleep(0)` at
-    the end of each, and the deadline starts again.
+    Attributes:
+        call: takes answers [N] and returns grades [N]; N is 1 unless the function is `batched`.
+        asynchronous: the function is `async def`; an event loop can run several calls at a time.
+        location: the end of an error message: where the function is defined.
+        about: what is sent to the parent process after the import.
+        has_steps: a synchronous function awaits `asyncio.sleep(0)` after each step, and the deadline starts again.
     """
 
     call: Callable[[Sequence[Any]], Coroutine[Any, Any, list[Grade]]]
@@ -70,28 +66,27 @@ class BatchGrader(NamedTuple):
     about: Any = None
     has_steps: bool = False
 
-    @classmethod
-    def of_calls(cls, function: GraderFunction, arguments: int | None = None) -> BatchGrader:
-        """Return a grader that calls `function` for each answer, with its first `arguments` fields; None for all."""
-
-        async def call(answers: Sequence[Any]) -> list[Grade]:
-            return [grade_from_result(await function(*answer[:arguments])) for answer in answers]
-
-        return cls(call)
-
     def grade(self, answers: Sequence[Any], on_step: Callable[[], None] = lambda: None) -> list[Grade]:
         """Return the grades [N] of answers [N], outside an event loop; call `on_step` at the end of each step."""
         coroutine = self.call(answers)
         if self.asynchronous:
-            import asyncio  # not at module level: every worker imports this module
-
-            return asyncio.run(coroutine)
+            return run_awaitable(coroutine)  # type: ignore[no-any-return]
         try:
             while coroutine.send(None) is None and self.has_steps:  # it never waits for an event
                 on_step()
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]
         raise AssertionError("a synchronous function was suspended")
+
+
+def run_awaitable(value: Awaitable[Any]) -> Any:
+    """Return the result of an awaitable, where no event loop runs."""
+    import asyncio  # not at module level: every worker imports this module
+
+    async def wait() -> Any:
+        return await value
+
+    return asyncio.run(wait())
 
 
 def answer_of(problem: Problem, text: str) -> Answer:
@@ -110,7 +105,7 @@ def as_json(result: Any) -> Any:
 
 def load_worker(path: str) -> BatchGrader:
     """Return the function of a grader of this package that runs in workers."""
-    return BatchGrader.of_calls(GraderFunction(load_function(path)))
+    return _grader_of_calls(GraderFunction(load_function(path)))
 
 
 def load_grader(name: str) -> BatchGrader:
@@ -127,8 +122,17 @@ def load_grader(name: str) -> BatchGrader:
             break
     else:
         function.check_call("text", "answer", "extra")
-        adapted = BatchGrader.of_calls(function, arguments=3)
-    return adapted._replace(asynchronous=function.asynchronous, location=function.location())
+        adapted = _grader_of_calls(function, arguments=3)
+    return adapted._replace(asynchronous=function.asynchronous, location=function.location)
+
+
+def _grader_of_calls(function: GraderFunction, arguments: int | None = None) -> BatchGrader:
+    """Return a grader that calls `function` for each answer, with its first `arguments` fields; None for all."""
+
+    async def call(answers: Sequence[Any]) -> list[Grade]:
+        return [grade_from_result(await function(*answer[:arguments])) for answer in answers]
+
+    return BatchGrader(call)
 
 
 class GraderFunction:
@@ -142,47 +146,36 @@ class GraderFunction:
         self.parameters = self._signature.parameters if self._signature else {}
         self._takes_any = any(item.kind is item.VAR_KEYWORD for item in self.parameters.values())
         self.asynchronous = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+        self.location = definition_location(function)
 
     async def __call__(self, /, *arguments: Any, **named: Any) -> Any:
         """Return the result for these arguments and those by name that have a parameter."""
         result = self._function(*arguments, **self._accepted(named))
-        if self.asynchronous or not inspect.isawaitable(result):
-            return await result if self.asynchronous else result
-        import asyncio  # not at module level: every worker imports this module
-
-        async def wait() -> Any:
+        if self.asynchronous:
             return await result
-
-        return asyncio.run(
-            wait()
-        )  # of a function that is not `async def` and returns a coroutine; no loop runs here
+        # A function that is not `async def` may return a coroutine; no event loop runs here.
+        return run_awaitable(result) if inspect.isawaitable(result) else result
 
     def _accepted(self, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments that have a parameter."""
         return {name: value for name, value in named.items() if self._takes_any or name in self.parameters}
 
     def check_call(self, *arguments: str, **named: str) -> None:
         """Raise ValueError unless the function can be called with arguments of these names; see `__call__`."""
-        if self._signature is None:
-            return
         try:
-            self._signature.bind(*arguments, **self._accepted(named))
+            if self._signature is not None:
+                self._signature.bind(*arguments, **self._accepted(named))
         except TypeError as error:
             raise ValueError(
                 f"it is called with ({', '.join([*arguments, *named])}) and is defined as "
-                f"{getattr(self._function, '__name__', 'function')}{self._signature}: {error}{self.location()}"
+                f"{getattr(self._function, '__name__', 'function')}{self._signature}: {error}{self.location}"
             ) from None
-
-    def location(self) -> str:
-        """Return ` (rewards.py:12, in judge)`, where the function is defined; "" for a function in C."""
-        return definition_location(self._function)
 
     def check_takes(self, name: str, signature: str, arguments: Sequence[str]) -> None:
         """Raise ValueError unless the function takes an argument of that name."""
         if name not in self.parameters and not self._takes_any:
             raise ValueError(
                 f"'{signature}:' calls it with {', '.join(arguments)}, and its parameters are "
-                f"{_enumerate(self.parameters)}{self.location()}"
+                f"{', '.join(sorted(self.parameters)) or 'none'}{self.location}"
             )
 
 
@@ -194,7 +187,7 @@ def grade_from_result(result: Any) -> Grade:
     """
     fields = result if isinstance(result, Mapping) else {"score": result}
     score = finite(
-        fields.get("score", result), "a bool, a score in [0, 1] or a dict with 'score'", 0, 1, _ANY_SCORE
+        fields.get("score", result), "a bool, a score in [0, 1] or a dict with 'score'", is_share=True
     )
     correct = fields.get("correct", score >= 1)
     if not isinstance(correct, bool):
@@ -202,17 +195,17 @@ def grade_from_result(result: Any) -> Grade:
     verdict = fields.get("verdict", CORRECT.verdict if correct else WRONG.verdict)
     is_short = isinstance(verdict, str) and 0 < len(verdict) <= MAX_VERDICT_CHARS
     if not is_short or verdict in UNGRADED_VERDICTS:
-        others = sorted(UNGRADED_VERDICTS)
-        raise ValueError(f"'verdict' must be a short word other than {others}, not {verdict!r:.60}")
+        ungraded = sorted(UNGRADED_VERDICTS)
+        raise ValueError(f"'verdict' must be a short word other than {ungraded}, not {verdict!r:.60}")
     return Grade(score, correct=correct, verdict=verdict)
 
 
 def adapt_verl(function: GraderFunction) -> BatchGrader:
     """Adapt verl's `compute_score`: one completion per call, or lists if it has the parameters of the batch form.
 
-    The arguments are passed by name, as verl does, and those that the function does not have are left out, so that the
-    functions of `verl.utils.reward_score`, which verl calls through another one, can be named directly. A score is any
-    number, or a dictionary with `score` and, optionally, `acc`. Raise ValueError if the function has neither form.
+    The arguments are passed by name, without those that the function does not have, so that the functions of
+    `verl.utils.reward_score` can be named directly. A score is any number, or a dictionary with `score` and,
+    optionally, `acc`. Raise ValueError if the function has neither form.
     """
     batched = "solution_strs" in function.parameters
     plural = "s" if batched else ""
@@ -221,7 +214,16 @@ def adapt_verl(function: GraderFunction) -> BatchGrader:
     function.check_call(**dict.fromkeys(names, ""))
 
     async def grade(answers: Sequence[Any]) -> list[Grade]:
-        rows = [_verl_arguments(Answer(*answer)) for answer in answers]
+        rows = []
+        for answer in map(Answer._make, answers):  # a row in verl's layout has its own values
+            source, info = answer.extra.get("data_source"), answer.extra.get("extra_info")
+            model = answer.extra.get("reward_model")
+            truth = model.get("ground_truth") if isinstance(model, Mapping) else None
+            source = source if isinstance(source, str) else answer.source
+            truth = answer.answer if truth is None or isinstance(truth, str) else truth
+            rows.append(
+                (source, answer.text, truth, dict(info) if isinstance(info, Mapping) else answer.extra)
+            )
         if batched:
             columns = map(list, zip(*rows, strict=True))
             results = _returned_list(await function(**dict(zip(names, columns, strict=True))), len(rows))
@@ -232,7 +234,7 @@ def adapt_verl(function: GraderFunction) -> BatchGrader:
             fields = result if isinstance(result, Mapping) else {"score": result}
             score = finite(fields.get("score", result), "a score or a dict with 'score'")
             accuracy = finite(fields.get("acc", score), "'acc' as a number or a bool")
-            grades.append(replace(CORRECT if accuracy >= 1 else WRONG, reward=score))
+            grades.append(_unlimited_grade(score, accuracy))
         return grades
 
     return BatchGrader(grade, batched)
@@ -247,36 +249,38 @@ def adapt_trl(function: GraderFunction) -> BatchGrader:
     and, as in TRL, NaN mean that the function does not apply to the completion. Raise ValueError if the function has no
     parameter `completions`, or needs an argument that only TRL's trainer has.
     """
-    parameters = function.parameters
     function.check_takes("completions", "trl", ("prompts", "completions", "**columns"))
+    parameters, variadic = (
+        function.parameters,
+        (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD),
+    )
     required = {
-        name
-        for name, item in parameters.items()
-        if item.default is item.empty and item.kind not in (item.VAR_POSITIONAL, item.VAR_KEYWORD)
+        n for n, item in parameters.items() if item.default is item.empty and item.kind not in variadic
     }
     if missing := required & _NOT_AVAILABLE:
-        raise ValueError(f"it needs {_enumerate(missing)}, which only TRL's trainer has")
+        raise ValueError(f"it needs {', '.join(sorted(missing))}, which only TRL's trainer has")
     annotation = parameters["completions"].annotation if "completions" in parameters else None
     as_text = annotation in (list[str], "list[str]", "List[str]")
 
     async def grade(answers: Sequence[Any]) -> list[Grade]:
-        batch = [Answer(*answer) for answer in answers]
+        batch = [*map(Answer._make, answers)]
         names = dict.fromkeys(
             key for answer in batch for key in answer.extra if key not in _TRL_PROMPT_COLUMNS
         )
         columns: dict[str, Any] = {"answer": [answer.answer for answer in batch]}
         columns |= {name: [answer.extra.get(name) for answer in batch] for name in names}
         if missing := required - _TRL_ARGUMENTS - set(columns):
-            raise ValueError(f"no column {_enumerate(missing)} in the rows, which have {_enumerate(columns)}")
-        columns["prompts"] = [answer.prompt for answer in batch]
-        columns["completions"] = [
-            answer.text
-            if as_text
-            else answer.extra.get(MESSAGES) or [{"role": "assistant", "content": answer.text}]
-            for answer in batch
-        ]
+            given = ", ".join(sorted(columns))
+            raise ValueError(f"no column {', '.join(sorted(missing))} in the rows, which have {given}")
         if as_text:
             columns["prompts"] = ["\n\n".join(turn["content"] for turn in answer.prompt) for answer in batch]
+            columns["completions"] = [answer.text for answer in batch]
+        else:
+            columns["prompts"] = [answer.prompt for answer in batch]
+            turns = ([{"role": "assistant", "content": answer.text}] for answer in batch)
+            columns["completions"] = [
+                item.extra.get(MESSAGES) or turn for item, turn in zip(batch, turns, strict=True)
+            ]
         # TRL's two functions that write to its own tables do nothing here.
         columns |= dict.fromkeys(("log_extra", "log_metric"), lambda *_, **__: None)
         grades = []
@@ -285,28 +289,15 @@ def adapt_trl(function: GraderFunction) -> BatchGrader:
             if value is None or value != value:  # NaN
                 grades.append(NOT_APPLICABLE)
             else:
-                score = finite(value, "a number or None for each completion")
-                grades.append(replace(CORRECT if score >= 1 else WRONG, reward=score))
+                grades.append(_unlimited_grade(finite(value, "a number or None for each completion")))
         return grades
 
     return BatchGrader(grade, batched=True)
 
 
-def _verl_arguments(answer: Answer) -> tuple[str, str, Any, dict[str, Any]]:
-    """Return data source, completion, reference and extra information; a row in verl's layout has its own."""
-    row = answer.extra
-    source, reward_model, extra_info = (row.get(key) for key in ("data_source", "reward_model", "extra_info"))
-    truth = reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
-    return (
-        source if isinstance(source, str) else answer.source,
-        answer.text,
-        answer.answer if truth is None or isinstance(truth, str) else truth,
-        dict(extra_info) if isinstance(extra_info, Mapping) else row,
-    )
-
-
-def _enumerate(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names)) or "none"
+def _unlimited_grade(score: float, accuracy: float | None = None) -> Grade:
+    """Return the grade of any score; correct from an accuracy of 1 on, which is the score by default."""
+    return replace(CORRECT if (score if accuracy is None else accuracy) >= 1 else WRONG, reward=score)
 
 
 def _returned_list(result: Any, count: int) -> list[Any]:
@@ -319,15 +310,15 @@ def _returned_list(result: Any, count: int) -> list[Any]:
     return results
 
 
-def finite(
-    value: Any, expected: str, low: float = -math.inf, high: float = math.inf, advice: str = ""
-) -> float:
-    """Return a finite number from `low` to `high`, also of NumPy or torch; raise ValueError for anything else.
+def finite(value: Any, expected: str, is_share: bool = False) -> float:
+    """Return a finite number, also of NumPy or torch; raise ValueError for anything else, or for a share not in [0, 1].
 
-    `advice` is the end of the message about a finite number that is not from `low` to `high`.
+    `expected` describes the numbers in the message.
     """
     number = value.item() if hasattr(value, "item") else value
     is_finite = isinstance(number, Real) and math.isfinite(number)
-    if not is_finite or not low <= float(number) <= high:
-        raise ValueError(f"it must return {expected}, not {number!r:.60}{advice if is_finite else ''}")
+    if not is_finite or (is_share and not 0 <= float(number) <= 1):
+        advice = "; scale it, or use TRL's or verl's signature, whose scores have no limits (trl: or verl:"
+        advice = f"{advice}module:function)" if is_finite else ""
+        raise ValueError(f"it must return {expected}, not {number!r:.60}{advice}")
     return float(number)

@@ -9,7 +9,7 @@ Only the end of a completion is read, so that the work per answer is bounded.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from bandpo_cli.types import CORRECT, MALFORMED, WRONG, Grade, Problem
 
@@ -51,41 +51,6 @@ _NUMBER = re.compile(r"-?[0-9.,]+")
 _DIGIT = re.compile(r"[0-9]")
 
 
-def grade_math_dapo(problem: Problem, text: str) -> Grade:
-    """Compare the last `Answer: ...` line of a completion with the reference, both normalised, as texts.
-
-    Raise ValueError if the reference has more than `MAX_REFERENCE_CHARS` characters.
-    """
-    if len(problem.answer) > MAX_REFERENCE_CHARS:
-        raise ValueError(
-            f"its answer has more than {MAX_REFERENCE_CHARS:,} characters; use the grader 'math'"
-        )
-    return _compare(vote_math_dapo(text), normalize(problem.answer))
-
-
-def grade_math_dapo_boxed(problem: Problem, text: str) -> Grade:
-    r"""Grade like `grade_math_dapo`; without an `Answer: ...` line, the last `\boxed{...}` must be the reference.
-
-    The content of the box and the reference are compared unchanged.
-    """
-    if vote_math_dapo(text) is None:
-        return _compare(_last_box(text), problem.answer)
-    return grade_math_dapo(problem, text)
-
-
-def grade_gsm8k(problem: Problem, text: str) -> Grade:
-    """Compare the number after the last `#### ` of a completion with the reference, without commas, as texts.
-
-    Raise ValueError if the reference is not a number in decimal digits.
-    """
-    return _compare(vote_gsm8k(text), _digits_of_reference(problem))
-
-
-def grade_gsm8k_flexible(problem: Problem, text: str) -> Grade:
-    """Compare the last number of a completion with the reference as `grade_gsm8k` does, but with its commas."""
-    return _compare(vote_gsm8k_flexible(text), _digits_of_reference(problem))
-
-
 def vote_math_dapo(text: str) -> str | None:
     """Return the normalised answer of the last `Answer: ...` line; None if there is none."""
     lines = _ANSWER_LINE.findall(text[-TAIL_CHARS:])  # what follows, on the same line or the next with a text
@@ -125,13 +90,6 @@ def normalize(answer: str) -> str:
     return (digits if digits.isdigit() else text).strip()
 
 
-def _compare(answer: str | None, reference: str) -> Grade:
-    """Return the grade of an answer: malformed if there is none, or an empty one that is not the reference."""
-    if answer is not None and answer == reference:
-        return CORRECT
-    return WRONG if answer else MALFORMED
-
-
 def _last_box(text: str) -> str | None:
     r"""Return the content of the last `\boxed{...}`; None if there is none or it is not closed."""
     _, box, content = text[-BOX_TAIL_CHARS:].rpartition(_BOX)
@@ -143,8 +101,13 @@ def _last_box(text: str) -> str | None:
     return None
 
 
+def _last_number(numbers: Sequence[str]) -> str | None:
+    """Return the last number; None if it is punctuation only, which verl's patterns read as a number."""
+    return numbers[-1] if numbers and _DIGIT.search(numbers[-1]) else None
+
+
 def _digits_of_reference(problem: Problem) -> str:
-    """Return the reference without commas, as verl stores the references of GSM8K."""
+    """Return the reference without commas, as verl stores the references of GSM8K; raise ValueError for other texts."""
     if not _NUMBER.fullmatch(problem.answer) or not _DIGIT.search(problem.answer):
         raise ValueError(
             f"its answer {problem.answer!r:.60} is not a number in digits; use the grader 'math'"
@@ -152,6 +115,35 @@ def _digits_of_reference(problem: Problem) -> str:
     return problem.answer.replace(",", "")
 
 
-def _last_number(numbers: Sequence[str]) -> str | None:
-    """Return the last number; None if it is punctuation only, which verl's patterns read as a number."""
-    return numbers[-1] if numbers and _DIGIT.search(numbers[-1]) else None
+def _normal_reference(problem: Problem) -> str:
+    """Return the normal form of the reference; raise ValueError above `MAX_REFERENCE_CHARS` characters."""
+    if len(problem.answer) > MAX_REFERENCE_CHARS:
+        raise ValueError(
+            f"its answer has more than {MAX_REFERENCE_CHARS:,} characters; use the grader 'math'"
+        )
+    return normalize(problem.answer)
+
+
+def _text_grader(
+    vote: Callable[[str], str | None], reference: Callable[[Problem], str]
+) -> Callable[[Problem, str], Grade]:
+    """Return the grader for which the vote must be the reference; no vote, or an empty wrong one, is malformed."""
+
+    def grade(problem: Problem, text: str) -> Grade:
+        expected, answer = reference(problem), vote(text)
+        if answer is not None and answer == expected:
+            return CORRECT
+        return WRONG if answer else MALFORMED
+
+    return grade
+
+
+grade_math_dapo = _text_grader(vote_math_dapo, _normal_reference)
+grade_gsm8k = _text_grader(vote_gsm8k, _digits_of_reference)
+grade_gsm8k_flexible = _text_grader(vote_gsm8k_flexible, _digits_of_reference)
+_grade_box = _text_grader(_last_box, lambda problem: problem.answer)
+
+
+def grade_math_dapo_boxed(problem: Problem, text: str) -> Grade:
+    r"""Grade like `grade_math_dapo`; without an `Answer: ...` line, the last `\boxed{...}`, unchanged."""
+    return (_grade_box if vote_math_dapo(text) is None else grade_math_dapo)(problem, text)

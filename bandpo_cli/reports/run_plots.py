@@ -17,8 +17,7 @@ from bandpo_cli.errors import plural
 from bandpo_cli.evaluation.scores import success_axis, success_histogram
 from bandpo_cli.metric_names import HELDOUT_REWARD, SCORE, has_nonbinary_rewards, probability_bins
 from bandpo_cli.reports import plot_style as style
-from bandpo_cli.results import iterate_evaluations
-from bandpo_cli.storage.eval_folder import RECORD_FILE, read_record
+from bandpo_cli.storage.eval_folder import RECORD_FILE, iterate_evaluations, read_record
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.storage.tables import read_token_table
@@ -208,8 +207,7 @@ def plot_clip(records: Sequence[Record], subtitle: str) -> Figure | None:
 def plot_clip_map(folder: Path, subtitle: str) -> Figure | None:
     """Plot ratio against old probability of the tokens in the last token table of a run, clipped tokens marked.
 
-    Tables of earlier versions have no gradient weights. They are of methods with bounds, or without any clipping. No
-    plot is made if none of the tokens fits on log axes.
+    No plot is made if none of the tokens fits on log axes.
     """
     if not (tables := sorted((folder / "tokens").glob("step-*.parquet"))):
         return None

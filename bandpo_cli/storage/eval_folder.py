@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.storage.files import read_json_object, write_json
+from bandpo_cli.storage.files import read_json_object, step_of, write_json
 from bandpo_cli.storage.run_folder import ExperimentFolder
 from bandpo_cli.storage.tables import EvalRow, read_eval_table, write_eval_table
 
 RECORD_FILE, SAMPLES_FILE = "eval.json", "samples.parquet"
+EVALUATION_COLUMNS = ("step", "set", "metric", "value", "low", "high", "problems", "completions")
 _PART_NAME = re.compile(r"(\d+)-(\d+)\.parquet")
 
 
@@ -78,3 +79,17 @@ def read_record(path: Path) -> dict[str, Any]:
     if not isinstance(record.get("sets"), dict):
         raise UserError(f"{path}: this is not the record of an evaluation: it has no sets")
     return record
+
+
+def iterate_evaluations(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the `EVALUATION_COLUMNS` of each metric in `evals/` of a run. Raises UserError if a file is damaged."""
+    for path in sorted((folder / "evals").glob("step-*.json")):
+        sets = read_record(path)["sets"]
+        try:
+            for label, scores in sets.items():
+                counts = {name: scores.get(name) for name in ("problems", "completions")}
+                for name, value in scores["metrics"].items():
+                    ends = {end: value[end] for end in ("value", "low", "high")}
+                    yield {"step": step_of(path), "set": label, "metric": name, **ends, **counts}
+        except (AttributeError, KeyError, TypeError):
+            raise UserError(f"{path}: not the record of an evaluation: a metric has no interval") from None

@@ -19,8 +19,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
-from bandpo_cli.config.files import read_yaml
-from bandpo_cli.config.layers import to_yaml
+from bandpo_cli.config.layers import read_yaml, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.metric_names import has_nonbinary_rewards

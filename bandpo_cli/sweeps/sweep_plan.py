@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from bandpo_cli.config.files import read_config
 from bandpo_cli.config.layers import (
     Layer,
     nest,
     parse_value,
+    read_config,
     read_layer,
     resolve,
     split_values,
@@ -28,7 +28,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import Settings, SweepConfig
 from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.errors import ConfigError, UserError
-from bandpo_cli.experiments.fork_plan import fork_point
+from bandpo_cli.experiments.plan_from_checkpoint import fork_point
 from bandpo_cli.experiments.preflight import check_config, read_numbers
 from bandpo_cli.methods import METHODS
 from bandpo_cli.methods.settings import MethodSettings, TrustRegionSettings

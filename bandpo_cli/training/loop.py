@@ -25,11 +25,9 @@ from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.evaluate import is_evaluation_due, sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
-from bandpo_cli.grading.rewards import (
-    check_not_all_failed,
-    first_errors,
+from bandpo_cli.grading.pool import (
+    all_calls_failed,
     grade_components,
-    have_all_calls_failed,
 )
 from bandpo_cli.methods.loss import policy_loss
 from bandpo_cli.models.load import release_cached_memory
@@ -202,11 +200,10 @@ def _evaluate(config: RunConfig, components: Components, folder: RunFolder, step
     )
     rows = [row for batch in batches for row in batch.rows]
     graders, verdicts = [row["grader"] for row in rows], [row["verdict"] for row in rows]
-    if have_all_calls_failed(components.grader, verdicts, graders, components.ranks):
+    if all_calls_failed(components.grader, verdicts, graders, components.ranks):
         if components.ranks.is_main:
             log.warning("the evaluation of step %d has no metrics: the calls of the grader failed", step)
         return {}
-    check_not_all_failed(verdicts, graders, lambda: first_errors(components.grader, components.ranks))
     scores = {
         label: score(label, [row for row in rows if row["task"] == label], settings.k)
         for label in components.heldout

@@ -13,7 +13,7 @@ _ANSWERS = ("1", "2", "x+1", "1+x", "\\frac{1}{2}", "\\frac{2}{4}", "2\\sqrt{3}"
 
 _QUESTIONS = ("half of one", "x plus one", "root of twelve", "one plus one")
 _REFERENCES = ("\\frac{1}{2}", "x+1", "\\sqrt{12}", "2")
-_WORDS = ("What", "is", "half", "of", "one", "x", "plus", "root", "twelve", "number")
+_WORDS = ("What", "is", "half", "of", "one", "x", "plus", "root", "twelve", "number", "?", "0", "3", "4", "5")
 
 _GRADER = '''"""A grader that gives partial credit."""
 

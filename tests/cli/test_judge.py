@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.grading import rewards
+from bandpo_cli.grading import pool as rewards
 from tests.cli.eval_command import bandpo, succeed
 from tests.cli.train_runs import SMALL, record, summary
 from tests.judge_server import JudgeServer, Reply

@@ -12,9 +12,9 @@ from bandpo_cli.config.layers import resolve, to_yaml
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.experiments import resume
-from bandpo_cli.experiments.fork_plan import plan_fork
+from bandpo_cli.experiments.plan_from_checkpoint import plan_fork
 from bandpo_cli.experiments.record import copy_parent
-from bandpo_cli.overview import describe_run
+from bandpo_cli.results import describe_run
 from bandpo_cli.storage.checkpoints import (
     ANY_PROBLEMS,
     ROLLOUTS,
@@ -117,9 +117,9 @@ def test_a_fork_begins_as_the_record_of_its_parent(runs: Path) -> None:
     folder.write_config(to_yaml(plan.config))
     folder.write_env({PARENT: about})
     shown = describe_run("b", runs)
-    assert shown.overview.parent == f"{parent.path}@4"
+    assert shown["parent"] == f"{parent.path}@4"
 
-    assert abs(shown.overview.started_ms / 1000 - (folder.path / "config.yaml").stat().st_mtime) < 1e-2
+    assert abs(shown["started_ms"] / 1000 - (folder.path / "config.yaml").stat().st_mtime) < 1e-2
     delete_checkpoint(folder.checkpoint_dir(4))
     with pytest.raises(UserError, match="no complete checkpoint; fork the other run again: bandpo train --f"):
         resume("b", runs)

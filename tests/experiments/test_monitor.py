@@ -16,8 +16,8 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import fork, resume, train
 from bandpo_cli.experiments.monitor import StepMonitor, stop_reason
 from bandpo_cli.metric_names import without_clock
-from bandpo_cli.overview import describe_line
 from bandpo_cli.processes.ranks import Ranks
+from bandpo_cli.results import describe_line
 from bandpo_cli.storage.checkpoints import complete_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder
 from tests.training.several_ranks import run_ranks

@@ -20,8 +20,8 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import resume, train
+from bandpo_cli.experiments.plan_from_checkpoint import pin
 from bandpo_cli.experiments.preflight import check_config
-from bandpo_cli.experiments.resume_plan import pin
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import embedded_model_path
 from bandpo_cli.paths import cached_commit
@@ -103,18 +103,14 @@ def run_folder(tmp_path: Path, **resolved: Any) -> RunFolder:
 
 def test_the_engine_that_auto_resolved_to_is_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = run_folder(tmp_path, engine="vllm")
-    monkeypatch.setattr("bandpo_cli.experiments.resume_plan.is_installed", lambda package: False)
+    monkeypatch.setattr("bandpo_cli.experiments.plan_from_checkpoint.is_installed", lambda package: False)
     with pytest.raises(ConfigError, match=r"samples with vllm, not installed here.*make install-vllm"):
         pin(RunConfig(), folder)
-    monkeypatch.setattr("bandpo_cli.experiments.resume_plan.is_installed", lambda package: True)
+    monkeypatch.setattr("bandpo_cli.experiments.plan_from_checkpoint.is_installed", lambda package: True)
     assert pin(RunConfig(), folder)[0].sampling.engine == "vllm"
     named = RunConfig.model_validate({"sampling": {"engine": "transformers"}})
     assert pin(named, folder) == (named, [])
     assert pin(RunConfig(), run_folder(tmp_path, engine="transformers"))[0].sampling.engine == "transformers"
-    # A run of an earlier version has what its first resume resolved to.
-    resumes = [{"after_step": 2}, {"resolved": {"engine": "vllm"}}, {"resolved": {"engine": "transformers"}}]
-    (folder.path / "env.json").write_text(json.dumps({"versions": {}, "resumes": resumes}))
-    assert pin(RunConfig(), folder)[0].sampling.engine == "vllm"
 
 
 def test_commits_take_the_place_of_branches(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.config.sampling import GradingConfig
 from bandpo_cli.grading import pool as pool_module
 from bandpo_cli.grading.pool import GraderPool, check_grader
 from bandpo_cli.types import CORRECT, Grade, Problem
@@ -79,7 +79,7 @@ def test_slow_python_code_in_this_process_is_named_in_one_printable_line(
             pass
         return CORRECT
 
-    monkeypatch.setattr(pool_module, "_first_stage", lambda name: busy)
+    monkeypatch.setattr(pool_module, "load_attribute", lambda path: busy)
     with GraderPool(GradingConfig()) as pool:
         pool.grade([problem("a", "math"), problem("b\n\x1b" + "c" * 500, "math")], ["quick", "slow"])
     assert lines[0].startswith("grading: 1 of 2 answers are graded, waiting for grader 'math' on problem b")

@@ -7,7 +7,7 @@ import pytest
 
 from bandpo_cli.config.task import RewardComponent
 from bandpo_cli.errors import GraderFailedError, RunError
-from bandpo_cli.grading.rewards import check_not_all_failed, training_grader, weighted_grade
+from bandpo_cli.grading.pool import check_not_all_failed, training_grader, weighted_grade
 from bandpo_cli.types import (
     CORRECT,
     GRADER_ERROR,
@@ -91,4 +91,4 @@ def test_a_component_that_fails_on_every_answer_stops_the_run() -> None:
 def test_some_errors_or_timeouts_do_not_stop_the_run() -> None:
     verdicts = [[], ["timeout"], ["grader-error", "timeout"], ["grader-error", "wrong"], ["not-applicable"]]
     for step in verdicts:
-        check_not_all_failed(step, ["a:b"] * len(step), dict)
+        check_not_all_failed(step, ["a:b"] * len(step), {})

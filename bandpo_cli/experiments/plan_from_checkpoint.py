@@ -1,17 +1,20 @@
-"""Resuming a training run: the step from which it continues, the settings that may change, those that stay as resolved.
+"""Plans of runs that start from a checkpoint: the resume of a run, and the fork of another run, its parent.
 
-`sampling.engine: auto` depends on the machine, and a model or data set on the hub can change. A resumed run has the
-engine, the dtype and the commits that the run started with. Nothing heavy is imported at module level.
+A resumed run continues in its folder. The folder of a fork begins with the record of the parent up to the checkpoint,
+and with the checkpoint, so that plots, reports and trackers have complete curves. `sampling.engine: auto` depends on
+the machine, and a model or data set on the hub can change: a resumed run and a fork have the engine, the dtype and the
+commits that the run or the parent started with. Nothing heavy is imported here.
 """
+
+from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from bandpo_cli.callbacks import RunResult, TrainCallback
-from bandpo_cli.config.hardware import check_ranks
 from bandpo_cli.config.layers import (
     Layer,
     changes_text,
@@ -22,61 +25,175 @@ from bandpo_cli.config.layers import (
     setting_text,
     with_values,
 )
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import RunConfig, check_ranks
 from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.custom_code import changed_code, code_from
 from bandpo_cli.errors import ConfigError, UserError, plural
 from bandpo_cli.experiments.monitor import stop_reason
-from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, Start
-from bandpo_cli.experiments.preflight import check_config, run_warnings
-from bandpo_cli.experiments.record import RESOLVED
-from bandpo_cli.experiments.run import Stop
-from bandpo_cli.experiments.run import run as run_plan
+from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, RESOLVED, Fork, Plan, Start, plan_training
+from bandpo_cli.experiments.preflight import check_config, inherited_layers, run_warnings
 from bandpo_cli.methods.settings import TrustRegionSettings
-from bandpo_cli.paths import is_commit, path_exists
+from bandpo_cli.paths import is_commit, path_exists, relative_to_cwd
 from bandpo_cli.processes.ranks import is_main_process, rank_count
 from bandpo_cli.registries import AUTO_ENGINE, ENGINES
 from bandpo_cli.storage.checkpoints import (
+    ANY_PROBLEMS,
+    Progress,
     check_contents,
     complete_checkpoints,
+    position_before_batch,
 )
 from bandpo_cli.storage.files import read_json_object, run_lock
-from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, iterate_metrics, shell_command
+from bandpo_cli.storage.run_folder import (
+    VERL_FILE,
+    RunFolder,
+    find_run,
+    iterate_metrics,
+    not_found,
+    shell_command,
+)
 from bandpo_cli.storage.run_record import is_finished, read_parent
 from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.tracking.mlflow_store import is_redacted, tracking_store
 
-FIXED_SETTINGS = ("model.path", "model.revision", "model.dtype", "model.lora")
+_CHANGEABLE_PREFIXES = ("steps", *(f"{name}." if "." not in name else name for name in CHANGEABLE_SETTINGS))
+
+_FIXED_SETTINGS = ("model.path", "model.revision", "model.dtype", "model.lora")
 """Settings that a fork cannot change either: weights and optimizer state are those of the checkpoint."""
+
+_OF_THE_PROBLEMS = ("model.", "task.", "sampling.", "evaluation.")
+"""Sections that the problems of a run and of its evaluations depend on."""
+
+_OF_THE_BATCH = ("seed", "model.", "task.", "sampling.", "grading.", "reward.", "optim.updates")
+"""Settings and sections that a batch depends on which the parent has sampled ahead, and its number of updates."""
 
 _RESTORE = "restore the file from a copy, or start a new run"
 
-CHANGEABLE_PREFIXES = ("steps", *(f"{name}." if "." not in name else name for name in CHANGEABLE_SETTINGS))
+
+@dataclass(frozen=True)
+class ForkPoint:
+    """A checkpoint that new runs continue.
+
+    Attributes:
+        run: the parent.
+        progress: the progress of the checkpoint.
+        layers: the settings of the parent, except `tracking`: the defaults of its forks.
+        config: the same settings, validated.
+    """
+
+    run: RunFolder
+    progress: Progress
+    layers: Sequence[Layer]
+    config: RunConfig
+
+    @property
+    def checkpoint(self) -> Path:
+        """The folder of the checkpoint."""
+        return self.run.checkpoint_dir(self.progress.step)
+
+    @property
+    def text(self) -> str:
+        """PATH@STEP, the value of `--fork` in any folder."""
+        return f"{self.run.path.absolute()}@{self.progress.step}"
+
+    def changes(self, config: RunConfig) -> dict[str, tuple[Any, Any]]:
+        """Return the settings that a fork changes, except `tracking`: the values of the parent and of the fork.
+
+        Raises:
+            ConfigError: a setting cannot change, or no step is left to train, also by a criterion of `stop`.
+        """
+        differing = setting_changes(self.config, config).items()
+        changes = {key: values for key, values in differing if not key.startswith("tracking.")}
+        where, step = f"--fork {self.run.name}@{self.progress.step}", self.progress.step
+        if fixed := {key: values for key, values in changes.items() if key.startswith(_FIXED_SETTINGS)}:
+            why = "weights and optimizer state are those of the checkpoint"
+            raise ConfigError(f"{where}: leave out {changes_text(fixed)}; {why}")
+        if config.steps <= step:
+            more = f"give more, such as --steps {step + self.config.steps}, or an earlier checkpoint"
+            raise ConfigError(f"{where}: steps = {config.steps}: all are done at this checkpoint; {more}")
+        records = [record for record in self.run.read_metrics() if record["step"] <= step]
+        if reason := stop_reason(config, records):
+            raise ConfigError(f"{where}: the fork ends at once: {reason}; add --set {reason.split()[0]}=null")
+        return changes
 
 
-def resume(
+def plan_fork(
     run: str,
-    runs_dir: Path | str = "runs",
     settings: Sequence[Layer] = (),
-    callbacks: Sequence[TrainCallback] = (),
-    stop_requested: Stop = None,
-) -> RunResult:
-    """Continue a training run from its last complete checkpoint.
+    runs_dir: Path | str = "runs",
+    name: str | None = None,
+    ranks: int | None = None,
+) -> Plan:
+    """Check everything about a fork that can be checked without torch, and load the problems.
 
-    Steps after the checkpoint are removed once the model and its state are loaded, not before.
+    `ranks` is the number of processes; None for those that torchrun has started, 1 without it.
 
-    Args:
-        run: its name in `runs_dir`, or its folder.
-        settings: settings to change; see `CHANGEABLE_SETTINGS`. `{"steps": n}` trains further.
+    Raises UserError as `fork`.
+    """
+    runs_dir = Path(runs_dir)
+    point = fork_point(run, runs_dir)
+    config = resolve([*point.layers, *settings])
+    changes = point.changes(config)
+    tracking = config.tracking
+    place = tracking_store(tracking, runs_dir).place(point.run.path) if tracking.with_mlflow else None
+    if place is not None and place.remote_id and tracking.parent is None:
+        config = with_values(config, {"tracking.parent": place.remote_id.rpartition("/")[2]})
+    pinned, warnings = pin(config, point.run)
+    warnings += changed_code(
+        pinned.model_dump_json(),
+        point.run.path,
+        "which the parent was trained with; the fork uses the other file",
+    )
+    if config.task != point.config.task:  # the commits are those of other data
+        pinned = pinned.model_copy(update={"task": config.task})
+    plan = plan_training(pinned, runs_dir, name, ranks)
+    with_effect = [key for key in changes if not key.startswith(_CHANGEABLE_PREFIXES)]
+    keeps_batch = not any(key.startswith(_OF_THE_BATCH) for key in with_effect)
+    same_problems = not any(key.startswith(_OF_THE_PROBLEMS) for key in with_effect)
+    begin = None if keeps_batch else position_before_batch(point.checkpoint)  # a dropped batch comes again
+    progress = replace(
+        point.progress,
+        position=point.progress.position if begin is None else begin,
+        # Schedules are where a run with these settings is after this step: that of the learning rate counts updates.
+        updates=point.progress.updates * config.optim.updates // point.config.optim.updates,
+        problems=point.progress.problems if same_problems else ANY_PROBLEMS,
+    )
+    config = config.model_copy(update={"bounds": plan.config.bounds})  # with all options of a custom method
+    left = plural(config.steps - progress.step, "step")
+    where = f"{relative_to_cwd(point.checkpoint)}: {left} to go"
+    text = "\n".join([where, *filter(None, [changes_text(changes, separator="\n")])])
+    start = Start(progress.step, text, Fork(point.run, progress, keeps_batch, changes))
+    return replace(plan, config=config, start=start, warnings=[*warnings, *plan.warnings])
+
+
+def fork_point(text: str, runs_dir: Path) -> ForkPoint:
+    """Return the checkpoint that RUN or RUN@STEP means: the last complete one of RUN, or that of the step.
 
     Raises:
-        UserError: the run is complete or imported from verl, its record is damaged, or a setting was given that cannot
-            change.
-        RunError: as `train`.
+        UserError: there is no such run or no such checkpoint, or its files are damaged.
     """
-    with locked_resume(run, runs_dir, settings) as plan:
-        return run_plan(plan, callbacks, stop_requested)
+    match = find_run(text, runs_dir)
+    if match is None:
+        raise not_found("run", text.rpartition("@")[0] or text, runs_dir, RunFolder.marker)
+    (run, step), where = match, f"--fork {text[:200]}"
+    if path_exists(run.path / VERL_FILE):
+        raise UserError(f"{where}: the run was imported from verl, which has its checkpoints; use verl's own")
+    layers = inherited_layers(run)
+    config = resolve(layers)
+    complete, damaged = complete_checkpoints(run)
+    done = last_step(run, config)
+    steps = sorted(number for number in complete if number <= done)
+    if not steps:
+        defect = next(iter(damaged.values()), f"checkpoint.every = {config.checkpoint.every}")
+        resume = shell_command("train --resume", run.path, runs_dir)
+        raise UserError(f"{where}: the run has no complete checkpoint ({defect}); train it further: {resume}")
+    step = steps[-1] if step is None else step
+    if step not in steps:
+        defect = damaged.get(step, f"there is no checkpoint of step {step}")
+        raise UserError(f"{where}: {defect}; steps with a checkpoint: {', '.join(map(str, steps))}")
+    check_contents(run.checkpoint_dir(step))
+    return ForkPoint(run, complete[step], layers, config)
 
 
 @contextmanager
@@ -183,35 +300,28 @@ def _describe(folder: RunFolder, config: RunConfig, done: int, step: int) -> str
 
 
 def pin(config: RunConfig, folder: RunFolder) -> tuple[RunConfig, list[str]]:
-    """Return the settings with the engine, dtype and commits that the run in `folder` started with.
+    """Return the settings with the engine, dtype and commits that the run in `folder` started with, and warnings.
 
-    Entries of env.json that no run writes are ignored; a damaged file gives a warning. A run that an earlier version
-    started has the entry in its list of resumes.
+    Entries of env.json that no run writes are ignored; a damaged file gives a warning.
 
     Raises ConfigError if the engine that `auto` resolved to is not installed.
     """
     path = folder.path / "env.json"
     try:
-        env = read_json_object(path) if path_exists(path) else {}
+        stored = read_json_object(path).get(RESOLVED) if path_exists(path) else None
     except UserError as error:
         return config, [f"{error}; engine, dtype and commits of the run are not known and are chosen anew"]
-    resumes = env.get("resumes")
-    entries = [env, *(resumes if isinstance(resumes, list) else [])]
-    stored = [entry[RESOLVED] for entry in entries if isinstance(entry, dict) and RESOLVED in entry][:1]
-    if not stored or not isinstance(stored[0], dict):
+    if not isinstance(stored, dict):
         return config, []
-    task, (engine, dtype, commit, data) = (
-        config.task,
-        map(stored[0].get, ("engine", "dtype", "model", "data")),
-    )
+    task, engine, commit, data = config.task, stored.get("engine"), stored.get("model"), stored.get("data")
     changes: dict[str, Any] = {}
     if config.sampling.engine == AUTO_ENGINE and isinstance(engine, str) and engine in ENGINES:
         entry = ENGINES[engine]
         if not is_installed(entry.package):
             raise ConfigError(f"run {folder.name} samples with {engine}, not installed here: {entry.install}")
         changes["sampling.engine"] = engine
-    if config.model.dtype == "auto" and dtype in ("float32", "bfloat16"):
-        changes["model.dtype"] = dtype
+    if config.model.dtype == "auto" and stored.get("dtype") in ("float32", "bfloat16"):
+        changes["model.dtype"] = stored["dtype"]
     if is_commit(commit):
         changes["model.revision"] = commit
     if isinstance(task, DataTask) and isinstance(data, dict):
@@ -249,11 +359,11 @@ def _check_changes(folder: RunFolder, own: RunConfig, config: RunConfig, done: i
     """
     name = folder.name
     changes = setting_changes(own, config).items()
-    refused = {key: values for key, values in changes if not key.startswith(CHANGEABLE_PREFIXES)}
+    refused = {key: values for key, values in changes if not key.startswith(_CHANGEABLE_PREFIXES)}
     if refused:
         allowed = ", ".join((*CHANGEABLE_SETTINGS, "steps"))
         again = f"bandpo train --config {folder.path / 'config.yaml'} with the other values starts a new run"
-        if not any(key.startswith(FIXED_SETTINGS) for key in refused):
+        if not any(key.startswith(_FIXED_SETTINGS) for key in refused):
             again = f"a new run can continue with the other values: {fork}"
         text = f"leave out {changes_text(refused)}; a resume can change {allowed}; {again}"
         raise ConfigError(f"--resume {name}: {text}")

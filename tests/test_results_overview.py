@@ -6,9 +6,9 @@ from unittest import mock
 
 import pytest
 
-from bandpo_cli import overview
+from bandpo_cli import results
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.overview import (
+from bandpo_cli.results import (
     changed_settings,
     describe_line,
     describe_run,
@@ -60,16 +60,14 @@ def test_the_lines_of_a_run_are_read_once(tmp_path: Path, monkeypatch: pytest.Mo
     parse, step_times = mock.Mock(wraps=run_folder._parsed), mock.Mock(wraps=run_record._step_times)
     monkeypatch.setattr(run_folder, "_parsed", parse)
     monkeypatch.setattr(run_record, "_step_times", step_times)
-    shown = describe_run("a", tmp_path)
-    assert shown.metrics["x/0"] == ((1, 1.0), (48, 48.0))
-    assert shown.metrics["x/7"] == ((0, 0.0), (49, 49.0))
-    assert len(shown.metrics) == 23
-    assert shown.seconds == 100
     line = describe_line(run.path, tmp_path)
-    assert line == shown.overview
     assert (line.step, line.heldout, line.accuracy, line.entropy) == (49, 0.25, None, 0.5)
-    assert parse.call_count == 2 * 50
-    assert [max(map(len, call.args[1])) for call in step_times.call_args_list] == [4, 4]
+    assert parse.call_count == 50
+    assert [max(map(len, call.args[1])) for call in step_times.call_args_list] == [4]
+    shown = describe_run("a", tmp_path)
+    assert shown["metrics"]["x/0"] == {"first": (1, 1.0), "last": (48, 48.0)}
+    assert shown["metrics"]["x/7"] == {"first": (0, 0.0), "last": (49, 49.0)}
+    assert (len(shown["metrics"]), shown["seconds"], shown["heldout"]) == (23, 100, 0.25)
 
 
 def test_an_ended_run_is_read_from_its_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +78,8 @@ def test_an_ended_run_is_read_from_its_summary(tmp_path: Path, monkeypatch: pyte
     run.write_summary(summary)
     slow = describe_line(run.path, tmp_path)
     run.write_summary(summary | summary_fields(run.path))
-    read = mock.Mock(wraps=overview.read_stored_run)
-    monkeypatch.setattr(overview, "read_stored_run", read)
+    read = mock.Mock(wraps=results.read_stored_run)
+    monkeypatch.setattr(results, "read_stored_run", read)
     assert describe_line(run.path, tmp_path) == slow
     assert not read.called
     run.write_config("seed: 4\n")
