@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from bandpo_cli.sweeps.estimate import total_seconds
 from bandpo_cli.sweeps.pool import LocalPool, Pool, slot_environments, visible_gpus
-from bandpo_cli.sweeps.scheduler import total_seconds
 
 
 def start(pool: LocalPool, tmp_path: Path, name: str, code: str) -> None:
