@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.layers import flatten, read_layer, resolve
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import RunConfig, with_dtype
 from bandpo_cli.config.task import DataTask, TaskSettings
 from bandpo_cli.errors import UserError
 from bandpo_cli.methods import method_name

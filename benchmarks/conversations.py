@@ -18,7 +18,7 @@ from typing import Any
 from unittest import mock
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.config.sampling import GradingConfig
 from bandpo_cli.grading.tools import ToolPool
 from bandpo_cli.models.load import load_policy, with_resolved_dtype
 from bandpo_cli.sampling import rollouts

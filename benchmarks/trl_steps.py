@@ -21,8 +21,7 @@ from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from bandpo_cli.config.files import read_config
-from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.layers import read_config, resolve
 from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import embedded_model_path

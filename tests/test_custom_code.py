@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.config.files import read_config
+from bandpo_cli.config.layers import read_config
 from bandpo_cli.custom_code import (
     FOLDERS_VARIABLE,
     add_code_folder,

@@ -24,7 +24,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.config.sampling import GradingConfig
 from bandpo_cli.config.task import Fields
 from bandpo_cli.errors import ConfigError, UserError, nearest, one_line
 from bandpo_cli.grading.answers import (

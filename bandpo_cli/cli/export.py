@@ -46,8 +46,7 @@ def export_verl(
         gpus_per_node: GPUs of each machine.
         allow_differences: Export settings that verl computes differently; README.md lists them.
     """
-    from bandpo_cli.config.files import read_config
-    from bandpo_cli.config.layers import read_assignments, resolve
+    from bandpo_cli.config.layers import read_assignments, read_config, resolve
     from bandpo_cli.experiments import export_verl as export_experiment
 
     settings = resolve([*map(read_config, config or []), read_assignments(set_ or [])])

@@ -115,8 +115,7 @@ def sweep(
         dry_run: Print the runs and the estimate of the time, and stop.
         resume: Resume a sweep: runs that are not finished are executed again.
     """
-    from bandpo_cli.config.files import read_config
-    from bandpo_cli.config.layers import nest, read_assignments
+    from bandpo_cli.config.layers import nest, read_assignments, read_config
     from bandpo_cli.experiments import sweep as run_sweep
     from bandpo_cli.storage.run_folder import shell_command
     from bandpo_cli.sweeps.sweep_plan import SweepPlan, plan_sweep

@@ -69,8 +69,7 @@ def train(
             stop.
     """
     from bandpo_cli.cli.launch import launch, ranks_to_start
-    from bandpo_cli.config.files import read_config
-    from bandpo_cli.config.layers import nest, read_assignments, resolve
+    from bandpo_cli.config.layers import nest, read_assignments, read_config, resolve
     from bandpo_cli.experiments.preflight import new_run_layers
 
     layers = [*map(read_config, config or []), nest(settings | tracking), read_assignments(set_ or [])]

@@ -24,8 +24,7 @@ from rich.text import Text
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
 from bandpo_cli.cli.console import PLAIN_LINES, ExperimentView, make_table, print_line, print_rows
 from bandpo_cli.cli.signals import StopSignals
-from bandpo_cli.config.hardware import dtype_on
-from bandpo_cli.config.run import RunConfig, TrackingConfig
+from bandpo_cli.config.run import RunConfig, TrackingConfig, dtype_on
 from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import plural
 from bandpo_cli.metric_names import SCORE, has_nonbinary_rewards

@@ -1,4 +1,4 @@
-"""Layers of settings and their validation: YAML files, then flags, then `--set a.b=c`.
+"""Layers of settings: config files in YAML, then flags, then `--set a.b=c`; they are merged and validated.
 
 Later layers win, key by key. Where a later layer changes the tag of a section (say `bounds.method`), the fields of the
 earlier layers are dropped, because they belong to another class; if they named no tag, only those that the default
@@ -7,19 +7,21 @@ valid name.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
-from bandpo_cli.config.files import FileLayer, parse_yaml, read_mapping
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import TaskSettings, default_layer
-from bandpo_cli.errors import ConfigError, redact_credentials, unknown_choice
+from bandpo_cli.custom_code import add_code_folder
+from bandpo_cli.errors import ConfigError, nearest, redact_credentials, unknown_choice
 from bandpo_cli.methods.settings import MethodSettings
+from bandpo_cli.paths import nearest_file, path_exists, read_text
 from bandpo_cli.settings_validation import TaggedSection, setting_for
 
 _TAGGED: Mapping[str, type[TaggedSection]] = {"task": TaskSettings, "bounds": MethodSettings}
@@ -31,6 +33,9 @@ _FORM = "write a setting as section.key=value, for example optim.lr=1e-4"
 
 Layer = Mapping[str, Any]
 """Settings by section, as in a YAML file: {"optim": {"lr": 1e-4}}."""
+
+MERGE_TAG = "tag:yaml.org,2002:merge"
+"""The tag of the key `<<`, whose value is a mapping, or a list of mappings, to take entries from."""
 
 
 def resolve(layers: Iterable[Layer]) -> RunConfig:
@@ -104,15 +109,6 @@ def split_values(text: str) -> list[str]:
         else:
             values[-1] += character
     return [value.strip() for value in values]
-
-
-def read_layer(path: Path, where: str = "--config") -> Layer:
-    """Read a YAML config file that the package has written; `where` is the option or key that named the file.
-
-    Raises:
-        ConfigError: the file cannot be read, is not YAML, or does not hold a mapping.
-    """
-    return read_mapping(path, f"{where} {path}")
 
 
 def read_assignments(assignments: Iterable[str]) -> Layer:
@@ -273,3 +269,133 @@ def validation_message(
             where = layer.locate(keys) if isinstance(layer, FileLayer) else None
             return f"{where}: {message}" if where else message
     return message
+
+
+def read_yaml(path: Path, where: str) -> Any:
+    """Return the value in a file, as `parse_yaml` does; an error begins with `where`."""
+    return parse_yaml(read_text(path, where), where)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """Return the value of the document `text`, None for an empty one.
+
+    Raises:
+        ConfigError: the text is not YAML, has a key twice, or has a language-specific tag.
+    """
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except Exception as error:  # noqa: BLE001 - PyYAML raises KeyError, IndexError and others for malformed values
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or type(error).__name__
+        mark = getattr(error, "problem_mark", None)
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{where}{line}: not readable as YAML: {problem}") from None
+
+
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+"""PyYAML's safe loader: libyaml, which takes an eighth of the time, where PyYAML is built with it."""
+
+
+class _StrictLoader(_Loader):  # type: ignore[misc]
+    """The safe loader, for which a duplicate key is an error: PyYAML silently takes the last one."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put the entries of merge keys (`<<: *defaults`) before those of the mapping itself, which win.
+
+        Duplicate keys are searched for in the mapping as it is written, therefore before the first merge.
+        """
+        if "has_unique_keys" in vars(node):
+            return
+        keys = []
+        for key_node, _ in node.value:
+            key = "<<" if key_node.tag == MERGE_TAG else self.construct_object(key_node, deep=True)
+            if key in keys:
+                problem = f"'{key}' is given twice"
+                raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
+            keys.append(key)
+        vars(node)["has_unique_keys"] = True
+        super().flatten_mapping(node)
+
+
+SHIPPED = Path(__file__).parents[1] / "configs"
+"""The folder `configs` of the repository, which is part of the installed package too."""
+
+
+class FileLayer(dict[str, Any]):
+    """The settings of a file. An error in one of them names the file and the line.
+
+    Attributes:
+        where: the option that named the file, with its path.
+        path: the file.
+    """
+
+    def __init__(self, settings: Mapping[str, Any], where: str, path: Path) -> None:
+        super().__init__(settings)
+        self.where, self.path = where, path
+
+    def locate(self, keys: Sequence[str]) -> str | None:
+        """Return `--config a.yaml, line 3` for the setting with these keys; None where the file does not have it."""
+        line, node = 0, yaml.compose(read_text(self.path, self.where), Loader=_Loader)
+        for key in keys:
+            line, node = next(_entries(node, key), (0, None))
+        return f"{self.where}, line {line}" if line else None
+
+
+def _entries(node: yaml.Node | None, key: str) -> Iterator[tuple[int, yaml.Node]]:
+    """Yield line and value of the entry `key` of a mapping, then those of the mappings that it merges (`<<`)."""
+    if isinstance(node, yaml.MappingNode):
+        for key_node, value in node.value:
+            if key_node.value == key:
+                yield key_node.start_mark.line + 1, value
+        for key_node, value in node.value:
+            if key_node.tag == MERGE_TAG:
+                for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    yield from _entries(merged, key)
+
+
+def shipped_configs() -> dict[str, Path]:
+    """Return the configuration files of the package by name: `gsm8k`, `methods/clip`, `paper/base`."""
+    paths = sorted(SHIPPED.rglob("*.yaml"))
+    return {path.relative_to(SHIPPED).with_suffix("").as_posix(): path for path in paths}
+
+
+def describe_config(path: Path) -> str:
+    """Return the first sentence of the comment at the head of a configuration file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    comment = takewhile(lambda line: line.startswith("#"), lines)
+    return " ".join(line.removeprefix("#").strip() for line in comment).split(". ")[0].rstrip(".")
+
+
+def read_config(path: Path, where: str = "--config") -> FileLayer:
+    """Return the settings of a file, or of a configuration file of the package by its name.
+
+    `paper/base`, `paper/base.yaml` and `configs/paper/base.yaml` name the same file of the package. Modules beside the
+    file can be named in the settings.
+
+    Args:
+        where: the option that named the file; error messages begin with it.
+
+    Raises:
+        ConfigError: there is no such file, it cannot be read, is not YAML, or does not hold a mapping.
+    """
+    if path_exists(path):
+        add_code_folder(path.parent)
+        return FileLayer(read_layer(path, where), f"{where} {path}", path)
+    known, name = shipped_configs(), path.as_posix().removeprefix("configs/").removesuffix(".yaml")
+    if name not in known:
+        near = nearest_file(path, (".yaml", ".yml")) or nearest(name, known)
+        problem = f"no such file, and no configuration of that name{near}"
+        raise ConfigError(f"{where} {path}: {problem}; `bandpo configs` lists them")
+    return FileLayer(read_layer(known[name], where), f"{where} {path}", known[name])
+
+
+def read_layer(path: Path, where: str = "--config") -> Layer:
+    """Return the settings by section in a YAML file; `where` is the option or key that named the file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or does not hold a mapping.
+    """
+    content = read_yaml(path, where := f"{where} {path}")
+    if content is None or isinstance(content, dict):
+        return content or {}
+    kind = {"list": "a list", "str": "a text"}.get(type(content).__name__, f"the value {content}")
+    raise ConfigError(f"{where}: expected `section:` with `key: value` lines, found {kind}")

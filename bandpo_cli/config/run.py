@@ -1,29 +1,28 @@
 """Configuration of a run, one class per section. The defaults train the bundled model on countdown."""
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
     Field,
-    FiniteFloat,
     JsonValue,
     NonNegativeInt,
     PositiveInt,
     SerializeAsAny,
-    ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from bandpo_cli.config.sampling import SamplingConfig
+from bandpo_cli.config.sampling import EvaluationConfig, GradingConfig, RewardConfig, SamplingConfig
 from bandpo_cli.config.task import AsList, CountdownTask, TaskSettings
-from bandpo_cli.errors import has_secret
+from bandpo_cli.errors import ConfigError, has_secret, plural
 from bandpo_cli.methods.band_and_clip import BandSettings
 from bandpo_cli.methods.settings import MethodSettings
 from bandpo_cli.metric_names import is_clock_metric
 from bandpo_cli.registries import ADVANTAGES, TRACKERS
 from bandpo_cli.settings_validation import NotEmpty, NotNegative, Positive, Section, require
 
+Dtype = Literal["float32", "bfloat16"]
 EstimatorName = Annotated[str, AfterValidator(ADVANTAGES.check_name)]
 TrackerName = Annotated[str, AfterValidator(TRACKERS.check_name)]
 
@@ -137,51 +136,6 @@ class ModelConfig(Section):
     """Train low-rank adapters and keep the model's own weights as they are; null trains all weights."""
 
 
-class GradingConfig(Section):
-    """The worker processes that grade answers."""
-
-    workers: PositiveInt | None = None
-    """null: one per core, at most 8. They start when the first answer needs one."""
-    deadline: Positive = 5.0
-    """Time limit per answer in seconds; then its worker is killed and replaced, and the answer counts as a timeout. The
-    call of an asynchronous function is cancelled instead. The limit includes its retries."""
-    concurrency: PositiveInt = 64
-    """Calls of an asynchronous reward function (`async def`) in flight at a time; several ranks share them."""
-    retries: NonNegativeInt = 3
-    """Further calls of an asynchronous reward function after an exception, each after twice the wait: about 0.5, 1, 2,
-    ... seconds. No retry starts after the deadline."""
-    timeout_reward: Literal["none", "wrong"] = "none"
-    """The reward of an answer that timed out: none, as for a grader error, so that it has no gradient, or as for a
-    wrong answer. Evaluations count it as not correct in either case."""
-    memory_gb: Positive = 2.0
-    """Memory limit of a worker beyond the use of its imports, GiB; an answer that needs more is a grader error."""
-    batch: PositiveInt = 64
-    """Completions per call of a reward function that takes lists (TRL's, verl's batch form); those of one problem are
-    never split. Such a call has `deadline` seconds per completion."""
-    while_sampling: bool = False
-    """Grade completions of a step while vLLM samples the others; no effect with `sampling.max_lag`, which grades in the
-    background in any case. Reward functions that take lists get those of fewer problems at a time."""
-
-
-class RewardConfig(Section):
-    """The reward of a graded completion."""
-
-    correct: FiniteFloat = 1.0
-    wrong: FiniteFloat = 0.0
-    """The paper's rewards are 1 and −1. A grader's partial credit is interpolated linearly between the two."""
-    overlong_buffer: NonNegativeInt = 0
-    """Soft over-long penalty (DAPO): over this many tokens before sampling.max_tokens the reward falls linearly by
-    `overlong_penalty`; 0 for none."""
-    overlong_penalty: NotNegative = 1.0
-    """The reward that is subtracted from a completion of `sampling.max_tokens` tokens."""
-
-    @model_validator(mode="after")
-    def _check_correct_above_wrong(self) -> Self:
-        problem = f"correct = {self.correct:g} must be more than wrong = {self.wrong:g}"
-        require(self.correct > self.wrong, problem)
-        return self
-
-
 class ObjectiveConfig(Section):
     """The objective apart from the ratio bounds, which are `bounds`."""
 
@@ -274,48 +228,6 @@ class OptimConfig(Section):
     max_skips: NonNegativeInt = 0
     """Maximum number of consecutive updates that are skipped because a loss, gradient or log-prob is not finite; 0
     stops the run at the first. A skipped update changes no weights; the schedule continues."""
-
-
-def default_k(n: int) -> list[int]:
-    """Return the k of pass@k and maj@k for n completions per problem."""
-    return [*(k for k in (4, 16, 64, 256) if k < n), n]
-
-
-class EvaluationConfig(Section):
-    """Evaluation on held-out problems during training."""
-
-    every: NonNegativeInt = 20
-    """Steps between evaluations, the start and the end always included; 0 disables evaluation."""
-    problems: PositiveInt | None = 128
-    """Maximum number of problems of each evaluation set; null for all."""
-    samples: PositiveInt = 16
-    """Completions per problem (n)."""
-    k: tuple[PositiveInt, ...] = Field(None, validate_default=True)
-    """The values of k of pass@k and maj@k; pass@1 equals mean@n. null: 4, 16, 64 and 256 below `samples`, and
-    `samples`."""
-    temperature: NotNegative = 1.0
-    """0 is greedy decoding."""
-    batch: PositiveInt = 512
-    """Completions that are graded and stored together (those of one problem are never split). An interrupted evaluation
-    loses those that are not stored, up to three batches and what is in vLLM's queue. The transformers engine reports
-    its progress once per batch: a smaller one shows it sooner on a CPU. A problem keeps its random numbers."""
-
-    @field_validator("k", mode="before")
-    @classmethod
-    def _follow_samples(cls, k: Any, info: ValidationInfo) -> Any:
-        if isinstance(k, int | str):  # --set evaluation.k=1,4
-            return str(k).split(",")
-        return default_k(info.data.get("samples", 1)) if k is None else k
-
-    @model_validator(mode="after")
-    def _check_samples(self) -> Self:
-        most, n = max(self.k, default=1), self.samples
-        require(most <= n, f"k = {most} needs at least as many samples; evaluation.samples is {n}")
-        require(
-            self.temperature or n == 1,
-            f"temperature = 0 gives the same completion each time; take samples = 1 instead of {n}",
-        )
-        return self
 
 
 class CheckpointConfig(Section):
@@ -438,3 +350,34 @@ class RunConfig(Section):
             buffer <= most, f"reward.overlong_buffer = {buffer} must be within sampling.max_tokens = {most}"
         )
         return self
+
+
+def dtype_on(dtype: Literal["auto"] | Dtype, on_gpu: bool) -> Dtype:
+    """Return what `model.dtype` is: for `auto` bfloat16 on a CUDA GPU and float32 elsewhere."""
+    if dtype == "auto":
+        return "bfloat16" if on_gpu else "float32"
+    return dtype
+
+
+def with_dtype(config: RunConfig, on_gpu: bool) -> RunConfig:
+    """Return the settings with the dtype that `model.dtype` is on the device of the policy."""
+    model = config.model.model_copy(update={"dtype": dtype_on(config.model.dtype, on_gpu)})
+    return config.model_copy(update={"model": model})
+
+
+def check_ranks(config: RunConfig, count: int, training: bool = True) -> None:
+    """Raise ConfigError where a run or an evaluation cannot be divided among `count` processes.
+
+    `model.device` must not be one GPU, an engine not be spread over several, and a step must have enough prompts.
+    """
+    device, prompts = config.model.device, config.sampling.prompts
+    if count > 1 and ":" in device:
+        raise ConfigError(f"model.device = '{device}': one GPU for {count} ranks; use CUDA_VISIBLE_DEVICES")
+    if count > 1 and (gpus := config.sampling.vllm.tensor_parallel) > 1:
+        raise ConfigError(
+            f"sampling.vllm.tensor_parallel = {gpus}: each of {count} ranks has an engine on its own GPU; set it to 1, "
+            "or start one rank"
+        )
+    if training and prompts < count:
+        most = plural(prompts, "rank")
+        raise ConfigError(f"sampling.prompts = {prompts}: too few for {count} ranks; start at most {most}")

@@ -1,14 +1,26 @@
-"""Settings of sampling (`sampling:`), and the choice of the engine without importing any engine."""
+"""Settings of sampling, grading, rewards and evaluation, and the choice of the engine and its GPU.
+
+No engine is imported for the choice.
+"""
 
 import os
 from importlib.util import find_spec
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    FiniteFloat,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import AUTO_ENGINE, ENGINES
-from bandpo_cli.settings_validation import Positive, Section, require
+from bandpo_cli.settings_validation import NotNegative, Positive, Section, require
 
 
 class VllmConfig(Section):
@@ -81,6 +93,93 @@ class SamplingConfig(Section):
         return self
 
 
+class GradingConfig(Section):
+    """The worker processes that grade answers."""
+
+    workers: PositiveInt | None = None
+    """null: one per core, at most 8. They start when the first answer needs one."""
+    deadline: Positive = 5.0
+    """Time limit per answer in seconds; then its worker is killed and replaced, and the answer counts as a timeout. The
+    call of an asynchronous function is cancelled instead. The limit includes its retries."""
+    concurrency: PositiveInt = 64
+    """Calls of an asynchronous reward function (`async def`) in flight at a time; several ranks share them."""
+    retries: NonNegativeInt = 3
+    """Further calls of an asynchronous reward function after an exception, each after twice the wait: about 0.5, 1, 2,
+    ... seconds. No retry starts after the deadline."""
+    timeout_reward: Literal["none", "wrong"] = "none"
+    """The reward of an answer that timed out: none, as for a grader error, so that it has no gradient, or as for a
+    wrong answer. Evaluations count it as not correct in either case."""
+    memory_gb: Positive = 2.0
+    """Memory limit of a worker beyond the use of its imports, GiB; an answer that needs more is a grader error."""
+    batch: PositiveInt = 64
+    """Completions per call of a reward function that takes lists (TRL's, verl's batch form); those of one problem are
+    never split. Such a call has `deadline` seconds per completion."""
+    while_sampling: bool = False
+    """Grade completions of a step while vLLM samples the others; no effect with `sampling.max_lag`, which grades in the
+    background in any case. Reward functions that take lists get those of fewer problems at a time."""
+
+
+class RewardConfig(Section):
+    """The reward of a graded completion."""
+
+    correct: FiniteFloat = 1.0
+    wrong: FiniteFloat = 0.0
+    """The paper's rewards are 1 and −1. A grader's partial credit is interpolated linearly between the two."""
+    overlong_buffer: NonNegativeInt = 0
+    """Soft over-long penalty (DAPO): over this many tokens before sampling.max_tokens the reward falls linearly by
+    `overlong_penalty`; 0 for none."""
+    overlong_penalty: NotNegative = 1.0
+    """The reward that is subtracted from a completion of `sampling.max_tokens` tokens."""
+
+    @model_validator(mode="after")
+    def _check_correct_above_wrong(self) -> Self:
+        problem = f"correct = {self.correct:g} must be more than wrong = {self.wrong:g}"
+        require(self.correct > self.wrong, problem)
+        return self
+
+
+def default_k(n: int) -> list[int]:
+    """Return the k of pass@k and maj@k for n completions per problem."""
+    return [*(k for k in (4, 16, 64, 256) if k < n), n]
+
+
+class EvaluationConfig(Section):
+    """Evaluation on held-out problems during training."""
+
+    every: NonNegativeInt = 20
+    """Steps between evaluations, the start and the end always included; 0 disables evaluation."""
+    problems: PositiveInt | None = 128
+    """Maximum number of problems of each evaluation set; null for all."""
+    samples: PositiveInt = 16
+    """Completions per problem (n)."""
+    k: tuple[PositiveInt, ...] = Field(None, validate_default=True)
+    """The values of k of pass@k and maj@k; pass@1 equals mean@n. null: 4, 16, 64 and 256 below `samples`, and
+    `samples`."""
+    temperature: NotNegative = 1.0
+    """0 is greedy decoding."""
+    batch: PositiveInt = 512
+    """Completions that are graded and stored together (those of one problem are never split). An interrupted evaluation
+    loses those that are not stored, up to three batches and what is in vLLM's queue. The transformers engine reports
+    its progress once per batch: a smaller one shows it sooner on a CPU. A problem keeps its random numbers."""
+
+    @field_validator("k", mode="before")
+    @classmethod
+    def _follow_samples(cls, k: Any, info: ValidationInfo) -> Any:
+        if isinstance(k, int | str):  # --set evaluation.k=1,4
+            return str(k).split(",")
+        return default_k(info.data.get("samples", 1)) if k is None else k
+
+    @model_validator(mode="after")
+    def _check_samples(self) -> Self:
+        most, n = max(self.k, default=1), self.samples
+        require(most <= n, f"k = {most} needs at least as many samples; evaluation.samples is {n}")
+        require(
+            self.temperature or n == 1,
+            f"temperature = 0 gives the same completion each time; take samples = 1 instead of {n}",
+        )
+        return self
+
+
 def is_installed(package: str | None) -> bool:
     """Return whether a package can be imported; True for None, no package. A folder of that name is no package."""
     spec = None if package is None else find_spec(package)
@@ -113,15 +212,6 @@ def check_engine(engine: str, device: str, max_lag: int = 0) -> None:
         )
 
 
-def check_tensor_parallel(tensor_parallel: int, ranks: int) -> None:
-    """Raise ConfigError for an engine that is spread over GPUs if each of several ranks has an engine."""
-    if ranks > 1 and tensor_parallel > 1:
-        raise ConfigError(
-            f"sampling.vllm.tensor_parallel = {tensor_parallel}: each of {ranks} ranks has an engine on its own GPU; "
-            "set it to 1, or start one rank"
-        )
-
-
 def resolve_engine(engine: str, on_gpu: bool) -> str:
     """Return `engine`, and for `auto` vllm where it is installed and the policy is on a GPU, else transformers."""
     if engine != AUTO_ENGINE:
@@ -130,3 +220,34 @@ def resolve_engine(engine: str, on_gpu: bool) -> str:
         if on_gpu and entry.preferred_on_gpu and is_installed(entry.package):
             return name
     return next(name for name, entry in ENGINES.items() if entry.package is None)
+
+
+def engine_cards(card: int, ranks: int, cards: int) -> list[int]:
+    """Return the number of the GPU on which the engine process of each rank runs (`sampling.max_lag`).
+
+    They are GPUs that train nothing if there is one for the engine of every rank, else the GPUs of the ranks.
+
+    Args:
+        card: the GPU of the policy, which a single rank may choose (`model.device`); several ranks use the first ones.
+        ranks, cards: numbers of ranks and of visible GPUs on this machine.
+    """
+    trainers = [card] if ranks == 1 else [*range(ranks)]
+    free = [card for card in range(cards) if card not in trainers]
+    return free[:ranks] if len(free) >= ranks else trainers
+
+
+_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables of torch's GPU allocator. The first is the older one, which every version of torch and vLLM
+reads."""
+
+
+def use_expandable_segments(max_lag: int) -> None:
+    """Make torch's GPU allocator grow its segments, unless the environment has settings for it.
+
+    Trainer and engine release and take their memory in turn, which leaves segments that are too small for the next
+    large tensor. torch reads the variable at its first allocation on a GPU. vLLM turns the setting off for the memory
+    that its sleep mode releases (since 0.20.1, `use_memory_pool` in its cumem.py). An engine process
+    (`sampling.max_lag`) does not sleep.
+    """
+    if not max_lag and not any(name in os.environ for name in _ALLOCATOR_SETTINGS):
+        os.environ[_ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"

@@ -18,7 +18,7 @@ from contextlib import closing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from bandpo_cli.config.run import EvaluationConfig
+from bandpo_cli.config.sampling import EvaluationConfig
 from bandpo_cli.grading.answers import voted_answer
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.processes.watch import Wait

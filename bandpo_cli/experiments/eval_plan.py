@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from bandpo_cli.config.layers import Layer, nest, read_layer, resolve, with_values
-from bandpo_cli.config.run import RunConfig, default_k
-from bandpo_cli.config.sampling import check_engine
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.sampling import check_engine, default_k
 from bandpo_cli.config.task import FILE_SUFFIXES, DataTask, Source, task_from_arguments
 from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.datasets import BUNDLED_MODELS, DATASETS, generated_tasks, split_member

@@ -17,9 +17,8 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any, Unpack
 
 from bandpo_cli.callbacks import Callback, Dispatcher
-from bandpo_cli.config.hardware import check_ranks
 from bandpo_cli.config.layers import Layer
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import RunConfig, check_ranks
 from bandpo_cli.custom_code import keep_code
 from bandpo_cli.errors import UserError, closed_at_end, redact_credentials, warn_on_failure
 from bandpo_cli.experiments.eval_plan import (

@@ -13,9 +13,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.layers import read_layer, resolve, to_yaml
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import RunConfig, with_dtype
 from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import ConfigError, RunError, UserError, redact_credentials
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
@@ -190,8 +189,7 @@ def _write_merged(run: RunFolder | None, adapter: Path, folder: Path) -> None:
     """Load the base model with its adapter on the CPU and write it to `folder`, in the dtype of the run."""
     trained = resolve([] if run is None else [read_layer(run.path / "config.yaml")])
     with out_of_memory_errors(trained, training=False):
-        from bandpo_cli.models.load import load_policy, read_config
-        from bandpo_cli.models.weights import save_policy
+        from bandpo_cli.models.load import load_policy, read_config, save_policy
 
         on_cpu = {"revision": None, "device": "cpu", "attention": "auto", "lora": None}
         settings = trained.model.model_copy(update={"path": str(adapter), **on_cpu})

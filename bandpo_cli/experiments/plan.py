@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.config.hardware import check_ranks
-from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig
+from bandpo_cli.config.run import WITHOUT_EFFECT, RunConfig, check_ranks
 from bandpo_cli.experiments.preflight import check_config, choose_run_name, run_warnings
 from bandpo_cli.processes.ranks import rank_count
 from bandpo_cli.storage.checkpoints import (

@@ -15,7 +15,6 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from bandpo_cli.config.hardware import check_ranks
 from bandpo_cli.config.layers import (
     Layer,
     changes_text,
@@ -26,7 +25,7 @@ from bandpo_cli.config.layers import (
     setting_text,
     with_values,
 )
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import RunConfig, check_ranks
 from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.custom_code import changed_code, code_from

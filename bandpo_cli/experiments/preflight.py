@@ -13,10 +13,9 @@ from functools import cached_property, partial
 from pathlib import Path
 
 from bandpo_cli.callbacks import Callback, TrainCallback
-from bandpo_cli.config.hardware import dtype_on
 from bandpo_cli.config.layers import Layer, read_layer, resolve
-from bandpo_cli.config.run import EMBEDDED_MODEL, GradingConfig, RunConfig
-from bandpo_cli.config.sampling import check_engine
+from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig, dtype_on
+from bandpo_cli.config.sampling import GradingConfig, check_engine
 from bandpo_cli.config.task import DataTask, RewardComponent
 from bandpo_cli.custom_code import add_code_folder, load_setting
 from bandpo_cli.datasets import BUNDLED_MODELS, DATASETS, generated_tasks
@@ -105,7 +104,7 @@ def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
         from bandpo_cli.objective.custom_methods import check_method
 
         config = config.model_copy(update={"bounds": check_method(config.bounds, config.objective)})
-    elif METHODS[config.bounds.method].has_interval:
+    elif not METHODS[config.bounds.method].without_bounds:
         config.bounds.ratio_bounds()(np.zeros(1))  # raises for a custom divergence that cannot be used
     if config.objective.advantages not in ADVANTAGES:
         from bandpo_cli.objective.advantages import check_estimator

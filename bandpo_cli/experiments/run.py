@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import Dispatcher, RunInfo, RunResult, StepReport, TrainCallback
-from bandpo_cli.config.hardware import use_expandable_segments
 from bandpo_cli.config.layers import Layer
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.sampling import use_expandable_segments
 from bandpo_cli.custom_code import exits_as_errors, user_code
 from bandpo_cli.errors import GraderFailedError, closed_at_end
 from bandpo_cli.experiments.memory_check import check_memory, out_of_memory_errors
@@ -187,7 +187,7 @@ def start_process(
     as the dtype that `auto` is and vLLM's share of the GPU.
     """
     events.phase("load")
-    use_expandable_segments(config)
+    use_expandable_segments(config.sampling.max_lag)
     from bandpo_cli.models.load import deterministic_kernels, with_resolved_dtype
 
     config = with_resolved_dtype(config)

@@ -12,8 +12,7 @@ from functools import reduce
 from itertools import product
 from typing import Any, NamedTuple
 
-from bandpo_cli.config.hardware import dtype_on
-from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.run import RunConfig, dtype_on
 from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.methods.band_and_clip import BandSettings
 from bandpo_cli.methods.trust_region_masks import DppoSettings

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bandpo_cli.config.files import read_yaml
-from bandpo_cli.config.layers import flatten
+from bandpo_cli.config.layers import flatten, read_yaml
 from bandpo_cli.config.run import WITHOUT_EFFECT
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.methods import METHODS

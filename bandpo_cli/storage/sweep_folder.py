@@ -12,8 +12,7 @@ from typing import Annotated, Any, TypeVar
 import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 
-from bandpo_cli.config.files import read_yaml
-from bandpo_cli.config.layers import to_yaml
+from bandpo_cli.config.layers import read_yaml, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.custom_code import keep_code
 from bandpo_cli.errors import ConfigError, UserError, nearest

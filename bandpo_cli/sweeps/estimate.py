@@ -16,8 +16,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
-from bandpo_cli.config.files import read_yaml
-from bandpo_cli.config.layers import to_yaml
+from bandpo_cli.config.layers import read_yaml, to_yaml
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import UserError

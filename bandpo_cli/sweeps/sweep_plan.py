@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from bandpo_cli.config.files import read_config
 from bandpo_cli.config.layers import (
     Layer,
     nest,
     parse_value,
+    read_config,
     read_layer,
     resolve,
     split_values,

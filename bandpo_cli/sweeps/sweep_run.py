@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.callbacks import Callback, Dispatcher
-from bandpo_cli.config.hardware import check_ranks
 from bandpo_cli.config.layers import read_layer, resolve
-from bandpo_cli.config.run import RunConfig, TrackingConfig
+from bandpo_cli.config.run import RunConfig, TrackingConfig, check_ranks
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.custom_code import code_first_in
 from bandpo_cli.errors import ConfigError, UserError, first_line, plural, unknown_choice

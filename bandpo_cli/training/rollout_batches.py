@@ -27,7 +27,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-from bandpo_cli.config.run import RewardConfig, RunConfig
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.sampling import RewardConfig
 from bandpo_cli.config.task import RewardComponent
 from bandpo_cli.errors import warn_on_failure
 from bandpo_cli.evaluation.evaluate import SubmitAnswers, background_grading, chunks

@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 
-from bandpo_cli.config.files import read_config
-from bandpo_cli.config.layers import flatten, nest, read_assignments, read_layer, resolve, to_yaml
+from bandpo_cli.config.layers import (
+    flatten,
+    nest,
+    read_assignments,
+    read_config,
+    read_layer,
+    resolve,
+    to_yaml,
+)
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import ConfigError
 
@@ -146,7 +153,7 @@ def test_an_invalid_setting_gives_a_one_line_message(setting: str, parts: list[s
         (b"optim: {lr: 1, <<: {updates: 2}, lr: 2}\n", "'lr' is given twice"),
         (b"optim:\n  <<: {lr: 1}\n  <<: {updates: 2}\n", "line 3: not readable as YAML: '<<' is given twice"),
         (b"optim: {<<: 3}\n", "expected a mapping or list of mappings for merging, but found scalar"),
-        (b"? [a, b]\n: 1\n", "plain name"),
+        (b"? [a, b]\n: 1\n", "unhashable key"),
         (b"a: !!python/object/apply:os.system [ls]\n", "not readable as YAML"),
         (b"[" * 1100, "not readable as YAML"),
     ],

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bandpo_cli.config.layers import read_assignments, resolve
-from bandpo_cli.config.run import OptimConfig
+from bandpo_cli.config.run import OptimConfig, check_ranks
 from bandpo_cli.config.sampling import check_engine
 from bandpo_cli.errors import ConfigError
 
@@ -89,3 +89,10 @@ def test_an_engine_process_is_refused_without_linux(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigError, match=r"^sampling\.max_lag = 1: the engine process needs Linux"):
         check_engine("transformers", "cpu", max_lag=1)
     check_engine("transformers", "cpu", max_lag=0)
+
+
+def test_an_engine_over_several_gpus_with_several_ranks_is_refused() -> None:
+    config = resolve([read_assignments(["sampling.vllm.tensor_parallel=2"])])
+    check_ranks(config, 1)
+    with pytest.raises(ConfigError, match=r"sampling.vllm.tensor_parallel = 2: each of 4 ranks has"):
+        check_ranks(config, 4)

@@ -12,8 +12,7 @@ import pytest
 
 from bandpo_cli.bounds import band_bounds
 from bandpo_cli.callbacks import StepReport
-from bandpo_cli.config.files import read_config
-from bandpo_cli.config.layers import resolve
+from bandpo_cli.config.layers import read_config, resolve
 from bandpo_cli.exports.verl_settings import differences_of, is_runnable
 from bandpo_cli.grading.tools import tool_schemas
 from examples import calculator, custom_grader, grpo_loop, guess_number, python_api, sums

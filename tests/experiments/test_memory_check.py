@@ -17,9 +17,9 @@ from unittest import mock
 import pytest
 import torch
 
-from bandpo_cli.config.hardware import use_expandable_segments
 from bandpo_cli.config.layers import read_assignments, read_layer, resolve, with_values
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.config.sampling import use_expandable_segments
 from bandpo_cli.errors import UserError
 from bandpo_cli.experiments import memory_check, resume, train
 from bandpo_cli.experiments.memory_check import GIB, check_memory, memory_of_task, memory_report
@@ -294,7 +294,7 @@ def test_segments_are_expandable_unless_the_user_has_settings(
         monkeypatch.delenv(name, raising=False)
     if given:
         monkeypatch.setenv(given, "mine")
-    use_expandable_segments(resolve([{"sampling": {"max_lag": lag}}]))
+    use_expandable_segments(lag)
     assert os.environ.pop(NAMES[1], None) == expected
 
 

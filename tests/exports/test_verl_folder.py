@@ -8,8 +8,8 @@ from unittest.mock import Mock
 import pyarrow.parquet as pq
 import pytest
 
-from bandpo_cli.config.hardware import with_dtype
 from bandpo_cli.config.layers import read_layer, resolve
+from bandpo_cli.config.run import with_dtype
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import export_verl
 from bandpo_cli.exports import verl_files

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from bandpo_cli.config.files import parse_yaml
-from bandpo_cli.config.layers import read_assignments, read_layer, resolve, to_yaml
+from bandpo_cli.config.layers import parse_yaml, read_assignments, read_layer, resolve, to_yaml
 from bandpo_cli.sweeps import sweep_plan
 from tests.fuzz.mutate import (
     KINDS,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.config.run import GradingConfig
+from bandpo_cli.config.sampling import GradingConfig
 from bandpo_cli.grading.tools import ToolPool
 from bandpo_cli.grading.workers import GraderWorkers, WorkerPool
 from bandpo_cli.processes import watch

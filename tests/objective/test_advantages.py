@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from bandpo_cli.config.run import ObjectiveConfig, RewardConfig
+from bandpo_cli.config.run import ObjectiveConfig
+from bandpo_cli.config.sampling import RewardConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.objective.advantages import (
     STD_EPS,

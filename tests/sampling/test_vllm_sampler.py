@@ -160,13 +160,6 @@ def test_no_sleep_on_a_cpu_or_when_disabled(calls: list[str], device: str, sleep
     assert calls == []
 
 
-def test_an_engine_over_several_gpus_with_several_ranks_is_refused(calls: list[str]) -> None:
-    policy = policy_on("cpu", Ranks(1, 4, 1))
-    config = RunConfig.model_validate({"sampling": {"vllm": {"tensor_parallel": 2}}})
-    with pytest.raises(ConfigError, match=r"sampling.vllm.tensor_parallel = 2: each of 4 ranks has"):
-        VllmSampler(config.sampling, policy)
-
-
 def test_each_of_several_ranks_has_an_engine_of_its_own() -> None:
     """torchrun's processes would be workers of one engine with vLLM's other executors."""
     single, several = (

@@ -17,7 +17,7 @@ from bandpo_cli.tracking.names import finite_metrics
 from bandpo_cli.tracking.outages import TrackerCallback
 from bandpo_cli.tracking.sender import RunSender
 from bandpo_cli.tracking.trackers import TrackedRun, tracker_class
-from tests.sweeps.test_pool import wait_for
+from tests.processes.checks import wait_for
 from tests.tracking.tracked import RunInfo, RunResult, report
 
 JOURNAL = """
