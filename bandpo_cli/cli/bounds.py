@@ -21,12 +21,12 @@ from bandpo_cli.cli.console import make_table
 from bandpo_cli.cli.options import one_of
 from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.errors import UserError
-from bandpo_cli.methods import METHODS, MethodEntry, method_name
+from bandpo_cli.methods import METHODS, method_name
 from bandpo_cli.paths import read_text
 from bandpo_cli.registries import DIVERGENCES
 
 if TYPE_CHECKING:
-    from bandpo_cli.reports.interval_table import IntervalRow
+    from bandpo_cli.reports.intervals_by_probability import IntervalRow
 
 _MAX_TEXT_BYTES = 2**28
 """Maximum size of a file of probabilities in bytes: some ten million of them."""
@@ -44,25 +44,17 @@ _COLUMNS: Mapping[str, tuple[int, JustifyMethod]] = {
 """The columns of the table of intervals: minimum width and alignment by heading."""
 
 
-def _is_comparable(method: MethodEntry) -> bool:
-    return method.has_interval and not method.named_by_region
-
-
-def _is_matchable(method: MethodEntry) -> bool:
-    return _is_comparable(method) and method.bounded and not method.trust_region
-
-
-PEERS = [name for name, method in METHODS.items() if _is_comparable(method)]
-MATCHABLE = [name for name in PEERS if _is_matchable(METHODS[name])]
+PEERS = [name for name, method in METHODS.items() if not (method.without_bounds or method.named_by_region)]
+MATCHABLE = [name for name in PEERS if METHODS[name].bounded and not METHODS[name].trust_region]
 
 _D_HELP = f"{DIVERGENCES.names_text()}; repeatable."
 _DIVERGENCE = opt.option(
     "NAME", "kl", ["--divergence", "-d"], one_of(DIVERGENCES, several=True), help=_D_HELP
 )
-_COMPARE_HELP = f"Add {METHODS.names_text(_is_comparable)}, or module:function; separated by commas."
+_COMPARE_HELP = f"Add {METHODS.names_text(PEERS)}, or module:function; separated by commas."
 _COMPARE = opt.option("METHODS", complete=one_of(PEERS, several=True), help=_COMPARE_HELP)
-_MATCHABLE = METHODS.names_text(_is_matchable)
-_MATCH = opt.option("METHOD", help=f"Find the delta whose upper bound equals this method's: {_MATCHABLE}.")
+_MATCH_HELP = f"Find the delta whose upper bound equals this method's: {METHODS.names_text(MATCHABLE)}."
+_MATCH = opt.option("METHOD", help=_MATCH_HELP)
 
 
 @opt.documented
@@ -104,7 +96,7 @@ def bounds(
         at: The probability at which to match.
     """
     from bandpo_cli.bounds.divergences import find_divergence
-    from bandpo_cli.reports.interval_table import as_csv, as_json, band_rows, method_rows
+    from bandpo_cli.reports.intervals_by_probability import as_csv, as_json, band_rows, method_rows
 
     expected = "a radius; allowed: a finite number > 0, such as 0.05"
     deltas = opt.split_commas(delta or ["0.05"])
@@ -150,7 +142,7 @@ def bounds(
     elif wanted:
         _print_intervals(rows, max_ratio)
     if plot is not None:
-        from bandpo_cli.reports.interval_plot import plot_intervals
+        from bandpo_cli.reports.intervals_by_probability import plot_intervals
 
         plot_intervals(plot, regions, radii, peers, max_ratio, wanted)
         typer.echo(f"wrote {plot}", err=True)
@@ -224,7 +216,7 @@ def _print_matches(method: str, at: str, regions: Sequence[str], style: str) -> 
     import numpy as np
 
     from bandpo_cli.bounds.intervals import matching_delta
-    from bandpo_cli.reports.interval_table import PEERS as SETTINGS
+    from bandpo_cli.reports.intervals_by_probability import PEERS as SETTINGS
 
     if (prob := _number(at, "--at")) == 1.0:
         raise UserError("--at 1: a certain token cannot gain, whatever the radius; allowed: 0 < p < 1")

@@ -11,7 +11,7 @@ from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.rule import Rule
@@ -33,9 +33,6 @@ from bandpo_cli.datasets import DATASETS, generated_tasks
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.methods import METHODS
 from bandpo_cli.processes.watch import read_stacks
-
-if TYPE_CHECKING:
-    from bandpo_cli.storage.tables import GradedCompletion
 
 RunName = Annotated[
     str, opt.argument("RUN", complete=folder_of("run"), help="Its name in --runs-dir, or its folder.")
@@ -295,7 +292,7 @@ def samples(
     console.print(line, style="dim", highlight=False, soft_wrap=True)
 
 
-def _print_completion(console: Console, completion: GradedCompletion, prompt: str | None) -> None:
+def _print_completion(console: Console, completion: Mapping[str, Any], prompt: str | None) -> None:
     """Print a completion, below the prompt if there is one."""
     style = "green" if completion["accuracy"] == 1 else "red"
     label, problem = completion["label"], completion["problem_id"]

@@ -161,46 +161,32 @@ class WorkerPool:
         """
         missing, graded = [key for key in keys if key not in self._grades], len(self._grades)
         self._on_wait = lambda label: on_wait(len(keys) - len(missing), label)
-        try:
-            self.start()
-            more_workers_at = time.monotonic() + SPAWN_AFTER_S
-            while missing:
-                wanted = 1 if self.asynchronous else min(self._size, len(missing))
-                with self._lock:
-                    self.spawn(wanted if time.monotonic() >= more_workers_at else 1)
-                    self._poll_once()
-                if len(self._grades) - graded > len(missing) // 100:  # not for every reply: it takes time
-                    missing, graded = [key for key in missing if key not in self._grades], len(self._grades)
-        except BaseException:  # including Ctrl-C: workers that hold answers cannot be used again
-            self._terminate_all()
-            raise
-        for key in keys:
-            del self._answers[key]
-        return [self._grades.pop(key) for key in keys]
+        self.start()
+        more_workers_at = time.monotonic() + SPAWN_AFTER_S
+        while missing:
+            wanted = 1 if self.asynchronous else min(self._size, len(missing))
+            self._poll_once(wanted if time.monotonic() >= more_workers_at else 1)
+            if len(self._grades) - graded > len(missing) // 100:  # not for every reply: it takes time
+                missing, graded = [key for key in missing if key not in self._grades], len(self._grades)
+        return [*self._take(keys).values()]
 
     def poll(self, seconds: float) -> dict[int, Any]:
         """Return the results that are there, by key, after waiting at most `seconds` for the workers.
 
         For a caller that does other work meanwhile, in place of `wait`; the errors are the same.
         """
-        try:
-            with self._lock:
-                self.spawn(1 if self.asynchronous else self._size)
-                self._poll_once(seconds)
-        except BaseException:
-            self._terminate_all()
-            raise
-        results, self._grades = self._grades, {}
-        for key in results:
-            del self._answers[key]
-        return results
+        self._poll_once(1 if self.asynchronous else self._size, seconds)
+        return self._take([*self._grades])
 
     def start(self) -> None:
         """Wait until one worker has imported the function; raise the same errors as `wait`."""
         while not any(worker.ready for worker in self._workers):
-            with self._lock:
-                self.spawn()
-                self._poll_once()
+            self._poll_once(1)
+
+    def _take(self, keys: Sequence[int]) -> dict[int, Any]:
+        for key in keys:
+            del self._answers[key]
+        return {key: self._grades.pop(key) for key in keys}
 
     def spawn(self, count: int = 1) -> None:
         """Spawn workers until `count` are alive, without waiting for their imports; raise RunError after `close`."""
@@ -225,7 +211,20 @@ class WorkerPool:
     def _route(self) -> None:
         """Move pending jobs to the queues of the workers that have the state that they continue from."""
 
-    def _poll_once(self, most_seconds: float = MAX_WAIT_S) -> None:
+    def _poll_once(self, workers: int, most_seconds: float = MAX_WAIT_S) -> None:
+        """Spawn workers up to a number, and handle what happens next; after an error, no worker is left.
+
+        Workers that hold answers cannot be used again after any exception, Ctrl-C included.
+        """
+        try:
+            with self._lock:
+                self.spawn(workers)
+                self._handle_events(most_seconds)
+        except BaseException:
+            self._terminate_all()
+            raise
+
+    def _handle_events(self, most_seconds: float) -> None:
         """Assign pending answers, wait for an event, and handle all replies, exits and passed deadlines."""
         poll = select.poll()
         jobs_per_worker = self._calls if self.asynchronous else _JOBS_PER_WORKER

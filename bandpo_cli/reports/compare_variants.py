@@ -1,7 +1,7 @@
 """Metrics of a report, their means over seeds by variant, and the paired differences from the baseline.
 
-All forms of a report (HTML page, Markdown, CSV, JSON, terminal) are made from `Report` alone. One observation is one
-seed.
+All forms of a report (HTML page, Markdown, CSV, JSON, terminal) are made from `Report` alone. The fields of its classes
+are the keys of `bandpo report --format json`. One observation is one seed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ _ROUNDING = 1e-12  # relative; the order of summation changes a mean by less
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean over seeds with its 95% interval. The fields are keys of `bandpo report --format json`.
+    """A mean over seeds with its 95% interval.
 
     Attributes:
-        n: number of seeds.
-        mean: mean over the seeds.
         low, high: ends of Student's t-interval within the limits of the metric; None for a single seed, and where all
             seeds have the same value: neither shows how far the value of another seed may be.
     """
@@ -57,8 +55,6 @@ class Estimate:
 @dataclass(frozen=True)
 class PairedTest:
     """Difference between a variant and the baseline over their common seeds.
-
-    The fields are keys of `bandpo report --format json`.
 
     Attributes:
         change: variant − baseline, mean over the common seeds.
@@ -74,7 +70,7 @@ class PairedTest:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric with one value per run. The fields are keys of `bandpo report --format json`.
+    """A metric with one value per run.
 
     Attributes:
         key: column in leaderboard.csv.
@@ -83,7 +79,7 @@ class Metric:
         compared: whether variants are compared by this metric; tables then show its interval.
         pattern: format specification of a value.
         percent: whether a value is shown in percent.
-        smallest, largest: smallest and largest possible value, null for none.
+        smallest, largest: limits of the values, null for none.
     """
 
     key: str
@@ -115,11 +111,9 @@ class Metric:
 
 @dataclass(frozen=True)
 class Variant:
-    """The runs that differ only in their seed. The fields are keys of `bandpo report --format json`.
+    """The runs that differ only in their seed.
 
     Attributes:
-        name: name of the variant.
-        seeds: seeds of the runs that are included.
         steps: smallest and largest number of steps of these runs.
         settings: the settings in which the variants differ, as a user would type them.
         metrics: mean and interval over seeds by key of the metric; only the metrics for which the runs have values.
@@ -136,10 +130,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class VariantDifference:
-    """Difference between a variant and the baseline in one metric. The fields are keys of `--format json`.
+    """Difference between a variant and the baseline in one metric.
 
     Attributes:
-        variant: name of the variant.
         metric: key of the metric.
         paired: comparison over the common seeds; None without a common seed.
         p_holm: p-value adjusted over the variants compared in this metric; None without a test.
@@ -155,7 +148,7 @@ class VariantDifference:
 
 @dataclass(frozen=True)
 class Report:
-    """Results of comparing variants. The fields are keys of `bandpo report --format json`.
+    """Results of comparing variants.
 
     Attributes:
         title: what was compared, such as the name of a sweep.
@@ -164,12 +157,11 @@ class Report:
         baseline: the variant that the others are compared with; None for no comparison.
         sets: evaluation sets that all runs have. With several sets, a metric without a set's name is the plain mean.
         accuracy_level: held-out accuracy of the metric `entropy_at_accuracy`; None without this metric.
-        metrics: the metrics; the first is the accuracy, or the reward if rewards are not just 0 and 1.
+        metrics: the first is the accuracy, or the reward if rewards are not just 0 and 1.
         variants: highest value of the first metric first.
         differences: ordered by metric, then by variant.
         tuning: the variants that the settings were chosen from; None for settings that no sweep chose.
         notes: sentences about limits of the comparison.
-        excluded: excluded runs.
         files: written files by name.
     """
 

@@ -207,8 +207,7 @@ def plot_clip(records: Sequence[Record], subtitle: str) -> Figure | None:
 def plot_clip_map(folder: Path, subtitle: str) -> Figure | None:
     """Plot ratio against old probability of the tokens in the last token table of a run, clipped tokens marked.
 
-    Tables of earlier versions have no gradient weights. They are of methods with bounds, or without any clipping. No
-    plot is made if none of the tokens fits on log axes.
+    No plot is made if none of the tokens fits on log axes.
     """
     if not (tables := sorted((folder / "tokens").glob("step-*.parquet"))):
         return None

@@ -16,7 +16,8 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import groupby
+from functools import cached_property
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder
 from bandpo_cli.storage.files import replace_nonfinite, step_name, step_of, write_text
 from bandpo_cli.storage.run_folder import RunFolder, find_folder, shell_command
 from bandpo_cli.storage.tables import (
-    GradedCompletion,
     TokenValues,
     read_graded_completions,
     read_token_values,
@@ -85,7 +85,7 @@ class ViewSource:
     folder: Path
     step: int | None
     method: str
-    completions: Sequence[GradedCompletion]
+    completions: Sequence[Mapping[str, Any]]
     groups: Sequence[tuple[ProblemKey, int]]
     values: TokenValues | None
     metrics: Sequence[Mapping[str, Any]]
@@ -95,13 +95,22 @@ class ViewSource:
         """`first, step 20`, or the name of the evaluation."""
         return self.folder.name if self.step is None else f"{self.folder.name}, step {self.step}"
 
+    @cached_property
+    def starts(self) -> list[int]:
+        """The first completion of each group, and the number of completions."""
+        return [0, *accumulate(size for _, size in self.groups)]
+
+    @cached_property
+    def token_starts(self) -> NDArray[np.int64]:
+        """The first token of each completion, and the number of tokens."""
+        assert self.values is not None
+        return np.concatenate([[0], np.cumsum(self.values.lengths)])
+
     def select(self, keys: Sequence[ProblemKey]) -> ViewSource:
         """Return the first group of each of these problems, in this order."""
         places: dict[ProblemKey, range] = {}
-        start = 0
-        for key, count in self.groups:
-            places.setdefault(key, range(start, start + count))
-            start += count
+        for (key, _), span in zip(self.groups, pairwise(self.starts), strict=True):
+            places.setdefault(key, range(*span))
         chosen = [index for key in keys for index in places[key]]
         return replace(
             self,
@@ -182,7 +191,7 @@ def _read_source(folder: Path, step: int | None) -> ViewSource:
     return ViewSource(folder, step, method, completions, _groups(completions), values, metrics)
 
 
-def _groups(completions: Sequence[GradedCompletion]) -> list[tuple[ProblemKey, int]]:
+def _groups(completions: Sequence[Mapping[str, Any]]) -> list[tuple[ProblemKey, int]]:
     """Return the problem and the size of each group of consecutive completions."""
     keys = groupby((completion["label"], completion["problem_id"]) for completion in completions)
     return [(key, sum(1 for _ in members)) for key, members in keys]
@@ -216,8 +225,7 @@ def default_path(sources: Sequence[ViewSource]) -> Path:
     """Return the file of the page in the folder of the first source, such as `view/step-000020.html`."""
     first, *others = sources
     stem = "completions" if first.step is None else step_name(first.step)
-    name = "-with-".join([stem, *(source.folder.name for source in others)])
-    return first.folder / "view" / f"{name}.html"
+    return first.folder / "view" / f"{'-with-'.join([stem, *(other.folder.name for other in others)])}.html"
 
 
 def write_page(sources: Sequence[ViewSource], out: Path) -> list[Path]:
@@ -273,19 +281,16 @@ def page_data(sources: Sequence[ViewSource]) -> tuple[dict[str, Any], list[dict[
     """Return the data of a page: what its tables and headings need, and the parts with texts and values per token."""
     groups: list[dict[str, Any]] = []
     parts: list[dict[str, Any]] = []
-    starts = [0] * len(sources)  # of the next group in the completions of each source
-    bounds: list[list[int]] = []  # of the next part
+    firsts: list[int] = []  # the first group of each part
     size = _PART_TOKENS
-    for number in range(len(sources[0].groups)):
+    for number, ((label, problem), _) in enumerate(sources[0].groups):
         if size >= _PART_TOKENS:
-            bounds.append([*starts])
-            parts.append({"prompts": [], "references": [], "sides": []})
+            firsts.append(number)
+            parts.append({"prompts": [], "references": []})
             size = 0
-        (label, problem), _ = sources[0].groups[number]
-        first = sources[0].completions[starts[0]]
-        ends = [start + source.groups[number][1] for start, source in zip(starts, sources, strict=True)]
-        spans = [*map(range, starts, ends)]
+        spans = [range(*source.starts[number : number + 2]) for source in sources]
         sides = [[_completion(source, i) for i in span] for source, span in zip(sources, spans, strict=True)]
+        first = sources[0].completions[spans[0][0]]
         groups.append(
             {
                 "name": problem if problem.startswith(label) else f"{label} {problem}",
@@ -298,12 +303,8 @@ def page_data(sources: Sequence[ViewSource]) -> tuple[dict[str, Any], list[dict[
         parts[-1]["prompts"].append(first["prompt"])
         parts[-1]["references"].append(first["reference"])
         size += sum(completion["length"] for side in sides for completion in side)
-        starts = ends
-    bounds.append(starts)
-    for part, begins, ends in zip(parts, bounds, bounds[1:], strict=False):
-        part["sides"] = [
-            _part_of(source, begin, end) for source, begin, end in zip(sources, begins, ends, strict=True)
-        ]
+    for part, (begin, end) in zip(parts, pairwise([*firsts, len(groups)]), strict=True):
+        part["sides"] = [_part_of(source, source.starts[begin], source.starts[end]) for source in sources]
     index = {"groups": groups, "sources": [_about(source) for source in sources], "clip": FIXED_CLIP}
     return index, parts
 
@@ -337,31 +338,33 @@ def _about(source: ViewSource) -> dict[str, Any]:
         "curves": _curves(source.metrics),
     }
     if (values := source.values) is not None:
-        ends = np.cumsum(values.lengths)
         clipped = np.flatnonzero(values.clipped)
-        owners = np.searchsorted(ends, clipped, side="right")
-        lowest = np.zeros(len(ends))
+        owners = np.searchsorted(source.token_starts, clipped, side="right") - 1
+        lowest = np.zeros(len(values.lengths))
         np.minimum.at(lowest, owners, values.old_logprob[clipped])
         about |= {
             "texts": list(values.texts),
-            "clipped": np.bincount(owners, minlength=len(ends)).tolist(),
+            "clipped": np.bincount(owners, minlength=len(lowest)).tolist(),
             "lowest": np.round(lowest, 3).tolist(),
-            "tokens": int(ends[-1]),
+            "tokens": int(source.token_starts[-1]),
             "differences": {
-                name: {"count": len(tokens), "rows": _table(values, tokens[:MAX_LISTED])}
+                name: {"count": len(tokens), "rows": _table(source, values, tokens[:MAX_LISTED])}
                 for name, tokens in fixed_clip_differences(values).items()
             },
         }
     return about
 
 
-def _table(values: TokenValues, tokens: NDArray[Any]) -> object:
+def _table(source: ViewSource, values: TokenValues, tokens: NDArray[Any]) -> object:
     """Return a row per token: number of its completion, its number there, and the values of a table of differences."""
-    ends = np.cumsum(values.lengths)
-    owners = np.searchsorted(ends, tokens, side="right")
+    owners = np.searchsorted(source.token_starts, tokens, side="right") - 1
     names = ("text_index", "old_logprob", "ratio", "lower", "upper")
-    columns = [owners, tokens - (ends - values.lengths)[owners]]
-    columns += [*(getattr(values, name)[tokens] for name in names), values.advantage[owners]]
+    columns = [
+        owners,
+        tokens - source.token_starts[owners],
+        *(getattr(values, name)[tokens] for name in names),
+    ]
+    columns.append(values.advantage[owners])
     return replace_nonfinite([*zip(*(column.tolist() for column in columns), strict=True)])
 
 
@@ -373,18 +376,17 @@ def _curves(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         points = [(line["step"], line[key]) for line in metrics if isinstance(line.get(key), int | float)]
         stride = -(-len(points) // _MAX_POINTS) or 1
         points = points[:: -stride or None][::-1]
-        curves.append(
-            {"name": _CURVES[key], "steps": [x for x, _ in points], "values": [y for _, y in points]}
-        )
-    return [curve for curve in curves if curve["steps"]]
+        if points:
+            steps, values = zip(*points, strict=True)
+            curves.append({"name": _CURVES[key], "steps": steps, "values": values})
+    return curves
 
 
 def _part_of(source: ViewSource, begin: int, end: int) -> dict[str, Any]:
     """Return the texts, or the values per token as base64 arrays, of a range of completions."""
     if source.values is None:
         return {"texts": [completion["text"] for completion in source.completions[begin:end]]}
-    ends = np.concatenate([[0], np.cumsum(source.values.lengths)])
-    span, columns = slice(ends[begin], ends[end]), {}
+    span, columns = slice(source.token_starts[begin], source.token_starts[end]), {}
     for name in TokenValues._fields[3:]:
         values = getattr(source.values, name)[span]
         if name == "text_index" and len(source.values.texts) <= 2**16:

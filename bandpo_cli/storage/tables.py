@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict, cast, get_args, get_type_hints
+from typing import Any, NamedTuple, TypedDict, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,7 @@ from bandpo_cli.storage.files import step_name, step_of, write_atomically
 from bandpo_cli.types import MESSAGES, Group
 
 TOKEN_COLUMNS = ("old_logprob", "ratio", "lower", "upper", "advantage", "gradient_weight")
-"""The columns of `tokens/step-000100.parquet`, one row per token, float32: the data of the clip map. Files of earlier
-versions lack `gradient_weight`; it is read as NaN."""
+"""The columns of `tokens/step-000100.parquet`, one row per token, float32: the data of the clip map."""
 
 MAX_BAD_BATCHES = 3
 """Largest number of batches of skipped updates to store: the first ones show the cause, and a run may skip for days."""
@@ -54,21 +53,10 @@ class EvalRow(TypedDict):
     logprob_sum: float | None
 
 
-class GradedCompletion(TypedDict):
-    """What the tables of steps and of evaluations have in common: a completion with its verdict, to be read."""
-
-    label: str
-    """The task, the data set or the evaluation set."""
-    problem_id: str
-    prompt: str
-    reference: str
-    text: str
-    accuracy: float
-    verdict: str
-    reward: float | None
-    """None where grading failed, where no reward function applies, and in evaluations of earlier versions."""
-    length: int | None
-    finish_reason: str | None
+COMPLETION = (
+    "label", "problem_id", "prompt", "reference", "text", "accuracy", "verdict", "reward", "length", "finish_reason",
+)  # fmt: skip
+"""What the tables of steps and of evaluations have in common; the label is the task, the data or the evaluation set."""
 
 
 def encode_extra(extra: Mapping[str, object]) -> str:
@@ -161,33 +149,26 @@ def read_table(path: Path) -> Any:
         return table
 
 
-def read_graded_completions(path: Path) -> list[GradedCompletion]:
-    """Return the completions of a file of `write_sample_table` or `write_eval_table`, in their order.
+def read_graded_completions(path: Path) -> list[dict[str, Any]]:
+    """Return the `COMPLETION` columns of a file of `write_sample_table` or `write_eval_table`, in their order.
 
-    Raises:
-        UserError: the file is missing, not a regular file, or damaged.
+    The text of a conversation has all of its turns. Raises UserError for a missing or damaged file.
     """
-    names = GradedCompletion.__annotations__
     with _reading(path, "completions") as table:
-        label = "source" if "source" in table.column_names else "task"
-        rows = ({"reward": None, **row, "label": row[label], **_turns(row)} for row in table.to_pylist())
-        return [cast(GradedCompletion, {name: row[name] for name in names}) for row in rows]
+        rows = table.to_pylist()
+        for row in rows:
+            row["label"] = row["source"] if "source" in row else row["task"]
+            extra = json.loads(row.get("extra") or "{}")
+            if isinstance(extra, dict) and isinstance(messages := extra.get(MESSAGES), list):
+                row["text"] = "\n".join(map(_turn, messages))
+        return [{name: row[name] for name in COMPLETION} for row in rows]
 
 
-def _turns(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return as the text of a completion all turns of its conversation; {} for a single turn."""
-    extra = json.loads(row.get("extra") or "{}")
-    messages = extra.get(MESSAGES) if isinstance(extra, dict) else None
-    if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
-        return {}
-    lines = []
-    for message in messages:
-        calls = [
-            json.dumps(item.get("function"), ensure_ascii=False) for item in message.get("tool_calls", ())
-        ]
-        content = "\n".join(filter(None, [message.get("content"), *calls]))
-        lines.append(f"[{message.get('name') or message.get('role')}] {content}")
-    return {"text": "\n".join(lines)}
+def _turn(message: Mapping[str, Any]) -> str:
+    """Return a message of a conversation as text: its author, its content and its calls of tools."""
+    calls = [json.dumps(item.get("function"), ensure_ascii=False) for item in message.get("tool_calls", ())]
+    content = "\n".join(filter(None, [message.get("content"), *calls]))
+    return f"[{message.get('name') or message.get('role')}] {content}"
 
 
 def write_token_table(path: Path, columns: Mapping[str, Any]) -> Path:
@@ -209,9 +190,7 @@ def read_token_table(path: Path) -> dict[str, np.ndarray]:
         UserError: the file is missing, not a regular file, or damaged.
     """
     with _reading(path, "tokens") as table:
-        optional = {"gradient_weight": np.full(len(table), np.nan)}
-        present = [name for name in TOKEN_COLUMNS if name in table.column_names or name not in optional]
-        return optional | {name: table[name].to_numpy().astype(np.float64) for name in present}
+        return {name: table[name].to_numpy().astype(np.float64) for name in TOKEN_COLUMNS}
 
 
 def read_token_tables(folder: Path) -> dict[str, np.ndarray]:

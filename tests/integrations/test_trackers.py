@@ -31,8 +31,8 @@ from bandpo_cli.tracking.sender import RunSender
 from bandpo_cli.tracking.trackers import Point, finite_metrics, read_places
 from tests.cli.train_runs import SMALL
 from tests.integrations.wandb_server import WandbServer
+from tests.processes.checks import wait_for
 from tests.storage.conftest import run
-from tests.sweeps.test_pool import wait_for
 from tests.tracking.tracked import RunInfo, RunResult, TrackingConfig, client_of, report
 
 __all__ = ["run"]

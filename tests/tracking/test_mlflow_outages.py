@@ -24,7 +24,7 @@ from bandpo_cli.tracking import outages
 from bandpo_cli.tracking.mlflow_store import Store, tracking_store
 from bandpo_cli.tracking.sender import RunSender
 from bandpo_cli.tracking.trackers import finite_metrics
-from tests.sweeps.test_pool import wait_for
+from tests.processes.checks import wait_for
 from tests.tracking.tracked import check_complete, end_tracker, report, start_tracker, track, write_settings
 
 pytestmark = pytest.mark.slow

@@ -16,7 +16,7 @@ from bandpo_cli.tracking import outages
 from bandpo_cli.tracking.outages import TrackerCallback
 from bandpo_cli.tracking.sender import RunSender
 from bandpo_cli.tracking.trackers import TrackedRun, finite_metrics, tracker_class
-from tests.sweeps.test_pool import wait_for
+from tests.processes.checks import wait_for
 from tests.tracking.tracked import RunInfo, RunResult, report
 
 JOURNAL = """
