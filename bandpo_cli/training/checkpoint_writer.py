@@ -33,9 +33,8 @@ from xxhash import xxh3_64
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, SignalExit, first_line
-from bandpo_cli.models.load import Policy
-from bandpo_cli.models.sharding import local_tensor
-from bandpo_cli.models.weights import ShardError, save_policy, weights_to_save, write_shards
+from bandpo_cli.models.load import Policy, save_policy
+from bandpo_cli.models.weights import ShardError, local_tensor, weights_to_save, write_shards
 from bandpo_cli.processes.ranks import Ranks
 from bandpo_cli.processes.watch import Wait
 from bandpo_cli.storage.checkpoints import (

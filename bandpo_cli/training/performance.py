@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.models.packing import Packing
-from bandpo_cli.models.sharding import forward_dtype
+from bandpo_cli.models.weights import forward_dtype
 from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count, silent_ranks
 from bandpo_cli.processes.watch import Wait
 

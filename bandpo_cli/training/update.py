@@ -22,7 +22,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.models.sharding import local_tensor
+from bandpo_cli.models.weights import local_tensor
 from bandpo_cli.objective.policy_objective import policy_objective
 from bandpo_cli.storage.tables import BAD_BATCHES, MAX_BAD_BATCHES, write_bad_batch
 from bandpo_cli.training.experience import Experience

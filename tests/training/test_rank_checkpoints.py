@@ -19,10 +19,10 @@ from xxhash import xxh3_64_hexdigest
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import LoraSettings, ModelConfig, OptimConfig
 from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.models import sharding
+from bandpo_cli.models import weights
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.models.lora import add_adapters
-from bandpo_cli.models.sharding import full_tensor, local_tensor, shard
+from bandpo_cli.models.weights import full_tensor, local_tensor, shard
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.storage.checkpoints import complete_checkpoints, remove_checkpoints_after
 from bandpo_cli.storage.run_folder import RunFolder
@@ -318,9 +318,9 @@ def split_by_hand(folder: Path, parts: int) -> None:
 
 def test_a_rank_writes_its_shards_in_files_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks have half of each tensor: 40, 40, 40, 200 and 4 bytes; a tensor is not split."""
-    monkeypatch.setattr(sharding, "FILE_BYTES", 100)
+    monkeypatch.setattr(weights, "FILE_BYTES", 100)
     tensors = {name: torch.zeros(size) for name, size in zip("abcde", (20, 20, 20, 100, 2), strict=True)}
-    numbers = sharding._file_numbers(tensors, Ranks(1, 2))
+    numbers = weights._file_numbers(tensors, Ranks(1, 2))
     assert numbers == {"a": 1, "b": 1, "c": 2, "d": 3, "e": 4}
 
 
