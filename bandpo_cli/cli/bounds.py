@@ -21,7 +21,7 @@ from bandpo_cli.cli.console import make_table
 from bandpo_cli.cli.options import one_of
 from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.errors import UserError
-from bandpo_cli.methods import METHODS, MethodEntry, method_name
+from bandpo_cli.methods import METHODS, method_name
 from bandpo_cli.paths import read_text
 from bandpo_cli.registries import DIVERGENCES
 
@@ -44,25 +44,17 @@ _COLUMNS: Mapping[str, tuple[int, JustifyMethod]] = {
 """The columns of the table of intervals: minimum width and alignment by heading."""
 
 
-def _is_comparable(method: MethodEntry) -> bool:
-    return method.has_interval and not method.named_by_region
-
-
-def _is_matchable(method: MethodEntry) -> bool:
-    return _is_comparable(method) and method.bounded and not method.trust_region
-
-
-PEERS = [name for name, method in METHODS.items() if _is_comparable(method)]
-MATCHABLE = [name for name in PEERS if _is_matchable(METHODS[name])]
+PEERS = [name for name, method in METHODS.items() if not (method.without_bounds or method.named_by_region)]
+MATCHABLE = [name for name in PEERS if METHODS[name].bounded and not METHODS[name].trust_region]
 
 _D_HELP = f"{DIVERGENCES.names_text()}; repeatable."
 _DIVERGENCE = opt.option(
     "NAME", "kl", ["--divergence", "-d"], one_of(DIVERGENCES, several=True), help=_D_HELP
 )
-_COMPARE_HELP = f"Add {METHODS.names_text(_is_comparable)}, or module:function; separated by commas."
+_COMPARE_HELP = f"Add {METHODS.names_text(PEERS)}, or module:function; separated by commas."
 _COMPARE = opt.option("METHODS", complete=one_of(PEERS, several=True), help=_COMPARE_HELP)
-_MATCHABLE = METHODS.names_text(_is_matchable)
-_MATCH = opt.option("METHOD", help=f"Find the delta whose upper bound equals this method's: {_MATCHABLE}.")
+_MATCH_HELP = f"Find the delta whose upper bound equals this method's: {METHODS.names_text(MATCHABLE)}."
+_MATCH = opt.option("METHOD", help=_MATCH_HELP)
 
 
 @opt.documented

@@ -232,6 +232,7 @@ TASK_VALUES: dict[str, Any] = {"callback": print_members, "complete": complete_t
 """Arguments of `option` for `--task`."""
 
 # fmt: off
+_REGION_METHODS = METHODS.names_text([name for name, method in METHODS.items() if method.trust_region])
 _SAMPLER = Flag("--sampler", "sampling.engine", str, f"{ENGINES.names_text()}.", "auto", "ENGINE",
                 names=["auto", *ENGINES])
 _GRADER = Flag("--grader", "task.grader", str, f"Grader: {GRADERS.names_text()}.", "the grader of the data set", "NAME",
@@ -245,7 +246,7 @@ SETTINGS = (
     Flag("--method", "bounds.method", str, f"Policy loss: {METHODS.names_text()}; grpo and ppo mean clip.", "band",
          "METHOD", names=METHODS, sweep="several values"),
     Flag("--divergence", "bounds.divergence", str,
-         f"Trust region of {METHODS.names_text(lambda method: method.trust_region)}: {DIVERGENCES.names_text()}.", "kl",
+         f"Trust region of {_REGION_METHODS}: {DIVERGENCES.names_text()}.", "kl",
          "DIVERGENCE", names=DIVERGENCES, sweep="several values"),
     Flag("--delta", "bounds.delta", float, "Radius of the trust region.", "0.05", "RADIUS", sweep="several values"),
     Flag("--model", "model.path", str,

@@ -18,22 +18,17 @@ of adapters and variants of LoRA are refused.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import LoraSettings
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.models.sharding import forward_dtype, full_tensor, sharded_like
-from bandpo_cli.paths import ADAPTER_CONFIG
 from bandpo_cli.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -143,15 +138,6 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield f"{PREFIX}{name}{END_B}", layer.lora_B[ADAPTER_NAME].weight
 
 
-def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and complete tensor of the adapters, in the dtype of forward passes; names as in a file of peft.
-
-    All ranks must iterate together. The tensors of a model that is not sharded are those in use.
-    """
-    for name, parameter in adapter_parameters(model):
-        yield name, full_tensor(parameter.detach().to(forward_dtype(model)))
-
-
 @contextmanager
 def adapters_disabled(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Yield the model, which computes with its own weights within the block: passes without gradient only."""
@@ -191,30 +177,3 @@ def merged_weight(name: str, weight: Tensor, a: Tensor, b: Tensor, scaling: floa
     bits += torch.randint(2**16, bits.shape, dtype=torch.int32, device=weight.device, generator=generator)
     bits &= -(2**16)
     return total.to(weight.dtype)
-
-
-def save_adapter(model: PreTrainedModel, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write the adapters in the format of peft: `PeftModel.from_pretrained(base, folder)` loads them.
-
-    Args:
-        weights: what `adapter_weights` returns, or a copy; None to take the tensors in use.
-    """
-    tensors = {name: tensor.contiguous() for name, tensor in dict(weights or adapter_weights(model)).items()}
-    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    config = model.peft_config[ADAPTER_NAME].to_dict() | {"inference_mode": True}
-    # peft would write its sets in an order that changes from process to process.
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n", "utf-8")
-
-
-def load_adapter(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into the adapters of the model, in place. Raise ValueError if they belong to other adapters."""
-    parameters = dict(adapter_parameters(model))
-    if parameters.keys() != tensors.keys():
-        other = min(parameters.keys() ^ tensors.keys())
-        raise ValueError(f"the adapters belong to other layers ({other} among them)")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if parameter.shape != tensors[name].shape:
-                raise ValueError(f"the adapters have another rank ({name})")
-            parameter.copy_(sharded_like(parameter, tensors[name]))
