@@ -33,10 +33,9 @@ from bandpo_cli.sweeps.scheduler import (
 )
 from bandpo_cli.sweeps.sweep_plan import SweepPlan, plan_from_config
 from bandpo_cli.tracking.mlflow_store import MLFLOW, Store, tracking_store, ui_text
-from bandpo_cli.tracking.names import finite_metrics
 from bandpo_cli.tracking.outages import short_error
 from bandpo_cli.tracking.sender import RunSender
-from bandpo_cli.tracking.trackers import Point
+from bandpo_cli.tracking.trackers import Point, finite_metrics
 
 if TYPE_CHECKING:
     from bandpo_cli.reports.compare_variants import Report

@@ -30,7 +30,7 @@ from bandpo_cli.storage.sweep_folder import SweepFolder
 from bandpo_cli.sweeps.scheduler import train_command
 from bandpo_cli.sweeps.sweep_plan import plan_from_config, plan_sweep
 from bandpo_cli.sweeps.sweep_run import Executor, dry_run_info
-from bandpo_cli.tracking.state import Place, write_place
+from bandpo_cli.tracking.trackers import Place, write_place
 
 SETTINGS: dict[str, Any] = {
     "seed": 3,
