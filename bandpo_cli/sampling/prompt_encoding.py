@@ -322,16 +322,6 @@ def check_context_length(model: PreTrainedConfig, config: RunConfig) -> None:
         )
 
 
-def drop_long_prompts_in_sets(
-    encoder: PromptEncoder, sets: Mapping[str, Sequence[Problem]], config: RunConfig, notes: list[str]
-) -> dict[str, Sequence[Problem]]:
-    """Return the first `evaluation.problems` of each set by name, as `drop_long_prompts` returns them."""
-    first = {label: problems[: config.evaluation.problems] for label, problems in sets.items()}
-    return {
-        label: drop_long_prompts(encoder, label, problems, config, notes) for label, problems in first.items()
-    }
-
-
 def drop_long_prompts(
     encoder: PromptEncoder, label: str, problems: Sequence[Problem], config: RunConfig, notes: list[str]
 ) -> Sequence[Problem]:
