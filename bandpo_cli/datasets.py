@@ -13,14 +13,12 @@ class Dataset(Entry):
 
     Attributes:
         hub_id: its id on the Hugging Face hub, or a local folder in the layout of the hub.
-        question: the field that holds the question.
-        answer: the field that holds the reference answer, or a worked solution that ends in it.
+        question, answer, level: the fields with the question, the reference answer or a worked solution that ends in
+            it, and the difficulty.
         subset: its subset (configuration); None for the only one.
-        train_split: the split to train on; None for a set that is made for evaluation only.
-        eval_split: the split to evaluate on; None where the set has none.
+        train_split, eval_split: the splits to train and evaluate on; None where the set has none.
         evaluation: the data sets that a run trained on this one is evaluated on by default, and that stand for a set
             without an evaluation split in `eval --task`.
-        level: the field that holds the difficulty of a problem.
         grader: the default grader of its answers.
     """
 
@@ -83,13 +81,12 @@ class TaskEntry(Entry):
     Attributes:
         settings: a subclass of `config.task.TaskSettings`.
         build: a function from these settings to a `tasks.base.Task`.
-        defaults: a mapping of settings by section that replace the general defaults for this task, where the user sets
-            nothing; None for the general ones.
-        bundled_model: the model of the package that was made for this task, the default for it; None for none.
-        bundled_defaults: `defaults` for the bundled model; None for the general ones.
-        members: a function that returns a description of each member of the task, by name. `--task TASK:MEMBER` selects
-            members, the setting `names`; None for a task that is one set of problems.
-        package, install: the optional package that the task needs, and how to install it; None for none.
+        defaults: a mapping of settings by section that replace the general defaults for this task; None for none.
+        bundled_model: the model of the package that was made for this task, its default; None for none.
+        bundled_defaults: `defaults` for the bundled model.
+        members: a function that returns a description of each member of the task, by name; `--task TASK:MEMBER`, the
+            setting `names`, selects members. None for a task that is one set of problems.
+        package, install: the optional package that the task needs, and how to install it.
     """
 
     settings: str
@@ -102,7 +99,7 @@ class TaskEntry(Entry):
     install: str = ""
 
 DATA_TASK = "data"
-"""The task whose problems come from data sets and files. The name of a data set, as a task, stands for it."""
+"""The task of data sets and files. The name of a data set, as a task, stands for it."""
 
 _CONFIG = "bandpo_cli.config.task"
 

@@ -10,7 +10,7 @@ A program that uses the package as a library registers its own entries before it
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -63,10 +63,10 @@ class Registry(dict[str, E]):
             raise KeyError(name)
         return self._custom_entry(name)
 
-    def names_text(self, where: Callable[[E], bool] | None = None) -> str:
-        """Return the names, or those for whose entries `where` is true, for a help text: "band, clip or none"."""
-        names = [name for name, entry in self.items() if where is None or where(entry)]
-        if self._or_custom and where is None:
+    def names_text(self, some: Sequence[str] = ()) -> str:
+        """Return `some` of the names, or all that are accepted, for a help text: "band, clip or none"."""
+        names = [*(some or self)]
+        if self._or_custom and not some:
             return ", ".join(names) + self._or_custom
         return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 

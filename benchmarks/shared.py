@@ -54,8 +54,7 @@ def save_random_model(folder: Path, *shape: int) -> None:
     from dataclasses import replace
 
     from bandpo_cli.config.run import ModelConfig
-    from bandpo_cli.models.load import load_policy
-    from bandpo_cli.models.weights import save_policy
+    from bandpo_cli.models.load import load_policy, save_policy
 
     bundled = load_policy(ModelConfig())
     model = random_qwen2(*shape, eos_token_id=bundled.stop_ids[0], pad_token_id=bundled.pad_id)

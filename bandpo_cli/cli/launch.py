@@ -1,8 +1,8 @@
 """`--nproc`: start the ranks on this machine, forward signals to them, report the first error; output of a rank.
 
-The ranks have the environment of `torchrun --nproc-per-node N`. torchrun's agent around them is not used: it has one
-timeout (torch 2.13: 30 s) for ranks that complete their step after a signal, which may take longer, and for ranks that
-wait for a dead one, which are to end in seconds; and it does not tell a second signal from the first.
+The ranks have the environment of `torchrun --nproc-per-node N`. torchrun's agent is not used: it has one timeout (torch
+2.13: 30 s) for ranks that complete their step after a signal, which may take longer, and for ranks that wait for a dead
+one, which are to end in seconds; and it does not tell a second signal from the first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,7 +41,6 @@ from bandpo_cli.processes.ranks import (
     check_gpu_count,
     is_main_process,
     launched_ranks,
-    rank_count,
 )
 from bandpo_cli.processes.watch import ChildProcess
 
@@ -92,30 +91,31 @@ def prints_errors() -> bool:
 
 
 class RankWarnings(logging.Handler):
-    """Reports the warnings of a rank, each text once."""
+    """Reports the warnings of a rank, each text once: to the launcher, or with torchrun on the terminal.
+
+    With torchrun, rank 0 prints its own.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
         """Report one warning."""
-        _report_warning(one_line(redact_credentials(record.getMessage())))
+        self._report(one_line(redact_credentials(record.getMessage())))
 
-
-@cache
-def _report_warning(line: str) -> None:
-    """Write a warning to a file for the launcher; with torchrun, print it unless rank 0 does, which has a console."""
-    with suppress(OSError):
-        if launched_ranks() is not None:
-            with open(f"{os.environ[ERROR_FILE_VARIABLE]}.warnings", "a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
-        elif not is_main_process():
-            os.write(2, f"warning: rank {os.environ['RANK']}: {line}\n".encode())
+    @cache  # noqa: B019 - there is one handler
+    def _report(self, line: str) -> None:
+        with suppress(OSError):
+            if launched_ranks() is not None:
+                with open(f"{os.environ[ERROR_FILE_VARIABLE]}.warnings", "a", encoding="utf-8") as file:
+                    file.write(f"{line}\n")
+            elif not is_main_process():
+                os.write(2, f"warning: rank {os.environ['RANK']}: {line}\n".encode())
 
 
 def silence_other_ranks() -> None:
-    """Discard what this process prints if it is a rank other than 0: all standard output, and what Python writes to
-    standard error. Its warnings (`RankWarnings`) and crashes in native code are still reported.
+    """Discard standard output, and what Python writes to standard error, in ranks other than 0.
+
+    Their warnings (`RankWarnings`) and crashes in native code are still reported.
     """
-    if rank_count() > 1:
-        logging.getLogger("bandpo_cli").addHandler(RankWarnings(logging.WARNING))
+    logging.getLogger("bandpo_cli").addHandler(RankWarnings(logging.WARNING))
     if is_main_process():
         return
     null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - stays open for the life of the process
@@ -128,20 +128,14 @@ def record_error(error: BaseException, code: int, traceback: str = "") -> None:
     path = os.environ.get(ERROR_FILE_VARIABLE)
     if not path:
         return
-    record = {
-        "message": str(error),
-        "code": code,
-        "traceback": traceback,
-        "lost_rank": isinstance(error, LostRankError),
-        "time_ns": time.time_ns(),
-        "received": is_received(error),
-    }
+    text, now = str(error), time.time_ns()
+    record = RankError(text, code, traceback, isinstance(error, LostRankError), now, is_received(error))
     # The form that torchrun reads: it prints `py_callstack`.
-    extra = {"py_callstack": traceback or str(error), "timestamp": str(time.time_ns() // 10**9)}
-    message = {"message": str(error), "errorCode": code, "extraInfo": extra}
+    extra = {"py_callstack": traceback or text, "timestamp": str(now // 10**9)}
+    content = {"message": {"message": text, "errorCode": code, "extraInfo": extra}, "rank": asdict(record)}
     temporary = Path(f"{path}.tmp")
     with suppress(OSError):  # the error itself is more important; the exit code reports that there was one
-        temporary.write_text(json.dumps({"message": message, "rank": record}), encoding="utf-8")
+        temporary.write_text(json.dumps(content), encoding="utf-8")
         temporary.replace(path)  # the launcher finds it complete or not at all
 
 
@@ -157,41 +151,20 @@ class RankProcess(ChildProcess):
     """The process of a rank, with the file for its error.
 
     Attributes:
-        rank: its number.
+        rank: its number; rank 0 alone prints.
         killed: the launcher has killed it.
         error_file: exists when the rank has failed or is about to.
-        error: the error that it has recorded, after `end`; None if there is none.
+        error: the error in this file, after the end of all ranks; None if there is none.
     """
 
     error: RankError | None = None
+    killed = False
 
-    def __init__(
-        self, rank: int, arguments: Sequence[str], variables: Mapping[str, str], folder: Path
-    ) -> None:
-        """Start the process; rank 0 alone prints."""
-        self.rank, self.killed = rank, False
-        self.error_file = folder / f"error-{rank}.json"
+    def __init__(self, rank: int, command: Sequence[str], variables: Mapping[str, str], folder: Path) -> None:
+        self.rank, self.error_file = rank, folder / f"error-{rank}.json"
         variables = {**os.environ, **variables, ERROR_FILE_VARIABLE: str(self.error_file)}
         output = dict.fromkeys(("stdout", "stderr"), None if rank == 0 else subprocess.DEVNULL)
-        super().__init__([sys.executable, *arguments], variables, may_leave=True, **output)
-
-    def end(self) -> None:
-        """Kill the rank if it is running, and read its error."""
-        self.kill()
-        self.error = read_error(self.error_file)
-
-
-def ranks_to_start(nproc: int | None) -> int | None:
-    """Return how many ranks `--nproc` asks this process to start; None where it trains itself, also as a rank.
-
-    Raises:
-        UserError: torchrun has started another number.
-    """
-    if launched_ranks() is not None or nproc is None:
-        return None
-    if rank_count() not in (1, nproc):
-        raise UserError(f"--nproc {nproc}: torchrun has started {rank_count()} ranks; leave out --nproc")
-    return nproc if nproc > rank_count() else None
+        super().__init__(command, variables, may_leave=True, **output)
 
 
 def launch(
@@ -204,10 +177,9 @@ def launch(
 ) -> int:
     """Run this command in `count` processes, and return the exit code of the run.
 
-    SIGINT, SIGTERM and SIGHUP are forwarded. Rank 0 receives the first one, since the ranks ask each other at every
-    step whether to stop. The second one of its kind drops the step: rank 0 receives it too, and the others, which have
-    nothing to write, are killed, because rank 0 may be waiting for them. The ranks receive other signals than this
-    process: a cluster sends SIGTERM to all processes of a job, which asks for one thing.
+    SIGINT, SIGTERM and SIGHUP are forwarded, as `FORWARDED`. Rank 0 receives the first one, since the ranks ask each
+    other at every step whether to stop. The second one of its kind drops the step: rank 0 receives it too, and the
+    others, which have nothing to write, are killed, because rank 0 may be waiting for them.
 
     Args:
         config: the settings; the device of the model decides whether each rank needs a GPU.
@@ -256,11 +228,12 @@ def launch(
             for number in range(count):
                 variables = rank_variables(number, count, store.port, folder.name, os.environ)
                 words = arguments or ["-m", "bandpo_cli", *sys.argv[1:]]
-                ranks.append(RankProcess(number, words, variables, Path(errors)))
+                ranks.append(RankProcess(number, [sys.executable, *words], variables, Path(errors)))
             _watch(ranks, warnings)
         finally:
             for rank in ranks:
-                rank.end()
+                rank.kill()
+                rank.error = read_error(rank.error_file)
             _print_warnings(ranks, warnings, 0.0)
     if path_exists(folder / {"train": "config.yaml", "eval": "eval.json"}[command]):
         advice = f"continue with: {shell_command(f'{command} --resume', folder, runs_dir)} --nproc {count}"

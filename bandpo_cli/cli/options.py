@@ -18,7 +18,7 @@ from bandpo_cli.datasets import DATASETS, TASKS, TEMPLATES, generated_tasks, spl
 from bandpo_cli.errors import UserError, unknown_choice
 from bandpo_cli.methods import METHODS
 from bandpo_cli.paths import folders_containing
-from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS, TRACKERS, Entry, load_attribute
+from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS, TRACKERS, load_attribute
 
 RUNS = Path("runs")
 
@@ -38,11 +38,12 @@ def one_of(names: Iterable[str], several: bool = False) -> Completer:
     Args:
         several: the option takes several names, separated by commas; the last one is completed.
     """
+    entries = names if isinstance(names, Mapping) else dict.fromkeys(names)
 
     def complete(incomplete: str) -> Candidates:
         before, comma, _ = incomplete.rpartition(",") if several else ("", "", "")
-        given = before.split(",")
-        return [(f"{before}{comma}{name}", text) for name, text in _described(names) if name not in given]
+        left = [name for name in entries if name not in before.split(",")]
+        return [(f"{before}{comma}{name}", getattr(entries[name], "summary", "")) for name in left]
 
     return complete
 
@@ -52,7 +53,7 @@ def complete_task(incomplete: str) -> Candidates:
     tasks = [
         (f"{name}:list" if TASKS[name].members else name, TASKS[name].summary) for name in generated_tasks()
     ]
-    return [*tasks, *_described(DATASETS)]
+    return [*tasks, *one_of(DATASETS)("")]
 
 
 def complete_config(incomplete: str) -> Candidates:
@@ -90,12 +91,6 @@ def folder_of(*kinds: str) -> Callable[[typer.Context, str], Candidates]:
         return sorted(names)
 
     return complete
-
-
-def _described(names: Iterable[str]) -> Candidates:
-    """Return the names, with their summaries where `names` is a registry."""
-    entries = names if isinstance(names, Mapping) else {}
-    return [(name, entry.summary if isinstance(entry := entries.get(name), Entry) else "") for name in names]
 
 
 def option(
@@ -232,6 +227,7 @@ TASK_VALUES: dict[str, Any] = {"callback": print_members, "complete": complete_t
 """Arguments of `option` for `--task`."""
 
 # fmt: off
+_REGION_METHODS = METHODS.names_text([name for name, method in METHODS.items() if method.trust_region])
 _SAMPLER = Flag("--sampler", "sampling.engine", str, f"{ENGINES.names_text()}.", "auto", "ENGINE",
                 names=["auto", *ENGINES])
 _GRADER = Flag("--grader", "task.grader", str, f"Grader: {GRADERS.names_text()}.", "the grader of the data set", "NAME",
@@ -245,7 +241,7 @@ SETTINGS = (
     Flag("--method", "bounds.method", str, f"Policy loss: {METHODS.names_text()}; grpo and ppo mean clip.", "band",
          "METHOD", names=METHODS, sweep="several values"),
     Flag("--divergence", "bounds.divergence", str,
-         f"Trust region of {METHODS.names_text(lambda method: method.trust_region)}: {DIVERGENCES.names_text()}.", "kl",
+         f"Trust region of {_REGION_METHODS}: {DIVERGENCES.names_text()}.", "kl",
          "DIVERGENCE", names=DIVERGENCES, sweep="several values"),
     Flag("--delta", "bounds.delta", float, "Radius of the trust region.", "0.05", "RADIUS", sweep="several values"),
     Flag("--model", "model.path", str,

@@ -19,9 +19,8 @@ STOPPED = "stopped"
 """Printed where a signal ends the program at once."""
 
 FORWARDED: Mapping[int, int] = {signal.SIGUSR2: signal.SIGINT, signal.SIGVTALRM: signal.SIGTERM}
-"""The signals that the ranks of `--nproc` receive from their parent process, and what the parent has received. The
-ranks ignore SIGINT and SIGTERM themselves: a cluster sends them to the parent too, which is responsible for both.
-SIGUSR1 prints stacks."""
+"""The signals that the ranks of `--nproc` receive from their parent process, and what the parent has received. A
+cluster sends SIGTERM to all processes of a job, so the ranks ignore SIGINT and SIGTERM. SIGUSR1 prints stacks."""
 
 
 def stop_signals() -> list[int]:
@@ -49,14 +48,12 @@ class StopSignals(CallbackBase):
     its runs SIGINT, which together ask for one thing. A repeated SIGHUP is ignored: a closed terminal sends several.
     Outside the main thread, where Python allows no handlers, nothing is installed.
 
-    A rank of `--nproc` listens to its parent process alone, see `FORWARDED`; both signals of a kind may arrive while it
-    waits in native code for another rank, see `_count_arrivals`. torchrun sends SIGTERM to the other ranks when one has
-    ended; from `phase("close")` on it is ignored there, so that the summary of the run is written.
+    A rank of `--nproc` listens to its parent process alone (`FORWARDED`). torchrun sends SIGTERM to the other ranks
+    when one has ended; from `phase("close")` on it is ignored there, so that the summary of the run is written.
 
     Attributes:
         on_every_rank: ranks other than 0 have these handlers too.
-        silent: write nothing to the terminal, because a live display shows the request. Lines that do not come from the
-            display move its lines.
+        silent: write nothing to the terminal, because a live display shows the request.
     """
 
     on_every_rank = True
@@ -164,41 +161,37 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def handle_forwarded_signals() -> None:
-    """Let the signals of `FORWARDED` end this rank as SIGINT and SIGTERM end a program without handlers.
-
-    SIGTERM is sent on to the handler of `exit_on_sigterm`, if it is installed.
-    """
+    """Let the signals of `FORWARDED` end this rank as SIGINT and SIGTERM end a program without handlers."""
     signal.signal(signal.SIGUSR2, signal.default_int_handler)
     signal.signal(signal.SIGVTALRM, lambda number, frame: os.kill(os.getpid(), signal.SIGTERM))
 
 
 @contextmanager
 def exit_on_sigterm(announce: bool = False) -> Iterator[None]:
-    """Let the first SIGTERM or SIGHUP raise `SignalExit` inside the block, ignore later ones, and let Ctrl-C raise
-    KeyboardInterrupt.
+    """Let the first SIGTERM or SIGHUP raise `SignalExit` inside the block, and Ctrl-C KeyboardInterrupt.
 
-    The block can then end what it has started. Nothing is installed outside the main thread, and on a rank other than
-    0, which may be waiting for another one in native code, where only the system's own handler ends it.
+    Later SIGTERM and SIGHUP are ignored, so that the block can end what it has started. Nothing is installed outside
+    the main thread, and on a rank other than 0: it may be waiting for another one in native code, where only the
+    system's own handler ends it.
 
     Args:
         announce: write the line `stopped` at the first signal. Without it, the block reports what it has ended.
     """
+    if threading.current_thread() is not threading.main_thread() or not is_main_process():
+        yield
+        return
+    lines = [STOPPED] if announce else []
+    ending = stop_signals()[1:]
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal announce
-        if announce:
-            announce = False
-            write_line(STOPPED)
+        if lines:
+            write_line(lines.pop())
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         for other in ending:
             signal.signal(other, signal.SIG_IGN)
         raise SignalExit(number)
 
-    if threading.current_thread() is not threading.main_thread() or not is_main_process():
-        yield
-        return
-    ending = stop_signals()[1:]
     interrupt = [] if signal.getsignal(signal.SIGINT) == signal.SIG_IGN else [signal.SIGINT]
     with signal_handlers(dict.fromkeys([*ending, *interrupt], handle)):
         yield

@@ -189,8 +189,7 @@ def _write_merged(run: RunFolder | None, adapter: Path, folder: Path) -> None:
     """Load the base model with its adapter on the CPU and write it to `folder`, in the dtype of the run."""
     trained = resolve([] if run is None else [read_layer(run.path / "config.yaml")])
     with out_of_memory_errors(trained, training=False):
-        from bandpo_cli.models.load import load_policy, read_config
-        from bandpo_cli.models.weights import save_policy
+        from bandpo_cli.models.load import load_policy, read_config, save_policy
 
         on_cpu = {"revision": None, "device": "cpu", "attention": "auto", "lora": None}
         settings = trained.model.model_copy(update={"path": str(adapter), **on_cpu})

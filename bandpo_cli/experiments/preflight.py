@@ -104,7 +104,7 @@ def check_config(config: RunConfig) -> tuple[RunConfig, Task]:
         from bandpo_cli.objective.custom_methods import check_method
 
         config = config.model_copy(update={"bounds": check_method(config.bounds, config.objective)})
-    elif METHODS[config.bounds.method].has_interval:
+    elif not METHODS[config.bounds.method].without_bounds:
         config.bounds.ratio_bounds()(np.zeros(1))  # raises for a custom divergence that cannot be used
     if config.objective.advantages not in ADVANTAGES:
         from bandpo_cli.objective.advantages import check_estimator

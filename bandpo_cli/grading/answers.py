@@ -124,10 +124,9 @@ def _box_content(text: str, start: int) -> str | None:
 
 
 def grade_number(problem: Problem, text: str) -> Grade:
-    """Compare the final answer of a completion with the reference as exact numbers.
+    """Compare the final answer, or the right-hand side of an equation in it, with the reference as exact numbers.
 
-    The verdict is `malformed` if the final answer is not a plain number. Of an equation ("3 * 6 = 18") the right-hand
-    side is compared. Raise ValueError if the reference is not a plain number.
+    Another answer than a plain number is malformed. Raise ValueError if the reference is not a plain number.
     """
     gold = read_plain_number(reference_of(problem))
     if gold is None:
@@ -155,11 +154,7 @@ def grade_math(problem: Problem, text: str) -> Grade | tuple[str, str]:
 
 
 def grade_environment(problem: Problem, text: str) -> Grade:
-    """Return the reward of the environment as a grade; the answer is correct from a reward of 1 on.
-
-    Raises:
-        KeyError, ValueError: the problem has no such reward, or the environment has failed.
-    """
+    """Return the reward of the environment as a grade, correct from 1 on; raise KeyError or ValueError without one."""
     reward = problem.extra[ENVIRONMENT_REWARD]
     if not isinstance(reward, float):
         raise ValueError(reward)
@@ -167,10 +162,7 @@ def grade_environment(problem: Problem, text: str) -> Grade:
 
 
 def grade_tagged(problem: Problem, text: str) -> Grade | tuple[str, str, str, str]:
-    """Return the arguments of `reasoning_gym.score` for a completion, or `malformed` if it has no answer to score.
-
-    Raise KeyError if the problem was not made by the task reasoning-gym.
-    """
+    """Return the arguments of `gym_scores.score`, or `malformed` without an answer."""
     name, options, entry = (str(problem.extra[field]) for field in ("generator", "options", "entry"))
     answer = tagged_answer(text)
     return MALFORMED if answer is None else (name, options, entry, answer)
@@ -179,8 +171,7 @@ def grade_tagged(problem: Problem, text: str) -> Grade | tuple[str, str, str, st
 def without_remark(answer: str) -> str:
     """Remove a remark after a plain number: "18 because 9 * 2 = 18", "18 dollars (nine eggs at $2 each)".
 
-    A remark begins with "because" or "since", or is a phrase in parentheses at the end. The value
-    before the remark counts, so that an equation in a remark is not taken for the answer.
+    A remark begins with "because" or "since", or is a phrase in parentheses at the end.
     """
     remark = _REMARK.search(answer)
     if remark is None:
@@ -216,11 +207,10 @@ def canonical_text(answer: str) -> str:
 
 
 def tagged_answer(text: str) -> str | None:
-    """Return the content of the last <answer>...</answer> pair without surrounding space.
+    """Return the content of the last <answer>...</answer> pair; None if there is none, or a longer one than the limit.
 
     The pairs are those of `reasoning_gym.utils.extract_answer`: from left to right, an opening tag and the first
     closing tag after it. Its regular expression takes quadratic time for many opening tags, this function linear time.
-    Return None if there is no pair, and for an answer of more than `MAX_TAGGED_CHARS` characters.
     """
     *beginnings, _ = text.split("</answer>")
     for beginning in reversed(beginnings):
@@ -232,20 +222,14 @@ def tagged_answer(text: str) -> str | None:
 
 
 def voted_answer(text: str, grader: str) -> str | None:
-    r"""Return the final answer of a completion in canonical form, for majority votes.
+    r"""Return the final answer of a completion in canonical form, for majority votes; None if it has no short answer.
 
     Plain numbers vote by value (0.50 votes with 1/2; 50% does not vote with 0.5, because either value may be meant).
-    Other answers vote by their text without LaTeX commands that only change the appearance. Expressions that are equal
-    in value alone (2\sqrt{2} and \sqrt{8}) are different votes. For the grader `number`, an answer that is not a plain
-    number does not vote, and the right-hand side of an equation votes. For `countdown`, the complete text votes,
-    without its spaces.
+    Other answers vote by their text without LaTeX commands that only change the appearance: 2\sqrt{2} and \sqrt{8} are
+    different votes. A custom grader votes like `math`.
 
     Equal votes get equal grades, with two exceptions. Votes ignore units: 5 cm votes with 5 km. A decimal may stand for
-    a fraction: for the reference 1/3, `math` accepts 0.333333, and neither 0.3333330 nor 333333/1000000. A custom
-    grader votes like `math`.
-
-    Returns:
-        The canonical form, or None if the completion has no answer of at most `MAX_ANSWER_CHARS` characters.
+    a fraction: for the reference 1/3, `math` accepts 0.333333, and neither 0.3333330 nor 333333/1000000.
     """
     path = GRADERS[grader].vote if grader in GRADERS else GraderEntry.vote
     answer: str | None = load_attribute(path)(text)
@@ -253,26 +237,26 @@ def voted_answer(text: str, grader: str) -> str | None:
 
 
 def vote_expression(text: str) -> str | None:
-    """Return the vote of a completion for the grader `math` and for custom graders."""
+    """Return the vote for the grader `math` and for custom graders."""
     answer = _final_answer(text)
     number = read_plain_number(answer)
     return str(number) if number and not number.has_letter else canonical_text(answer) or None
 
 
 def vote_number(text: str) -> str | None:
-    """Return the vote of a completion for the grader `number`."""
+    """Return the vote for the grader `number`: a plain number, which may be the right-hand side of an equation."""
     number = read_plain_number(right_hand_side(_final_answer(text)))
     return None if number is None else str(number)
 
 
 def vote_countdown(text: str) -> str | None:
-    """Return the vote of a completion for the grader `countdown`: the complete text without spaces."""
+    """Return the vote for the grader `countdown`: the complete text without spaces."""
     answer = text.strip()
     return _FREE_SPACES.sub("", answer) or None if len(answer) <= MAX_ANSWER_CHARS else None
 
 
 def vote_tagged(text: str) -> str | None:
-    """Return the vote of a completion: its answer in tags with single spaces."""
+    """Return the vote for the grader `reasoning-gym`: the answer in tags with single spaces."""
     return " ".join((tagged_answer(text) or "").split()) or None
 
 
@@ -290,7 +274,7 @@ def reference_of(problem: Problem) -> str:
 def unparsed_references(problems: Iterable[Problem], config: GradingConfig) -> str | None:
     """Return a line with the number of references that the grader `math` cannot parse and the first three, or None.
 
-    Plain numbers and words need no parser: without other references no worker process is spawned.
+    Only an answer with the same text is correct for them. Plain numbers and words need no worker process.
     """
     golds = {reference_of(problem): problem.answer for problem in problems}
     formulas = [

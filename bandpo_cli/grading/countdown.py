@@ -18,10 +18,8 @@ _OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.
 
 
 def grade_countdown(problem: Problem, text: str) -> Grade:
-    """Grade the complete text as an expression: `correct`, or the first that applies of the verdicts below.
-
-    `malformed`: not an expression. `wrong-numbers`: does not use each given number exactly once. `wrong-value`: does
-    not reach the target.
+    """Grade the complete text: `malformed` if it is not an expression, `wrong-numbers` if it does not use each given
+    number exactly once, `wrong-value` if it does not reach the target, else `correct`.
     """
     expression = evaluate_expression(text)
     if expression is None:
@@ -33,11 +31,9 @@ def grade_countdown(problem: Problem, text: str) -> Grade:
 
 
 def evaluate_expression(text: str) -> tuple[int, list[int]] | None:
-    """Evaluate whole numbers joined by + - * and parentheses. There is no unary minus; spaces are ignored.
+    """Return the value of whole numbers joined by + - * and parentheses, and the numbers from left to right.
 
-    Returns:
-        The value and the numbers of the expression, from left to right; None if `text` is anything else or longer than
-        `MAX_CHARS` characters.
+    There is no unary minus; spaces are ignored. Return None for other texts and above `MAX_CHARS` characters.
     """
     stripped = text.strip()
     if len(text) > MAX_CHARS or not _CHARACTERS.fullmatch(stripped):

@@ -40,16 +40,10 @@ _FUNCTIONS = frozenset(
 
 
 def score(name: str, options: str, entry: str, answer: str) -> float | dict[str, object]:
-    """Return the library's score of an answer, in [0, 1].
+    """Return the score of an answer, in [0, 1], by the generator `name` with these options (a JSON object).
 
     An answer for which the scorer raises an error, although it accepts the reference, is malformed; otherwise the error
-    is raised.
-
-    Args:
-        name: The generator.
-        options: Its options as a JSON object.
-        entry: The problem as the generator returned it, as a Python literal (JSON has no tuples).
-        answer: The answer.
+    is raised. `entry` is the problem as the generator returned it, as a Python literal (JSON has no tuples).
     """
     dataset, problem = _dataset(name, options), ast.literal_eval(entry)
     try:

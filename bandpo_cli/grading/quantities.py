@@ -162,15 +162,13 @@ class Number:
     """A number and the form it was written in."""
 
     value: Fraction
-    scale: Fraction
-    """1/100 after a percent sign, 10**6 after "million", else 1. "50%" is equal to 50 and to 0.5."""
-    places: int | None
-    """The number of digits after the decimal point of a plain decimal, else None."""
+    scale: (
+        Fraction  # 1/100 after a percent sign, 10**6 after "million", else 1; "50%" is equal to 50 and to 0.5
+    )
+    places: int | None  # digits after the decimal point of a plain decimal
     is_fraction: bool
-    has_letter: bool
-    """A single letter follows, which is a unit (5 m) or a variable."""
-    unit: Unit = ()
-    """The unit of measurement, if it is a known one."""
+    has_letter: bool  # a single letter follows, which is a unit (5 m) or a variable
+    unit: Unit = ()  # the unit of measurement, if it is a known one
 
     def __str__(self) -> str:
         """Return the value, and the scale if it is not 1: `50 × 1/100`."""
@@ -178,10 +176,7 @@ class Number:
 
 
 def read_number(text: str) -> Number | None:
-    """Read a number with an optional currency sign before it and an optional unit after it.
-
-    Return None for anything else and for texts longer than `MAX_ANSWER_CHARS` characters.
-    """
+    """Read a number with an optional currency sign and unit; return None for other texts, and for very long ones."""
     if len(text) > MAX_ANSWER_CHARS:
         return None
     text = " ".join(_LATEX_SPACING.sub(" ", _GROUPED.sub(",", text.translate(_UNICODE_VARIANTS))).split())
@@ -212,16 +207,13 @@ def read_number(text: str) -> Number | None:
 def in_unit_of(gold: Number, number: Number) -> Number | None:
     """Return the number converted to the unit of `gold`; None if the two have units of different kinds."""
     factor = conversion(gold.unit, number.unit)
-    if factor is None or factor == 1:
-        return None if factor is None else number
-    return replace(number, value=number.value * factor, unit=gold.unit)
+    if factor == 1:
+        return number
+    return None if factor is None else replace(number, value=number.value * factor, unit=gold.unit)
 
 
 def equal(first: Number, second: Number) -> bool:
-    """Return True if the values are exactly equal; units are not compared.
-
-    If only one of the two has a percent sign or a word like "million", the values with and without it are compared.
-    """
+    """Return True if the values are equal, with or without a percent sign or "million" that only one of them has."""
     if first.scale == second.scale:
         return first.value == second.value
     scaled = first.value * first.scale == second.value * second.scale
@@ -239,9 +231,7 @@ def rounds_to(exact: Number, decimal: Number) -> bool:
 def read_unit(text: str) -> tuple[Fraction, bool] | None:
     r"""Read the text after a number: words, `\text{...}`, degree signs; None if it is neither empty nor a unit.
 
-    Returns:
-        The scale (1/100 for percent, 10**6 for million, else 1), and whether the text is a single letter, which may be
-        a variable.
+    Return the scale (1/100 for percent, 10**6 for million, else 1), and whether it is a letter, maybe a variable.
     """
     if not text.strip():
         return Fraction(1), False

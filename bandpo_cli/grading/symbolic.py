@@ -123,10 +123,9 @@ def _is_equal(gold: Any, answer: Any) -> bool:
 
 
 def _values_by_name(gold: str, answer: str) -> list[tuple[str, str]] | None:
-    """Return the pairs of values of a reference and an answer that names its values; None if neither has names.
+    """Return the pairs of values by name; none if the two cannot be compared, None if neither has names.
 
-    The list is empty if the two cannot be compared. If only one of them has names, they count in alphabetical order
-    in an answer, and in the order of the reference.
+    If only one of them has names, they count in alphabetical order in an answer, and in the order of the reference.
     """
     golds, answers = named_values(gold), named_values(answer)
     if golds and answers:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.custom_code import load_function
 from bandpo_cli.errors import ConfigError, definition_location, first_line, user_code_location
-from bandpo_cli.grading.signatures import BatchGrader, finite
+from bandpo_cli.grading.signatures import BatchGrader, finite, run_awaitable
 from bandpo_cli.grading.worker_process import Loader
 from bandpo_cli.grading.workers import Job, WorkerPool, default_workers
 from bandpo_cli.seeds import derive_seed
@@ -118,8 +118,9 @@ def first_messages(
                 f"task.environment = '{environment}': reset returned no messages for problem {problem.id}"
             )
         prompt = tuple(Message(item["role"], item["content"]) for item in reply["messages"])
-        name, about = grader or problem.grader, as_problem(problem)
-        prompted.append(replace(problem, prompt=prompt, grader=name, extra=about))
+        prompted.append(
+            replace(problem, prompt=prompt, grader=grader or problem.grader, extra=as_problem(problem))
+        )
     return prompted
 
 
@@ -132,37 +133,33 @@ def tool_schemas(tools: tuple[str, ...], of_environment: bool) -> list[dict[str,
     """
     from bandpo_cli.config.sampling import GradingConfig
 
-    kind, load = (
-        (EnvironmentPool, "load_environment_schemas") if of_environment else (ToolPool, "load_schemas")
-    )
-    with closing(kind(tools, GradingConfig(), 1, 1, load)) as pool:
+    pool_type = EnvironmentPool if of_environment else ToolPool
+    with closing(pool_type(tools, GradingConfig(), 1, 1, f"{pool_type.load}_schemas")) as pool:
         pool.start()
         return list(pool.about)
 
 
-def load_schemas(paths: Sequence[str]) -> BatchGrader:
-    """Return a grader with the schemas of tools as `about`; raise ValueError if one of them cannot be used."""
-    return load_tools(paths)._replace(about=_schemas([*_functions(paths).values()]))
+def load_tools_schemas(paths: Sequence[str]) -> BatchGrader:
+    """Return the tools with their schemas as `about`; raise ValueError if one of them cannot be used."""
+    return load_tools(paths)._replace(about=_schemas(_functions(paths)))
 
 
 def load_environment_schemas(paths: Sequence[str]) -> BatchGrader:
-    """Return a grader with the schemas of the tools of an environment as `about`; errors as in `load_environment`."""
-    return load_environment(paths)._replace(about=_schemas([*trl_tools(load_function(paths[0])()).values()]))
+    """Return an environment with the schemas of its tools as `about`; errors as in `load_environment`."""
+    return load_environment(paths)._replace(about=_schemas(trl_tools(load_function(paths[0])())))
 
 
-def _schemas(functions: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
+def _schemas(functions: Mapping[str, Callable[..., Any]]) -> list[dict[str, Any]]:
     """Return the schemas of functions; raise ValueError if transformers cannot make one of them."""
-    if not functions:
-        return []
-    from transformers.utils.chat_template_utils import get_json_schema
-
     schemas = []
-    for function in functions:
+    for name, function in functions.items():
+        from transformers.utils.chat_template_utils import get_json_schema  # takes seconds
+
         try:
             schemas.append(get_json_schema(function))
         except Exception as error:  # noqa: BLE001 - of several types
             raise ValueError(
-                f"'{function.__name__}' needs type hints and a docstring with its arguments: {first_line(error)}"
+                f"'{name}' needs type hints and a docstring with its arguments: {first_line(error)}"
                 f"{definition_location(function)}"
             ) from None
     return schemas
@@ -202,10 +199,9 @@ async def call_tool(
 
     The name of a call that was not readable is None, and its arguments are the error.
     """
-    if name is None:
-        return {"content": f"Error: {arguments}", "failed": True}
-    if name not in functions:
-        return {"content": f"Error: no tool '{name}'; there are {', '.join(functions)}", "failed": True}
+    if name is None or name not in functions:
+        error = arguments if name is None else f"no tool '{name}'; there are {', '.join(functions)}"
+        return {"content": f"Error: {error}", "failed": True}
     function = functions[name]
     try:
         if in_threads and not inspect.iscoroutinefunction(function):
@@ -249,27 +245,14 @@ class TrlEnvironment:
     def step(self, message: Mapping[str, Any]) -> list[dict[str, Any]] | None:
         """Return the results of the message's calls; None if it has none, which ends the conversation."""
         calls = [call["function"] for call in message.get("tool_calls", ())]
-        return [self._result(call["name"], call["arguments"]) for call in calls] or None
-
-    def _result(self, name: str | None, arguments: Any) -> dict[str, Any]:
-        import asyncio
-
-        result = asyncio.run(call_tool(self._tools, name, arguments))
-        return {"role": "tool", "name": str(name), **result}
-
-
-def _created(path: str, create: Callable[[], Any]) -> Any:
-    """Return an environment; raise ValueError if it cannot be created or lacks a method."""
-    try:
-        environment = create()
-    except BaseException as error:  # noqa: BLE001 - the user's code
-        raise ValueError(
-            f"'{path}' cannot be created: {type(error).__name__}: {first_line(error)}{user_code_location(error)}"
-        ) from None
-    needed = ("reset", "get_reward" if trl_tools(environment) else "step")
-    if missing := [name for name in needed if not callable(getattr(environment, name, None))]:
-        raise ValueError(f"'{path}' has no method {' and no '.join(missing)}{definition_location(create)}")
-    return TrlEnvironment(environment) if trl_tools(environment) else environment
+        return [
+            {
+                "role": "tool",
+                "name": str(call["name"]),
+                **run_awaitable(call_tool(self._tools, call["name"], call["arguments"])),
+            }
+            for call in calls
+        ] or None
 
 
 def load_environment(paths: Sequence[str]) -> BatchGrader:
@@ -278,7 +261,21 @@ def load_environment(paths: Sequence[str]) -> BatchGrader:
 
     (path,) = paths
     function = load_function(path)
-    create = functools.partial(_created, path, function)
+
+    def create() -> Any:
+        try:
+            environment = function()
+        except BaseException as error:  # noqa: BLE001 - the user's code
+            raise ValueError(
+                f"'{path}' cannot be created: {type(error).__name__}: {first_line(error)}{user_code_location(error)}"
+            ) from None
+        needed = ("reset", "get_reward" if trl_tools(environment) else "step")
+        if missing := [name for name in needed if not callable(getattr(environment, name, None))]:
+            raise ValueError(
+                f"'{path}' has no method {' and no '.join(missing)}{definition_location(function)}"
+            )
+        return TrlEnvironment(environment) if trl_tools(environment) else environment
+
     create()
     kept: OrderedDict[int | None, tuple[Any, int]] = OrderedDict()
 
@@ -299,7 +296,7 @@ def load_environment(paths: Sequence[str]) -> BatchGrader:
         if messages is None or is_end:
             reward = environment.reward
             value = reward() if callable(reward) else reward
-            value = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+            value = run_awaitable(value) if inspect.isawaitable(value) else value
             value = finite(value, "a finite number as its reward")
             return {"messages": None, "reward": value, "is_over": messages is None, "failed": False}
         if key is not None:
@@ -316,10 +313,6 @@ def load_environment(paths: Sequence[str]) -> BatchGrader:
     return BatchGrader(answer, location=definition_location(function), has_steps=True)
 
 
-async def _awaited(value: Any) -> Any:
-    return await value
-
-
 def as_problem(problem: Problem) -> dict[str, Any]:
     """Return what `reset` of an environment receives for a problem; afterwards this is its `extra`."""
     question = problem.prompt if isinstance(problem.prompt, str) else problem.prompt[-1].content
@@ -332,15 +325,14 @@ def as_messages(result: Any) -> list[dict[str, Any]]:
     result = [result] if isinstance(result, (str, Mapping)) else result
     if not isinstance(result, (list, tuple)) or not result:
         raise ValueError(f"an environment must return messages, or None from step to end, not {result!r:.60}")
-    return [*map(as_message, result)]
-
-
-def as_message(message: Any) -> dict[str, Any]:
-    """Return a message of an environment as a dictionary; raise ValueError for anything else than a message or text."""
-    if isinstance(message, str):
-        return {"role": "user", "content": message}
-    if isinstance(message, Mapping) and all(isinstance(message.get(k), str) for k in ("role", "content")):
-        return dict(message)
-    raise ValueError(
-        f"an environment must return texts or messages with role and content, not {message!r:.60}"
-    )
+    messages = []
+    for item in result:
+        message = {"role": "user", "content": item} if isinstance(item, str) else item
+        if not isinstance(message, Mapping) or not all(
+            isinstance(message.get(key), str) for key in ("role", "content")
+        ):
+            raise ValueError(
+                f"an environment must return texts or messages with role and content, not {item!r:.60}"
+            )
+        messages.append(dict(message))
+    return messages

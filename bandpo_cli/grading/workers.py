@@ -8,11 +8,10 @@ answers of that job get their verdict, and the other jobs go to another worker.
 An asynchronous function has one worker, whose event loop works on all jobs that it holds and ends each at its deadline
 (`worker_process.CallServer`). If this worker exits, or sends no reply because a call blocks the loop, all its jobs end.
 
-Messages are lines of JSON, never pickles. A request is the key of a job and the list of its answers, each a list of
-arguments. The first reply, after the import, is `{"batched": ..., "asynchronous": ..., "about": ...}`. A later one is
-`{"job": key}` with `"results": [[reward, correct, verdict, has_reward], ...]`, `"timeout": true`, or `"error": ...,
-"traceback": ..., "out_of_memory": ...`. Those of tools have results of another form. `"step": true` restarts the
-deadline.
+Messages are lines of JSON, never pickles. A request is the key of a job and its answers, each a list of arguments. The
+first reply, after the import, is `{"batched": ..., "asynchronous": ..., "about": ...}`. A later one is `{"job": key}`
+with `"results": [[reward, correct, verdict, has_reward], ...]`, `"timeout": true`, or `"error": ..., "traceback": ...,
+"out_of_memory": ...`. Results of tools have another form. `"step": true` restarts the deadline.
 """
 
 from __future__ import annotations
@@ -97,20 +96,15 @@ class WorkerPool:
     """
 
     def __init__(self, title: str, loader: Loader, config: GradingConfig, size: int, calls: int = 1) -> None:
-        """Create an empty pool; `wait`, `start` and `spawn` spawn at most `size` workers.
+        """Create an empty pool of at most `size` workers; `title` is the function in messages.
 
         An asynchronous function has one worker, and at most `calls` calls in flight.
-
-        Args:
-            title: the function in messages.
-            loader: how a worker loads the function.
         """
         self._title, self._loader = title, loader
         self.about: Any = None  # what a worker has sent after its import
         self.failure: Failure | None = None
         self.asynchronous = False  # as a worker reports that has imported the function
-        self._config, self._size = config, size
-        self._calls, self._batched = calls, False
+        self._config, self._size, self._calls, self._batched = config, size, calls, False
         self._workers: list[_Worker] = []
         self._lock, self._is_closed = threading.RLock(), False  # held by the thread that uses the workers
         self._answers: dict[int, tuple[GraderArguments, str]] = {}  # by key, with their labels
@@ -139,10 +133,7 @@ class WorkerPool:
     ) -> range:
         """Queue a call of the function for each list of arguments [N]; return the keys [N] of the answers for `wait`.
 
-        Args:
-            arguments: The arguments [N].
-            labels: The names [N] of the answers for `on_wait`.
-            batches: The answers of each call, for a function that takes several.
+        `labels` [N] are names for `on_wait`; `batches` the answers of each call, for a function that takes several.
         """
         keys = range(self._key, self._key + len(arguments))
         self._key = keys.stop
@@ -161,46 +152,32 @@ class WorkerPool:
         """
         missing, graded = [key for key in keys if key not in self._grades], len(self._grades)
         self._on_wait = lambda label: on_wait(len(keys) - len(missing), label)
-        try:
-            self.start()
-            more_workers_at = time.monotonic() + SPAWN_AFTER_S
-            while missing:
-                wanted = 1 if self.asynchronous else min(self._size, len(missing))
-                with self._lock:
-                    self.spawn(wanted if time.monotonic() >= more_workers_at else 1)
-                    self._poll_once()
-                if len(self._grades) - graded > len(missing) // 100:  # not for every reply: it takes time
-                    missing, graded = [key for key in missing if key not in self._grades], len(self._grades)
-        except BaseException:  # including Ctrl-C: workers that hold answers cannot be used again
-            self._terminate_all()
-            raise
-        for key in keys:
-            del self._answers[key]
-        return [self._grades.pop(key) for key in keys]
+        self.start()
+        more_workers_at = time.monotonic() + SPAWN_AFTER_S
+        while missing:
+            wanted = 1 if self.asynchronous else min(self._size, len(missing))
+            self._poll_once(wanted if time.monotonic() >= more_workers_at else 1)
+            if len(self._grades) - graded > len(missing) // 100:  # not for every reply: it takes time
+                missing, graded = [key for key in missing if key not in self._grades], len(self._grades)
+        return [*self._take(keys).values()]
 
     def poll(self, seconds: float) -> dict[int, Any]:
         """Return the results that are there, by key, after waiting at most `seconds` for the workers.
 
         For a caller that does other work meanwhile, in place of `wait`; the errors are the same.
         """
-        try:
-            with self._lock:
-                self.spawn(1 if self.asynchronous else self._size)
-                self._poll_once(seconds)
-        except BaseException:
-            self._terminate_all()
-            raise
-        results, self._grades = self._grades, {}
-        for key in results:
-            del self._answers[key]
-        return results
+        self._poll_once(1 if self.asynchronous else self._size, seconds)
+        return self._take([*self._grades])
 
     def start(self) -> None:
         """Wait until one worker has imported the function; raise the same errors as `wait`."""
         while not any(worker.ready for worker in self._workers):
-            with self._lock:
-                self.spawn()
-                self._poll_once()
+            self._poll_once(1)
+
+    def _take(self, keys: Sequence[int]) -> dict[int, Any]:
+        for key in keys:
+            del self._answers[key]
+        return {key: self._grades.pop(key) for key in keys}
 
     def spawn(self, count: int = 1) -> None:
         """Spawn workers until `count` are alive, without waiting for their imports; raise RunError after `close`."""
@@ -225,7 +202,20 @@ class WorkerPool:
     def _route(self) -> None:
         """Move pending jobs to the queues of the workers that have the state that they continue from."""
 
-    def _poll_once(self, most_seconds: float = MAX_WAIT_S) -> None:
+    def _poll_once(self, workers: int, most_seconds: float = MAX_WAIT_S) -> None:
+        """Spawn workers up to a number, and handle what happens next; after an error, no worker is left.
+
+        Workers that hold answers cannot be used again after any exception, Ctrl-C included.
+        """
+        try:
+            with self._lock:
+                self.spawn(workers)
+                self._handle_events(most_seconds)
+        except BaseException:
+            self._terminate_all()
+            raise
+
+    def _handle_events(self, most_seconds: float) -> None:
         """Assign pending answers, wait for an event, and handle all replies, exits and passed deadlines."""
         poll = select.poll()
         jobs_per_worker = self._calls if self.asynchronous else _JOBS_PER_WORKER

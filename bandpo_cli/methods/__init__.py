@@ -45,11 +45,6 @@ class MethodEntry(Entry):
     control: bool = False
     aliases: tuple[str, ...] = ()
 
-    @property
-    def has_interval(self) -> bool:
-        """Whether the method is an interval of ratios beyond which a token has no gradient."""
-        return not self.without_bounds
-
 
 # fmt: off
 _INTERVALS, _MASKS = "bandpo_cli.methods.band_and_clip", "bandpo_cli.methods.trust_region_masks"

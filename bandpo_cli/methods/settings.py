@@ -220,5 +220,5 @@ def bounded_methods() -> dict[str, MethodSettings]:
     return {
         name: load_attribute(entry.settings)()
         for name, entry in METHODS.items()
-        if entry.has_interval and not entry.named_by_region
+        if not entry.without_bounds and not entry.named_by_region
     }

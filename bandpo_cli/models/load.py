@@ -1,4 +1,4 @@
-"""Loading and saving a policy: the model that is trained, its weights, tokenizer, special tokens, device and dtype."""
+"""Loading and saving a policy: the trained model, its tokenizer, end tokens, device, dtype, deterministic kernels."""
 
 import copy
 import gc
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
@@ -22,10 +23,10 @@ from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig, dtype_
 from bandpo_cli.config.sampling import resolve_engine
 from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import UserError, find_out_of_memory, first_line
-from bandpo_cli.models import lora, model_files, sharding
+from bandpo_cli.models import lora, model_files
 from bandpo_cli.models.logprobs import check_packed_forward
 from bandpo_cli.models.model_files import loading_errors, model_error
-from bandpo_cli.models.sharding import forward_dtype, is_sharded, shard
+from bandpo_cli.models.weights import checkpointed_layers, forward_dtype, is_sharded, save_adapter, shard
 from bandpo_cli.paths import cached_commit, path_exists, user_path
 from bandpo_cli.processes.ranks import SINGLE, Ranks, is_gpu
 
@@ -55,12 +56,9 @@ def with_resolved_dtype(config: RunConfig) -> RunConfig:
 
 
 def release_cached_memory() -> None:
-    """Return unused GPU memory from torch's caching allocator to the driver, for an engine with another allocator.
-
-    Objects in reference cycles, such as tracebacks, hold tensors until garbage collection.
-    """
+    """Return unused GPU memory from torch's caching allocator to the driver, for an engine with another allocator."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        gc.collect()
+        gc.collect()  # objects in reference cycles, such as tracebacks, hold tensors
         torch.cuda.empty_cache()
 
 
@@ -80,7 +78,7 @@ class Policy:
         pad_id: id of the padding token; the model never attends to it.
         commit: the commit of a model on the hub; None for a folder.
         ranks: the processes of the run. With more than one, a policy that is trained is sharded over them
-            (`models.sharding`).
+            (`models.weights`).
         is_base: the policy is the model without its adapters (`models.lora`).
     """
 
@@ -123,9 +121,13 @@ def model_location(config: ModelConfig) -> str:
 def _source(config: ModelConfig) -> dict[str, Any]:
     """Return the arguments of transformers' loaders that say what to load; a folder has no revision."""
     location = model_location(config)
-    source = {"pretrained_model_name_or_path": location, "trust_remote_code": config.trust_remote_code}
-    has_revision = config.revision is not None and not path_exists(Path(location))
-    return source | ({"revision": config.revision} if has_revision else {})
+    source: dict[str, Any] = {
+        "pretrained_model_name_or_path": location,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    if config.revision is not None and not path_exists(Path(location)):
+        source["revision"] = config.revision
+    return source
 
 
 def load_policy(
@@ -187,7 +189,12 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
     model_files.check_model_files(model_location(config), config.path)
     with loading_errors(config.path, "its config cannot be read"):
         loaded = AutoConfig.from_pretrained(**_source(config))
-    model_files.check_not_quantized(loaded, config.path)
+    if quantization := getattr(
+        loaded, "quantization_config", None
+    ):  # the loader would ask for another package
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        problem = f"its weights are quantized ({method!r:.40}), which cannot be trained"
+        raise model_error(config.path, f"{problem}; name the model with weights of 16 or 32 bits")
     return loaded
 
 
@@ -236,7 +243,7 @@ def _load(
             model, info = AutoModelForCausalLM.from_pretrained(**options, **dict.fromkeys(flags, True))
         finally:
             logger.disabled = False
-        check_loaded_weights(model, info, config.path)
+        model_files.check_loaded_weights(model, info, config.path)
         ids = tokenizer("1+1=2")["input_ids"]
         if not ids or not isinstance(tokenizer.decode(ids), str):
             raise model_error(config.path, "its tokenizer gives no tokens; is tokenizer.json there?")
@@ -258,6 +265,23 @@ def load_reference(policy: Policy, config: ModelConfig) -> Policy:
     model, _ = _load(config, read_config(config), _attention(config))
     shard(model.eval().requires_grad_(False), policy.ranks, policy.device)
     return replace(policy, model=model)
+
+
+def save_policy(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write a folder that transformers and vLLM can load: weights, or with LoRA adapters for peft, and tokenizer.
+
+    Args:
+        weights: what `weights_to_save` returns, or a copy; None for the weights in use.
+    """
+    if lora.has_adapters(policy.model):
+        save_adapter(policy.model, folder, weights)
+    else:
+        policy.model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
+        if is_sharded(policy.model):
+            # transformers states the dtype of the parameters, and the weights are rounded.
+            policy.model.config.dtype = policy.dtype
+            policy.model.config.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
 
 
 def _device(name: str, ranks: Ranks = SINGLE) -> torch.device:
@@ -307,7 +331,7 @@ def uses_gradient_checkpointing(model: PreTrainedModel, config: ModelConfig, on_
     Raises:
         UserError: the setting is true, and the architecture has none that works outside of training mode.
     """
-    supported, setting = bool(sharding.checkpointed_layers(model)), config.gradient_checkpointing
+    supported, setting = bool(checkpointed_layers(model)), config.gradient_checkpointing
     if setting is True and not supported:
         kind = model.config.model_type
         raise UserError(f"model.gradient_checkpointing: {kind} models do not support it; set it to false")
@@ -337,26 +361,6 @@ def check_vocabulary(tokenizer: Tokenizer, rows: int, path: str) -> None:
         raise model_error(path, f"its tokenizer has {tokenizer.vocab_size:,} tokens, the model has {rows:,}")
 
 
-def check_loaded_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str) -> None:
-    """Raise UserError if weights are missing (the loader fills in random numbers), unknown, misshapen or not finite.
-
-    Args:
-        info: loading info of `from_pretrained(..., output_loading_info=True)`.
-    """
-    prefix = f"{model.base_model_prefix}."
-    for kind, names in (
-        ("missing", info["missing_keys"]),
-        ("of another shape than in config.json", [item[0] for item in info["mismatched_keys"]]),
-        ("not in the model of config.json", [n for n in info["unexpected_keys"] if n.startswith(prefix)]),
-    ):
-        if names:
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise model_error(path, f"weights that are {kind}: {min(names)}{more}")
-    for name, parameter in model.named_parameters():
-        if parameter.numel() and not all(bound.isfinite() for bound in parameter.detach().aminmax()):
-            raise model_error(path, f"NaN or infinity in its weights: {name}")
-
-
 @contextmanager
 def deterministic_kernels(config: RunConfig, training: bool = True) -> Iterator[None]:
     """Use deterministic kernels in the block if `deterministic` is set; enter it before torch uses the GPU.
@@ -369,10 +373,8 @@ def deterministic_kernels(config: RunConfig, training: bool = True) -> Iterator[
         yield
         return
     _prepare_determinism(config, training)
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)  # not `warn_only`, with which attention stays non-deterministic
     try:
         yield
@@ -382,7 +384,7 @@ def deterministic_kernels(config: RunConfig, training: bool = True) -> Iterator[
         operation = first_line(error).partition(" does not")[0]
         raise UserError(f"deterministic = true: {operation} {_NONE}; set deterministic=false") from error
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
 def _prepare_determinism(config: RunConfig, training: bool) -> None:
@@ -408,6 +410,5 @@ def _prepare_determinism(config: RunConfig, training: bool) -> None:
             "on a CPU, vLLM's results depend on its batches, and they on the time that tools and graders take"
         )
     if problem is not None:
-        raise UserError(
-            f"deterministic = true: {problem}; use --sampler transformers, or leave out deterministic"
-        )
+        advice = "use --sampler transformers, or leave out deterministic"
+        raise UserError(f"deterministic = true: {problem}; {advice}")

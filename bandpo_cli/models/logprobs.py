@@ -18,10 +18,11 @@ from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 from transformers import PreTrainedModel
 
+import bandpo_cli.models.attention  # noqa: F401  registers the attention functions that take `packing`
 from bandpo_cli.errors import UserError, find_out_of_memory, first_line
 from bandpo_cli.metric_names import PROFILER_PREFIX
 from bandpo_cli.models.packing import Row, TokenBatch, collate
-from bandpo_cli.models.sharding import checkpointed_layers, forward_dtype, run_forward
+from bandpo_cli.models.weights import checkpointed_layers, forward_dtype, run_forward
 from bandpo_cli.processes.watch import progress
 
 TILE_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
@@ -308,8 +309,9 @@ class _Tiles:
 
     def columns(self) -> Iterator[slice]:
         """Yield slices of the vocabulary; `weight_slice` is the current one's weights in the dtype of the products."""
-        for columns in _slices(len(self._weight), self._width):
-            self.weight_slice, self._first_column = self._weight[columns].to(self.hidden.dtype), columns.start
+        for start in range(0, len(self._weight), self._width):
+            columns = slice(start, start + self._width)
+            self.weight_slice, self._first_column = self._weight[columns].to(self.hidden.dtype), start
             yield columns
 
     def logits(self) -> Iterator[tuple[slice, Tensor]]:
@@ -318,8 +320,8 @@ class _Tiles:
         The logits are float32, in the buffer of the previous logits.
         """
         weight = self.weight_slice
-        for rows in _slices(len(self.hidden), self._height):
-            hidden = self.hidden[rows]
+        for start in range(0, len(self.hidden), self._height):
+            hidden = self.hidden[rows := slice(start, start + self._height)]
             tile = self.buffer[: len(hidden) * len(weight)].view(len(hidden), len(weight))
             if hidden.dtype == torch.float32:
                 torch.mm(hidden, weight.t(), out=tile)
@@ -334,10 +336,6 @@ class _Tiles:
         columns = targets - self._first_column
         in_slice = (columns >= 0) & (columns < len(self.weight_slice))
         return columns.clamp(0, len(self.weight_slice) - 1)[:, None], in_slice
-
-
-def _slices(length: int, step: int) -> Iterator[slice]:
-    return (slice(start, min(start + step, length)) for start in range(0, length, step))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

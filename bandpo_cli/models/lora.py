@@ -1,4 +1,4 @@
-"""LoRA: peft's low-rank adapters on the linear layers of a policy with frozen weights, and adapter folders.
+"""LoRA: peft's low-rank adapters on the linear layers of a policy with frozen weights.
 
 An adapted layer computes W·x + s·B·(A·x), with its weights W as they were loaded and s = alpha / rank. A and B have the
 dtype of W, so that the optimizer has float32 masters of them as of any other parameter, or the sharding stores them in
@@ -8,32 +8,21 @@ reference of the KL penalty.
 Rounding to 16 bits must not drop the adapters' effect, which is far below half a unit in the last place of W and of W·x
 for many updates. Forward passes round the sum of both terms once (`_round_once`), and merged weights are rounded
 stochastically (`merged_weight`).
-
-The functions of a policy also accept a model without adapters, and all but `add_adapters` a sharded one.
-
-A folder in the format of peft has `adapter_config.json` and `adapter_model.safetensors`. It may come from an untrusted
-source, so it is read without peft: as JSON, and as a safetensors file. LoRA on linear layers is supported; other kinds
-of adapters and variants of LoRA are refused.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import LoraSettings
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.models.sharding import forward_dtype, full_tensor, sharded_like
-from bandpo_cli.paths import ADAPTER_CONFIG
 from bandpo_cli.seeds import derive_seed
 
 if TYPE_CHECKING:
@@ -82,9 +71,8 @@ def add_adapters(
 def _round_once(layer: Any, x: Tensor) -> Tensor:
     """Return W·x + s·B·(A·x), x of [..., in], rounded once: the forward method of a layer of peft in 16 bits.
 
-    peft rounds W·x to 16 bits before it adds the adapter's term, so that the sum stays W·x where that term is less than
-    half a unit in the last place. `addmm` adds in float32. A bias does not lie on the grid of the sum, so adding it
-    afterwards drops nothing on average.
+    peft rounds W·x to 16 bits before it adds the adapter's term; `addmm` adds in float32. A bias does not lie on the
+    grid of the sum, so adding it afterwards drops nothing on average.
     """
     base = layer.base_layer
     if layer.disable_adapters:  # the same operations: a policy at its start equals its reference exactly
@@ -143,15 +131,6 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield f"{PREFIX}{name}{END_B}", layer.lora_B[ADAPTER_NAME].weight
 
 
-def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and complete tensor of the adapters, in the dtype of forward passes; names as in a file of peft.
-
-    All ranks must iterate together. The tensors of a model that is not sharded are those in use.
-    """
-    for name, parameter in adapter_parameters(model):
-        yield name, full_tensor(parameter.detach().to(forward_dtype(model)))
-
-
 @contextmanager
 def adapters_disabled(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Yield the model, which computes with its own weights within the block: passes without gradient only."""
@@ -172,8 +151,7 @@ def adapters_disabled(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 def merged_weight(name: str, weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """Return W + s·B·A, computed in float32 and rounded stochastically to the dtype of W.
 
-    Rounding to the nearest number would return W wherever the change is less than half a unit in the last place. Here
-    the probability of rounding away from 0 is the distance from the number below, in units in the last place, so that
+    The probability of rounding away from 0 is the distance from the number below, in units in the last place, so that
     the mean of the result is the sum. The random numbers depend on the name alone: equal sums give equal weights, and
     an element that is rounded away from 0 stays so while its sum grows.
 
@@ -191,30 +169,3 @@ def merged_weight(name: str, weight: Tensor, a: Tensor, b: Tensor, scaling: floa
     bits += torch.randint(2**16, bits.shape, dtype=torch.int32, device=weight.device, generator=generator)
     bits &= -(2**16)
     return total.to(weight.dtype)
-
-
-def save_adapter(model: PreTrainedModel, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write the adapters in the format of peft: `PeftModel.from_pretrained(base, folder)` loads them.
-
-    Args:
-        weights: what `adapter_weights` returns, or a copy; None to take the tensors in use.
-    """
-    tensors = {name: tensor.contiguous() for name, tensor in dict(weights or adapter_weights(model)).items()}
-    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
-    config = model.peft_config[ADAPTER_NAME].to_dict() | {"inference_mode": True}
-    # peft would write its sets in an order that changes from process to process.
-    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n", "utf-8")
-
-
-def load_adapter(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-    """Copy tensors into the adapters of the model, in place. Raise ValueError if they belong to other adapters."""
-    parameters = dict(adapter_parameters(model))
-    if parameters.keys() != tensors.keys():
-        other = min(parameters.keys() ^ tensors.keys())
-        raise ValueError(f"the adapters belong to other layers ({other} among them)")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if parameter.shape != tensors[name].shape:
-                raise ValueError(f"the adapters have another rank ({name})")
-            parameter.copy_(sharded_like(parameter, tensors[name]))

@@ -1,7 +1,7 @@
 """Estimate of the memory of a run, from shapes: the model is built on the meta device, without its weights."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from bandpo_cli.models.logprobs import TILE_BYTES
 from bandpo_cli.models.lora import add_adapters
 from bandpo_cli.models.model_files import base_config, loading_errors
 from bandpo_cli.models.packing import MAX_MASKED_ROW_TOKENS, MAX_SHARED_ROW_TOKENS, Row, split_row
-from bandpo_cli.models.sharding import checkpointed_layers
+from bandpo_cli.models.weights import checkpointed_layers
 from bandpo_cli.registries import ENGINES
 from bandpo_cli.storage.checkpoints import is_written_in_background
 
@@ -100,7 +100,7 @@ class MemoryEstimate:
     @property
     def engine_peak(self) -> int:
         """Bytes on the GPU of the engine process."""
-        return _peak(self.engine_gpu)
+        return sum(self.engine_gpu.values())
 
     @property
     def fits(self) -> bool:
@@ -111,17 +111,14 @@ class MemoryEstimate:
 
     @property
     def can_start(self) -> bool:
-        """Whether every device has what the run certainly needs.
-
-        A key-value cache of the transformers engine grows to its estimate only if completions are of full length.
-        """
+        """Whether every device has what the run certainly needs: all but the cache of the transformers engine."""
         certain = _peak(self.always, self.update, self.reduction, self.sampling if self.vllm else {})
         limit = self.engine_device.free if self.engine_device else 0
         return certain <= self.device.free and self.engine_peak <= limit and self.vllm >= self.vllm_minimum
 
 
 def _peak(always: Bytes, *phases: Bytes) -> int:
-    return sum(always.values()) + max((sum(phase.values()) for phase in phases), default=0)
+    return sum(always.values()) + max(sum(phase.values()) for phase in phases)
 
 
 def estimate_memory(
@@ -153,7 +150,7 @@ def estimate_memory(
         update, reduction = gradients | run.pass_bytes() | backward, gradients | reduction
     vllm, minimum, fraction = 0, 0, None
     lag = training and config.sampling.max_lag > 0
-    if ENGINES[resolve_engine(config.sampling.engine, device.on_gpu)].shares_weights:
+    if run.shares_weights:
         held = run.generation_bytes()
         process = {"weights of the engine process": run.weights} | held if lag else {}
         sampling = sampling if lag else held | gathered
@@ -181,6 +178,7 @@ class _Run:
 
     def __init__(self, config: RunConfig, ranks: int, on_gpu: bool, training: bool) -> None:
         self.config, self.ranks, self.on_gpu = config, ranks, on_gpu
+        self.shares_weights = ENGINES[resolve_engine(config.sampling.engine, on_gpu)].shares_weights
         self.model = build_on_meta_device(config.model)
         self.text, self.itemsize = self.model.config.get_text_config(), self.model.dtype.itemsize
         self.total, self.trained = stored_parameters(self.model.parameters())
@@ -193,9 +191,7 @@ class _Run:
         if not training:
             evaluation, self.samples = config.evaluation, config.evaluation.samples
             prompts = evaluation.problems or sampling.max_sequences
-            if ENGINES[
-                resolve_engine(sampling.engine, on_gpu)
-            ].shares_weights:  # it samples one batch at a time
+            if self.shares_weights:  # it samples one batch at a time
                 prompts = min(prompts, max(1, evaluation.batch // self.samples))
         self.sequences = min(math.ceil(prompts / ranks) * self.samples, sampling.max_sequences)
         _, heads, width = _heads(self.text)
@@ -279,19 +275,16 @@ def stored_parameters(parameters: Iterable[nn.Parameter], ranks: int = 1) -> tup
 def fsdp_bytes(model: PreTrainedModel, ranks: int) -> tuple[Bytes, Bytes, Bytes, Bytes]:
     """Return the bytes that FSDP adds on a rank, in four phases; none with a single rank.
 
-    The buffers follow torch's FSDP2 (`torch.distributed.fsdp._fully_shard`), which gathers a group into one buffer and
-    copies it into the parameters, and copies gradients into a buffer of the reduction.
-
-    Returns:
-        During a backward pass while activations are held; at its end, when no activations are left and the parameters
-        have been released; while all parameters are gathered; while the largest weight is sent to an engine, which is
-        gathered and copied.
+    The phases are a backward pass while activations are held, its end, the gathering of all parameters, and the sending
+    of the largest weight to an engine. The buffers follow torch's FSDP2 (`torch.distributed.fsdp._fully_shard`), which
+    gathers a group into one buffer and copies it, and copies gradients into a buffer of the reduction.
     """
     if ranks == 1:
         return {}, {}, {}, {}
 
-    def reduced(gradients: int) -> int:
-        """Return the bytes of the float32 buffer that gradients are reduced in, and of the result on a rank."""
+    def reduced(
+        gradients: int,
+    ) -> int:  # the float32 buffer that gradients are reduced in, and the result on a rank
         return _FLOAT32 * (gradients + math.ceil(gradients / ranks))
 
     itemsize = model.dtype.itemsize
@@ -339,90 +332,78 @@ def _heads(text: PreTrainedConfig) -> tuple[int, int, int]:
     return heads, getattr(text, "num_key_value_heads", None) or heads, width
 
 
-def _full_rows(config: RunConfig, length: int) -> list[Row]:
-    """Return the rows of a prompt of the maximum length whose completions all have `length` tokens."""
-    row = Row(range(config.sampling.max_prompt_tokens), [range(length)] * config.sampling.samples)
-    return split_row(row, MAX_SHARED_ROW_TOKENS)
-
-
-def _completion_lengths(config: RunConfig) -> tuple[int, ...]:
-    """Return the lengths that the estimates look at: each power of two up to the maximum, and the maximum."""
-    longest = config.sampling.max_tokens
-    return *(2**i for i in range(longest.bit_length())), longest
+def _full_rows(config: RunConfig) -> Iterator[tuple[int, list[Row]]]:
+    """Yield each power of two up to the maximum length, and it, with the rows of completions of this length."""
+    sampling, longest = config.sampling, config.sampling.max_tokens
+    for length in (*(2**i for i in range(longest.bit_length())), longest):
+        row = Row(range(sampling.max_prompt_tokens), [range(length)] * sampling.samples)
+        yield length, split_row(row, MAX_SHARED_ROW_TOKENS)
 
 
 def update_tokens(config: RunConfig, ranks: int = 1) -> int:
     """Return the most tokens of an update on a rank: completions share their prompt unless their row is split."""
     sampling, groups = config.sampling, config.sampling.prompts // config.optim.updates
     completions = math.ceil(groups * sampling.samples / ranks)
-
-    def tokens(length: int) -> int:
-        prompts = min(completions, groups * len(_full_rows(config, length)))
-        return prompts * sampling.max_prompt_tokens + completions * length
-
-    return max(map(tokens, _completion_lengths(config)))
+    return max(
+        min(completions, groups * len(rows)) * sampling.max_prompt_tokens + completions * length
+        for length, rows in _full_rows(config)
+    )
 
 
 def attention_elements(config: RunConfig, text: PreTrainedConfig, tokens: int) -> int:
     """Return the most elements of queries, keys, values, output and masks that attention saves in a layer.
 
     They depend on the lengths of the completions: a prompt is copied for each of its completions, or has a mask
-    (`models.packing`). Micro-batches of `tokens` tokens are taken of prompts of the maximum length, with completions of
-    each power of two up to the maximum.
+    (`models.packing`). Micro-batches of `tokens` tokens are taken of prompts of the maximum length.
     """
     heads, key_value_heads, width = _heads(text)
     has_masks = config.model.attention in ("auto", "sdpa", "eager")
-
-    def elements(length: int) -> int:
-        row = _full_rows(config, length)[0]
+    most = 0
+    for length, (row, *_) in _full_rows(config):
         samples = len(row.completions)
         if samples > 1 and len(row) <= MAX_MASKED_ROW_TOKENS and has_masks:
             # Keys and values are repeated for the query heads; the kernel converts masks to the dtype of the model.
-            return 4 * heads * tokens * width + tokens * len(row)
-        copies = math.ceil(tokens / len(row) * samples * (len(row.prompt_ids) + length))
-        return 2 * (heads + key_value_heads) * copies * width
-
-    return max(map(elements, _completion_lengths(config)))
+            elements = 4 * heads * tokens * width + tokens * len(row)
+        else:
+            copies = math.ceil(tokens / len(row) * samples * (len(row.prompt_ids) + length))
+            elements = 2 * (heads + key_value_heads) * copies * width
+        most = max(most, elements)
+    return most
 
 
 def activation_bytes(
     model: PreTrainedModel, tokens: int, config: ModelConfig, attention: int, on_gpu: bool
 ) -> int:
-    """Return the bytes that autograd saves for the backward pass of `tokens` packed tokens.
+    """Return the bytes that autograd saves for a backward pass of `tokens` packed tokens, without the output layer.
 
-    The output layer is not included. With gradient checkpointing these are the input of every layer and all activations
-    of one layer at a time.
+    With gradient checkpointing these are the input of every layer and all activations of one layer at a time.
 
     Args:
         attention: elements that attention saves in a layer.
         on_gpu: the policy is on a GPU, where checkpointing is `auto`.
     """
 
-    def address(tensor: Tensor) -> int:
-        return int(tensor.untyped_storage()._cdata)
+    saved: dict[int, Tensor] = {}  # one tensor of each storage, whose address may be reused after it is freed
 
-    parameters = set(map(address, model.parameters()))
-    saved: dict[int, Tensor] = {}  # the address of a storage may be reused after its tensor is freed
-
-    def pack(tensor: Tensor) -> Tensor:
-        if address(tensor) not in parameters:
-            saved.setdefault(address(tensor), tensor)
-        return tensor
+    def save(tensor: Tensor) -> Tensor:
+        return saved.setdefault(tensor.untyped_storage()._cdata, tensor)
 
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
             # As in training: models would expand None to a matrix of all pairs of tokens.
             mask = ids.new_ones((1, 1, 1, 1), dtype=torch.bool)
             model.base_model(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=False)
     except Exception as error:
-        what = (
-            f"the memory of {model.config.model_type} models cannot be estimated, so that it is not checked"
-        )
+        kind = model.config.model_type
+        what = f"the memory of {kind} models cannot be estimated, so that it is not checked"
         raise NoEstimateError(f"model.path = {config.path!r}: {what}") from error
     text = model.config.get_text_config()
     layers: int = text.num_hidden_layers
-    activations: int = sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
+    stored = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
+    activations: int = sum(
+        item.untyped_storage().nbytes() for key, item in saved.items() if key not in stored
+    )
     activations += layers * attention * model.dtype.itemsize
     if not uses_gradient_checkpointing(model, config, on_gpu):
         return activations

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.datasets import BUNDLED_MODELS
@@ -134,15 +134,6 @@ def check_weight_format(location: str, path: str) -> None:
     raise model_error(path, problem)
 
 
-def check_not_quantized(config: PreTrainedConfig, path: str) -> None:
-    """Raise UserError for quantized weights; the loader would ask for the package that unpacks them."""
-    stated = getattr(config, "quantization_config", None)
-    if stated:
-        method = stated.get("quant_method") if isinstance(stated, dict) else None
-        problem = f"its weights are quantized ({method!r:.40}), which cannot be trained"
-        raise model_error(path, f"{problem}; name the model with weights of 16 or 32 bits")
-
-
 def check_declared_size(model: PreTrainedModel, location: str, path: str) -> None:
     """Raise UserError if config.json declares far more parameters than the folder's weights hold, or they are damaged.
 
@@ -247,3 +238,24 @@ def merge_adapter(model: PreTrainedModel, adapter: Path) -> None:
     if tensors or not layers:
         other = min(tensors, default="no tensor")
         raise UserError(f"{where}: {other}: only LoRA on linear layers is supported")
+
+
+def check_loaded_weights(model: PreTrainedModel, info: Mapping[str, Any], path: str) -> None:
+    """Raise UserError if weights are missing (the loader fills in random numbers), unknown, misshapen or not finite.
+
+    Args:
+        info: loading info of `from_pretrained(..., output_loading_info=True)`.
+    """
+    prefix = f"{model.base_model_prefix}."
+    problems = {
+        "missing": info["missing_keys"],
+        "of another shape than in config.json": [item[0] for item in info["mismatched_keys"]],
+        "not in the model of config.json": [n for n in info["unexpected_keys"] if n.startswith(prefix)],
+    }
+    for kind, names in problems.items():
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise model_error(path, f"weights that are {kind}: {min(names)}{more}")
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and not all(bound.isfinite() for bound in parameter.detach().aminmax()):
+            raise model_error(path, f"NaN or infinity in its weights: {name}")

@@ -1,36 +1,23 @@
-"""Packed token batches, and attention over them: rows of tokens that lie one after another without padding.
+"""Packed token batches: rows of tokens that lie one after another without padding, and the layout for attention.
 
 A row holds one prompt and one or more of its completions. Each completion attends to the prompt and to itself but not
 to the other completions, at the positions that it would have without them. The G completions of a group therefore cost
-one prompt instead of G.
-
-Every layer except attention treats tokens independently, so it runs on the packed tokens unchanged. Attention gathers
-the queries, keys and values of the rows, calls the model's own attention function on them and scatters the results
-back: in padded blocks for kernels that take sequences of equal length, or as sequences with boundaries.
-
-Importing this module wraps `sdpa`, `eager` and FlashAttention 2 and 3 in transformers' registry of attention functions.
-A wrapped function behaves differently only if the model is called with `packing=`; `sdpa` also saves the copies of keys
-and values when one token per sequence is sampled with grouped heads. `varlen` is added to the registry: `sdpa`, and for
-packed rows the FlashAttention kernels that torch contains.
+one prompt instead of G. `Packing` gives the layout in
+two forms: padded blocks for kernels that take sequences of equal length, and sequences with boundaries.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import compress, repeat
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from torch import Tensor
 
 from bandpo_cli.types import Group
 
@@ -312,111 +299,3 @@ def _group_by_length(sequences: IntArray) -> list[IntArray]:
         if not begins or length < MIN_FILL_RATIO * ordered[begins[-1], 3]:
             begins.append(index)
     return np.split(ordered, begins[1:]) if begins else []
-
-
-Output = tuple[Tensor, Tensor | None]
-Attention = Callable[..., Output]
-
-
-def _packed(attention: Attention, kernel: Attention, attend: Callable[..., Tensor]) -> Attention:
-    """Return `attention` with support for `packing`, for which `attend` calls `kernel` on the rows."""
-
-    def forward(module: nn.Module, *arguments: Any, packing: Packing | None = None, **kwargs: Any) -> Output:
-        if packing is None:
-            return attention(module, *arguments, **kwargs)
-        kwargs.pop("position_ids", None)  # of the packed tokens; some kernels would infer sequences from them
-        states = [state.squeeze(0).transpose(0, 1) for state in arguments[:3]]  # each [T, heads, width]
-        window = kwargs.get("sliding_window")
-        return attend(partial(kernel, module, **kwargs), packing, states, window)[None], None
-
-    return forward
-
-
-def _attend_in_blocks(
-    attend: Attention, packing: Packing, states: Sequence[Tensor], window: int | None
-) -> Tensor:
-    """Return the attention output of a kernel that takes sequences of equal length."""
-    outputs = []
-    for block in packing.blocks:
-        index, shape = block.gather_index, block.shape
-        gathered = (state.index_select(0, index) for state in states)
-        rows = (state.view(*shape, *state.shape[1:]).transpose(1, 2) for state in gathered)
-        outputs.append(attend(*rows, block.mask(window))[0].flatten(0, 1))
-    return torch.cat(outputs).index_select(0, packing.block_scatter_index)
-
-
-def _attend_varlen(
-    attend: Attention, packing: Packing, states: Sequence[Tensor], window: int | None
-) -> Tensor:
-    """Return the attention output of a kernel that takes concatenated sequences of any length and knows its window."""
-    gathered = [state.index_select(0, packing.gather_index).transpose(0, 1)[None] for state in states]
-    lengths: dict[str, Any] = {f"cu_seq_lens_{side}": packing.boundaries for side in "qk"}
-    lengths |= {f"max_length_{side}": packing.longest for side in "qk"}
-    output, _ = attend(*gathered, None, **lengths)
-    return output.flatten(0, 1).index_select(0, packing.scatter_index)
-
-
-def _eager_attention(module: nn.Module, *arguments: Any, **kwargs: Any) -> Output:
-    """Call the `eager` attention of the module's architecture, which the registry does not contain."""
-    attention: Attention = sys.modules[type(module).__module__].eager_attention_forward
-    return attention(module, *arguments, **kwargs)
-
-
-def _eager_attention_of_blocks(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
-) -> Output:
-    """Call it with the mask that it requires and adds to its scores."""
-    allowed = causal_mask(query.shape[2], query.device) if mask is None else mask
-    lowest = torch.finfo(query.dtype).min
-    additive = torch.zeros_like(allowed, dtype=query.dtype).masked_fill(~allowed, lowest)
-    return _eager_attention(module, query, key, value, additive, **kwargs)
-
-
-def _sdpa_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
-) -> Output:
-    """Call `sdpa` of transformers, without its copies of keys and values where there is one query per head.
-
-    With a mask, transformers repeats keys and values for all query heads of a group, which copies the complete cache
-    for every sampled token. With one query per head, the heads of a group can be the queries of one head instead.
-    Queries are [B, heads, L, width], keys and values [B, groups, K, width]; the output is [B, L, heads, width].
-    """
-    groups = key.shape[1]
-    is_one_query = query.shape[2] == 1 and (attention_mask is None or attention_mask.shape[1] == 1)
-    is_plain = kwargs.get("position_bias") is None and kwargs.get("cache") is None
-    if not is_one_query or groups == query.shape[1] or not is_plain:
-        return _SDPA(module, query, key, value, attention_mask, **kwargs)
-    options = {"dropout_p": kwargs.get("dropout", 0.0), "scale": kwargs.get("scaling")}
-    query = query.reshape(len(query), groups, -1, query.shape[3])
-    output = scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, **options)
-    return output.flatten(1, 2)[:, None], None
-
-
-def _torch_varlen(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: None, **kwargs: Any
-) -> Output:
-    """Call torch's causal varlen attention: queries [1, heads, E, width] → output [1, E, heads, width]."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    query, key, value = (state.squeeze(0).transpose(0, 1) for state in (query, key, value))
-    ends, longest, window = kwargs["cu_seq_lens_q"], kwargs["max_length_q"], kwargs.get("sliding_window")
-    left = -1 if window is None else window - 1
-    options: dict[str, Any] = {"scale": kwargs.get("scaling"), "window_size": (left, 0), "enable_gqa": True}
-    output = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
-    return cast(Tensor, output)[None], None
-
-
-_SDPA: Attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
-_FLASH_2, _FLASH_3 = (ALL_ATTENTION_FUNCTIONS[f"flash_attention_{version}"] for version in (2, 3))
-# The attention function of calls without `packing`, the function of calls with it, and how it is called.
-_IMPLEMENTATIONS: dict[str, tuple[Attention, Attention, Callable[..., Tensor]]] = {
-    "sdpa": (_sdpa_attention, _sdpa_attention, _attend_in_blocks),
-    "eager": (_eager_attention, _eager_attention_of_blocks, _attend_in_blocks),
-    "flash_attention_2": (_FLASH_2, _FLASH_2, _attend_varlen),
-    "flash_attention_3": (_FLASH_3, _FLASH_3, _attend_varlen),
-    "varlen": (_sdpa_attention, _torch_varlen, _attend_varlen),
-}
-
-AttentionMaskInterface.register("varlen", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-for _name, _functions in _IMPLEMENTATIONS.items():
-    AttentionInterface.register(_name, _packed(*_functions))

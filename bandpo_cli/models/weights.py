@@ -1,4 +1,10 @@
-"""Weights of a policy: those of an engine and of a checkpoint, model folders, and the shards of several ranks on disk.
+"""Weights of a policy: sharded over ranks, sent to an engine, saved to a model folder or as shards, and loaded.
+
+Sharding is FSDP2 (`fully_shard`), with one group per decoder layer and one for the rest. A sharded model has DTensor
+parameters. A policy is stored in float32 (these are the master weights) and computes in its own dtype, with gradients
+reduced in float32. Every forward pass of it gathers the parameters layer by layer, so all ranks must run the same
+number of passes; within `unsharded` they need not. Gradients are sums over the ranks. All functions also accept a model
+that is not sharded.
 
 torch.distributed.checkpoint (DCP) writes and reads safetensors. Each rank writes files with its own shards; the header
 of a file says at which offsets of the complete tensors they begin. A file without that header, such as a file of a
@@ -6,47 +12,177 @@ model folder, holds complete tensors. Ranks of any number read the files of a fo
 own shards need. There is no pickle: the writer of Hugging Face's format leaves out DCP's `.metadata`.
 """
 
+import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from types import MethodType
+from typing import Any, TypeVar, cast
 
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from bandpo_cli.errors import first_line
-from bandpo_cli.models import lora
-from bandpo_cli.models.load import Policy
-from bandpo_cli.models.sharding import forward_dtype, full_tensor, is_sharded, sharded_like
+from bandpo_cli.models.lora import (
+    ADAPTER_NAME,
+    ADAPTER_WEIGHTS,
+    adapter_parameters,
+    has_adapters,
+    lora_layers,
+    merged_weight,
+)
+from bandpo_cli.paths import ADAPTER_CONFIG
 from bandpo_cli.processes.ranks import Ranks
+
+T = TypeVar("T")
 
 FILE_BYTES = 2**30
 """Bytes of a rank's shards per file. The writer holds a copy of one file in host memory."""
+_RUN = "run_as_forward"
 
 
-def save_policy(policy: Policy, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write a folder that transformers and vLLM can load: weights, or with LoRA adapters for peft, and tokenizer.
+def shard(model: PreTrainedModel, ranks: Ranks, device: torch.device) -> None:
+    """Move the model to `device`; with several ranks, layer by layer, and only the shards of this rank, in place.
+
+    Parameters of a sharded model that require a gradient become float32, the others keep their dtype.
+    """
+    if ranks.size == 1:
+        model.to(device)
+        return
+    dtype = model.dtype
+    mesh = init_device_mesh(device.type, (ranks.size,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for module in (*reversed(checkpointed_layers(model)), model):  # a layer within another one comes first
+        for parameter in module.parameters():
+            if parameter.requires_grad and not isinstance(parameter, DTensor):
+                parameter.data = parameter.data.float()
+        # Also the parameters outside of the layers are freed after a forward pass, so that no pass uses old ones.
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    # FSDP would divide by the number of ranks, for losses that are means over the data of one rank.
+    for module in _groups(model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    model.forward_dtype = dtype
+    setattr(model, _RUN, MethodType(lambda model, function, *args: function(model, *args), model))
+    register_fsdp_forward_method(model, _RUN)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether the model's parameters are distributed over ranks."""
+    return isinstance(model, FSDPModule)
+
+
+def model_class(model: nn.Module) -> type[nn.Module]:
+    """Return the class of the model; `fully_shard` replaces it by a subclass of it and of `FSDPModule`."""
+    return next(item for item in type(model).__mro__ if not issubclass(item, FSDPModule))  # type: ignore[return-value]
+
+
+def forward_dtype(model: PreTrainedModel) -> torch.dtype:
+    """Return the dtype of forward and backward passes; parameters that are trained may be stored in float32."""
+    return cast(torch.dtype, getattr(model, "forward_dtype", model.dtype))
+
+
+def run_forward(function: Callable[..., T], model: PreTrainedModel, *args: Any) -> T:
+    """Return `function(model, ...)`, which runs modules of the model other than the model itself.
+
+    FSDP gathers the parameters outside of the layers, such as those of the embedding, before the model's own forward
+    method; here it does so before `function`.
+    """
+    if not is_sharded(model):
+        return function(model, *args)
+    return cast(T, getattr(model, _RUN)(function, *args))
+
+
+@contextmanager
+def unsharded(model: nn.Module) -> Iterator[None]:
+    """Hold all parameters complete on every rank within the block, which all ranks must enter together."""
+    groups = _groups(model)
+    for group in groups:
+        group.set_reshard_after_forward(False, recurse=False)
+        group.unshard()
+    try:
+        yield
+    finally:
+        for group in groups:
+            group.reshard()
+            group.set_reshard_after_forward(True, recurse=False)
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return a parameter complete, on every rank; all ranks must call this together."""
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return the part of a parameter that this rank holds, which shares its memory."""
+    detached = tensor.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached
+
+
+def sharded_like(target: Tensor, tensor: Tensor) -> Tensor:
+    """Return a complete tensor on the device of `target` and sharded as it is, without communication."""
+    tensor = tensor.to(target.device)
+    if not isinstance(target, DTensor):
+        return tensor
+    return distribute_tensor(tensor, target.device_mesh, target.placements, src_data_rank=None)
+
+
+def _groups(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def checkpointed_layers(model: nn.Module) -> list[Any]:
+    """Return the layers that can discard their activations: the decoder layers."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield name and complete tensor of the adapters, in the dtype of forward passes; names as in a file of peft.
+
+    All ranks must iterate together. The tensors of a model that is not sharded are those in use.
+    """
+    for name, parameter in adapter_parameters(model):
+        yield name, full_tensor(parameter.detach().to(forward_dtype(model)))
+
+
+def save_adapter(model: PreTrainedModel, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Write the adapters in the format of peft: `PeftModel.from_pretrained(base, folder)` loads them.
 
     Args:
-        weights: what `weights_to_save` returns, or a copy; None for the weights in use.
+        weights: what `adapter_weights` returns, or a copy; None to take the tensors in use.
     """
-    if lora.has_adapters(policy.model):
-        lora.save_adapter(policy.model, folder, weights)
-    else:
-        policy.model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
-        if is_sharded(policy.model):
-            # transformers states the dtype of the parameters, and the weights are rounded.
-            policy.model.config.dtype = forward_dtype(policy.model)
-            policy.model.config.save_pretrained(folder)
-    policy.tokenizer.save_pretrained(folder)
+    tensors = {name: tensor.contiguous() for name, tensor in dict(weights or adapter_weights(model)).items()}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    config = model.peft_config[ADAPTER_NAME].to_dict() | {"inference_mode": True}
+    # peft would write its sets in an order that changes from process to process.
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(plain, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def load_adapter(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    """Copy tensors into the adapters of the model, in place. Raise ValueError if they belong to other adapters."""
+    parameters = dict(adapter_parameters(model))
+    if parameters.keys() != tensors.keys():
+        other = min(parameters.keys() ^ tensors.keys())
+        raise ValueError(f"the adapters belong to other layers ({other} among them)")
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if parameter.shape != tensors[name].shape:
+                raise ValueError(f"the adapters have another rank ({name})")
+            parameter.copy_(sharded_like(parameter, tensors[name]))
 
 
 def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
@@ -57,8 +193,8 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     ranks must iterate together.
     """
     dtype = forward_dtype(model)
-    layers = lora.lora_layers(model)
-    adapters = {id(parameter) for _, parameter in lora.adapter_parameters(model)}
+    layers = lora_layers(model)
+    adapters = {id(parameter) for _, parameter in adapter_parameters(model)}
     for name, parameter in model.named_parameters():
         if id(parameter) in adapters:
             continue
@@ -69,9 +205,9 @@ def checkpoint_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
             name = f"{layer}.{kind}"  # without adapters
             if kind == "weight":  # A and B are rounded first, since passes compute with them
                 adapter = layers[layer]
-                parts = (item[lora.ADAPTER_NAME].weight for item in (adapter.lora_A, adapter.lora_B))
+                parts = (item[ADAPTER_NAME].weight for item in (adapter.lora_A, adapter.lora_B))
                 a, b = (full_tensor(part.detach().to(dtype)) for part in parts)
-                weight = lora.merged_weight(name, weight, a, b, adapter.scaling[lora.ADAPTER_NAME])
+                weight = merged_weight(name, weight, a, b, adapter.scaling[ADAPTER_NAME])
         yield name, weight
 
 
@@ -82,11 +218,11 @@ def weights_to_save(model: PreTrainedModel, ranks: Ranks) -> Mapping[str, Tensor
     rank 0 gets a copy in host memory, gathered tensor by tensor, and the others get nothing; all ranks must call this
     together.
     """
-    saved = lora.adapter_weights(model) if lora.has_adapters(model) else checkpoint_weights(model)
+    saved = adapter_weights(model) if has_adapters(model) else checkpoint_weights(model)
     if not is_sharded(model):
-        return dict(saved) if lora.has_adapters(model) else cast(Mapping[str, Tensor], model.state_dict())
+        return dict(saved) if has_adapters(model) else cast(Mapping[str, Tensor], model.state_dict())
     weights = {name: tensor.cpu() for name, tensor in saved if ranks.is_main}
-    if ranks.is_main and not lora.has_adapters(model):
+    if ranks.is_main and not has_adapters(model):
         parameters = dict(model.named_parameters(remove_duplicate=False))
         buffers = {name: value for name, value in model.state_dict().items() if name not in parameters}
         weights |= {name: buffer.cpu().clone() for name, buffer in buffers.items()}
@@ -102,8 +238,8 @@ def load_weights(model: PreTrainedModel, folder: Path, ranks: Ranks) -> None:
     Raises:
         OSError, ValueError, RuntimeError, SafetensorError: the folder is damaged or belongs to another model.
     """
-    if lora.has_adapters(model):
-        ranks.agree(lambda: lora.load_adapter(model, load_file(folder / lora.ADAPTER_WEIGHTS)))
+    if has_adapters(model):
+        ranks.agree(lambda: load_adapter(model, load_file(folder / ADAPTER_WEIGHTS)))
         return
     if not is_sharded(model):
         saved = type(model).from_pretrained(folder, dtype=model.dtype, use_safetensors=True)
@@ -176,8 +312,7 @@ def read_shards(folder: Path, targets: Mapping[str, Tensor], ranks: Ranks) -> No
     Raises:
         ShardError: a rank failed to read, for example a tensor that is missing, damaged or of another shape.
     """
-    reader = HuggingFaceStorageReader(str(folder))
-    alone = ranks.size == 1
+    reader, alone = HuggingFaceStorageReader(str(folder)), ranks.size == 1
     with _shard_errors(ranks), warnings.catch_warnings():
         if alone:  # DCP warns of what is intended
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -37,23 +37,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)  # in an error of gloo
-_GLOO_ERROR = "gloo/transport"  # in every error of gloo's connections: the place in its source
+LAUNCHER_VARIABLE = "BANDPO_NPROC"  # environment variable of a rank of `--nproc`: the number of ranks
+RUN_NAME_VARIABLE = "BANDPO_RUN_NAME"  # environment variable of such a rank: the name of the run
+
 SILENT_S = 5.0
 """Seconds without a sign after which a rank is silent: those that wait give one about once per second."""
-
-_exchanges: Counter[str] = Counter()  # begun by this rank, by name of the group
 
 BALANCED = 1.01
 """Completions are moved between ranks until the rank with the most tokens has at most this many times the mean."""
 
+_GLOO_ERROR = "gloo/transport"  # in every error of gloo's connections: the place in its source
+_TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)  # in such an error
 
-LAUNCHER_VARIABLE = "BANDPO_NPROC"
-"""Environment variable with the number of ranks in the processes that `--nproc` has started: their parent process
-forwards signals to them and prints their error."""
-
-RUN_NAME_VARIABLE = "BANDPO_RUN_NAME"
-"""Environment variable with the name that the parent process chose for the run."""
+_exchanges: Counter[str] = Counter()  # begun by this rank, by name of the group
 
 
 def rank_count(environ: Mapping[str, str] = os.environ) -> int:
@@ -79,6 +75,19 @@ def launched_ranks(environ: Mapping[str, str] = os.environ) -> int | None:
 def launched_name(environ: Mapping[str, str] = os.environ) -> str | None:
     """Return the name that the parent process chose for the run; None without one."""
     return environ.get(RUN_NAME_VARIABLE)
+
+
+def ranks_to_start(nproc: int | None) -> int | None:
+    """Return how many ranks `--nproc` asks this process to start; None where it trains itself, also as a rank.
+
+    Raises:
+        UserError: torchrun has started another number.
+    """
+    if launched_ranks() is not None or nproc is None:
+        return None
+    if rank_count() not in (1, nproc):
+        raise UserError(f"--nproc {nproc}: torchrun has started {rank_count()} ranks; leave out --nproc")
+    return nproc if nproc > rank_count() else None
 
 
 @dataclass(frozen=True)
@@ -131,7 +140,7 @@ class Ranks:
             with Wait(late, f"after {stuck_after()} the run ends, with a checkpoint to resume from"):
                 yield
         except RuntimeError as error:
-            if TIMED_OUT.search(str(error)):
+            if _TIMED_OUT.search(str(error)):
                 raise LostRankError(f"{late()} has not answered for {stuck_after()}") from error
             raise
         progress()
@@ -280,8 +289,7 @@ def _sendable(error: Exception) -> Exception:
 
 def ranks_from_environment(environ: Mapping[str, str] = os.environ) -> Ranks:
     """Return the rank that torchrun has set in the environment; `SINGLE` without torchrun."""
-    size = int(environ.get("WORLD_SIZE", "1")) if "RANK" in environ else 1
-    if size == 1:
+    if (size := rank_count(environ)) == 1:
         return SINGLE
     rank = int(environ["RANK"])
     return Ranks(rank, size, int(environ.get("LOCAL_RANK", rank)))
@@ -345,13 +353,7 @@ def is_gpu(device: str) -> bool:
 
 
 def check_gpu_count(device: str, count: int, what: str) -> None:
-    """Raise UserError where ranks would have to share a GPU. Imports torch; on a CPU any number is allowed.
-
-    Args:
-        device: `model.device`.
-        count: number of ranks on this machine.
-        what: start of the message, such as `--nproc 4`.
-    """
+    """Raise UserError, with `what` at its start, where `count` ranks on this machine would have to share a GPU."""
     import torch
 
     if is_gpu(device) and count > (gpus := torch.cuda.device_count()):
@@ -363,23 +365,18 @@ def check_gpu_count(device: str, count: int, what: str) -> None:
 def connected_ranks(device: str, stall_after: float) -> Iterator[Ranks]:
     """Connect this process with the other ranks that torchrun has started for the duration of the block.
 
-    Without torchrun there is one rank, nothing is connected, and torch is not imported.
-
-    Args:
-        device: `model.device`.
-        stall_after: `tracking.stall_after`.
+    Without torchrun there is one rank, nothing is connected, and torch is not imported. The arguments are the settings
+    `model.device` and `tracking.stall_after`.
 
     Raises:
         UserError: ranks on this machine would have to share a GPU.
         LostRankError: in place of the backend's error where the process of another rank has ended.
     """
     watch.stall_after = stall_after
-    ranks = ranks_from_environment()
-    if ranks.size == 1:
-        yield ranks
-        return
-    check_gpu_count(device, local_rank_count(), f"{local_rank_count()} ranks on this machine")
-    with lost_rank_errors(), connected(ranks, "cuda" if is_gpu(device) else "cpu"):
+    ranks, local = ranks_from_environment(), local_rank_count()
+    if ranks.size > 1:
+        check_gpu_count(device, local, f"{local} ranks on this machine")
+    with lost_rank_errors(), connected(ranks, "cuda" if ranks.size > 1 and is_gpu(device) else "cpu"):
         yield ranks
 
 
@@ -393,7 +390,7 @@ def lost_rank_errors() -> Iterator[None]:
 
         # NCCL's errors, and those of the store by which the ranks find each other.
         kinds = dist.DistBackendError | dist.DistNetworkError | dist.DistStoreError
-        if _GLOO_ERROR in str(error) and TIMED_OUT.search(str(error)):
+        if _GLOO_ERROR in str(error) and _TIMED_OUT.search(str(error)):
             raise LostRankError(f"{silent_ranks()} has not answered for {stuck_after()}") from error
         if isinstance(error, kinds) or _GLOO_ERROR in str(error):
             raise LostRankError("lost the connection to another rank, whose process has ended") from error

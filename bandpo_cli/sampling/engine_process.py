@@ -33,22 +33,18 @@ from bandpo_cli.paths import is_adapter_folder, user_path
 from bandpo_cli.processes.ranks import LAUNCHER_VARIABLE, RUN_NAME_VARIABLE, local_rank_count
 from bandpo_cli.processes.watch import ChildProcess, Wait, progress, python_command
 from bandpo_cli.registries import ENGINES
+from bandpo_cli.sampling import engine_server
 from bandpo_cli.sampling.engine_server import NO_MORE, Answer, send_slots, send_weights
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, engine_model
 from bandpo_cli.sampling.weight_sync import SyncCheck
 from bandpo_cli.types import Completion
 
 CLOSE_S = 5.0
-"""Seconds that an idle engine has to shut down before it is killed."""
+"""Seconds that an idle engine has to shut down, or any engine to end after its connection, before it is killed."""
 
 CLOSED = (EOFError, OSError)
 """Errors of a connection whose other end, or this end, is closed."""
-_CLOSED = "the engine process is closed"
 
-EXIT_S = 5.0
-"""Seconds to wait for the end of the process after the end of the connection."""
-
-SERVE = "bandpo_cli.sampling.engine_server:serve"
 _OF_RANKS = re.compile(
     r"((LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*"
     rf"|{LAUNCHER_VARIABLE}|{RUN_NAME_VARIABLE})"
@@ -153,7 +149,7 @@ class EngineProcess(Sampler):
 
         A thread that waits for the engine gets RunError.
         """
-        child, error, self._error = self._child, self._error, self._error or _CLOSED
+        child, error, self._error = self._child, self._error, self._error or "the engine process is closed"
         torch.set_num_threads(self._trainer_threads)
         if child is None:
             return
@@ -187,11 +183,10 @@ class EngineProcess(Sampler):
         vllm = config.sampling.vllm.model_copy(update={"sleep": False})
         sampling = config.sampling.model_copy(update={"engine": self._entry.name, "max_lag": 0, "vllm": vllm})
 
-        trainers_gpu = None if gpu is None else len(cards) - 1
-
         def send(pipe: Connection) -> None:
             self._slots = send_slots(pipe, largest, gpu)
 
+        trainers_gpu = None if gpu is None else len(cards) - 1
         is_deterministic = torch.are_deterministic_algorithms_enabled()
         self._call("build", model, sampling, threads, is_deterministic, trainers_gpu, send=send)
         if not on_gpu:
@@ -207,9 +202,8 @@ class EngineProcess(Sampler):
     def _receive(self, pipe: Connection) -> Any:
         """Return the next message of the process."""
         progress()
-        with Wait(
-            f"the engine (process {self._child and self._child.pid})", "it may sample long completions"
-        ):
+        pid = self._child and self._child.pid
+        with Wait(f"the engine (process {pid})", "it may sample long completions"):
             return pipe.recv()
 
     @contextmanager
@@ -228,7 +222,7 @@ class EngineProcess(Sampler):
                 self._pipe.send(command)
                 yield self._pipe
             except CLOSED:
-                if not self._child.wait(EXIT_S):
+                if not self._child.wait(CLOSE_S):
                     self._child.kill()
                 end = self._child.describe_end(self._output)
                 self._error = self._error or (
@@ -257,18 +251,15 @@ def engine_environment(environ: Mapping[str, str], cards: Sequence[int]) -> dict
 def start_engine(environment: Mapping[str, str]) -> tuple[ChildProcess, Connection, IO[bytes]]:
     """Start a process that runs `engine_server.serve`; return it with the connection to it and its output.
 
-    multiprocessing's spawn would run the user's __main__ again, and would leave the process in the trainer's process
-    group, which Ctrl-C reaches, until the process has left the group by itself. Calls of the connection raise EOFError
-    or OSError once the process has ended.
-
-    Raises:
-        RunError: the system refuses to start a process.
+    multiprocessing's spawn would run the user's __main__ again. Calls of the connection raise EOFError or OSError once
+    the process has ended. Raise RunError if the system refuses to start a process.
     """
     ours, theirs = socket.socketpair()
     output = tempfile.TemporaryFile()  # noqa: SIM115 - the process writes to it
     # A cluster sends SIGTERM to all processes of a job; the trainer completes its step first, for which it needs this
     # process. It ends it itself.
-    command = python_command("engine", SERVE, [theirs.fileno()], ignored=[signal.SIGINT, signal.SIGTERM])
+    ignored = [signal.SIGINT, signal.SIGTERM]
+    command = python_command("engine", f"{engine_server.__name__}:serve", [theirs.fileno()], ignored)
     streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
     try:
         child = ChildProcess(command, environment, pass_fds=[theirs.fileno()], **streams)

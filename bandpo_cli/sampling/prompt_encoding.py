@@ -26,13 +26,10 @@ from bandpo_cli.types import Message, Problem
 
 COMPARED = 32
 """First problems of a set whose prompts are compared with their questions."""
-
 _ANSWER, _RESULT = "7-2-9-4-1", "5-8-3-6-0"
 """Messages that are found in a rendered template, which changes none of their characters, nor their case."""
-
 _BREAK = "\ufdd0"
 """A place between two tokens: one of the code points that Unicode reserves for uses inside of a program."""
-
 _NO_TURNS = (
     "task.tools and task.environment need a chat template, which the model's tokenizer does not have, or "
     "model.prompts = 'raw' leaves out; use a model with a template"
@@ -70,21 +67,17 @@ class PromptEncoder:
             ConfigError: `prompts` is `chat` or there are `arguments`, but the tokenizer has no chat template.
         """
         has_template = getattr(tokenizer, "chat_template", None) is not None
-        if "tools" in (arguments or {}) and not (has_template and prompts != "raw"):
+        self.tokenizer, self._arguments, self._are_arguments_checked = tokenizer, dict(arguments or {}), False
+        self._chat = has_template and prompts != "raw"
+        self._lacks_template = not has_template and prompts == "auto"
+        if "tools" in self._arguments and not self._chat:
             raise ConfigError(_NO_TURNS)
         if (prompts == "chat" or arguments) and not has_template:
             setting, other = "prompts = 'chat'", "use model.prompts=raw"
             if arguments:
                 setting, other = f"chat_template_kwargs = {arguments}", "leave it out"
-            raise ConfigError(
-                f"model.{setting}: the model's tokenizer has no chat template; add chat_template.jinja to its folder, "
-                f"or {other}"
-            )
-        self.tokenizer = tokenizer
-        self._arguments = dict(arguments or {})
-        self._are_arguments_checked = False
-        self._chat = has_template and prompts != "raw"
-        self._lacks_template = not has_template and prompts == "auto"
+            problem = "the model's tokenizer has no chat template; add chat_template.jinja to its folder"
+            raise ConfigError(f"model.{setting}: {problem}, or {other}")
         self._appended = () if self._chat else _appended_ids(tokenizer)
         vocabulary, added = ({} if rows is None else tokenizer.get_vocab()), tokenizer.added_tokens_decoder
         self._rows, self._unembedded = rows, {i: name for name, i in vocabulary.items() if i >= (rows or 0)}
@@ -100,11 +93,7 @@ class PromptEncoder:
     def of_run(
         cls, tokenizer: PreTrainedTokenizerBase, config: RunConfig, rows: int | None = None
     ) -> PromptEncoder:
-        """Return the encoder of a run's prompts, which contain the schemas of its tools; `rows` as for the class.
-
-        Raises:
-            ConfigError: as for the class, or a tool cannot be used.
-        """
+        """Return the encoder of a run, with the schemas of its tools; `rows` and errors as for the class."""
         arguments: dict[str, Any] = {**(config.model.chat_template_kwargs or {})}
         functions, of_environment = config.task.functions, config.task.environment is not None
         if functions and (schemas := tool_schemas(functions, of_environment)):
@@ -115,8 +104,7 @@ class PromptEncoder:
         """Return the prompts of `problems_P` as text and tokens.
 
         Raises:
-            ConfigError: the chat template refuses the messages (some templates have no system role, for example), or
-                ignores one of its arguments, or the model has no embedding for a token.
+            ConfigError: the chat template refuses the messages or ignores an argument, or a token has no embedding.
         """
         texts = [self._text(problem) for problem in problems_P]
         # A plain-text prompt is in the task's own format, and a chat template writes special tokens itself. Only raw
@@ -127,13 +115,14 @@ class PromptEncoder:
             of_kind = [text for text, is_joined in zip(texts, joined, strict=True) if is_joined == special]
             options = dict.fromkeys(("return_attention_mask", "return_token_type_ids"), False)
             tokens = self.tokenizer(of_kind, add_special_tokens=special, **options)["input_ids"]
-            # A completion continues a joined text, which therefore must not end with a token for the end of a text.
+            # A completion continues a joined text, which must not end with a token for the end of a text.
             end = -len(self._appended) if special and self._appended else None
             ids[special] = iter([tuple(row[:end]) for row in tokens])
-        pairs = zip(texts, joined, strict=True)
-        encoded = [EncodedPrompt(text, next(ids[is_joined])) for text, is_joined in pairs]
-        for problem, prompt in zip(problems_P, encoded, strict=True):
-            self._check_ids(prompt.token_ids, f"problem {problem.id}")
+        encoded = []
+        for problem, text, is_joined in zip(problems_P, texts, joined, strict=True):
+            encoded.append(EncodedPrompt(text, next(ids[is_joined])))
+            if self._unembedded:
+                self._check_ids(encoded[-1].token_ids, f"problem {problem.id}")
         return encoded
 
     def pieces(self, ids: Sequence[int]) -> Iterator[tuple[str, int | None]]:
@@ -144,16 +133,12 @@ class PromptEncoder:
             else:
                 yield str(self.tokenizer.decode([*run])), None
 
-    def decode(self, prompts: Sequence[EncodedPrompt]) -> list[str]:
-        """Return the texts of prompts by their tokens, with the special ones."""
-        return ["".join(text for text, _ in self.pieces(prompt.token_ids)) for prompt in prompts]
-
     def applies_template(self, problem: Problem) -> bool:
         """Return whether the chat template formats the problem's prompt."""
         return self._chat and not isinstance(problem.prompt, str)
 
     def effect_of_arguments(self, problem: Problem) -> list[str]:
-        """Return the lines of a prompt that the arguments of the chat template remove (`- `) and add (`+ `)."""
+        """Return the lines of a chat prompt that the arguments of the template remove (`- `) and add (`+ `)."""
         assert not isinstance(problem.prompt, str)
         plain = self._try_render(problem.prompt, {}) or ""
         lines = ndiff(plain.splitlines(), self._render(problem.prompt, self._arguments).splitlines())
@@ -162,15 +147,15 @@ class PromptEncoder:
     def turn_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """Return the tokens between the end token of the assistant's turn and its next turn, with `messages` in them.
 
-        It is the end of what the template makes of a conversation, tokenized by itself: the turns before, as sampled,
-        are never tokenized again. A special token or a mark of the template inside of a message stays text: a tool, or
-        a model whose text a tool repeats, cannot end the turn and continue as another role.
+        The end of the template's text of a conversation is tokenized by itself, never the turns before. A special token
+        or a mark of the template inside of a message stays text: a tool cannot end the turn and continue as another
+        role.
 
         Raises:
             ConfigError: there is no chat template, it refuses the messages, or the model has no embedding for a token.
         """
-        texts = self._turn_text(messages).split(_BREAK)
-        ids = [i for text in texts for i in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+        rows = self.tokenizer(self._turn_text(messages).split(_BREAK), add_special_tokens=False)["input_ids"]
+        ids = [*chain.from_iterable(rows)]
         self._check_ids(ids, "a turn of a conversation")
         return tuple(ids)
 
@@ -189,27 +174,24 @@ class PromptEncoder:
         if not self._chat:
             raise ConfigError(_NO_TURNS)
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
-        turns += [{key: self._as_text(value) for key, value in message.items()} for message in messages]
+        for message in messages:
+            texts = {key: value for key, value in message.items() if isinstance(value, str)}
+            turns.append(
+                {**message, **{key: self._control.sub(rf"\1{_BREAK}", text) for key, text in texts.items()}}
+            )
         try:
             text = self._render(turns, self._arguments)
         except Exception as error:  # noqa: BLE001 - a template is a program that the model's author wrote
             roles = ", ".join(sorted({str(message.get("role")) for message in messages}))
-            raise ConfigError(
-                f"the model's chat template refuses a conversation with messages of {roles} ({error!s:.300})"
-            ) from None
-        _, _, after = text.partition(_ANSWER)  # a result may have the same words
+            refuses = f"refuses a conversation with messages of {roles} ({error!s:.300})"
+            raise ConfigError(f"the model's chat template {refuses}") from None
+        after = text.partition(_ANSWER)[2]  # a result may have the same words
         end = end_of_turn_id(self.tokenizer)
-        if end is not None:
-            after = after.partition(str(self.tokenizer.convert_ids_to_tokens(end)))[2]
-        return after
-
-    def _as_text(self, value: Any) -> Any:
-        """Return a text with a break inside of each control token, and other values unchanged."""
-        return self._control.sub(rf"\1{_BREAK}", value) if isinstance(value, str) else value
+        return after if end is None else after.partition(str(self.tokenizer.convert_ids_to_tokens(end)))[2]
 
     def _check_ids(self, ids: Sequence[int], place: str) -> None:
         """Raise ConfigError if the model has no embedding for one of the ids."""
-        if self._unembedded and (token := next((i for i in ids if i in self._unembedded), None)) is not None:
+        if (token := next((i for i in ids if i in self._unembedded), None)) is not None:
             raise ConfigError(
                 f"{place}: the token {self._unembedded[token]!r} has the id {token}, the model has {self._rows} "
                 "embeddings; take this text out of the question or the chat template, or use a model with more"
@@ -278,43 +260,35 @@ class PromptEncoder:
         return None
 
     def _check_arguments(self, messages: Sequence[Message]) -> None:
-        """Raise ConfigError if the template ignores one of its arguments: no value of it changes the prompt.
-
-        A value may be the template's default, as true is for Qwen3's enable_thinking. Another value then has an effect.
-        """
+        """Raise ConfigError if no value of an argument changes the prompt; the given one may be the default."""
         for name, value in self._arguments.items():
             others = {key: other for key, other in self._arguments.items() if key != name}
             without = self._try_render(messages, others)
             values = (value,) if name == "tools" else (value, True, False)
             tried = (self._try_render(messages, {**others, name: other}) for other in values)
-            if all(text == without for text in tried):
-                if name == "tools":
-                    raise ConfigError(
-                        "task.tools: the model's chat template has no place for tools; use a model whose template has, "
-                        "or describe them in task.system and answer in task.environment"
-                    )
-                near = nearest(name, re.findall(r"[a-z]\w*", str(self.tokenizer.chat_template)))
+            if any(text != without for text in tried):
+                continue
+            if name == "tools":
                 raise ConfigError(
-                    f"model.chat_template_kwargs.{name} = {value!r}: the model's chat template ignores this "
-                    f"argument{near}; leave it out"
+                    "task.tools: the model's chat template has no place for tools; use a model whose template has, "
+                    "or describe them in task.system and answer in task.environment"
                 )
+            near = nearest(name, re.findall(r"[a-z]\w*", str(self.tokenizer.chat_template)))
+            problem = f"the model's chat template ignores this argument{near}; leave it out"
+            raise ConfigError(f"model.chat_template_kwargs.{name} = {value!r}: {problem}")
 
 
 def completion_stop_ids(
     policy: Policy, encoder: PromptEncoder, problems: Sequence[Problem]
 ) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a completion of these problems.
+    """Return the ids of the tokens that end a completion; with a template, the end of a turn is one of them.
 
-    Where the chat template formats a prompt, its end-of-turn token is one of them. A base model with a template (such
-    as Qwen2.5) ends its turns with a token, <|im_end|>, that is not its end-of-sequence token, <|endoftext|>, and would
-    continue up to `sampling.max_tokens`.
+    A base model (such as Qwen2.5) may end turns with another token than a text, and would else continue.
     """
     token = end_of_turn_id(policy.tokenizer) if any(map(encoder.applies_template, problems)) else None
-    if (
-        token is None or token >= policy.rows
-    ):  # a token that was added to the tokenizer alone is never sampled
-        return policy.stop_ids
-    return tuple(dict.fromkeys([*policy.stop_ids, token]))
+    # A token that was added to the tokenizer alone is never sampled.
+    end = [] if token is None or token >= policy.rows else [token]
+    return tuple(dict.fromkeys([*policy.stop_ids, *end]))
 
 
 def _appended_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -325,10 +299,7 @@ def _appended_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the id of the token that the chat template writes after an assistant's message.
-
-    None if the template writes nothing there or several tokens, or refuses the messages.
-    """
+    """Return the id of the token that the chat template writes after an assistant's message; None if it is not one."""
     turns = [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": _ANSWER}]
     try:
         text = str(tokenizer.apply_chat_template(turns, tokenize=False))
@@ -351,33 +322,30 @@ def check_context_length(model: PreTrainedConfig, config: RunConfig) -> None:
         )
 
 
-def drop_long_prompts_in_sets(
-    encoder: PromptEncoder, sets: Mapping[str, Sequence[Problem]], config: RunConfig, notes: list[str]
-) -> dict[str, Sequence[Problem]]:
-    """Return the first `evaluation.problems` of each set by name, as `drop_long_prompts` returns them."""
-    return {
-        label: drop_long_prompts(encoder, label, problems[: config.evaluation.problems], config, notes)
-        for label, problems in sets.items()
-    }
-
-
 def drop_long_prompts(
     encoder: PromptEncoder, label: str, problems: Sequence[Problem], config: RunConfig, notes: list[str]
 ) -> Sequence[Problem]:
     """Return the problems whose prompts are not empty and not too long; add lines on them to `notes`.
 
     Raises:
-        ConfigError: there are no problems, all prompts are too long, or `check_questions` finds an error.
+        ConfigError: there are no problems, all prompts are too long, or two questions have the same prompt.
     """
     limit = config.sampling.max_prompt_tokens
     if not problems:
         raise ConfigError(f"'{label}' has no problems")
     prompts = encoder.encode(problems)
-    notes += check_questions(encoder, label, problems, prompts)
+    notes += _check_questions(encoder, label, problems, prompts)
     lengths = [len(prompt.token_ids) for prompt in prompts]
     fitting = [problem for problem, length in zip(problems, lengths, strict=True) if 1 <= length <= limit]
     if not fitting:
-        raise _long_prompts_error(encoder, label, problems, lengths, config)
+        longest = max(lengths)
+        template = _template_tokens(encoder, problems[lengths.index(longest)], config.task)
+        share = "" if template is None else f", of which the template takes {template:,}"
+        raise ConfigError(
+            f"sampling.max_prompt_tokens = {limit}: all {len(problems):,} prompts of '{label}' are longer: "
+            f"{min(lengths):,} to {longest:,} tokens{share}; --set sampling.max_prompt_tokens={longest} "
+            "keeps all of them"
+        )
     if len(fitting) < len(problems):
         notes.append(
             f"{label}: {len(problems) - len(fitting):,} of {len(problems):,} problems left out, their prompts have "
@@ -386,19 +354,16 @@ def drop_long_prompts(
     return fitting
 
 
-def check_questions(
+def _check_questions(
     encoder: PromptEncoder, label: str, problems: Sequence[Problem], prompts: Sequence[EncodedPrompt]
 ) -> list[str]:
-    """Return warnings of texts that are not in their prompts, and of texts that the model reads as special tokens.
-
-    Raises:
-        ConfigError: two different questions have the same prompt.
-    """
-    warnings, missing = list[str](), list[str]()
-    first: dict[tuple[int, ...], tuple[str, str]] = {}
+    """Return warnings of texts that are not in their prompts or that the model reads as special tokens."""
+    warnings, missing, first = list[str](), list[str](), dict[tuple[int, ...], tuple[str, str]]()
     sample, all_texts = problems[:COMPARED], [_texts(problem) for problem in problems[:COMPARED]]
     written = iter(without_spaces(chain.from_iterable(all_texts)))
-    read = without_spaces(encoder.decode(prompts[:COMPARED]))
+    read = without_spaces(
+        "".join(text for text, _ in encoder.pieces(prompt.token_ids)) for prompt in prompts[:COMPARED]
+    )
     for problem, prompt, texts, text_read in zip(sample, prompts, all_texts, read, strict=False):
         texts = [*islice(written, len(texts))]
         question = "".join(texts).casefold()
@@ -431,20 +396,6 @@ def _texts(problem: Problem) -> list[str]:
     if isinstance(problem.prompt, str):
         return [problem.prompt]
     return [message.content for message in problem.prompt if message.role != "assistant"]
-
-
-def _long_prompts_error(
-    encoder: PromptEncoder, label: str, problems: Sequence[Problem], lengths: Sequence[int], config: RunConfig
-) -> ConfigError:
-    """Return the error for a set whose prompts are all too long: their lengths, and the share of the template."""
-    longest = max(lengths)
-    template = _template_tokens(encoder, problems[lengths.index(longest)], config.task)
-    share = "" if template is None else f", of which the template takes {template:,}"
-    return ConfigError(
-        f"sampling.max_prompt_tokens = {config.sampling.max_prompt_tokens}: all {len(problems):,} prompts of '{label}' "
-        f"are longer: {min(lengths):,} to {longest:,} tokens{share}; --set sampling.max_prompt_tokens={longest} "
-        "keeps all of them"
-    )
 
 
 def _template_tokens(encoder: PromptEncoder, problem: Problem, task: TaskSettings) -> int | None:

@@ -353,14 +353,12 @@ def graded_groups(
         max_tokens: maximum tokens per completion, from which the penalty for long completions counts.
     """
     lengths = [len(completion.token_ids) for completions in completions_PG for completion in completions]
-    graded = iter(zip(texts, grades, shaped_rewards(grades, lengths, max_tokens, reward), strict=True))
-
-    def rollout(problem: Problem, prompt: EncodedPrompt, completion: Completion) -> Rollout:
-        text, grade, shaped = next(graded)
-        about = prompt.text, prompt.token_ids, completion, text, replace(grade, reward=shaped)
-        return Rollout(with_turns(problem, completion), *about)
-
-    return [
-        Group(problem, tuple(rollout(problem, prompt, completion) for completion in completions))
-        for problem, prompt, completions in zip(problems_P, prompts_P, completions_PG, strict=True)
-    ]
+    graded = zip(texts, grades, shaped_rewards(grades, lengths, max_tokens, reward), strict=True)
+    groups = []
+    for problem, prompt, completions in zip(problems_P, prompts_P, completions_PG, strict=True):
+        rollouts = []
+        for completion, (text, grade, shaped) in zip(completions, graded, strict=False):
+            about = prompt.text, prompt.token_ids, completion, text, replace(grade, reward=shaped)
+            rollouts.append(Rollout(with_turns(problem, completion), *about))
+        groups.append(Group(problem, tuple(rollouts)))
+    return groups

@@ -14,7 +14,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import check_engine, is_installed, resolve_engine
 from bandpo_cli.errors import RunError, UserError, first_line
 from bandpo_cli.models.load import Policy, is_on_cuda, read_config
-from bandpo_cli.models.sharding import forward_dtype, model_class
+from bandpo_cli.models.weights import forward_dtype, model_class
 from bandpo_cli.registries import ENGINES, load_attribute
 from bandpo_cli.types import Completion
 
@@ -190,8 +190,8 @@ def check_model(config: RunConfig) -> None:
         return
     text = read_config(config.model).get_text_config()
     # transformers stores the experts of a layer in one tensor, under names that vLLM's loader does not know.
-    counts = [value for key, value in text.to_dict().items() if key.endswith("experts")]
-    if any(isinstance(count, int) and count > 1 for count in counts):
+    experts = [value for key, value in text.to_dict().items() if key.endswith("experts")]
+    if any(isinstance(count, int) and count > 1 for count in experts):
         raise UserError(
             f"model.path = {config.model.path!r}: {text.model_type} is a mixture of experts, which the {engine} engine "
             "cannot load from the trainer; use --sampler transformers"
@@ -212,12 +212,10 @@ def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
     engine = resolve_engine(config.sampling.engine, on_gpu)
     check_engine(engine, device="auto")  # of the GPU, the commands have checked it
     if on_gpu and not ENGINES[engine].preferred_on_gpu:
-        better = next(name for name, entry in ENGINES.items() if entry.preferred_on_gpu)
-        installed = is_installed(ENGINES[better].package)
-        how = (
-            f"use it with: --sampler {better}" if installed else f"install it with: {ENGINES[better].install}"
-        )
-        slower = "on a GPU the %s engine samples several times slower than %s; %s"
-        log.warning(slower, engine, better, how)
+        name, better = next((name, entry) for name, entry in ENGINES.items() if entry.preferred_on_gpu)
+        how = f"use it with: --sampler {name}"
+        if not is_installed(better.package):
+            how = f"install it with: {better.install}"
+        log.warning("on a GPU the %s engine samples several times slower than %s; %s", engine, name, how)
     sampler: Sampler = load_attribute(ENGINES[engine].build)(config.sampling, policy)
     return sampler

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from bandpo_cli.config.sampling import SamplingConfig
+from bandpo_cli.models.attention import growing_cache
 from bandpo_cli.models.load import Policy
-from bandpo_cli.models.sharding import unsharded
+from bandpo_cli.models.weights import unsharded
 from bandpo_cli.processes.watch import progress
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, TokenIds, Turn
 from bandpo_cli.types import FLOAT_TYPE, TOKEN_TYPE, Completion, FinishReason
@@ -23,9 +23,6 @@ KEPT_UNTIL = 0.9
 DRAWN_STEPS = 64
 """Tokens of a completion for which random numbers are drawn at a time."""
 
-MIN_SPARE_TOKENS, SPARE_SHARE = 32, 0.25
-"""Room for further tokens that a cache layer gets when it grows: a share of its length, but at least a number."""
-
 
 class TransformersSampler(Sampler):
     """Prefills each prompt once, repeats its cache n times, and removes ended completions from the batch."""
@@ -33,22 +30,15 @@ class TransformersSampler(Sampler):
     shares_weights = True
 
     def __init__(self, model: PreTrainedModel, pad_id: int, max_sequences: int = 2048) -> None:
-        """Set up the sampler.
+        """Set up the sampler of the trainer's model.
 
-        Args:
-            model: the trainer's model.
-            pad_id: id of the padding token.
-            max_sequences: maximum completions that are sampled at the same time, but at least those of one prompt.
+        It samples at most `max_sequences` completions at the same time, but at least those of one prompt.
         """
-        self._model = model
-        self._pad_id = pad_id
-        self._max_sequences = max_sequences
-        self._version = 0
+        self._model, self._pad_id, self._max_sequences, self._version = model, pad_id, max_sequences, 0
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
         """Store the version; the weights are shared with the trainer and need no copy."""
-        self._model = model
-        self._version = version
+        self._model, self._version = model, version
 
     def describe(self) -> dict[str, str]:
         """Return the engine's name."""
@@ -119,14 +109,14 @@ class TransformersSampler(Sampler):
                 running = running[continuing]
             attended = torch.cat([attended, attended.new_ones(len(active), 1)], dim=1)
             logits = self._forward(sampled[:, None], attended, (positions[active] + step)[:, None], cache)
-        columns = [tokens.int(), logprobs, *([] if entropies is None else [entropies])]
+        columns = [tokens.int(), logprobs, tokens[:, :0] if entropies is None else entropies]
+        kinds, flat = (TOKEN_TYPE, FLOAT_TYPE, FLOAT_TYPE), []
         values = zip(*(column.cpu().numpy() for column in columns), strict=True)
-        flat = []
-        for of_completion, count, stop in zip(values, counts.tolist(), stopped.tolist(), strict=True):
-            sampled_bytes, *floats = (row[:count].tobytes() for row in of_completion)
-            first, entropy = (array(FLOAT_TYPE, item) for item in (*floats, b"")[:2])
+        for rows_of_one, count, stop in zip(values, counts.tolist(), stopped.tolist(), strict=True):
+            pairs = zip(kinds, rows_of_one, strict=True)
+            of_tokens, of_logprobs, of_entropies = (array(kind, row[:count].tobytes()) for kind, row in pairs)
             reason: FinishReason = "stop" if stop else "length"
-            flat.append(Completion(array(TOKEN_TYPE, sampled_bytes), first, reason, self._version, entropy))
+            flat.append(Completion(of_tokens, of_logprobs, reason, self._version, of_entropies))
         return [flat[i : i + n] for i in range(0, total, n)]
 
     def _forward(
@@ -211,53 +201,3 @@ def sample_tokens(
     points = uniforms[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, points, right=True).clamp(max=logits.shape[-1] - 1)
     return tokens.squeeze(1), logprobs.gather(-1, tokens).squeeze(1)
-
-
-class GrowingLayer(DynamicLayer):  # type: ignore[misc]
-    """Cache layer with room for further tokens: a new token is written in place, and does not copy all others."""
-
-    def __init__(self, most_tokens: int) -> None:
-        """Create an empty layer; it never has room for more than `most_tokens`."""
-        super().__init__()
-        self._most = most_tokens
-        self._buffers: list[torch.Tensor] = []
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values [B, heads, n, width]; return all [B, heads, L, width]."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = key_states, value_states
-            return self.keys, self.values
-        before = self.get_seq_length()
-        length = before + key_states.shape[-2]
-        if not self._buffers or self._buffers[0].shape[-2] < length:
-            room = min(self._most, length + max(MIN_SPARE_TOKENS, int(SPARE_SHARE * length)))
-            stored = self.keys, self.values
-            self._buffers = [item.new_empty(*item.shape[:2], room, item.shape[3]) for item in stored]
-            for buffer, states in zip(self._buffers, stored, strict=True):
-                buffer[:, :, :before] = states
-        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, before:length] = states
-        self.keys, self.values = (buffer[:, :, :length] for buffer in self._buffers)
-        return self.keys, self.values
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each sequence."""
-        super().batch_repeat_interleave(repeats)
-        self._buffers = []
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep the sequences of the indices."""
-        super().batch_select_indices(indices)
-        self._buffers = []
-
-
-def growing_cache(model: PreTrainedModel, most_tokens: int) -> DynamicCache:
-    """Return a cache for up to `most_tokens` per sequence; layers that keep all tokens grow in place."""
-    cache = DynamicCache(config=model.config)
-    for place, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer:
-            cache.layers[place] = GrowingLayer(most_tokens)
-    return cache

@@ -12,7 +12,7 @@ import logging
 import os
 import random
 import tempfile
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
@@ -34,7 +34,6 @@ from bandpo_cli.sampling.sampler import (
     SampleRequest,
     SamplingParams,
     StaleEngineError,
-    TokenIds,
     Turn,
     engine_model,
     error_text,
@@ -69,8 +68,7 @@ UNESTIMATED_FRACTION = 0.5
 CPU_CACHE_BLOCK = 32
 """Tokens per block of the key-value cache on a CPU (vLLM's default is 128): prompts share only complete blocks."""
 MAX_QUEUED = 8192
-"""Completions in the engine's queue beyond which no further batch is added: more than an engine decodes at a time, and
-a few hundred MB of host memory at most."""
+"""Completions in the engine's queue beyond which no request is added: more than an engine decodes at a time."""
 
 
 class VllmSampler(Sampler):
@@ -93,16 +91,14 @@ class VllmSampler(Sampler):
         """
         own = None if isinstance(policy, EngineModel) else policy
         ranks = SINGLE if own is None else own.ranks
-        self._settings = config.vllm
+        self._settings, self._version, self._asleep = config.vllm, 0, False
         self._sleeps = config.vllm.sleep and policy.device.type == "cuda"
-        self._asleep = False
         # The group of the ranks stays; one that the engine creates ends with it.
         self._preserve_group = preserve_process_group if dist.is_initialized() else nullcontext
         self.check = SyncCheck(own, config.max_prompt_tokens + config.max_tokens)
         model = policy if isinstance(policy, EngineModel) else engine_model(policy.model)
         self._llm, self._threads = _start(config, model, ranks, self._sleeps)
         self._max_model_len: int = self._llm.model_config.max_model_len
-        self._version = 0
         self._converted: set[str] | None = None
         if own is None:
             return
@@ -144,7 +140,9 @@ class VllmSampler(Sampler):
                 for number, ids in [*waiting.items()]:
                     if all(item in outputs for item in ids):
                         ended, _ = [outputs.pop(item) for item in waiting.pop(number)], sizes.pop(number)
-                        groups = [[self._completion(output) for output in prompt.outputs] for prompt in ended]
+                        groups = [
+                            [_completion(item, self._version) for item in prompt.outputs] for prompt in ended
+                        ]
                         if groups:
                             self.check.observe(ended[0].prompt_token_ids, groups[0][0])
                         yield number, groups
@@ -156,9 +154,20 @@ class VllmSampler(Sampler):
                     self._llm.llm_engine.abort_request(unfinished)
 
     def _enqueue(self, request: SampleRequest, params: SamplingParams) -> list[str]:
-        """Add the prompts of a request to the engine's queue; return their ids."""
+        """Add the prompts of a request to the engine's queue and return their ids; UserError for unsupported ones."""
         samples, turns_P = request.turns(params)
-        self._check_request(request.prompts_P, turns_P, params.temperature)
+        for prompt, turn in zip(request.prompts_P, turns_P, strict=True):
+            if len(prompt) + turn.max_tokens > self._max_model_len:
+                raise UserError(
+                    f"a prompt of {len(prompt)} tokens and sampling.max_tokens = {turn.max_tokens} exceed the "
+                    f"engine's limit of {self._max_model_len} tokens (sampling.max_prompt_tokens + sampling.max_tokens)"
+                )
+        low, high = TEMPERATURES
+        if params.temperature and not low <= params.temperature <= high:
+            raise UserError(
+                f"temperature = {params.temperature:g}: vLLM samples at {low:g} to {high:g}, or at 0; "
+                "choose one of these, or use --sampler transformers"
+            )
         prompts = [{"prompt_token_ids": list(prompt)} for prompt in request.prompts_P]
         of_prompts = [_vllm_params(params, samples, turn) for turn in turns_P]
         with self._engine_call():
@@ -242,28 +251,6 @@ class VllmSampler(Sampler):
         """Return module and name of the class that runs the model."""
         return str(self._llm.collective_rpc("policy_runner", args=())[0])
 
-    def _check_request(
-        self, prompts_P: Sequence[TokenIds], turns_P: Sequence[Turn], temperature: float
-    ) -> None:
-        """Raise UserError for lengths and temperatures that the engine does not support."""
-        for prompt, turn in zip(prompts_P, turns_P, strict=True):
-            if len(prompt) + turn.max_tokens > self._max_model_len:
-                raise UserError(
-                    f"a prompt of {len(prompt)} tokens and sampling.max_tokens = {turn.max_tokens} exceed the "
-                    f"engine's limit of {self._max_model_len} tokens (sampling.max_prompt_tokens + sampling.max_tokens)"
-                )
-        low, high = TEMPERATURES
-        if temperature and not low <= temperature <= high:
-            raise UserError(
-                f"temperature = {temperature:g}: vLLM samples at {low:g} to {high:g}, or at 0; "
-                "choose one of these, or use --sampler transformers"
-            )
-
-    def _completion(self, output: Any) -> Completion:
-        if output.finish_reason not in ("stop", "length"):
-            raise RunError(f"vLLM ended a completion with {output.finish_reason!r}")
-        return Completion(output.token_ids, output.logprobs.logprobs, output.finish_reason, self._version)
-
     def _wake_if_asleep(self, tags: list[str]) -> None:
         """Allocate the memory of `tags`: weights before the load and the cache after it, to lower the peak."""
         if self._asleep:
@@ -287,6 +274,12 @@ class VllmSampler(Sampler):
             self._converted = {name for name in differing & matrices if "embed" not in name}
         for name in sorted(differing - self._converted):
             raise StaleEngineError(f"vLLM does not run version {version} of the weights: {name} differs")
+
+
+def _completion(output: Any, version: int) -> Completion:
+    if output.finish_reason not in ("stop", "length"):
+        raise RunError(f"vLLM ended a completion with {output.finish_reason!r}")
+    return Completion(output.token_ids, output.logprobs.logprobs, output.finish_reason, version)
 
 
 @contextmanager
@@ -316,10 +309,10 @@ def _start(config: SamplingConfig, model: EngineModel, ranks: Ranks, sleeps: boo
             raise
         text, fraction = error_text(error), config.vllm.memory_fraction or UNESTIMATED_FRACTION
         if "memory" in text.lower():  # the names that vLLM uses in its errors about memory
-            text += (
-                f" (gpu_memory_utilization is sampling.vllm.memory_fraction = {fraction:g}, max_model_len is "
-                "sampling.max_prompt_tokens + sampling.max_tokens)"
+            names = (
+                f"gpu_memory_utilization is sampling.vllm.memory_fraction = {fraction:g}, max_model_len is"
             )
+            text += f" ({names} sampling.max_prompt_tokens + sampling.max_tokens)"
         raise UserError(f"sampling.engine = 'vllm': the engine did not start: {text}") from error
 
 

@@ -1,7 +1,7 @@
-"""vLLM in the trainer's process: protection of the process's state, and the worker's side of the weight sync.
+"""vLLM in the trainer's process: protection of the process's state, and vLLM's side of the weight sync.
 
 The context managers undo what vLLM changes for the complete process. `PolicyWorker` runs inside vLLM's workers, where
-the weights are. `ComparedWeights` is the trainer's side of the comparison after a sync; `fingerprint` runs on both.
+the weights are. `ComparedWeights` is the trainer's side of the comparison after a sync.
 """
 
 from __future__ import annotations
@@ -203,19 +203,14 @@ class PolicyWorker:
 
 
 class ComparedWeights:
-    """Weights on their way into the engine, and fingerprints of those that the engine stores unchanged.
+    """Weights on their way into the engine; names, shapes and fingerprints of those that the engine stores unchanged.
 
     These are vectors (norm weights and biases), which vLLM neither packs nor shards, and matrices if they are not
     sharded over GPUs. `policy_state` skips tensors that the engine stores in another shape.
-
-    Attributes:
-        shapes: names and shapes of the tensors to compare that were taken.
-        fingerprints: their fingerprints by name.
     """
 
     def __init__(self, weights: Weights, tensor_parallel: int) -> None:
-        self._weights = weights
-        self._tensor_parallel = tensor_parallel
+        self._weights, self._tensor_parallel = weights, tensor_parallel
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.fingerprints: dict[str, int] = {}
 

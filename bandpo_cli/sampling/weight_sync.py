@@ -1,5 +1,8 @@
 """Check after a weight sync: the engine's log-probs of a few tokens that it samples, against the trainer's.
 
+The engines load the weights: `TransformersSampler.sync` shares them, `VllmSampler.load` sends them to `PolicyWorker`,
+and `EngineProcess.sync` sends them to another process.
+
 The tokens are samples of the policy, so that rounding moves their log-probs as little as those of training's tokens;
 `benchmarks/sync_noise.py` measures how much that is. Each of several ranks checks its own engine, and the largest gap
 decides: all ranks run the same number of probes, because a pass of a sharded model needs all of them.
@@ -13,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from bandpo_cli.models.load import Policy
-from bandpo_cli.models.sharding import forward_dtype
+from bandpo_cli.models.weights import forward_dtype
 from bandpo_cli.sampling.sampler import Sampler, SamplingParams, StaleEngineError, TokenIds
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.types import Completion

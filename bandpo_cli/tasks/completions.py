@@ -49,9 +49,10 @@ class StoredProblem:
     completions_G: list[StoredCompletion] = field(default_factory=list)
 
 
-_RowReader = Callable[[Mapping[str, Any], str | None, str], tuple[str, Problem, list[StoredCompletion]]]
-"""A function from a row, the grader that the user names and the place of the row, for messages, to its evaluation set,
-problem and completions."""
+_StoredRow = tuple[str, Problem, list[StoredCompletion]]
+"""The evaluation set, the problem and the completions of a row."""
+_RowReader = Callable[[Mapping[str, Any], str | None, str], _StoredRow]
+"""A function from a row, the grader that the user names and the place of the row for messages."""
 
 
 def read_completions(path: Path, grader: str | None = None) -> dict[str, list[StoredProblem]]:
@@ -59,8 +60,8 @@ def read_completions(path: Path, grader: str | None = None) -> dict[str, list[St
 
     Args:
         path: A table of this package with one completion per row (`samples.parquet` of an evaluation,
-            `samples/step-000010.parquet` of a run), or rows from anywhere with a question, an answer and completions (a
-            list of texts or a single text).
+            `samples/step-000010.parquet` of a run), or rows with a question, an answer and completions (a list of texts
+            or a text).
         grader: The grader of all problems, instead of the one that the table names (`math` if it names none).
 
     Raises:
@@ -117,9 +118,7 @@ class _TableRow(BaseModel):
     logprob_sum: Annotated[FiniteFloat | None, _Missing] = None
 
 
-def _read_table_row(
-    row: Mapping[str, Any], grader: str | None, where: str
-) -> tuple[str, Problem, list[StoredCompletion]]:
+def _read_table_row(row: Mapping[str, Any], grader: str | None, where: str) -> _StoredRow:
     """Read a row of a table of this package.
 
     A table never decides which code runs: a custom grader in it is refused unless the user names it.
@@ -162,9 +161,7 @@ def _question_row_reader(path: Path, first_rows: list[dict[str, Any]]) -> _RowRe
             "or the samples.parquet of an evaluation"
         )
 
-    def read_row(
-        row: Mapping[str, Any], grader: str | None, where: str
-    ) -> tuple[str, Problem, list[StoredCompletion]]:
+    def read_row(row: Mapping[str, Any], grader: str | None, where: str) -> _StoredRow:
         question = read_question(row, names, where)
         if question is None or question.answer is None:
             name = "question" if question is None else "answer"

@@ -30,21 +30,13 @@ _FIRST_NUMBER = re.compile(r"\d+")
 def find_fields(
     rows: Iterable[Mapping[str, Any]], configured: Fields = NO_FIELDS, known: Fields | Dataset = NO_FIELDS
 ) -> Fields:
-    """Choose the fields: the configured ones, else the first usual name that has a usable value in one of `rows`.
+    """Return the dotted paths of the fields, None for a field that was not found.
 
-    Names are tried in this order: the verl layout, in which `prompt` is a list of chat messages and the answer is in
-    `reward_model.ground_truth`; the fields of a known data set; the usual names, with a worked solution last. Where no
-    field has an answer, it is the assistant message at the end of the chat messages, as in data for supervised
-    fine-tuning.
-
-    Args:
-        rows: The rows to search, for example the first thousand of a file.
-        configured: The fields that the user names (`fields:` of a source).
-        known: The fields of the known data set that the rows are from.
-
-    Returns:
-        Dotted paths of the fields; None for a field that was not found. If `answer` equals `question`, the answer is
-        the assistant message at the end of the chat messages.
+    The configured fields (`fields:` of a source) come first, else the first name that has a usable value in one of
+    `rows`: of the verl layout, in which `prompt` is a list of chat messages and the answer is in
+    `reward_model.ground_truth`; of the known data set; the usual names, with a worked solution last. Where no field has
+    an answer, `answer` equals `question`: it is the assistant message at the end of the chat messages, as in data for
+    supervised fine-tuning.
     """
     rows = list(rows)
 

@@ -62,10 +62,7 @@ class QuestionAnswerTask:
         return self._train
 
     def heldout_sets(self) -> dict[str, Sequence[Problem]]:
-        """Return the evaluation sets by label; raise ConfigError if a source cannot be used.
-
-        The training sources are read only if they are to be split.
-        """
+        """Return the evaluation sets by label; raise ConfigError if a source cannot be used."""
         return self._heldout_problems
 
     def notes(self) -> list[str]:
@@ -162,20 +159,11 @@ def hub_ids(config: DataTask) -> list[str]:
 def load_questions(
     source: Source, part: SplitName, config: DataTask = _NO_SETTINGS
 ) -> tuple[list[Problem], list[str]]:
-    """Read the questions of a source.
+    """Read the questions of a source that the setting `part` of the task `config` names.
 
-    Args:
-        source: The source in the config.
-        part: The setting that names the source.
-        config: The task: its graders, which need the columns of the rows if they are custom, and its revisions.
-
-    Returns:
-        The questions, in the order of the rows, and notes for the user on what was read and dropped. The prompt of a
-        question is the question alone, without a template, or the complete prompt as chat messages.
-
-    Raises:
-        ConfigError: If the source cannot be read, has no field for the question or the answer, has chat messages that
-            are malformed, or has no usable row.
+    Return them in the order of the rows, without a template unless they are chat messages, and notes for the user on
+    what was read and dropped. Raise ConfigError if the source cannot be read, lacks a field for the question or the
+    answer, has malformed chat messages, or has no usable row.
     """
     label, place, known = source_label(source), source.path or source.name, known_dataset(source)
     grader = config.answer_grader or source.answer_grader

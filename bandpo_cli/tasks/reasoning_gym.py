@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
 from importlib import import_module, metadata
 from itertools import chain
 from typing import Any
@@ -68,6 +67,8 @@ class ReasoningGym:
         for name, options in config.options.items():
             _check_options(name, options)
         self._config = config
+        self._train: list[Problem] | None = None
+        self._heldout: dict[str, list[Problem]] | None = None
         self._system = _system_message(config.system)
         self._notes = [f"reasoning-gym {metadata.version('reasoning-gym')}"]
         self._notes += [
@@ -83,39 +84,33 @@ class ReasoningGym:
 
     def train_problems(self) -> Sequence[Problem]:
         """Return the training problems of all generators, mixed; raise ConfigError if a generator makes none."""
+        if self._train is None:
+            self._train = hash_order(chain.from_iterable(self._make("train", self.heldout_sets()).values()))
         return self._train
 
     def heldout_sets(self) -> Mapping[str, Sequence[Problem]]:
         """Return the held-out problems by generator; raise ConfigError if a generator fails."""
+        if self._heldout is None:
+            self._heldout = self._make("heldout", {})
         return self._heldout
 
     def notes(self) -> list[str]:
         """Return the version of the library and the generators with fewer distinct problems than requested."""
         return list(self._notes)
 
-    @cached_property
-    def _heldout(self) -> dict[str, list[Problem]]:
-        return self._make("heldout", {})
-
-    @cached_property
-    def _train(self) -> list[Problem]:
-        return hash_order(chain.from_iterable(self._make("train", self._heldout).values()))
-
     def _make(self, part: str, excluded: Mapping[str, Sequence[Problem]]) -> dict[str, list[Problem]]:
         """Return the problems of one part by generator, without those of `excluded`."""
         config = self._config
-        jobs = []
+        jobs: list[dict[str, Any]] = []
         for name in config.names:
             options = dict(config.options.get(name, {}))
             size = options.pop("size", config.size)
-            job: dict[str, Any] = {"name": name, "options": options}
-            job["size"] = size if part == "train" else config.heldout_size
-            job["seed"] = derive_seed(config.seed, _GRADER, part, name)
-            job["excluded"] = [problem.id for problem in excluded.get(name, ())]
-            jobs.append(job)
+            size = size if part == "train" else config.heldout_size
+            seed = derive_seed(config.seed, _GRADER, part, name)
+            ids = [problem.id for problem in excluded.get(name, ())]
+            jobs.append({"name": name, "options": options, "size": size, "seed": seed, "excluded": ids})
         made = {}
-        for job, entries in zip(jobs, _run_generators(jobs), strict=True):
-            name = job["name"]
+        for name, job, entries in zip(config.names, jobs, _run_generators(jobs), strict=True):
             if not entries:
                 raise ConfigError(
                     f"task.names = '{name}': all problems that it makes with these options are held out; lower "
@@ -126,14 +121,17 @@ class ReasoningGym:
                     f"{name}: only {len(entries):,} different {part} problems of {job['size']:,}"
                 )
             extra = {"generator": name, "options": json.dumps(job["options"])}
-            problems = []
-            for question, answer, entry in entries:
-                id_, prompt = (
+            made[name] = hash_order(
+                Problem(
                     f"{name}/{text_hash(question)}",
                     build_prompt(question, config.template, self._system),
+                    answer or "",
+                    name,
+                    _GRADER,
+                    extra | {"entry": entry},
                 )
-                problems.append(Problem(id_, prompt, answer or "", name, _GRADER, extra | {"entry": entry}))
-            made[name] = hash_order(problems)
+                for question, answer, entry in entries
+            )
         return made
 
 
@@ -147,11 +145,8 @@ def generate(
 ) -> list[tuple[str, str | None, str]]:
     """Make `size` problems of a generator, with different questions and without the ids in `excluded`.
 
-    The options are those of the generator without size and seed.
-
-    Returns:
-        Question, reference answer (None if the library has none) and the complete problem as a Python literal. There
-        are fewer than `size` if `_MAX_ROUNDS * size` problems of the generator have fewer different questions.
+    Return question, reference answer (None if the library has none) and the complete problem as a Python literal. There
+    are fewer than `size` if `_MAX_ROUNDS * size` problems of the generator have fewer different questions.
     """
     create_dataset = _library("factory").create_dataset
     excluded = set(excluded)
@@ -230,11 +225,9 @@ def _registered() -> dict[str, Any]:
 
 def _default_options(name: str) -> dict[str, Any]:
     """Return the defaults of the options that a configuration can have, which have no dates or objects as values."""
-    values = dataclasses.asdict(_registered()[name][1]())
     kinds = (type(None), bool, int, float, str, list, tuple)
-    return {
-        key: value for key, value in values.items() if key not in ("seed", "size") and type(value) in kinds
-    }
+    values = dataclasses.asdict(_registered()[name][1]()).items()
+    return {key: value for key, value in values if key not in ("seed", "size") and type(value) in kinds}
 
 
 def _check_options(name: str, options: Mapping[str, Any]) -> None:

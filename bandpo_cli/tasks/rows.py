@@ -128,8 +128,8 @@ def source_label(source: Source) -> str:
 
     Characters that are not allowed in a metric name are replaced; raise ConfigError if no character is allowed.
     """
-    if source.label or source.name:
-        return str(source.label or source.name)
+    if given := source.label or source.name:
+        return given
     path = Path(str(source.path))
     base = path.stem if path.suffix.lower() in FILE_SUFFIXES else path.name
     label = _LABEL_CHARS.sub("-", base).strip("-_.")[:60]
@@ -146,7 +146,7 @@ def _read_jsonl(path: Path) -> Iterator[Row]:
                 try:
                     yield _row(_parse_json(text), where)
                 except (ValueError, RecursionError) as error:
-                    raise ConfigError(f"{where}: not readable as JSON: {_problem(error)}") from None
+                    raise _json_error(where, error) from None
 
 
 def _read_json(path: Path) -> Iterator[Row]:
@@ -154,8 +154,7 @@ def _read_json(path: Path) -> Iterator[Row]:
         content = _parse_json(_text(path.read_bytes(), str(path)))
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
-            where = f"{path}, line {error.lineno}"
-            raise ConfigError(f"{where}: not readable as JSON: {_problem(error)}") from None
+            raise _json_error(f"{path}, line {error.lineno}", error) from None
         yield from _read_jsonl(path)  # one object per line, although the extension is .json
         return
     if isinstance(content, dict):
@@ -221,8 +220,7 @@ def _parse_json(text: str) -> Any:
     """Parse JSON. Raise ValueError also for a key that an object has twice: `json` keeps the last value only."""
 
     def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        fields = dict(pairs)
-        if len(fields) < len(pairs):
+        if len(fields := dict(pairs)) < len(pairs):
             twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
             raise ValueError(f"an object has the key {twice!r:.80} twice")
         return fields
@@ -230,11 +228,11 @@ def _parse_json(text: str) -> Any:
     return json.loads(text, object_pairs_hook=unique_keys)
 
 
-def _problem(error: Exception) -> str:
-    """Return what is wrong with a JSON text, without the line: a line of a .jsonl file is a text of its own."""
-    return (
-        f"{error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else first_line(error)
-    )
+def _json_error(where: str, error: Exception) -> ConfigError:
+    problem = first_line(error)
+    if isinstance(error, json.JSONDecodeError):
+        problem = f"{error.msg}, column {error.colno}"
+    return ConfigError(f"{where}: not readable as JSON: {problem}")
 
 
 def _row(value: Any, where: str) -> Row:

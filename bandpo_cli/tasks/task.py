@@ -1,7 +1,4 @@
-"""Tasks: the `Task` protocol, the function that builds the task of a config, and the stream of shuffled problems.
-
-A task has training problems and held-out evaluation sets. Graders are in `bandpo_cli.grading`.
-"""
+"""Tasks: their interface, the task of a config, prompts from questions, and the stream of shuffled problems."""
 
 import random
 import unicodedata
@@ -20,10 +17,9 @@ _GRAPHEME_JOINER = "\u034f"
 
 
 class Task(Protocol):
-    """A source of training problems and evaluation sets.
+    """A source of training problems and evaluation sets, which share no problem id.
 
-    The sequences are the same on every machine and in every process, and any prefix of one is a fair sample of it. No
-    evaluation set shares a problem id with the training problems.
+    The sequences are the same on every machine and in every process, and any prefix of one is a fair sample of it.
     """
 
     @property
@@ -34,10 +30,7 @@ class Task(Protocol):
         """Return the problems to train on."""
 
     def heldout_sets(self) -> Mapping[str, Sequence[Problem]]:
-        """Return the evaluation sets by label, the `<task>` of the metric names `eval/<task>/...`.
-
-        Training never uses these problems.
-        """
+        """Return the evaluation sets by label, the `<task>` of the metric names `eval/<task>/...`."""
 
     def notes(self) -> list[str]:
         """Return lines for the user on the problems read so far: counts, and what was dropped and why."""
@@ -46,7 +39,7 @@ class Task(Protocol):
 def build_task(config: TaskSettings) -> Task:
     """Return the task of these settings; raise ConfigError if they leave it no problems, or its package is missing.
 
-    Files and data sets are read when their problems are first needed, and raise ConfigError then.
+    Files and data sets are read, and raise ConfigError, when their problems are first needed.
     """
     check_package(config.name)
     task: Task = load_attribute(TASKS[task_kind(config.name)].build)(config)
@@ -116,8 +109,7 @@ def compatibility_form(text: str) -> str:
 class ProblemStream:
     """An endless stream of shuffled epochs: the problem at position i is a pure function of (problems, seed, i).
 
-    `position`, the number of problems returned so far, over all epochs, is the only state: a checkpoint stores it, and
-    a resumed run sets it.
+    `position`, the number of problems returned so far, is the only state: a checkpoint stores it.
     """
 
     def __init__(self, problems: Sequence[Problem], seed: int, position: int = 0) -> None:
@@ -134,11 +126,7 @@ class ProblemStream:
         return problems
 
     def take(self, position: int, count: int) -> list[Problem]:
-        """Return the problems at `position`, ..., `position + count - 1`, which may span epochs.
-
-        Raises:
-            ValueError: If `position` or `count` is negative.
-        """
+        """Return the problems from `position` on, over epochs; raise ValueError for negative numbers."""
         if position < 0 or count < 0:
             raise ValueError(f"position {position} and count {count} must not be negative")
         problems = []

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from bandpo_cli.config.run import OptimConfig
 from bandpo_cli.errors import RunError
 from bandpo_cli.metric_names import PROFILER_PREFIX
-from bandpo_cli.models.sharding import forward_dtype, full_tensor, is_sharded
+from bandpo_cli.models.weights import forward_dtype, full_tensor, is_sharded
 
 FUSED_DEVICES = ("cpu", "cuda")
 """Device types for which torch's AdamW has a fused kernel."""

@@ -40,7 +40,7 @@ LOGP = torch.tensor([0.001, 0.08, 0.9], dtype=torch.float64).log()
 def test_each_method_has_a_paper_and_bounds_or_says_why_not(method: str) -> None:
     settings, entry = MethodSettings.classes()[method](), METHODS[method]
     assert entry.control == (not entry.paper) == (method == "none")
-    if not entry.has_interval:
+    if entry.without_bounds:
         with pytest.raises(ConfigError, match=f"{method} has no interval of ratios: {entry.without_bounds}"):
             settings.ratio_bounds()
         return

@@ -5,11 +5,12 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from tests.cli.train_runs import metrics_lines
 from tests.commands import Forked
+from tests.processes.checks import check_ended, process_status
 
 
 def wait_until(process: Forked | subprocess.Popen[str], holds: Callable[[], bool]) -> None:
@@ -26,18 +27,10 @@ def count_lines(folder: Path) -> int:
     return len(metrics_lines(folder)) if (folder / "metrics.jsonl").exists() else 0
 
 
-def _status(process: int) -> list[str]:
-    """Return the fields of a process after its name: its state, its parent and others; none if it has ended."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
 def children(parent: int) -> list[int]:
     """Return the process ids of the child processes of `parent`."""
     numbers = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-    return [number for number in numbers if _status(number)[1:2] == [str(parent)]]
+    return [number for number in numbers if process_status(number)[1:2] == [str(parent)]]
 
 
 def descendants(parent: int) -> list[int]:
@@ -51,14 +44,6 @@ def ranks_of(launcher: int, folder: Path) -> list[int]:
     main = int(json.loads((folder / ".lock").read_text())["pid"])
     (other,) = set(children(launcher)) - {main}
     return [main, other]
-
-
-def check_ended(processes: Iterable[int], seconds: float = 60.0) -> None:
-    """Require that the processes end within a time. A zombie waits for its parent to take notice of its end."""
-    deadline = time.monotonic() + seconds
-    while running := [process for process in processes if _status(process)[:1] not in ([], ["Z"])]:
-        assert time.monotonic() < deadline, running
-        time.sleep(0.02)
 
 
 def kill_parent(process: Forked, left: Sequence[int], notice_s: float) -> None:

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.cli.eval_command import Done, usage_error
-from tests.cli.processes import check_ended, children, count_lines, descendants, ranks_of, wait_until
+from tests.cli.processes import children, count_lines, descendants, ranks_of, wait_until
 from tests.cli.train_runs import SMALL, check_equal, drop_checkpoints, record, summary
 from tests.commands import Forked
+from tests.processes.checks import check_ended
 
 pytestmark = pytest.mark.slow
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from bandpo_cli.cli import launch as launcher
-from bandpo_cli.cli.launch import RankError, first_failure, launch, rank_variables, ranks_to_start
+from bandpo_cli.cli.launch import RankError, first_failure, launch, rank_variables
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.processes.ranks import check_gpu_count
+from bandpo_cli.processes.ranks import check_gpu_count, ranks_to_start
 from bandpo_cli.storage.environment import usable_cores
-from tests.cli import processes
+from tests.processes.checks import check_ended
 
 RESUME = "continue with: bandpo train --resume the-name --nproc 2"
 
@@ -63,11 +63,6 @@ def start(script: str, count: int = 2) -> int:
     """Launch ranks that execute `script`, for a run whose folder has been written."""
     folder = Path("runs", "the-name")
     return launch(count, RunConfig(), "train", folder, Path("runs"), ["-c", f"{START}\n{script}"])
-
-
-def check_ended(pid_file: Path) -> None:
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid_file.read_text()), 0)
 
 
 def send_when(number: int, *paths: Path) -> threading.Thread:
@@ -139,8 +134,8 @@ def test_a_killed_rank_ends_the_others_and_is_named(
         str(error.value)
         == f"rank 1 was killed by SIGKILL (as the system does when memory runs out); {RESUME}"
     )
-    check_ended(in_folder / "pid-0")
-    processes.check_ended([int((in_folder / "pid-child").read_text())])
+    check_ended([int((in_folder / "pid-0").read_text())])
+    check_ended([int((in_folder / "pid-child").read_text())])
     assert capfd.readouterr() == ("", "")
 
 
@@ -182,7 +177,7 @@ def test_the_first_error_is_reported_once(
 def test_a_complete_run_waits_for_no_hanging_rank(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher, "OTHERS_S", 0.3)
     assert start("wait_for('pid-1') if rank == '0' else wait_forever()") == 0
-    check_ended(in_folder / "pid-1")
+    check_ended([int((in_folder / "pid-1").read_text())])
 
 
 STOPS_AT_THE_END_OF_A_STEP = """
@@ -241,7 +236,7 @@ def test_a_signal_while_the_ranks_load_ends_them(
     assert start(script) == 143
     sender.join()
     assert capfd.readouterr().err == "stopped\n"
-    check_ended(in_folder / "pid-1")
+    check_ended([int((in_folder / "pid-1").read_text())])
 
 
 def test_no_process_is_left_when_the_launcher_fails(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +249,7 @@ def test_no_process_is_left_when_the_launcher_fails(in_folder: Path, monkeypatch
     with pytest.raises(ZeroDivisionError):
         start("wait_forever()")
     for rank in range(2):
-        check_ended(in_folder / f"pid-{rank}")
+        check_ended([int((in_folder / f"pid-{rank}").read_text())])
 
 
 def ended(rank: int, code: int, error: RankError | None, killed: bool = False) -> Any:

@@ -8,9 +8,10 @@ from pathlib import Path
 import mlflow
 import pytest
 
-from tests.cli.processes import check_ended, count_lines, ranks_of, wait_until
+from tests.cli.processes import count_lines, ranks_of, wait_until
 from tests.cli.train_runs import SMALL, file_contents, record, summary
 from tests.commands import Forked
+from tests.processes.checks import check_ended
 from tests.training.several_ranks import free_port
 
 pytestmark = pytest.mark.slow

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.processes import watch
-from tests.cli.processes import check_ended, count_lines, ranks_of, wait_until
+from tests.cli.processes import count_lines, ranks_of, wait_until
 from tests.cli.train_runs import SMALL, summary
 from tests.commands import Forked, run_bandpo
+from tests.processes.checks import check_ended
 
 pytestmark = pytest.mark.slow
 

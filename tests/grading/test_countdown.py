@@ -12,11 +12,9 @@ PROBLEM = Problem("p", "1 3 7 8=28:", "28", "countdown", "countdown", {"numbers"
 
 
 VERDICTS = {
-    "correct": ["3*7+8-1", " (7*3) + (8-1) "],
-    "wrong-value": ["1+3+7+8"],
-    "wrong-numbers": ["3*7+8", "3*7+8-1-1", "4*7", "37-8-1", "28"],
-    "malformed": ["3*7+8-1=28", ""],
-}
+    "correct": ["3*7+8-1", " (7*3) + (8-1) "], "wrong-value": ["1+3+7+8"],
+    "wrong-numbers": ["3*7+8", "3*7+8-1-1", "4*7", "37-8-1", "28"], "malformed": ["3*7+8-1=28", ""],
+}  # fmt: skip
 
 
 def test_verdicts() -> None:
@@ -77,13 +75,8 @@ def test_depth_is_not_limited_below_the_longest_text() -> None:
 
 
 HOSTILE = [
-    "(" * 10**6,
-    "9" * 10**7,
-    "1+" * 500_000 + "1",
-    f"{'(' * 10**5}1{')' * 10**5}",
-    " " * 10**6,
-    "1" * 255 + "x",
-]
+    "(" * 10**6, "9" * 10**7, "1+" * 500_000 + "1", f"{'(' * 10**5}1{')' * 10**5}", " " * 10**6, "1" * 255 + "x",
+]  # fmt: skip
 
 
 def test_hostile_texts_are_rejected() -> None:

@@ -103,11 +103,8 @@ MISSED = [
 ]  # fmt: skip
 """Equal in the eyes of a reader, and wrong for the grader."""
 ACCEPTED = [
-    ("1001_2", "1001"),
-    (r"\{1, 2, 3\}", "(1,2,3)"),
-    ("(3,-4)", "3,-4"),
-    ("12:30", "2:5"),
-]
+    ("1001_2", "1001"), (r"\{1, 2, 3\}", "(1,2,3)"), ("(3,-4)", "3,-4"), ("12:30", "2:5"),
+]  # fmt: skip
 """The grader accepts them: a missing base, other brackets, a time as a ratio."""
 
 

@@ -94,18 +94,8 @@ def test_equality_and_fractions_that_round_to_a_decimal_of_six_digits() -> None:
 
 
 FORMS_OF_18 = [
-    "18,",
-    "18;",
-    "(18)",
-    "18mph",
-    "18hours",
-    "18 GB",
-    "'18'",
-    "$18$,",
-    "18 ✅",
-    "18 o'clock",
-    "\ufeff18",
-]
+    "18,", "18;", "(18)", "18mph", "18hours", "18 GB", "'18'", "$18$,", "18 ✅", "18 o'clock", "\ufeff18",
+]  # fmt: skip
 OTHER_UNITS = ["18 km", "18 cm^2", "18 kg", "€18", "18 cents"]
 
 

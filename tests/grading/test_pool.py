@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,10 @@ from bandpo_cli.grading.pool import GraderPool, check_grader
 from bandpo_cli.grading.workers import MAX_PRINTED_BYTES
 from bandpo_cli.types import Grade, Problem
 from benchmarks.hostile_answers import ENDLESS, HOSTILE, QUICK
+from tests.processes.checks import check_ended, has_ended
 
 CUSTOM_GRADER = """
-import ctypes, math, os, subprocess, sys, time
+import ctypes, math, os, re, subprocess, sys, time
 print("a print at import")
 
 def judge(text, answer, extra):
@@ -32,6 +32,7 @@ def judge(text, answer, extra):
     actions = {
         "input": input, "stdin": sys.stdin.read, "exit": lambda: sys.exit(0), "die": lambda: os._exit(3),
         "crash": lambda: ctypes.string_at(0), "sleep": lambda: time.sleep(1000),
+        "stuck": lambda: re.match("(a+)+$", "a" * 99 + "b"),  # no other thread runs
         "memory": lambda: bytearray(2**40), "raise": lambda: int("no number"),
     }
     if text in actions: return actions[text]() == ""
@@ -177,7 +178,7 @@ def test_a_timeout_has_no_reward_and_kills_the_child_processes_too(pool: GraderP
     note = tmp_path / "pid"
     (grade,) = pool.grade([problem(file=str(note))], ["child"])
     assert (grade.verdict, grade.has_reward) == ("timeout", False)
-    assert exits_soon(int(note.read_text()))
+    check_ended([int(note.read_text())])
 
 
 @pytest.mark.slow
@@ -195,25 +196,12 @@ def test_workers_persist_between_calls_until_close_and_import_little(pool: Grade
     [first], [second] = verdicts(pool, ["pid"]), verdicts(pool, ["pid"])
     assert first == second
     os.kill(int(first), signal.SIGKILL)
-    assert exits_soon(int(first))
+    check_ended([int(first)])
     assert verdicts(pool, ["right"]) == ["correct"], "the exit of an idle worker affects no answer"
     assert pool.errors == {}
     pids = set(verdicts(pool, ["pid"] * 20))
     pool.close()
-    assert all(has_exited(int(pid)) for pid in pids)
-
-
-def has_exited(pid: int) -> bool:
-    """Return True if there is no such process, or only a zombie that its parent has not waited for."""
-    stat = Path(f"/proc/{pid}/stat")
-    with suppress(FileNotFoundError, ProcessLookupError):
-        return stat.read_text().rpartition(")")[2].split()[0] in "ZX"
-    return True
-
-
-def exits_soon(pid: int) -> bool:
-    """Wait up to 30 s for a process to end, and return True if it did."""
-    return any(has_exited(pid) or time.sleep(0.02) for _ in range(1500))
+    assert all(has_ended(int(pid)) for pid in pids)
 
 
 PARENT = """
@@ -227,7 +215,7 @@ problem = Problem("p", "", "", "t", f"custom_grader:{'wait' if sys.argv[1] == 'c
 [pid] = pool.grade([problem], ["pid"])
 print(pid.verdict, flush=True)
 if sys.argv[1] in ("busy", "calling"):
-    pool.grade([problem], ["sleep"])
+    pool.grade([problem], ["stuck" if sys.argv[1] == "busy" else "sleep"])
 time.sleep(1000 if sys.argv[1] == "idle" else 0)
 """
 SHORT_ALARM = "import bandpo_cli.grading.worker_process as process\nprocess.ALARM_MARGIN_S = -0.5\n"
@@ -256,7 +244,7 @@ def test_workers_exit_with_their_parent(doing: str, with_signal: int | None, tmp
             parent.send_signal(with_signal)
         assert "imported" not in parent.stdout.read()
         parent.wait(30)
-    assert exits_soon(worker)
+    check_ended([worker])
 
 
 UNUSABLE = {

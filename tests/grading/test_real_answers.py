@@ -12,12 +12,10 @@ from bandpo_cli.types import Problem
 
 DATA = Path(__file__).parents[2].parent / "shared" / "data"
 SETS = [
-    ("gsm8k_train", "gsm8k", 7473, ["72", "10", "5"]),
-    ("gsm8k_test", "gsm8k", 1319, ["18", "3", "70000"]),
-    ("aime24", "aime24", 30, ["204", "113", "371"]),
-    ("amc23", "amc23", 40, ["27", "36", "45", "3159"]),
+    ("gsm8k_train", "gsm8k", 7473, ["72", "10", "5"]), ("gsm8k_test", "gsm8k", 1319, ["18", "3", "70000"]),
+    ("aime24", "aime24", 30, ["204", "113", "371"]), ("amc23", "amc23", 40, ["27", "36", "45", "3159"]),
     ("minerva_math", "minerva", 272, ["1.6", "4.5e33"]),
-]
+]  # fmt: skip
 """File, name of the data set, number of problems, and first answers, which were read by hand."""
 
 

@@ -125,17 +125,12 @@ def test_votes_are_the_answers_with_single_spaces() -> None:
 
 
 PAYLOADS = [
-    "open({path!r}, 'w')",
-    "[open({path!r}, 'w')]",
-    "[[open({path!r}, 'w').name]]",
-    "__import__('pathlib').Path({path!r}).touch()",
-    "(lambda: open({path!r}, 'w'))()",
-    "x + eval(\"open({path!r}, 'w')\")",
-    "S(\"open({path!r}, 'w')\")",
-    "x.__class__.__init__.__globals__['__builtins__']['open']({path!r}, 'w')",
-    "f\"{{open({path!r}, 'w')}}\"",
+    "open({path!r}, 'w')", "[open({path!r}, 'w')]", "[[open({path!r}, 'w').name]]",
+    "__import__('pathlib').Path({path!r}).touch()", "(lambda: open({path!r}, 'w'))()",
+    "x + eval(\"open({path!r}, 'w')\")", "S(\"open({path!r}, 'w')\")",
+    "x.__class__.__init__.__globals__['__builtins__']['open']({path!r}, 'w')", "f\"{{open({path!r}, 'w')}}\"",
     "sin(open({path!r}, 'w'))",
-]
+]  # fmt: skip
 EVALUATING = ("n_queens", "spiral_matrix", "string_insertion", "binary_matrix", "countdown", "puzzle24",
               "simple_integration", "intermediate_integration", "polynomial_multiplication")  # fmt: skip
 """The generators of this version whose scorers evaluate the answer."""

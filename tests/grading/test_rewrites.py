@@ -52,24 +52,8 @@ def test_latex_is_not_rewritten_twice() -> None:
 
 
 PIECES = [
-    "(",
-    ")",
-    "**",
-    "^(",
-    "sqrt(",
-    r"\frac",
-    r"\frac{",
-    "1",
-    "1.",
-    "0.1",
-    " ",
-    "3 ",
-    "[",
-    "{",
-    r"\color{",
-    "√",
-    "a",
-]
+    "(", ")", "**", "^(", "sqrt(", r"\frac", r"\frac{", "1", "1.", "0.1", " ", "3 ", "[", "{", r"\color{", "√", "a",
+]  # fmt: skip
 
 
 def test_answers_of_the_largest_size_are_rewritten() -> None:

@@ -36,8 +36,7 @@ def open_pool(kind: str) -> WorkerPool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["grader", "tools"])
-@pytest.mark.parametrize("how", ["wait", "poll"])
+@pytest.mark.parametrize(("kind", "how"), [("grader", "wait"), ("tools", "poll")])
 def test_a_stopped_worker_is_named(
     kind: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

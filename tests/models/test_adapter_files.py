@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.models.load import embedded_model_path, load_policy
-from bandpo_cli.models.lora import adapter_parameters, save_adapter
+from bandpo_cli.models.lora import adapter_parameters
 from bandpo_cli.models.model_files import base_config, merge_adapter
-from bandpo_cli.models.weights import checkpoint_weights
+from bandpo_cli.models.weights import checkpoint_weights, save_adapter
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj"

@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.errors import UserError
-from bandpo_cli.models.load import load_policy
+from bandpo_cli.models.load import load_policy, save_policy
 from bandpo_cli.models.memory_estimate import build_on_meta_device
-from bandpo_cli.models.weights import save_policy
 from tests.fuzz import mutate
 from tests.fuzz.mutate import JSON_TEXTS, KINDS, as_json, changed_values, not_a_file
 from tests.fuzz.outcome import accepts, check_both_outcomes

@@ -13,7 +13,7 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.models.load import check_packed_forward, embedded_model_path, load_policy, load_reference
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
-from bandpo_cli.models.sharding import checkpointed_layers
+from bandpo_cli.models.weights import checkpointed_layers
 from tests.conftest import SHAPE, random_model
 
 ROWS = [Row([2, 3, 4], [[5, 6], [7]]), Row([8], [[9, 10]])]

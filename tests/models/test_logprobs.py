@@ -20,7 +20,7 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from bandpo_cli.models import packing
+from bandpo_cli.models import attention, packing
 from bandpo_cli.models.load import has_torch_varlen
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
@@ -113,7 +113,7 @@ def flash_attention(module: Any, query: Any, key: Any, value: Any, mask: None, *
     assert mask is None
     assert kwargs["max_length_q"] == kwargs["max_length_k"] == 18
     assert torch.equal(kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"])
-    return packing._torch_varlen(module, query, key, value, mask, **kwargs)
+    return attention._torch_varlen(module, query, key, value, mask, **kwargs)
 
 
 @pytest.mark.usefixtures("_varlen_on_a_cpu")
@@ -121,7 +121,7 @@ def flash_attention(module: Any, query: Any, key: Any, value: Any, mask: None, *
 def test_varlen_attention_gives_the_same_log_probs_and_completions(model: PreTrainedModel, kind: str) -> None:
     """Sampling, which has no packed rows, is that of sdpa."""
     sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-    function = packing._packed(sdpa, flash_attention, packing._attend_varlen)
+    function = attention._packed(sdpa, flash_attention, attention._attend_varlen)
     AttentionInterface.register("any-length", function)
     params = SamplingParams(samples=3, temperature=1.0, max_tokens=6, stop_ids=(2,))
     expected = token_logprobs(model, collate(ROWS, CPU)).logprobs
@@ -142,7 +142,7 @@ def test_torch_takes_the_arguments_of_varlen_attention() -> None:
     boundaries = torch.empty(3, dtype=torch.int32, device="meta")
     ends: dict[str, Any] = {"cu_seq_lens_q": boundaries, "max_length_q": 6}
     module, options = torch.nn.Module(), {"scaling": 0.5, "sliding_window": 4}
-    output, _ = packing._torch_varlen(module, query, key, key, None, **ends, **options)
+    output, _ = attention._torch_varlen(module, query, key, key, None, **ends, **options)
     assert output.shape == (1, 10, 4, 16)
 
 
@@ -243,6 +243,6 @@ def test_keys_and_values_are_not_copied_for_the_heads_of_a_group(monkeypatch: py
         shapes.extend([query.shape, key.shape, value.shape])
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, **settings)
 
-    monkeypatch.setattr(packing, "scaled_dot_product_attention", record)
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", record)
     compare(2, 1, left_padding(torch.bool))
     assert shapes == [(BATCH, 2, HEADS // 2, WIDTH), (BATCH, 2, KEYS, WIDTH), (BATCH, 2, KEYS, WIDTH)]

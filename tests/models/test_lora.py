@@ -14,15 +14,16 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.models import lora
 from bandpo_cli.models.load import load_policy, load_reference
 from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.models.lora import (
-    adapter_parameters,
-    adapter_weights,
-    add_adapters,
-    lora_layers,
-    save_adapter,
-)
+from bandpo_cli.models.lora import adapter_parameters, add_adapters, lora_layers
 from bandpo_cli.models.packing import Row, collate
-from bandpo_cli.models.weights import checkpoint_weights, load_weights, weights_to_save
+from bandpo_cli.models.weights import (
+    adapter_weights,
+    checkpoint_weights,
+    load_adapter,
+    load_weights,
+    save_adapter,
+    weights_to_save,
+)
 from bandpo_cli.processes.ranks import SINGLE
 from tests.conftest import random_model
 
@@ -198,7 +199,7 @@ def test_adapters_load_into_the_same_tensors_of_the_same_layers_and_rank(tmp_pat
         (LoraSettings(rank=2), "another rank"),
     ):
         with pytest.raises(ValueError, match=message):
-            lora.load_adapter(model, dict(adapter_weights(adapted(settings=settings))))
+            load_adapter(model, dict(adapter_weights(adapted(settings=settings))))
 
 
 def test_the_reference_is_the_model_without_adapters() -> None:

@@ -20,7 +20,7 @@ from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.run import LoraSettings, ModelConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.models.lora import add_adapters, save_adapter
+from bandpo_cli.models.lora import add_adapters
 from bandpo_cli.models.memory_estimate import (
     Device,
     NoEstimateError,
@@ -32,8 +32,7 @@ from bandpo_cli.models.memory_estimate import (
     stored_parameters,
 )
 from bandpo_cli.models.packing import Row, batch_rows, collate
-from bandpo_cli.models.sharding import local_tensor, shard, unsharded
-from bandpo_cli.models.weights import checkpoint_weights
+from bandpo_cli.models.weights import checkpoint_weights, local_tensor, save_adapter, shard, unsharded
 from bandpo_cli.processes.ranks import Ranks
 from tests.conftest import SHAPE, random_model
 
@@ -202,7 +201,7 @@ def test_auto_is_gradient_checkpointing_if_supported(tmp_path: Path, monkeypatch
         settings = ModelConfig(path=str(tmp_path), gradient_checkpointing=value)  # type: ignore[arg-type]
         return activation_bytes(build_on_meta_device(settings), TOKENS, settings, 1000, on_gpu=True)
 
-    monkeypatch.setattr("bandpo_cli.models.sharding.GradientCheckpointingLayer", ())  # no layer supports it
+    monkeypatch.setattr("bandpo_cli.models.weights.GradientCheckpointingLayer", ())  # no layer supports it
     assert activations("auto") == activations(False)
     with pytest.raises(UserError, match="do not support it; set it to false"):
         activations(True)

@@ -13,7 +13,7 @@ import pytest
 from bandpo_cli.processes import watch
 from bandpo_cli.processes.watch import Wait, progress, read_stacks
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 LEADER = """
 import os, subprocess, sys, time

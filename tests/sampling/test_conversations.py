@@ -446,7 +446,7 @@ def test_replies_to_a_call_of_the_stream_that_ended_early_are_dropped(
 )
 def test_an_environment_returns_texts_or_messages(message: Any) -> None:
     with pytest.raises(ValueError, match="texts or messages with role and content, not"):
-        tools.as_message(message)
+        tools.as_messages([message])
 
 
 def test_the_environments_used_last_are_kept_and_the_others_repeat_their_steps(
@@ -462,14 +462,17 @@ def test_the_environments_used_last_are_kept_and_the_others_repeat_their_steps(
 
 
 @pytest.mark.parametrize("exit", [SystemExit, KeyboardInterrupt, GeneratorExit])
-def test_an_exit_in_a_tool_or_an_environment_is_its_error(exit: type[BaseException]) -> None:
+def test_an_exit_in_a_tool_or_an_environment_is_its_error(
+    exit: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def leave() -> None:
         raise exit("no")
 
     result = asyncio.run(tools.call_tool({"leave": leave}, "leave", {}))
     assert result == {"content": f"Error: {exit.__name__}: no", "failed": True}
+    monkeypatch.setattr(tools, "load_function", lambda path: leave)
     with pytest.raises(ValueError, match=f"'mine:Env' cannot be created: {exit.__name__}: no"):
-        tools._created("mine:Env", leave)
+        tools.load_environment(["mine:Env"])
 
 
 def test_an_environment_that_never_ends_or_fails(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -4,18 +4,14 @@ The program of the process is a stand-in, which starts in milliseconds.
 """
 
 import inspect
-import multiprocessing
 import os
 import pickle
 import re
 import signal
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 from unittest.mock import Mock
@@ -34,6 +30,7 @@ from bandpo_cli.sampling import engine_process, engine_server
 from bandpo_cli.sampling.engine_process import EngineProcess, engine_environment, start_engine
 from bandpo_cli.sampling.engine_server import Answer
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
+from tests.processes.checks import check_ended, wait_for
 
 CONFIG = RunConfig.model_validate({"sampling": {"engine": "transformers", "max_lag": 1}})
 PROMPTS = [(1, 2, 3), (4,)]
@@ -192,16 +189,6 @@ def test_a_process_that_is_killed_is_an_error_of_the_call_and_of_all_later_ones(
     idle.close()
 
 
-def test_the_error_of_a_process_that_ended_has_the_last_line_of_its_output(
-    monkeypatch: Patch, policy: Policy
-) -> None:
-    line = "print('x' * 10**6); print('Fatal: no more', file=sys.stderr); sys.exit(3)"
-    engine = started(monkeypatch, policy, line)
-    text = r"^the engine process ended with exit code 3 \(its last output: Fatal: no more\); "
-    with pytest.raises(RunError, match=text):
-        engine.sample(PROMPTS, PARAMS, 0)
-
-
 def test_a_process_of_the_engine_that_holds_the_connection_is_ended_with_it(
     monkeypatch: Patch, policy: Policy
 ) -> None:
@@ -210,7 +197,7 @@ def test_a_process_of_the_engine_that_holds_the_connection_is_ended_with_it(
     engine = started(monkeypatch, policy, line)
     error = in_a_thread(engine.sample, PROMPTS, PARAMS, 0).exception(WAIT_S)
     (pid,) = re.findall(r"ended with exit code 4 \(its last output: (\d+)\)", str(error))
-    assert has_ended(int(pid))
+    check_ended([int(pid)])
 
 
 def test_close_ends_a_process_that_samples(monkeypatch: Patch, policy: Policy) -> None:
@@ -218,7 +205,7 @@ def test_close_ends_a_process_that_samples(monkeypatch: Patch, policy: Policy) -
     monkeypatch.setattr(engine_process, "CLOSE_S", 10.0 * WAIT_S)
     engine = started(monkeypatch, policy, "time.sleep(600)")
     sampled = in_a_thread(engine.sample, PROMPTS, PARAMS, 0)
-    wait_until(engine._lock.locked)
+    wait_for(engine._lock.locked)
     engine.close()
     with pytest.raises(RunError, match=r"^the engine process is closed$"):
         sampled.result(WAIT_S)
@@ -270,32 +257,6 @@ BUSY = (
 ) + watch._CHILD_SOURCE
 
 
-def trainer_that_starts_a_busy_process(folder: Path) -> None:
-    child, pipe, _output = start_engine(os.environ)
-    assert pipe.recv() == "started"
-    (folder / "pid.part").write_text(str(child.pid))
-    (folder / "pid.part").rename(folder / "pid")
-    time.sleep(600)
-
-
-@pytest.mark.slow
-def test_a_working_process_ends_when_the_trainer_is_killed(monkeypatch: Patch, tmp_path: Path) -> None:
-    monkeypatch.setattr(watch, "_CHILD_SOURCE", BUSY)
-    context = multiprocessing.get_context("fork")
-    trainer = context.Process(target=trainer_that_starts_a_busy_process, args=(tmp_path,))
-    trainer.start()
-    wait_until((tmp_path / "pid").exists)
-    pid = int((tmp_path / "pid").read_text())
-    try:
-        assert not has_ended(pid, seconds=0)
-        trainer.kill()
-        trainer.join()
-        assert has_ended(pid)
-    finally:  # a process that does not end by itself would use a core forever
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-
-
 @pytest.mark.slow
 def test_signals_to_the_job_leave_the_process_to_the_trainer(monkeypatch: Patch) -> None:
     """It is in a process group of its own, and SIGTERM, which a cluster sends to every process, does not end it."""
@@ -309,23 +270,3 @@ def test_signals_to_the_job_leave_the_process_to_the_trainer(monkeypatch: Patch)
     child.kill()
     assert child.describe_end().startswith("was killed by SIGKILL")
     child.kill()
-
-
-def has_ended(pid: int, seconds: float = WAIT_S) -> bool:
-    """Wait for the end of a process of another parent; a zombie has ended."""
-
-    def is_gone() -> bool:
-        with suppress(FileNotFoundError, ProcessLookupError):
-            return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] in "ZX"
-        return True
-
-    return wait_until(is_gone, seconds)
-
-
-def wait_until(is_true: Callable[[], bool], seconds: float = WAIT_S) -> bool:
-    until = time.monotonic() + seconds
-    while not is_true():
-        if time.monotonic() >= until:
-            return False
-        time.sleep(0.02)
-    return True

@@ -11,14 +11,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 
 from bandpo_cli.config.run import RunConfig
+from bandpo_cli.models import attention
+from bandpo_cli.models.attention import GrowingLayer, growing_cache
 from bandpo_cli.models.logprobs import token_logprobs
 from bandpo_cli.models.packing import Row, collate
 from bandpo_cli.sampling import transformers_sampler
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, Turn, build_sampler
 from bandpo_cli.sampling.transformers_sampler import (
-    GrowingLayer,
     TransformersSampler,
-    growing_cache,
     sample_tokens,
 )
 from tests.conftest import random_model
@@ -152,7 +152,7 @@ def test_ended_completions_in_the_batch_do_not_change_the_others(
 
 def test_a_growing_cache_holds_what_a_concatenated_one_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through a repetition, growth beyond the spare room, and a selection."""
-    monkeypatch.setattr(transformers_sampler, "MIN_SPARE_TOKENS", 2)
+    monkeypatch.setattr(attention, "MIN_SPARE_TOKENS", 2)
     generator = torch.Generator().manual_seed(0)
     layers = [GrowingLayer(16), DynamicLayer()]
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.models.load import Policy, load_policy
-from bandpo_cli.models.sharding import shard
+from bandpo_cli.models.weights import shard
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.sampler import SamplingParams, StaleEngineError, TokenIds
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler

@@ -1,42 +1,24 @@
 """Pool of child processes: slots and their environments, stop signals, and exit with the parent."""
 
 import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from bandpo_cli.sweeps.estimate import total_seconds
 from bandpo_cli.sweeps.pool import LocalPool, Pool, slot_environments, visible_gpus
-from bandpo_cli.sweeps.scheduler import total_seconds
+from tests.processes.checks import check_ended, wait_for
 
 
 def start(pool: LocalPool, tmp_path: Path, name: str, code: str) -> None:
     pool.start(name, [sys.executable, "-c", code], tmp_path / "logs" / f"{name}.log")
 
 
-def wait_for(holds: Callable[[], object]) -> None:
-    for _ in range(6000):
-        if holds():
-            return
-        time.sleep(0.02)
-    raise AssertionError("the condition did not hold within two minutes")
-
-
 def wait(pool: Pool, count: int) -> dict[str, int]:
     codes: dict[str, int] = {}
     wait_for(lambda: codes.update(pool.poll_finished()) or len(codes) >= count)
     return codes
-
-
-def has_ended(pid: int) -> bool:
-    """Return whether a process has ended; a zombie has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 def log_of(tmp_path: Path, name: str) -> str:
@@ -87,30 +69,7 @@ def test_stop_interrupts_and_then_kills_the_process_group(tmp_path):
     pool.stop()
     assert wait(pool, 2) == {"handling": 0, "ignoring": -signal.SIGKILL}
     assert log_of(tmp_path, "handling") == "open\nclosed\n"
-    wait_for(lambda: has_ended(int(log_of(tmp_path, "ignoring"))))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc").is_dir(), reason="needs /proc")
-def test_a_run_exits_when_its_sweep_is_killed(tmp_path):
-    """A killed sweep cannot stop its children; they detect it themselves."""
-    child = (
-        "from bandpo_cli.processes.watch import exit_with_parent; import os, time; exit_with_parent(); "
-        "assert 'BANDPO_PARENT_PID' not in os.environ; print(os.getpid(), flush=True); time.sleep(60)"
-    )
-    log = tmp_path / "logs" / "a.log"
-    sweep = (
-        "import sys, time; from pathlib import Path; from bandpo_cli.sweeps.pool import LocalPool; "
-        "pool = LocalPool([{}]); "
-        f"pool.start('a', [sys.executable, '-c', {child!r}], Path({str(log)!r})); time.sleep(60)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", sweep])
-    wait_for(lambda: log_of(tmp_path, "a"))
-    pid = int(log_of(tmp_path, "a"))
-    assert not has_ended(pid)
-    parent.kill()
-    parent.wait()
-    wait_for(lambda: has_ended(pid))
+    check_ended([int(log_of(tmp_path, "ignoring"))])
 
 
 def test_slots_share_cores_and_gpus():

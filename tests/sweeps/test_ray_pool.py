@@ -9,7 +9,8 @@ pytest.importorskip("ray")
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.sweeps.pool import RayPool
-from tests.sweeps.test_pool import log_of, wait, wait_for
+from tests.processes.checks import wait_for
+from tests.sweeps.test_pool import log_of, wait
 
 
 @pytest.mark.slow

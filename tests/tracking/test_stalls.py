@@ -1,8 +1,6 @@
 """A tracker that does not answer, and a lock that another process holds, are named."""
 
 import socket
-import time
-from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
@@ -13,15 +11,9 @@ from bandpo_cli.storage.files import wait_for_lock
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking import outages
 from bandpo_cli.tracking.mlflow_store import Store
+from tests.processes.checks import wait_for
 from tests.storage.test_lock import holder
 from tests.tracking.tracked import end_tracker, start_tracker, write_settings
-
-
-def wait_until(holds: Callable[[], object]) -> None:
-    until = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 @pytest.mark.slow
@@ -35,7 +27,7 @@ def test_a_server_that_does_not_answer_is_named(
     with socket.create_server(("127.0.0.1", 0)) as server:
         uri = f"http://user:word@127.0.0.1:{server.getsockname()[1]}"
         tracker = start_tracker(Store(uri, "bandpo", None), run.path)
-        wait_until(lambda: caplog.messages)
+        wait_for(lambda: caplog.messages)
         end_tracker(tracker, run)
     line = caplog.messages[0]
     assert line.startswith("waiting for MLflow at http://***@127.0.0.1:")
@@ -57,7 +49,7 @@ def test_a_lock_of_another_process_is_named_and_acquired_after_it(
     with holder(tmp_path):
         thread = Thread(target=acquire)
         thread.start()
-        wait_until(lambda: caplog.messages)
+        wait_for(lambda: caplog.messages)
         assert not acquired
     thread.join(60)
     assert acquired

@@ -9,8 +9,7 @@ import torch
 
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.metric_names import without_clock
-from bandpo_cli.models.sharding import full_tensor
-from bandpo_cli.models.weights import checkpoint_weights
+from bandpo_cli.models.weights import checkpoint_weights, full_tensor
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.storage.checkpoints import complete_checkpoints
 from bandpo_cli.storage.run_folder import RunFolder

@@ -21,10 +21,19 @@ from bandpo_cli.grading.pool import training_grader
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.models.load import load_policy, load_reference
 from bandpo_cli.models.logprobs import token_logprobs
-from bandpo_cli.models.lora import adapter_parameters, adapter_weights, save_adapter
+from bandpo_cli.models.lora import adapter_parameters
 from bandpo_cli.models.packing import Row, collate, empty_batch
-from bandpo_cli.models.sharding import forward_dtype, full_tensor, shard, unsharded
-from bandpo_cli.models.weights import checkpoint_weights, load_weights, weights_to_save
+from bandpo_cli.models.weights import (
+    adapter_weights,
+    checkpoint_weights,
+    forward_dtype,
+    full_tensor,
+    load_weights,
+    save_adapter,
+    shard,
+    unsharded,
+    weights_to_save,
+)
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.sampler import SamplingParams
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler

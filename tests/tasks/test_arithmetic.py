@@ -1,5 +1,7 @@
-"""The calculator task: its problems and their split, its tool, its bundled model."""
+"""Generated tasks: exactly the solvable problems of countdown, the fixed splits, and the calculator with its model."""
 
+import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -7,23 +9,81 @@ import pytest
 from transformers import AutoTokenizer
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.task import CalculatorTask
+from bandpo_cli.config.task import CalculatorTask, CountdownTask
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import evaluate
 from bandpo_cli.experiments.preflight import check_model_and_task
-from bandpo_cli.grading.countdown import calculate
+from bandpo_cli.grading.countdown import calculate, grade_countdown
 from bandpo_cli.grading.tools import tool_schemas
 from bandpo_cli.grading.verl_graders import grade_gsm8k_flexible
 from bandpo_cli.models.load import embedded_model_path
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.sampling.tool_calls import parse_calls
-from bandpo_cli.tasks.arithmetic import calculator
+from bandpo_cli.tasks.arithmetic import calculator, countdown
 from bandpo_cli.types import Problem
 from scripts.embedded_model.build import ALPHABET, CALL, build_calculator_tokenizer
 
+COUNTDOWN = countdown(CountdownTask())
+HELDOUT = COUNTDOWN.heldout_sets()["countdown"]
+ALL = [*COUNTDOWN.train_problems(), *HELDOUT]
+CALCULATOR = calculator(CalculatorTask())
+CALCULATOR_HELDOUT, CALCULATOR_TRAIN = CALCULATOR.heldout_sets()["calculator"], CALCULATOR.train_problems()
 FOLDER = embedded_model_path("embedded-calculator")
-TASK = calculator(CalculatorTask())
-HELDOUT, TRAIN = TASK.heldout_sets()["calculator"], TASK.train_problems()
+
+
+def solve_by_brute_force(config: CountdownTask) -> dict[str, str]:
+    """Return an answer to each prompt, from all orders and operators."""
+    answers = {}
+    for order in itertools.product(range(1, config.max_number + 1), repeat=config.numbers):
+        for signs in itertools.product("+-*", repeat=config.numbers - 1):
+            text = "".join(f"{sign}{number}" for sign, number in zip(("", *signs), order, strict=True))
+            terms = text.replace("-", "+-").split("+")
+            value = sum(math.prod(map(int, term.split("*"))) for term in terms)
+            if config.min_target <= value <= config.max_target:
+                answers[f"{' '.join(map(str, sorted(order)))}={value}:"] = text
+    return answers
+
+
+@pytest.mark.parametrize("sizes", [(2, 10, 0, 50), (3, 5, 0, 30), (4, 4, 17, 99), (5, 2, 0, 20)])
+def test_problems_are_exactly_the_solvable_ones_and_have_answers_that_the_grader_accepts(
+    sizes: tuple[int, ...],
+) -> None:
+    names = ("numbers", "max_number", "min_target", "max_target")
+    config = CountdownTask.model_validate(dict(zip(names, sizes, strict=True)))
+    task = countdown(config)
+    problems = [*task.train_problems(), *task.heldout_sets()["countdown"]]
+    answers = solve_by_brute_force(config)
+    assert sorted(problem.prompt for problem in problems) == sorted(answers)
+    assert all(grade_countdown(problem, answers[str(problem.prompt)]).correct for problem in problems)
+
+
+def test_training_and_heldout_problems_are_disjoint() -> None:
+    ids = [problem.id for problem in ALL]
+    assert len(set(ids)) == len(ids)
+    assert len({(problem.extra["numbers"], problem.answer) for problem in ALL}) == len(ids)
+    assert all(problem.prompt == f"{problem.extra['numbers']}={problem.answer}:" for problem in ALL)
+    assert 0.08 < len(HELDOUT) / len(ids) < 0.12
+
+
+@pytest.mark.slow
+def test_split_does_not_depend_on_other_settings() -> None:
+    heldout = {problem.id for problem in HELDOUT}
+    smaller = countdown(CountdownTask(max_number=6, max_target=40, heldout_fraction=0.05))
+    assert {problem.id for problem in smaller.heldout_sets()["countdown"]} < heldout
+    fewer = countdown(CountdownTask(heldout_fraction=0.05)).heldout_sets()["countdown"]
+    assert fewer == HELDOUT[: len(fewer)]
+
+
+def test_order_is_fixed() -> None:
+    # Literal ids: another hash would hold out problems that the bundled model was trained on.
+    first = ["countdown/1 1 4 4=16", "countdown/1 2 2 5=2", "countdown/3 3 3 4=21"]
+    assert [problem.id for problem in HELDOUT[:3]] == first
+    assert (len(COUNTDOWN.train_problems()), len(HELDOUT)) == (9548, 1077)
+
+
+def test_settings_without_a_heldout_problem_are_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"max_number=2.*heldout_fraction=0\.001"):
+        countdown(CountdownTask(numbers=2, max_number=2, max_target=3, heldout_fraction=0.001))
 
 
 def expression_of(problem: Problem) -> str:
@@ -32,7 +92,7 @@ def expression_of(problem: Problem) -> str:
 
 
 def test_every_problem_has_the_value_of_its_expression_as_its_answer() -> None:
-    problems = [*HELDOUT, *TRAIN]
+    problems = [*CALCULATOR_HELDOUT, *CALCULATOR_TRAIN]
     assert len(problems) == 89**2
     for problem in problems:
         assert int(problem.answer) == calculate(expression_of(problem)) > 0
@@ -40,11 +100,14 @@ def test_every_problem_has_the_value_of_its_expression_as_its_answer() -> None:
     assert {operator for problem in problems for operator in "+-" if operator in problem.id} == {"+", "-"}
 
 
-def test_split_is_fixed() -> None:
+def test_split_of_the_calculator_is_fixed() -> None:
     # Literal ids: another hash would hold out problems that the bundled model was trained on.
-    assert [problem.id for problem in HELDOUT[:2]] == ["calculator/37*69+26", "calculator/17*70+89"]
-    assert len(HELDOUT) == 786
-    assert not {problem.id for problem in HELDOUT} & {problem.id for problem in TRAIN}
+    assert [problem.id for problem in CALCULATOR_HELDOUT[:2]] == [
+        "calculator/37*69+26",
+        "calculator/17*70+89",
+    ]
+    assert len(CALCULATOR_HELDOUT) == 786
+    assert not {problem.id for problem in CALCULATOR_HELDOUT} & {problem.id for problem in CALCULATOR_TRAIN}
 
 
 @pytest.mark.slow
@@ -69,7 +132,7 @@ def test_tokens_and_template_of_the_model(source: Path | None) -> None:
     call = {"name": "calculate", "arguments": {"expression": "37*58+9"}}
     assert parse_calls(text)["tool_calls"] == [{"type": "function", "function": call}]
     encoder = PromptEncoder.of_run(tokenizer, resolve([{"task": {"name": "calculator"}}]))
-    problem = next(problem for problem in TRAIN if expression_of(problem).startswith("37*58"))
+    problem = next(problem for problem in CALCULATOR_TRAIN if expression_of(problem).startswith("37*58"))
     (prompt,) = encoder.encode([problem])
     assert prompt.text == f"<tools><user>{expression_of(problem)}=<assistant>"
     assert tokenizer.decode(encoder.turn_ids([{"role": "tool", "content": "21"}])) == "<tool>21<assistant>"
