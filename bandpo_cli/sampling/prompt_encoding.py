@@ -78,7 +78,11 @@ class PromptEncoder:
                 setting, other = f"chat_template_kwargs = {arguments}", "leave it out"
             problem = "the model's tokenizer has no chat template; add chat_template.jinja to its folder"
             raise ConfigError(f"model.{setting}: {problem}, or {other}")
-        self._appended = () if self._chat else _appended_ids(tokenizer)
+        self._appended: tuple[int, ...] = ()
+        if not self._chat:  # the special tokens that the tokenizer adds after a text
+            plain, full = (tokenizer("?", add_special_tokens=added)["input_ids"] for added in (False, True))
+            ends = [end for end in range(len(plain), len(full) + 1) if full[end - len(plain) : end] == plain]
+            self._appended = tuple(full[max(ends) :]) if plain and ends else ()
         vocabulary, added = ({} if rows is None else tokenizer.get_vocab()), tokenizer.added_tokens_decoder
         self._rows, self._unembedded = rows, {i: name for name, i in vocabulary.items() if i >= (rows or 0)}
         self.special = {i: token.content for i, token in added.items() if token.special}
@@ -291,13 +295,6 @@ def completion_stop_ids(
     return tuple(dict.fromkeys([*policy.stop_ids, *end]))
 
 
-def _appended_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the special tokens that the tokenizer adds after a text."""
-    plain, full = (tokenizer("?", add_special_tokens=added)["input_ids"] for added in (False, True))
-    ends = [end for end in range(len(plain), len(full) + 1) if full[end - len(plain) : end] == plain]
-    return tuple(full[max(ends) :]) if plain and ends else ()
-
-
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """Return the id of the token that the chat template writes after an assistant's message; None if it is not one."""
     turns = [{"role": "user", "content": "What is 1+1?"}, {"role": "assistant", "content": _ANSWER}]
@@ -361,9 +358,8 @@ def _check_questions(
     warnings, missing, first = list[str](), list[str](), dict[tuple[int, ...], tuple[str, str]]()
     sample, all_texts = problems[:COMPARED], [_texts(problem) for problem in problems[:COMPARED]]
     written = iter(without_spaces(chain.from_iterable(all_texts)))
-    read = without_spaces(
-        "".join(text for text, _ in encoder.pieces(prompt.token_ids)) for prompt in prompts[:COMPARED]
-    )
+    decoded = ["".join(text for text, _ in encoder.pieces(item.token_ids)) for item in prompts[:COMPARED]]
+    read = without_spaces(decoded)
     for problem, prompt, texts, text_read in zip(sample, prompts, all_texts, read, strict=False):
         texts = [*islice(written, len(texts))]
         question = "".join(texts).casefold()
