@@ -335,9 +335,9 @@ def _heads(text: PreTrainedConfig) -> tuple[int, int, int]:
 def _full_rows(config: RunConfig) -> list[tuple[int, list[Row]]]:
     """Return each power of two up to the maximum length, and it, with the rows of completions of this length."""
     sampling, longest = config.sampling, config.sampling.max_tokens
-    lengths, prompt = (
-        [*(2**i for i in range(longest.bit_length())), longest],
+    prompt, lengths = (
         range(sampling.max_prompt_tokens),
+        [*(2**i for i in range(longest.bit_length())), longest],
     )
     rows = [Row(prompt, [range(length)] * sampling.samples) for length in lengths]
     return [*zip(lengths, [split_row(row, MAX_SHARED_ROW_TOKENS) for row in rows], strict=True)]
@@ -404,9 +404,7 @@ def activation_bytes(
     text = model.config.get_text_config()
     layers: int = text.num_hidden_layers
     stored = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    activations: int = sum(
-        item.untyped_storage().nbytes() for key, item in saved.items() if key not in stored
-    )
+    activations: int = sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in stored)
     activations += layers * attention * model.dtype.itemsize
     if not uses_gradient_checkpointing(model, config, on_gpu):
         return activations
