@@ -1,10 +1,12 @@
 """Checkpoint folders of a run: completeness, retention, and deletion of leftovers of a crash.
 
 A checkpoint is `checkpoints/step-000010/`: a Hugging Face model folder (with LoRA, an adapter folder in the format of
-peft), with the training state in `trainer/`. It is written in this order: all files into a hidden folder, flushed to
-the disk; `trainer/state.json`, which lists them with sizes and checksums; the rename. It is removed in reverse order,
-the name first. So a folder with its final name is complete, unless the disk itself lost or changed data. This module
-does not load weights or optimizer state.
+peft), with the training state in `trainer/`. It contains no pickle: tensors are safetensors, everything else is JSON.
+vLLM loads every *.safetensors file at the top level of a model folder, so the optimizer state is one level below.
+
+It is written in this order: all files into a hidden folder, flushed to the disk; `trainer/state.json`, which lists them
+with sizes and checksums; the rename. It is removed in reverse order, the name first. So a folder with its final name is
+complete, unless the disk itself lost or changed data.
 """
 
 import json
@@ -13,12 +15,11 @@ import re
 import shutil
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from pydantic import TypeAdapter, ValidationError
 from xxhash import xxh3_64_hexdigest
 
 from bandpo_cli.config.run import CheckpointConfig, RunConfig
@@ -116,7 +117,7 @@ def write_trainer_state(
         "files": {name: path.stat().st_size for name, path in paths.items()},
         "xxh3": {name: checksums.get(name) or file_checksum(path) for name, path in paths.items()},
     }
-    write_json(folder / STATE, _sealed(state))
+    write_json(folder / STATE, {**state, _SEAL: xxh3_64_hexdigest(json_bytes(state))})
 
 
 def read_trainer_state(folder: Path) -> Progress:
@@ -137,7 +138,7 @@ def read_trainer_state(folder: Path) -> Progress:
 
 
 def check_contents(folder: Path, training_state: bool = True) -> None:
-    """Compare the files of the checkpoint `folder` with their checksums, which earlier versions did not write.
+    """Compare the files of the checkpoint `folder` with their checksums.
 
     Args:
         training_state: whether to read the files in `trainer/` too, which only a resume needs.
@@ -146,7 +147,7 @@ def check_contents(folder: Path, training_state: bool = True) -> None:
         UserError: a file is missing or has another content; the message names it.
     """
     state, _ = _read_state(folder)
-    names = [name for name in state.get("xxh3", {}) if training_state or not name.startswith(f"{TRAINER}/")]
+    names = [name for name in state["xxh3"] if training_state or not name.startswith(f"{TRAINER}/")]
     with ThreadPoolExecutor() as executor:
         checksums = executor.map(file_checksum, [folder / name for name in names])
         for name in names:
@@ -165,22 +166,10 @@ def _read_state(folder: Path) -> tuple[dict[str, Any], Progress]:
     state = read_json_object(folder / STATE, where)
     if state.get("format") != FORMAT:
         raise UserError(f"{where}: has format {state.get('format')}; this version reads format {FORMAT}")
-    try:
-        progress = TypeAdapter(Progress).validate_python(state)
-        files = TypeAdapter(dict[str, int]).validate_python(state.get("files"))
-    except ValidationError:
-        raise UserError(f"{where} is damaged") from None
-    # A state without checksums has the keys of an earlier version, and no other.
-    if state.keys() != {"format", *asdict(progress), "files"}:
-        sealed = _sealed({name: value for name, value in state.items() if name != _SEAL})
-        if "xxh3" not in state or (folder / STATE).read_bytes() != json_bytes(sealed):
-            raise UserError(f"{where} is damaged: its content has changed since it was written")
-    return {**state, "files": files}, progress
-
-
-def _sealed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `state` with the checksum of its own text as the last key."""
-    return {**state, _SEAL: xxh3_64_hexdigest(json_bytes(state))}
+    checksum = state.pop(_SEAL, None)
+    if checksum != xxh3_64_hexdigest(json_bytes(state)):
+        raise UserError(f"{where} is damaged: its content has changed since it was written")
+    return state, Progress(**{field.name: state[field.name] for field in fields(Progress)})
 
 
 def complete_checkpoints(run: RunFolder) -> Checkpoints:
@@ -268,7 +257,7 @@ def copy_checkpoint(source: Path, target: Path, progress: Progress, with_rollout
     shutil.copytree(source, hidden, ignore=shutil.ignore_patterns(*left_out), copy_function=link_or_copy)
     for path in (hidden, *hidden.rglob("*")):
         sync(path)
-    write_trainer_state(hidden, progress, state.get("xxh3", {}))  # flushes its file itself
+    write_trainer_state(hidden, progress, state["xxh3"])  # flushes its file itself
     os.rename(hidden, target)
     sync(target.parent)
 

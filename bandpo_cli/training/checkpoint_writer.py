@@ -6,8 +6,7 @@ on the disk, and after a kill in between the run resumes from the checkpoint bef
 time. That of the last step is written without a thread, before the step's line; so are all of them with
 `checkpoint.background=false`, or where there is too little memory for the copy.
 
-With several ranks each has a writer and calls its methods in the same order. Rank 0 flushes metrics.jsonl and removes
-older checkpoints.
+With several ranks each has a writer and calls its methods in the same order.
 """
 
 from __future__ import annotations
@@ -64,9 +63,8 @@ RESERVED_BYTES = 64 * 2**20
 CHUNK_BYTES = 64 * 2**20
 """Bytes of the optimizer state that are written and flushed at a time: a fraction of a second on a local disk."""
 
-_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-_DTYPES = list(_DTYPE_NAMES)
-"""The order of tensors in a safetensors file: wide types first, then by name."""
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""Names of types in the order of the tensors in a safetensors file: wide types first, then by name."""
 
 
 MAX_SHARE = 0.5
@@ -80,10 +78,8 @@ class TrainedState:
     """The content of a checkpoint; the tensors are those in use, or a copy of them.
 
     Attributes:
-        weights: what `weights_to_save` returns; tied weights share their memory. With several ranks, those that a
-            checkpoint contains, on rank 0 only.
+        weights: what `weights_to_save` returns, with several ranks on rank 0 only; tied weights share their memory.
         optimizer: what `Optimizer.state` returns.
-        progress: the progress of the run.
         ahead: the batch of the next step, where it was sampled ahead.
     """
 
@@ -94,13 +90,14 @@ class TrainedState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, of sharded ones those of all ranks; weights that share their memory count once."""
+        """Bytes of the checkpoint's tensors, of sharded ones those of all ranks; tied weights count once."""
         distinct = {weight.data_ptr(): weight for weight in self.weights.values()}
-        return sum(item.nbytes for item in (*distinct.values(), *self.optimizer.values()))
+        ahead = 0 if self.ahead is None else 12 * self.ahead.tokens + 128 * len(self.ahead.completions)
+        return ahead + sum(item.nbytes for item in (*distinct.values(), *self.optimizer.values()))
 
 
 def check_savable(policy: Policy, state: TrainedState, folder: Path) -> None:
-    """Check that the weights can be saved and that the disk has space for the checkpoint `folder`; write nothing.
+    """Check that the weights can be saved and that the disk has space for the checkpoint `folder`.
 
     All ranks must call this together; an error on one of them is raised on all.
 
@@ -109,12 +106,11 @@ def check_savable(policy: Policy, state: TrainedState, folder: Path) -> None:
         RunError: the disk has less free space than the checkpoint needs.
     """
     policy.ranks.agree(lambda: check_finite_weights(policy.model))
-    needed = state.nbytes + (0 if state.ahead is None else state.ahead.nbytes) + RESERVED_BYTES
+    needed = state.nbytes + RESERVED_BYTES
 
     def check_disk_space() -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder.parent).free
-        if free < needed:
+        if (free := shutil.disk_usage(folder.parent).free) < needed:
             raise RunError(
                 f"not enough disk space for the checkpoint {folder.name}: it takes {needed / 2**20:,.0f} MiB and "
                 f"{folder.parent} has {free / 2**20:,.0f} MiB; free disk space, or keep fewer checkpoints "
@@ -130,15 +126,15 @@ def write_checkpoint(
     """Write the checkpoint `folder`: into a hidden folder, flushed file by file, then renamed to its final name.
 
     With several ranks, which must call this together, rank 0 writes the model and each rank its shards of the optimizer
-    state; rank 0 renames the folder when all files are on the disk. An error on one rank is raised on all.
+    state. An error on one rank is raised on all.
 
     Args:
         policy: the model's configuration and the tokenizer; the weights are those of `state`.
         check: called before each file and within large ones; what it raises gives up the checkpoint.
 
     Raises:
-        RunError: the disk is full or the files cannot be written. An existing checkpoint stays unchanged, and the
-            hidden folder is removed, as after any other exception.
+        RunError: the files cannot be written. An existing checkpoint stays, and the hidden folder is removed, as after
+            any other exception.
     """
     ranks, hidden = policy.ranks, hidden_folder(folder, "writing")
     checksums: dict[str, str] = {}
@@ -188,12 +184,11 @@ def _write_sharded_optimizer(state: TrainedState, folder: Path, ranks: Ranks) ->
         write_shards(shards, state.optimizer, ranks)
     # Read by each rank after its write: on a file system that is not shared, a rank does not find all files.
     names, *others = ranks.agree(lambda: sorted(path.name for path in shards.glob("*.safetensors")))
-    for rank, value in enumerate(others, start=1):
-        if value != names:
-            raise RunError(
-                f"{folder}: the checkpoint cannot be written: rank {rank} has other files in {shards} than rank 0; "
-                "the run folder must be on a file system that all machines share"
-            )
+    for rank in (rank for rank, value in enumerate(others, start=1) if value != names):
+        raise RunError(
+            f"{folder}: the checkpoint cannot be written: rank {rank} has other files in {shards} than rank 0; "
+            "the run folder must be on a file system that all machines share"
+        )
 
     @_write_errors(folder)
     def checksums() -> dict[str, str]:
@@ -208,7 +203,8 @@ def _write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, ShardError) as error:
-        raise RunError(f"{folder}: the checkpoint cannot be written: {_reason(error)}") from error
+        reason = getattr(error, "strerror", None) or first_line(error, max_chars=500)
+        raise RunError(f"{folder}: the checkpoint cannot be written: {reason}") from error
 
 
 def write_tensors(
@@ -220,12 +216,12 @@ def write_tensors(
     flushes chunks, so that `check`, called before each of them, can give up a file of many GB. A thread hashes the
     chunks meanwhile: both release the interpreter's lock.
     """
-    ordered = sorted(tensors.items(), key=lambda item: (_DTYPES.index(item[1].dtype), item[0]))
+    ordered = sorted(tensors.items(), key=lambda item: ([*_DTYPES].index(item[1].dtype), item[0]))
     header: dict[str, object] = {}
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.nbytes
-        dtype = _DTYPE_NAMES[tensor.dtype]
+        dtype = _DTYPES[tensor.dtype]
         header[name] = {"dtype": dtype, "shape": [*tensor.shape], "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
@@ -249,11 +245,6 @@ def write_tensors(
     return checksum.hexdigest()
 
 
-def _reason(error: Exception) -> str:
-    """Return the system's text of the error, else the first line of its message."""
-    return getattr(error, "strerror", None) or first_line(error, max_chars=500)
-
-
 class AbandonedError(RunError):
     """The run gave up a checkpoint while it was being written."""
 
@@ -261,9 +252,9 @@ class AbandonedError(RunError):
 class StateCopy:
     """Copy of a training state in host memory, pinned where the state is on a GPU.
 
-    Its tensors are allocated once and overwritten by each copy; the state must keep its tensors in their places. Tied
-    weights share their memory in the copy too. With several ranks each copies its shards of the optimizer state; the
-    weights, which rank 0 has gathered in host memory, are kept as they are.
+    Its tensors are allocated once and overwritten by each copy; the state must keep its tensors in their places. With
+    several ranks each copies its shards of the optimizer state; the weights, which rank 0 has gathered in host memory,
+    are kept as they are.
 
     Args:
         mesh: the ranks of the shards of a state on GPUs, for its copy.
@@ -296,19 +287,15 @@ class StateCopy:
         for device in {tensor.device for tensor in tensors.values()}:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the copies to pinned memory are asynchronous
-        return replace(
-            state,
-            weights={name: self._copies.get(_place(item), item) for name, item in state.weights.items()},
-            optimizer={name: self._copy_of(item) for name, item in state.optimizer.items()},
-        )
-
-    def _copy_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the copy of a tensor; of a DTensor, the copy of this rank's shard as a DTensor in host memory."""
-        copied = self._copies[_place(local_tensor(tensor))]
-        if not isinstance(tensor, DTensor):
-            return copied
-        mesh = self._mesh or tensor.device_mesh
-        return DTensor.from_local(copied, mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+        weights = {name: self._copies.get(_place(item), item) for name, item in state.weights.items()}
+        optimizer = {}
+        for name, item in state.optimizer.items():
+            optimizer[name] = self._copies[_place(local_tensor(item))]
+            if isinstance(item, DTensor):  # this rank's shard becomes a DTensor in host memory
+                mesh, shape, stride = self._mesh or item.device_mesh, item.shape, item.stride()
+                shard = DTensor.from_local(optimizer[name], mesh, item.placements, shape=shape, stride=stride)
+                optimizer[name] = shard
+        return replace(state, weights=weights, optimizer=optimizer)
 
 
 def _place(tensor: torch.Tensor) -> Hashable:
@@ -319,7 +306,7 @@ def _place(tensor: torch.Tensor) -> Hashable:
 def _by_place(state: TrainedState) -> dict[Hashable, torch.Tensor]:
     """Return the tensors of this rank that are to be copied, tied weights once."""
     is_sharded = any(isinstance(tensor, DTensor) for tensor in state.optimizer.values())
-    weights = [] if is_sharded else [*state.weights.values()]
+    weights = () if is_sharded else state.weights.values()
     return {_place(tensor): tensor for tensor in (*weights, *map(local_tensor, state.optimizer.values()))}
 
 
@@ -328,8 +315,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
 
     `prepare` comes before the step's line, `commit` after it. At the end of the block the writer waits for the thread,
     also after an exception; only a second signal (`SignalExit`) abandons the checkpoint. An error in the thread is
-    raised by the next call of any other method, or at the end of the block; where another exception ends the block, the
-    error is logged.
+    raised by the next call or at the end of the block; where another exception ends the block, it is logged.
     """
 
     def __init__(self, config: RunConfig, components: Components, folder: RunFolder) -> None:
@@ -337,36 +323,36 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         self._ranks, self._thread_policy = components.policy.ranks, components.policy
         self._in_background = is_written_in_background(config)
         if self._in_background:
-            # With a tokenizer of its own: a tokenizer refuses calls from two threads.
-            own = {"tokenizer": copy.deepcopy(components.policy.tokenizer), "ranks": self._ranks.for_thread()}
-            self._thread_policy = replace(components.policy, **own)
+            tokenizer = copy.deepcopy(components.policy.tokenizer)  # it refuses calls from two threads
+            ranks = self._ranks.for_thread()
+            self._thread_policy = replace(components.policy, tokenizer=tokenizer, ranks=ranks)
         on_gpus = self._ranks.size > 1 and components.policy.device.type == "cuda"
         self._copy = StateCopy(init_device_mesh("cpu", (self._ranks.size,)) if on_gpus else None)
-        self._pending: TrainedState | None = None  # a copy that is not being written yet
+        self._pending: TrainedState | None = None  # the copy of `prepare`
         self._call: BackgroundCall | None = None
         self._abandoned = threading.Event()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Wait for the thread, or abandon the checkpoint after a second signal."""
-        if isinstance(error, SignalExit):
-            self._abandon()
-            return
         try:
+            if isinstance(error, SignalExit):
+                raise error
             self.wait()
         except Exception as failure:
             if error is None:
                 raise
             log.warning("%s", failure)
-        except BaseException:  # a signal during the wait
-            self._abandon()
+        except BaseException:  # a second signal, perhaps during the wait
+            self._abandoned.set()
+            if self._call is not None:
+                self._call.join()  # the thread removes its files
             raise
 
     def prepare(self, step: int) -> None:
         """Copy the state after `step`, or write its checkpoint at once; wait for the one before.
 
         Raises:
-            NonFiniteError: weights are not finite.
-            RunError: the disk is too full for the checkpoint, or cannot be written to.
+            NonFiniteError, RunError: see `check_savable` and `write_checkpoint`.
         """
         self.wait()
         components, policy = self._components, self._components.policy
@@ -378,22 +364,17 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             self._write(policy, state)
 
     def commit(self) -> None:
-        """Write the copy of `prepare` in a thread; the step's line is in metrics.jsonl by now.
-
-        Where `prepare` has written the checkpoint, remove the older ones.
-        """
+        """Write the copy in a thread, now that the step's line is in metrics.jsonl; without one, remove older ones."""
         pending, self._pending = self._pending, None
         if pending is None:
-            self._prune(self._ranks)
+            self._ranks.on_main(lambda: prune_checkpoints(self._folder, self._config.checkpoint))
         else:
             self._call = BackgroundCall("checkpoint", partial(self._write_in_thread, pending))
             self._call.start()
 
     def check(self) -> None:
-        """Raise the error of a write that has failed; do not wait for one in progress.
-
-        All ranks must call this together: where the thread of one rank has ended, those of the others are about to.
-        """
+        """Raise the error of a write that has failed, on all ranks; do not wait for one in progress."""
+        # Where the thread of one rank has ended, those of the others are about to.
         if self._call is not None and self._ranks.any(not self._call.is_alive()):
             self.wait()
 
@@ -412,10 +393,6 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             self._in_background = False
             self.prepare(step)
             self.commit()
-
-    def _prune(self, ranks: Ranks) -> None:
-        """Remove the checkpoints that the settings do not keep."""
-        ranks.on_main(lambda: prune_checkpoints(self._folder, self._config.checkpoint))
 
     def _copied(self, state: TrainedState) -> TrainedState | None:
         """Return a copy of `state`. Without enough memory warn, return None and take no further copies."""
@@ -444,22 +421,15 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
 
     def _write_in_thread(self, state: TrainedState) -> None:
         """Write the checkpoint of a copy and remove older ones."""
-        device = self._components.policy.device
-        if device.type == "cuda":
+        policy = self._thread_policy
+        if policy.device.type == "cuda":
             # A new thread has GPU 0, and DCP synchronizes a stream of its thread's GPU: each rank would take memory of
             # GPU 0 for a context.
-            torch.cuda.set_device(device)
+            torch.cuda.set_device(policy.device)
         with suppress(AbandonedError):
-            self._write(self._thread_policy, state)
-            self._prune(self._thread_policy.ranks)
-
-    def _abandon(self) -> None:
-        """Give up the pending checkpoint and wait until the thread has removed its files."""
-        self._abandoned.set()
-        if self._call is not None:
-            self._call.join()
+            self._write(policy, state)
+            policy.ranks.on_main(lambda: prune_checkpoints(self._folder, self._config.checkpoint))
 
     def _check_abandoned(self) -> None:
-        """Raise AbandonedError if the checkpoint is given up."""
         if self._abandoned.is_set():
             raise AbandonedError("the checkpoint was given up")

@@ -129,14 +129,19 @@ class Experience(LossBatch):
     left_out: Experience | None = None
 
     @property
-    def all_lengths(self) -> torch.Tensor:
-        """Tokens per completion of all groups of the update, int64; the first S are those of `lengths`."""
-        return self.lengths if self.left_out is None else torch.cat([self.lengths, self.left_out.lengths])
+    def parts(self) -> list[Experience]:
+        """The tokens of all groups of the update: these, and those that are left out."""
+        return [self] if self.left_out is None else [self, self.left_out]
+
+    @property
+    def measures_entropy(self) -> bool:
+        """Whether the pass of the update gives the entropies under π_old."""
+        return self.old.measured == "own pass" and not (self.old.is_exact and self.entropy is not None)
 
     def loss_weights(self, aggregation: str, max_tokens: int) -> torch.Tensor:
         """Return the weight of each token in the loss of the update, [N] float32, by `objective.aggregation`."""
-        masks = [part.has_loss for part in (self, self.left_out) if part is not None]
-        has_loss, lengths = torch.cat(masks), self.all_lengths
+        has_loss = torch.cat([part.has_loss for part in self.parts])
+        lengths = torch.cat([part.lengths for part in self.parts])
         weights = torch.zeros(len(lengths), device=lengths.device)
         weights[has_loss] = AGGREGATIONS[aggregation](lengths[has_loss], max_tokens)
         return weights[: len(self.lengths)].repeat_interleave(self.lengths)
@@ -148,10 +153,14 @@ class Experience(LossBatch):
             return self.advantages
         return torch.where(self.importance_weights == 0, 0.0, self.advantages)
 
-    def batch(self, part: MicroBatch) -> LossBatch:
-        """Return the values of the tokens of one of `micro_batches`, without those of a pass that is yet to run."""
+    def batch(self, part: MicroBatch, logprobs: torch.Tensor) -> LossBatch:
+        """Return the values of the tokens of one of `micro_batches`.
+
+        Args:
+            logprobs: [n] float32, those of the pass of the update, which may be the source of the values under π_old.
+        """
         tokens, completions = part.span, part.sequences
-        return LossBatch(
+        batch = LossBatch(
             lengths=self.lengths[completions],
             advantages=self.advantages[tokens],
             old_logprobs=self.old_logprobs[tokens],
@@ -160,16 +169,14 @@ class Experience(LossBatch):
             ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs[tokens],
             wrong_peers=None if self.wrong_peers is None else self.wrong_peers[completions],
         )
+        if self.old.source == "own pass":
+            return self._under_trainer(batch, logprobs.detach(), self.sampler_logprobs[tokens])
+        return batch
 
-    def under_trainer(self, batch: Batch, logprobs: torch.Tensor, sampled: torch.Tensor) -> Batch:
-        """Return tokens of the update with the ratio taken to log-probs of π_old by the trainer.
+    def _under_trainer(self, batch: Batch, logprobs: torch.Tensor, sampled: torch.Tensor) -> Batch:
+        """Return n tokens with the ratio taken to log-probs of π_old by the trainer, [n] float32.
 
-        The importance weights and the columns of the method follow from them.
-
-        Args:
-            batch: n tokens.
-            logprobs: [n] float32, by the trainer.
-            sampled: [n] float32, as the sampler reported them.
+        Importance weights and the columns of the method follow from them; `sampled` are the sampler's log-probs, [n].
         """
         weights = None
         if not self.old.is_exact:
@@ -197,7 +204,11 @@ class Experience(LossBatch):
         experience = replace(self, trainer_logprobs=logprobs, entropy=entropy)
         if self.old.source == "sampler":
             return experience
-        return self.under_trainer(experience, logprobs, self.sampler_logprobs)
+        return self._under_trainer(experience, logprobs, self.sampler_logprobs)
+
+    def updated(self, logprobs: torch.Tensor, entropy: torch.Tensor | None) -> Experience:
+        """Return the experience after its update, whose pass gave these values; it may be a pass under π_old."""
+        return self.measured(logprobs, entropy) if self.old.measured == "own pass" else self
 
 
 @torch.no_grad()
@@ -228,9 +239,10 @@ def prepare_updates(
         RunError: a completion has no tokens.
     """
     max_tokens, temperature = config.optim.micro_batch_tokens, config.sampling.temperature
-    has_loss_PG = completions_with_loss(groups, config.objective.mask_truncated)
-    advantages_PG = advantages_PG.where(has_loss_PG, 0.0)
     objective, size = config.objective, len(groups) // config.optim.updates
+    finished_PG = [[item.completion.finish_reason == "stop" for item in group.rollouts_G] for group in groups]
+    has_loss_PG = torch.tensor(finished_PG) | (not objective.mask_truncated)
+    advantages_PG = advantages_PG.where(has_loss_PG, 0.0)
     experiences = []
     for start in range(0, len(groups), size):
         advantages, has_loss = (values[start : start + size] for values in (advantages_PG, has_loss_PG))
@@ -268,12 +280,6 @@ def active_groups(advantages_PG: torch.Tensor) -> torch.Tensor:
     if not active.any():
         active[0] = True
     return active
-
-
-def completions_with_loss(groups: Sequence[Group], mask_truncated: bool) -> torch.Tensor:
-    """Return which completions have a loss, [P, G] bool: all, or with `mask_truncated` those that reached an end."""
-    finished_PG = [[item.completion.finish_reason == "stop" for item in group.rollouts_G] for group in groups]
-    return torch.tensor(finished_PG) | (not mask_truncated)
 
 
 def _sampled(

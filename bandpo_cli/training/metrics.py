@@ -259,81 +259,57 @@ def token_values(
     """
     completions = [rollout.completion for group in sampled for rollout in group.rollouts_G]
     lengths = np.array([len(completion.token_ids) for completion in completions])
-    ids = np.concatenate([np.asarray(completion.token_ids) for completion in completions])
-    vocabulary, text_index = np.unique(ids, return_inverse=True)
-    unknown = np.full(len(ids), np.nan, np.float32)
-    columns: dict[str, NDArray[Any]] = {
-        name: unknown.copy() for name in ("ratio", "entropy", "lower", "upper", "importance")
-    }
+    starts, tokens = np.cumsum(lengths) - lengths, lengths.sum()
+    names = ("advantage", "ratio", "entropy", "lower", "upper", "importance")
+    columns: dict[str, NDArray[Any]] = {name: np.full(tokens, np.nan, np.float32) for name in names}
     columns["old_logprob"] = np.concatenate([np.asarray(completion.logprobs) for completion in completions])
-    columns["clipped"] = np.zeros(len(ids), np.uint8)
-    advantage = np.full(len(completions), np.nan, np.float32)
-    sizes = np.array([len(group.rollouts_G) for group in sampled])
-    first = np.cumsum(sizes) - sizes
-    first_tokens = (np.cumsum(lengths) - lengths)[first]
-    places = {id(group): place for group, *place in zip(sampled, first, first_tokens, strict=True)}
+    columns["clipped"] = np.zeros(tokens, np.uint8)
+    of_group = np.split(
+        np.arange(tokens), starts[np.cumsum([len(group.rollouts_G) for group in sampled])[:-1]]
+    )
+    places = {id(group): place for group, place in zip(sampled, of_group, strict=True)}
 
-    def store(groups: Sequence[Group], values: dict[str, torch.Tensor | None]) -> None:
-        """Copy the values of groups, flat and in their order, to the places of these groups."""
-        known = {name: value.cpu().numpy() for name, value in values.items() if value is not None}
-        start = 0
-        for group in groups:
-            completion, token = places[id(group)]
-            of_group = lengths[completion : completion + len(group.rollouts_G)]
-            end = start + of_group.sum()
-            for name in columns.keys() & known.keys():
-                columns[name][token : token + end - start] = known[name][start:end]
-            starts = start + np.cumsum(of_group) - of_group
-            advantage[completion : completion + len(of_group)] = known["advantage"][starts]
-            start = end
+    def store(experience: Experience, forward: Forward | None) -> None:
+        place = np.concatenate([places[id(group)] for group in experience.groups])
+        for name, value in _known_values(experience, forward).items():
+            if value is not None:
+                columns[name][place] = value.cpu().numpy()
 
     for experience, forward in zip(updates.trained, updates.forwards, strict=True):
-        store(experience.groups, _trained_values(experience, forward))
-        if (left_out := experience.left_out) is not None:
-            store(
-                left_out.groups,
-                {
-                    "advantage": left_out.advantages,
-                    "old_logprob": left_out.old_logprobs,
-                    "entropy": left_out.entropy,
-                    "importance": left_out.importance_weights,
-                },
-            )
-    halves: dict[str, Any] = {
-        name: _half(columns.pop(name)) for name in ("entropy", "lower", "upper", "importance")
-    }
+        store(experience, forward)
+        if experience.left_out is not None:
+            store(experience.left_out, None)
+    with np.errstate(over="ignore"):  # values above 65,504 become infinite
+        halves: dict[str, Any] = {name: columns.pop(name).astype(np.float16) for name in names[2:]}
+    ids = np.concatenate([np.asarray(completion.token_ids) for completion in completions])
+    vocabulary, text_index = np.unique(ids, return_inverse=True)
     texts = token_texts(tokenizer, vocabulary.tolist())
-    for start, completion in zip(np.cumsum(lengths) - lengths, completions, strict=True):
+    for start, completion in zip(starts, completions, strict=True):
         for position, token_ids in completion.inserted:  # shown before the token that follows
             text = f"⟦{tokenizer.decode(list(token_ids))}⟧{texts[text_index[start + position]]}"
             text_index[start + position] = len(texts)
             texts.append(text)
+    advantage = columns.pop("advantage")[starts]
     return TokenValues(lengths, advantage, texts, text_index.astype(np.int32), **columns, **halves)
 
 
-def _trained_values(experience: Experience, forward: Forward) -> dict[str, torch.Tensor | None]:
-    """Return the values of the tokens that went through the model in an update, [N] each."""
+def _known_values(experience: Experience, forward: Forward | None) -> dict[str, torch.Tensor | None]:
+    """Return the values of an update's tokens, [N] each; without a forward pass, those under π_old."""
+    values = {
+        "advantage": experience.advantages,
+        "old_logprob": experience.old_logprobs,
+        "entropy": experience.entropy,
+        "importance": experience.importance_weights,
+    }
+    if forward is None:
+        return values
     loss, ratios, advantages = experience.loss, forward.ratios, experience.trained_advantages
     state = loss.clip_state(experience.columns, ratios, advantages, forward.gradient_weights)
     lower, upper = (experience.columns.get(name) for name in ("lower", "upper"))
     if lower is None and loss.interval is not None:
         lower, upper = (torch.full_like(ratios, bound) for bound in loss.interval)
-    return {
-        "advantage": experience.advantages,
-        "old_logprob": experience.old_logprobs,
-        "ratio": ratios,
-        "entropy": experience.entropy,
-        "lower": lower,
-        "upper": upper,
-        "importance": experience.importance_weights,
-        "clipped": state.at_upper.byte() + 2 * state.at_lower.byte(),
-    }
-
-
-def _half(values: NDArray[Any]) -> NDArray[np.float16]:
-    """Return values as float16, which has 3 digits; values above 65,504 become infinite."""
-    with np.errstate(over="ignore"):
-        return values.astype(np.float16)
+    clipped = state.at_upper.byte() + 2 * state.at_lower.byte()
+    return {**values, "ratio": ratios, "lower": lower, "upper": upper, "clipped": clipped}
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[str]:

@@ -185,13 +185,13 @@ class PackedWork:
             trained: the batches of the applied updates; their zero-variance groups count, too.
             released: bytes that `Sampler.sleep` has released since the last `note_memory`.
         """
-        completions = [rollout.completion for group in rollouts.sampled for rollout in group.rollouts_G]
-        sampled_tokens = sum(len(completion.token_ids) for completion in completions)
-        trained_tokens = sum(int(item.all_lengths.sum()) for item in trained)
+        trained_tokens = sum(int(part.lengths.sum()) for item in trained for part in item.parts)
         training = timer.seconds("logprobs", "update")
         counts = self._ranks.gather((self.flops, self.positions, self.padding))
         flops, positions, padding = map(sum, zip(*counts, strict=True))
-        metrics = {"perf/sampled_tokens_per_s": sampled_tokens / rollouts.seconds} if rollouts.seconds else {}
+        metrics = (
+            {"perf/sampled_tokens_per_s": rollouts.tokens / rollouts.seconds} if rollouts.seconds else {}
+        )
         metrics["perf/trained_tokens_per_s"] = trained_tokens / training
         metrics["perf/padding_fraction"] = padding / max(1, positions)
         if self.peak is not None:

@@ -5,33 +5,35 @@ next one with the weights that the engine has, those after the step before; upda
 sampled; send the new weights to the engine. The first batch of a run is sampled in place.
 
 With several ranks each has such a thread, and each gets the groups of all ranks.
+
+A checkpoint has the batch that was sampled ahead: it is from the weights before those of the checkpoint, and cannot be
+sampled again. Its file has what sampling and grading gave; problems and prompts follow from their place in the stream,
+texts from the tokens.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerBase
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import RewardConfig
-from bandpo_cli.config.task import RewardComponent
 from bandpo_cli.errors import warn_on_failure
-from bandpo_cli.evaluation.evaluate import SubmitAnswers, background_grading, chunks
+from bandpo_cli.evaluation.evaluate import background_grading, chunks
 from bandpo_cli.grading.pool import graded_by, training_grader
 from bandpo_cli.objective.advantages import has_reward_spread
 from bandpo_cli.processes.ranks import Ranks
@@ -46,10 +48,13 @@ from bandpo_cli.sampling.sampler import SampleRequest
 from bandpo_cli.seeds import derive_seed
 from bandpo_cli.tasks.task import ProblemStream
 from bandpo_cli.training.performance import StepTimer
-from bandpo_cli.types import Completion, Conversation, Grade, Group, Insertion, Problem
+from bandpo_cli.types import Completion, Conversation, Grade, Group, Insertion
 
 if TYPE_CHECKING:
     from bandpo_cli.training.build import Components
+
+_PER_TOKEN = ("token_ids", "logprobs", "entropies")
+"""Values of a `Completion` per token, each a tensor in the file of a batch."""
 
 STOP_S = 10.0
 """Longest wait for the thread after an error, in seconds: where another rank has ended, its exchange may never end."""
@@ -113,10 +118,14 @@ class SampledGroups:
     sampled: Sequence[Group]
 
     @property
-    def nbytes(self) -> int:
-        """Approximate size of the file that `write_sampled` writes, in bytes."""
-        completions = [rollout.completion for group in self.sampled for rollout in group.rollouts_G]
-        return sum(12 * len(completion.token_ids) + 128 for completion in completions)
+    def completions(self) -> list[Completion]:
+        """All sampled completions in order."""
+        return [rollout.completion for group in self.sampled for rollout in group.rollouts_G]
+
+    @property
+    def tokens(self) -> int:
+        """Number of sampled tokens."""
+        return sum(len(completion.token_ids) for completion in self.completions)
 
 
 class RolloutBatches(AbstractContextManager["RolloutBatches"]):
@@ -205,9 +214,10 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
         config, components = self._config, self._components
         params, batch = components.params, components.stream.next(config.sampling.prompts)
         problems, seed = ranks.share(batch), seed + ranks.share_start(len(batch))
-        early: EarlyGrades | None = None
         completions: list[list[Completion]] = []
         texts: list[str] = []
+        rewards = config.task.rewards
+        early: list[list[Future[list[Grade]]]] = []  # grades of the parts, by reward
         with ExitStack() as stack:
             with timer.phase("sample"):
                 prompts = components.encoder.encode(problems)
@@ -217,7 +227,7 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
                 streams = components.sampler.streams and not self._is_ahead
                 if config.grading.while_sampling and streams:
                     grading = background_grading(components.grader.begin, components.grader.cancel)
-                    early = EarlyGrades(stack.enter_context(grading), config.task.rewards)
+                    submit, early = stack.enter_context(grading), [[] for _ in rewards or [None]]
                     parts = chunks(prompts, config.grading.batch // params.samples)
                 # The seed of a prompt is one above that of the prompt before it, as within one call of the sampler.
                 requests = (
@@ -230,11 +240,17 @@ class RolloutBatches(AbstractContextManager["RolloutBatches"]):
                         answered = problems[len(completions) :][: len(part)]
                         completions += part
                         texts += (part_texts := decode_completions(components.policy.tokenizer, part))
-                        if early is not None:
-                            early.submit(problem_per_completion(answered, part), part_texts)
+                        for reward, graded in zip(rewards or [None], early, strict=False):
+                            of_reward = graded_by(reward, problem_per_completion(answered, part))
+                            graded.append(submit(of_reward, part_texts))
+
+            def early_grades(*_: object) -> list[Grade]:
+                """Wait for the grades of all texts: at the first call those of the first reward, and so on."""
+                return [grade for part in early.pop(0) for grade in part.result()]
+
             with timer.phase("grade"):
-                settings = components.grader, config.task.rewards, ranks, self._failures
-                grade = training_grader(*settings, early.grade if early else None)
+                settings = components.grader, rewards, ranks, self._failures
+                grade = training_grader(*settings, early_grades if early else None)
                 grades = grade(problem_per_completion(problems, completions), texts)
                 shaping = config.reward, params.max_tokens
                 groups = graded_groups(problems, prompts, completions, texts, grades, *shaping)
@@ -263,42 +279,12 @@ def select_groups(sampled: Sequence[Group], wanted: int, updates: int) -> list[G
     return ordered
 
 
-class EarlyGrades:
-    """The grades of a batch whose answers are submitted one part after the other; it takes the place of the pool.
-
-    Args:
-        submit_answers: submits answers to the pool.
-        components: `task.rewards`, each of which grades all answers.
-    """
-
-    def __init__(self, submit_answers: SubmitAnswers, components: Sequence[RewardComponent] | None) -> None:
-        self._submit_answers = submit_answers
-        graded: Sequence[RewardComponent | None] = components or [None]
-        self._parts: list[tuple[RewardComponent | None, list[Future[list[Grade]]]]] = [
-            (component, []) for component in graded
-        ]
-
-    def submit(self, problems: Sequence[Problem], texts: Sequence[str]) -> None:
-        """Start grading texts [N], each as an answer to its problem [N]."""
-        for component, parts in self._parts:
-            parts.append(self._submit_answers(graded_by(component, problems), texts))
-
-    def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
-        """Wait for the grades of all texts and return them: at the first call those of the first component, etc."""
-        _, parts = self._parts.pop(0)
-        return [grade for part in parts for grade in part.result()]
-
-
 def write_sampled(path: Path, batch: SampledGroups) -> None:
     """Write a batch as a safetensors file: a tensor per value of the tokens, the rest as JSON in its metadata."""
-    rollouts = [rollout for group in batch.sampled for rollout in group.rollouts_G]
-    completions = [rollout.completion for rollout in rollouts]
-    tensors = {
-        "lengths": torch.tensor([len(completion.token_ids) for completion in completions], dtype=torch.int32),
-        "token_ids": _joined(completion.token_ids for completion in completions),
-        "logprobs": _joined(completion.logprobs for completion in completions),
-        "entropies": _joined(completion.entropies for completion in completions),
-    }
+    completions = batch.completions
+    columns = ([*map(np.asarray, map(attrgetter(name), completions))] for name in _PER_TOKEN)
+    tensors = dict(zip(_PER_TOKEN, map(np.concatenate, columns), strict=True))
+    tensors["lengths"] = np.array([len(completion.token_ids) for completion in completions], np.int32)
     indices = {id(group): index for index, group in enumerate(batch.sampled)}
     metadata = {
         "step": batch.step,
@@ -307,7 +293,9 @@ def write_sampled(path: Path, batch: SampledGroups) -> None:
         "trained": [indices[id(group)] for group in batch.groups],
         "group_sizes": [len(group.rollouts_G) for group in batch.sampled],
         "finish_reasons": [completion.finish_reason for completion in completions],
-        "grades": [[*vars(rollout.grade).values()] for rollout in rollouts],
+        "grades": [
+            [*vars(rollout.grade).values()] for group in batch.sampled for rollout in group.rollouts_G
+        ],
         "inserted": [completion.inserted for completion in completions],
         "conversations": [
             None if item.conversation is None else vars(item.conversation) for item in completions
@@ -324,14 +312,12 @@ def read_sampled(
     Raises:
         OSError, ValueError, LookupError, TypeError, SafetensorError: the file is damaged.
     """
-    with safe_open(path, framework="pt") as file:
+    with safe_open(path, framework="np") as file:
         metadata = json.loads(file.metadata()["rollouts"])
-        names = ("lengths", "token_ids", "logprobs", "entropies")
-        lengths, tokens, logprobs, entropies = (file.get_tensor(name).tolist() for name in names)
+        lengths = file.get_tensor("lengths").tolist()
+        tokens, logprobs, entropies = (file.get_tensor(name).tolist() for name in _PER_TOKEN)
     spans = pairwise(accumulate(lengths, initial=0))
-    columns = (
-        metadata.get(name, [()] * len(lengths)) for name in ("finish_reasons", "inserted", "conversations")
-    )
+    columns = (metadata[name] for name in ("finish_reasons", "inserted", "conversations"))
     about, version = zip(spans, *columns, strict=True), metadata["version"]
     completions = [
         Completion(
@@ -356,8 +342,3 @@ def read_sampled(
     groups = [sampled[index] for index in metadata["trained"]]
     step, position = metadata["step"], metadata["position"]
     return SampledGroups(step, version, position, 0.0, groups, sampled)
-
-
-def _joined(arrays: Iterable[array[int] | array[float]]) -> torch.Tensor:
-    """Return the concatenated arrays, [N] int32 or float32."""
-    return torch.from_numpy(np.concatenate([np.asarray(values) for values in arrays]))

@@ -113,9 +113,7 @@ def update_policy(
             optimizer.skip()
             updates.skipped += 1
             continue
-        if experience.old.measured == "own pass":
-            experience = experience.measured(forward.logprobs, forward.entropy)
-        updates.trained.append(experience)
+        updates.trained.append(experience.updated(forward.logprobs, forward.entropy))
         updates.forwards.append(forward)
         updates.grad_norms.append(norm)
     return updates
@@ -127,30 +125,29 @@ def accumulate_gradient(policy: Policy, experience: Experience, config: RunConfi
     The aggregation weights are those of the complete update, so the sum over micro-batches of any size, and over ranks,
     is its loss.
     """
-    weights = experience.loss_weights(config.objective.aggregation, config.sampling.max_tokens)
-    old, losses, columns = experience.old, [], []  # of each micro-batch; columns as in `Forward`
-    with_entropy = old.measured == "own pass" and not (old.is_exact and experience.entropy is not None)
-    temperature, with_bonus = config.sampling.temperature, config.objective.entropy_bonus > 0
-    for batch in experience.micro_batches:
-        new = token_logprobs(policy.model, batch.tokens, temperature, with_entropy, with_bonus)
-        part = experience.batch(batch)
-        if old.source == "own pass":
-            sampled = experience.sampler_logprobs[batch.span]
-            part = experience.under_trainer(part, new.logprobs.detach(), sampled)
-        reference_kl = config.objective.reference_kl
+    objective, temperature = config.objective, config.sampling.temperature
+    with_entropy, with_bonus = experience.measures_entropy, objective.entropy_bonus > 0
+    weights = experience.loss_weights(objective.aggregation, config.sampling.max_tokens)
+    losses, columns = [], []  # of each micro-batch; columns as in `Forward`
+    for micro in experience.micro_batches:
+        # forward pass: log π of each sampled token
+        new = token_logprobs(policy.model, micro.tokens, temperature, with_entropy, with_bonus)
+        # loss, and its derivative by each of these log-probs
+        batch, share = experience.batch(micro, new.logprobs), weights[micro.span]
         out = policy_objective(
-            experience.loss, new.logprobs, part, weights[batch.span], reference_kl, new.sampling_entropy
+            experience.loss, new.logprobs, batch, share, objective.reference_kl, new.sampling_entropy
         )
+        # backward pass: from this derivative to the gradients of the weights
         with record_function(f"{PROFILER_PREFIX}backward"):
             outputs, gradients = [new.logprobs], [out.gradient]
             if new.sampling_entropy is not None:
                 outputs.append(new.sampling_entropy)
                 gradients.append(out.entropy_gradient)
             torch.autograd.backward(outputs, gradients)
-        batch.tokens.packing.drop_masks()
+        micro.tokens.packing.drop_masks()
         losses.append(out.loss)
-        values = (new.logprobs.detach(), out.ratios, out.gradient_weights, new.entropy)
-        columns.append([column for column in values if column is not None])
+        tokens = (new.logprobs.detach(), out.ratios, out.gradient_weights, new.entropy)
+        columns.append([column for column in tokens if column is not None])
     # The gradients have been summed over the ranks in the backward passes.
     (all_losses,) = policy.ranks.concatenate([torch.stack(losses)])
     joined = [torch.cat(column) for column in zip(*columns, strict=True)]

@@ -37,13 +37,6 @@ def make(run: RunFolder, *steps: int, skipped: int = 0) -> None:
         write_trainer_state(folder, Progress(step, 4 * step, skipped, 64 * step, "abc"))
 
 
-def without_checksums(run: RunFolder, number: int, **values: Any) -> None:
-    """Write `state.json` as earlier versions did, with other values."""
-    path = run.checkpoint_dir(number) / STATE
-    state = {name: value for name, value in json.loads(path.read_text()).items() if "xxh3" not in name}
-    path.write_text(json.dumps({**state, **values}))
-
-
 def names(run: RunFolder) -> list[str]:
     return sorted(path.name for path in (run.path / "checkpoints").iterdir())
 
@@ -114,19 +107,6 @@ def test_only_a_resume_reads_the_training_state(run: RunFolder) -> None:
         check_contents(folder)
 
 
-def test_a_checkpoint_without_checksums_is_complete(run: RunFolder) -> None:
-    """Earlier versions wrote sizes only."""
-    make(run, 5, 10, 15, 20)
-    without_checksums(run, 10)
-    without_checksums(run, 15, step=11)
-    without_checksums(run, 20, position="many")
-    check_contents(run.checkpoint_dir(10))
-    complete, damaged = complete_checkpoints(run)
-    assert list(complete) == [5, 10]
-    assert damaged[15].endswith("holds step 11")
-    assert damaged[20].endswith("state.json is damaged")
-
-
 def test_leftovers_of_a_crash_are_removed_and_files_of_the_user_are_kept(run: RunFolder) -> None:
     make(run, 5, 10, 15)
     folder = run.path / "checkpoints"
@@ -137,7 +117,7 @@ def test_leftovers_of_a_crash_are_removed_and_files_of_the_user_are_kept(run: Ru
 
 
 def test_a_checkpoint_that_is_a_link_is_removed_without_its_target(run: RunFolder, tmp_path: Path) -> None:
-    """Links of checkpoints elsewhere, one of them dangling, and a hidden link that an earlier version left."""
+    """Links of checkpoints elsewhere, one of them dangling, and a hidden link."""
     make(run, 5, 10, 15)
     for step in (10, 15):
         run.checkpoint_dir(step).rename(tmp_path / f"step-{step:06d}")

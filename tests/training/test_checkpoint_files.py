@@ -100,9 +100,9 @@ def test_a_full_disk_is_reported_before_anything_is_written(
     scalars = 4 * len([*trained.policy.model.parameters()])
     assert state.nbytes == 14 * trained.policy.model.num_parameters() + scalars
     ahead = SampledGroups(5, 0, 0, 0.0, [], [])
-    monkeypatch.setattr(SampledGroups, "nbytes", 1000)
+    monkeypatch.setattr(SampledGroups, "tokens", 1000)
     usage = shutil.disk_usage(tmp_path)
-    for batch, size in ((None, 0), (ahead, 1000)):
+    for batch, size in ((None, 0), (ahead, 12 * 1000)):
         needed = state.nbytes + size + RESERVED_BYTES
         monkeypatch.setattr(shutil, "disk_usage", Mock(return_value=usage._replace(free=needed)))
         check_savable(trained.policy, replace(state, ahead=batch), folder)

@@ -5,7 +5,7 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,12 @@ from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.models.lora import add_adapters
 from bandpo_cli.models.weights import full_tensor, local_tensor, shard
 from bandpo_cli.processes.ranks import SINGLE, Ranks
-from bandpo_cli.storage.checkpoints import complete_checkpoints, remove_checkpoints_after
+from bandpo_cli.storage.checkpoints import (
+    Progress,
+    complete_checkpoints,
+    remove_checkpoints_after,
+    write_trainer_state,
+)
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training import checkpoint_writer
 from bandpo_cli.training.build import load_checkpoint
@@ -287,11 +292,12 @@ def test_ranks_that_are_killed_while_they_write_leave_the_older_checkpoint(
     load_checkpoint(*trained("qwen2", torch.float32), run.checkpoint_dir(5))
 
 
-def write_plain_state(folder: Path, files: dict[str, int]) -> None:
-    """Write `state.json` as earlier versions did: with sizes, without checksums."""
+def seal(folder: Path) -> None:
+    """Write `state.json` for the files that the folder has now."""
     path = folder / "trainer" / "state.json"
-    state = {name: value for name, value in json.loads(path.read_text()).items() if "xxh3" not in name}
-    path.write_text(json.dumps({**state, "files": files}))
+    state = json.loads(path.read_text())
+    path.unlink()
+    write_trainer_state(folder, Progress(*(state[field.name] for field in fields(Progress))))
 
 
 def split_by_hand(folder: Path, parts: int) -> None:
@@ -311,9 +317,7 @@ def split_by_hand(folder: Path, parts: int) -> None:
                 tensors[name], offsets[name] = tensor, {"saved_offsets": []}
         header = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
         save_file(tensors, target / f"shard-{part + 1}.safetensors", metadata=header)
-    files = files_of(folder)
-    files.pop("trainer/state.json")
-    write_plain_state(folder, files)
+    seal(folder)
 
 
 def test_a_rank_writes_its_shards_in_files_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,7 +362,7 @@ def test_damaged_shards_are_one_error_line(
     content = path.read_bytes()
     path.unlink()
     path.with_name(name).write_bytes(damage(content))
-    write_plain_state(folder, {})  # the damage keeps the sizes
+    seal(folder)
     with pytest.raises(UserError, match="to resume from the previous one") as error:
         load_checkpoint(*of_four[0], folder)
     assert "\n" not in str(error.value)

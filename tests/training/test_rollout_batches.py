@@ -4,8 +4,8 @@ import copy
 import shutil
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,14 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from bandpo_cli.config.task import RewardComponent
 from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.evaluation.evaluate import background_grading
-from bandpo_cli.grading.pool import training_grader
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams
 from bandpo_cli.training.build import Components
-from bandpo_cli.training.rollout_batches import BackgroundCall, EarlyGrades, RolloutBatches
+from bandpo_cli.training.rollout_batches import BackgroundCall, RolloutBatches
 from bandpo_cli.types import Completion, Grade, Problem
 from tests.training.recording import (
     Recording,
@@ -139,10 +136,15 @@ class StreamingCopy(RecordingSampler):
         yield len(every) - 1, [*groups]
 
 
+@pytest.mark.parametrize("rewards", [None, [{"weight": 1.0}, {"grader": "number", "weight": 0.5}]])
 def test_grades_while_sampling_give_the_same_run(
-    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch, rewards: list[dict[str, Any]] | None
 ) -> None:
-    """With dynamic sampling: several batches per step."""
+    """With dynamic sampling: several batches per step. Each of several rewards grades each part."""
+    monkeypatch.setattr(
+        "tests.training.recording.hashed_grade",
+        lambda problem, text: hashed_grade(replace(problem, id=problem.id + problem.grader), text),
+    )
     monkeypatch.setattr("tests.training.recording.RecordingSampler", StreamingCopy)
     StreamingCopy.waited = []
     recordings = [
@@ -150,7 +152,7 @@ def test_grades_while_sampling_give_the_same_run(
             tmp_path / str(early),
             small_model,
             {"steps": 2, "evaluation": {"every": 0}, "sampling": {"dynamic": True}},
-            {"grading": {"while_sampling": early, "batch": 4}},
+            {"grading": {"while_sampling": early, "batch": 4}, "task": {"rewards": rewards}},
             uniform=lambda ids: ids[1:4],
         )
         for early in (False, True)
@@ -163,34 +165,6 @@ def test_grades_while_sampling_give_the_same_run(
     batches = sum(len(step.training) for step in recordings[1].steps.values())
     assert StreamingCopy.waited == [True] * batches
     assert batches >= 3
-
-
-def test_early_grades_of_weighted_rewards_are_those_of_the_pool() -> None:
-    """Each component grades each part; the sum and the check of failed graders follow when all are graded."""
-    problems = [Problem(f"p{index}", "1+1=", "2", "test", "number") for index in range(5)]
-    texts = ["2", "3", "2", "22", ""]
-    rewards = [RewardComponent(grader="number", weight=1.0), RewardComponent(grader="countdown", weight=0.5)]
-
-    class Pool:
-        errors: Mapping[str, str] = {"number": "no module"}
-        asynchronous: frozenset[str] = frozenset()
-
-        def grade(self, problems: Sequence[Problem], texts: Sequence[str]) -> list[Grade]:
-            return [
-                Grade(len(text) / 10, False, "wrong")
-                if problem.grader == "countdown"
-                else hashed_grade(problem, text)
-                for problem, text in zip(problems, texts, strict=True)
-            ]
-
-    pool = Pool()
-    for components in (rewards, None):
-        with background_grading(partial(partial, pool.grade), lambda: None) as grading:
-            early = EarlyGrades(grading, components)
-            for part in (slice(2), slice(2, 5)):
-                early.submit(problems[part], texts[part])
-            expected = training_grader(pool, components)(problems, texts)
-            assert training_grader(pool, components, grade=early.grade)(problems, texts) == expected
 
 
 def test_an_error_of_a_grader_that_grades_while_sampling_ends_the_run(

@@ -17,10 +17,10 @@ from bandpo_cli.config.run import ModelConfig
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.sampling.rollouts import decode_completions
-from bandpo_cli.storage.checkpoints import ROLLOUTS
+from bandpo_cli.storage.checkpoints import ROLLOUTS, Progress
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tasks.task import ProblemStream
-from bandpo_cli.training.checkpoint_writer import CheckpointWriter
+from bandpo_cli.training.checkpoint_writer import CheckpointWriter, TrainedState
 from bandpo_cli.training.rollout_batches import SampledGroups, read_sampled, select_groups, write_sampled
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 from tests.training.trained import State, fresh, update
@@ -105,16 +105,12 @@ def test_a_batch_is_read_as_it_was_written(
     write_sampled(path, batch)
     found = read(path, policy)
     assert found == replace(batch, seconds=0.0)
-    assert [item.logprobs for item in flat(found)] == [item.logprobs for item in flat(batch)]
+    assert [item.logprobs for item in found.completions] == [item.logprobs for item in batch.completions]
     assert all(
         struct.pack("d", one) == struct.pack("d", other)
-        for a, b in zip(flat(found), flat(batch), strict=True)
+        for a, b in zip(found.completions, batch.completions, strict=True)
         for one, other in zip(a.logprobs, b.logprobs, strict=True)
     ), "also the sign of 0"
-
-
-def flat(batch: SampledGroups) -> list[Completion]:
-    return [rollout.completion for group in batch.sampled for rollout in group.rollouts_G]
 
 
 def test_log_probs_of_engines_take_four_bytes(policy: Policy, tmp_path: Path) -> None:
@@ -123,9 +119,10 @@ def test_log_probs_of_engines_take_four_bytes(policy: Policy, tmp_path: Path) ->
     group = [Completion((3,) * 500, (value,) * 500, "length", VERSION)] * 2
     batch = batch_of(policy, [group], [Grade(1.0, True, "correct")] * 2, 0, wanted=1)
     write_sampled(tmp_path / "a", batch)
-    size = (tmp_path / "a").stat().st_size
-    assert 8 * 1000 < size < batch.nbytes == 2 * (12 * 500 + 128)
-    assert math.isclose(flat(read(tmp_path / "a", policy))[0].logprobs[0], -1 / 3, rel_tol=1e-7)
+    progress = Progress(4, 8, 0, 12, "")
+    estimate = TrainedState({}, {}, progress, batch).nbytes
+    assert 8 * 1000 < (tmp_path / "a").stat().st_size < estimate == 2 * (12 * 500 + 128)
+    assert math.isclose(read(tmp_path / "a", policy).completions[0].logprobs[0], -1 / 3, rel_tol=1e-7)
 
 
 def one_batch(policy: Policy, step: int) -> SampledGroups:
