@@ -100,7 +100,8 @@ def main() -> None:
         sys.exit(RUN_ERROR)
     atexit.register(_skip_last_collection)  # the callback registered first runs last
     exit_with_parent()
-    silence_other_ranks()
+    if rank_count() > 1:
+        silence_other_ranks()
     if launched_ranks() is not None:
         handle_forwarded_signals()
         register(f"rank {os.environ['RANK']}", is_main=is_main_process())

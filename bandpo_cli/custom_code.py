@@ -1,8 +1,7 @@
 """Custom code: `module:name` in place of a name in the settings, such as a policy loss, a grader or a divergence.
 
-A module is searched in the current folder, then in the folders of the config files that were read, then on the Python
-path. A run folder has copies of the files, so that a resume, an evaluation and further runs find the code beside the
-config.yaml there, whatever the current folder is. A resume searches the run folder first.
+A module is searched in the current folder, the folders of the config files, and on the Python path. A run folder has
+copies of the files, so that a resume, an evaluation and further runs find them. A resume searches the run folder first.
 """
 
 import importlib
@@ -121,10 +120,9 @@ def load_setting(key: str, name: str) -> Callable[..., Any]:
 
 @contextmanager
 def exits_as_errors(what: str = "custom code") -> Iterator[None]:
-    """Raise RunError, which begins with `what`, in place of SystemExit, KeyboardInterrupt and the like of the body.
+    """Raise RunError, which begins with `what`, for SystemExit, KeyboardInterrupt and the like from custom code.
 
-    Custom code that raises one of them would end the program as if it were complete or stopped by request. An exception
-    that a signal handler raises passes. The body must not yield: GeneratorExit would be its end.
+    An exception that a signal handler raises passes. The body must not yield: GeneratorExit would be its end.
     """
     try:
         yield
@@ -137,10 +135,10 @@ def exits_as_errors(what: str = "custom code") -> Iterator[None]:
 
 @contextmanager
 def user_code(what: str, target: object) -> Iterator[None]:
-    """Raise ConfigError in place of an exception of the body, which calls `target`, a user's function or class.
+    """Raise ConfigError, which begins with `what`, for an exception of the body; RunError for SystemExit.
 
-    It begins with `what`, and ends with the file and the line of the user's code that raised the exception, else of the
-    definition of `target`: then the body has found a mistake in what `target` returned. SystemExit becomes a RunError.
+    It ends with the line of the user's code that raised the exception, else of the definition of `target`, the user's
+    function or class: then the body has found a mistake in what `target` returned.
     """
     try:
         yield

@@ -1,7 +1,4 @@
-"""Errors that the command line prints as one line: mistakes of the user (exit code 2) and failed runs (exit code 1).
-
-Also the functions that form their texts, and context managers for failures that must not replace another error.
-"""
+"""Errors that the command line prints as one line, the functions that form their texts, and failures after the end."""
 
 import difflib
 import errno
@@ -15,8 +12,7 @@ from typing import Any
 
 log = logging.getLogger("bandpo_cli")
 
-_MAX_MESSAGE_CHARS, _HEAD_CHARS, _TAIL_CHARS = 1000, 700, 295
-"""Length of a message, and the parts of a longer one that are kept at its beginning and its end."""
+_MAX_MESSAGE_CHARS = 1000
 
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 """C0 without tab and newline, DEL, C1, separators of lines, and the characters that change the direction of a text."""
@@ -25,13 +21,10 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u2
 def escape_controls(text: str, as_json: bool = False) -> str:
     """Return `text` with its control characters as escapes such as `\\x1b` and `\\u202e`: a terminal would obey them.
 
-    Tabs and newlines are kept. JSON has one form of escapes only, such as `\\u001b`. All foreign text passes through
-    here on its way to a terminal.
+    Tabs and newlines are kept. JSON has one form of escapes only, such as `\\u001b`.
     """
-    return _CONTROLS.sub(
-        lambda match: f"\\u{ord(match[0]):04x}" if as_json else match[0].encode("unicode_escape").decode(),
-        text,
-    )
+    escape = "\\u{:04x}".format if as_json else lambda code: chr(code).encode("unicode_escape").decode()
+    return _CONTROLS.sub(lambda match: escape(ord(match[0])), text)
 
 
 REDACTED = "***"
@@ -50,10 +43,9 @@ _SECRETS = [
 
 
 def redact_credentials(text: str) -> str:
-    """Return `text` with every part of an address that may be a secret as `***`.
+    """Return `text` with every part of an address that may be a secret as `***`: the user, the query, the fragment.
 
-    These are the user information (`scheme://***@host`), the values of the query, and the fragment, except the pages of
-    MLflow, which begin with `#/`. An error message may quote a query without the address.
+    Pages of MLflow, whose fragment begins with `#/`, stay. An error message may quote a query without the address.
     """
     for pattern in _SECRETS:
         text = pattern.sub(rf"\1{REDACTED}", text)
@@ -67,17 +59,14 @@ def has_secret(uri: str) -> bool:
 
 
 def one_line(text: str) -> str:
-    """Return `text` as one printable line: no control characters, at most 1,000 characters.
-
-    A message quotes input: file names, lines of downloaded files. Those may contain anything.
-    """
+    """Return `text` as one printable line of at most 1,000 characters; it may quote files that contain anything."""
     shortened = re.sub(r"[\n\r\t]", " ", _shorten(text.strip()))  # a quoted file may have many megabytes
     return _shorten("".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shortened))
 
 
 def _shorten(text: str) -> str:
     """Cut out the middle: the beginning names the mistake, the end what to type instead."""
-    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:_HEAD_CHARS]} ... {text[-_TAIL_CHARS:]}"
+    return text if len(text) <= _MAX_MESSAGE_CHARS else f"{text[:700]} ... {text[-295:]}"
 
 
 class _OneLineError(Exception):
@@ -188,9 +177,9 @@ def first_line(error: BaseException | str, max_chars: int = 200) -> str:
 
 
 def user_code_location(error: BaseException) -> str:
-    """Return ` (rewards.py:12, in judge)` for the innermost line of an error that is in a user's file.
+    """Return ` (rewards.py:12, in judge)` for the innermost line of an error in a user's file; "" if there is none.
 
-    Files of this package, of Python and of installed packages are not a user's. Return "" if there are no others.
+    Files of this package, of Python and of installed packages are not a user's.
     """
     import sysconfig  # not at module level, since every command imports this module
     import traceback
@@ -238,10 +227,9 @@ _OUT_OF_MEMORY_TEXTS = (
 
 
 def find_out_of_memory(error: BaseException) -> BaseException | None:
-    """Return the failed allocation of Python, torch or vLLM that caused `error`, or None if there is none.
+    """Return the failed allocation of Python, torch or vLLM that is or caused `error`; None if there is none.
 
-    It is `error` itself or an exception that `error` was raised from, or raised while handling: engines wrap the errors
-    of their workers in types of their own.
+    Engines wrap the errors of their workers in types of their own.
     """
     seen: list[BaseException] = []
     cause: BaseException | None = error
@@ -280,10 +268,7 @@ def system_error_message(error: BaseException) -> str | None:
 
 @contextmanager
 def warn_on_failure(what: str) -> Iterator[None]:
-    """Log an exception of the body as a warning that begins with `what`, and continue.
-
-    For work after the end of an experiment, or after an error, which stays the one that is raised.
-    """
+    """Log an exception of the body as a warning that begins with `what`, and continue."""
     try:
         yield
     except Exception as failure:  # noqa: BLE001 - it is reported, and must not replace another error

@@ -1,12 +1,10 @@
-"""Paths given by users, and commits of the Hugging Face hub's local cache.
-
-File system errors become False, an empty list, or a one-line ConfigError.
-"""
+"""Paths given by users, whose errors become False, an empty list or a ConfigError; commits in the hub's local cache."""
 
 import difflib
 import re
 import stat
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -14,12 +12,9 @@ from bandpo_cli.errors import ConfigError
 
 MAX_CONFIG_BYTES = 2**20
 """Maximum size of a config file in bytes, more than ten thousand times what one needs."""
-_MAX_POINTER_BYTES = 1024  # a pointer file is smaller, by the specification of git-lfs
 
-MODEL_CONFIG = "config.json"
-"""The file by which a folder with a complete model is recognized."""
-ADAPTER_CONFIG = "adapter_config.json"
-"""The file by which a folder with an adapter for a model is recognized, in the format of peft."""
+MODEL_CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+"""The files by which a folder with a complete model, and one with an adapter in the format of peft, are recognized."""
 
 GGUF_ADVICE = (
     "GGUF holds quantized weights for inference; a Hugging Face folder is needed, with config.json, model.safetensors "
@@ -101,19 +96,13 @@ def check_regular_file(path: Path, where: str) -> int:
     if not stat.S_ISREG(status.st_mode):
         kind = "a directory" if stat.S_ISDIR(status.st_mode) else "a pipe or device"
         raise ConfigError(f"{where}: is {kind}; name a regular file")
-    if status.st_size < _MAX_POINTER_BYTES and _is_pointer(path):
-        raise ConfigError(
-            f"{where}: is a git-lfs pointer without the content of the file; run git lfs pull there"
-        )
+    if status.st_size < 1024:  # a pointer is smaller, by the specification of git-lfs
+        with suppress(OSError), path.open("rb") as file:
+            if file.read().startswith(b"version https://git-lfs"):
+                raise ConfigError(
+                    f"{where}: is a git-lfs pointer without the content of the file; run git lfs pull there"
+                )
     return status.st_size
-
-
-def _is_pointer(path: Path) -> bool:
-    """Return whether a small file is a pointer of git-lfs; False for a file that cannot be read."""
-    try:
-        return path.read_bytes().startswith(b"version https://git-lfs")
-    except OSError:
-        return False
 
 
 def read_text(path: Path, where: str, max_bytes: int | None = MAX_CONFIG_BYTES) -> str:
@@ -141,13 +130,10 @@ def is_commit(text: object) -> bool:
 def cached_commit(
     repository: str, kind: Literal["model", "dataset"], revision: str | None = None
 ) -> str | None:
-    """Return the commit of a repository on the hub when it was last loaded on this machine; no request is sent.
+    """Return the full hash of a repository on the hub when it was last loaded here; None if it was not.
 
     Args:
         revision: branch, tag or commit; None for the main branch.
-
-    Returns:
-        The full hash; None if the repository was not loaded from the hub.
     """
     if is_commit(revision):
         return revision

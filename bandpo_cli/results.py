@@ -34,8 +34,15 @@ from bandpo_cli.metric_names import HELDOUT_ACCURACY, HELDOUT_REWARD, has_nonbin
 from bandpo_cli.paths import path_exists
 from bandpo_cli.storage.checkpoints import complete_checkpoints
 from bandpo_cli.storage.eval_folder import EVALUATION_COLUMNS, RECORD_FILE, EvalFolder, iterate_evaluations
-from bandpo_cli.storage.files import file_checksum, is_locked, read_json_object, step_name, step_of
-from bandpo_cli.storage.run_folder import RunFolder, find_folder, iterate_metrics
+from bandpo_cli.storage.files import (
+    file_checksum,
+    is_locked,
+    iterate_metrics,
+    read_json_object,
+    step_name,
+    step_of,
+)
+from bandpo_cli.storage.run_folder import RunFolder, find_folder
 from bandpo_cli.storage.run_record import parent_of, read_stored_run, read_summary
 from bandpo_cli.storage.sweep_folder import find_runs
 from bandpo_cli.storage.tables import read_table, read_token_values
@@ -244,10 +251,7 @@ def _name_in(runs_dir: Path, path: Path) -> str:
 
 
 def task_settings(task: TaskSettings) -> dict[str, Any]:
-    """Return the settings of a task by dotted name, without its name and those that are null or empty.
-
-    Of the sources (`task.train.0.path`), only the settings that differ from their default are included.
-    """
+    """Return the settings of a task that are not null or empty, those of its sources that are not the default."""
     values = task.model_dump(mode="json") | task.model_dump(mode="json", exclude_defaults=True)
     settings = flatten({"task": values}, expand_lists=True).items()
     left_out = {"task.name"} | (set() if task.functions else {"task.max_turns", "task.max_result_chars"})
@@ -289,10 +293,7 @@ def metrics(run: Path | str, runs_dir: Path | str = "runs") -> DataFrame:
     """Return the metrics of a run, a row per step; a metric that a step does not have, or that is no number, is NaN.
 
     The index is `step`, the columns are the names of docs/metrics.md, such as `train/accuracy`. `run` is the folder of
-    a run, or its name in `runs_dir`.
-
-    Raises:
-        UserError: there is no such run, or metrics.jsonl is damaged.
+    a run, or its name in `runs_dir`. Raises UserError if there is no such run, or metrics.jsonl is damaged.
     """
     return read_metrics_table(RunFolder.open(Path(runs_dir), str(run)).metrics_path)
 
@@ -373,8 +374,7 @@ def tokens(run: Path | str, step: int, runs_dir: Path | str = "runs") -> DataFra
     other values of `storage.tables.TokenValues`; log-probs and entropies are in nats.
 
     Raises:
-        UserError: there is no such run, the tokens of the step are not stored (`tracking.tokens_every`), or the table
-            is damaged.
+        UserError: there is no such run, or no undamaged table of the step (`tracking.tokens_every`).
     """
     import numpy as np
     import pandas as pd

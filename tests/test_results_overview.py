@@ -15,7 +15,7 @@ from bandpo_cli.results import (
     summary_fields,
     task_settings,
 )
-from bandpo_cli.storage import run_folder, run_record
+from bandpo_cli.storage import files, run_record
 from bandpo_cli.storage.run_folder import RunFolder
 
 
@@ -57,8 +57,8 @@ def test_the_lines_of_a_run_are_read_once(tmp_path: Path, monkeypatch: pytest.Mo
         values: dict[str, object] = {f"x/{number}": float(step) for number in range(20)}
         values |= {"x/0": None if step in (0, 49) else step, "train/entropy": 0.5, "eval/a/mean_at_4": 0.25}
         run.append_metrics({"step": step, **values, "time/step": 2.0})
-    parse, step_times = mock.Mock(wraps=run_folder._parsed), mock.Mock(wraps=run_record._step_times)
-    monkeypatch.setattr(run_folder, "_parsed", parse)
+    parse, step_times = mock.Mock(wraps=files.parse_metrics), mock.Mock(wraps=run_record._step_times)
+    monkeypatch.setattr(files, "parse_metrics", parse)
     monkeypatch.setattr(run_record, "_step_times", step_times)
     line = describe_line(run.path, tmp_path)
     assert (line.step, line.heldout, line.accuracy, line.entropy) == (49, 0.25, None, 0.5)

@@ -18,7 +18,6 @@ from rich.text import Text
 
 from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.console import make_table
-from bandpo_cli.cli.options import one_of
 from bandpo_cli.custom_code import is_function_path
 from bandpo_cli.errors import UserError
 from bandpo_cli.methods import METHODS, method_name
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 _MAX_TEXT_BYTES = 2**28
 """Maximum size of a file of probabilities in bytes: some ten million of them."""
 
-PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+_PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 _COLUMNS: Mapping[str, tuple[int, JustifyMethod]] = {
     "p": (10, "right"),
@@ -43,16 +42,15 @@ _COLUMNS: Mapping[str, tuple[int, JustifyMethod]] = {
 }
 """The columns of the table of intervals: minimum width and alignment by heading."""
 
-
 PEERS = [name for name, method in METHODS.items() if not (method.without_bounds or method.named_by_region)]
 MATCHABLE = [name for name in PEERS if METHODS[name].bounded and not METHODS[name].trust_region]
 
 _D_HELP = f"{DIVERGENCES.names_text()}; repeatable."
 _DIVERGENCE = opt.option(
-    "NAME", "kl", ["--divergence", "-d"], one_of(DIVERGENCES, several=True), help=_D_HELP
+    "NAME", "kl", ["--divergence", "-d"], opt.one_of(DIVERGENCES, several=True), help=_D_HELP
 )
 _COMPARE_HELP = f"Add {METHODS.names_text(PEERS)}, or module:function; separated by commas."
-_COMPARE = opt.option("METHODS", complete=one_of(PEERS, several=True), help=_COMPARE_HELP)
+_COMPARE = opt.option("METHODS", complete=opt.one_of(PEERS, several=True), help=_COMPARE_HELP)
 _MATCH_HELP = f"Find the delta whose upper bound equals this method's: {METHODS.names_text(MATCHABLE)}."
 _MATCH = opt.option("METHOD", help=_MATCH_HELP)
 
@@ -98,9 +96,10 @@ def bounds(
     from bandpo_cli.bounds.divergences import find_divergence
     from bandpo_cli.reports.intervals_by_probability import as_csv, as_json, band_rows, method_rows
 
-    expected = "a radius; allowed: a finite number > 0, such as 0.05"
-    deltas = opt.split_commas(delta or ["0.05"])
-    radii = [_number(word, "--delta", sys.float_info.max, expected) for word in deltas]
+    radii = [
+        _number(word, "--delta", sys.float_info.max, "a radius; allowed: a finite number > 0, such as 0.05")
+        for word in opt.split_commas(delta or ["0.05"])
+    ]
     regions = opt.split_commas(divergence or ["kl"])
     for name in regions:
         find_divergence(name)  # raises for an unknown name
@@ -122,13 +121,11 @@ def bounds(
             )
         _print_matches(opt.check_choice("--match", method_name(match), MATCHABLE), at, regions, format_)
         return
-    if plot is not None and (
-        plot.suffix.lower() not in PLOT_SUFFIXES
-        or plot.is_dir()
-        or not os.access(plot if plot.exists() else plot.parent, os.W_OK)
-    ):
-        allowed = f"a file that ends with {', '.join(PLOT_SUFFIXES)} in a folder that exists"
-        raise UserError(f"--plot {plot}: cannot be written; allowed: {allowed}")
+    if plot is not None:
+        place = plot if plot.exists() else plot.parent
+        if plot.suffix.lower() not in _PLOT_SUFFIXES or plot.is_dir() or not os.access(place, os.W_OK):
+            allowed = f"a file that ends with {', '.join(_PLOT_SUFFIXES)} in a folder that exists"
+            raise UserError(f"--plot {plot}: cannot be written; allowed: {allowed}")
     wanted = probabilities(probs or [], file)
     if not wanted and plot is None:
         raise UserError(

@@ -127,7 +127,7 @@ def open_console(stderr: bool = False, long_running: bool = False) -> Console:
 
 
 class LogHandler(logging.Handler):
-    """Print log messages on a console."""
+    """Prints log messages on a console."""
 
     def __init__(self, console: Console) -> None:
         super().__init__()

@@ -34,7 +34,7 @@ from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import exit_on_sigterm
 from bandpo_cli.datasets import tasks_text
 from bandpo_cli.errors import plural
-from bandpo_cli.processes.ranks import launched_name
+from bandpo_cli.processes.ranks import launched_name, ranks_to_start
 from bandpo_cli.types import UNGRADED_VERDICTS
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def evaluate(
         return None
     # The imports create 175,000 objects and hardly any garbage; Python's threshold of 700 costs 0.35 s.
     gc.set_threshold(50_000, 10, 10)
-    from bandpo_cli.cli.launch import launch, ranks_to_start
+    from bandpo_cli.cli.launch import launch
     from bandpo_cli.config.layers import nest, read_assignments, read_config
     from bandpo_cli.experiments import evaluate as run_evaluation
     from bandpo_cli.experiments.eval_plan import MAX_K, plan_evaluation, plan_evaluation_resume

@@ -36,9 +36,7 @@ def export_verl(
     error, unless --allow-differences is given.
 
     [bold]bandpo export verl -c paper/base -c paper/models/qwen2.5-3b-instruct --out job[/bold]  one machine with 8 GPUs
-
     [bold]bandpo export verl -c my.yaml --out job --nodes 4 --gpus-per-node 8[/bold]  four machines
-
     [bold]bandpo export verl --set optim.warmup_steps=0 --out job --gpus-per-node 1[/bold]  the bundled model
 
     Args:
@@ -77,7 +75,6 @@ def merged(
     model. For a run that trains all weights, the model files of the checkpoint are copied.
 
     [bold]bandpo export merged NAME --out model[/bold]  the latest checkpoint
-
     [bold]bandpo export merged NAME@100 --out model[/bold]  the checkpoint of step 100
 
     Args:
@@ -113,9 +110,7 @@ def import_verl(
     out: accuracy and entropy of training, pass@k.
 
     [bold]bandpo import verl job[/bold]  the run of job, to runs/job
-
     [bold]bandpo import verl job --name band-verl --tracking-uri http://127.0.0.1:5000[/bold]  from a server
-
     [bold]bandpo report runs/job runs/first[/bold]  both engines in one table
 
     Args:

@@ -41,7 +41,6 @@ from bandpo_cli.processes.ranks import (
     check_gpu_count,
     is_main_process,
     launched_ranks,
-    rank_count,
 )
 from bandpo_cli.processes.watch import ChildProcess
 
@@ -116,8 +115,7 @@ def silence_other_ranks() -> None:
 
     Their warnings (`RankWarnings`) and crashes in native code are still reported.
     """
-    if rank_count() > 1:
-        logging.getLogger("bandpo_cli").addHandler(RankWarnings(logging.WARNING))
+    logging.getLogger("bandpo_cli").addHandler(RankWarnings(logging.WARNING))
     if is_main_process():
         return
     null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - stays open for the life of the process
@@ -167,19 +165,6 @@ class RankProcess(ChildProcess):
         variables = {**os.environ, **variables, ERROR_FILE_VARIABLE: str(self.error_file)}
         output = dict.fromkeys(("stdout", "stderr"), None if rank == 0 else subprocess.DEVNULL)
         super().__init__(command, variables, may_leave=True, **output)
-
-
-def ranks_to_start(nproc: int | None) -> int | None:
-    """Return how many ranks `--nproc` asks this process to start; None where it trains itself, also as a rank.
-
-    Raises:
-        UserError: torchrun has started another number.
-    """
-    if launched_ranks() is not None or nproc is None:
-        return None
-    if rank_count() not in (1, nproc):
-        raise UserError(f"--nproc {nproc}: torchrun has started {rank_count()} ranks; leave out --nproc")
-    return nproc if nproc > rank_count() else None
 
 
 def launch(

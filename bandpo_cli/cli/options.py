@@ -18,7 +18,7 @@ from bandpo_cli.datasets import DATASETS, TASKS, TEMPLATES, generated_tasks, spl
 from bandpo_cli.errors import UserError, unknown_choice
 from bandpo_cli.methods import METHODS
 from bandpo_cli.paths import folders_containing
-from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS, TRACKERS, Entry, load_attribute
+from bandpo_cli.registries import DIVERGENCES, ENGINES, GRADERS, TRACKERS, load_attribute
 
 RUNS = Path("runs")
 
@@ -38,11 +38,12 @@ def one_of(names: Iterable[str], several: bool = False) -> Completer:
     Args:
         several: the option takes several names, separated by commas; the last one is completed.
     """
+    entries = names if isinstance(names, Mapping) else dict.fromkeys(names)
 
     def complete(incomplete: str) -> Candidates:
         before, comma, _ = incomplete.rpartition(",") if several else ("", "", "")
-        given = before.split(",")
-        return [(f"{before}{comma}{name}", text) for name, text in _described(names) if name not in given]
+        left = [name for name in entries if name not in before.split(",")]
+        return [(f"{before}{comma}{name}", getattr(entries[name], "summary", "")) for name in left]
 
     return complete
 
@@ -52,7 +53,7 @@ def complete_task(incomplete: str) -> Candidates:
     tasks = [
         (f"{name}:list" if TASKS[name].members else name, TASKS[name].summary) for name in generated_tasks()
     ]
-    return [*tasks, *_described(DATASETS)]
+    return [*tasks, *one_of(DATASETS)("")]
 
 
 def complete_config(incomplete: str) -> Candidates:
@@ -90,12 +91,6 @@ def folder_of(*kinds: str) -> Callable[[typer.Context, str], Candidates]:
         return sorted(names)
 
     return complete
-
-
-def _described(names: Iterable[str]) -> Candidates:
-    """Return the names, with their summaries where `names` is a registry."""
-    entries = names if isinstance(names, Mapping) else {}
-    return [(name, entry.summary if isinstance(entry := entries.get(name), Entry) else "") for name in names]
 
 
 def option(

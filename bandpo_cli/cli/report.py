@@ -39,11 +39,8 @@ def report(
     Markdown, CSV and PNG.
 
     [bold]bandpo report deltas[/bold]  the sweep in runs/deltas
-
     [bold]bandpo report runs/clip-* runs/kl-* --baseline clip[/bold]  any runs
-
     [bold]bandpo report runs --by bounds,optim.lr --out out/lr[/bold]  variants by these settings
-
     [bold]bandpo report deltas --format json[/bold]  in scripts
 
     Args:

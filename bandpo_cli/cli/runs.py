@@ -73,9 +73,7 @@ def runs(
     If rewards are not just 0 and 1, the mean rewards come first.
 
     [bold]bandpo runs[/bold]  all runs, the latest last
-
     [bold]bandpo runs 'kl-*' deltas --sort heldout[/bold]  by name, and a sweep's; the best first
-
     [bold]bandpo runs --status running --format json[/bold]  in scripts
 
     Args:
@@ -95,19 +93,15 @@ def runs(
         none = f"no such runs in {runs_dir}" if is_filtered else "no runs yet; bandpo train starts one"
         print_line(console, none)
         return
-    wide = console.width >= 100
-    metrics = {"held-out": "heldout", "training": "accuracy", "entropy": "entropy"}
-    if any(run.nonbinary_rewards for run in runs):
-        wide = console.width >= 120
-        metrics = {
-            "held-out\nreward": "heldout_reward",
-            "training\nreward": "reward",
-            "held-out\naccuracy": "heldout",
-        }
-        metrics |= {"training\naccuracy": "accuracy", "entropy": "entropy"} if wide else {}
-    headings = ["run", "method", "task", "status", ">steps", *(f">{heading}" for heading in metrics)]
-    forked = any(run.parent for run in runs)
-    headings += [*([">started"] if wide else []), *(["fork of"] if wide and forked else [])]
+    with_rewards = any(run.nonbinary_rewards for run in runs)
+    wide = console.width >= (120 if with_rewards else 100)
+    metrics = {">held-out": "heldout", ">training": "accuracy", ">entropy": "entropy"}
+    if with_rewards:
+        metrics = {">held-out\nreward": "heldout_reward", ">training\nreward": "reward"}
+        metrics |= {">held-out\naccuracy": "heldout"}
+        metrics |= {">training\naccuracy": "accuracy", ">entropy": "entropy"} if wide else {}
+    headings = ["run", "method", "task", "status", ">steps", *metrics, *([">started"] if wide else [])]
+    headings += ["fork of"] if wide and any(run.parent for run in runs) else []
     table = make_table(*headings, gap=2 if wide else 1)
     table.columns[0].min_width, table.columns[3].no_wrap = 12, True
     for run in runs:
@@ -137,9 +131,7 @@ def show(
     """Show a run: the settings that differ from the defaults, the metrics, and the paths of its files.
 
     [bold]bandpo show first[/bold]
-
     [bold]bandpo show first --stacks[/bold]  where a run that stands still is
-
     [bold]bandpo show first --format json[/bold]  all settings and metrics, in scripts
 
     Args:
@@ -171,7 +163,8 @@ def _print_description(console: Console, run: Mapping[str, Any], runs_dir: Path,
 
     config, changes = resolve([run["config"]]), run["changed"]
     reason = run["stopped_by"] or run["error"]
-    progress = f"step {run['step']:,} of {run['steps']:,}, {format_duration(run['seconds'])}"
+    progress = f"{str(run['status']).lower()}, step {run['step']:,} of {run['steps']:,}"
+    progress += f", {format_duration(run['seconds'])}"
 
     def line(key: str, value: Any) -> str:
         default = f"  (default {changes[key]['default']})" if key in changes else ""
@@ -185,10 +178,7 @@ def _print_description(console: Console, run: Mapping[str, Any], runs_dir: Path,
     ]
     rows = [
         ("run", str(run["path"])),
-        (
-            "status",
-            f"{str(run['status']).lower()}, {progress}" + (f": {reason.splitlines()[0]}" if reason else ""),
-        ),
+        ("status", f"{progress}: {reason.splitlines()[0]}" if reason else progress),
         *([("fork of", run["parent"])] if run["parent"] else []),
         ("model", describe_model(config)),
         ("task", "\n".join([run["task"], *task])),
@@ -203,11 +193,11 @@ def _print_description(console: Console, run: Mapping[str, Any], runs_dir: Path,
     print_rows(console, tracker_rows(config.tracking, run["path"]), len("completions"))
     table = make_table("metric", ">first", ">step", ">last", ">step")
     order = {key: index for index, key in enumerate(_FIRST_METRICS)}
-    scores = re.compile(r"eval/.*/(mean|pass|maj)_at_[^/]*")
+    scores = r"eval/.*/(mean|pass|maj)_at_[^/]*"
     if run["nonbinary_rewards"]:
         order["train/reward"] = -1
-        scores = re.compile(rf"{scores.pattern}|eval/.*/reward")
-    chosen = [key for key in run["metrics"] if every_metric or key in order or scores.fullmatch(key)]
+        scores += "|eval/.*/reward"
+    chosen = [key for key in run["metrics"] if every_metric or key in order or re.fullmatch(scores, key)]
 
     def place(key: str) -> tuple[int, bool]:
         return order.get(key, len(order) * key.startswith("eval/")), not key.endswith("/reward")
@@ -244,11 +234,8 @@ def samples(
     """Print completions with their reference answers and verdicts, grouped by prompt.
 
     [bold]bandpo samples first[/bold]  of the last step
-
     [bold]bandpo samples first --step 0 --wrong[/bold]  what went wrong before the training
-
     [bold]bandpo samples first --problem 3-7-8-9-24 --limit 0[/bold]  all completions of a problem
-
     [bold]bandpo samples first --limit 0 --format jsonl > completions.jsonl[/bold]  in scripts
 
     Args:
@@ -328,7 +315,6 @@ def view(
     (tracking.tokens_every). Of an evaluation it shows the completions only.
 
     [bold]bandpo view first --step 20 --open[/bold]  opens the page in the browser
-
     [bold]bandpo view kl clip[/bold]  two runs on the same problems
 
     Args:
@@ -366,7 +352,6 @@ def plot(
     """Plot accuracy, entropy, clipped tokens and the clip map of a run, which may be in progress.
 
     [bold]bandpo plot first[/bold]  again, with the steps that it has now
-
     [bold]bandpo plot first --format pdf --out figures[/bold]  for a paper
 
     Args:

@@ -186,7 +186,7 @@ class SweepView(ExperimentView):
 
     def print_plan(self, info: SweepInfo) -> None:
         """Print the table of runs and the estimate of the time."""
-        from bandpo_cli.sweeps.sweep_run import estimate_disk_space, estimate_time
+        from bandpo_cli.sweeps.estimate import estimate_disk_space, estimate_time
 
         self.console.print(plan_table(info), highlight=False)
         finished = len(info.runs) - len(info.pending)

@@ -11,11 +11,11 @@ from bandpo_cli.cli.console import open_console, print_settings
 from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.errors import UserError
-from bandpo_cli.processes.ranks import launched_name, rank_count
+from bandpo_cli.processes.ranks import launched_name, rank_count, ranks_to_start
 
 if TYPE_CHECKING:
+    from bandpo_cli.experiments.monitor import ProfileCallback
     from bandpo_cli.experiments.plan import Plan
-    from bandpo_cli.experiments.profile import ProfileCallback
 
 
 @opt.takes_settings
@@ -68,7 +68,7 @@ def train(
         probe: Sample 32 problems with the untrained model, print what can be learned from them and what to change, and
             stop.
     """
-    from bandpo_cli.cli.launch import launch, ranks_to_start
+    from bandpo_cli.cli.launch import launch
     from bandpo_cli.config.layers import nest, read_assignments, read_config, resolve
     from bandpo_cli.experiments.preflight import new_run_layers
 
@@ -106,7 +106,7 @@ def train(
             return None
         profiler = None
         if profile is not None:
-            from bandpo_cli.experiments.profile import ProfileCallback, check_profile_steps
+            from bandpo_cli.experiments.monitor import ProfileCallback, check_profile_steps
 
             check_profile_steps(profile, plan.first_step, plan.config.steps)
             profiler = ProfileCallback(profile)

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bandpo_cli.callbacks import RunInfo, RunResult, StepReport
-from bandpo_cli.cli.console import PLAIN_LINES, ExperimentView, make_table, print_line, print_rows
+from bandpo_cli.cli.console import LOADING, PLAIN_LINES, ExperimentView, make_table, print_line, print_rows
 from bandpo_cli.cli.signals import StopSignals
 from bandpo_cli.config.run import RunConfig, TrackingConfig, dtype_on
 from bandpo_cli.datasets import BUNDLED_MODELS
@@ -36,9 +36,8 @@ from bandpo_cli.tracking.sender import tracker_rows
 from bandpo_cli.types import Rollout
 
 if TYPE_CHECKING:
-    from bandpo_cli.experiments.profile import ProfileCallback
+    from bandpo_cli.experiments.monitor import ProfileCallback
 
-SPARK_CHARS = "▁▂▃▄▅▆▇█"
 PHASES = {
     "sample": "sampling",
     "grade": "grading",
@@ -69,8 +68,7 @@ FLAGGED = (
     ("train/truncated_fraction", 0.2, "truncated"),
 )
 """Shares of completions that are shown above a threshold. Answers that are unreadable or truncated are common until the
-model has learned the form of an answer; truncated answers end without a stop token, and a grader may read a number that
-is cut off."""
+model has learned the form of an answer."""
 
 
 def describe_model(config: RunConfig) -> str:
@@ -126,7 +124,7 @@ class TrainView(ExperimentView):
 
     def __init__(self, console: Console, runs_dir: Path, signals: StopSignals | None = None) -> None:
         super().__init__(console, runs_dir)
-        self.spinners = {"load": "loading torch and the model …", "close": "writing the plots …"}
+        self.spinners = {"load": LOADING, "close": "writing the plots …"}
         self._signals = signals or StopSignals()
         self._report: StepReport | None = None
         self._history: dict[str, list[float]] = {key: [] for key in CURVES}
@@ -149,13 +147,12 @@ class TrainView(ExperimentView):
     def start(self, info: RunInfo) -> None:
         """Print the notes and the run folder, and show the panel, with the metrics of the steps before a resume.
 
-        On a terminal the panel shows a request to stop too, in place of the signal handlers. The time left counts from
-        the first step after a resume.
+        On a terminal the panel shows a request to stop too, in place of the signal handlers.
         """
         if places := ", ".join(TrackingConfig.model_construct(**info.config["tracking"]).names):
             places = places.replace("mlflow", "MLflow")
             self.spinners = {
-                **self.spinners,
+                "load": LOADING,
                 "close": f"writing the plots, finishing the record in {places} …",
             }
         self.print_start(info.folder, "run folder", info.notes)
@@ -206,10 +203,7 @@ class TrainView(ExperimentView):
             print_line(self.console, f"resume with: {again}{nproc}")
 
     def line(self) -> str | None:
-        """Return a line about the last step if it is due.
-
-        Due are every n-th step, the last one, steps with an evaluation, and a step a minute or more after a line.
-        """
+        """Return a line about every n-th step, the last one, those with an evaluation, and a minute after a line."""
         assert self._report is not None
         step, record = self._report.step, self._report.record
         held_out = eval_metrics_text(record)
@@ -279,15 +273,13 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     edges = [round(i * len(values) / size) for i in range(size + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low, span = min(means), max(means) - min(means)
-    top = len(SPARK_CHARS) - 1
-    return "".join(SPARK_CHARS[round((mean - low) / span * top) if span > 0 else 0] for mean in means)
+    return "".join("▁▂▃▄▅▆▇█"[round((mean - low) / span * 7) if span > 0 else 0] for mean in means)
 
 
 def eval_metrics_text(record: Mapping[str, float]) -> str:
-    """Return an evaluation's metrics in one line, empty when the step had none: `mean@16 0.31 · pass@4 0.62`.
+    """Return an evaluation's metrics in one line, such as `mean@16 0.31 · pass@4 0.62`; "" when the step had none.
 
-    The mean reward is the first metric unless it is equal to mean@n, as with rewards of 0 and 1. With several
-    evaluation sets, each one's metrics follow its label.
+    The mean reward is the first metric unless it equals mean@n. With several sets, metrics follow the set's label.
     """
     by_set: dict[str, list[str]] = {}
     for key, value in record.items():
@@ -325,24 +317,23 @@ def print_summary(console: Console, config: RunConfig, result: RunResult) -> Non
     """Print the metrics of a finished run, its folder, and how to open it in MLflow."""
     steps = [record for record in result.records if "train/accuracy" in record]
     seconds = sum(record["time/step"] for record in result.records)
-    rows = [("done", f"{len(steps)} steps in {seconds:.0f} s")]
     held_out = [(record["step"], text) for record in result.records if (text := eval_metrics_text(record))]
     lines = [f"step {step:>4}  {text}" for step, text in [*held_out[:1], *held_out[-1:]]]
-    rows.append(("held-out", "\n".join(lines)))
-    reward = [("reward", "train/reward", "{:.3f} → {:.3f}")]
+    rows = [("done", f"{len(steps)} steps in {seconds:.0f} s"), ("held-out", "\n".join(lines))]
     for heading, key, form in (
-        *(reward if any(map(has_nonbinary_rewards, result.records)) else ()),
+        ("reward", "train/reward", "{:.3f} → {:.3f}"),
         ("training", "train/accuracy", "accuracy {:.3f} → {:.3f}"),
         ("entropy", "train/entropy", "{:.3f} → {:.3f} nats per token"),
     ):
         values = [value for record in steps if (value := record.get(key)) is not None]
-        rows += [(heading, form.format(values[0], values[-1]))] if values else []
+        if values and (heading != "reward" or any(map(has_nonbinary_rewards, result.records))):
+            rows.append((heading, form.format(values[0], values[-1])))
     rows += [("run folder", str(result.folder)), ("plots", str(result.folder / "plots"))]
     rows += tracker_rows(config.tracking, result.folder)
     print_rows(console, rows, 10)
 
 
-PROFILE_LABELS = {
+_PROFILE_LABELS = {
     "sample": "sampling",
     "grade": "grading",
     "logprobs": "old log-probs",
@@ -355,7 +346,7 @@ PROFILE_LABELS = {
     "eval": "evaluation",
     "checkpoint": "checkpoint",
 }
-"""Text of the phases and their parts; parts that are not here have no row."""
+"""Text of the phases and their parts in a profile, other parts have no row."""
 
 
 def print_profile(console: Console, profile: ProfileCallback) -> None:
@@ -371,7 +362,7 @@ def print_profile(console: Console, profile: ProfileCallback) -> None:
     def add(label: str, seconds: float, *more: str) -> None:
         table.add_row(label, f"{seconds / count:.3f}", f"{seconds / profile.seconds:.1%}", *more)
 
-    for key, label in PROFILE_LABELS.items():
+    for key, label in _PROFILE_LABELS.items():
         if (phase := profile.phases.get(key)) is not None:
             on_device = [f"{phase.gpu_seconds / count:.3f}"] if on_gpu else []
             add("  " * key.count("/") + label, phase.seconds, *on_device, f"{phase.calls / count:g}")

@@ -44,15 +44,8 @@ from bandpo_cli.storage.checkpoints import (
     complete_checkpoints,
     position_before_batch,
 )
-from bandpo_cli.storage.files import read_json_object, run_lock
-from bandpo_cli.storage.run_folder import (
-    VERL_FILE,
-    RunFolder,
-    find_run,
-    iterate_metrics,
-    not_found,
-    shell_command,
-)
+from bandpo_cli.storage.files import iterate_metrics, read_json_object, run_lock
+from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, find_run, not_found, shell_command
 from bandpo_cli.storage.run_record import is_finished, read_parent
 from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.tracking.mlflow_store import is_redacted, tracking_store

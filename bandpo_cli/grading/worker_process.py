@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     import asyncio  # imported where it is used, since few functions are asynchronous
 
 ALARM_MARGIN_S = 10.0
-"""Seconds that a worker whose parent is gone may work beyond twice the deadline, before an alarm ends it."""
+"""Seconds that a worker whose parent is gone may work beyond twice the deadline, before an alarm ends it. The thread
+that watches the parent does not run while native code, such as a regular expression, holds the interpreter's lock."""
 
 BACKOFF_S = 0.5
 """Mean wait before the first retry, in seconds; each further wait is twice as long. The jitter, up to a half of it,
@@ -161,10 +162,7 @@ class CallServer:
 
 
 def set_alarm(limit: float | None) -> None:
-    """Let an alarm end this process if the work takes much longer than `limit` seconds; None for no work.
-
-    The parent enforces the deadline. Without it, the alarm does, whatever code runs.
-    """
+    """Let an alarm end this process, whatever code runs, if the work takes much longer than `limit` seconds."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, 0 if limit is None else 2 * limit + ALARM_MARGIN_S)
 

@@ -8,11 +8,10 @@ answers of that job get their verdict, and the other jobs go to another worker.
 An asynchronous function has one worker, whose event loop works on all jobs that it holds and ends each at its deadline
 (`worker_process.CallServer`). If this worker exits, or sends no reply because a call blocks the loop, all its jobs end.
 
-Messages are lines of JSON, never pickles. A request is the key of a job and the list of its answers, each a list of
-arguments. The first reply, after the import, is `{"batched": ..., "asynchronous": ..., "about": ...}`. A later one is
-`{"job": key}` with `"results": [[reward, correct, verdict, has_reward], ...]`, `"timeout": true`, or `"error": ...,
-"traceback": ..., "out_of_memory": ...`. Those of tools have results of another form. `"step": true` restarts the
-deadline.
+Messages are lines of JSON, never pickles. A request is the key of a job and its answers, each a list of arguments. The
+first reply, after the import, is `{"batched": ..., "asynchronous": ..., "about": ...}`. A later one is `{"job": key}`
+with `"results": [[reward, correct, verdict, has_reward], ...]`, `"timeout": true`, or `"error": ..., "traceback": ...,
+"out_of_memory": ...`. Results of tools have another form. `"step": true` restarts the deadline.
 """
 
 from __future__ import annotations
@@ -97,20 +96,15 @@ class WorkerPool:
     """
 
     def __init__(self, title: str, loader: Loader, config: GradingConfig, size: int, calls: int = 1) -> None:
-        """Create an empty pool; `wait`, `start` and `spawn` spawn at most `size` workers.
+        """Create an empty pool of at most `size` workers; `title` is the function in messages.
 
         An asynchronous function has one worker, and at most `calls` calls in flight.
-
-        Args:
-            title: the function in messages.
-            loader: how a worker loads the function.
         """
         self._title, self._loader = title, loader
         self.about: Any = None  # what a worker has sent after its import
         self.failure: Failure | None = None
         self.asynchronous = False  # as a worker reports that has imported the function
-        self._config, self._size = config, size
-        self._calls, self._batched = calls, False
+        self._config, self._size, self._calls, self._batched = config, size, calls, False
         self._workers: list[_Worker] = []
         self._lock, self._is_closed = threading.RLock(), False  # held by the thread that uses the workers
         self._answers: dict[int, tuple[GraderArguments, str]] = {}  # by key, with their labels
@@ -139,10 +133,7 @@ class WorkerPool:
     ) -> range:
         """Queue a call of the function for each list of arguments [N]; return the keys [N] of the answers for `wait`.
 
-        Args:
-            arguments: The arguments [N].
-            labels: The names [N] of the answers for `on_wait`.
-            batches: The answers of each call, for a function that takes several.
+        `labels` [N] are names for `on_wait`; `batches` the answers of each call, for a function that takes several.
         """
         keys = range(self._key, self._key + len(arguments))
         self._key = keys.stop

@@ -29,7 +29,6 @@ TILE_BYTES = {"cpu": 32 * 2**20, "cuda": 256 * 2**20}
 """Size of a float32 tile: about a CPU's last-level cache, or enough to keep a GPU busy. Two tiles exist at a time."""
 TILE_ROWS = {"cpu": 2048, "cuda": 8192}
 """Maximum tokens in a tile; its width follows from its size, and for few tokens from the size of its weights."""
-
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 """Maximum difference in nats between packed and unpacked log-probs. Rounding stays well below it; attention across rows
 or a scale factor on the logits does not."""
@@ -88,8 +87,7 @@ def _token_logprobs(model: PreTrainedModel, batch: TokenBatch, *options: Any) ->
 def check_packed_forward(model: PreTrainedModel) -> None:
     """Compare `token_logprobs` on packed rows with the model's own forward pass on each sequence separately.
 
-    Layers that carry a state from token to token would carry it from one packed row into the next, and architectures
-    differ in how they compute logits. A few tokens detect both for any architecture.
+    A few tokens detect layers that carry a state from one packed row into the next, and other logits.
 
     Raises:
         UserError: the log-probs differ, the model does not accept packed rows, or it scales or caps its logits.
@@ -154,9 +152,8 @@ def linear_logprobs(
 def _checkpointing(model: PreTrainedModel) -> Iterator[None]:
     """Set layers with gradient checkpointing to training mode while gradients are enabled.
 
-    Transformers discards activations only in training mode. The modules within the layers stay in evaluation mode, so
-    there is no dropout. Outside of this context the layers are in evaluation mode too, since training mode would
-    disable the sampler's cache.
+    Transformers discards activations only in training mode, which disables the sampler's cache. The modules within the
+    layers stay in evaluation mode, so there is no dropout.
     """
     layers = checkpointed_layers(model) if torch.is_grad_enabled() and not model.training else []
     for layer in layers:

@@ -1,4 +1,4 @@
-"""LoRA: peft's low-rank adapters on the linear layers of a policy with frozen weights, and adapter folders.
+"""LoRA: peft's low-rank adapters on the linear layers of a policy with frozen weights.
 
 An adapted layer computes W·x + s·B·(A·x), with its weights W as they were loaded and s = alpha / rank. A and B have the
 dtype of W, so that the optimizer has float32 masters of them as of any other parameter, or the sharding stores them in
@@ -8,12 +8,6 @@ reference of the KL penalty.
 Rounding to 16 bits must not drop the adapters' effect, which is far below half a unit in the last place of W and of W·x
 for many updates. Forward passes round the sum of both terms once (`_round_once`), and merged weights are rounded
 stochastically (`merged_weight`).
-
-The functions of a policy also accept a model without adapters, and all but `add_adapters` a sharded one.
-
-A folder in the format of peft has `adapter_config.json` and `adapter_model.safetensors`. It may come from an untrusted
-source, so it is read without peft: as JSON, and as a safetensors file. LoRA on linear layers is supported; other kinds
-of adapters and variants of LoRA are refused.
 """
 
 from __future__ import annotations
@@ -77,9 +71,8 @@ def add_adapters(
 def _round_once(layer: Any, x: Tensor) -> Tensor:
     """Return W·x + s·B·(A·x), x of [..., in], rounded once: the forward method of a layer of peft in 16 bits.
 
-    peft rounds W·x to 16 bits before it adds the adapter's term, so that the sum stays W·x where that term is less than
-    half a unit in the last place. `addmm` adds in float32. A bias does not lie on the grid of the sum, so adding it
-    afterwards drops nothing on average.
+    peft rounds W·x to 16 bits before it adds the adapter's term; `addmm` adds in float32. A bias does not lie on the
+    grid of the sum, so adding it afterwards drops nothing on average.
     """
     base = layer.base_layer
     if layer.disable_adapters:  # the same operations: a policy at its start equals its reference exactly
@@ -158,8 +151,7 @@ def adapters_disabled(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
 def merged_weight(name: str, weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """Return W + s·B·A, computed in float32 and rounded stochastically to the dtype of W.
 
-    Rounding to the nearest number would return W wherever the change is less than half a unit in the last place. Here
-    the probability of rounding away from 0 is the distance from the number below, in units in the last place, so that
+    The probability of rounding away from 0 is the distance from the number below, in units in the last place, so that
     the mean of the result is the sum. The random numbers depend on the name alone: equal sums give equal weights, and
     an element that is rounded away from 0 stays so while its sum grows.
 

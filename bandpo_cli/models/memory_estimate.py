@@ -1,7 +1,7 @@
 """Estimate of the memory of a run, from shapes: the model is built on the meta device, without its weights."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -111,10 +111,7 @@ class MemoryEstimate:
 
     @property
     def can_start(self) -> bool:
-        """Whether every device has what the run certainly needs.
-
-        A key-value cache of the transformers engine grows to its estimate only if completions are of full length.
-        """
+        """Whether every device has what the run certainly needs: all but the cache of the transformers engine."""
         certain = _peak(self.always, self.update, self.reduction, self.sampling if self.vllm else {})
         limit = self.engine_device.free if self.engine_device else 0
         return certain <= self.device.free and self.engine_peak <= limit and self.vllm >= self.vllm_minimum
@@ -278,19 +275,16 @@ def stored_parameters(parameters: Iterable[nn.Parameter], ranks: int = 1) -> tup
 def fsdp_bytes(model: PreTrainedModel, ranks: int) -> tuple[Bytes, Bytes, Bytes, Bytes]:
     """Return the bytes that FSDP adds on a rank, in four phases; none with a single rank.
 
-    The buffers follow torch's FSDP2 (`torch.distributed.fsdp._fully_shard`), which gathers a group into one buffer and
-    copies it into the parameters, and copies gradients into a buffer of the reduction.
-
-    Returns:
-        During a backward pass while activations are held; at its end, when no activations are left and the parameters
-        have been released; while all parameters are gathered; while the largest weight is sent to an engine, which is
-        gathered and copied.
+    The phases are a backward pass while activations are held, its end, the gathering of all parameters, and the sending
+    of the largest weight to an engine. The buffers follow torch's FSDP2 (`torch.distributed.fsdp._fully_shard`), which
+    gathers a group into one buffer and copies it, and copies gradients into a buffer of the reduction.
     """
     if ranks == 1:
         return {}, {}, {}, {}
 
-    def reduced(gradients: int) -> int:
-        """Return the bytes of the float32 buffer that gradients are reduced in, and of the result on a rank."""
+    def reduced(
+        gradients: int,
+    ) -> int:  # the float32 buffer that gradients are reduced in, and the result on a rank
         return _FLOAT32 * (gradients + math.ceil(gradients / ranks))
 
     itemsize = model.dtype.itemsize
@@ -338,15 +332,15 @@ def _heads(text: PreTrainedConfig) -> tuple[int, int, int]:
     return heads, getattr(text, "num_key_value_heads", None) or heads, width
 
 
-def _full_rows(config: RunConfig) -> Iterator[tuple[int, list[Row]]]:
-    """Yield lengths, and the rows of a prompt of the maximum length whose completions all have this length.
-
-    The lengths are each power of two up to the maximum, and the maximum.
-    """
+def _full_rows(config: RunConfig) -> list[tuple[int, list[Row]]]:
+    """Return each power of two up to the maximum length, and it, with the rows of completions of this length."""
     sampling, longest = config.sampling, config.sampling.max_tokens
-    for length in (*(2**i for i in range(longest.bit_length())), longest):
-        row = Row(range(sampling.max_prompt_tokens), [range(length)] * sampling.samples)
-        yield length, split_row(row, MAX_SHARED_ROW_TOKENS)
+    prompt, lengths = (
+        range(sampling.max_prompt_tokens),
+        [*(2**i for i in range(longest.bit_length())), longest],
+    )
+    rows = [Row(prompt, [range(length)] * sampling.samples) for length in lengths]
+    return [*zip(lengths, [split_row(row, MAX_SHARED_ROW_TOKENS) for row in rows], strict=True)]
 
 
 def update_tokens(config: RunConfig, ranks: int = 1) -> int:
@@ -383,10 +377,9 @@ def attention_elements(config: RunConfig, text: PreTrainedConfig, tokens: int) -
 def activation_bytes(
     model: PreTrainedModel, tokens: int, config: ModelConfig, attention: int, on_gpu: bool
 ) -> int:
-    """Return the bytes that autograd saves for the backward pass of `tokens` packed tokens.
+    """Return the bytes that autograd saves for a backward pass of `tokens` packed tokens, without the output layer.
 
-    The output layer is not included. With gradient checkpointing these are the input of every layer and all activations
-    of one layer at a time.
+    With gradient checkpointing these are the input of every layer and all activations of one layer at a time.
 
     Args:
         attention: elements that attention saves in a layer.
@@ -411,9 +404,7 @@ def activation_bytes(
     text = model.config.get_text_config()
     layers: int = text.num_hidden_layers
     stored = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    activations: int = sum(
-        item.untyped_storage().nbytes() for key, item in saved.items() if key not in stored
-    )
+    activations: int = sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in stored)
     activations += layers * attention * model.dtype.itemsize
     if not uses_gradient_checkpointing(model, config, on_gpu):
         return activations

@@ -207,11 +207,8 @@ def merge_adapter(model: PreTrainedModel, adapter: Path) -> None:
     Raises:
         UserError: the file is missing or damaged, a tensor is not finite, or they belong to another model.
     """
-    config, file, where = (
-        _read_adapter_config(adapter),
-        adapter / ADAPTER_WEIGHTS,
-        f"{adapter}: {ADAPTER_WEIGHTS}",
-    )
+    config, file = _read_adapter_config(adapter), adapter / ADAPTER_WEIGHTS
+    where = f"{adapter}: {ADAPTER_WEIGHTS}"
     if not path_exists(file):
         raise UserError(f"{adapter}: it has no {ADAPTER_WEIGHTS}; only safetensors files are read")
     check_regular_file(file, where)

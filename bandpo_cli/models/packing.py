@@ -2,8 +2,8 @@
 
 A row holds one prompt and one or more of its completions. Each completion attends to the prompt and to itself but not
 to the other completions, at the positions that it would have without them. The G completions of a group therefore cost
-one prompt instead of G. `Packing` gives the layout in
-two forms: padded blocks for kernels that take sequences of equal length, and sequences with boundaries.
+one prompt instead of G. `Packing` gives the layout in two forms: padded blocks for kernels that take sequences of equal
+length, and sequences with boundaries.
 """
 
 from __future__ import annotations

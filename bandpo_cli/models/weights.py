@@ -312,8 +312,7 @@ def read_shards(folder: Path, targets: Mapping[str, Tensor], ranks: Ranks) -> No
     Raises:
         ShardError: a rank failed to read, for example a tensor that is missing, damaged or of another shape.
     """
-    reader = HuggingFaceStorageReader(str(folder))
-    alone = ranks.size == 1
+    reader, alone = HuggingFaceStorageReader(str(folder)), ranks.size == 1
     with _shard_errors(ranks), warnings.catch_warnings():
         if alone:  # DCP warns of what is intended
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -77,6 +77,19 @@ def launched_name(environ: Mapping[str, str] = os.environ) -> str | None:
     return environ.get(RUN_NAME_VARIABLE)
 
 
+def ranks_to_start(nproc: int | None) -> int | None:
+    """Return how many ranks `--nproc` asks this process to start; None where it trains itself, also as a rank.
+
+    Raises:
+        UserError: torchrun has started another number.
+    """
+    if launched_ranks() is not None or nproc is None:
+        return None
+    if rank_count() not in (1, nproc):
+        raise UserError(f"--nproc {nproc}: torchrun has started {rank_count()} ranks; leave out --nproc")
+    return nproc if nproc > rank_count() else None
+
+
 @dataclass(frozen=True)
 class Ranks:
     """This process among those of the run.

@@ -35,9 +35,7 @@ ANSWER_S = 5.0  # that a process has to write its stacks; a stopped one writes n
 MIN_STUCK_S = 3600.0  # least limit of a wait for a rank: one rank may sample far longer than the others
 WORK_FACTOR = 1.5  # work is reported later than the waits for answers in it, which are more precise
 
-PARENT_PID_VARIABLE = "BANDPO_PARENT_PID"
-"""Environment variable with the process id of the parent; see `exit_with_parent`."""
-
+PARENT_PID_VARIABLE = "BANDPO_PARENT_PID"  # environment variable of a `ChildProcess`
 PARENT_INTERVAL_S = 0.1  # between two looks at the parent
 KILLED_S = 5.0  # that a process has to end after SIGKILL
 OUTPUT_BYTES = 1 << 14  # at the end of an output in which its last line is looked for
@@ -58,16 +56,11 @@ _leads = False
 
 @dataclass(eq=False)
 class Wait:
-    """A wait for an answer, or work of this process: a context manager that reports its body if it takes too long.
+    """A wait for an answer, or work of this process: a context manager that reports its body if it takes too long."""
 
-    Attributes:
-        what: what is waited for, or a function that returns it, called at every look after the first second.
-        is_work: `progress` restarts it, and it is not reported if another wait was reported since.
-    """
-
-    what: str | Callable[[], str]
+    what: str | Callable[[], str]  # a function is called at every look after the first second
     advice: str
-    is_work: bool = False
+    is_work: bool = False  # `progress` restarts it, and it is not reported if another wait was reported since
     since: float = field(default_factory=time.monotonic)
     mark: object = None
     reported_at: float = 0.0
@@ -118,10 +111,7 @@ def stuck_after() -> timedelta:
 def register(role: str, leads: bool = False, is_main: bool = True) -> None:
     """Let SIGUSR1 write the stacks of this process; the leader makes the folder. Without one, use standard error.
 
-    Args:
-        role: what the process does, for its stacks.
-        leads: the user has started the process.
-        is_main: False in ranks other than 0, whose standard error is discarded.
+    `is_main` is False in ranks other than 0, whose standard error is discarded.
     """
     global _file, _folder, _is_main, _leads
     _is_main, _leads = is_main, leads
@@ -208,13 +198,9 @@ class ChildProcess:
     def __init__(
         self, command: Sequence[str], variables: Mapping[str, str], may_leave: bool = False, **options: Any
     ) -> None:
-        """Start the process; raise OSError if the system refuses.
+        """Start the process with environment variables and options of `subprocess.Popen`, such as its streams.
 
-        Args:
-            command: program and arguments.
-            variables: environment variables.
-            may_leave: a process with exit code 0 may leave others.
-            options: those of `subprocess.Popen`, such as the streams.
+        Raise OSError if the system refuses. With `may_leave`, a process with exit code 0 may leave others.
         """
         self.code: int | None = None
         self._may_leave, self._lock = may_leave, threading.RLock()
@@ -265,15 +251,13 @@ class ChildProcess:
 def python_command(
     role: str, function: str, arguments: Sequence[object], ignored: Sequence[int] = ()
 ) -> list[str]:
-    """Return the command of a process that calls a function of this package, and exits when its parent ends.
+    """Return the command of a process that calls the function "module:name", and exits when its parent ends.
 
     The process gets the module search path of this one. It runs neither the __main__ of the user nor files of the
-    current folder.
+    current folder. JSON must have a form for the arguments.
 
     Args:
         role: what the process does, for its stacks.
-        function: "module:name".
-        arguments: values that JSON has a form for.
         ignored: signals that the process ignores.
     """
     package = str(Path(__file__).resolve().parents[2])
@@ -302,7 +286,7 @@ def run_child(role: str, function: str, arguments: Sequence[Any], ignored: Seque
 def exit_with_parent() -> None:
     """Start a thread that kills this process, and its group, when the parent that started it as `ChildProcess` ends.
 
-    A resumed run must not find another process that writes to its folder.
+    Two processes must not write to one run: a resumed sweep starts its unfinished runs again.
     """
     # Removed from the environment, since child processes of this one have another parent.
     parent = os.environ.pop(PARENT_PID_VARIABLE, "")

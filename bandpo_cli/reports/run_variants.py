@@ -30,11 +30,7 @@ Settings = Mapping[str, Any]
 ABSENT = "–"
 MAX_LISTED = 6  # variants or settings that a note lists
 _METHOD, _DIVERGENCE, _DELTA = "bounds.method", "bounds.divergence", "bounds.delta"
-_TAGS = {
-    "bounds": _METHOD,
-    "code": _METHOD,
-    "task": "task.name",
-}  # the setting that decides which others its section has
+_TAGS = {"bounds": _METHOD, "code": _METHOD, "task": "task.name"}  # decides which settings its section has
 _LABELS = {"task.name": "task", "model.path": "model"}  # clearer than the last part of the key
 _SAME_VARIANT = ("seed", *WITHOUT_EFFECT)
 """Settings and sections in which the runs of a variant may differ: the seed makes repetitions of a variant."""
@@ -45,8 +41,7 @@ class VariantRun:
     """A run and the variant that it belongs to.
 
     Attributes:
-        variant: name of the variant.
-        seed: seed of the run; runs of different variants are paired by it.
+        seed: runs of different variants are paired by it.
         folder: run folder. A missing folder is allowed: the report lists the run as excluded.
     """
 
@@ -61,7 +56,7 @@ class Selection:
 
     Attributes:
         title: name of the sweep or of the folder, or the number of runs.
-        baseline: the variant that the others are compared with; None for no comparison.
+        baseline: None for no comparison.
         runs: in the order of the plan, or as given.
         notes: sentences about how the variants were formed.
         sweep: None for runs selected in another way.
@@ -92,9 +87,9 @@ def select_runs(
         selection = Selection(title, None, runs)
     if by or selection.sweep is None:
         selection = _group_by_settings(selection, by)
-    for folder, times in Counter(run.folder.resolve() for run in selection.runs).items():
-        if times > 1:
-            raise UserError(f"{folder}: given twice; name each run once")
+    folder, times = Counter(run.folder.resolve() for run in selection.runs).most_common(1)[0]
+    if times > 1:
+        raise UserError(f"{folder}: given twice; name each run once")
     return selection if baseline is None else replace(selection, baseline=baseline)
 
 
@@ -239,18 +234,19 @@ def _group_by_settings(selection: Selection, by: Sequence[str]) -> Selection:
             settings[run.folder] = read_settings(run.folder)
     keys = chosen_keys(by, settings.values()) if by else None
     names = dict(zip(settings, variant_names(list(settings.values()), keys), strict=True))
-    seeds = {folder: values["seed"] for folder, values in settings.items() if "seed" in values}
     runs = [
-        VariantRun(names.get(run.folder, run.variant), seeds.get(run.folder, run.seed), run.folder)
+        replace(run, variant=names[run.folder], seed=settings[run.folder].get("seed", run.seed))
+        if run.folder in names
+        else run
         for run in selection.runs
     ]
-    values = {
-        key: dict.fromkeys(format_setting(run[key]) for run in settings.values() if key in run)
-        for key in (differing_settings(settings.values()) if by else ())
-        if key not in (keys or ())
-    }
-    others = ", ".join(f"{key} ({', '.join(texts)})" for key, texts in values.items())
-    note = f"The variants are grouped by {', '.join(by)} only; the runs also differ in {others}."
+    others = []
+    for key in differing_settings(settings.values()) if by else ():
+        if key not in (keys or ()):
+            values = dict.fromkeys(format_setting(run[key]) for run in settings.values() if key in run)
+            others.append(f"{key} ({', '.join(values)})")
+    differ = f"the runs also differ in {', '.join(others)}"
+    note = f"The variants are grouped by {', '.join(by)} only; {differ}."
     baseline = selection.baseline if selection.baseline in names.values() else None
     return replace(selection, runs=runs, baseline=baseline, notes=(note,) if others else ())
 
@@ -262,13 +258,13 @@ def setting_texts(run: Settings, keys: Iterable[str]) -> tuple[str, ...]:
 
 def _independent_keys(runs: Sequence[Settings], keys: Sequence[str]) -> list[str]:
     """Return `keys` without those that differ only because the runs' methods or tasks have different settings."""
-    independent = []
-    for key in keys:
+
+    def is_independent(key: str) -> bool:
         tag = _TAGS.get(key.split(".")[0], key)
         values = {setting_texts(run, [tag, key]) for run in runs}
-        if key == tag or len(values) > len({value for value, _ in values}):
-            independent.append(key)
-    return independent
+        return key == tag or len(values) > len({value for value, _ in values})
+
+    return [*filter(is_independent, keys)]
 
 
 def _variant_name(run: Settings, keys: Sequence[str], by_method: bool) -> str:

@@ -1,9 +1,9 @@
 """Tuned settings of a sweep, chosen from the variants of an earlier sweep, and the scores by learning rate."""
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, count
 from statistics import fmean
 from typing import Any, Literal, TypeGuard
 
@@ -32,8 +32,7 @@ class TunedVariant:
     """A variant of the tuning sweep. The fields are keys of `bandpo report --format json`.
 
     Attributes:
-        group: the group that the variant belongs to, which is a variant of the tuned sweep.
-        variant: name of the variant.
+        group: the variant of the tuned sweep that it is a candidate for.
         settings: the settings in which the variants of its group differ, by dotted key.
         values: the value of the metric for each tuning seed.
         chosen: whether the variant is the best of its group.
@@ -47,7 +46,7 @@ class TunedVariant:
 
     @property
     def mean(self) -> float:
-        """Mean of the values over the tuning seeds."""
+        """The mean over the tuning seeds."""
         return fmean(self.values)
 
     @property
@@ -68,8 +67,7 @@ class Tuning:
 
     Attributes:
         sweep: name of the tuning sweep.
-        metric: the metric that decides, `accuracy`, `reward` or `area` of the report.
-        seeds: the tuning seeds.
+        metric: the metric that decides.
         variants: the variants of the tuning sweep, group by group.
     """
 
@@ -87,8 +85,10 @@ class Tuning:
     @property
     def groups(self) -> dict[str, list[TunedVariant]]:
         """The variants of each group."""
-        names = dict.fromkeys(variant.group for variant in self.variants)
-        return {name: [variant for variant in self.variants if variant.group == name] for name in names}
+        by_group = defaultdict(list)
+        for variant in self.variants:
+            by_group[variant.group].append(variant)
+        return by_group
 
     @property
     def chosen(self) -> dict[str, TunedVariant]:
@@ -117,13 +117,12 @@ class Tuning:
 
     def by_learning_rate(self) -> Lines:
         """Return the values of the variants, a line per group and other tuned settings: `kl delta=0.02`."""
-        lines: Lines = {}
+        lines: Lines = defaultdict(dict)
         for variant in self.variants:
             others = {key: value for key, value in variant.settings.items() if key != _LEARNING_RATE}
             texts = [f"{key.rpartition('.')[2]}={format_setting(value)}" for key, value in others.items()]
-            name = " ".join([variant.group, *texts])
             if _is_number(rate := variant.settings.get(_LEARNING_RATE)):
-                lines.setdefault(name, {})[float(rate)] = list(variant.values)
+                lines[" ".join([variant.group, *texts])][float(rate)] = list(variant.values)
         return lines
 
 
@@ -173,19 +172,19 @@ def by_learning_rate(runs: pd.DataFrame, score: Score) -> Lines:
     variants without `lr=...`, or the name of its method where these names differ; a second line of a name ends with `
     #2`.
     """
-    rates = runs["settings"].map(lambda settings: settings.get(_LEARNING_RATE))
-    runs = runs.assign(rate=rates)[rates.map(_is_number)].reset_index()
-    runs = runs[runs["rate"] > 0].astype({"rate": float}).sort_values("rate", kind="stable")
-    keys = [key for key in differing_settings(runs["settings"].sort_index()) if key != _LEARNING_RATE]
-    others = runs["settings"].map(lambda settings: setting_texts(settings, keys))
+    table = runs.reset_index()
+    table["rate"] = [settings.get(_LEARNING_RATE) for settings in table["settings"]]
+    table = table[[_is_number(rate) and rate > 0 for rate in table["rate"]]].astype({"rate": float})
+    keys = [key for key in differing_settings(table["settings"]) if key != _LEARNING_RATE]
     lines: Lines = {}
-    for texts in dict.fromkeys(others.sort_index()):
-        group = runs[others == texts]
+    stems: Counter[str] = Counter()
+    for _, group in table.groupby(table["settings"].map(lambda run: setting_texts(run, keys)), sort=False):
         names = {_LR_PART.sub("", variant).strip() for variant in group["variant"]}
         stem = (names.pop() if len(names) == 1 else "") or method_name(group["settings"].iloc[0])
-        numbered = chain([stem], (f"{stem} #{number}" for number in count(2)))
-        name = next(name for name in numbered if name not in lines)
-        lines[name] = {float(rate): values.tolist() for rate, values in group.groupby("rate")[score]}
+        stems[stem] += 1
+        name = stem if stems[stem] == 1 else f"{stem} #{stems[stem]}"
+        by_rate: dict[Any, list[float]] = group.groupby("rate")[score].agg(list).to_dict()
+        lines[name] = by_rate
     return lines
 
 

@@ -77,7 +77,6 @@ class ViewSource:
         step: the step of the run; None for an evaluation.
         method: method, divergence and radius of the run, such as `band kl 0.05`; "" for an evaluation.
         completions: S completions; those of a group follow each other.
-        groups: the problem of each group, and the number of its completions.
         values: the values per token of the S completions; None for an evaluation, which records none.
         metrics: the lines of `metrics.jsonl`, for the curves.
     """
@@ -86,7 +85,6 @@ class ViewSource:
     step: int | None
     method: str
     completions: Sequence[Mapping[str, Any]]
-    groups: Sequence[tuple[ProblemKey, int]]
     values: TokenValues | None
     metrics: Sequence[Mapping[str, Any]]
 
@@ -96,9 +94,12 @@ class ViewSource:
         return self.folder.name if self.step is None else f"{self.folder.name}, step {self.step}"
 
     @cached_property
-    def starts(self) -> list[int]:
-        """The first completion of each group, and the number of completions."""
-        return [0, *accumulate(size for _, size in self.groups)]
+    def groups(self) -> list[tuple[ProblemKey, range]]:
+        """The problem and the completions of each group."""
+        keys = [(completion["label"], completion["problem_id"]) for completion in self.completions]
+        sizes = [(key, sum(1 for _ in members)) for key, members in groupby(keys)]
+        ends = accumulate(size for _, size in sizes)
+        return [(key, range(end - size, end)) for (key, size), end in zip(sizes, ends, strict=True)]
 
     @cached_property
     def token_starts(self) -> NDArray[np.int64]:
@@ -108,16 +109,17 @@ class ViewSource:
 
     def select(self, keys: Sequence[ProblemKey]) -> ViewSource:
         """Return the first group of each of these problems, in this order."""
-        places: dict[ProblemKey, range] = {}
-        for (key, _), span in zip(self.groups, pairwise(self.starts), strict=True):
-            places.setdefault(key, range(*span))
+        places = dict(reversed(self.groups))
         chosen = [index for key in keys for index in places[key]]
-        return replace(
-            self,
-            completions=[self.completions[index] for index in chosen],
-            groups=[(key, len(places[key])) for key in keys],
-            values=None if self.values is None else take_completions(self.values, np.array(chosen)),
-        )
+        completions, values = [self.completions[index] for index in chosen], self.values
+        if values is not None:
+            tokens = np.concatenate([np.arange(*self.token_starts[index : index + 2]) for index in chosen])
+            changes: dict[str, Any] = {
+                name: getattr(values, name)[tokens] for name in TokenValues._fields[3:]
+            }
+            changes |= {"lengths": values.lengths[chosen], "advantage": values.advantage[chosen]}
+            values = values._replace(**changes)
+        return replace(self, completions=completions, values=values)
 
 
 def open_sources(names: Sequence[str], runs_dir: Path, step: int | None = None) -> list[ViewSource]:
@@ -179,7 +181,7 @@ def _read_source(folder: Path, step: int | None) -> ViewSource:
     """Return all groups of a step of the run in `folder`, or of the evaluation where `step` is None."""
     if step is None:
         completions = read_graded_completions(EvalFolder(folder).samples_path)
-        return ViewSource(folder, None, "", completions, _groups(completions), None, [])
+        return ViewSource(folder, None, "", completions, None, [])
     file = f"{step_name(step)}.parquet"
     completions = read_graded_completions(folder / "samples" / file)
     values = read_token_values(folder / "token_values" / file)
@@ -188,23 +190,7 @@ def _read_source(folder: Path, step: int | None) -> ViewSource:
     bounds = read_layer(folder / "config.yaml", "run settings").get("bounds", {})
     method = " ".join(str(bounds[key]) for key in ("method", "divergence", "delta") if key in bounds)
     metrics = RunFolder(folder).read_metrics()
-    return ViewSource(folder, step, method, completions, _groups(completions), values, metrics)
-
-
-def _groups(completions: Sequence[Mapping[str, Any]]) -> list[tuple[ProblemKey, int]]:
-    """Return the problem and the size of each group of consecutive completions."""
-    keys = groupby((completion["label"], completion["problem_id"]) for completion in completions)
-    return [(key, sum(1 for _ in members)) for key, members in keys]
-
-
-def take_completions(values: TokenValues, indices: NDArray[Any]) -> TokenValues:
-    """Return the values of the completions with these indices, in this order."""
-    ends = np.cumsum(values.lengths)
-    lengths = values.lengths[indices]
-    shifts = (ends - values.lengths)[indices] - (np.cumsum(lengths) - lengths)
-    tokens = np.repeat(shifts, lengths) + np.arange(lengths.sum())
-    per_token = {name: getattr(values, name)[tokens] for name in TokenValues._fields[3:]}
-    return values._replace(lengths=lengths, advantage=values.advantage[indices], **per_token)
+    return ViewSource(folder, step, method, completions, values, metrics)
 
 
 def fixed_clip_differences(values: TokenValues) -> dict[str, NDArray[Any]]:
@@ -288,7 +274,7 @@ def page_data(sources: Sequence[ViewSource]) -> tuple[dict[str, Any], list[dict[
             firsts.append(number)
             parts.append({"prompts": [], "references": []})
             size = 0
-        spans = [range(*source.starts[number : number + 2]) for source in sources]
+        spans = [source.groups[number][1] for source in sources]
         sides = [[_completion(source, i) for i in span] for source, span in zip(sources, spans, strict=True)]
         first = sources[0].completions[spans[0][0]]
         groups.append(
@@ -304,7 +290,8 @@ def page_data(sources: Sequence[ViewSource]) -> tuple[dict[str, Any], list[dict[
         parts[-1]["references"].append(first["reference"])
         size += sum(completion["length"] for side in sides for completion in side)
     for part, (begin, end) in zip(parts, pairwise([*firsts, len(groups)]), strict=True):
-        part["sides"] = [_part_of(source, source.starts[begin], source.starts[end]) for source in sources]
+        ends = [(source.groups[begin][1].start, source.groups[end - 1][1].stop) for source in sources]
+        part["sides"] = [_part_of(source, *span) for source, span in zip(sources, ends, strict=True)]
     index = {"groups": groups, "sources": [_about(source) for source in sources], "clip": FIXED_CLIP}
     return index, parts
 

@@ -251,12 +251,8 @@ def engine_environment(environ: Mapping[str, str], cards: Sequence[int]) -> dict
 def start_engine(environment: Mapping[str, str]) -> tuple[ChildProcess, Connection, IO[bytes]]:
     """Start a process that runs `engine_server.serve`; return it with the connection to it and its output.
 
-    multiprocessing's spawn would run the user's __main__ again, and would leave the process in the trainer's process
-    group, which Ctrl-C reaches, until the process has left the group by itself. Calls of the connection raise EOFError
-    or OSError once the process has ended.
-
-    Raises:
-        RunError: the system refuses to start a process.
+    multiprocessing's spawn would run the user's __main__ again. Calls of the connection raise EOFError or OSError once
+    the process has ended. Raise RunError if the system refuses to start a process.
     """
     ours, theirs = socket.socketpair()
     output = tempfile.TemporaryFile()  # noqa: SIM115 - the process writes to it

@@ -26,13 +26,10 @@ from bandpo_cli.types import Message, Problem
 
 COMPARED = 32
 """First problems of a set whose prompts are compared with their questions."""
-
 _ANSWER, _RESULT = "7-2-9-4-1", "5-8-3-6-0"
 """Messages that are found in a rendered template, which changes none of their characters, nor their case."""
-
 _BREAK = "\ufdd0"
 """A place between two tokens: one of the code points that Unicode reserves for uses inside of a program."""
-
 _NO_TURNS = (
     "task.tools and task.environment need a chat template, which the model's tokenizer does not have, or "
     "model.prompts = 'raw' leaves out; use a model with a template"
@@ -81,7 +78,11 @@ class PromptEncoder:
                 setting, other = f"chat_template_kwargs = {arguments}", "leave it out"
             problem = "the model's tokenizer has no chat template; add chat_template.jinja to its folder"
             raise ConfigError(f"model.{setting}: {problem}, or {other}")
-        self._appended = () if self._chat else _appended_ids(tokenizer)
+        self._appended: tuple[int, ...] = ()
+        if not self._chat:  # the special tokens that the tokenizer adds after a text
+            plain, full = (tokenizer("?", add_special_tokens=added)["input_ids"] for added in (False, True))
+            ends = [end for end in range(len(plain), len(full) + 1) if full[end - len(plain) : end] == plain]
+            self._appended = tuple(full[max(ends) :]) if plain and ends else ()
         vocabulary, added = ({} if rows is None else tokenizer.get_vocab()), tokenizer.added_tokens_decoder
         self._rows, self._unembedded = rows, {i: name for name, i in vocabulary.items() if i >= (rows or 0)}
         self.special = {i: token.content for i, token in added.items() if token.special}
@@ -107,8 +108,7 @@ class PromptEncoder:
         """Return the prompts of `problems_P` as text and tokens.
 
         Raises:
-            ConfigError: the chat template refuses the messages (some templates have no system role, for example), or
-                ignores one of its arguments, or the model has no embedding for a token.
+            ConfigError: the chat template refuses the messages or ignores an argument, or a token has no embedding.
         """
         texts = [self._text(problem) for problem in problems_P]
         # A plain-text prompt is in the task's own format, and a chat template writes special tokens itself. Only raw
@@ -119,13 +119,14 @@ class PromptEncoder:
             of_kind = [text for text, is_joined in zip(texts, joined, strict=True) if is_joined == special]
             options = dict.fromkeys(("return_attention_mask", "return_token_type_ids"), False)
             tokens = self.tokenizer(of_kind, add_special_tokens=special, **options)["input_ids"]
-            # A completion continues a joined text, which therefore must not end with a token for the end of a text.
+            # A completion continues a joined text, which must not end with a token for the end of a text.
             end = -len(self._appended) if special and self._appended else None
             ids[special] = iter([tuple(row[:end]) for row in tokens])
         encoded = []
         for problem, text, is_joined in zip(problems_P, texts, joined, strict=True):
             encoded.append(EncodedPrompt(text, next(ids[is_joined])))
-            self._check_ids(encoded[-1].token_ids, f"problem {problem.id}")
+            if self._unembedded:
+                self._check_ids(encoded[-1].token_ids, f"problem {problem.id}")
         return encoded
 
     def pieces(self, ids: Sequence[int]) -> Iterator[tuple[str, int | None]]:
@@ -141,7 +142,7 @@ class PromptEncoder:
         return self._chat and not isinstance(problem.prompt, str)
 
     def effect_of_arguments(self, problem: Problem) -> list[str]:
-        """Return the lines of a prompt that the arguments of the chat template remove (`- `) and add (`+ `)."""
+        """Return the lines of a chat prompt that the arguments of the template remove (`- `) and add (`+ `)."""
         assert not isinstance(problem.prompt, str)
         plain = self._try_render(problem.prompt, {}) or ""
         lines = ndiff(plain.splitlines(), self._render(problem.prompt, self._arguments).splitlines())
@@ -186,15 +187,15 @@ class PromptEncoder:
             text = self._render(turns, self._arguments)
         except Exception as error:  # noqa: BLE001 - a template is a program that the model's author wrote
             roles = ", ".join(sorted({str(message.get("role")) for message in messages}))
-            problem = f"refuses a conversation with messages of {roles} ({error!s:.300})"
-            raise ConfigError(f"the model's chat template {problem}") from None
+            refuses = f"refuses a conversation with messages of {roles} ({error!s:.300})"
+            raise ConfigError(f"the model's chat template {refuses}") from None
         after = text.partition(_ANSWER)[2]  # a result may have the same words
         end = end_of_turn_id(self.tokenizer)
         return after if end is None else after.partition(str(self.tokenizer.convert_ids_to_tokens(end)))[2]
 
     def _check_ids(self, ids: Sequence[int], place: str) -> None:
         """Raise ConfigError if the model has no embedding for one of the ids."""
-        if self._unembedded and (token := next((i for i in ids if i in self._unembedded), None)) is not None:
+        if (token := next((i for i in ids if i in self._unembedded), None)) is not None:
             raise ConfigError(
                 f"{place}: the token {self._unembedded[token]!r} has the id {token}, the model has {self._rows} "
                 "embeddings; take this text out of the question or the chat template, or use a model with more"
@@ -284,22 +285,14 @@ class PromptEncoder:
 def completion_stop_ids(
     policy: Policy, encoder: PromptEncoder, problems: Sequence[Problem]
 ) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a completion of these problems, the end of a turn of chats among them.
+    """Return the ids of the tokens that end a completion; with a template, the end of a turn is one of them.
 
-    A base model with a template (such as Qwen2.5) ends its turns with a token, <|im_end|>, that is not its
-    end-of-sequence token, <|endoftext|>, and would continue up to `sampling.max_tokens`.
+    A base model (such as Qwen2.5) may end turns with another token than a text, and would else continue.
     """
     token = end_of_turn_id(policy.tokenizer) if any(map(encoder.applies_template, problems)) else None
     # A token that was added to the tokenizer alone is never sampled.
     end = [] if token is None or token >= policy.rows else [token]
     return tuple(dict.fromkeys([*policy.stop_ids, *end]))
-
-
-def _appended_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the special tokens that the tokenizer adds after a text."""
-    plain, full = (tokenizer("?", add_special_tokens=added)["input_ids"] for added in (False, True))
-    ends = [end for end in range(len(plain), len(full) + 1) if full[end - len(plain) : end] == plain]
-    return tuple(full[max(ends) :]) if plain and ends else ()
 
 
 def end_of_turn_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -326,23 +319,13 @@ def check_context_length(model: PreTrainedConfig, config: RunConfig) -> None:
         )
 
 
-def drop_long_prompts_in_sets(
-    encoder: PromptEncoder, sets: Mapping[str, Sequence[Problem]], config: RunConfig, notes: list[str]
-) -> dict[str, Sequence[Problem]]:
-    """Return the first `evaluation.problems` of each set by name, as `drop_long_prompts` returns them."""
-    return {
-        label: drop_long_prompts(encoder, label, problems[: config.evaluation.problems], config, notes)
-        for label, problems in sets.items()
-    }
-
-
 def drop_long_prompts(
     encoder: PromptEncoder, label: str, problems: Sequence[Problem], config: RunConfig, notes: list[str]
 ) -> Sequence[Problem]:
     """Return the problems whose prompts are not empty and not too long; add lines on them to `notes`.
 
     Raises:
-        ConfigError: there are no problems, all prompts are too long, or `_check_questions` finds an error.
+        ConfigError: there are no problems, all prompts are too long, or two questions have the same prompt.
     """
     limit = config.sampling.max_prompt_tokens
     if not problems:
@@ -371,17 +354,12 @@ def drop_long_prompts(
 def _check_questions(
     encoder: PromptEncoder, label: str, problems: Sequence[Problem], prompts: Sequence[EncodedPrompt]
 ) -> list[str]:
-    """Return warnings of texts that are not in their prompts, and of texts that the model reads as special tokens.
-
-    Raises:
-        ConfigError: two different questions have the same prompt.
-    """
+    """Return warnings of texts that are not in their prompts or that the model reads as special tokens."""
     warnings, missing, first = list[str](), list[str](), dict[tuple[int, ...], tuple[str, str]]()
     sample, all_texts = problems[:COMPARED], [_texts(problem) for problem in problems[:COMPARED]]
     written = iter(without_spaces(chain.from_iterable(all_texts)))
-    read = without_spaces(
-        "".join(text for text, _ in encoder.pieces(prompt.token_ids)) for prompt in prompts[:COMPARED]
-    )
+    decoded = ["".join(text for text, _ in encoder.pieces(item.token_ids)) for item in prompts[:COMPARED]]
+    read = without_spaces(decoded)
     for problem, prompt, texts, text_read in zip(sample, prompts, all_texts, read, strict=False):
         texts = [*islice(written, len(texts))]
         question = "".join(texts).casefold()

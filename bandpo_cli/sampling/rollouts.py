@@ -1,9 +1,8 @@
 """Rollouts: completions of one turn or of a conversation with tools or an environment, and graded groups.
 
 The next turn of a conversation continues from the tokens so far and the tokens of what is inserted; no text is
-tokenized a second time. With an engine that streams, each conversation is a request of its own, and none waits for
-another. With transformers, which is fast on large batches only, the conversations of a request have their turns
-together.
+tokenized a second time. With an engine that streams, no conversation waits for another. With transformers, which is
+fast on large batches only, the conversations of a request have their turns together.
 
 The seed of a turn depends on the seed of the problem, the sample and the turn. `sampling.max_tokens` limits all tokens
 after the prompt, those that are inserted included.

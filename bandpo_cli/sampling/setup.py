@@ -64,6 +64,10 @@ def fitting_problems(
     train: Sequence[Problem] = ()
     if training:
         train = prompt_encoding.drop_long_prompts(encoder, "training", task.train_problems(), config, notes)
-    heldout = prompt_encoding.drop_long_prompts_in_sets(encoder, task.heldout_sets(), config, notes)
+    first = {label: problems[: config.evaluation.problems] for label, problems in task.heldout_sets().items()}
+    heldout = {
+        label: prompt_encoding.drop_long_prompts(encoder, label, problems, config, notes)
+        for label, problems in first.items()
+    }
     notes += encoder.notes(train if training else [*chain.from_iterable(heldout.values())])
     return train, heldout, notes

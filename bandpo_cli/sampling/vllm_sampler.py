@@ -68,8 +68,7 @@ UNESTIMATED_FRACTION = 0.5
 CPU_CACHE_BLOCK = 32
 """Tokens per block of the key-value cache on a CPU (vLLM's default is 128): prompts share only complete blocks."""
 MAX_QUEUED = 8192
-"""Completions in the engine's queue beyond which no further batch is added: more than an engine decodes at a time, and
-a few hundred MB of host memory at most."""
+"""Completions in the engine's queue beyond which no request is added: more than an engine decodes at a time."""
 
 
 class VllmSampler(Sampler):

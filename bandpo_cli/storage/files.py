@@ -1,4 +1,4 @@
-"""Files on disk: atomic and durable writes, strict JSON, digests, names by step, and locks.
+"""Files on disk: atomic and durable writes, strict JSON, lines of metrics, digests, names by step, and locks.
 
 A file that `write_atomically` writes is either complete or absent: a crash or a full disk never leaves half of one.
 `run_lock` allows one writing process per run and per sweep; the operating system holds the lock for the process and
@@ -14,14 +14,17 @@ import shutil
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout, lock_descriptor
+from pydantic_core import from_json
 from xxhash import xxh3_64
 
 from bandpo_cli.errors import UserError, first_line
-from bandpo_cli.paths import read_text
+from bandpo_cli.paths import check_regular_file, path_exists, read_text
 from bandpo_cli.processes.watch import FOLDER_VARIABLE, Wait
 
 LOCK = ".lock"
@@ -56,7 +59,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> Path:
 
 def write_text(path: Path, text: str) -> Path:
     """Write `text` as UTF-8, atomically."""
-    return write_atomically(path, lambda temporary: temporary.write_bytes(text.encode()))
+    return write_atomically(path, partial(Path.write_bytes, data=text.encode()))
 
 
 def write_json(path: Path, value: object) -> Path:
@@ -90,6 +93,51 @@ def read_json_object(path: Path, where: str | None = None, max_bytes: int | None
     except (ValueError, RecursionError) as error:
         defect = f"not readable as JSON: {first_line(error)}"
     raise UserError(f"{where}: {defect}; restore the file from a copy")
+
+
+def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a `metrics.jsonl`, none when there is no such file; a truncated last line is left out.
+
+    Raises UserError when another line is not a JSON object with a step.
+    """
+    if not path_exists(path):
+        return
+    check_regular_file(path, str(path))
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.endswith(b"\n"):
+                    yield parse_metrics(line, f"{path}, line {number}")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from None
+
+
+def read_metrics_after(path: Path, offset: int, limit: int | None = None) -> tuple[list[dict[str, Any]], int]:
+    """Return the records after the first `offset` bytes of a `metrics.jsonl`, and the offset after them.
+
+    Args:
+        limit: largest number of records; None for all.
+    """
+    records: list[dict[str, Any]] = []
+    if path_exists(path):
+        with path.open("rb") as file:
+            file.seek(offset)
+            for line in islice(file, limit):
+                if line.endswith(b"\n"):  # the last line may still be written
+                    records.append(parse_metrics(line, path))
+                    offset += len(line)
+    return records, offset
+
+
+def parse_metrics(line: bytes, where: Path | str) -> dict[str, Any]:
+    """Return the record in a line of `metrics.jsonl`. Raises UserError, which begins with `where`, if it has none."""
+    try:
+        record: dict[str, Any] = from_json(line)  # in a quarter of the time of the json module
+        record["step"]
+    except (ValueError, TypeError, KeyError):
+        text = line.decode("utf-8", errors="replace").removesuffix("\n")
+        raise UserError(f"{where} is not a JSON object with a step: {text[:80]!r}") from None
+    return record
 
 
 def replace_nonfinite(value: object) -> object:

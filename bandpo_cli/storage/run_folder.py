@@ -1,4 +1,4 @@
-"""Run folder: names, lookup, files, `metrics.jsonl` and the files that MLflow gets.
+"""Folders of runs: their names, lookup by name or path, and the files that a run writes.
 
 The folder is the complete record of a run, with or without a tracker. Resume and reports read nothing else.
 """
@@ -10,22 +10,20 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from pydantic_core import from_json
-
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.paths import check_regular_file, folders_containing, path_exists, relative_to_cwd, user_path
+from bandpo_cli.paths import folders_containing, path_exists, relative_to_cwd, user_path
 from bandpo_cli.storage.files import (
+    iterate_metrics,
     link_or_copy,
+    parse_metrics,
     read_json_object,
     remove_temporary_files,
     replace_nonfinite,
     step_name,
-    step_of,
     sync,
     write_json,
     write_text,
@@ -33,15 +31,11 @@ from bandpo_cli.storage.files import (
 from bandpo_cli.storage.tables import TokenValues, write_sample_table, write_token_table, write_token_values
 from bandpo_cli.types import Group
 
-RECORD_FILES = ("config.yaml", "env.json", "metrics.jsonl", "summary.json")
 VERL_FILE = "verl.json"
 """The file of a run that verl trained and `bandpo import verl` brought here: its MLflow run."""
 
 GRADER_ERRORS = "grader_errors"
 """The folder with a file for each custom function that failed, in a run or an evaluation."""
-
-MAX_SAMPLE_FILES = 20
-"""Largest number of files of completions that MLflow gets of a run."""
 
 RESERVED = ("mlartifacts", "mlflow.db", "mlruns")
 """Names that MLflow may use in the runs folder."""
@@ -164,7 +158,7 @@ class RunFolder(ExperimentFolder):
         beginnings = tuple(f'{{"step": {step}{end}'.encode() for step in steps for end in ",}")
         with self.metrics_path.open("rb") as file:
             lines = [line for line in file if line.startswith(beginnings) and line.endswith(b"\n")]
-        return [_parsed(line, self.metrics_path) for line in lines]
+        return [parse_metrics(line, self.metrics_path) for line in lines]
 
     def roll_back(self, step: int) -> None:
         """Remove the metrics and files of all steps after `step`, which a resume from its checkpoint does again.
@@ -291,60 +285,6 @@ def shell_command(words: str, folder: Path, runs_dir: Path) -> str:
     return shlex.join(["bandpo", *words.split(), *(named if is_there else [str(relative_to_cwd(folder))])])
 
 
-def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a `metrics.jsonl`, none when there is no such file; a truncated last line is left out.
-
-    Raises UserError when another line is not a JSON object with a step.
-    """
-    if not path_exists(path):
-        return
-    check_regular_file(path, str(path))
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.endswith(b"\n"):
-                    yield _parsed(line, f"{path}, line {number}")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from None
-
-
-def read_metrics_after(path: Path, offset: int, limit: int | None = None) -> tuple[list[dict[str, Any]], int]:
-    """Return the records after the first `offset` bytes of a `metrics.jsonl`, and the offset after them.
-
-    Args:
-        limit: largest number of records; None for all.
-    """
-    records: list[dict[str, Any]] = []
-    if path_exists(path):
-        with path.open("rb") as file:
-            file.seek(offset)
-            for line in islice(file, limit):
-                if line.endswith(b"\n"):  # the last line may still be written
-                    records.append(_parsed(line, path))
-                    offset += len(line)
-    return records, offset
-
-
-def run_artifacts(folder: Path) -> list[Path]:
-    """Return the files of the run in `folder` that MLflow gets; checkpoints and token tables are not among them.
-
-    They are `RECORD_FILES`, custom code, the evaluations, the plots and the completions. Of more than
-    `MAX_SAMPLE_FILES` files of completions, MLflow gets that many: those of the first, the last and the latest
-    evaluated steps.
-    """
-    files = [folder / name for name in RECORD_FILES if (folder / name).is_file()] + sorted(
-        folder.glob("*.py")
-    )
-    evaluations = sorted((folder / "evals").glob("step-*.json"))
-    plots = sorted((folder / "plots").glob("*.png"))
-    samples = sorted((folder / "samples").glob("step-*.parquet"))
-    if len(samples) > MAX_SAMPLE_FILES:
-        evaluated = {step_of(path) for path in evaluations}
-        between = [path for path in samples[1:-1] if step_of(path) in evaluated]
-        samples = [samples[0], *between[-(MAX_SAMPLE_FILES - 2) :], samples[-1]]
-    return files + evaluations + plots + samples
-
-
 def is_valid_name(name: str) -> bool:
     """Return whether `name` is a single folder name that a shell, a URL and MLflow take as it is."""
     return _NAME.fullmatch(name) is not None and not name.endswith(".")
@@ -408,17 +348,6 @@ def slug(name: str) -> str:
     last = re.split(r"[/\\]", name.rstrip("/\\"))[-1]
     near = re.sub(r"[^A-Za-z0-9_.+=,@-]+", "-", last).lstrip(".+=,@-")[:190].rstrip(".-") or "run"
     return near if is_valid_name(near) else f"run-{near}"
-
-
-def _parsed(line: bytes, where: Path | str) -> dict[str, Any]:
-    """Return the record in a line of `metrics.jsonl`. Raises UserError, which begins with `where`, if it has none."""
-    try:
-        record: dict[str, Any] = from_json(line)  # in a quarter of the time of the json module
-        record["step"]
-    except (ValueError, TypeError, KeyError):
-        text = line.decode("utf-8", errors="replace").removesuffix("\n")
-        raise UserError(f"{where} is not a JSON object with a step: {text[:80]!r}") from None
-    return record
 
 
 def _candidates(text: str, runs_dir: Path) -> list[Path]:

@@ -9,8 +9,7 @@ from typing import Any, get_args
 from bandpo_cli.config.layers import read_layer
 from bandpo_cli.errors import UserError
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
-from bandpo_cli.storage.files import is_locked, read_json_object, step_of
-from bandpo_cli.storage.run_folder import iterate_metrics
+from bandpo_cli.storage.files import is_locked, iterate_metrics, read_json_object, step_of
 from bandpo_cli.types import RunStatus
 
 Record = Mapping[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -45,39 +45,34 @@ class SweepRun:
     group: Text = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlannedRun(SweepRun):
-    """A run with its settings."""
-
-    config: RunConfig
-
-
+@dataclass(frozen=True)
 class SweepFolder:
     """`runs/<name>/` of a sweep: `sweep.yaml`, `plans/`, `logs/`, `attempts/`, and the folders of its runs by name.
 
     Attributes:
         path: the folder; it is the runs folder of its runs.
-        runs: the planned runs.
         plan: the content of `sweep.yaml`.
+        runs: the planned runs.
         baseline: the variant that the others are compared with, None without one.
         fork: the checkpoint that every run continues, as PATH@STEP; None for runs from the start.
         gpus_per_run: GPUs, or processes on a CPU, of each run when the sweep was created.
         jobs: runs at a time that the sweep was created with; None if the machine decides.
     """
 
-    def __init__(self, path: Path, runs: Sequence[SweepRun], plan: Mapping[str, Any]) -> None:
-        self.path, self.runs, self.plan = path, list(runs), plan
-        self.baseline = None if plan.get("baseline") is None else str(plan["baseline"])
-        self.fork: str | None = plan.get("fork")
-        self.gpus_per_run: int = plan.get("gpus_per_run", 1)
-        self.jobs: int | None = plan.get("jobs")
+    path: Path
+    plan: Mapping[str, Any]
+    runs: list[SweepRun]
+    baseline: str | None
+    fork: str | None
+    gpus_per_run: int
+    jobs: int | None
 
     @classmethod
     def create(
         cls,
         runs_dir: Path,
         name: str,
-        planned: Sequence[PlannedRun],
+        planned: Mapping[SweepRun, RunConfig],
         baseline: str | None,
         about: Mapping[str, Any],
     ) -> SweepFolder:
@@ -86,13 +81,12 @@ class SweepFolder:
         The settings are written first and `sweep.yaml` last: where it exists, the plan is complete.
         """
         path = create_folder(runs_dir, name)
-        for run in planned:
-            write_text(path / "plans" / f"{run.name}.yaml", to_yaml(run.config))
-            keep_code(run.config.model_dump_json(), path / "plans")
-        runs = [{field.name: getattr(run, field.name) for field in fields(SweepRun)} for run in planned]
-        plan = {"name": path.name, "baseline": baseline, **about, "runs": runs}
+        for run, config in planned.items():
+            write_text(path / "plans" / f"{run.name}.yaml", to_yaml(config))
+            keep_code(config.model_dump_json(), path / "plans")
+        plan = {"name": path.name, "baseline": baseline, **about, "runs": [*map(asdict, planned)]}
         write_text(path / PLAN_FILE, yaml.safe_dump(plan, sort_keys=False, allow_unicode=True))
-        return cls(path, planned, plan)
+        return cls.read(path)
 
     @classmethod
     def open(cls, runs_dir: Path, text: str) -> SweepFolder:
@@ -122,7 +116,7 @@ class SweepFolder:
             if not is_valid_name(name) or name in _RESERVED_NAMES or times > 1:
                 raise UserError(f"{file}: runs: name = {name!r} is not a valid folder name or given twice")
         check_baseline(plan.baseline, [run.variant for run in plan.runs], f"{file}: ")
-        return cls(path, plan.runs, content)
+        return cls(path, content, **vars(plan))
 
     def plan_path(self, name: str) -> Path:
         """Return the path of the file with all settings of a run."""

@@ -36,8 +36,7 @@ class Pool(ABC):
     """
 
     def __init__(self, slots: int, threads: int) -> None:
-        self.slots = slots
-        self.threads = threads
+        self.slots, self.threads = slots, threads
         self._jobs: dict[str, Any] = {}
 
     @property
@@ -73,15 +72,9 @@ class LocalPool(Pool):
     """Child processes, each in its own process group, with the variables of its slot added to the environment."""
 
     def __init__(self, slots: Sequence[Mapping[str, str]], grace_s: float = GRACE_S) -> None:
-        """Create the pool without starting a process.
-
-        Args:
-            slots: environment variables of each slot: its GPUs and its number of threads.
-            grace_s: seconds that a child has to end its run after each signal.
-        """
+        """Create the pool; `slots` are the environment variables of each slot, its GPUs and number of threads."""
         super().__init__(len(slots), int(slots[0].get("OMP_NUM_THREADS", 1)) if slots else 1)
-        self._variables = slots
-        self._grace_s = grace_s
+        self._variables, self._grace_s = slots, grace_s
 
     def start(self, name: str, command: Sequence[str], log: Path) -> None:
         taken = {slot for slot, _ in self._jobs.values()}

@@ -1,35 +1,21 @@
-"""Scheduler of a sweep, and the estimate of its time.
+"""Scheduler of a sweep: choose the next run, observe, resume and stop runs, as many at a time as the pool has slots."""
 
-The scheduler starts, observes, resumes and stops the runs of a sweep, as many at a time as the pool has slots. The
-estimate comes from finished runs of the same shape or from a short trial.
-"""
-
-import copy
 import logging
-import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from heapq import heapreplace
-from pathlib import Path
-from statistics import fmean, median
-from typing import Any, Literal
+from statistics import fmean
+from typing import Literal
 
-from bandpo_cli.config.layers import read_yaml, to_yaml
-from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.metric_names import has_nonbinary_rewards
-from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
 from bandpo_cli.processes.watch import Wait
 from bandpo_cli.storage.checkpoints import complete_checkpoints, record_score
-from bandpo_cli.storage.files import read_json_object
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.storage.run_record import SUMMARY_FILE, is_finished, read_summary
-from bandpo_cli.storage.sweep_folder import SweepFolder, SweepRun, find_runs
+from bandpo_cli.storage.run_record import is_finished, read_summary
+from bandpo_cli.storage.sweep_folder import SweepFolder, SweepRun
 from bandpo_cli.sweeps.pool import Pool
 
 log = logging.getLogger("bandpo_cli")
@@ -37,7 +23,7 @@ log = logging.getLogger("bandpo_cli")
 Status = Literal["waiting", "running", "finished", "failed", "stopped"]
 
 EXIT_USER_ERROR = 2  # of a command that refused its input and did nothing
-_TRAIN = [sys.executable, "-m", "bandpo_cli", "train"]
+TRAIN = [sys.executable, "-m", "bandpo_cli", "train"]
 
 POLL_S = 0.5  # between two polls of the running jobs; the longest time that a free slot waits
 MIN_PROGRESS = 0.5  # share of its steps that a run does before it can be stopped: early learning curves cross
@@ -196,100 +182,13 @@ def train_command(folder: SweepFolder, name: str) -> list[str]:
     except UserError:
         killed = False
     if killed and complete_checkpoints(RunFolder(path)).complete:
-        return [*_TRAIN, "--resume", str(path)]
+        return [*TRAIN, "--resume", str(path)]
     folder.archive_attempt(name)
     start = [] if folder.fork is None else ["--fork", folder.fork]
     plan = str(folder.plan_path(name).absolute())
-    return [*_TRAIN, *start, "--config", plan, "--name", name, "--runs-dir", str(path.parent)]
-
-
-TRIAL_STEPS = 3
-START_S = 8.0
-"""Seconds of a run outside its training time: imports and loading before it, plots and MLflow after it."""
-
-_MAX_RUNS = 5  # finished runs of which the median is taken
-
-_SHAPE = ("model", "task", "sampling", "evaluation", "objective")
-"""Sections of the settings that the time of a run depends on, besides `optim.updates`."""
-
-
-def total_seconds(seconds: Sequence[float], jobs: int) -> float:
-    """Return the total time of runs of these lengths in `jobs` slots, where each free slot starts the next run."""
-    slots = [0.0] * max(1, jobs)
-    for length in seconds:
-        heapreplace(slots, slots[0] + length)
-    return max(slots)
-
-
-def seconds_from_earlier_runs(
-    config: RunConfig, runs_dir: Path, threads: int, ranks: int = 1
-) -> float | None:
-    """Return the median seconds of the latest finished runs in `runs_dir` with the shape of `config`.
-
-    Training time is scaled to the number of steps. None if there is no such run. On a CPU only runs with the same
-    number of `threads` count, and always only those with the same number of `ranks`.
-    """
-    own = config.model_dump(mode="json")
-    seconds_by_time = []
-    for path in find_runs(runs_dir) if path_exists(runs_dir) else ():
-        with suppress(Exception):  # of a run that is incomplete, damaged or from another version
-            summary = read_summary(path)
-            if summary is None or summary.status != "FINISHED":
-                continue
-            earlier = read_yaml(path / "config.yaml", "config")
-            environment = read_json_object(path / "env.json", max_bytes=MAX_CONFIG_BYTES)
-            hardware = environment["hardware"]
-            is_as_fast = hardware["gpus"] or hardware["torch_threads"] == threads
-            has_ranks = environment.get("ranks", 1) == ranks
-            if has_ranks and is_as_fast and _shape(earlier, earlier) == _shape(own, earlier):
-                trained = summary.content["time/train_s"] / summary.content["steps"] * config.steps
-                seconds_by_time.append(((path / SUMMARY_FILE).stat().st_mtime, START_S + trained))
-    latest = [seconds for _, seconds in sorted(seconds_by_time)[-_MAX_RUNS:]]
-    return median(latest) if latest else None
-
-
-def seconds_from_trial(config: RunConfig, variables: Mapping[str, str], ranks: int = 1) -> float:
-    """Return the seconds of a run, extrapolated from a trial of `TRIAL_STEPS` steps in a temporary folder.
-
-    The trial gets only the environment `variables`. Raises UserError with its last line of output if it fails.
-    """
-    steps = min(TRIAL_STEPS, config.steps)
-    tracking = config.tracking.model_copy(update={"mlflow": False, "trackers": (), "callbacks": ()})
-    short = config.model_copy(update={"steps": steps, "tracking": tracking})
-    with tempfile.TemporaryDirectory(prefix="bandpo-trial-") as scratch:
-        plan = Path(scratch) / "trial.yaml"
-        plan.write_text(to_yaml(short), encoding="utf-8")
-        command = [*_TRAIN, "--config", str(plan), "--name", "t", "--runs-dir", scratch, *rank_flags(ranks)]
-        start = time.perf_counter()
-        done = subprocess.run(command, capture_output=True, text=True, env=dict(variables))
-        wall = time.perf_counter() - start
-        if done.returncode:
-            line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-            raise UserError(f"a trial of {steps} steps failed, {line}")
-        records = RunFolder(Path(scratch) / "t").read_metrics()
-    evaluating = fmean([record["time/eval"] for record in records if "time/eval" in record] or [0.0])
-    training = [line["time/step"] - line.get("time/eval", 0.0) for line in records if line["step"] > 0]
-    # The first step includes the warm-up of caches; leave it out where there are others.
-    step = median(training[1:] or training)
-    count = 1 + -(-config.steps // config.evaluation.every) if config.evaluation.every else 0
-    start_and_end = wall - sum(record["time/step"] for record in records)
-    return float(start_and_end + config.steps * step + count * evaluating)
+    return [*TRAIN, *start, "--config", plan, "--name", name, "--runs-dir", str(path.parent)]
 
 
 def rank_flags(ranks: int) -> list[str]:
     """Return the flags of `bandpo train` for a run with this many processes; none for one."""
     return ["--nproc", str(ranks)] if ranks > 1 else []
-
-
-def _shape(config: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[Any]:
-    """Return the settings that the time of a run depends on.
-
-    The values that an earlier run has `chosen` replace the dtype `auto` and a null share of memory for vLLM.
-    """
-    shape = copy.deepcopy([*(config[section] for section in _SHAPE), config["optim"]["updates"]])
-    model, _, sampling, *_ = shape
-    if model["dtype"] == "auto":
-        model["dtype"] = chosen["model"]["dtype"]
-    if sampling["vllm"]["memory_fraction"] is None:
-        sampling["vllm"]["memory_fraction"] = chosen["sampling"]["vllm"]["memory_fraction"]
-    return shape

@@ -6,7 +6,7 @@ All mistakes are reported before the first run starts.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -34,7 +34,7 @@ from bandpo_cli.methods import METHODS
 from bandpo_cli.methods.settings import MethodSettings, TrustRegionSettings
 from bandpo_cli.storage.run_folder import RunFolder, is_valid_name, shell_command
 from bandpo_cli.storage.run_record import read_summary
-from bandpo_cli.storage.sweep_folder import PlannedRun, SweepFolder, check_baseline
+from bandpo_cli.storage.sweep_folder import SweepFolder, SweepRun, check_baseline
 from bandpo_cli.storage.tables import read_token_tables
 
 if TYPE_CHECKING:
@@ -54,13 +54,14 @@ class SweepPlan:
     """A sweep that has been checked and not started.
 
     Attributes:
+        runs: the runs, in the order in which they are started, with their settings.
         baseline: the variant that the report compares the others with; None without one.
         about: other entries of the plan on disk: the checkpoint that the runs continue, the matched radii and their
             run, the tuned settings.
         tuning: how the settings were chosen; None where they were given.
     """
 
-    runs: list[PlannedRun]
+    runs: Mapping[SweepRun, RunConfig]
     baseline: str | None
     about: Mapping[str, Any]
     tuning: Tuning | None = None
@@ -116,10 +117,10 @@ def plan_sweep(
         config = SweepConfig.model_validate({**config.model_dump(exclude_unset=True), **changes})
     except ValidationError as error:
         raise ConfigError(validation_message(error, [written])) from None
-    return request_from_config(config, layers, runs_dir)
+    return plan_from_config(config, layers, runs_dir)
 
 
-def request_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: Path) -> SweepPlan:
+def plan_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: Path) -> SweepPlan:
     """Plan a sweep from its settings; `layers` are settings of all runs.
 
     Raises ConfigError if a setting of a run cannot be used.
@@ -141,8 +142,7 @@ def request_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: 
         runs = plan_runs(config, layers, match)
     check_names(runs)
     checked: set[Any] = set()
-    for run in runs:
-        own = run.config
+    for own in runs.values():
         if point is not None:
             point.changes(own)  # raises for a setting that cannot change
         sections = (own.model, own.task, own.bounds, own.sampling, own.objective.advantages)
@@ -212,8 +212,8 @@ def _matcher(recorded: str, runs_dir: Path, matches: dict[str, Any]) -> DeltaMat
 
 def plan_runs(
     sweep: SweepConfig, layers: Sequence[Layer] = (), match: DeltaMatcher | None = None
-) -> list[PlannedRun]:
-    """Return the runs: all variants with the first seed, then all with the second, and so on.
+) -> dict[SweepRun, RunConfig]:
+    """Return the runs with their settings: all variants with the first seed, then all with the second, and so on.
 
     In this order an interrupted sweep can still compare its variants.
 
@@ -271,7 +271,7 @@ def plan_runs(
 
 def plan_tuned_runs(
     sweep: SweepConfig, tuned: Mapping[str, Layer], layers: Sequence[Layer] = ()
-) -> list[PlannedRun]:
+) -> dict[SweepRun, RunConfig]:
     """Return a run of each variant in `tuned` with each seed, in the order of `plan_runs`.
 
     Args:
@@ -291,7 +291,7 @@ def run_name(variant: str, seed: int) -> str:
     return f"{re.sub(r'[^A-Za-z0-9_.=+-]+', '-', variant).strip('-.=+') or 'run'}-s{seed}"
 
 
-def check_names(runs: Sequence[PlannedRun]) -> None:
+def check_names(runs: Iterable[SweepRun]) -> None:
     """Raise ConfigError if a run's name is not a valid folder name, or two runs have the same one."""
     seen: dict[str, str] = {}
     for run in runs:
@@ -321,16 +321,16 @@ def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
     return axes
 
 
-def _with_seeds(sweep: SweepConfig, variants: Mapping[RunConfig, tuple[str, str]]) -> list[PlannedRun]:
+def _with_seeds(
+    sweep: SweepConfig, variants: Mapping[RunConfig, tuple[str, str]]
+) -> dict[SweepRun, RunConfig]:
     """Return the runs of variants that are given as settings with name and group, one seed after the other."""
     check_baseline(sweep.baseline, [variant for variant, _ in variants.values()])
-    return [
-        PlannedRun(
-            run_name(variant, seed), variant, seed, group, config=config.model_copy(update={"seed": seed})
-        )
+    return {
+        SweepRun(run_name(variant, seed), variant, seed, group): config.model_copy(update={"seed": seed})
         for seed in sweep.seeds
         for config, (variant, group) in variants.items()
-    ]
+    }
 
 
 def _is_excluded(excluded: Settings, base: Sequence[Layer], settings: Settings) -> bool:

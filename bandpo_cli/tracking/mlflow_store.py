@@ -13,7 +13,7 @@ from bandpo_cli.errors import REDACTED, redact_credentials
 from bandpo_cli.paths import relative_to_cwd
 from bandpo_cli.storage.files import wait_for_lock
 from bandpo_cli.storage.run_record import StoredRun
-from bandpo_cli.tracking.state import Place, find_place, read_places
+from bandpo_cli.tracking.trackers import Place, find_place, read_places
 
 MLFLOW = "mlflow"
 

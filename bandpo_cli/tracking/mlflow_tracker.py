@@ -24,9 +24,18 @@ from bandpo_cli.errors import redact_credentials
 from bandpo_cli.storage.files import file_digest
 from bandpo_cli.storage.run_record import parent_of
 from bandpo_cli.tracking.mlflow_store import MLFLOW, Store, is_server, mlflow_client, run_address
-from bandpo_cli.tracking.names import finite_metrics, mlflow_name
-from bandpo_cli.tracking.state import open_place, read_places, send_lock, write_place
-from bandpo_cli.tracking.trackers import Point, Sent, TrackedRun, Tracker
+from bandpo_cli.tracking.trackers import (
+    Point,
+    Sent,
+    TrackedRun,
+    Tracker,
+    finite_metrics,
+    mlflow_name,
+    open_place,
+    read_places,
+    send_lock,
+    write_place,
+)
 
 log = logging.getLogger("bandpo_cli")
 

@@ -15,15 +15,30 @@ from bandpo_cli.config.layers import flatten, nest, read_layer
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.custom_code import exits_as_errors
 from bandpo_cli.errors import redact_credentials
-from bandpo_cli.storage.files import file_digest
-from bandpo_cli.storage.run_folder import read_metrics_after, run_artifacts
+from bandpo_cli.storage.files import file_digest, read_metrics_after, step_of
 from bandpo_cli.storage.run_record import StoredRun, read_stored_run, read_summary
 from bandpo_cli.tracking.mlflow_store import MLFLOW, Store, tracking_store, ui_text
 from bandpo_cli.tracking.mlflow_tracker import mlflow_tracker
-from bandpo_cli.tracking.names import finite_metrics
-from bandpo_cli.tracking.state import Place, find_place, open_place, read_places, send_lock, write_place
-from bandpo_cli.tracking.trackers import Point, Sent, TrackedRun, Tracker, tracker_class
+from bandpo_cli.tracking.trackers import (
+    Place,
+    Point,
+    Sent,
+    TrackedRun,
+    Tracker,
+    find_place,
+    finite_metrics,
+    open_place,
+    read_places,
+    send_lock,
+    tracker_class,
+    write_place,
+)
 from bandpo_cli.types import RunStatus
+
+RECORD_FILES = ("config.yaml", "env.json", "metrics.jsonl", "summary.json")
+
+MAX_SAMPLE_FILES = 20
+"""Largest number of files of completions that MLflow gets of a run."""
 
 RECORDS_PER_CALL = 50
 """Steps that are converted and sent at a time: some thousand values."""
@@ -262,6 +277,26 @@ class RunSender:
 
     def _digests(self, files: Sequence[Path]) -> dict[str, str]:
         return {path.relative_to(self._folder).as_posix(): file_digest(path) for path in files}
+
+
+def run_artifacts(folder: Path) -> list[Path]:
+    """Return the files of the run in `folder` that MLflow gets; checkpoints and token tables are not among them.
+
+    They are `RECORD_FILES`, custom code, the evaluations, the plots and the completions. Of more than
+    `MAX_SAMPLE_FILES` files of completions, MLflow gets that many: those of the first, the last and the latest
+    evaluated steps.
+    """
+    files = [folder / name for name in RECORD_FILES if (folder / name).is_file()] + sorted(
+        folder.glob("*.py")
+    )
+    evaluations = sorted((folder / "evals").glob("step-*.json"))
+    plots = sorted((folder / "plots").glob("*.png"))
+    samples = sorted((folder / "samples").glob("step-*.parquet"))
+    if len(samples) > MAX_SAMPLE_FILES:
+        evaluated = {step_of(path) for path in evaluations}
+        between = [path for path in samples[1:-1] if step_of(path) in evaluated]
+        samples = [samples[0], *between[-(MAX_SAMPLE_FILES - 2) :], samples[-1]]
+    return files + evaluations + plots + samples
 
 
 def sender_for(name: str, folder: Path, tracking: TrackingConfig) -> RunSender:

@@ -102,6 +102,9 @@ def test_damaged_and_killed_runs_are_named(changed: Path) -> None:
     for part in ("first", "damaged", "line 1 is not a JSON object with a step"):
         assert part in out
     usage_error("show", "broken", cwd=changed)
+    (folder / "metrics.jsonl").unlink()
+    shutil.rmtree(folder / "tokens")
+    usage_error("plot", "broken", cwd=changed, parts=["nothing to plot"])
     (changed / "runs" / "first" / "summary.json").unlink()
     out = bandpo(changed, "show", "first")
     assert "killed, step 3 of 3" in out
@@ -210,12 +213,6 @@ def test_view_writes_the_page_of_a_recorded_step(changed: Path) -> None:
     assert "<title>first, step 1</title>" in (changed / "one.html").read_text()
     parts = ["--step 2: its tokens are not recorded in runs/first; recorded: 1, 3"]
     usage_error("view", "first", "--step", "2", cwd=changed, parts=parts)
-
-
-def test_plot_of_a_run_without_steps_is_a_user_error(changed: Path) -> None:
-    shutil.rmtree(changed / "runs" / "first" / "tokens")
-    (changed / "runs" / "first" / "metrics.jsonl").unlink()
-    usage_error("plot", "first", cwd=changed, parts=["nothing to plot"])
 
 
 @pytest.mark.slow

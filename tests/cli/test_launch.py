@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from bandpo_cli.cli import launch as launcher
-from bandpo_cli.cli.launch import RankError, first_failure, launch, rank_variables, ranks_to_start
+from bandpo_cli.cli.launch import RankError, first_failure, launch, rank_variables
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, UserError
-from bandpo_cli.processes.ranks import check_gpu_count
+from bandpo_cli.processes.ranks import check_gpu_count, ranks_to_start
 from bandpo_cli.storage.environment import usable_cores
 from tests.processes.checks import check_ended
 

@@ -10,7 +10,7 @@ from bandpo_cli.cli.train_view import settings_rows
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.methods import METHODS
 from bandpo_cli.tasks.task import Task, build_task
-from bandpo_cli.tracking.names import FIRST_METRICS, finite_metrics
+from bandpo_cli.tracking.trackers import FIRST_METRICS, finite_metrics
 from tests.cli.eval_command import succeed
 from tests.cli.train_runs import SMALL
 

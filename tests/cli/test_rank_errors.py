@@ -1,4 +1,4 @@
-"""The processes of several ranks without torch: their place, their output, and the file of an error."""
+"""Errors of ranks: the file that the launcher and torchrun read, and the process that prints them."""
 
 import json
 import os
@@ -13,21 +13,7 @@ from bandpo_cli.__main__ import main
 from bandpo_cli.cli.launch import RankError, prints_errors, read_error, record_error
 from bandpo_cli.errors import LostRankError, RunError, UserError, mark_received
 from bandpo_cli.grading import workers
-from bandpo_cli.processes.ranks import is_main_process, launched_ranks, local_rank_count, rank_count
-
-
-@pytest.mark.parametrize(
-    ("environ", "place"),
-    [
-        ({}, (1, 1, True)),
-        ({"WORLD_SIZE": "4"}, (1, 1, True)),  # without torchrun, which sets both
-        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, (4, 2, True)),
-        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, (4, 2, False)),
-        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, (1, 1, True)),
-    ],
-)
-def test_the_place_of_a_process(environ: dict[str, str], place: tuple[int, int, bool]) -> None:
-    assert (rank_count(environ), local_rank_count(environ), is_main_process(environ)) == place
+from bandpo_cli.processes.ranks import launched_ranks
 
 
 def test_the_ranks_of_a_machine_share_its_cores_for_grading(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.methods import MethodEntry
-from bandpo_cli.storage.sweep_folder import PlannedRun
+from bandpo_cli.storage.sweep_folder import SweepRun
 from bandpo_cli.sweeps.sweep_plan import plan_runs, plan_tuned_runs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -37,7 +37,7 @@ def test_each_file_resolves_and_names_its_requirements(file: Path) -> None:
     assert file.parent.name == "methods" or "Needs " in file.read_text(encoding="utf-8")
 
 
-def runs_of(sweep: Path, radius: float = 0.02) -> list[PlannedRun]:
+def runs_of(sweep: Path, radius: float = 0.02) -> dict[SweepRun, RunConfig]:
     """Return the runs of a sweep file.
 
     What is not shipped is replaced: `match:` gives `radius`, and the settings of each tuned variant are those of the
@@ -48,7 +48,7 @@ def runs_of(sweep: Path, radius: float = 0.02) -> list[PlannedRun]:
         return plan_runs(config, match=lambda band, method: radius)
     tuning = runs_of(CONFIGS / "sweeps" / f"{config.tuned_on}.yaml")
     assert not {run.seed for run in tuning} & set(config.seeds)
-    tuned = {run.group: run.config.model_dump() for run in reversed(tuning)}
+    tuned = {run.group: config.model_dump() for run, config in reversed(tuning.items())}
     return plan_tuned_runs(config, tuned)
 
 
@@ -62,7 +62,7 @@ def test_the_sweeps_have_the_arms_and_runs_of_the_docs() -> None:
         "fair-rare": (6, 36), "fair-countdown": (2, 12), "fair-rare-one-rate": (3, 18),
         "pretrained-tuning": (9, 9), "pretrained": (3, 15),
     }  # fmt: skip
-    for variant, bounds in {(run.variant, run.config.bounds) for run in planned["methods"]}:
+    for variant, bounds in {(run.variant, config.bounds) for run, config in planned["methods"].items()}:
         shipped = CONFIGS / "methods" / f"{'band-' if bounds.method == 'band' else ''}{variant}.yaml"
         assert bounds == config_of(shipped).bounds
 
@@ -79,7 +79,7 @@ def test_the_recorded_run_of_rare_tokens_equals_its_clip_arm_but_for_the_seed() 
     """The radius is matched on the clip variant of the sweep, with a seed that the sweep does not use."""
     runs = runs_of(CONFIGS / "sweeps" / "rare-tokens.yaml")
     pilot = config_of(CONFIGS / "sweeps" / "rare-tokens-pilot.yaml")
-    clip = next(run.config for run in runs if run.variant == "clip")
+    clip = next(config for run, config in runs.items() if run.variant == "clip")
     assert clip.model_copy(update={"seed": pilot.seed}) == pilot
     assert pilot.seed not in {run.seed for run in runs}
 

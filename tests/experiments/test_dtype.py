@@ -26,7 +26,7 @@ from bandpo_cli.models import load
 from bandpo_cli.models.load import load_policy
 from bandpo_cli.models.memory_estimate import Device, estimate_memory
 from bandpo_cli.results import changed_settings
-from bandpo_cli.sweeps.scheduler import seconds_from_earlier_runs
+from bandpo_cli.sweeps.estimate import seconds_from_earlier_runs
 from tests.experiments.test_api import SMALL
 
 RUN: list[Any] = [SMALL, {"steps": 1, "evaluation": {"every": 0}}]

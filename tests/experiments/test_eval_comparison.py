@@ -69,6 +69,25 @@ def test_the_sign_test_by_hand(ups: int, downs: int, p: float | None) -> None:
     assert comparison.as_json()["sign_test_p"] == comparison.sign_test_p
 
 
+@pytest.mark.parametrize(("rewards", "metrics"), [((0.25, 0.5), ["reward", "mean"]), ((0.0, 0.0), ["mean"])])
+def test_rewards_other_than_0_and_1_decide(rewards: tuple[float, float], metrics: list[str]) -> None:
+    a, b = (
+        {
+            "sets": {
+                "s": {
+                    "by_problem": {
+                        str(i): {"mean_at_4": 0.0, "reward": value} for i, value in enumerate(values)
+                    }
+                }
+            }
+        }
+        for values in (rewards, (max(rewards), max(rewards)))
+    )
+    (compared,) = compare_records(a, b).values()
+    assert list(compared.metrics) == metrics
+    assert (compared.wins, compared.losses, compared.ties) == ((1, 0, 1) if len(metrics) > 1 else (0, 0, 2))
+
+
 def test_a_comparison_with_itself_has_no_changes() -> None:
     comparison = compare_records(A, A)["math"]
     assert (comparison.wins, comparison.losses, comparison.ties, comparison.changed_problems) == (0, 0, 4, [])

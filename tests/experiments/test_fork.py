@@ -28,9 +28,9 @@ from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder
 from bandpo_cli.storage.run_record import PARENT
 from bandpo_cli.storage.sweep_folder import SweepFolder
 from bandpo_cli.sweeps.scheduler import train_command
-from bandpo_cli.sweeps.sweep_plan import plan_sweep, request_from_config
+from bandpo_cli.sweeps.sweep_plan import plan_from_config, plan_sweep
 from bandpo_cli.sweeps.sweep_run import Executor, dry_run_info
-from bandpo_cli.tracking.state import Place, write_place
+from bandpo_cli.tracking.trackers import Place, write_place
 
 SETTINGS: dict[str, Any] = {
     "seed": 3,
@@ -217,7 +217,7 @@ def test_a_sweep_of_forks(runs: Path) -> None:
     """Its runs have the settings and the seed of the parent; each command forks the checkpoint of the plan."""
     options = {"fork": "a@2", "seeds": None}
     request = plan_sweep(None, {"bounds.method": "band,clip"}, [], options, [NO_MLFLOW], runs)
-    assert [(run.name, run.config.seed, run.config.steps) for run in request.runs] == [
+    assert [(run.name, config.seed, config.steps) for run, config in request.runs.items()] == [
         ("band-s3", 3, 6),
         ("clip-s3", 3, 6),
     ]
@@ -231,7 +231,7 @@ def test_a_sweep_of_forks(runs: Path) -> None:
         ({"axes": {}, "tuned_on": "s"}, "fork: the variants are those of tuned_on"),
     ):
         with pytest.raises((ConfigError, ValueError), match=message):
-            request_from_config(SweepConfig.model_validate({"fork": "a@2", **changes}), [], runs)
+            plan_from_config(SweepConfig.model_validate({"fork": "a@2", **changes}), [], runs)
 
 
 def test_a_fork_warns_of_custom_code_that_has_changed(

@@ -23,7 +23,7 @@ from benchmarks.hostile_answers import ENDLESS, HOSTILE, QUICK
 from tests.processes.checks import check_ended, has_ended
 
 CUSTOM_GRADER = """
-import ctypes, math, os, subprocess, sys, time
+import ctypes, math, os, re, subprocess, sys, time
 print("a print at import")
 
 def judge(text, answer, extra):
@@ -32,6 +32,7 @@ def judge(text, answer, extra):
     actions = {
         "input": input, "stdin": sys.stdin.read, "exit": lambda: sys.exit(0), "die": lambda: os._exit(3),
         "crash": lambda: ctypes.string_at(0), "sleep": lambda: time.sleep(1000),
+        "stuck": lambda: re.match("(a+)+$", "a" * 99 + "b"),  # no other thread runs
         "memory": lambda: bytearray(2**40), "raise": lambda: int("no number"),
     }
     if text in actions: return actions[text]() == ""
@@ -214,7 +215,7 @@ problem = Problem("p", "", "", "t", f"custom_grader:{'wait' if sys.argv[1] == 'c
 [pid] = pool.grade([problem], ["pid"])
 print(pid.verdict, flush=True)
 if sys.argv[1] in ("busy", "calling"):
-    pool.grade([problem], ["sleep"])
+    pool.grade([problem], ["stuck" if sys.argv[1] == "busy" else "sleep"])
 time.sleep(1000 if sys.argv[1] == "idle" else 0)
 """
 SHORT_ALARM = "import bandpo_cli.grading.worker_process as process\nprocess.ALARM_MARGIN_S = -0.5\n"

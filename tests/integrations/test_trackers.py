@@ -26,11 +26,9 @@ from bandpo_cli.metric_names import is_clock_metric
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking import outages
 from bandpo_cli.tracking.mlflow_store import tracking_store
-from bandpo_cli.tracking.names import finite_metrics
 from bandpo_cli.tracking.outages import TrackerCallback
 from bandpo_cli.tracking.sender import RunSender
-from bandpo_cli.tracking.state import read_places
-from bandpo_cli.tracking.trackers import Point
+from bandpo_cli.tracking.trackers import Point, finite_metrics, read_places
 from tests.cli.train_runs import SMALL
 from tests.integrations.wandb_server import WandbServer
 from tests.processes.checks import wait_for

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from bandpo_cli.processes.watch import ChildProcess
-from tests.processes.checks import check_ended, wait_for
+from tests.processes.checks import check_ended, has_ended, wait_for
 
 LEAVES = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid, flush=True)"
 
@@ -79,6 +80,8 @@ def test_a_working_process_and_its_children_end_when_the_parent_is_killed(tmp_pa
     pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
     try:
         os.kill(pids[0], signal.SIGTERM)
+        time.sleep(0.1)
+        assert not has_ended(pids[0])
         parent.kill()
         parent.wait()
         check_ended(pids)

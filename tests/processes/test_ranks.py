@@ -13,7 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandpo_cli.errors import RunError, UserError, is_received
-from bandpo_cli.processes.ranks import SINGLE, Ranks, balanced_owners, ranks_from_environment
+from bandpo_cli.processes.ranks import (
+    SINGLE,
+    Ranks,
+    balanced_owners,
+    is_main_process,
+    local_rank_count,
+    rank_count,
+    ranks_from_environment,
+)
 from tests.training.several_ranks import run_ranks
 
 
@@ -73,13 +81,20 @@ def test_ranks_have_about_the_same_number_of_tokens(groups: int) -> None:
         assert sum(loads) <= 1.1 * sum(loads_of(prompts, lengths, 1)), "few prompts are on several ranks"
 
 
-def test_the_environment_of_torchrun_gives_the_rank() -> None:
-    assert ranks_from_environment({}) == SINGLE
-    assert ranks_from_environment({"WORLD_SIZE": "2"}) == SINGLE  # set by a cluster, without torchrun
-    assert ranks_from_environment({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}) == SINGLE
-    found = ranks_from_environment({"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"})
-    assert found == Ranks(9, 16, 1)
-    assert not found.is_main
+@pytest.mark.parametrize(
+    ("values", "ranks", "local_count"),
+    [
+        ({}, SINGLE, 1),
+        ({"WORLD_SIZE": "4"}, SINGLE, 1),  # set by a cluster, without torchrun, which sets both
+        ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, SINGLE, 1),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, Ranks(0, 4, 0), 2),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, Ranks(3, 4, 1), 2),
+    ],
+)
+def test_the_place_of_a_process(values: dict[str, str], ranks: Ranks, local_count: int) -> None:
+    assert ranks_from_environment(values) == ranks
+    assert (rank_count(values), local_rank_count(values)) == (ranks.size, local_count)
+    assert is_main_process(values) == ranks.is_main
 
 
 def exchanged(ranks: Ranks) -> list[object]:

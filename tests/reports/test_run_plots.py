@@ -1,8 +1,6 @@
 """Plots of a run and of an evaluation show the values of the folder, and are skipped where there is no data."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -11,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from matplotlib.image import imread
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.evaluation.scores import success_histogram
@@ -51,15 +48,6 @@ def _tokens(run: RunFolder, step: int, **columns: Sequence[float]) -> Path:
 
 def _plotted(run: RunFolder) -> list[str]:
     return [path.name for path in plot_run(run.path)]
-
-
-@pytest.mark.slow
-def test_all_plots_are_images(run):
-    for step in range(1, 101):
-        run.append_metrics({"step": step, **RECORD})
-    _tokens(run, 100)
-    assert _plotted(run) == ["accuracy.png", "entropy.png", "clip.png", "clip_map.png"]
-    assert {imread(path).shape for path in (run.path / "plots").iterdir()} == {(1000, 1600, 4)}
 
 
 def test_plots_without_data_are_skipped(run, figures):
@@ -209,34 +197,6 @@ def test_series_skips_steps_without_a_value_and_bins_are_sorted_by_probability()
 def test_subtitle_of_a_run_has_its_method(run, config, subtitle):
     run.write_config(config)
     assert run_subtitle(run.path) == subtitle
-
-
-@pytest.mark.slow
-def test_plots_import_neither_torch_nor_pyplot(run):
-    run.append_metrics({"step": 1, "train/entropy": 0.4})
-    code = (
-        "import sys; from pathlib import Path; from bandpo_cli.reports.run_plots import plot_run\n"
-        "assert plot_run(Path(sys.argv[1]), suffix='.svg')\n"
-        "print([m for m in ('torch', 'matplotlib.pyplot', 'mlflow') if m in sys.modules])"
-    )
-    command = [sys.executable, "-c", code, str(run.path)]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
-
-
-@pytest.mark.parametrize(
-    ("n", "names"),
-    [
-        (1, ["wrong", "correct"]),
-        (4, ["never", "1", "2", "3", "always"]),
-        (16, ["never", *map(str, range(1, 16)), "always"]),
-        (64, ["never", "1 – 7", "8 – 14", "15 – 21", "22 – 28", "29 – 35", "36 – 42", "43 – 49", "50 – 56", "57 – 63",
-              "always"]),
-    ],
-)  # fmt: skip
-def test_bins_of_the_success_histogram_by_hand(n, names):
-    counts = success_histogram([c / n for c in range(n + 1)], n)
-    assert [name for name, _ in counts] == names
-    assert sum(count for _, count in counts) == n + 1
 
 
 def test_bins_of_shares_agree_with_fractions():

@@ -149,7 +149,7 @@ def test_runs_with_equal_other_settings_are_a_line_in_all_forms_of_the_report(gr
         (("slow clear=1 lr=1e-5", "slow clear=1"), "slow clear=1"),
     ],
 )
-def test_a_line_has_the_name_of_its_arms_without_the_learning_rate(tmp_path, variants, line):
+def test_a_line_has_the_name_of_its_variants_without_the_learning_rate(tmp_path, variants, line):
     runs = [
         _run(tmp_path, variant, *CLIP, f"optim.lr={rate}")
         for variant, rate in zip(variants, RATES, strict=True)

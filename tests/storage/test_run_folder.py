@@ -264,6 +264,8 @@ def test_records_are_found_among_many_without_parsing_the_others(tmp_path, monke
     lines = [json.dumps({"step": step, **({} if step == 6 else {"a": 1})}) for step in range(0, 300, 3)]
     run.metrics_path.write_text("\n".join([*lines, '{"step": 300, "a": 1}']))
     parsed = []
-    monkeypatch.setattr(run_folder, "_parsed", lambda line, path: parsed.append(line) or json.loads(line))
+    monkeypatch.setattr(
+        run_folder, "parse_metrics", lambda line, path: parsed.append(line) or json.loads(line)
+    )
     assert [record["step"] for record in run.read_records([297, 6, -1, 4, 29, 300, 0])] == [0, 6, 297]
     assert len(parsed) == 3

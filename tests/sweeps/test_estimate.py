@@ -6,7 +6,7 @@ from typing import Any
 
 from bandpo_cli.config.layers import resolve, to_yaml
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.sweeps.scheduler import START_S, seconds_from_earlier_runs
+from bandpo_cli.sweeps.estimate import START_S, seconds_from_earlier_runs
 
 CONFIG = resolve([{"steps": 50}])
 

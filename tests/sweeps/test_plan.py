@@ -15,7 +15,7 @@ from bandpo_cli.sweeps.sweep_plan import check_names, parse_axes, plan_runs
 
 
 def variants(layers: list[dict[str, Any]] | None = None, **settings: Any) -> list[str]:
-    runs = plan_runs(SweepConfig(**settings), layers or [])
+    runs = [*plan_runs(SweepConfig(**settings), layers or [])]
     check_names(runs)
     return [run.variant for run in runs if run.seed == runs[0].seed]
 
@@ -25,10 +25,10 @@ def test_every_combination_with_every_seed_one_seed_after_the_other():
     runs = plan_runs(SweepConfig(axes=axes, seeds=(0, 1, 2)))
     assert len(runs) == len({run.name for run in runs}) == 18
     assert [run.seed for run in runs] == [0] * 6 + [1] * 6 + [2] * 6
-    for run in runs:
+    for run, config in runs.items():
         divergence, delta = run.variant.split()
         expected = {"seed": run.seed, "bounds": {"divergence": divergence, "delta": float(delta)}}
-        assert run.config == resolve([expected])
+        assert config == resolve([expected])
         assert run.name == f"{divergence}-{delta}-s{run.seed}"
 
 
@@ -48,7 +48,13 @@ def test_arms_of_a_trust_region_other_than_the_band_have_its_name():
     axes = parse_axes({"bounds.method": "band,dppo,sapo", "bounds.divergence": "kl,tv"})
     assert variants(axes=axes) == ["kl", "tv", "dppo kl", "dppo tv", "sapo"]
     runs = plan_runs(SweepConfig(axes=axes))
-    assert [run.config.bounds.model_dump().get("delta") for run in runs] == [0.05, 0.05, 0.05, 0.15, None]
+    assert [config.bounds.model_dump().get("delta") for config in runs.values()] == [
+        0.05,
+        0.05,
+        0.05,
+        0.15,
+        None,
+    ]
     axes |= parse_axes({"bounds.delta": "0.1,0.2"})
     assert variants(axes=axes)[3:6] == ["tv 0.2", "dppo kl 0.1", "dppo kl 0.2"]
     assert variants(axes={"bounds.method": list(METHODS)}) == list(METHODS)
@@ -60,14 +66,14 @@ def test_named_arms_are_crossed_with_the_axes():
     assert [run.variant for run in found] == [
         f"{variant} updates={n}" for variant in ("PPO", "wide") for n in (4, 8)
     ]
-    assert found[3].config.bounds.model_dump() == {"method": "clip", "eps_low": 0.2, "eps_high": 0.5}
-    assert found[3].config.optim.updates == 8
+    assert [*found.values()][3].bounds.model_dump() == {"method": "clip", "eps_low": 0.2, "eps_high": 0.5}
+    assert [*found.values()][3].optim.updates == 8
 
 
 def test_base_layers_and_fixed_settings_apply_to_all_runs():
     sweep = SweepConfig(fixed={"steps": 7, "optim": {"lr": 1e-3}}, axes={"bounds.delta": [0.1, 0.2]})
-    for run in plan_runs(sweep, [{"steps": 3, "sampling": {"samples": 8}}]):
-        assert (run.config.steps, run.config.optim.lr, run.config.sampling.samples) == (7, 1e-3, 8)
+    for config in plan_runs(sweep, [{"steps": 3, "sampling": {"samples": 8}}]).values():
+        assert (config.steps, config.optim.lr, config.sampling.samples) == (7, 1e-3, 8)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +159,7 @@ def test_the_matched_radius_is_computed_for_the_band_of_each_variant():
     )
     runs = plan_runs(sweep, [{"bounds": {"method": "clip"}}, {"bounds": {"method": "band"}}], match)
     assert calls == [("kl", 7.0, "clip"), ("tv", 7.0, "clip")]  # once per Band, not per seed
-    radii = [(run.config.bounds.divergence, run.config.bounds.delta) for run in runs]
+    radii = [(config.bounds.divergence, config.bounds.delta) for config in runs.values()]
     assert radii == [("kl", 0.5), ("kl", 0.03), ("tv", 0.5), ("tv", 0.04)] * 2
     exclude = [{"bounds.delta": "match:clip", "bounds.divergence": "tv"}]
     left = plan_runs(sweep.model_copy(update={"exclude": exclude, "seeds": (0,)}), match=match)
@@ -161,5 +167,5 @@ def test_the_matched_radius_is_computed_for_the_band_of_each_variant():
     # Another trust region than the Band is matched too; a method without one has no radius.
     axes = parse_axes({"bounds.method": "dppo,sapo", "bounds.divergence": "kl", "bounds.delta": "match:clip"})
     others = plan_runs(SweepConfig(axes=axes), match=match)
-    radii = [(run.variant, run.config.bounds.model_dump().get("delta")) for run in others]
+    radii = [(run.variant, config.bounds.model_dump().get("delta")) for run, config in others.items()]
     assert radii == [("dppo kl", 0.02), ("sapo", None)]

@@ -10,9 +10,10 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 from bandpo_cli.cli.sweep import SweepView
-from bandpo_cli.sweeps import sweep_run
+from bandpo_cli.sweeps import estimate
+from bandpo_cli.sweeps.estimate import estimate_disk_space
 from bandpo_cli.sweeps.sweep_plan import plan_sweep
-from bandpo_cli.sweeps.sweep_run import Executor, SweepInfo, dry_run_info, estimate_disk_space
+from bandpo_cli.sweeps.sweep_run import Executor, SweepInfo, dry_run_info
 
 MILLION = np.zeros((1000, 1000), np.float16)
 
@@ -64,8 +65,8 @@ def test_three_runs_of_a_model_with_two_million_weights(
 def test_the_plan_has_a_line_from_one_gigabyte_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needed: float, free: float, line: str
 ) -> None:
-    monkeypatch.setattr(sweep_run, "estimate_disk_space", lambda *_: (needed, free))
-    monkeypatch.setattr(sweep_run, "estimate_time", lambda *_: None)
+    monkeypatch.setattr(estimate, "estimate_disk_space", lambda *_: (needed, free))
+    monkeypatch.setattr(estimate, "estimate_time", lambda *_: None)
     out = io.StringIO()
     SweepView(Console(file=out, width=100), tmp_path).print_plan(sweep_of(tmp_path))
     assert line in out.getvalue()

@@ -11,7 +11,7 @@ import yaml
 
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import sweep as run_sweep
-from bandpo_cli.sweeps import scheduler
+from bandpo_cli.sweeps import estimate
 from bandpo_cli.sweeps.pool import LocalPool
 from bandpo_cli.sweeps.sweep_plan import SweepPlan, plan_sweep
 from bandpo_cli.sweeps.sweep_run import Executor, SweepInfo, dry_run_info
@@ -108,11 +108,11 @@ def test_a_resume_takes_as_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_the_trial_has_as_many_ranks_as_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = mock.Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr(scheduler.subprocess, "run", run)
-    config = request_of(tmp_path, "0").runs[0].config
+    monkeypatch.setattr(estimate.subprocess, "run", run)
+    [config] = request_of(tmp_path, "0").runs.values()
     for ranks in (1, 2):
         with pytest.raises(KeyboardInterrupt):
-            scheduler.seconds_from_trial(config, {}, ranks)
+            estimate.seconds_from_trial(config, {}, ranks)
     commands = [call.args[0] for call in run.call_args_list]
     assert "--nproc" not in commands[0]
     assert commands[1][-2:] == ["--nproc", "2"]

@@ -8,7 +8,7 @@ import pytest
 
 from bandpo_cli.reports.compare_variants import Report
 from bandpo_cli.storage.sweep_folder import SweepFolder
-from bandpo_cli.sweeps.sweep_run import sweep_mlflow_run
+from bandpo_cli.sweeps.sweep_run import open_mlflow_run, send_report
 from bandpo_cli.tracking.mlflow_store import Store, sqlite_uri
 from tests.reports.sweep_folders import edit_line, report_of, write_sweep
 
@@ -17,8 +17,10 @@ def execute(sweep: SweepFolder, store: Store, report: Report) -> Any:
     """Execute the sweep without runs, and return its MLflow run and a client."""
     from mlflow.tracking import MlflowClient
 
-    with sweep_mlflow_run(sweep, store, lambda: report) as run_id:
-        assert run_id is not None
+    sender, run_id = open_mlflow_run(sweep, store)
+    assert sender is not None
+    assert run_id is not None
+    send_report(sender, store.experiment, sweep, "FINISHED", report)
     client = MlflowClient(tracking_uri=store.uri, registry_uri=store.uri)
     return client, client.get_run(run_id)
 

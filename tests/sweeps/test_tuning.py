@@ -12,7 +12,7 @@ from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.reports.tuned_settings import read_tuning
 from bandpo_cli.storage.sweep_folder import SweepFolder
-from bandpo_cli.sweeps.sweep_plan import plan_sweep, request_from_config
+from bandpo_cli.sweeps.sweep_plan import plan_from_config, plan_sweep
 from tests.reports.sweep_folders import write_plan, write_run
 
 FINALS = {
@@ -57,9 +57,10 @@ def set_status(runs_dir: Path, run: str, status: str | None) -> None:
 
 def settings_of(runs_dir: Path, config: SweepConfig) -> Mapping[str, tuple[float, float | None]]:
     """Return learning rate and radius of each variant."""
-    request = request_from_config(config, [], runs_dir)
+    request = plan_from_config(config, [], runs_dir)
     return {
-        run.variant: (run.config.optim.lr, getattr(run.config.bounds, "delta", None)) for run in request.runs
+        run.variant: (config.optim.lr, getattr(config.bounds, "delta", None))
+        for run, config in request.runs.items()
     }
 
 
@@ -68,17 +69,17 @@ def test_each_group_has_the_settings_with_the_best_mean_and_new_seeds(runs_dir: 
     request = plan_sweep(None, {}, [], options, [{"steps": 7}], runs_dir)
     names = [f"{variant}-s{seed}" for seed in (0, 1, 2) for variant in ("clip", "kl")]
     assert [run.name for run in request.runs] == names
-    for run in request.runs:
+    for run, config in request.runs.items():
         best = "bounds.method=clip" if run.variant == "clip" else "bounds.delta=0.1"
         expected = [f"seed={run.seed}", "steps=7", best, "optim.lr=1e-5"]
-        assert run.config == resolve([read_assignments(expected)])
+        assert config == resolve([read_assignments(expected)])
     assert [kind for kind, _ in request.notes()] == ["tuned:", "tuned:"]
     note = "kl: bounds.delta = 0.1; accuracy 0.450 over 2 seeds, the best of 2 variants"
     assert request.notes()[1][1] == note
 
 
 def test_the_plan_on_disk_says_how_the_settings_were_chosen(runs_dir: Path) -> None:
-    request = request_from_config(SweepConfig(tuned_on="tuning"), [], runs_dir)
+    request = plan_from_config(SweepConfig(tuned_on="tuning"), [], runs_dir)
     folder = SweepFolder.create(runs_dir, "tested", request.runs, request.baseline, request.about)
     assert [run.variant for run in SweepFolder.open(runs_dir, "tested").runs] == ["clip", "kl"]
     tuning = read_tuning(folder)
@@ -130,7 +131,7 @@ def test_what_cannot_be_used_is_one_line(
     if run is not None:
         set_status(runs_dir, run, status)
     with pytest.raises(ConfigError, match=message):
-        request_from_config(SweepConfig(**{"tuned_on": "tuning", **config}), [], runs_dir)
+        plan_from_config(SweepConfig(**{"tuned_on": "tuning", **config}), [], runs_dir)
 
 
 def test_axes_beside_a_tuning_sweep_are_refused(runs_dir: Path) -> None:

@@ -8,9 +8,8 @@ import pytest
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.tracking.mlflow_store import Store, create_sqlite_store, tracking_store
 from bandpo_cli.tracking.mlflow_tracker import MlflowTracker
-from bandpo_cli.tracking.names import finite_metrics
 from bandpo_cli.tracking.sender import RunSender
-from bandpo_cli.tracking.trackers import Point, Sent
+from bandpo_cli.tracking.trackers import Point, Sent, finite_metrics
 from tests.tracking.tracked import client_of, runs_at
 
 KIND = "mlflow.experimentKind"

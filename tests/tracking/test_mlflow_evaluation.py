@@ -14,7 +14,7 @@ from bandpo_cli.storage.eval_folder import EvalFolder
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking.mlflow_store import Store, tracking_store
 from bandpo_cli.tracking.mlflow_tracker import send_evaluation
-from bandpo_cli.tracking.state import read_places, write_place
+from bandpo_cli.tracking.trackers import read_places, write_place
 from tests.tracking.tracked import client_of, history, runs_at, track
 
 METRICS = {"eval/a/mean_at_4": 0.5, "eval/a/mean_at_4_low": 0.25, "eval/a/mean_at_4_high": math.nan}

@@ -6,12 +6,11 @@ from itertools import groupby
 import pytest
 
 from bandpo_cli.config.run import TrackingConfig
-from bandpo_cli.storage.run_folder import run_artifacts
 from bandpo_cli.storage.tables import TOKEN_COLUMNS
 from bandpo_cli.tracking.mlflow_store import Store, tracking_store, ui_command, ui_text
 from bandpo_cli.tracking.mlflow_tracker import flat_params, run_tags
-from bandpo_cli.tracking.names import finite_metrics, mlflow_name
-from bandpo_cli.tracking.state import Place, write_place
+from bandpo_cli.tracking.sender import run_artifacts
+from bandpo_cli.tracking.trackers import Place, finite_metrics, mlflow_name, write_place
 from bandpo_cli.types import status_of
 
 

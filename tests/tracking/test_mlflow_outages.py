@@ -22,8 +22,8 @@ from bandpo_cli.storage import run_folder
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking import outages
 from bandpo_cli.tracking.mlflow_store import Store, tracking_store
-from bandpo_cli.tracking.names import finite_metrics
 from bandpo_cli.tracking.sender import RunSender
+from bandpo_cli.tracking.trackers import finite_metrics
 from tests.processes.checks import wait_for
 from tests.tracking.tracked import check_complete, end_tracker, report, start_tracker, track, write_settings
 

@@ -19,8 +19,7 @@ from bandpo_cli.tracking import sender as senders
 from bandpo_cli.tracking.mlflow_store import Store, store_for_run, tracking_store
 from bandpo_cli.tracking.mlflow_tracker import flat_params, run_tags
 from bandpo_cli.tracking.sender import RunSender, SyncResult
-from bandpo_cli.tracking.state import STATE_FILE, Place, read_places, write_place
-from bandpo_cli.tracking.trackers import Sent
+from bandpo_cli.tracking.trackers import STATE_FILE, Place, Sent, read_places, write_place
 from tests.tracking.tracked import client_of, track
 
 

@@ -13,10 +13,9 @@ from bandpo_cli.experiments import sync
 from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking import outages
-from bandpo_cli.tracking.names import finite_metrics
 from bandpo_cli.tracking.outages import TrackerCallback
 from bandpo_cli.tracking.sender import RunSender
-from bandpo_cli.tracking.trackers import TrackedRun, tracker_class
+from bandpo_cli.tracking.trackers import TrackedRun, finite_metrics, tracker_class
 from tests.processes.checks import wait_for
 from tests.tracking.tracked import RunInfo, RunResult, report
 

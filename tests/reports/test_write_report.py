@@ -55,17 +55,6 @@ def test_leaderboard_has_means_and_intervals_of_scipy(sweep):
     assert [variant.name for variant in report.variants] == [row["variant"] for row in rows]
 
 
-def test_intervals_of_shares_are_within_0_and_1(tmp_path):
-    sweep = write_sweep(tmp_path / "s", {"clip": {0: 0.02, 1: 0.04}, "kl 0.02": {0: 0.3, 1: 0.6}})
-    report = report_of(sweep)
-    for variant, key in product(report.variants, ("accuracy", "area", "pass_at_16")):
-        assert 0 <= variant.metrics[key].low <= variant.metrics[key].high <= 1
-    change = in_accuracy(report)["kl 0.02"].paired.change
-    assert (change.low, change.high) == (-1, 1)
-    for name in ("report.html", "report.md"):
-        assert "0.000 – 1.000" in report.files[name].read_text()
-
-
 def test_time_per_step_has_the_range_of_its_steps(tmp_path):
     sweep = write_sweep(tmp_path / "s", {"clip": {0: 0.4, 1: 0.5}})
     seconds = [9.0, 1.0, 1.2, 1.4], [8.0, 2.0, 2.2, 2.4]
@@ -142,15 +131,6 @@ def test_finding_on_several_variants_in_both_directions(tmp_path):
     )
 
 
-def test_finding_without_significant_difference(tmp_path):
-    finals = {"clip": {0: 0.4, 1: 0.5}, "kl 0.02": {0: 0.5, 1: 0.45}}
-    report = report_of(write_sweep(tmp_path / "s", finals))
-    assert report.finding.startswith(
-        "No variant differs significantly from clip in final held-out accuracy; the largest difference has kl 0.02: +0"
-    )
-    assert [difference.verdict for difference in in_accuracy(report).values()] == ["not significant"]
-
-
 def test_verdict_where_only_the_unadjusted_p_value_is_significant(tmp_path):
     finals = {"clip": CLEAR["clip"], "kl 0.02": {0: 0.43, 1: 0.48, 2: 0.45}}
     finals |= {f"kl 0.0{index}": {0: 0.39 + index / 1000, 1: 0.43, 2: 0.42} for index in (3, 4, 5)}
@@ -158,7 +138,11 @@ def test_verdict_where_only_the_unadjusted_p_value_is_significant(tmp_path):
     difference = in_accuracy(report)["kl 0.02"]
     assert difference.paired.p < 0.05 < difference.p_holm
     assert difference.verdict == "higher, but not after Holm's adjustment"
-    assert report.finding.startswith("No variant differs significantly from clip in final held-out accuracy")
+    assert re.match(
+        r"No variant differs significantly from clip in final held-out accuracy; the largest difference has kl 0\.02: "
+        r"\+0\.04\d, 95% interval \+0\.\d+ to \+0\.\d+ over 3 seeds, Holm-adjusted p = 0\.\d+\.$",
+        report.finding,
+    )
 
 
 def test_one_seed_has_no_interval_in_any_output(tmp_path):

@@ -79,14 +79,6 @@ def test_no_p_value_without_a_test():
     assert (equal.p, equal.change.low, equal.higher, equal.lower) == (None, None, 2, 0)
 
 
-def test_holm_by_hand():
-    # sorted: 0.005·4, 0.01·3, 0.03·2; then 0.04·1 is raised to the previous value
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.2]) == [0.2]
-    assert holm([]) == []
-    assert holm([0.9, 0.8]) == [1.0, 1.0]
-
-
 @given(st.lists(st.floats(0, 1), max_size=6), st.floats(0.001, 0.5))
 def test_holm_agrees_with_the_step_down_procedure(p_values, alpha):
     rejected = set()

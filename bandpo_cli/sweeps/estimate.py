@@ -1,0 +1,171 @@
+"""Estimates of a sweep: its time, from finished runs of the same shape or from a short trial, and its disk space."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from heapq import heapreplace
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+from bandpo_cli.config.layers import read_yaml, to_yaml
+from bandpo_cli.config.run import RunConfig
+from bandpo_cli.datasets import BUNDLED_MODELS
+from bandpo_cli.errors import UserError
+from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists, user_path
+from bandpo_cli.storage.files import read_json_object
+from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_record import SUMMARY_FILE, read_summary
+from bandpo_cli.storage.sweep_folder import find_runs
+from bandpo_cli.sweeps.scheduler import TRAIN, rank_flags
+
+if TYPE_CHECKING:
+    from bandpo_cli.sweeps.sweep_run import SweepInfo
+
+TRIAL_STEPS = 3
+START_S = 8.0
+"""Seconds of a run outside its training time: imports and loading before it, plots and MLflow after it."""
+
+_MAX_RUNS = 5  # finished runs of which the median is taken
+
+_SHAPE = ("model", "task", "sampling", "evaluation", "objective")
+"""Sections of the settings that the time of a run depends on, besides `optim.updates`."""
+
+
+def total_seconds(seconds: Sequence[float], jobs: int) -> float:
+    """Return the total time of runs of these lengths in `jobs` slots, where each free slot starts the next run."""
+    slots = [0.0] * max(1, jobs)
+    for length in seconds:
+        heapreplace(slots, slots[0] + length)
+    return max(slots)
+
+
+def seconds_from_earlier_runs(
+    config: RunConfig, runs_dir: Path, threads: int, ranks: int = 1
+) -> float | None:
+    """Return the median seconds of the latest finished runs in `runs_dir` with the shape of `config`.
+
+    Training time is scaled to the number of steps. None if there is no such run. On a CPU only runs with the same
+    number of `threads` count, and always only those with the same number of `ranks`.
+    """
+    own = config.model_dump(mode="json")
+    seconds_by_time = []
+    for path in find_runs(runs_dir) if path_exists(runs_dir) else ():
+        with suppress(Exception):  # of a run that is incomplete, damaged or from another version
+            summary = read_summary(path)
+            if summary is None or summary.status != "FINISHED":
+                continue
+            earlier = read_yaml(path / "config.yaml", "config")
+            environment = read_json_object(path / "env.json", max_bytes=MAX_CONFIG_BYTES)
+            hardware = environment["hardware"]
+            is_as_fast = hardware["gpus"] or hardware["torch_threads"] == threads
+            has_ranks = environment.get("ranks", 1) == ranks
+            if has_ranks and is_as_fast and _shape(earlier, earlier) == _shape(own, earlier):
+                trained = summary.content["time/train_s"] / summary.content["steps"] * config.steps
+                seconds_by_time.append(((path / SUMMARY_FILE).stat().st_mtime, START_S + trained))
+    latest = [seconds for _, seconds in sorted(seconds_by_time)[-_MAX_RUNS:]]
+    return median(latest) if latest else None
+
+
+def seconds_from_trial(config: RunConfig, variables: Mapping[str, str], ranks: int = 1) -> float:
+    """Return the seconds of a run, extrapolated from a trial of `TRIAL_STEPS` steps in a temporary folder.
+
+    The trial gets only the environment `variables`. Raises UserError with its last line of output if it fails.
+    """
+    steps = min(TRIAL_STEPS, config.steps)
+    tracking = config.tracking.model_copy(update={"mlflow": False, "trackers": (), "callbacks": ()})
+    short = config.model_copy(update={"steps": steps, "tracking": tracking})
+    with tempfile.TemporaryDirectory(prefix="bandpo-trial-") as scratch:
+        plan = Path(scratch) / "trial.yaml"
+        plan.write_text(to_yaml(short), encoding="utf-8")
+        command = [*TRAIN, "--config", str(plan), "--name", "t", "--runs-dir", scratch, *rank_flags(ranks)]
+        start = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, env=dict(variables))
+        wall = time.perf_counter() - start
+        if done.returncode:
+            line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise UserError(f"a trial of {steps} steps failed, {line}")
+        records = RunFolder(Path(scratch) / "t").read_metrics()
+    evaluating = fmean([record["time/eval"] for record in records if "time/eval" in record] or [0.0])
+    training = [line["time/step"] - line.get("time/eval", 0.0) for line in records if line["step"] > 0]
+    # The first step includes the warm-up of caches; leave it out where there are others.
+    step = median(training[1:] or training)
+    count = 1 + -(-config.steps // config.evaluation.every) if config.evaluation.every else 0
+    start_and_end = wall - sum(record["time/step"] for record in records)
+    return float(start_and_end + config.steps * step + count * evaluating)
+
+
+def _shape(config: Mapping[str, Any], chosen: Mapping[str, Any]) -> list[Any]:
+    """Return the settings that the time of a run depends on.
+
+    The values that an earlier run has `chosen` replace the dtype `auto` and a null share of memory for vLLM.
+    """
+    shape = copy.deepcopy([*(config[section] for section in _SHAPE), config["optim"]["updates"]])
+    model, _, sampling, *_ = shape
+    if model["dtype"] == "auto":
+        model["dtype"] = chosen["model"]["dtype"]
+    if sampling["vllm"]["memory_fraction"] is None:
+        sampling["vllm"]["memory_fraction"] = chosen["sampling"]["vllm"]["memory_fraction"]
+    return shape
+
+
+def estimate_time(
+    info: SweepInfo, runs_dir: Path | str = "runs", on_trial: Callable[[], None] = lambda: None
+) -> tuple[float, float, str] | None:
+    """Estimate the time of the pending runs from earlier runs; without any, from a trial of the bundled model.
+
+    Returns seconds in total, seconds of the first run and the method; None if no earlier run is similar. `on_trial` is
+    called before the trial, three training steps in a process.
+    """
+    first = info.configs[info.pending[0].name]
+    method = "by earlier runs"
+    seconds = seconds_from_earlier_runs(first, Path(runs_dir), info.threads, info.ranks)
+    if seconds is None:
+        if first.model.path not in BUNDLED_MODELS:
+            return None
+        on_trial()
+        variables = {**os.environ, "OMP_NUM_THREADS": str(info.threads)}
+        seconds = seconds_from_trial(first, variables, info.ranks)
+        method = "by a trial of three steps, without other runs on the machine"
+    steps = (info.configs[run.name].steps - info.forked_at for run in info.pending)
+    lengths = [seconds / first.steps * count for count in steps]
+    return total_seconds(lengths, info.slots), lengths[0], method
+
+
+def estimate_disk_space(info: SweepInfo, runs_dir: Path) -> tuple[int, int]:
+    """Estimate the bytes of the checkpoints that the pending runs keep, and return them with the free bytes.
+
+    A weight takes 12 bytes in a checkpoint, with the moments of AdamW; in 16 bits 14, with a master. Models on the hub
+    count as 0, and so do runs with LoRA, whose checkpoints are small.
+    """
+    needed, sizes = 0, dict[str, int]()
+    for config in (info.configs[run.name] for run in info.pending):
+        settings, path = config.checkpoint, config.model.path
+        if config.model.lora is None and path not in BUNDLED_MODELS:
+            sizes[path] = sizes[path] if path in sizes else _count_weights(user_path(path))
+            written = 1 + (config.steps - info.forked_at - 1) // (settings.every or config.steps)
+            kept = written if settings.keep_last is None else settings.keep_last + settings.keep_best
+            needed += sizes[path] * min(kept, written) * (14 if config.model.dtype == "bfloat16" else 12)
+    existing = next(folder for folder in (runs_dir, *runs_dir.absolute().parents) if folder.exists())
+    return needed, shutil.disk_usage(existing).free
+
+
+def _count_weights(folder: Path) -> int:
+    """Return the number of weights in a model folder; 0 if its files are not there or damaged."""
+    from safetensors import SafetensorError, safe_open
+
+    count = 0
+    with suppress(SafetensorError, OSError):
+        for file in folder.glob("*.safetensors"):
+            with safe_open(file, "np") as weights:
+                names = weights.keys()
+                count += sum(math.prod(weights.get_slice(name).get_shape()) for name in names)
+    return count
