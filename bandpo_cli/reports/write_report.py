@@ -156,36 +156,34 @@ def _finding(
         variants: highest value of `metric` first.
         metric: the first of the report, held-out accuracy or reward.
     """
-    changes = {
-        item: item.paired.change.mean for item in differences if item.metric == metric.key and item.paired
-    }
-    tested = sorted(
-        (item for item in changes if item.p_holm is not None), key=lambda item: -abs(changes[item])
-    )
+    tested = [
+        (item, item.paired, item.p_holm)
+        for item in differences
+        if item.metric == metric.key and item.paired is not None and item.p_holm is not None
+    ]
     if not tested:
         best = variants[0]
         value = f"{metric.text(best.metrics[metric.key].mean)} ({plural(len(best.seeds), 'seed')})"
         return f"{best.name} has the highest {metric.name}, {value}; no difference is tested."
+    tested.sort(key=lambda row: -abs(row[1].change.mean))
 
-    def evidence(item: VariantDifference) -> str:
-        assert item.paired is not None
-        assert item.p_holm is not None
-        change = item.paired.change
-        p = ("" if item.p_holm == item.paired.p else "Holm-adjusted ") + f"p = {p_text(item.p_holm)}"
-        interval = f"95% interval {metric.interval(change, sign=True)} over {change.n} seeds"
-        return f"{metric.text(change.mean, sign=True)}, {interval}, {p.replace('= <', '<')}"
+    def evidence(pair: PairedTest, p_holm: float) -> str:
+        p = ("" if p_holm == pair.p else "Holm-adjusted ") + f"p = {p_text(p_holm)}".replace("= <", "<")
+        interval = f"95% interval {metric.interval(pair.change, sign=True)} over {pair.change.n} seeds"
+        return f"{metric.text(pair.change.mean, sign=True)}, {interval}, {p}"
 
     directions = []
     for word in ("higher", "lower"):
-        group = [item for item in tested if item.verdict == word]
-        texts = [f"{item.variant} ({evidence(item)})" for item in group[:_MAX_NAMED]]
+        group = [f"{item.variant} ({evidence(pair, p)})" for item, pair, p in tested if item.verdict == word]
+        texts = group[:_MAX_NAMED]
         texts += [plural(len(group) - _MAX_NAMED, "more variant")] if len(group) > _MAX_NAMED else []
         if texts:
             directions.append(f"{word} for {' and '.join(filter(None, [', '.join(texts[:-1]), texts[-1]]))}")
     if directions:
         return f"Against {baseline}, final {metric.name} is {' and '.join(directions)}."
     none = f"No variant differs significantly from {baseline} in final {metric.name}"
-    return f"{none}; the largest difference has {tested[0].variant}: {evidence(tested[0])}."
+    largest, pair, p_holm = tested[0]
+    return f"{none}; the largest difference has {largest.variant}: {evidence(pair, p_holm)}."
 
 
 def _notes(

@@ -10,10 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bandpo_cli.storage.tables import write_eval_table
 from tests.cli.eval_command import SMALL, record_of, samples_of, succeed, usage_error
 from tests.commands import run_bandpo
-from tests.tasks.stored_completions import FOREIGN, ROW
+from tests.tasks.stored_completions import FOREIGN
 
 
 def write_jsonl(path: Path, *rows: dict) -> Path:
@@ -142,34 +141,6 @@ def test_a_custom_grader(tmp_path: Path) -> None:
 def test_a_file_name_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a\udcff.jsonl").write_text("{}")
     assert "not a text in UTF-8" in usage_error("eval", "--samples", "a\udcff.jsonl", cwd=tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "parts"),
-    [
-        (["--n", "4"], ["--samples", "nothing is sampled", "--n"]),
-        (["--temperature", "0", "--limit", "3", "--sampler", "vllm"], ["--temperature, --sampler, --limit"]),
-        (["--grader", "mth"], ["'mth'", "did you mean 'math'"]),
-        (["--k", "3"], ["--k 3", "at most 1"]),
-        (["--resume", "x"], ["--resume", "leave out --samples"]),
-    ],
-)
-def test_conflicting_flags_are_refused(tmp_path: Path, arguments: list[str], parts: list[str]) -> None:
-    write_jsonl(tmp_path / "a.jsonl", *FOREIGN)
-    usage_error("eval", "--samples", "a.jsonl", *arguments, cwd=tmp_path, parts=parts)
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("name", ["empty.jsonl", "rows.parquet", "cut.parquet", "folder.jsonl"])
-def test_an_unusable_file_is_refused_and_nothing_is_written(tmp_path: Path, name: str) -> None:
-    (tmp_path / "empty.jsonl").write_text("")
-    (tmp_path / "folder.jsonl").mkdir()
-    write_eval_table(tmp_path / "rows.parquet", [])
-    complete = write_eval_table(tmp_path / "complete.parquet", [ROW]).read_bytes()
-    (tmp_path / "cut.parquet").write_bytes(complete[: len(complete) // 2])
-    assert name in usage_error("eval", "--samples", name, cwd=tmp_path)
-    assert not (tmp_path / "runs").exists()
 
 
 def test_sampling_settings_of_a_config_file_are_ignored(tmp_path: Path) -> None:

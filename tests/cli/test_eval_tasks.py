@@ -63,16 +63,7 @@ def test_training_and_evaluations_have_the_arguments_of_the_chat_template(place:
     off = ["--set", "model.chat_template_kwargs.enable_thinking=false"]
     shown = succeed("train", *common, *off, "--dry-run", cwd=place).out
     assert "{'enable_thinking': False} changes these lines of it:\n+ <think>\n+ \n+ </think>\n" in shown
-    small = [
-        "--steps",
-        "1",
-        "--max-tokens",
-        "4",
-        "--set",
-        "sampling.prompts=4",
-        "--set",
-        "sampling.samples=2",
-    ]
+    small = "--steps 1 --max-tokens 4 --set sampling.prompts=4 --set sampling.samples=2".split()  # noqa: SIM905
     succeed("train", *common, *off, *small, "--name", "t", "--no-mlflow", cwd=place)
     succeed("eval", *common, *off, *SHORT, "--name", "of-model", cwd=place)
     succeed("eval", "--model", "t", *SHORT, "--name", "of-run", cwd=place)
@@ -84,7 +75,7 @@ def test_training_and_evaluations_have_the_arguments_of_the_chat_template(place:
     ignored = ["--set", "model.chat_template_kwargs.enable_thinkin=false"]
     for command in (["train", *common, "--dry-run"], ["train", *common], ["eval", *common, *SHORT]):
         parts = [
-            "model.chat_template_kwargs.enable_thinkin = False",
+            "chat_template_kwargs.enable_thinkin = False",
             "(did you mean 'enable_thinking'?); leave it out",
         ]
         usage_error(*command, *ignored, cwd=place, parts=parts)

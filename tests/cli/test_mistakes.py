@@ -174,6 +174,9 @@ MISTAKES: dict[str, list[str]] = {
     "eval --resume half": ["half", "has no data for a resume"],
     "eval --resume my-run --samples one.jsonl": ["--resume", "leave out --samples"],
     "eval --resume gone": ["nowhere.jsonl was changed or deleted"],
+    "eval --samples one.jsonl --temperature 0 --limit 3 --sampler vllm": [
+        "--samples: nothing is sampled; leave out --temperature, --sampler, --limit"
+    ],
     "eval --samples nowhere.jsonl": ["nowhere.jsonl", "No such file"],
     "eval cmpare a b": ["cmpare", "compare"],
     "eval compare half half": ["no metrics by problem", "finish the evaluation first"],

@@ -200,6 +200,20 @@ def test_a_process_of_the_engine_that_holds_the_connection_is_ended_with_it(
     check_ended([int(pid)])
 
 
+@pytest.mark.slow
+def test_an_engine_that_does_not_answer_is_named(
+    monkeypatch: Patch, policy: Policy, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = started(monkeypatch, policy, "time.sleep(600)")
+    monkeypatch.setattr(watch, "stall_after", 0.3)
+    sampled = in_a_thread(engine.sample, PROMPTS, PARAMS, 0)
+    os.kill(child_of(engine).pid, signal.SIGSTOP)
+    wait_for(lambda: caplog.messages)
+    assert caplog.messages[0].startswith(f"waiting for the engine (process {child_of(engine).pid}) since ")
+    engine.close()
+    assert isinstance(sampled.exception(WAIT_S), RunError)
+
+
 def test_close_ends_a_process_that_samples(monkeypatch: Patch, policy: Policy) -> None:
     """The thread that waits for the completions gets an error at once."""
     monkeypatch.setattr(engine_process, "CLOSE_S", 10.0 * WAIT_S)
