@@ -14,8 +14,8 @@ from bandpo_cli.errors import UserError
 from bandpo_cli.processes.ranks import launched_name, rank_count, ranks_to_start
 
 if TYPE_CHECKING:
+    from bandpo_cli.experiments.monitor import ProfileCallback
     from bandpo_cli.experiments.plan import Plan
-    from bandpo_cli.experiments.profile import ProfileCallback
 
 
 @opt.takes_settings
@@ -106,7 +106,7 @@ def train(
             return None
         profiler = None
         if profile is not None:
-            from bandpo_cli.experiments.profile import ProfileCallback, check_profile_steps
+            from bandpo_cli.experiments.monitor import ProfileCallback, check_profile_steps
 
             check_profile_steps(profile, plan.first_step, plan.config.steps)
             profiler = ProfileCallback(profile)

@@ -36,7 +36,7 @@ from bandpo_cli.tracking.sender import tracker_rows
 from bandpo_cli.types import Rollout
 
 if TYPE_CHECKING:
-    from bandpo_cli.experiments.profile import ProfileCallback
+    from bandpo_cli.experiments.monitor import ProfileCallback
 
 PHASES = {
     "sample": "sampling",

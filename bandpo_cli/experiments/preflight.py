@@ -7,9 +7,9 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, partial
 from pathlib import Path
 
 from bandpo_cli.callbacks import Callback, TrainCallback
@@ -163,32 +163,16 @@ def prepare_task(config: RunConfig) -> Task:
 
 
 class EnvironmentTask:
-    """A task whose prompts come from its environment."""
+    """A task whose prompts come from its environment; `train_problems` and `heldout_sets` reset it once."""
 
     def __init__(self, task: Task, config: RunConfig) -> None:
-        self._task, self.name = task, task.name
         grader = None if getattr(config.task, "chosen_grader", None) else ENVIRONMENT_GRADER
-        self._reset = partial(first_messages, str(config.task.environment), config.grading, grader=grader)
-
-    @cached_property
-    def _train(self) -> Sequence[Problem]:
-        return self._reset(self._task.train_problems())
-
-    @cached_property
-    def _heldout(self) -> Mapping[str, Sequence[Problem]]:
-        return {label: self._reset(problems) for label, problems in self._task.heldout_sets().items()}
-
-    def train_problems(self) -> Sequence[Problem]:
-        """Return the problems to train on."""
-        return self._train
-
-    def heldout_sets(self) -> Mapping[str, Sequence[Problem]]:
-        """Return the evaluation sets by label."""
-        return self._heldout
-
-    def notes(self) -> list[str]:
-        """Return lines for the user on the problems read so far."""
-        return self._task.notes()
+        reset = partial(first_messages, str(config.task.environment), config.grading, grader=grader)
+        self.name, self.notes = task.name, task.notes
+        self.train_problems = cache(lambda: reset(task.train_problems()))
+        self.heldout_sets = cache(
+            lambda: {label: reset(problems) for label, problems in task.heldout_sets().items()}
+        )
 
 
 def check_model_and_task(config: RunConfig, setting: str) -> None:

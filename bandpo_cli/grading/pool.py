@@ -75,11 +75,10 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         self.error_folder: Path | None = None
         """Folder for the traceback and the completion of a custom function's first error, a file per function."""
         self._closing = ExitStack()
-        self.close = weakref.finalize(self, self._closing.close)
-        """Terminate the workers; the pool cannot be used afterwards."""
+        self.close = weakref.finalize(self, self._closing.close)  # terminates the workers
 
     def __exit__(self, *_: object) -> None:
-        """Terminate the workers."""
+        """Terminate the workers; the pool cannot be used afterwards."""
         self.close()
 
     @property
@@ -130,7 +129,9 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         }
         with delay_warnings(lambda: self._describe_progress(len(texts))):
             for index, (problem, text) in enumerate(zip(problems, texts, strict=True)):
-                self._report_progress(len(grades), problem.grader, problem.id)
+                if self._cancelled.is_set():
+                    raise RunError("grading was cancelled")
+                self._progress = (len(grades), problem.grader, problem.id)
                 try:
                     first = stages[problem.grader](problem, text)
                 except (KeyError, ValueError) as error:  # the problem lacks a field that this grader reads
@@ -158,7 +159,7 @@ class GraderPool(AbstractContextManager["GraderPool"]):
     ) -> Callable[[int], dict[int, Grade]]:
         """Submit answers to the workers of a grader; functions of this package run once per distinct arguments.
 
-        The returned function waits for the grades. It takes the number of answers that are already graded.
+        The returned function takes the number of answers that are already graded, and waits for the grades.
         """
         equal_answers: dict[object, list[int]] = defaultdict(list)
         for index, answer in answers.items():
@@ -169,7 +170,12 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         keys = pool.submit([answers[index] for index in firsts], ids, _batches(ids, self._config.batch))
 
         def wait(graded: int) -> dict[int, Grade]:
-            grades = pool.wait(keys, lambda more, label: self._report_progress(graded + more, name, label))
+            def on_wait(more: int, label: str | None) -> None:
+                if self._cancelled.is_set():
+                    raise RunError("grading was cancelled")
+                self._progress = (graded + more, name, label)
+
+            grades = pool.wait(keys, on_wait)
             use = self._uses[name]
             use.asynchronous = pool.asynchronous
             if pool.failure is not None and use.error is None:
@@ -204,12 +210,6 @@ class GraderPool(AbstractContextManager["GraderPool"]):
         content = "\n\n".join(filter(None, parts)) + "\n"
         write_text(path, content.encode(errors="replace").decode())  # it may have lone surrogates
         return f"; traceback and completion: {path}"
-
-    def _report_progress(self, graded: int, grader: str, problem_id: str | None) -> None:
-        """Store what a delay warning describes; raise RunError if grading was cancelled."""
-        if self._cancelled.is_set():
-            raise RunError("grading was cancelled")
-        self._progress = (graded, grader, problem_id)
 
     def _describe_progress(self, answers: int) -> str:
         graded, grader, problem_id = self._progress

@@ -15,7 +15,7 @@ from bandpo_cli.callbacks import RunInfo, StepReport
 from bandpo_cli.cli.train_view import print_profile
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.errors import UserError
-from bandpo_cli.experiments.profile import PhaseTime, ProfileCallback, check_profile_steps
+from bandpo_cli.experiments.monitor import PhaseTime, ProfileCallback, check_profile_steps
 from bandpo_cli.experiments.run import train
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.training.performance import StepTimer
