@@ -1,7 +1,8 @@
 """Data sets and templates by name, and the kinds of tasks."""
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from bandpo_cli.registries import Entry, Registry
 
@@ -81,7 +82,7 @@ class TaskEntry(Entry):
     Attributes:
         settings: a subclass of `config.task.TaskSettings`.
         build: a function from these settings to a `tasks.base.Task`.
-        defaults: a mapping of settings by section that replace the general defaults for this task; None for none.
+        defaults: settings by section that replace the general defaults for this task.
         bundled_model: the model of the package that was made for this task, its default; None for none.
         bundled_defaults: `defaults` for the bundled model.
         members: a function that returns a description of each member of the task, by name; `--task TASK:MEMBER`, the
@@ -91,12 +92,35 @@ class TaskEntry(Entry):
 
     settings: str
     build: str
-    defaults: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     bundled_model: str | None = None
-    bundled_defaults: str | None = None
+    bundled_defaults: Mapping[str, Any] = field(default_factory=dict)
     members: str | None = None
     package: str | None = None
     install: str = ""
+
+LANGUAGE_MODEL_DEFAULTS: dict[str, Any] = {
+    "model": {"gradient_checkpointing": "auto"},
+    # The logits of 2,048 sequences and vLLM's counts of their tokens take 6 GiB with a vocabulary of 152k.
+    "sampling": {"max_tokens": 1024, "max_prompt_tokens": 1024, "max_sequences": 512},
+    "optim": {"lr": 1e-6},  # the paper's, and usual for full fine-tuning of 0.5B to 8B parameters
+    "evaluation": {"samples": 4},
+}
+"""Defaults for worked answers of a language model. Those of the settings classes are for countdown and a model of a
+million parameters."""
+
+COUNTDOWN_DEFAULTS = LANGUAGE_MODEL_DEFAULTS | {
+    # An answer has 8 tokens without spaces, and twice as many with them.
+    "sampling": {"max_tokens": 32, "max_sequences": 512},
+    "evaluation": {},
+}
+"""Defaults for countdown with another model than the bundled one."""
+
+CALCULATOR_DEFAULTS: dict[str, Any] = {
+    "sampling": {"prompts": 32, "max_tokens": 48},
+    "optim": {"lr": 1e-4},
+}
+"""Defaults for the calculator with its bundled model, with 22 tokens for a call, its result and the answer."""
 
 DATA_TASK = "data"
 """The task of data sets and files. The name of a data set, as a task, stands for it."""
@@ -105,15 +129,15 @@ _CONFIG = "bandpo_cli.config.task"
 
 TASKS = Registry("task", [
     TaskEntry("countdown", "reach a target with +, − and * from given numbers", f"{_CONFIG}:CountdownTask",
-              "bandpo_cli.tasks.arithmetic:countdown", f"{_CONFIG}:COUNTDOWN_DEFAULTS", bundled_model="embedded"),
+              "bandpo_cli.tasks.arithmetic:countdown", COUNTDOWN_DEFAULTS, bundled_model="embedded"),
     TaskEntry("calculator", "a product and a sum, with a calculator as a tool", f"{_CONFIG}:CalculatorTask",
-              "bandpo_cli.tasks.arithmetic:calculator", f"{_CONFIG}:LANGUAGE_MODEL_DEFAULTS",
-              bundled_model="embedded-calculator", bundled_defaults=f"{_CONFIG}:CALCULATOR_DEFAULTS"),
+              "bandpo_cli.tasks.arithmetic:calculator", LANGUAGE_MODEL_DEFAULTS,
+              bundled_model="embedded-calculator", bundled_defaults=CALCULATOR_DEFAULTS),
     TaskEntry(DATA_TASK, "questions with reference answers from data sets and files", f"{_CONFIG}:DataTask",
-              "bandpo_cli.tasks.question_answers:QuestionAnswerTask", f"{_CONFIG}:LANGUAGE_MODEL_DEFAULTS"),
+              "bandpo_cli.tasks.question_answers:QuestionAnswerTask", LANGUAGE_MODEL_DEFAULTS),
     TaskEntry("reasoning-gym", "problems from the generators of the library reasoning-gym, scored by the library",
               f"{_CONFIG}:ReasoningGymTask", "bandpo_cli.tasks.reasoning_gym:ReasoningGym",
-              f"{_CONFIG}:LANGUAGE_MODEL_DEFAULTS", members="bandpo_cli.tasks.reasoning_gym:describe_generators",
+              LANGUAGE_MODEL_DEFAULTS, members="bandpo_cli.tasks.reasoning_gym:describe_generators",
               package="reasoning_gym", install='pip install "bandpo[gym]"'),
 ])
 

@@ -56,9 +56,8 @@ class TrackingConfig(Section):
     @property
     def names(self) -> tuple[str, ...]:
         """The trackers in use, each once."""
-        if self.mlflow is None:
-            return tuple(dict.fromkeys(self.trackers))
-        return ("mlflow", *self.other_trackers) if self.mlflow else self.other_trackers
+        names = dict.fromkeys(("mlflow", *self.trackers) if self.mlflow else self.trackers)
+        return tuple(name for name in names if name != "mlflow" or self.mlflow is not False)
 
     @property
     def with_mlflow(self) -> bool:
@@ -68,7 +67,7 @@ class TrackingConfig(Section):
     @property
     def other_trackers(self) -> tuple[str, ...]:
         """The trackers other than MLflow, each once."""
-        return tuple(name for name in dict.fromkeys(self.trackers) if name != "mlflow")
+        return tuple(name for name in self.names if name != "mlflow")
 
     @field_validator("uri")
     @classmethod

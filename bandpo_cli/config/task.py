@@ -42,12 +42,9 @@ from bandpo_cli.settings_validation import NotEmpty, Section, TaggedSection, req
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """The suffixes of the local files that can be read."""
 
-DatasetName = Annotated[str, AfterValidator(DATASETS.check_name)]
 GraderName = Annotated[str, AfterValidator(GRADERS.check_name)]
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=60)]
 """A part of a metric name."""
-FunctionPath = Annotated[str, AfterValidator(lambda name: _check_function_path(name))]
-"""A custom function or class, as module:name."""
 AsList = BeforeValidator(lambda value: [value] if isinstance(value, (str, dict)) else value)
 """A single item need not be in a list."""
 
@@ -55,6 +52,10 @@ AsList = BeforeValidator(lambda value: [value] if isinstance(value, (str, dict))
 def _check_function_path(name: str) -> str:
     require(is_function_path(name), f"'{name}': write it as module:name")
     return name
+
+
+FunctionPath = Annotated[str, AfterValidator(_check_function_path)]
+"""A custom function or class, as module:name."""
 
 
 class Fields(Section):
@@ -78,7 +79,7 @@ class Fields(Section):
 class Source(Section):
     """One source of problems. A plain string instead of a section is the name of a known data set or a path."""
 
-    name: DatasetName | None = None
+    name: Annotated[str, AfterValidator(DATASETS.check_name)] | None = None
     """A known data set: its hub id, its fields and the form of its answers are known. With `path` as well, that
     file is read instead (a local copy)."""
     path: NotEmpty | None = None
@@ -88,7 +89,6 @@ class Source(Section):
     split: str | None = None
     """The split of a data set on the hub; by default `train` for training and `test` for evaluation."""
     fields: Fields = Fields()
-
     levels: tuple[int, ...] | None = None
     """Keep problems of these levels only (MATH: 1 to 5)."""
     limit: PositiveInt | None = None
@@ -158,9 +158,7 @@ class TaskSettings(TaggedSection):
 
     tag = "name"
     default = "countdown"
-
     name: str
-
     rewards: Annotated[tuple[RewardComponent, ...] | None, AsList] = None
     """Several rewards, whose weighted sum is trained on. The first one decides which answers are correct, in training
     and in evaluations. null: the reward of the answers' grader."""
@@ -251,10 +249,6 @@ class CalculatorTask(TaskSettings):
     tools: Annotated[tuple[FunctionPath, ...], AsList] = ("bandpo_cli.grading.countdown:calculate",)
 
 
-def _with_graders(sources: tuple[Source, ...]) -> tuple[Source, ...]:
-    return tuple(source.model_copy(update={"grader": source.answer_grader}) for source in sources)
-
-
 class DataTask(TaskSettings):
     """Questions with reference answers, from known data sets, the hub or local files."""
 
@@ -289,7 +283,13 @@ class DataTask(TaskSettings):
         )
         if self.answer_grader is None:
             graders = self._graders_of_sources()
-            by_source = {"train": _with_graders(self.train), "heldout": _with_graders(self.heldout)}
+            by_source = {
+                part: tuple(
+                    source.model_copy(update={"grader": source.answer_grader})
+                    for source in getattr(self, part)
+                )
+                for part in ("train", "heldout")
+            }
             # The section is frozen; its validator writes the graders out, so that config.yaml has them.
             self.__dict__.update({"grader": graders.pop()} if len(graders) == 1 else by_source)
         return self
@@ -343,7 +343,6 @@ class ReasoningGymTask(TaskSettings):
     """
 
     name: Literal["reasoning-gym"] = "reasoning-gym"
-
     names: Annotated[tuple[str, ...], AsList] = ()
     """The generators, all mixed for training; each is a separate evaluation set, eval/<its name>/..."""
     size: PositiveInt = 500
@@ -361,30 +360,6 @@ class ReasoningGymTask(TaskSettings):
     a custom text. It must ask for <answer>...</answer>, which is what is scored. null: no system message."""
     template: Annotated[str, AfterValidator(_check_slot)] = "{question}"
     """The user message, with {question} in the place of the question."""
-
-
-LANGUAGE_MODEL_DEFAULTS: dict[str, Any] = {
-    "model": {"gradient_checkpointing": "auto"},
-    # The logits of 2,048 sequences and vLLM's counts of their tokens take 6 GiB with a vocabulary of 152k.
-    "sampling": {"max_tokens": 1024, "max_prompt_tokens": 1024, "max_sequences": 512},
-    "optim": {"lr": 1e-6},  # the paper's, and usual for full fine-tuning of 0.5B to 8B parameters
-    "evaluation": {"samples": 4},
-}
-"""Defaults for worked answers of a language model. Those of the settings classes are for countdown and a model of a
-million parameters."""
-
-COUNTDOWN_DEFAULTS = LANGUAGE_MODEL_DEFAULTS | {
-    # An answer has 8 tokens without spaces, and twice as many with them.
-    "sampling": {"max_tokens": 32, "max_sequences": 512},
-    "evaluation": {},
-}
-"""Defaults for countdown with another model than the bundled one."""
-
-CALCULATOR_DEFAULTS: dict[str, Any] = {
-    "sampling": {"prompts": 32, "max_tokens": 48},
-    "optim": {"lr": 1e-4},
-}
-"""Defaults for the calculator with its bundled model, with 22 tokens for a call, its result and the answer."""
 
 
 def task_from_arguments(texts: Sequence[str]) -> dict[str, Any]:
@@ -429,10 +404,9 @@ def default_layer(task: Any, model: Any) -> dict[str, Any]:
     if entry is None:
         return {}
     is_bundled = entry.bundled_model is not None and model in (None, entry.bundled_model)
-    location = entry.bundled_defaults if is_bundled else entry.defaults
-    defaults: dict[str, Any] = {} if location is None else load_attribute(location)
+    defaults = dict(entry.bundled_defaults if is_bundled else entry.defaults)
     if is_bundled:
-        defaults = {**defaults, "model": {"path": entry.bundled_model}}
+        defaults["model"] = {"path": entry.bundled_model}
     if is_bundled and entry.name != TaskSettings.default:  # else messages say that the task is the default
         defaults["task"] = {TaskSettings.tag: entry.name}
     return defaults

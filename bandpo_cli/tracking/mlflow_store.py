@@ -139,18 +139,11 @@ def _create_tables(uri: str) -> None:
     MlflowClient(tracking_uri=uri, registry_uri=uri).get_experiment_by_name("Default")
 
 
-def run_url(folder: Path, store: Store) -> str | None:
-    """Return the address of the charts of the run in `folder`; None where MLflow has not answered yet."""
-    place = store.place(folder)
-    return run_address(store, place.remote_id) if place and place.remote_id else None
-
-
 def run_address(store: Store, remote_id: str) -> str | None:
     """Return the address of the charts of a run: on the server, else where `mlflow ui` shows it; None for Databricks.
 
-    Without `workflowType`, MLflow 3.17 shows a run
-    among the evaluations of GenAI applications unless the user's browser remembers another choice; the experiment's tag
-    of its kind has no effect on that.
+    Without `workflowType`, MLflow 3.17 shows a run among the evaluations of GenAI applications, whatever the kind of
+    its experiment, unless the user's browser remembers another choice.
     """
     if store.uri.startswith("databricks"):
         return None
@@ -164,7 +157,8 @@ def ui_text(folder: Path, store: Store) -> str:
     For a server this is the address of the run; for a file or a database, the command that starts MLflow's pages, and
     on a second line the address that the run then has. Without a run at MLflow it is the server or the command.
     """
-    url = run_url(folder, store)
+    place = store.place(folder)
+    url = run_address(store, place.remote_id) if place and place.remote_id else None
     if is_server(store.uri):
         return url or ui_command(store.uri)
     return "\n".join(filter(None, (ui_command(store.uri), url)))

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -195,7 +195,11 @@ class MlflowTracker(Tracker):
             self._client.set_terminated(self.run_id, status, self.run.end_ms)
             self.status = status
         names = {file: file.relative_to(self.run.folder).as_posix() for file in files}
-        sizes = self._sizes({name.rpartition("/")[0] for name in names.values()})
+        folders = {name.rpartition("/")[0] for name in names.values()}
+        listed = (self._client.list_artifacts(self.run_id, folder or None) for folder in sorted(folders))
+        sizes = {
+            file.path: file.file_size for files_there in listed for file in files_there if not file.is_dir
+        }
         sent = 0
         for file, name in names.items():
             digest = file_digest(file)
@@ -209,11 +213,6 @@ class MlflowTracker(Tracker):
         """Send `file`, which lies in `folder`, to the same path in the run, or to that path in the folder `under`."""
         parent = (PurePosixPath(under) / file.relative_to(folder).parent.as_posix()).as_posix()
         self._client.log_artifact(self.run_id, str(file), None if parent == "." else parent)
-
-    def _sizes(self, folders: Iterable[str]) -> dict[str, int]:
-        """Return the sizes in bytes of the run's files directly in `folders`, by path."""
-        listed = (self._client.list_artifacts(self.run_id, folder or None) for folder in sorted(folders))
-        return {file.path: file.file_size for files in listed for file in files if not file.is_dir}
 
 
 def mlflow_tracker(store: Store) -> type[MlflowTracker]:
@@ -252,26 +251,21 @@ def send_evaluation(
         for path in filter(None, (folder, run_folder)):
             if os.access(path, os.W_OK):
                 stack.enter_context(send_lock(path, MLFLOW))
-        tracker = None if run_folder is None else _run_that_mlflow_has(store, run_folder)
-        if tracker is not None and run_folder is not None:
-            tracker.send([point], again=True)
-            for file in files:
-                tracker.send_file(file, folder, under=f"evals/{folder.name}")
-            return run_folder
+        if run_folder is not None and read_places(run_folder, MLFLOW):
+            tracker = None
+            with suppress(LookupError):  # MLflow does not have the run
+                tracker = _open_run(store, run_folder, {}, {}, create=False)
+            if tracker is not None:
+                tracker.send([point], again=True)
+                for file in files:
+                    tracker.send_file(file, folder, under=f"evals/{folder.name}")
+                return run_folder
         tracker = _open_run(store, folder, params, env)
         tracker.send([point], again=True)
         for file in files:
             tracker.send_file(file, folder)
         tracker.finish("FINISHED", {}, [])
         return folder
-
-
-def _run_that_mlflow_has(store: Store, folder: Path) -> MlflowTracker | None:
-    """Return the run in `folder` at a store, unchanged; None if the store does not have it."""
-    if read_places(folder, MLFLOW):
-        with suppress(LookupError):
-            return _open_run(store, folder, {}, {}, create=False)
-    return None
 
 
 def _open_run(

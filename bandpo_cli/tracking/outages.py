@@ -122,17 +122,13 @@ class TrackerCallback(CallbackBase):
         self._wake.set()
         if self._thread.ident is None:  # never started: the tracker knows nothing of this run
             return
-        self._wait_for_sender()
-        if not self._closed:
-            log.warning("%s", self._missing_message())
-
-    def _wait_for_sender(self) -> None:
-        """Wait until the thread has sent the end of the run, within the limits for a tracker that fails or not."""
         begin = answered = now = time.monotonic()
         while self._thread.is_alive() and now < min(begin + FINISH_TIMEOUT_S, answered + UNREACHABLE_GRACE_S):
             self._thread.join(0.05)
             now = time.monotonic()
             answered = now if self._reached else answered
+        if not self._closed:
+            log.warning("%s", self._missing_message())
 
     def _send_until_closed(self) -> None:
         """Send what is new until the run is closed, or until the last retry after its end; the thread's target."""
@@ -190,7 +186,7 @@ class TrackerCallback(CallbackBase):
         """Return a line with what the tracker lacks and the command that sends it."""
         parts: list[str] = []
         with suppress(UserError, OSError):  # a file of the run is gone or damaged: sync names it
-            steps, files = self._sender.unsent_steps(), self._sender.unsent_files()
+            steps, files = self._sender.unsent()
             parts += [f"the metrics of {len(steps)} steps (from step {steps[0]})"] if steps else []
             parts += [f"{len(files)} files"] if files else []
         what = " and ".join(parts) or "the end of the run"

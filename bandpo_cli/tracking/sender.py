@@ -20,7 +20,6 @@ from bandpo_cli.storage.run_record import StoredRun, read_stored_run, read_summa
 from bandpo_cli.tracking.mlflow_store import MLFLOW, Store, tracking_store, ui_text
 from bandpo_cli.tracking.mlflow_tracker import mlflow_tracker
 from bandpo_cli.tracking.trackers import (
-    Place,
     Point,
     Sent,
     TrackedRun,
@@ -174,23 +173,25 @@ class RunSender:
             tracker.describe(description)
             self._finish(status, point.metrics, files)
 
-    def unsent_steps(self) -> list[int]:
-        """Return the steps that the tracker has not accepted."""
+    def unsent(self) -> tuple[list[int], list[str]]:
+        """Return the steps and the files of the run, by path in its folder, that the tracker lacks."""
         records, _ = read_metrics_after(self._folder / "metrics.jsonl", self._offset)
-        last = self._state.step if self._state else -1
-        return [record["step"] for record in records if record["step"] > last]
-
-    def unsent_files(self) -> list[Path]:
-        """Return the files of the run that the tracker lacks."""
-        digests, sent = self._digests(run_artifacts(self._folder)), self._state.files if self._state else {}
-        return [self._folder / name for name, digest in digests.items() if sent.get(name) != digest]
+        last, sent = (self._state.step, self._state.files) if self._state else (-1, {})
+        digests = self._digests(run_artifacts(self._folder))
+        steps = [record["step"] for record in records if record["step"] > last]
+        return steps, [name for name, digest in digests.items() if sent.get(name) != digest]
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
         """Hold the lock for sending, and close the tracker after an error, or if another process has sent the run."""
         with send_lock(self._folder, self._name):
             try:
-                if self._tracker is not None and self._state != self._stored_state():
+                known = self._state
+                if (
+                    self._tracker is not None
+                    and known is not None
+                    and known != find_place(self._folder, self._name, known.destination, known.project)
+                ):
                     self._tracker.close()
                     self._tracker = None
                 with exits_as_errors(self.place):
@@ -201,10 +202,6 @@ class RunSender:
                         self._tracker.close()
                 self._tracker = None
                 raise
-
-    def _stored_state(self) -> Place | None:
-        assert self._state is not None
-        return find_place(self._folder, self._name, self._state.destination, self._state.project)
 
     def _update(self, **changes: Any) -> None:
         """Record what the tracker has."""

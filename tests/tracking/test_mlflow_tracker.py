@@ -15,7 +15,7 @@ from bandpo_cli.callbacks import RunResult
 from bandpo_cli.config.run import TrackingConfig
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking import outages
-from bandpo_cli.tracking.mlflow_store import Store, run_url, tracking_store
+from bandpo_cli.tracking.mlflow_store import Store, tracking_store, ui_text
 from bandpo_cli.tracking.mlflow_tracker import MlflowTracker
 from bandpo_cli.tracking.outages import TrackerCallback
 from bandpo_cli.types import RunStatus
@@ -51,7 +51,7 @@ def test_a_sqlite_file_in_the_runs_folder_gets_the_complete_record(run, mirror):
     store = tracking_store(TrackingConfig(), run.path.parent, {})
     assert mirror(run, store, "FAILED") == []
     first = check_complete(store.uri, "FAILED")
-    assert run_url(run.path, store) == (
+    assert ui_text(run.path, store).splitlines()[1] == (
         f"http://127.0.0.1:5000/#/experiments/{first.experiment_id}/runs/{first.run_id}/model-metrics"
         "?workflowType=machine_learning"
     )
