@@ -99,7 +99,9 @@ def write_inputs(folder: Path) -> None:
 
 
 def write_model(folder: Path) -> None:
-    """Write a Qwen2 folder with random weights whose vocabulary is words and whole answers.
+    """Write a Llama folder with random weights whose vocabulary is words and whole answers.
+
+    transformers gives every Qwen2 model the tokenizer of Qwen2, which reads no words.
 
     A random model over single letters never writes an answer; this one does in most completions.
     """
@@ -107,7 +109,7 @@ def write_model(folder: Path) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers import PreTrainedTokenizerFast, LlamaConfig, LlamaForCausalLM
 
     special = ("<pad>", "<unknown>", "<end>")
     answers = [f"\\boxed{{{answer}}}" for answer in _ANSWERS]
@@ -120,8 +122,8 @@ def write_model(folder: Path) -> None:
         tokenizer_object=backend, eos_token="<end>", pad_token="<pad>", unk_token="<unknown>"
     )
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
+    model = LlamaForCausalLM(
+        LlamaConfig(
             vocab_size=len(vocabulary),
             hidden_size=32,
             intermediate_size=64,
