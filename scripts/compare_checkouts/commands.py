@@ -66,7 +66,7 @@ train-resume < train-killed: train --resume killed
 train-further < train-resume: train --resume killed --steps 7
 eval-run < train-kl: eval --model kl@2 --name eval-run --no-mlflow
 eval-file: eval --model model --task heldout.jsonl --task problems.jsonl --n 4 --max-tokens 6 --limit 8 --no-mlflow \
-    --name eval-file --grader math --set sampling.max_prompt_tokens=40 --set grading.workers=1 \
+    --name eval-file --grader math --set sampling.max_prompt_tokens=52 --set grading.workers=1 \
     --set grading.deadline=60 --set evaluation.batch=8
 eval-again < eval-file: eval --resume eval-file --no-mlflow
 sweep < train-kl: sweep sweep.yaml -c small.yaml --steps 2 --jobs 2 --name sweep --set checkpoint.every=0

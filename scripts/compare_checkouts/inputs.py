@@ -52,7 +52,7 @@ objective: {aggregation: seq-sum-norm, old_logprobs: sampler}
 model: {gradient_checkpointing: true, dtype: bfloat16}
 """,
     "file.yaml": """
-sampling: {max_tokens: 6, max_prompt_tokens: 40}
+sampling: {max_tokens: 6, max_prompt_tokens: 52}
 task: {name: data, train: [problems.jsonl], heldout: [heldout.jsonl, {path: hard.csv, grader: "mine:digits"}]}
 model: {path: model}
 """,
@@ -109,7 +109,7 @@ def write_model(folder: Path) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     special = ("<pad>", "<unknown>", "<end>")
     answers = [f"\\boxed{{{answer}}}" for answer in _ANSWERS]
