@@ -157,7 +157,7 @@ def compare_files(old: Path, new: Path, plain: tuple[Plain, Plain]) -> Differenc
         return None
     try:
         values = [read_values(path, replace) for path, replace in zip((old, new), plain, strict=True)]
-    except (ValueError, KeyError, yaml.YAMLError, sqlite3.Error) as error:
+    except (ValueError, KeyError, yaml.YAMLError, sqlite3.Error, safetensors.SafetensorError) as error:
         return Difference(f"cannot be read ({error})", old, new)
     return first_difference(*values)
 
