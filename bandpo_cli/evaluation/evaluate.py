@@ -1,12 +1,8 @@
 """Evaluation of a policy: sample and grade completions batch by batch, for training and for `bandpo eval` alike.
 
 The engine receives all batches, and a thread grades the completions of one while the next ones are sampled. Engine and
-tokenizer are called from the thread of the caller alone.
-
-With several ranks, each of them samples and grades its share of the problems of every batch. The completions of a
-problem depend neither on the number of ranks nor on the size of the batches.
-
-Without sampling this module imports no torch: grading and scoring stored completions needs no model.
+tokenizer are called from the thread of the caller alone. Only sampling imports torch: stored completions are graded
+without it.
 """
 
 from __future__ import annotations
@@ -16,6 +12,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from bandpo_cli.config.sampling import EvaluationConfig
@@ -26,7 +23,7 @@ from bandpo_cli.seeds import derive_seed
 from bandpo_cli.storage.eval_folder import PartKey
 from bandpo_cli.storage.tables import EvalRow, encode_extra
 from bandpo_cli.tasks.completions import StoredCompletion, StoredProblem
-from bandpo_cli.types import Completion, Grade, Grader, Problem
+from bandpo_cli.types import Grade, Grader, Problem
 
 if TYPE_CHECKING:
     from bandpo_cli.sampling.prompt_encoding import EncodedPrompt, PromptEncoder
@@ -35,12 +32,9 @@ if TYPE_CHECKING:
 
 _Item = TypeVar("_Item")
 
-SubmitAnswers = Callable[[Sequence[Problem], Sequence[str]], Future[list[Grade]]]
-"""Returns the future grades of texts [N], each as an answer to its problem [N]."""
-
-
-BeginGrading = Callable[[Sequence[Problem], Sequence[str]], Callable[[], list[Grade]]]
-"""Returns a function that returns the grades of texts [N], each as an answer to its problem [N]."""
+MAX_UNGRADED_BATCHES = 2
+"""Batches that are sampled and not graded yet; before a further one is sampled, the caller waits for a grade. It bounds
+the memory, and what an interrupted evaluation loses."""
 
 
 class Batch(NamedTuple):
@@ -102,11 +96,13 @@ def eval_row(
 
 
 @contextmanager
-def background_grading(begin: BeginGrading, cancel: Callable[[], None]) -> Iterator[SubmitAnswers]:
+def background_grading(
+    begin: Callable[[Sequence[Problem], Sequence[str]], Callable[[], list[Grade]]], cancel: Callable[[], None]
+) -> Iterator[Callable[[Sequence[Problem], Sequence[str]], Future[list[Grade]]]]:
     """Grade batches in one thread, in the order in which they are submitted; yield the function that submits one.
 
-    If the block ends with an exception, Ctrl-C included, the waiting batches are dropped and the running one is
-    cancelled.
+    It takes texts [N] and their problems [N]. If the block ends with an exception, Ctrl-C included, the waiting batches
+    are dropped and the running one is cancelled.
 
     Args:
         begin: called in the thread of the caller; the function that it returns is called in the other thread.
@@ -120,14 +116,6 @@ def background_grading(begin: BeginGrading, cancel: Callable[[], None]) -> Itera
         executor.shutdown(cancel_futures=True)
         raise
     executor.shutdown()
-
-
-MAX_UNGRADED_BATCHES = 2
-"""Batches that are sampled and not graded yet; before a further one is sampled, the caller waits for a grade. It bounds
-the memory, and what an interrupted evaluation loses."""
-
-_Share = tuple[Batch, Sequence[Problem], Sequence["EncodedPrompt"]]
-"""A batch without rows, and this rank's problems of it with their prompts; there may be none."""
 
 
 def sample_batches(
@@ -149,7 +137,8 @@ def sample_batches(
     The completions of a problem depend on the run's seed, the label of its set and its place in the set, not on which
     batches were `done` before. Rewards are not scaled or shaped as in training.
 
-    With several ranks, all of them must iterate together with equal arguments; each of them gets the complete batches.
+    With several ranks, all of them must iterate together with equal arguments. Each of them samples and grades its part
+    of a batch and gets the complete batch.
 
     Args:
         grade: grades texts [N], each as an answer to its problem [N]; called in another thread.
@@ -159,22 +148,20 @@ def sample_batches(
         version: version of the policy's weights that the sampler must run.
         done: keys of batches to skip.
         cancel: makes a running call of `grade` end soon; called if the iteration ends early.
-        ranks: the processes that sample and grade a share of each batch.
         conversations: samples several turns per completion; None for one.
 
     Raises:
         StaleEngineError: the sampler does not run the weights of `version`.
     """
-    from bandpo_cli.sampling.rollouts import (
-        decode_completions,
-        problem_per_completion,
-        stream_completions,
-        with_turns,
-    )
+    from bandpo_cli.sampling.rollouts import decode_completions, problem_per_completion, stream_completions
     from bandpo_cli.sampling.sampler import SampleRequest
 
-    requested: deque[_Share] = deque()
-    sampled: deque[tuple[_Share, list[list[Completion]], list[str], Future[list[Grade]]]] = deque()
+    # Batches without rows, with this rank's problems of them and their prompts; there may be none.
+    requested: deque[tuple[Batch, Sequence[Problem], Sequence[EncodedPrompt]]] = deque()
+    # Batches without rows, with the problem, the prompt, the completion and the grade of each row.
+    sampled: deque[tuple[Batch, list[Problem], list[str], list[StoredCompletion], Future[list[Grade]]]] = (
+        deque()
+    )
 
     def requests() -> Iterator[tuple[Sequence[Problem], SampleRequest]]:
         for index, (label, problems_P) in enumerate(sets.items()):
@@ -189,14 +176,9 @@ def sample_batches(
 
     def next_batch() -> Batch:
         """Wait for the grades of the first sampled batch, and return it complete, on every rank."""
-        (batch, problems, prompts), completions_PG, texts, grades = sampled.popleft()
-        graded = zip(texts, grades.result(), strict=True)
-        rows = []
-        for problem, prompt, group in zip(problems, prompts, completions_PG, strict=True):
-            for item, (text, grade) in zip(group, graded, strict=False):
-                stored = StoredCompletion(text, len(item.token_ids), item.finish_reason, sum(item.logprobs))
-                rows.append(eval_row(batch.label, with_turns(problem, item), prompt.text, stored, grade))
-        return batch._replace(rows=ranks.gather_all(rows))
+        batch, problems, prompts, completions, grades = sampled.popleft()
+        values = zip(problems, prompts, completions, grades.result(), strict=True)
+        return batch._replace(rows=ranks.gather_all([eval_row(batch.label, *row) for row in values]))
 
     with (
         Wait("the next completions of the evaluation", "it may only be slow", is_work=True),
@@ -204,10 +186,18 @@ def sample_batches(
         closing(stream_completions(sampler, requests(), params, version, conversations)) as stream,
     ):
         for completions_PG in stream:
-            share = requested.popleft()
+            batch, problems, prompts = requested.popleft()
+            answered = problem_per_completion(problems, completions_PG)
             texts = decode_completions(encoder.tokenizer, completions_PG)
-            grades = submit(problem_per_completion(share[1], completions_PG), texts)
-            sampled.append((share, completions_PG, texts, grades))
+            grades = submit(answered, texts)
+            shown = [
+                prompt.text for prompt, group in zip(prompts, completions_PG, strict=True) for _ in group
+            ]
+            stored = [
+                StoredCompletion(text, len(item.token_ids), item.finish_reason, sum(item.logprobs))
+                for text, item in zip(texts, chain.from_iterable(completions_PG), strict=True)
+            ]
+            sampled.append((batch, answered, shown, stored, grades))
             # Several ranks gather the grades, and sampling may communicate, too: the order must not depend on time.
             while len(sampled) > MAX_UNGRADED_BATCHES or (
                 ranks.size == 1 and sampled and sampled[0][-1].done()

@@ -49,7 +49,8 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     Raises:
         ValueError: 1 ≤ k ≤ n or 0 ≤ correct ≤ n does not hold.
     """
-    _check_counts(n, correct, k, "pass")
+    if not 1 <= k <= n or not 0 <= correct <= n:
+        raise ValueError(f"pass@{k} of {correct} correct in {n}: needs 1 <= k <= n and 0 <= correct <= n")
     return 1.0 - comb(n - correct, k) / comb(n, k)
 
 
@@ -127,12 +128,6 @@ def mean_intervals(values_FP: ArrayLike, seed: int = 0, resamples: int = RESAMPL
     return [Interval(*map(float, row)) for row in zip(means, low, high, strict=True)]
 
 
-def _check_counts(n: int, correct: int, k: int, name: str) -> None:
-    """Raise ValueError unless 1 ≤ k ≤ n and 0 ≤ correct ≤ n."""
-    if not 1 <= k <= n or not 0 <= correct <= n:
-        raise ValueError(f"{name}@{k} of {correct} correct in {n}: needs 1 <= k <= n and 0 <= correct <= n")
-
-
 def _nominal_level(problems: int) -> float:
     """Return the confidence level to pass to the bootstrap so that its coverage is `LEVEL`.
 
@@ -179,18 +174,13 @@ def _win_probability(size: int, others: tuple[int, ...], abstentions: int, k: in
         free = _binomial(harmless, k / n)[: k - m + 1]
         ways[:, : len(free)] = free
         for rival in rivals:
-            ways = _times(ways, weights[rival], m, u)
+            product = np.zeros_like(ways)  # times Σ_{x<m} P(x) z^x + u·P(m) z^m
+            for x in range(min(m, k - m) + 1):
+                term = weights[rival][x] * ways[:, : k - m + 1 - x]
+                product[:, x:] += term * u[:, None] if x == m else term
+            ways = product
         total += float(weights[size][m] * (u_weights @ ways[:, k - m]))
     return total / float(_binomial(n, k / n)[k])
-
-
-def _times(ways: FloatArray, weights: FloatArray, most: int, u: FloatArray) -> FloatArray:
-    """Return the polynomials in z, one per row, times Σ_{x<most} weights[x] z^x + u·weights[most] z^most."""
-    product = np.zeros_like(ways)
-    for x in range(min(most, ways.shape[1] - 1) + 1):
-        term = weights[x] * ways[:, : ways.shape[1] - x]
-        product[:, x:] += term * u[:, None] if x == most else term
-    return product
 
 
 @lru_cache(maxsize=4096)

@@ -36,20 +36,7 @@ from bandpo_cli.models.load import Policy, save_policy
 from bandpo_cli.models.weights import ShardError, local_tensor, weights_to_save, write_shards
 from bandpo_cli.processes.ranks import Ranks
 from bandpo_cli.processes.watch import Wait
-from bandpo_cli.storage.checkpoints import (
-    OPTIMIZER,
-    ROLLOUTS,
-    SHARDS,
-    TRAINER,
-    Progress,
-    complete_checkpoints,
-    delete_checkpoint,
-    hidden_folder,
-    is_written_in_background,
-    prune_checkpoints,
-    remove_tree,
-    write_trainer_state,
-)
+from bandpo_cli.storage import checkpoints
 from bandpo_cli.storage.environment import available_memory
 from bandpo_cli.storage.files import apply_umask, file_checksum, sync
 from bandpo_cli.storage.run_folder import RunFolder
@@ -58,14 +45,13 @@ from bandpo_cli.training.rollout_batches import BackgroundCall, SampledGroups, w
 from bandpo_cli.training.update import check_finite_weights
 
 RESERVED_BYTES = 64 * 2**20
-"""Disk space reserved for tokenizer, config and file system overhead; the largest tokenizers take about 30 MB."""
+"""Disk space for tokenizer, config and file system overhead; the largest tokenizers take about 30 MB."""
 
 CHUNK_BYTES = 64 * 2**20
 """Bytes of the optimizer state that are written and flushed at a time: a fraction of a second on a local disk."""
 
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Names of types in the order of the tensors in a safetensors file: wide types first, then by name."""
-
 
 MAX_SHARE = 0.5
 """Largest share of the available memory that the copy may take: the next step needs memory, too."""
@@ -85,7 +71,7 @@ class TrainedState:
 
     weights: Mapping[str, torch.Tensor]
     optimizer: Mapping[str, torch.Tensor]
-    progress: Progress
+    progress: checkpoints.Progress
     ahead: SampledGroups | None = None
 
     @property
@@ -136,20 +122,22 @@ def write_checkpoint(
         RunError: the files cannot be written. An existing checkpoint stays, and the hidden folder is removed, as after
             any other exception.
     """
-    ranks, hidden = policy.ranks, hidden_folder(folder, "writing")
+    ranks, hidden = policy.ranks, checkpoints.hidden_folder(folder, "writing")
     checksums: dict[str, str] = {}
 
     @_write_errors(folder)
     def write_files() -> None:
-        remove_tree(hidden)  # that a crash left
-        (hidden / TRAINER).mkdir(parents=True)
+        checkpoints.remove_tree(hidden)  # that a crash left
+        (hidden / checkpoints.TRAINER).mkdir(parents=True)
         save_policy(policy, hidden, state.weights)
         check()
         if state.ahead is not None:
-            (hidden / ROLLOUTS).parent.mkdir()
-            write_sampled(hidden / ROLLOUTS, state.ahead)
+            (hidden / checkpoints.ROLLOUTS).parent.mkdir()
+            write_sampled(hidden / checkpoints.ROLLOUTS, state.ahead)
         if ranks.size == 1:
-            checksums[OPTIMIZER] = write_tensors(hidden / OPTIMIZER, state.optimizer, check)
+            checksums[checkpoints.OPTIMIZER] = write_tensors(
+                hidden / checkpoints.OPTIMIZER, state.optimizer, check
+            )
 
     @_write_errors(folder)
     def complete() -> None:
@@ -158,11 +146,11 @@ def write_checkpoint(
             if path.is_file():
                 apply_umask(path)  # safetensors makes files that only their owner can read
             sync(path)
-        write_trainer_state(hidden, state.progress, checksums)  # flushes its file itself
+        checkpoints.write_trainer_state(hidden, state.progress, checksums)  # flushes its file itself
         sync(hidden)
         check()
         if os.path.lexists(folder):
-            delete_checkpoint(folder)
+            checkpoints.delete_checkpoint(folder)
         os.rename(hidden, folder)
         sync(folder.parent)
 
@@ -179,7 +167,7 @@ def write_checkpoint(
 
 def _write_sharded_optimizer(state: TrainedState, folder: Path, ranks: Ranks) -> dict[str, str]:
     """Write the optimizer state of all ranks into the hidden folder; return the checksums of the files by name."""
-    shards = hidden_folder(folder, "writing") / SHARDS
+    shards = checkpoints.hidden_folder(folder, "writing") / checkpoints.SHARDS
     with _write_errors(folder):
         write_shards(shards, state.optimizer, ranks)
     # Read by each rank after its write: on a file system that is not shared, a rank does not find all files.
@@ -192,7 +180,7 @@ def _write_sharded_optimizer(state: TrainedState, folder: Path, ranks: Ranks) ->
 
     @_write_errors(folder)
     def checksums() -> dict[str, str]:
-        return {f"{SHARDS}/{name}": file_checksum(shards / name) for name in ranks.share(names)}
+        return {f"{checkpoints.SHARDS}/{name}": file_checksum(shards / name) for name in ranks.share(names)}
 
     return {name: value for part in ranks.agree(checksums) for name, value in part.items()}
 
@@ -213,8 +201,7 @@ def write_tensors(
     """Write tensors of floating-point types as a safetensors file and return the `file_checksum` of the file.
 
     The bytes are those of `safetensors.torch.save_file`, which writes a file in one call. This function writes and
-    flushes chunks, so that `check`, called before each of them, can give up a file of many GB. A thread hashes the
-    chunks meanwhile: both release the interpreter's lock.
+    flushes chunks, so that `check`, called before each of them, can give up a file of many GB. A thread hashes them.
     """
     ordered = sorted(tensors.items(), key=lambda item: ([*_DTYPES].index(item[1].dtype), item[0]))
     header: dict[str, object] = {}
@@ -253,11 +240,8 @@ class StateCopy:
     """Copy of a training state in host memory, pinned where the state is on a GPU.
 
     Its tensors are allocated once and overwritten by each copy; the state must keep its tensors in their places. With
-    several ranks each copies its shards of the optimizer state; the weights, which rank 0 has gathered in host memory,
-    are kept as they are.
-
-    Args:
-        mesh: the ranks of the shards of a state on GPUs, for its copy.
+    several ranks each copies its shards of the optimizer state, on `mesh`; the weights, which rank 0 has gathered in
+    host memory, are kept as they are.
     """
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
@@ -273,11 +257,7 @@ class StateCopy:
         )
 
     def take(self, state: TrainedState) -> TrainedState:
-        """Copy `state` and return the copy, which the next call overwrites.
-
-        Raises:
-            RuntimeError, MemoryError: there is not enough memory.
-        """
+        """Copy `state` and return the copy. Raises RuntimeError or MemoryError if there is not enough memory."""
         tensors = _by_place(state)
         for place, tensor in tensors.items():
             if place not in self._copies:
@@ -321,13 +301,13 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
     def __init__(self, config: RunConfig, components: Components, folder: RunFolder) -> None:
         self._config, self._components, self._folder = config, components, folder
         self._ranks, self._thread_policy = components.policy.ranks, components.policy
-        self._in_background = is_written_in_background(config)
-        if self._in_background:
+        self._copy: StateCopy | None = None  # None where training waits for the checkpoints
+        if checkpoints.is_written_in_background(config):
             tokenizer = copy.deepcopy(components.policy.tokenizer)  # it refuses calls from two threads
             ranks = self._ranks.for_thread()
             self._thread_policy = replace(components.policy, tokenizer=tokenizer, ranks=ranks)
-        on_gpus = self._ranks.size > 1 and components.policy.device.type == "cuda"
-        self._copy = StateCopy(init_device_mesh("cpu", (self._ranks.size,)) if on_gpus else None)
+            on_gpus = ranks.size > 1 and components.policy.device.type == "cuda"
+            self._copy = StateCopy(init_device_mesh("cpu", (ranks.size,)) if on_gpus else None)
         self._pending: TrainedState | None = None  # the copy of `prepare`
         self._call: BackgroundCall | None = None
         self._abandoned = threading.Event()
@@ -359,7 +339,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         weights, optimizer = weights_to_save(policy.model, self._ranks), components.optimizer.state()
         state = TrainedState(weights, optimizer, components.progress(step), components.ahead)
         check_savable(policy, state, self._folder.checkpoint_dir(step))
-        self._pending = self._copied(state) if self._in_background and step < self._config.steps else None
+        self._pending = self._copied(state) if step < self._config.steps else None
         if self._pending is None:
             self._write(policy, state)
 
@@ -367,7 +347,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         """Write the copy in a thread, now that the step's line is in metrics.jsonl; without one, remove older ones."""
         pending, self._pending = self._pending, None
         if pending is None:
-            self._ranks.on_main(lambda: prune_checkpoints(self._folder, self._config.checkpoint))
+            self._ranks.on_main(lambda: checkpoints.prune_checkpoints(self._folder, self._config.checkpoint))
         else:
             self._call = BackgroundCall("checkpoint", partial(self._write_in_thread, pending))
             self._call.start()
@@ -387,15 +367,18 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             call.finish()
 
     def save_on_stop(self, step: int) -> None:
-        """Save the state after `step`, unless no step was done or the step has a checkpoint already."""
+        """Save the state after `step`, unless no step was done or it has a checkpoint already."""
         self.wait()
-        if step > 0 and self._ranks.on_main(lambda: step not in complete_checkpoints(self._folder).complete):
-            self._in_background = False
+        saved = self._ranks.on_main(lambda: checkpoints.complete_checkpoints(self._folder).complete)
+        if step > 0 and step not in saved:
+            self._copy = None
             self.prepare(step)
             self.commit()
 
     def _copied(self, state: TrainedState) -> TrainedState | None:
-        """Return a copy of `state`. Without enough memory warn, return None and take no further copies."""
+        """Return a copy of `state` to write in the background, or None; warn once if there is too little memory."""
+        if self._copy is None:
+            return None
         here = socket.gethostname()
         missing = self._ranks.gather((here, self._copy.missing_bytes(state)))
         needed = sum(size for host, size in missing if host == here)  # of all ranks on this machine
@@ -405,7 +388,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
                 copied = self._copy.take(state)
         if not self._ranks.any(copied is None):
             return copied
-        self._in_background, self._copy = False, StateCopy()
+        self._copy = None
         log.warning(
             "training waits for its checkpoints: to write them in the background takes a copy of %s MiB in memory%s",
             f"{needed / 2**20:,.0f}",
@@ -428,7 +411,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
             torch.cuda.set_device(policy.device)
         with suppress(AbandonedError):
             self._write(policy, state)
-            policy.ranks.on_main(lambda: prune_checkpoints(self._folder, self._config.checkpoint))
+            policy.ranks.on_main(lambda: checkpoints.prune_checkpoints(self._folder, self._config.checkpoint))
 
     def _check_abandoned(self) -> None:
         if self._abandoned.is_set():

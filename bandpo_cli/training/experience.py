@@ -12,7 +12,6 @@ padding, and in the order of the completions. Log-probs and entropies are in nat
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, compress
@@ -294,14 +293,12 @@ def _sampled(
     if not all(completion.token_ids for completion in completions):
         raise RunError("the sampler returned a completion without a token, not even an end token")
     device = advantages_PG.device
-
-    def flat(values: list[array[float]]) -> torch.Tensor:
-        return device_tensor(np.concatenate([*map(np.asarray, values)]), device)
-
     lengths = device_tensor([len(completion.token_ids) for completion in completions], device)
     peers = [share for group in groups for share in wrong_peers(group)]
-    sampler_logprobs = flat([completion.logprobs for completion in completions])
-    has_entropies = all(len(item.entropies) == len(item.token_ids) for item in completions)
+    sampler_logprobs = device_tensor(np.concatenate([item.logprobs for item in completions]), device)
+    entropy = None
+    if all(len(item.entropies) == len(item.token_ids) for item in completions):
+        entropy = device_tensor(np.concatenate([item.entropies for item in completions]), device)
     return Experience(
         groups=groups,
         micro_batches=(),
@@ -312,7 +309,7 @@ def _sampled(
         advantages=advantages_PG.flatten().repeat_interleave(lengths),
         sampler_logprobs=sampler_logprobs,
         old_logprobs=sampler_logprobs,
-        entropy=flat([completion.entropies for completion in completions]) if has_entropies else None,
+        entropy=entropy,
         loss=loss,
         old=old,
     )

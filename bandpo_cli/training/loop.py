@@ -46,7 +46,7 @@ from bandpo_cli.training.metrics import (
     token_values,
     update_metrics,
 )
-from bandpo_cli.training.performance import StepTimer, packed_work
+from bandpo_cli.training.performance import PackedWork, StepTimer
 from bandpo_cli.training.rollout_batches import RolloutBatches
 from bandpo_cli.training.update import handle_bad_update, update_policy
 from bandpo_cli.types import Group, Rollout
@@ -84,7 +84,7 @@ def train(
     policy, optimizer, is_main = components.policy, components.optimizer, components.ranks.is_main
     with (
         CheckpointWriter(config, components, folder) as writer,
-        packed_work(policy.model, components.ranks) as work,
+        PackedWork(policy.model, components.ranks) as work,
         RolloutBatches(config, components) as batches,
     ):
         if first == 0 and is_evaluation_due(config.evaluation, 0, config.steps):

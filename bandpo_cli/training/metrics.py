@@ -262,7 +262,7 @@ def token_values(
     starts, tokens = np.cumsum(lengths) - lengths, lengths.sum()
     names = ("advantage", "ratio", "entropy", "lower", "upper", "importance")
     columns: dict[str, NDArray[Any]] = {name: np.full(tokens, np.nan, np.float32) for name in names}
-    columns["old_logprob"] = np.concatenate([np.asarray(completion.logprobs) for completion in completions])
+    columns["old_logprob"] = np.concatenate([completion.logprobs for completion in completions])
     columns["clipped"] = np.zeros(tokens, np.uint8)
     of_group = np.split(
         np.arange(tokens), starts[np.cumsum([len(group.rollouts_G) for group in sampled])[:-1]]
@@ -281,7 +281,7 @@ def token_values(
             store(experience.left_out, None)
     with np.errstate(over="ignore"):  # values above 65,504 become infinite
         halves: dict[str, Any] = {name: columns.pop(name).astype(np.float16) for name in names[2:]}
-    ids = np.concatenate([np.asarray(completion.token_ids) for completion in completions])
+    ids = np.concatenate([completion.token_ids for completion in completions])
     vocabulary, text_index = np.unique(ids, return_inverse=True)
     texts = token_texts(tokenizer, vocabulary.tolist())
     for start, completion in zip(starts, completions, strict=True):

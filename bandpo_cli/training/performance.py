@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -100,8 +100,8 @@ def peak_flops(device_name: str) -> float | None:
     return PEAK_FLOPS[max(matching, key=lambda key: len(key.split()))] if matching else None
 
 
-class PackedWork:
-    """Counts of the packed forward passes since the last call of `metrics`.
+class PackedWork(AbstractContextManager["PackedWork"]):
+    """Counts of a model's packed forward passes within the context since the last call of `metrics`.
 
     Two FLOPs per weight and token for the layers, two per weight and predicted token for the output layer, and four
     per layer, head dimension and pair of a token with one that it attends to. (Chowdhery et al. 2022, arXiv:2204.02311,
@@ -117,7 +117,7 @@ class PackedWork:
     """
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks = SINGLE) -> None:
-        self._ranks, self._device = ranks, model.device
+        self._ranks, self._device, self._base_model = ranks, model.device, model.base_model
         self.flops, self.positions, self.padding, self._memory = 0.0, 0, 0, 0
         modules, head = model.base_model.modules(), model.get_output_embeddings().weight
         embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
@@ -138,7 +138,16 @@ class PackedWork:
         if self._device.type == "cuda" and is_known and in_16_bits:
             self.peak = peak_flops(torch.cuda.get_device_name(self._device))
 
-    def add(
+    def __enter__(self) -> Self:
+        """Count the passes from here on."""
+        self._hook = self._base_model.register_forward_hook(self._add, with_kwargs=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Count no further passes."""
+        self._hook.remove()
+
+    def _add(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: object
     ) -> None:
         """Count a forward pass if it is packed; a forward hook."""
@@ -147,14 +156,13 @@ class PackedWork:
         tokens, predicted, pairs = 0, 0, 0
         for prompt, *completions in packing.rows:
             tokens, predicted = tokens + prompt + sum(completions), predicted + sum(completions)
-            pairs += _causal_pairs(prompt)
-            pairs += sum(prompt * length + _causal_pairs(length) for length in completions)
+            # of a token with itself or one before it
+            pairs += prompt * (prompt + 1) // 2
+            pairs += sum(prompt * length + length * (length + 1) // 2 for length in completions)
         attention = self._per_pair * pairs
         forward = 2.0 * self._layers * tokens + 2 * self._head * predicted + attention
         self.flops += forward
-        if (
-            torch.is_grad_enabled()
-        ):  # the gradients of activations and of weights; attention has two activations
+        if torch.is_grad_enabled():  # the gradients of activations (attention has two) and of weights
             self.flops += forward + 2 * self._trained_layers * tokens + 2 * self._trained_head * predicted
             self.flops += attention
         # Kernels for sequences of any length use no blocks and so no padding.
@@ -201,19 +209,3 @@ class PackedWork:
             metrics["perf/peak_memory_gib"] = self._ranks.max(self._memory) / 2**30
         self.flops, self.positions, self.padding, self._memory = 0.0, 0, 0, 0
         return metrics
-
-
-@contextmanager
-def packed_work(model: PreTrainedModel, ranks: Ranks = SINGLE) -> Iterator[PackedWork]:
-    """Yield the counts of the model's packed forward passes within the context; other passes are not counted."""
-    work = PackedWork(model, ranks)
-    handle = model.base_model.register_forward_hook(work.add, with_kwargs=True)
-    try:
-        yield work
-    finally:
-        handle.remove()
-
-
-def _causal_pairs(length: int) -> int:
-    """Return the number of pairs of a token with itself or one before it."""
-    return length * (length + 1) // 2

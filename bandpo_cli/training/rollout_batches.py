@@ -21,7 +21,6 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import dataclass
 from itertools import accumulate, islice, pairwise
-from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -282,8 +281,9 @@ def select_groups(sampled: Sequence[Group], wanted: int, updates: int) -> list[G
 def write_sampled(path: Path, batch: SampledGroups) -> None:
     """Write a batch as a safetensors file: a tensor per value of the tokens, the rest as JSON in its metadata."""
     completions = batch.completions
-    columns = ([*map(np.asarray, map(attrgetter(name), completions))] for name in _PER_TOKEN)
-    tensors = dict(zip(_PER_TOKEN, map(np.concatenate, columns), strict=True))
+    tensors = {
+        name: np.concatenate([getattr(completion, name) for completion in completions]) for name in _PER_TOKEN
+    }
     tensors["lengths"] = np.array([len(completion.token_ids) for completion in completions], np.int32)
     indices = {id(group): index for index, group in enumerate(batch.sampled)}
     metadata = {

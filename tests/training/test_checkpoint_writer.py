@@ -300,7 +300,7 @@ def test_no_error_of_the_thread_is_lost(
     setting: Setting, monkeypatch: pytest.MonkeyPatch, gate: Gate, call: str
 ) -> None:
     """The write fails after the step was done, while the run waits for it."""
-    monkeypatch.setattr(checkpoint_writer, "prune_checkpoints", lambda *_: full_disk(0))
+    monkeypatch.setattr(checkpoint_writer.checkpoints, "prune_checkpoints", lambda *_: full_disk(0))
     with pytest.raises(OSError, match="No space left"), setting.writer() as writer:  # noqa: PT012
         setting.save(writer, 1)
         gate.wait_until_reached()
@@ -324,7 +324,7 @@ def test_a_pending_checkpoint_is_finished_after_an_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """An error of the thread does not hide the one that ended the run."""
-    monkeypatch.setattr(checkpoint_writer, "prune_checkpoints", lambda *_: full_disk(0))
+    monkeypatch.setattr(checkpoint_writer.checkpoints, "prune_checkpoints", lambda *_: full_disk(0))
     with pytest.raises(error), setting.writer() as writer:  # noqa: PT012
         setting.save(writer, 1)
         gate.wait_until_reached()

@@ -20,7 +20,7 @@ from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.build import build_components, load_checkpoint
 from bandpo_cli.training.loop import train
 from bandpo_cli.training.optimizer import Optimizer
-from bandpo_cli.training.performance import packed_work
+from bandpo_cli.training.performance import PackedWork
 from tests.conftest import random_model
 from tests.training.recording import SETTINGS
 from tests.training.trained import STEP, Trained, save_checkpoint
@@ -78,7 +78,7 @@ def test_the_flops_of_frozen_weights_have_no_gradient() -> None:
     )
     add_adapters(model, LoraSettings(rank=3), seed=0, base="")
     adapters = sum(adapter_parameter.numel() for _, adapter_parameter in adapter_parameters(model))
-    with packed_work(model) as work:
+    with PackedWork(model) as work:
         token_logprobs(model, collate([Row([1, 2, 3], [[4, 5]])], torch.device("cpu")))
         with_gradient = work.flops
         work.flops = 0.0
