@@ -108,6 +108,7 @@ class TrackerCallback(CallbackBase):
         """
         self._folder = info.folder
         self._sender = sender_for(self._name, info.folder, self._tracking)
+        self._sync_command = shell_command("sync", info.folder, info.folder.parent)
         self._thread.start()
 
     def step(self, report: StepReport) -> None:
@@ -135,13 +136,13 @@ class TrackerCallback(CallbackBase):
         while True:
             ending = self._ending.is_set()
             try:
-                advice = f"the run continues without it; to send it later: {self._sync_command()}"
+                advice = f"the run continues without it; to send it later: {self._sync_command}"
                 with Wait(self._sender.place, advice):
                     self._send()
                 self._failures = 0
             except TrackerUnavailableError as error:
                 log.warning(
-                    "%s. The run continues without it; to send it later: %s", error, self._sync_command()
+                    "%s. The run continues without it; to send it later: %s", error, self._sync_command
                 )
                 self._closed = True
             except Exception as error:  # noqa: BLE001 - no error of a tracker may reach the training
@@ -179,9 +180,6 @@ class TrackerCallback(CallbackBase):
                 log.info("%s", address)
         self._closed = status is not None
 
-    def _sync_command(self) -> str:
-        return shell_command("sync", self._folder, self._folder.parent)
-
     def _missing_message(self) -> str:
         """Return a line with what the tracker lacks and the command that sends it."""
         parts: list[str] = []
@@ -192,5 +190,5 @@ class TrackerCallback(CallbackBase):
         what = " and ".join(parts) or "the end of the run"
         return (
             f"{self._sender.place} lacks {what}; {self._folder} has everything. "
-            f"Send it later with: {self._sync_command()}"
+            f"Send it later with: {self._sync_command}"
         )

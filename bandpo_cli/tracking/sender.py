@@ -128,7 +128,10 @@ class RunSender:
                 if not self._class.compares and final != "RUNNING":
                     if final is None:
                         return SyncResult(Sent(), 0, 0, 0, 0, "RUNNING", ended=False, writing=True)
-                    if self._has_all(run, final, self._digests(files)):
+                    project = self._project or _project(run.tracking)
+                    state = open_place(self._folder, self._name, self._class.destination(project), project)
+                    last = run.records[-1]["step"] if run.records else -1
+                    if (state.step, state.status, state.files) == (last, final, self._digests(files)):
                         return SyncResult(Sent(), 0, 0, 0, len(files), final, ended=False, writing=False)
                 opened = self._open(
                     self._project or _project(run.tracking), _public_config(run), env=run.env,
@@ -229,13 +232,6 @@ class RunSender:
             files=dict(tracker.sent_files) if tracker.compares else state.files,
         )  # fmt: skip
         return tracker
-
-    def _has_all(self, run: StoredRun, status: str, digests: Mapping[str, str]) -> bool:
-        """Return whether the state file has all of a run that has ended."""
-        project = self._project or _project(run.tracking)
-        state = open_place(self._folder, self._name, self._class.destination(project), project)
-        last = run.records[-1]["step"] if run.records else -1
-        return (last, status, digests) == (state.step, state.status, state.files)
 
     def _send_metrics(self, tracker: Tracker) -> Sent:
         total = Sent()
