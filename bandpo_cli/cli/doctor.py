@@ -60,7 +60,7 @@ def configs(context: typer.Context) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    from bandpo_cli.config.layers import describe_config, shipped_configs
+    from bandpo_cli.config import describe_config, shipped_configs
 
     table = make_table("", "")
     table.show_header = False
@@ -78,7 +78,7 @@ def show(name: Annotated[str, opt.argument("NAME", complete=complete_shipped_con
     Args:
         name: A name of the list, such as paper/base.
     """
-    from bandpo_cli.config.layers import shipped_configs
+    from bandpo_cli.config import shipped_configs
 
     known = shipped_configs()
     path = known.get(name.removesuffix(".yaml"))

@@ -66,7 +66,7 @@ def complete_config(incomplete: str) -> Candidates:
 
 def complete_shipped_config(incomplete: str) -> Candidates:
     """Return the configuration files of the package by name."""
-    from bandpo_cli.config.layers import describe_config, shipped_configs
+    from bandpo_cli.config import describe_config, shipped_configs
 
     return [(name, describe_config(path)) for name, path in shipped_configs().items()]
 

@@ -9,13 +9,13 @@ valid name.
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
 
+from bandpo_cli.config import shipped_configs
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import TaskSettings, default_layer
 from bandpo_cli.custom_code import add_code_folder
@@ -316,10 +316,6 @@ class _StrictLoader(_Loader):  # type: ignore[misc]
         super().flatten_mapping(node)
 
 
-SHIPPED = Path(__file__).parents[1] / "configs"
-"""The folder `configs` of the repository, which is part of the installed package too."""
-
-
 class FileLayer(dict[str, Any]):
     """The settings of a file. An error in one of them names the file and the line.
 
@@ -350,19 +346,6 @@ def _entries(node: yaml.Node | None, key: str) -> Iterator[tuple[int, yaml.Node]
             if key_node.tag == MERGE_TAG:
                 for merged in value.value if isinstance(value, yaml.SequenceNode) else [value]:
                     yield from _entries(merged, key)
-
-
-def shipped_configs() -> dict[str, Path]:
-    """Return the configuration files of the package by name: `gsm8k`, `methods/clip`, `paper/base`."""
-    paths = sorted(SHIPPED.rglob("*.yaml"))
-    return {path.relative_to(SHIPPED).with_suffix("").as_posix(): path for path in paths}
-
-
-def describe_config(path: Path) -> str:
-    """Return the first sentence of the comment at the head of a configuration file."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    comment = takewhile(lambda line: line.startswith("#"), lines)
-    return " ".join(line.removeprefix("#").strip() for line in comment).split(". ")[0].rstrip(".")
 
 
 def read_config(path: Path, where: str = "--config") -> FileLayer:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from bandpo_cli.__main__ import main
-from bandpo_cli.config.layers import shipped_configs
+from bandpo_cli.config import shipped_configs
 from tests.cli.eval_command import WITHOUT_TORCH, succeed
 
 

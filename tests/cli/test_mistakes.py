@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.cli.sweep import SweepView
-from bandpo_cli.config.layers import describe_config, flatten, read_config, resolve, shipped_configs
+from bandpo_cli.config import describe_config, shipped_configs
+from bandpo_cli.config.layers import flatten, read_config, resolve
 from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.methods import METHODS
