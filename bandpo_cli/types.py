@@ -1,4 +1,4 @@
-"""Values that the packages exchange: problems, completions, grades, rollouts and the status of a run.
+"""Values that the packages exchange: problems, completions, grades, rollouts, seeds and the status of a run.
 
 No torch here: samplers and graders in other processes send these values too. Suffixes name a dimension: `_P` problem,
 `_G` completion of a group, `_T` token.
@@ -6,6 +6,7 @@ No torch here: samplers and graders in other processes send these values too. Su
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -212,3 +213,12 @@ def status_of(error: BaseException | None) -> RunStatus:
     """
     stopped = isinstance(error, KeyboardInterrupt | SystemExit)
     return "FINISHED" if error is None else "KILLED" if stopped else "FAILED"
+
+
+def derive_seed(seed: int, *purpose: str | int) -> int:
+    """Return a 63-bit seed that depends on the seed of the run and on its purpose, e.g. `("sample", step)`.
+
+    Every random choice has a seed of its own, so that resuming a run restores no state of a generator.
+    """
+    text = "/".join(str(part) for part in (seed, *purpose))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,6 +1,6 @@
 """Seeds of a run: different for each purpose, step and run."""
 
-from bandpo_cli.seeds import derive_seed
+from bandpo_cli.types import derive_seed
 
 
 def test_seeds_differ_by_run_purpose_and_step() -> None:

@@ -179,6 +179,10 @@ class EvaluationConfig(Section):
         )
         return self
 
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Return whether `step` ends with an evaluation: 0 (before training), every `every` steps, and the last."""
+        return self.every > 0 and (step % self.every == 0 or step == last_step)
+
 
 def is_installed(package: str | None) -> bool:
     """Return whether a package can be imported; True for None, no package. A folder of that name is no package."""

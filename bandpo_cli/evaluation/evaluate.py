@@ -15,11 +15,10 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from bandpo_cli.config.sampling import EvaluationConfig
 from bandpo_cli.grading.answers import voted_answer
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.processes.watch import Wait
-from bandpo_cli.seeds import derive_seed
+from bandpo_cli.types import derive_seed
 from bandpo_cli.storage.eval_folder import PartKey
 from bandpo_cli.storage.tables import EvalRow, encode_extra
 from bandpo_cli.tasks.completions import StoredCompletion, StoredProblem
@@ -205,8 +204,3 @@ def sample_batches(
                 yield next_batch()
         while sampled:
             yield next_batch()
-
-
-def is_evaluation_due(config: EvaluationConfig, step: int, last_step: int) -> bool:
-    """Return whether `step` ends with an evaluation: step 0 (before training), every `every` steps, and the last."""
-    return config.every > 0 and (step % config.every == 0 or step == last_step)

@@ -163,7 +163,6 @@ def probe(plan: Plan, callbacks: Sequence[TrainCallback] = ()) -> ProbeReport:
     with ExitStack() as stack:
         config, components = load_components(with_values(run, values), task, events, stack)
         stack.enter_context(out_of_memory_errors(config))
-        from bandpo_cli.evaluation.evaluate import is_evaluation_due
         from bandpo_cli.methods.loss import policy_loss
         from bandpo_cli.sampling.sampler import is_exact
         from bandpo_cli.training.experience import prepare_updates
@@ -196,7 +195,7 @@ def probe(plan: Plan, callbacks: Sequence[TrainCallback] = ()) -> ProbeReport:
     if useful:
         per_useful = timer.seconds("logprobs", "update") / min(useful, tried)
         updating = run.sampling.prompts * useful / len(groups) * per_useful
-    evaluations = sum(is_evaluation_due(run.evaluation, step, run.steps) for step in range(run.steps + 1))
+    evaluations = sum(run.evaluation.is_due(step, run.steps) for step in range(run.steps + 1))
     heldout = sum(len(items[: run.evaluation.problems]) for items in task.heldout_sets().values())
     evaluating = evaluations * heldout * per_prompt * run.evaluation.samples / run.sampling.samples
     seconds = sampling, updating, run.steps * (sampling + (updating or 0.0)) + evaluating

@@ -47,7 +47,8 @@ def is_on_cuda(config: ModelConfig) -> bool:
 
 def resolved_dtype(config: ModelConfig) -> torch.dtype:
     """Return what `model.dtype` is on this machine."""
-    return cast(torch.dtype, getattr(torch, dtype_on(config.dtype, is_on_cuda(config))))
+    dtype = dtype_on("auto", is_on_cuda(config)) if config.dtype == "auto" else config.dtype
+    return cast(torch.dtype, getattr(torch, dtype))
 
 
 def with_resolved_dtype(config: RunConfig) -> RunConfig:
@@ -179,16 +180,16 @@ def load_policy(
 
 
 def read_config(config: ModelConfig) -> PreTrainedConfig:
-    """Return the config.json of the model, or of the base model of an adapter, after a check of the folder's files.
+    """Return the config.json of a model that is no adapter (`model_files.base_config`), after a check of its files.
 
     Raises:
         UserError: the folder is not a model folder, its weights are quantized, or transformers does not support its
             architecture.
     """
-    config, _ = model_files.base_config(config)
-    model_files.check_model_files(model_location(config), config.path)
+    source = _source(config)
+    model_files.check_model_files(source["pretrained_model_name_or_path"], config.path)
     with loading_errors(config.path, "its config cannot be read"):
-        loaded = AutoConfig.from_pretrained(**_source(config))
+        loaded = AutoConfig.from_pretrained(**source)
     if quantization := getattr(
         loaded, "quantization_config", None
     ):  # the loader would ask for another package
@@ -200,13 +201,14 @@ def read_config(config: ModelConfig) -> PreTrainedConfig:
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
     """Return the model's tokenizer. Raise UserError if there is none that can be read."""
-    folder = Path(model_location(config))
+    source = _source(config)
+    folder = Path(source["pretrained_model_name_or_path"])
     # tokenizer.json, vocab.json, spiece.model, tokenization_custom.py, ...
     if path_exists(folder) and not any(next(folder.glob(n), None) for n in ("*token*", "*vocab*", "*.model")):
         files = "tokenizer.json and tokenizer_config.json"
         raise model_error(config.path, f"it has no tokenizer; copy {files} of the model there")
     with loading_errors(config.path, "its tokenizer cannot be read"):
-        return AutoTokenizer.from_pretrained(**_source(config))
+        return AutoTokenizer.from_pretrained(**source)
 
 
 def meta_model(config: ModelConfig, model_config: PreTrainedConfig, **options: Any) -> PreTrainedModel:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import LoraSettings
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.seeds import derive_seed
+from bandpo_cli.types import derive_seed
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer

@@ -357,9 +357,9 @@ def _check_questions(
     """Return warnings of texts that are not in their prompts or that the model reads as special tokens."""
     warnings, missing, first = list[str](), list[str](), dict[tuple[int, ...], tuple[str, str]]()
     sample, all_texts = problems[:COMPARED], [_texts(problem) for problem in problems[:COMPARED]]
-    written = iter(without_spaces(chain.from_iterable(all_texts)))
     decoded = ["".join(text for text, _ in encoder.pieces(item.token_ids)) for item in prompts[:COMPARED]]
-    read = without_spaces(decoded)
+    plain = without_spaces([*decoded, *chain.from_iterable(all_texts)])
+    read, written = plain[: len(decoded)], iter(plain[len(decoded) :])
     for problem, prompt, texts, text_read in zip(sample, prompts, all_texts, read, strict=False):
         texts = [*islice(written, len(texts))]
         question = "".join(texts).casefold()

@@ -21,7 +21,7 @@ from bandpo_cli.types import FLOAT_TYPE, TOKEN_TYPE, Completion, FinishReason
 KEPT_UNTIL = 0.9
 """Ended completions are removed from the batch when at most this share of it is running."""
 DRAWN_STEPS = 64
-"""Tokens of a completion for which random numbers are drawn at a time."""
+"""Tokens of a completion for which random numbers are drawn at a time; then the sampler notes its progress."""
 
 
 class TransformersSampler(Sampler):
@@ -89,6 +89,8 @@ class TransformersSampler(Sampler):
         running = torch.ones_like(stopped)
         random = random_numbers([turn.seed for turn in turns_P], n, max_tokens)
         for step, uniforms in enumerate(random):
+            if step % DRAWN_STEPS == 0:
+                progress()
             sampled, sampled_logprobs = sample_tokens(logits, uniforms.to(device)[active], params.temperature)
             tokens[active, step], logprobs[active, step] = sampled, sampled_logprobs
             if entropies is not None:
@@ -123,7 +125,6 @@ class TransformersSampler(Sampler):
         self, ids: torch.Tensor, attended: torch.Tensor, positions: torch.Tensor, cache: DynamicCache
     ) -> torch.Tensor:
         """Run the model on new tokens and return the logits after the last one, float32 [B, V]."""
-        progress()
         output = self._model(
             input_ids=ids, attention_mask=attended, position_ids=positions, past_key_values=cache, use_cache=True,
             logits_to_keep=1,

@@ -59,7 +59,7 @@ class Progress:
     """Progress of a run. Its further steps depend on this, the weights and the optimizer state only.
 
     The learning rate is a function of `updates`; every random choice has a seed computed from the run's seed and the
-    step (`bandpo_cli.seeds`), so there is no state of a random generator to store.
+    step (`types.derive_seed`), so there is no state of a random generator to store.
 
     Attributes:
         step: the last completed step.

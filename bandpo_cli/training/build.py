@@ -23,7 +23,7 @@ from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.sampling.rollouts import Conversations
 from bandpo_cli.sampling.sampler import Sampler, SamplingParams, build_sampler
 from bandpo_cli.sampling.setup import set_up_sampling
-from bandpo_cli.seeds import derive_seed
+from bandpo_cli.types import derive_seed
 from bandpo_cli.storage.checkpoints import (
     ANY_PROBLEMS,
     OPTIMIZER,
@@ -56,6 +56,7 @@ class Components:
         params: sampling parameters of training.
         ahead: the batch of the next step, where it is sampled before the present step has ended (`sampling.max_lag`); a
             checkpoint stores it.
+        ranks: the processes that train the policy together, and this one among them.
         problems_digest: hash of the problems of `stream` and `heldout`.
         notes: messages about the data for the user, one line each.
         conversations: samples the turns of a task with tools or an environment; None for another task.
@@ -70,15 +71,11 @@ class Components:
     sampler: Sampler
     optimizer: Optimizer
     params: SamplingParams
+    ranks: Ranks
     problems_digest: str
     notes: list[str]
     ahead: SampledGroups | None = None
     conversations: Conversations | None = None
-
-    @property
-    def ranks(self) -> Ranks:
-        """The processes that train the policy together, and this one among them."""
-        return self.policy.ranks
 
     def progress(self, step: int) -> Progress:
         """Return the progress of the run after `step`."""
@@ -161,6 +158,7 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
                 loaded.stop_ids,
                 entropy=sampling.max_lag == 0,  # those of older weights are of no use
             ),
+            ranks=policy.ranks,
             problems_digest=_problems_digest(train, heldout),
             notes=loaded.notes,
             conversations=loaded.conversations,

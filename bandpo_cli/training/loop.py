@@ -23,7 +23,7 @@ import torch
 
 from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.evaluation.evaluate import is_evaluation_due, sample_batches
+from bandpo_cli.evaluation.evaluate import sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
 from bandpo_cli.grading.pool import (
     all_calls_failed,
@@ -87,7 +87,7 @@ def train(
         PackedWork(policy.model, components.ranks) as work,
         RolloutBatches(config, components) as batches,
     ):
-        if first == 0 and is_evaluation_due(config.evaluation, 0, config.steps):
+        if first == 0 and config.evaluation.is_due(0, config.steps):
             yield _finish_step(config, components, folder, writer, 0, {}, StepTimer(watch), sample=None)
         for step in range(max(1, first), config.steps + 1):
             writer.check()
@@ -127,7 +127,7 @@ def train(
                     record["sampler/lag"] = float(lag)
                 if is_main:
                     folder.write_samples(step, rollouts.sampled)
-                    if updates.trained and is_evaluation_due(config.evaluation, step, config.steps):
+                    if updates.trained and config.evaluation.is_due(step, config.steps):
                         folder.write_tokens(step, clip_map_columns(updates))
                     if is_recorded(config, step):
                         tokenizer = components.policy.tokenizer
@@ -162,7 +162,7 @@ def _finish_step(
     sample: Rollout | None,
 ) -> StepReport:
     """Evaluate and save a checkpoint where due, and write the step's line, which marks the step as complete."""
-    if is_evaluation_due(config.evaluation, step, config.steps):
+    if config.evaluation.is_due(step, config.steps):
         with timer.phase("eval"):
             release_cached_memory()
             record = record | _evaluate(config, components, folder, step)

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bandpo_cli.config.sampling import EvaluationConfig
-from bandpo_cli.evaluation.evaluate import is_evaluation_due
 from bandpo_cli.evaluation.scores import pass_at_k
 
 
@@ -54,5 +53,5 @@ def test_invalid_counts_are_refused(n: int, correct: int, k: int) -> None:
 
 def test_evaluations_are_due_at_the_start_at_every_nth_step_and_at_the_end() -> None:
     config = EvaluationConfig(every=20)
-    assert [step for step in range(51) if is_evaluation_due(config, step, last_step=50)] == [0, 20, 40, 50]
-    assert not any(is_evaluation_due(EvaluationConfig(every=0), step, last_step=50) for step in range(51))
+    assert [step for step in range(51) if config.is_due(step, last_step=50)] == [0, 20, 40, 50]
+    assert not any(EvaluationConfig(every=0).is_due(step, last_step=50) for step in range(51))
