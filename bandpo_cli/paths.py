@@ -1,14 +1,19 @@
-"""Paths given by users, whose errors become False, an empty list or a ConfigError; commits in the hub's local cache."""
+"""Paths given by users, reading of small text and JSON files, and commits in the hub's local cache.
+
+Errors of a path become False, an empty list or a ConfigError.
+"""
 
 import difflib
+import json
+import os
 import re
 import stat
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from bandpo_cli.errors import ConfigError
+from bandpo_cli.errors import ConfigError, UserError, first_line
 
 MAX_CONFIG_BYTES = 2**20
 """Maximum size of a config file in bytes, more than ten thousand times what one needs."""
@@ -25,18 +30,11 @@ GGUF_ADVICE = (
 
 def user_path(text: str) -> Path:
     """Return the path with ~ expanded to the home folder; a ~name of an unknown user stays unchanged."""
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        return Path(text)
+    return Path(os.path.expanduser(text))
 
 
-def path_exists(path: Path) -> bool:
-    """Return whether an accessible file or folder exists; False also for a name that no file can have."""
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
+path_exists = os.path.exists
+"""Unlike `Path.exists`, False for a file that is not accessible and for a name that no file can have."""
 
 
 def is_adapter_folder(folder: Path) -> bool:
@@ -120,6 +118,28 @@ def read_text(path: Path, where: str, max_bytes: int | None = MAX_CONFIG_BYTES) 
         raise ConfigError(f"{where}: not a text file (UTF-8 is expected)") from None
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror or error}") from None
+
+
+def read_json_object(path: Path, where: str | None = None, max_bytes: int | None = None) -> dict[str, Any]:
+    """Return the JSON object that a regular file holds, UTF-8 with or without a byte order mark.
+
+    Args:
+        where: start of the error messages, the path by default.
+        max_bytes: largest accepted file size; None for no limit.
+
+    Raises:
+        UserError: the file is missing, not a regular file, too large, not JSON, or holds another JSON type.
+    """
+    where = str(path) if where is None else where
+    text = read_text(path, where, max_bytes)
+    try:
+        content = json.loads(text)
+        if isinstance(content, dict):
+            return content
+        defect = "expected a JSON object"
+    except (ValueError, RecursionError) as error:
+        defect = f"not readable as JSON: {first_line(error)}"
+    raise UserError(f"{where}: {defect}; restore the file from a copy")
 
 
 def is_commit(text: object) -> bool:

@@ -141,7 +141,8 @@ def show(
     from bandpo_cli.results import describe_run
 
     if stacks:
-        from bandpo_cli.storage.files import LOCK, read_json_object
+        from bandpo_cli.paths import read_json_object
+        from bandpo_cli.storage.files import LOCK
         from bandpo_cli.storage.run_folder import RunFolder
 
         owner = read_json_object(RunFolder.open(runs_dir, run).path / LOCK)

@@ -34,7 +34,7 @@ from bandpo_cli.experiments.monitor import stop_reason
 from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, RESOLVED, Fork, Plan, Start, plan_training
 from bandpo_cli.experiments.preflight import check_config, inherited_layers, run_warnings
 from bandpo_cli.methods.settings import TrustRegionSettings
-from bandpo_cli.paths import is_commit, path_exists, relative_to_cwd
+from bandpo_cli.paths import is_commit, path_exists, read_json_object, relative_to_cwd
 from bandpo_cli.processes.ranks import is_main_process, rank_count
 from bandpo_cli.registries import AUTO_ENGINE, ENGINES
 from bandpo_cli.storage.checkpoints import (
@@ -44,7 +44,7 @@ from bandpo_cli.storage.checkpoints import (
     complete_checkpoints,
     position_before_batch,
 )
-from bandpo_cli.storage.files import iterate_metrics, read_json_object, run_lock
+from bandpo_cli.storage.files import iterate_metrics, run_lock
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder, find_run, not_found, shell_command
 from bandpo_cli.storage.run_record import is_finished, read_parent
 from bandpo_cli.tasks.question_answers import hub_ids

@@ -30,9 +30,9 @@ from bandpo_cli.paths import (
     gguf_file,
     is_adapter_folder,
     path_exists,
+    read_json_object,
     user_path,
 )
-from bandpo_cli.storage.files import read_json_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _CONFIG = "config.json"

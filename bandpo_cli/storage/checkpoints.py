@@ -25,16 +25,8 @@ from xxhash import xxh3_64_hexdigest
 from bandpo_cli.config.run import CheckpointConfig, RunConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.metric_names import heldout_score
-from bandpo_cli.paths import ADAPTER_CONFIG, MODEL_CONFIG
-from bandpo_cli.storage.files import (
-    file_checksum,
-    json_bytes,
-    link_or_copy,
-    read_json_object,
-    step_of,
-    sync,
-    write_json,
-)
+from bandpo_cli.paths import ADAPTER_CONFIG, MODEL_CONFIG, read_json_object
+from bandpo_cli.storage.files import file_checksum, json_bytes, link_or_copy, step_of, sync, write_json
 from bandpo_cli.storage.run_folder import RunFolder
 
 TRAINER = "trainer"

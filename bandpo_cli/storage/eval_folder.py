@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.storage.files import read_json_object, step_of, write_json
+from bandpo_cli.paths import read_json_object
+from bandpo_cli.storage.files import step_of, write_json
 from bandpo_cli.storage.run_folder import ExperimentFolder
 from bandpo_cli.storage.tables import EvalRow, read_eval_table, write_eval_table
 

@@ -23,8 +23,8 @@ from filelock import FileLock, Timeout, lock_descriptor
 from pydantic_core import from_json
 from xxhash import xxh3_64
 
-from bandpo_cli.errors import UserError, first_line
-from bandpo_cli.paths import check_regular_file, path_exists, read_text
+from bandpo_cli.errors import UserError
+from bandpo_cli.paths import check_regular_file, path_exists
 from bandpo_cli.processes.watch import FOLDER_VARIABLE, Wait
 
 LOCK = ".lock"
@@ -71,28 +71,6 @@ def json_bytes(value: object) -> bytes:
     """Return the content of the file that `write_json` writes."""
     text = json.dumps(replace_nonfinite(value), indent=2, ensure_ascii=False, allow_nan=False)
     return f"{text}\n".encode()
-
-
-def read_json_object(path: Path, where: str | None = None, max_bytes: int | None = None) -> dict[str, Any]:
-    """Return the JSON object that a regular file holds, UTF-8 with or without a byte order mark.
-
-    Args:
-        where: start of the error messages, the path by default.
-        max_bytes: largest accepted file size; None for no limit.
-
-    Raises:
-        UserError: the file is missing, not a regular file, too large, not JSON, or holds another JSON type.
-    """
-    where = str(path) if where is None else where
-    text = read_text(path, where, max_bytes)
-    try:
-        content = json.loads(text)
-        if isinstance(content, dict):
-            return content
-        defect = "expected a JSON object"
-    except (ValueError, RecursionError) as error:
-        defect = f"not readable as JSON: {first_line(error)}"
-    raise UserError(f"{where}: {defect}; restore the file from a copy")
 
 
 def iterate_metrics(path: Path) -> Iterator[dict[str, Any]]:

@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from bandpo_cli.errors import UserError, nearest
-from bandpo_cli.paths import folders_containing, path_exists, relative_to_cwd, user_path
+from bandpo_cli.paths import folders_containing, path_exists, read_json_object, relative_to_cwd, user_path
 from bandpo_cli.storage.files import (
     iterate_metrics,
     link_or_copy,
     parse_metrics,
-    read_json_object,
     remove_temporary_files,
     replace_nonfinite,
     step_name,

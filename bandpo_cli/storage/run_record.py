@@ -8,8 +8,8 @@ from typing import Any, get_args
 
 from bandpo_cli.config.layers import read_layer
 from bandpo_cli.errors import UserError
-from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists
-from bandpo_cli.storage.files import is_locked, iterate_metrics, read_json_object, step_of
+from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists, read_json_object
+from bandpo_cli.storage.files import is_locked, iterate_metrics, step_of
 from bandpo_cli.types import RunStatus
 
 Record = Mapping[str, Any]
