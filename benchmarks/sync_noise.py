@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.models.load import Policy, load_policy
-from bandpo_cli.sampling import weight_sync
+from bandpo_cli.sampling import sync_check
+from bandpo_cli.sampling.sync_check import SyncCheck, mean_gap, probe_limit
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
-from bandpo_cli.sampling.weight_sync import SyncCheck, mean_gap, probe_limit
 
 NOISE = 0.01
 """Standard deviation of the noise on the weights, in standard deviations of the tensor."""
@@ -104,14 +104,14 @@ def main() -> None:
 
     gaps: list[float] = []
     attempts = 0
-    measured = weight_sync.mean_gap
+    measured = sync_check.mean_gap
 
     def record(*inputs: Any) -> float:
         nonlocal attempts
         attempts += 1
         return measured(*inputs)
 
-    weight_sync.mean_gap = record
+    sync_check.mean_gap = record
     seconds = []
     for version in range(1, arguments.syncs + 1):
         perturb(model, base, generator, NOISE)

@@ -26,8 +26,8 @@ from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import embedded_model_path
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder, drop_long_prompts
-from bandpo_cli.types import derive_seed
 from bandpo_cli.tasks.task import ProblemStream, build_task
+from bandpo_cli.types import derive_seed
 
 
 class StepClock(TrainerCallback):  # type: ignore[misc]

@@ -32,8 +32,7 @@ from bandpo_cli.errors import ConfigError, definition_location, first_line, user
 from bandpo_cli.grading.signatures import BatchGrader, finite, run_awaitable
 from bandpo_cli.grading.worker_process import Loader
 from bandpo_cli.grading.workers import Job, WorkerPool, default_workers
-from bandpo_cli.types import derive_seed
-from bandpo_cli.types import Message, Problem
+from bandpo_cli.types import Message, Problem, derive_seed
 
 if TYPE_CHECKING:
     from bandpo_cli.config.sampling import GradingConfig

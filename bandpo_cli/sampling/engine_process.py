@@ -36,7 +36,7 @@ from bandpo_cli.registries import ENGINES
 from bandpo_cli.sampling import engine_server
 from bandpo_cli.sampling.engine_server import NO_MORE, Answer, send_slots, send_weights
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, engine_model
-from bandpo_cli.sampling.weight_sync import SyncCheck
+from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.types import Completion
 
 CLOSE_S = 5.0

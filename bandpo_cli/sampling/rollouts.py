@@ -30,7 +30,6 @@ from bandpo_cli.processes.ranks import SINGLE, Ranks, rank_count
 from bandpo_cli.sampling.prompt_encoding import EncodedPrompt, PromptEncoder
 from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, StaleEngineError, Turn
 from bandpo_cli.sampling.tool_calls import read_message
-from bandpo_cli.types import derive_seed
 from bandpo_cli.types import (
     ENVIRONMENT_REWARD,
     FLOAT_TYPE,
@@ -44,6 +43,7 @@ from bandpo_cli.types import (
     Insertion,
     Problem,
     Rollout,
+    derive_seed,
 )
 
 POLL_S = 0.1

@@ -38,6 +38,7 @@ from bandpo_cli.sampling.sampler import (
     engine_model,
     error_text,
 )
+from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.sampling.vllm_worker import (
     ComparedWeights,
     Weights,
@@ -47,7 +48,6 @@ from bandpo_cli.sampling.vllm_worker import (
     preserve_process_state,
     stderr_on_failure,
 )
-from bandpo_cli.sampling.weight_sync import SyncCheck
 from bandpo_cli.types import Completion
 
 if TYPE_CHECKING:

@@ -21,9 +21,8 @@ from typing import Any
 
 from bandpo_cli.config.task import ReasoningGymTask
 from bandpo_cli.errors import ConfigError, describe_exit, first_line, nearest, unknown_choice
-from bandpo_cli.types import derive_seed
 from bandpo_cli.tasks.task import build_prompt, hash_order, text_hash
-from bandpo_cli.types import Problem
+from bandpo_cli.types import Problem, derive_seed
 
 EXCLUDED = {
     "composite": "it mixes generators, which task.names also does",

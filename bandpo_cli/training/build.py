@@ -23,7 +23,6 @@ from bandpo_cli.sampling.prompt_encoding import PromptEncoder
 from bandpo_cli.sampling.rollouts import Conversations
 from bandpo_cli.sampling.sampler import Sampler, SamplingParams, build_sampler
 from bandpo_cli.sampling.setup import set_up_sampling
-from bandpo_cli.types import derive_seed
 from bandpo_cli.storage.checkpoints import (
     ANY_PROBLEMS,
     OPTIMIZER,
@@ -37,7 +36,7 @@ from bandpo_cli.storage.checkpoints import (
 from bandpo_cli.tasks.task import ProblemStream, Task
 from bandpo_cli.training.optimizer import Optimizer
 from bandpo_cli.training.rollout_batches import SampledGroups, read_sampled
-from bandpo_cli.types import Problem
+from bandpo_cli.types import Problem, derive_seed
 
 
 @dataclass

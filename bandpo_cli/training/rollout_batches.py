@@ -44,10 +44,9 @@ from bandpo_cli.sampling.rollouts import (
     stream_completions,
 )
 from bandpo_cli.sampling.sampler import SampleRequest
-from bandpo_cli.types import derive_seed
 from bandpo_cli.tasks.task import ProblemStream
 from bandpo_cli.training.performance import StepTimer
-from bandpo_cli.types import Completion, Conversation, Grade, Group, Insertion
+from bandpo_cli.types import Completion, Conversation, Grade, Group, Insertion, derive_seed
 
 if TYPE_CHECKING:
     from bandpo_cli.training.build import Components

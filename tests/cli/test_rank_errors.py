@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from bandpo_cli.__main__ import main
-from bandpo_cli.cli.launch import RankError, prints_errors, read_error, record_error
+from bandpo_cli.cli.launch_ranks import RankError, prints_errors, read_error, record_error
 from bandpo_cli.errors import LostRankError, RunError, UserError, mark_received
 from bandpo_cli.grading import workers
 from bandpo_cli.processes.ranks import launched_ranks

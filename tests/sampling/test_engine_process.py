@@ -25,7 +25,7 @@ from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.models.load import Policy, load_policy
 from bandpo_cli.models.weights import checkpoint_weights
 from bandpo_cli.processes.ranks import Ranks
-from bandpo_cli.sampling import engine_process, weight_sync
+from bandpo_cli.sampling import engine_process, sync_check
 from bandpo_cli.sampling.engine_process import EngineProcess
 from bandpo_cli.sampling.engine_server import receive_slots, receive_weights, send_slots, send_weights
 from bandpo_cli.sampling.sampler import (
@@ -36,8 +36,8 @@ from bandpo_cli.sampling.sampler import (
     Turn,
     is_exact,
 )
+from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
-from bandpo_cli.sampling.weight_sync import SyncCheck
 from bandpo_cli.types import Completion
 from tests.sampling import stub_engine
 from tests.sampling.stub_engine import forked_engines
@@ -282,7 +282,7 @@ def test_an_engine_with_weights_of_its_own_loads_what_it_receives() -> None:
     """The process has no policy; the trainer compares its own log-probs with those of the engine."""
     policy = load_policy(settings().model)
     with forked_engines() as patch:
-        patch.setattr(weight_sync, "CHECK_EVERY", 1)
+        patch.setattr(sync_check, "CHECK_EVERY", 1)
         engine = EngineProcess(settings("copy"), policy)
     with closing(engine):
         assert engine.sample(PROMPTS, PARAMS, 7) == in_this_process(policy, 0)

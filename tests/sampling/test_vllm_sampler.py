@@ -18,7 +18,7 @@ from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.preflight import check_config
 from bandpo_cli.processes.ranks import SINGLE, Ranks
-from bandpo_cli.sampling import vllm_sampler, weight_sync
+from bandpo_cli.sampling import sync_check, vllm_sampler
 from bandpo_cli.sampling.sampler import (
     SampleRequest,
     SamplingParams,
@@ -26,10 +26,10 @@ from bandpo_cli.sampling.sampler import (
     build_sampler,
     engine_model,
 )
+from bandpo_cli.sampling.sync_check import SyncCheck
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.sampling.vllm_sampler import VllmSampler
 from bandpo_cli.sampling.vllm_worker import fingerprint
-from bandpo_cli.sampling.weight_sync import SyncCheck
 from bandpo_cli.tasks.task import build_task
 from bandpo_cli.training.build import build_components
 from tests.conftest import random_model
@@ -78,7 +78,7 @@ def calls(monkeypatch: Patch) -> list[str]:
     recorded: list[str] = []
     monkeypatch.setattr(vllm_sampler, "_start", lambda *_: (FakeEngine(recorded), 1))
     monkeypatch.setattr(SyncCheck, "check", lambda *_: recorded.append("probe"))
-    monkeypatch.setattr(weight_sync, "_sampled_prompt", lambda policy, length: (1,) * length)
+    monkeypatch.setattr(sync_check, "_sampled_prompt", lambda policy, length: (1,) * length)
     monkeypatch.setattr(vllm_sampler, "release_cached_memory", lambda: recorded.append("release"))
     free, reserved = count(10, 30), count(70, -10)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 80))
@@ -137,7 +137,7 @@ def test_a_matrix_that_the_engine_stores_in_another_form_is_left_out_of_later_ch
     calls: list[str], monkeypatch: Patch
 ) -> None:
     """A matrix that was equal at the first sync has to stay equal; vectors and the embedding have to be at once."""
-    monkeypatch.setattr(weight_sync, "CHECK_EVERY", 1)
+    monkeypatch.setattr(sync_check, "CHECK_EVERY", 1)
     one, two = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
     monkeypatch.setattr(FakeEngine, "changed", {one})
     sampler = engine("cpu")

@@ -14,11 +14,10 @@ import pytest
 from bandpo_cli.config.layers import resolve
 from bandpo_cli.config.task import ReasoningGymTask, task_from_arguments
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.types import derive_seed
 from bandpo_cli.tasks import reasoning_gym as module
 from bandpo_cli.tasks.reasoning_gym import EXCLUDED, ReasoningGym, describe_generators, generate
 from bandpo_cli.tasks.task import build_task, text_hash
-from bandpo_cli.types import Message, Problem
+from bandpo_cli.types import Message, Problem, derive_seed
 
 reasoning_gym = pytest.importorskip("reasoning_gym")
 

@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from bandpo_cli.sampling import sync_check
+
 if TYPE_CHECKING:
     from tests.vllm.engines import Running
 
 
 @pytest.fixture(scope="module", autouse=True)
 def every_sync_is_checked_completely() -> Iterator[None]:
-    from bandpo_cli.sampling import weight_sync
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(weight_sync, "CHECK_EVERY", 1)
+        patch.setattr(sync_check, "CHECK_EVERY", 1)
         yield
 
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.sampling import vllm_sampler, vllm_worker, weight_sync
+from bandpo_cli.sampling import sync_check, vllm_sampler, vllm_worker
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, StaleEngineError, Turn
+from bandpo_cli.sampling.sync_check import HALF_PRECISION_LIMIT
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
-from bandpo_cli.sampling.weight_sync import HALF_PRECISION_LIMIT
 from bandpo_cli.types import Completion
 
 pytest.importorskip("vllm")
@@ -253,7 +253,7 @@ def test_a_stale_engine_is_noticed_at_the_next_complete_check(
     qwen2: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two syncs of three compare the version alone."""
-    monkeypatch.setattr(weight_sync, "CHECK_EVERY", 3)
+    monkeypatch.setattr(sync_check, "CHECK_EVERY", 3)
     qwen2.sync()
     perturb(qwen2.policy.model)
     change_loaded_weights(monkeypatch, scaled("gate_proj", 1.3))

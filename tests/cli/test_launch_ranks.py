@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from bandpo_cli.cli import launch as launcher
-from bandpo_cli.cli.launch import RankError, first_failure, launch, rank_variables
+from bandpo_cli.cli import launch_ranks as launcher
+from bandpo_cli.cli.launch_ranks import RankError, first_failure, launch, rank_variables
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.processes.ranks import check_gpu_count, ranks_to_start
@@ -26,7 +26,7 @@ import os, signal, sys, time
 from pathlib import Path
 from bandpo_cli.cli.signals import handle_forwarded_signals
 from bandpo_cli.errors import LostRankError, RunError, UserError
-from bandpo_cli.cli.launch import record_error, silence_other_ranks
+from bandpo_cli.cli.launch_ranks import record_error, silence_other_ranks
 
 rank = os.environ["RANK"]
 silence_other_ranks()
