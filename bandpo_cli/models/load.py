@@ -180,12 +180,13 @@ def load_policy(
 
 
 def read_config(config: ModelConfig) -> PreTrainedConfig:
-    """Return the config.json of a model that is no adapter (`model_files.base_config`), after a check of its files.
+    """Return the config.json of the model, or of the base model of an adapter, after a check of the folder's files.
 
     Raises:
         UserError: the folder is not a model folder, its weights are quantized, or transformers does not support its
             architecture.
     """
+    config, _ = model_files.base_config(config)
     source = _source(config)
     model_files.check_model_files(source["pretrained_model_name_or_path"], config.path)
     with loading_errors(config.path, "its config cannot be read"):

@@ -182,13 +182,13 @@ class Interrupt:
 
 sys.meta_path.insert(0, Interrupt())
 from bandpo_cli.__main__ import main
-sys.argv[1:] = ["configs"]
+sys.argv[1:] = ["bounds", "0.1"]
 main()
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("module", "number"), [("typer", signal.SIGINT), ("yaml", signal.SIGTERM)])
+@pytest.mark.parametrize(("module", "number"), [("typer", signal.SIGINT), ("numpy", signal.SIGTERM)])
 def test_a_signal_during_the_imports_gives_one_line(module: str, number: int) -> None:
     done = subprocess.run(
         [sys.executable, "-c", INTERRUPTED_IMPORT, module, str(int(number))], capture_output=True, check=False
