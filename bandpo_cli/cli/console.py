@@ -240,7 +240,7 @@ class ExperimentView(CallbackBase):
         """Print the notes and the folder of the experiment."""
         self.spin(None)
         for note in notes:
-            print_line(self.console, note, "note:", "yellow")
+            print_line(self.console, note, "warning:", "yellow")
         print_line(self.console, str(folder), heading)
 
     def spin(self, text: str | None) -> None:

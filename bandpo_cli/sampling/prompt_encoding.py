@@ -207,7 +207,7 @@ class PromptEncoder:
         if chats and self._lacks_template:
             notes.append(
                 "the model's tokenizer has no chat template, so it gets the messages as plain text; a chat model needs "
-                "chat_template.jinja in its folder; --set model.prompts=raw removes this note"
+                "chat_template.jinja in its folder; --set model.prompts=raw removes this warning"
             )
         if chats and self._appended:
             names = " ".join(text for text, _ in self.pieces(self._appended))

@@ -98,7 +98,7 @@ def test_too_long_prompts_are_excluded_and_counted(place: Path) -> None:
         "eval", "--model", "model", "--task", "long.jsonl", *SHORT, "--name", "long",
         "--set", "task.template=plain", "--set", "sampling.max_prompt_tokens=100", cwd=place,
     )  # fmt: skip
-    assert "note: long: 1 of 6 problems left out" in done.out
+    assert "warning: long: 1 of 6 problems left out" in done.out
     assert record_of(place / "runs" / "long")["sets"]["long"]["problems"] == 5
     arguments = ["--model", "model", "--task", "long.jsonl", "--set", "sampling.max_prompt_tokens=1"]
     usage_error("eval", *arguments, *SHORT, cwd=place, parts=["all 6 prompts"])
