@@ -5,6 +5,7 @@ Torch is not imported here: a caller that passes a tensor has imported it.
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,12 +39,14 @@ class TokenProbs:
         logp: log p ≤ 0, never NaN.
         p: the probability.
         m: 1−p, computed from log p and therefore accurate where p rounds to 1.
-        xp: the module whose functions take them (`namespace`).
     """
 
     def __init__(self, logp: Array) -> None:
-        self.logp, self.xp = logp, namespace(logp)
-        self.p, self.m = self.xp.exp(logp), -self.xp.expm1(logp)
+        self.logp, self.p = logp, namespace(logp).exp(logp)
+
+    @cached_property
+    def m(self) -> Array:
+        return -namespace(self.logp).expm1(self.logp)
 
 
 def is_tensor(x: Array) -> bool:

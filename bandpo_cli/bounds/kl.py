@@ -43,7 +43,7 @@ Float32Table = tuple[Array, ...]
 
 def kl_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
     """Return the interval of ratios. The lower bound is about exp(−δ/p) for rare tokens and finally underflows to 0."""
-    xp = tokens.xp
+    xp = namespace(tokens.logp)
     log_lower, log_upper = _log_ratios(tokens, delta, from_table=len(tokens.logp) >= MIN_TOKENS_FOR_TABLE)
     # The limit of the simplex, r ≤ 1/p, is applied to the logarithm: after exp it would need a second exponential.
     return RatioBounds(xp.exp(log_lower), xp.exp(xp.minimum(log_upper, -tokens.logp)))
@@ -51,7 +51,7 @@ def kl_bounds(tokens: TokenProbs, delta: float) -> RatioBounds:
 
 def _log_ratios(tokens: TokenProbs, delta: float, from_table: bool) -> tuple[Array, Array]:
     """Return the logarithms of both bounds, each of shape (T,)."""
-    xp = tokens.xp
+    xp = namespace(tokens.p)
     common = tokens.p > 0.5
     s = xp.clip(xp.minimum(tokens.p, tokens.m), SMALLEST, None)
     fall, rise = _newton(s, delta, -1, from_table), _newton(s, delta, +1, from_table)

@@ -14,7 +14,6 @@ from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import check_engine, is_installed, resolve_engine
 from bandpo_cli.errors import RunError, UserError, first_line
 from bandpo_cli.models.load import Policy, is_on_cuda, read_config
-from bandpo_cli.models.model_files import base_config
 from bandpo_cli.models.weights import forward_dtype, model_class
 from bandpo_cli.registries import ENGINES, load_attribute
 from bandpo_cli.types import Completion
@@ -189,7 +188,7 @@ def check_model(config: RunConfig) -> None:
     engine = resolve_engine(config.sampling.engine, is_on_cuda(config.model))
     if ENGINES[engine].runs_experts:
         return
-    text = read_config(base_config(config.model)[0]).get_text_config()
+    text = read_config(config.model).get_text_config()
     # transformers stores the experts of a layer in one tensor, under names that vLLM's loader does not know.
     experts = [value for key, value in text.to_dict().items() if key.endswith("experts")]
     if any(isinstance(count, int) and count > 1 for count in experts):

@@ -21,7 +21,7 @@ from bandpo_cli.types import FLOAT_TYPE, TOKEN_TYPE, Completion, FinishReason
 KEPT_UNTIL = 0.9
 """Ended completions are removed from the batch when at most this share of it is running."""
 DRAWN_STEPS = 64
-"""Tokens of a completion for which random numbers are drawn at a time; then the sampler notes its progress."""
+"""Tokens of a completion for which random numbers are drawn at a time."""
 
 
 class TransformersSampler(Sampler):
@@ -89,8 +89,7 @@ class TransformersSampler(Sampler):
         running = torch.ones_like(stopped)
         random = random_numbers([turn.seed for turn in turns_P], n, max_tokens)
         for step, uniforms in enumerate(random):
-            if step % DRAWN_STEPS == 0:
-                progress()
+            progress()
             sampled, sampled_logprobs = sample_tokens(logits, uniforms.to(device)[active], params.temperature)
             tokens[active, step], logprobs[active, step] = sampled, sampled_logprobs
             if entropies is not None:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module", autouse=True)
 def every_sync_is_checked_completely() -> Iterator[None]:
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sync_check, "CHECK_EVERY", 1)
         yield
