@@ -13,6 +13,7 @@ Each attempt is a separate process, forked from one that has imported torch and 
 
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -176,8 +177,8 @@ def main() -> None:
         folder = place / name
         if (folder / "config.yaml").exists():
             return ["--resume", name, *runs_dir]
-        if folder.exists():  # killed between the creation of the folder and its first file
-            folder.rmdir()
+        if folder.exists():  # killed before config.yaml, which makes the folder a run
+            shutil.rmtree(folder)
         return [*new_run, "--name", name]
 
     phases: Counter[str] = Counter()

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from bandpo_cli.custom_code import load_function
 from bandpo_cli.errors import ConfigError, definition_location, first_line, user_code_location
+from bandpo_cli.grading.calls_and_retries import Loader
 from bandpo_cli.grading.signatures import BatchGrader, finite, run_awaitable
-from bandpo_cli.grading.worker_process import Loader
 from bandpo_cli.grading.workers import Job, WorkerPool, default_workers
 from bandpo_cli.types import Message, Problem, derive_seed
 

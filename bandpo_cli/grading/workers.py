@@ -6,7 +6,7 @@ first job, from the moment the reply to the job before it arrived. If the deadli
 answers of that job get their verdict, and the other jobs go to another worker.
 
 An asynchronous function has one worker, whose event loop works on all jobs that it holds and ends each at its deadline
-(`worker_process.CallServer`). If this worker exits, or sends no reply because a call blocks the loop, all its jobs end.
+(`CallServer`). If this worker exits, or sends no reply because a call blocks the loop, all its jobs end.
 
 Messages are lines of JSON, never pickles. A request is the key of a job and its answers, each a list of arguments. The
 first reply, after the import, is `{"batched": ..., "asynchronous": ..., "about": ...}`. A later one is `{"job": key}`
@@ -33,7 +33,7 @@ from io import RawIOBase
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from bandpo_cli.errors import ConfigError, RunError, escape_controls
-from bandpo_cli.grading.worker_process import Loader
+from bandpo_cli.grading.calls_and_retries import Loader
 from bandpo_cli.processes.ranks import local_rank_count
 from bandpo_cli.processes.watch import ChildProcess, Wait, progress, python_command
 from bandpo_cli.registries import GRADERS, is_custom_grader
@@ -347,7 +347,7 @@ class _Worker(ChildProcess):
         # Every arena of malloc reserves 64 MiB, which count towards the memory limit of a worker with threads.
         variables = {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", **os.environ}
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        command = python_command(role, "bandpo_cli.grading.worker_process:serve", arguments)
+        command = python_command(role, "bandpo_cli.grading.calls_and_retries:serve", arguments)
         try:
             super().__init__(command, variables, bufsize=0, **pipes)
         except OSError as error:

@@ -17,9 +17,9 @@ from tests.judge_server import JudgeServer, Reply
 
 REWARDS = """
 import asyncio, os, time
-from bandpo_cli.grading import worker_process
+from bandpo_cli.grading import calls_and_retries
 
-worker_process.BACKOFF_S = 0.01
+calls_and_retries.BACKOFF_S = 0.01
 events, calls, running = {}, {}, set()
 
 async def judge(text, answer, extra):

@@ -14,8 +14,8 @@ import pytest
 
 from bandpo_cli.config.sampling import GradingConfig
 from bandpo_cli.errors import ConfigError
+from bandpo_cli.grading import calls_and_retries
 from bandpo_cli.grading import pool as pool_module
-from bandpo_cli.grading import worker_process
 from bandpo_cli.grading.pool import GraderPool, check_grader
 from bandpo_cli.grading.workers import MAX_PRINTED_BYTES
 from bandpo_cli.types import Grade, Problem
@@ -218,7 +218,7 @@ if sys.argv[1] in ("busy", "calling"):
     pool.grade([problem], ["stuck" if sys.argv[1] == "busy" else "sleep"])
 time.sleep(1000 if sys.argv[1] == "idle" else 0)
 """
-SHORT_ALARM = "import bandpo_cli.grading.worker_process as process\nprocess.ALARM_MARGIN_S = -0.5\n"
+SHORT_ALARM = "import bandpo_cli.grading.calls_and_retries as process\nprocess.ALARM_MARGIN_S = -0.5\n"
 """The alarm of a worker comes at 2 · 0.5 − 0.5 s."""
 
 
@@ -305,10 +305,10 @@ def test_graders_without_workers_handle_hostile_answers(grader: str) -> None:
 
 def test_a_worker_without_proc_has_no_memory_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     limits: list[int] = []
-    monkeypatch.setattr(worker_process.resource, "setrlimit", lambda kind, _: limits.append(kind))
-    worker_process._limit_memory(2.0)
+    monkeypatch.setattr(calls_and_retries.resource, "setrlimit", lambda kind, _: limits.append(kind))
+    calls_and_retries._limit_memory(2.0)
     assert limits == [resource.RLIMIT_AS, resource.RLIMIT_CORE]
     limits.clear()
-    monkeypatch.setattr(worker_process, "PAGES", tmp_path / "absent")
-    worker_process._limit_memory(2.0)
+    monkeypatch.setattr(calls_and_retries, "PAGES", tmp_path / "absent")
+    calls_and_retries._limit_memory(2.0)
     assert limits == [resource.RLIMIT_CORE]
