@@ -113,7 +113,7 @@ def test_an_exception_is_retried_and_only_the_answer_of_the_last_one_fails(
 
 @pytest.mark.slow
 def test_a_call_ends_at_its_deadline_and_counts_as_failed(caplog: pytest.LogCaptureFixture) -> None:
-    with GraderPool(GradingConfig(deadline=0.3, retries=9)) as pool:
+    with GraderPool(GradingConfig(deadline=2, retries=9)) as pool:
         # The waits before retries 1, 2, ... of the last one are 0.01, 0.02, ... s: they pass the deadline.
         assert verdicts(pool, ["wait", "stubborn", "right", "fail 99"]) == [
             "timeout", "timeout", "call-1", "grader-error",
