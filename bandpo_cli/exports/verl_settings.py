@@ -13,11 +13,10 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from bandpo_cli.config.run import RunConfig, dtype_on
-from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.methods.band_and_clip import BandSettings
 from bandpo_cli.methods.trust_region_masks import DppoSettings
 from bandpo_cli.paths import path_exists, user_path
-from bandpo_cli.registries import TRACKERS
+from bandpo_cli.registries import BUNDLED_MODELS, TRACKERS
 
 Overrides = dict[str, Any]
 """Values of verl's settings by key; a key that verl's configuration does not have begins with +."""
