@@ -120,7 +120,8 @@ def write_report(selection: Selection, out: Path) -> Report:
         with TemporaryDirectory(prefix=".report.", suffix=".tmp", dir=beside) as folder:
             hidden = Path(folder)
             plots = plot_all(tables, report, hidden)
-            files = ["report.html", "report.md", "report.json", "leaderboard.csv", *(path.name for path in plots.values())]
+            files = ["report.html", "report.md", "report.json", "leaderboard.csv"]
+            files += [path.name for path in plots.values()]
             report = replace(report, files={name: out / name for name in files})
             write_text(hidden / "leaderboard.csv", _leaderboard_csv(report))
             write_json(hidden / "report.json", report.as_json())
