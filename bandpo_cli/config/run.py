@@ -1,6 +1,7 @@
 """Configuration of a run, one class per section. The defaults train the bundled model on countdown."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -18,7 +19,7 @@ from bandpo_cli.config.task import AsList, CountdownTask, TaskSettings
 from bandpo_cli.errors import ConfigError, has_secret, plural
 from bandpo_cli.methods.band_and_clip import BandSettings
 from bandpo_cli.methods.settings import MethodSettings
-from bandpo_cli.metric_names import is_clock_metric
+from bandpo_cli.metric_names import FLOPS, SAMPLED_TOKENS, is_clock_metric
 from bandpo_cli.registries import ADVANTAGES, TRACKERS
 from bandpo_cli.settings_validation import NotEmpty, NotNegative, Positive, Section, require
 
@@ -273,6 +274,24 @@ class StopConfig(Section):
     limit."""
     steps: PositiveInt = 20
     """Number of consecutive steps beyond a limit after which the run ends. A warning comes at half of it."""
+    tokens: PositiveInt | None = None
+    """Budget of sampled tokens (`compute/sampled_tokens`): the step that reaches it is the last one, with an evaluation
+    and a checkpoint; null for no budget."""
+    flops: Positive | None = None
+    """The same for model FLOPs of sampling and training (`compute/flops`)."""
+
+    @property
+    def budgets(self) -> dict[str, tuple[str, float]]:
+        """Metric and limit of each budget, by the name of its setting."""
+        limits = {"stop.tokens": (SAMPLED_TOKENS, self.tokens), "stop.flops": (FLOPS, self.flops)}
+        return {name: (metric, limit) for name, (metric, limit) in limits.items() if limit is not None}
+
+    def budget_reached(self, record: Mapping[str, Any]) -> str | None:
+        """Return the budget that a run has reached with a line of metrics.jsonl, and what it has taken; else None."""
+        for name, (metric, limit) in self.budgets.items():
+            if (taken := record.get(metric, 0)) >= limit:
+                return f"{name} = {limit:g}: the run has taken {taken:.6g} ({metric})"
+        return None
 
 
 WITHOUT_EFFECT = (
