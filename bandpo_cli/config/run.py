@@ -288,17 +288,11 @@ class StopConfig(Section):
     flops: Positive | None = None
     """The same for model FLOPs of sampling and training (`compute/flops`)."""
 
-    @property
-    def budgets(self) -> dict[str, tuple[str, float]]:
-        """Metric and limit of each budget, by the name of its setting."""
-        limits = {"stop.tokens": (SAMPLED_TOKENS, self.tokens), "stop.flops": (FLOPS, self.flops)}
-        return {name: (metric, limit) for name, (metric, limit) in limits.items() if limit is not None}
-
     def budget_reached(self, record: Mapping[str, Any]) -> str | None:
         """Return the budget that a run has reached with a line of metrics.jsonl, and what it has taken; else None."""
-        for name, (metric, limit) in self.budgets.items():
-            if (taken := record.get(metric, 0)) >= limit:
-                return f"{name} = {limit:g}: the run has taken {taken:.6g} ({metric})"
+        for name, limit, metric in (("tokens", self.tokens, SAMPLED_TOKENS), ("flops", self.flops, FLOPS)):
+            if limit is not None and (taken := record.get(metric, 0)) >= limit:
+                return f"stop.{name} = {limit:g}: the run has taken {taken:.6g} ({metric})"
         return None
 
 

@@ -87,7 +87,7 @@ def train(
     prompt_once = (
         config.sampling.vllm.prefix_caching if components.sampler.streams else not config.task.functions
     )
-    totals = RunTotals(components.ranks.on_main(lambda: folder.read_metrics()[-1:]))
+    totals = RunTotals(components.ranks.on_main(folder.read_metrics))
     with (
         CheckpointWriter(config, components, folder) as writer,
         PackedWork(policy.model, components.ranks, reference, prompt_once) as work,
