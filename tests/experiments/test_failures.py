@@ -15,8 +15,7 @@ from bandpo_cli.experiments import evaluate, resume, train
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.reports import run_plots
 from bandpo_cli.sampling import setup
-from bandpo_cli.sampling.sampler import StaleEngineError
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.sampling.sampler import StaleEngineError, TransformersSampler
 from bandpo_cli.training import loop
 from bandpo_cli.training.optimizer import Optimizer
 from tests.experiments.test_api import SMALL
