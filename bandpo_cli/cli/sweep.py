@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,6 +39,7 @@ _EXECUTION = {
     "--resume", "--jobs", "--gpus-per-run", "--stop-behind", "--executor", "--ray-address", "--runs-dir"
 }  # fmt: skip
 """The options that say how runs are executed, and not which."""
+_OF_POWER = {"--power", "--pilot", "--baseline", "--jobs", "--runs-dir"}
 
 
 @opt.takes_settings
@@ -66,6 +69,8 @@ def sweep(
     runs_dir: opt.RunsDir = opt.RUNS,
     tracking: opt.Tracking,
     dry_run: Annotated[bool, opt.option()] = False,
+    power: Annotated[float | None, opt.option("DIFFERENCE")] = None,
+    pilot: Annotated[Path | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
     resume: Annotated[str | None, opt.option("SWEEP", complete=folder_of("sweep"))] = None,
 ) -> None:
     """Run every combination of the given values as an ordinary run, in one folder.
@@ -92,6 +97,9 @@ def sweep(
 
     [bold]bandpo sweep sweep.yaml[/bold]  axes, named variants and exclusions from a file
 
+    [bold]bandpo sweep --power 0.02 --pilot NAME[/bold]  the seeds and problems that show
+    a difference of 0.02, and the time they take
+
     [bold]bandpo sweep --resume NAME[/bold]  after Ctrl-C, a crash or a failed run
 
     Args:
@@ -113,8 +121,17 @@ def sweep(
         ray_address: A running Ray cluster, or auto.
         name: Name of the sweep's folder.
         dry_run: Print the runs and the estimate of the time, and stop.
+        power: Run nothing; print how many seeds and problems show this difference of accuracy.
+        pilot: For --power: a finished sweep, whose results show the spread.
         resume: Resume a sweep: runs that are not finished are executed again.
     """
+    if (power is None) != (pilot is None):
+        missing = "--pilot NAME, a finished sweep with two or more seeds" if pilot is None else "--power 0.02"
+        raise UserError(f"{'--power' if pilot is None else '--pilot'}: goes with {missing}")
+    if power is not None and pilot is not None:
+        opt.refuse_with(context, "--power", "the pilot has the settings", lambda name: name not in _OF_POWER)
+        print_power(open_console(), pilot, power, runs_dir, jobs, baseline)
+        return
     from bandpo_cli.config.layers import nest, read_assignments, read_config
     from bandpo_cli.experiments import sweep as run_sweep
     from bandpo_cli.storage.run_folder import shell_command
@@ -156,6 +173,44 @@ def sweep(
     if result.failures:
         again = shell_command("sweep --resume", result.folder, runs_dir)
         raise RunError(f"{len(result.failures)} of {result.runs} runs failed; try them again: {again}")
+
+
+def print_power(
+    console: Console, pilot: Path, difference: float, runs_dir: Path, jobs: int | None, baseline: str | None
+) -> None:
+    """Print the variance components of a pilot, and the seeds that show a difference by number of problems."""
+    from bandpo_cli.storage.run_record import usable_cores
+    from bandpo_cli.sweeps.power import plan_power
+    from bandpo_cli.sweeps.scheduler import visible_gpus
+
+    jobs = jobs or len(visible_gpus(os.environ)) or usable_cores()
+    plan = plan_power(pilot, difference, runs_dir, jobs, baseline)
+    parts, cell = plan.components, plan.components.cell / plan.problems
+    print_line(console, f"{plan.variants} × {plan.seeds} seeds, {plan.problems} problems", str(pilot))
+    share = f"{100 * parts.completions / parts.cell:.0f}%" if parts.completions <= parts.cell else "all"
+    print_rows(
+        console,
+        [
+            ("spread of a difference between seeds", f"{parts.spread(plan.problems):.3f}, of which"),
+            ("  seeds", f"{math.sqrt(parts.seed):.3f}"),
+            (
+                "  problems × seeds, completions",
+                f"{math.sqrt(cell):.3f}; completions: {share} of this variance",
+            ),
+            ("spread between problems", f"{math.sqrt(parts.problem):.3f}"),
+        ],
+        38,
+    )
+    table = make_table(">problems", ">seeds", ">90% interval", ">for other problems", ">runs", ">time")
+    for row in plan.rows:
+        other = "–" if row.seeds_elsewhere is None else f"{row.seeds_elsewhere:,}"
+        interval = f"{row.low:,} to {row.high:,}"
+        runs = f"{row.seeds * max(2, plan.variants):,}"
+        table.add_row(
+            f"{row.problems:,}", f"{row.seeds:,}", interval, other, runs, format_duration(row.seconds)
+        )
+    print_line(console, f"a difference of {difference:g} is shown with a probability of 80% by:")
+    console.print(table)
 
 
 _LINES_EVERY_S = 60.0
