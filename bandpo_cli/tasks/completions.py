@@ -17,9 +17,16 @@ from pydantic import BaseModel, BeforeValidator, Field, FiniteFloat, ValidationE
 from bandpo_cli.config.task import Label, Source
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.registries import is_custom_grader
-from bandpo_cli.tasks.fields import find_fields, read_question, replace_surrogates, to_json_value, value_at
 from bandpo_cli.tasks.question_answers import SAMPLE_ROWS, grader_columns
-from bandpo_cli.tasks.rows import read_file, source_label
+from bandpo_cli.tasks.rows import (
+    find_fields,
+    read_file,
+    read_question,
+    replace_surrogates,
+    source_label,
+    to_json_value,
+    value_at,
+)
 from bandpo_cli.tasks.task import text_hash
 from bandpo_cli.types import Problem
 
