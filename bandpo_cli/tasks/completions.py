@@ -65,15 +65,9 @@ _RowReader = Callable[[Mapping[str, Any], str | None, str], _StoredRow]
 def read_completions(path: Path, grader: str | None = None) -> dict[str, list[StoredProblem]]:
     """Read the evaluation sets in a .parquet, .jsonl, .json or .csv file, by label.
 
-    Args:
-        path: A table of this package with one completion per row (`samples.parquet` of an evaluation,
-            `samples/step-000010.parquet` of a run), or rows with a question, an answer and completions (a list of texts
-            or a text).
-        grader: The grader of all problems, instead of the one that the table names (`math` if it names none).
-
-    Raises:
-        ConfigError: If the file cannot be read, lacks a field, or contains values of another type; the message names
-            the row.
+    It is a table of this package with one completion per row, or has rows with a question, an answer and completions (a
+    list of texts or a text). `grader` replaces the one that the table names (`math` if it names none). Raise
+    ConfigError, which names the row, if the file cannot be read, lacks a field, or has values of another type.
     """
     rows = read_file(path)
     first_rows = list(islice(rows, SAMPLE_ROWS))
