@@ -55,7 +55,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The state of an installation: lines about the machine, packages, problems, and the pip command that repairs it."""
+    """State of an installation: lines about the machine, packages, problems, and the pip command that repairs it."""
 
     system: dict[str, str]
     packages: list[Package]
@@ -67,7 +67,7 @@ def diagnose() -> Diagnosis:
     """Return the state of this installation. Raises UserError if the package has no metadata: it was not installed."""
     from packaging.requirements import Requirement
 
-    from bandpo_cli.storage.environment import available_memory, describe_environment
+    from bandpo_cli.storage.run_record import available_memory, describe_environment
 
     try:
         extras = metadata.metadata("bandpo").get_all("Provides-Extra") or []
