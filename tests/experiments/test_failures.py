@@ -14,7 +14,6 @@ from bandpo_cli.errors import RunError
 from bandpo_cli.experiments import evaluate, resume, train
 from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.reports import run_plots
-from bandpo_cli.sampling import setup
 from bandpo_cli.sampling.sampler import StaleEngineError
 from bandpo_cli.sampling.transformers_sampler import TransformersSampler
 from bandpo_cli.training import loop
