@@ -32,9 +32,9 @@ from bandpo_cli.cli.console import (
 )
 from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import exit_on_sigterm
-from bandpo_cli.datasets import tasks_text
 from bandpo_cli.errors import plural
 from bandpo_cli.processes.ranks import launched_name, ranks_to_start
+from bandpo_cli.registries import tasks_text
 from bandpo_cli.types import UNGRADED_VERDICTS
 
 if TYPE_CHECKING:
