@@ -203,9 +203,8 @@ def plan_fork(
     same_problems = not any(key.startswith(_OF_THE_PROBLEMS) for key in with_effect)
     progress = point.progress
     checkpoint = point.run.checkpoint_dir(progress.step)
-    begin = (
-        None if keeps_batch else checkpoints.position_before_batch(checkpoint)
-    )  # a dropped batch comes again
+    # The problems of a batch that is dropped come again.
+    begin = None if keeps_batch else checkpoints.position_before_batch(checkpoint)
     progress = replace(
         progress,
         position=progress.position if begin is None else begin,
