@@ -28,6 +28,7 @@ def report(
     baseline: Annotated[str | None, opt.option("VARIANT", "the sweep's")] = None,
     by: Annotated[list[str] | None, opt.option("KEY,KEY", "all that differ, except the seed")] = None,
     out: Annotated[Path | None, opt.option("DIR", "SWEEP/report, or report here")] = None,
+    margin: Annotated[float, opt.option("M")] = 0.02,
     format_: opt.TableOrJson = "table",
     runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
@@ -36,7 +37,7 @@ def report(
     Runs that differ only in their seed are one variant. Metrics are means over
     seeds with 95% intervals; variants are compared with the baseline seed by seed.
     All of it is computed from the run folders, and written as one HTML page,
-    Markdown, CSV and PNG.
+    Markdown, JSON, CSV and PNG.
 
     [bold]bandpo report deltas[/bold]  the sweep in runs/deltas
     [bold]bandpo report runs/clip-* runs/kl-* --baseline clip[/bold]  any runs
@@ -48,13 +49,14 @@ def report(
         baseline: The variant that all other variants are compared with.
         by: Settings that define a variant, for example bounds,optim.lr; repeatable.
         out: Folder of the report.
+        margin: Differences of accuracy within ±M can be found equivalent.
     """
     from bandpo_cli.reports.run_variants import select_runs
     from bandpo_cli.reports.write_report import write_report
 
     chosen = select_runs(paths, runs_dir, baseline, [*filter(None, opt.split_commas(by or []))])
     folder = out or (Path() if chosen.sweep is None else chosen.sweep.path) / "report"
-    written = write_report(chosen, folder)
+    written = write_report(chosen, folder, margin)
     if format_ == "json":
         print_json(written.as_json())
     else:
@@ -86,7 +88,7 @@ def print_report(console: Console, report: Report) -> None:
         variant_and_seed = f"{run.variant}, seed {run.seed}: " if run.variant else ""
         print_text(f"{run.run}: {variant_and_seed}{run.reason}", "excluded: ", "yellow")
     console.print()
-    for name in ("report.html", "report.md", "leaderboard.csv"):
+    for name in ("report.html", "report.md", "report.json", "leaderboard.csv"):
         console.print(Text(str(relative_to_cwd(report.files[name]))), soft_wrap=True)
     print_text("", f"plots: {', '.join(name for name in report.files if name.endswith('.png'))}", "dim")
 

@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from bandpo_cli.grading.answers import voted_answer
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.processes.watch import Wait
-from bandpo_cli.storage.eval_folder import PartKey
+from bandpo_cli.storage.run_folder import PartKey
 from bandpo_cli.storage.tables import EvalRow, encode_extra
 from bandpo_cli.tasks.completions import StoredCompletion, StoredProblem
 from bandpo_cli.types import Grade, Grader, Problem, derive_seed
 
 if TYPE_CHECKING:
+    from bandpo_cli.sampling.conversations import Conversations
     from bandpo_cli.sampling.prompt_encoding import EncodedPrompt, PromptEncoder
-    from bandpo_cli.sampling.rollouts import Conversations
     from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams
 
 _Item = TypeVar("_Item")
