@@ -342,5 +342,11 @@ def _shard_errors(ranks: Ranks) -> Iterator[None]:
         if own is not None and not isinstance(own, Exception):
             raise own from None
         rank, cause = min(failures.items(), key=lambda item: item[0])
-        reason = getattr(cause, "strerror", None) or first_line(cause, max_chars=500)
-        raise ShardError(f"{reason} (rank {rank})" if ranks.size > 1 else reason) from cause
+        raise ShardError(
+            f"{reason_of(cause)} (rank {rank})" if ranks.size > 1 else reason_of(cause)
+        ) from cause
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the system's text of the error, else the first line of its message."""
+    return getattr(error, "strerror", None) or first_line(error, max_chars=500)

@@ -30,7 +30,7 @@ class LossOutputs:
         gradient: [n], ∂loss/∂logprobs.
         ratios: [n], r.
         gradient_weights: [n], w in the gradient −weight·w·a·∇log π of a token's loss, without the penalty to the
-            reference model: 1 for an unclipped token with r = 1, 0 for a clipped one. 0 where a or the weight is 0.
+            reference model: 1 for an unclipped token with r = 1, 0 for a clipped one or where a or the weight is 0.
         entropy_gradient: [n], ∂loss/∂entropy of the distribution of each token.
     """
 
@@ -56,11 +56,10 @@ def policy_objective(
 
     Args:
         logprobs: [n] float32, log π(token) under the policy being updated, nats.
-        weights: [n], weight of the token in the update's loss (`AGGREGATIONS`). It is multiplied with the importance
-            weight of the batch, where there is one.
-        reference_kl: coefficient of the k3 estimate of KL(π‖π_reference) per token; used if `ref_logprobs` is given.
-        entropy: [n], entropy of the distribution of each token, nats, for the bonus: `objective.entropy_bonus` times
-            its sum with `weights`, without the importance weights, as in verl; None without a bonus.
+        weights: [n], weight of the token in the update's loss (`AGGREGATIONS`), without its importance weight.
+        reference_kl: coefficient of the k3 estimate of KL(π‖π_reference); used if `ref_logprobs` is given.
+        entropy: [n], entropy of the distribution of each token, nats. The bonus is `objective.entropy_bonus` times its
+            sum with `weights`, as in verl; None without a bonus.
     """
     entropy_gradient = -loss.objective.entropy_bonus * weights
     if batch.importance_weights is not None:
@@ -86,11 +85,12 @@ def policy_objective(
 def importance_weights(
     trainer_logprobs: Tensor, sampler_logprobs: Tensor, lengths: Tensor, objective: ObjectiveConfig
 ) -> Tensor | None:
-    """Return the weight of each token's loss, w; None where `objective.importance_cap` is null.
+    """Return the weight of each token's loss, w, [N] without gradient; None where `objective.importance_cap` is null.
 
-    The tokens were sampled from the sampler's π, while the ratio of the objective is computed relative to the trainer's
-    π_old. The two differ where the sampler is another engine than the trainer, by kernels, number formats and batch
-    shapes. w is an estimate of π_old/π_sampler of limited variance, by the rule `objective.importance`:
+    The ratio of the objective is relative to the trainer's π_old, but the tokens were sampled from the sampler's π. The
+    two differ where the sampler is another engine, by kernels, number formats and batch shapes. w is an estimate of
+    π_old/π_sampler of limited variance, by the rule `objective.importance`, per token or per completion (there the
+    geometric mean of the ratios of its tokens):
 
     - truncated, min(w, cap): truncated importance sampling (Ionides 2008);
     - masked, 0 outside [floor, cap] and w within: per token as in IcePop, per completion as in masked importance
@@ -98,12 +98,8 @@ def importance_weights(
       2512.23075).
 
     Args:
-        trainer_logprobs, sampler_logprobs: [N] float32, nats, of the same weights at the same temperature, flat, in
-            the order of the completions.
+        trainer_logprobs, sampler_logprobs: [N] float32, nats, of the same weights at the same temperature.
         lengths: [S] int64, tokens per completion.
-
-    Returns:
-        [N] float32, without gradient. The w of a completion is the geometric mean of the ratios of its tokens.
     """
     cap = objective.importance_cap
     if cap is None:

@@ -153,10 +153,7 @@ def graded_groups(
 ) -> list[Group]:
     """Return one group per problem with the graded completions and their shaped rewards.
 
-    Args:
-        texts, grades: of all completions, [P·G].
-        reward: range of the reward and penalty for long completions.
-        max_tokens: maximum tokens per completion, from which the penalty for long completions counts.
+    `texts` and `grades` are those of all completions, [P·G]; `max_tokens` is the most that a completion may have.
     """
     lengths = [len(completion.token_ids) for completions in completions_PG for completion in completions]
     graded = zip(texts, grades, shaped_rewards(grades, lengths, max_tokens, reward), strict=True)

@@ -90,8 +90,8 @@ class Sampler(ABC):
 
     Attributes:
         shares_weights: the engine runs the trainer's own model; see `is_exact` for its log-probs.
-        streams: the engine samples several requests at the same time. The turns of a conversation are then requests of
-            their own, and none waits for another; otherwise those of several conversations are one request.
+        streams: the engine samples several requests at the same time. The turns of a conversation are then requests
+            of their own, and none waits for another.
     """
 
     shares_weights = False
@@ -104,13 +104,12 @@ class Sampler(ABC):
         """Yield the number of each request, from 0, and its completions [P][n].
 
         The completions are the same for the same weights, prompts, seeds, parameters and machine, so that prompts can
-        be distributed over several requests and processes. The sampler takes requests as it has room for them. Closing
-        the generator drops the unfinished ones.
+        be distributed over several requests and processes. Closing the generator drops the unfinished ones.
 
         Args:
-            requests: they may depend on the completions of earlier ones. None stands for no request at present, and
-                does not count: the sampler continues with those that it has.
-            in_order: yield in the order of the requests; otherwise each request may be yielded as soon as it has ended.
+            requests: taken as the sampler has room for them; they may depend on the completions of earlier ones. None
+                stands for no request at present, and does not count: the sampler continues with those that it has.
+            in_order: yield in the order of the requests; otherwise each request as soon as it has ended.
 
         Raises:
             UserError: the engine does not support a prompt or the parameters.
@@ -144,8 +143,7 @@ class Sampler(ABC):
     def sleep(self) -> int:
         """Release accelerator memory to the trainer if the engine supports it; the next `sync` wakes the engine.
 
-        Returns:
-            Bytes of this process that were released and that PyTorch still counts as allocated.
+        Return the bytes of this process that were released and that PyTorch still counts as allocated.
         """
         return 0
 
@@ -214,10 +212,7 @@ def check_model(config: RunConfig) -> None:
 
 
 def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
-    """Return the engine that `sampling.engine` names.
-
-    Args:
-        policy: the policy, or its model for an engine that has no weights until `load`.
+    """Return the engine that `sampling.engine` names; of a model it has no weights until `load`.
 
     Raises:
         ConfigError: the engine is not installed.
@@ -242,10 +237,7 @@ class TransformersSampler(Sampler):
     shares_weights = True
 
     def __init__(self, model: PreTrainedModel, pad_id: int, max_sequences: int = 2048) -> None:
-        """Set up the sampler of the trainer's model.
-
-        It samples at most `max_sequences` completions at the same time, but at least those of one prompt.
-        """
+        """Sample at most `max_sequences` completions at the same time, but at least those of one prompt."""
         self._model, self._pad_id, self._max_sequences, self._version = model, pad_id, max_sequences, 0
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
@@ -396,9 +388,8 @@ def sample_tokens(
     """Sample one token per row by inverting the cumulative distribution.
 
     Args:
-        logits: [B, V] float32.
+        logits: [B, V] float32; divided by `temperature`. At 0 the most likely token is chosen, with its log-prob at 1.
         uniforms: [B] float64 random numbers in [0, 1), one per row.
-        temperature: divisor of the logits; 0 selects the most likely token, with its log-prob at temperature 1.
 
     Returns:
         (tokens [B] int64, their log-probs [B] float32 at this temperature, in nats).
