@@ -270,8 +270,8 @@ class StateCopy:
         copied = self._copies[_place(local_tensor(tensor))]
         if not isinstance(tensor, DTensor):
             return copied
-        mesh, layout = self._mesh or tensor.device_mesh, {"shape": tensor.shape, "stride": tensor.stride()}
-        return DTensor.from_local(copied, mesh, tensor.placements, **layout)
+        mesh, shape, stride = self._mesh or tensor.device_mesh, tensor.shape, tensor.stride()
+        return DTensor.from_local(copied, mesh, tensor.placements, shape=shape, stride=stride)
 
 
 def _place(tensor: torch.Tensor) -> Hashable:
