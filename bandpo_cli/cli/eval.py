@@ -32,9 +32,9 @@ from bandpo_cli.cli.console import (
 )
 from bandpo_cli.cli.options import folder_of
 from bandpo_cli.cli.signals import exit_on_sigterm
-from bandpo_cli.datasets import tasks_text
 from bandpo_cli.errors import plural
 from bandpo_cli.processes.ranks import launched_name, ranks_to_start
+from bandpo_cli.registries import tasks_text
 from bandpo_cli.types import UNGRADED_VERDICTS
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def evaluate(
     from bandpo_cli.experiments.eval_plan import MAX_K, plan_evaluation, plan_evaluation_resume
     from bandpo_cli.experiments.eval_run import resume_evaluation
     from bandpo_cli.experiments.preflight import choose_run_name, read_numbers
-    from bandpo_cli.storage.eval_folder import EvalFolder
+    from bandpo_cli.storage.run_folder import EvalFolder
 
     console = open_console(stderr=format_ == "json", long_running=True)
     asked = launched_name() if name is None else name
@@ -238,8 +238,7 @@ class EvalView(ExperimentView):
 
     def end(self, result: EvalResult) -> None:
         """Print the metrics; for an evaluation that ended early, print how it can be resumed."""
-        from bandpo_cli.storage.eval_folder import EvalFolder
-        from bandpo_cli.storage.run_folder import shell_command
+        from bandpo_cli.storage.run_folder import EvalFolder, shell_command
 
         self.close()
         if self._info is None:  # it ended before the start

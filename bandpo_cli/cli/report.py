@@ -36,7 +36,7 @@ def report(
     Runs that differ only in their seed are one variant. Metrics are means over
     seeds with 95% intervals; variants are compared with the baseline seed by seed.
     All of it is computed from the run folders, and written as one HTML page,
-    Markdown, CSV and PNG.
+    Markdown, JSON, CSV and PNG.
 
     [bold]bandpo report deltas[/bold]  the sweep in runs/deltas
     [bold]bandpo report runs/clip-* runs/kl-* --baseline clip[/bold]  any runs
@@ -86,7 +86,7 @@ def print_report(console: Console, report: Report) -> None:
         variant_and_seed = f"{run.variant}, seed {run.seed}: " if run.variant else ""
         print_text(f"{run.run}: {variant_and_seed}{run.reason}", "excluded: ", "yellow")
     console.print()
-    for name in ("report.html", "report.md", "leaderboard.csv"):
+    for name in ("report.html", "report.md", "report.json", "leaderboard.csv"):
         console.print(Text(str(relative_to_cwd(report.files[name]))), soft_wrap=True)
     print_text("", f"plots: {', '.join(name for name in report.files if name.endswith('.png'))}", "dim")
 

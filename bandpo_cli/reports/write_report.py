@@ -1,4 +1,4 @@
-"""Writing a report: leaderboard.csv, report.md, the plots, and report.html, which needs no other file or network.
+"""Writing a report: tables as CSV, JSON and Markdown, the plots, and report.html, which needs no other file or network.
 
 The templates of Markdown and HTML are in `reports/templates`. They call the functions of this module as `texts`.
 """
@@ -39,7 +39,7 @@ from bandpo_cli.reports.run_variants import (
     is_within,
 )
 from bandpo_cli.reports.tuned_settings import read_tuning
-from bandpo_cli.storage.files import write_text
+from bandpo_cli.storage.files import write_json, write_text
 from bandpo_cli.storage.sweep_folder import check_baseline
 
 LEADERBOARD_CAPTION = (
@@ -66,7 +66,7 @@ _EVALUATION_KEYS = ("task", "evaluation.problems", "evaluation.temperature", "mo
 
 
 def write_report(selection: Selection, out: Path) -> Report:
-    """Compare the variants of a selection and write leaderboard.csv, report.md, report.html and the plots into `out`.
+    """Compare the variants of a selection and write the files of the report into `out`.
 
     All results are computed from the run folders. Runs that are failed, unfinished or damaged are excluded and listed
     with the reason. The notes of the selection come before those of the report.
@@ -120,9 +120,11 @@ def write_report(selection: Selection, out: Path) -> Report:
         with TemporaryDirectory(prefix=".report.", suffix=".tmp", dir=beside) as folder:
             hidden = Path(folder)
             plots = plot_all(tables, report, hidden)
-            files = ["report.html", "report.md", "leaderboard.csv", *(path.name for path in plots.values())]
+            files = ["report.html", "report.md", "report.json", "leaderboard.csv"]
+            files += [path.name for path in plots.values()]
             report = replace(report, files={name: out / name for name in files})
             write_text(hidden / "leaderboard.csv", _leaderboard_csv(report))
+            write_json(hidden / "report.json", report.as_json())
             for name in ("report.md", "report.html"):
                 write_text(hidden / name, render(name, report, plots, _token_pages(tables.runs, out)))
             out.mkdir(exist_ok=True)

@@ -34,7 +34,7 @@ def test_the_report_of_a_sweep_is_written_to_its_folder(report, tmp_path):
     assert rows[kl - 1] == ["kl", "0.02", "3", "0.517", "0.358", "0.300", "0.323", "0.817", "2.00%", "1.25"]
     assert rows[clip - 1][:4] == ["clip", "3", "0.410", "0.305"]
     assert kl < clip
-    for name in ("report.html", "report.md", "leaderboard.csv", "accuracy.png"):
+    for name in ("report.html", "report.md", "report.json", "leaderboard.csv", "accuracy.png"):
         assert (tmp_path / "runs" / "deltas" / "report" / name).is_file()
         assert name in out
 
@@ -47,6 +47,7 @@ def test_standard_output_is_json_only(report, tmp_path):
     assert [variant["name"] for variant in found["variants"]] == ["kl 0.02", "clip"]
     assert found["variants"][1]["metrics"]["accuracy"]["mean"] == pytest.approx(0.41)
     assert found["files"]["report.html"] == "there/report.html"
+    assert json.loads((tmp_path / "there" / "report.json").read_text()) == found
     assert (tmp_path / "there" / "report.html").is_file()
     assert not (tmp_path / "runs" / "deltas" / "report").exists()
 

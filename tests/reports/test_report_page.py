@@ -49,12 +49,13 @@ def test_page_and_markdown_have_the_plots_and_need_no_network(tmp_path):
     markdown = report.files["report.md"].read_text()
     assert re.findall(r"!\[[^]]+\]\(([^)]+)\)", markdown) == PLOTS
     assert {path.name for path in (sweep / "report").iterdir()} == {
-        *PLOTS, "leaderboard.csv", "report.html", "report.md"
+        *PLOTS, "leaderboard.csv", "report.html", "report.json", "report.md"
     }  # fmt: skip
     for content in (markdown, text):
         others = re.sub(r"[Hh]eld-out accuracy|entropy at [\d.]+% accuracy", "", content)
         assert not re.search("accuracy(?!_entropy|\\.png|_)", others)
-    assert json.loads(json.dumps(report.as_json()))["variants"][0]["name"] == "kl 0.02"
+    assert json.loads(report.files["report.json"].read_text()) == json.loads(json.dumps(report.as_json()))
+    assert report.as_json()["variants"][0]["name"] == "kl 0.02"
 
 
 @pytest.mark.usefixtures("without_plots")
