@@ -131,11 +131,9 @@ def estimate_memory(
     """Estimate the memory of a run.
 
     Args:
-        config: the run's settings.
         device: the device of the trainer, which need not exist here; each rank has such a device.
         ranks: number of ranks; with more than one the model is sharded.
-        engine_device: with `sampling.max_lag`, the GPU of the engine process where it is another GPU than the
-            trainer's.
+        engine_device: with `sampling.max_lag`, the GPU of the engine process if it is not the trainer's.
         training: False for an evaluation, which has a complete model on each rank and no updates.
 
     Raises:
@@ -381,10 +379,7 @@ def activation_bytes(
     """Return the bytes that autograd saves for a backward pass of `tokens` packed tokens, without the output layer.
 
     With gradient checkpointing these are the input of every layer and all activations of one layer at a time.
-
-    Args:
-        attention: elements that attention saves in a layer.
-        on_gpu: the policy is on a GPU, where checkpointing is `auto`.
+    `attention` is the number of elements that attention saves in a layer; on a GPU checkpointing is `auto`.
     """
 
     saved: dict[int, Tensor] = {}  # one tensor of each storage, whose address may be reused after it is freed

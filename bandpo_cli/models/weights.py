@@ -161,8 +161,7 @@ def adapter_weights(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
 def save_adapter(model: PreTrainedModel, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
     """Write the adapters in the format of peft: `PeftModel.from_pretrained(base, folder)` loads them.
 
-    Args:
-        weights: what `adapter_weights` returns, or a copy; None to take the tensors in use.
+    `weights` are what `adapter_weights` returns, or a copy; None for the tensors in use.
     """
     tensors = {name: tensor.contiguous() for name, tensor in dict(weights or adapter_weights(model)).items()}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
@@ -269,12 +268,10 @@ class ShardError(Exception):
 
 
 def write_shards(folder: Path, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """Write the shards of all ranks into `folder` and flush them to the disk; all ranks must call this together.
+    """Write the shards of all ranks into the empty folder `folder`; all ranks must call this together.
 
-    Args:
-        folder: an empty folder that all ranks share.
-        tensors: DTensors, of which each rank writes its shard, and tensors that are equal on all ranks, which one rank
-            writes. The names are the same on every rank.
+    Each rank writes its shards of DTensors; one rank writes tensors that are equal on all ranks. The names are the same
+    on every rank.
 
     Raises:
         ShardError: a rank failed to write.
@@ -305,9 +302,7 @@ def saved_shapes(folder: Path) -> dict[str, torch.Size]:
 def read_shards(folder: Path, targets: Mapping[str, Tensor], ranks: Ranks) -> None:
     """Read tensors from the safetensors files of a folder into `targets`; all ranks must call this together.
 
-    Args:
-        targets: tensors by their name in the files, which are converted to the dtype of the target. Of a DTensor, each
-            rank reads its shard.
+    The values are converted to the dtype of the target. Of a DTensor, each rank reads its shard.
 
     Raises:
         ShardError: a rank failed to read, for example a tensor that is missing, damaged or of another shape.

@@ -127,27 +127,19 @@ def k3(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
     return torch.expm1(log_u) - log_u
 
 
-def seq_mean_token_mean(lengths_S: Tensor, max_tokens: int) -> Tensor:
-    """Return 1/(S·length): the mean over the tokens of a sequence, then over sequences (GRPO, BandPO)."""
-    return 1.0 / (len(lengths_S) * lengths_S.float())
-
-
-def token_mean(lengths_S: Tensor, max_tokens: int) -> Tensor:
-    """Return 1/Σ length: the mean over all tokens of the update (DAPO)."""
-    return torch.full_like(lengths_S, 1.0 / max(1, int(lengths_S.sum())), dtype=torch.float32)
-
-
-def seq_sum_norm(lengths_S: Tensor, max_tokens: int) -> Tensor:
-    """Return 1/(S·max_tokens): a sequence's sum over a constant, then the mean over sequences (Dr. GRPO)."""
-    return torch.full_like(lengths_S, 1.0 / max(1, len(lengths_S) * max_tokens), dtype=torch.float32)
-
-
 AGGREGATIONS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "seq-mean-token-mean": seq_mean_token_mean,
-    "token-mean": token_mean,
-    "seq-sum-norm": seq_sum_norm,
+    # the mean over the tokens of a sequence, then over sequences (GRPO, BandPO)
+    "seq-mean-token-mean": lambda lengths_S, _: 1.0 / (len(lengths_S) * lengths_S.float()),
+    # the mean over all tokens of the update (DAPO)
+    "token-mean": lambda lengths_S, _: _constant(lengths_S, int(lengths_S.sum())),
+    # a sequence's sum over a constant, then the mean over sequences (Dr. GRPO)
+    "seq-sum-norm": lambda lengths_S, max_tokens: _constant(lengths_S, len(lengths_S) * max_tokens),
 }
 """(lengths_S int64 [S], max_tokens) → weight of each token of sequence s, float32 [S], by `objective.aggregation`.
 
 The loss of an update is the sum of weight·loss over its tokens. The weights depend on the completion lengths of the
 complete update, so eight passes of one sequence and one pass of eight give the same gradient."""
+
+
+def _constant(lengths_S: Tensor, inverse: int) -> Tensor:
+    return torch.full_like(lengths_S, 1.0 / max(1, inverse), dtype=torch.float32)

@@ -20,9 +20,9 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import SamplingConfig, check_engine, is_installed, resolve_engine
-from bandpo_cli.errors import RunError, UserError, first_line
+from bandpo_cli.errors import RunError, first_line
 from bandpo_cli.models.attention import growing_cache
-from bandpo_cli.models.load import Policy, is_on_cuda, read_config
+from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import forward_dtype, model_class, unsharded
 from bandpo_cli.processes.watch import progress
 from bandpo_cli.registries import ENGINES, load_attribute
@@ -134,10 +134,7 @@ class Sampler(ABC):
         """
 
     def load(self, weights: Weights, version: int) -> None:
-        """Load all weights without the policy; errors as in `sync`.
-
-        Only an engine with weights of its own has the method. The caller checks what the engine then samples.
-        """
+        """Load all weights in an engine process, whose trainer checks the engine's samples; errors as in `sync`."""
         raise NotImplementedError
 
     def sleep(self) -> int:
@@ -192,25 +189,6 @@ def is_exact(sampler: Sampler, policy: Policy) -> bool:
     return sampler.shares_weights and forward_dtype(policy.model) == torch.float32
 
 
-def check_model(config: RunConfig) -> None:
-    """Check from the model's config.json that the engine of the settings can run it, before its weights are loaded.
-
-    Raises:
-        UserError: the model is a mixture of experts, which the engine does not run, or its config cannot be read.
-    """
-    engine = resolve_engine(config.sampling.engine, is_on_cuda(config.model))
-    if ENGINES[engine].runs_experts:
-        return
-    text = read_config(config.model).get_text_config()
-    # transformers stores the experts of a layer in one tensor, under names that vLLM's loader does not know.
-    experts = [value for key, value in text.to_dict().items() if key.endswith("experts")]
-    if any(isinstance(count, int) and count > 1 for count in experts):
-        raise UserError(
-            f"model.path = {config.model.path!r}: {text.model_type} is a mixture of experts, which the {engine} engine "
-            "cannot load from the trainer; use --sampler transformers"
-        )
-
-
 def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
     """Return the engine that `sampling.engine` names; of a model it has no weights until `load`.
 
@@ -243,6 +221,24 @@ class TransformersSampler(Sampler):
     def sync(self, model: PreTrainedModel, version: int) -> None:
         """Store the version; the weights are shared with the trainer and need no copy."""
         self._model, self._version = model, version
+
+    @torch.no_grad()
+    def load(self, weights: Weights, version: int) -> None:
+        """Copy each weight into the parameter of its name; raise StaleEngineError unless all are those of the model."""
+        missing, of_version = dict(self._model.named_parameters()), f"version {version} of the weights"
+        for name, tensor in weights:
+            parameter = missing.pop(name, None)
+            if parameter is None or (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
+                raise StaleEngineError(
+                    f"the engine process cannot load {of_version}: its model has no parameter {name} of shape "
+                    f"{[*tensor.shape]} and dtype {tensor.dtype}"
+                )
+            parameter.copy_(tensor)
+        for name in missing:
+            raise StaleEngineError(
+                f"the engine process received {of_version} only in part: {name} is missing ({len(missing)} in total)"
+            )
+        self._version = version
 
     def describe(self) -> dict[str, str]:
         """Return the engine's name."""

@@ -22,10 +22,7 @@ from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.evaluate import sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
-from bandpo_cli.grading.pool import (
-    all_calls_failed,
-    grade_components,
-)
+from bandpo_cli.grading.pool import all_calls_failed, grade_components
 from bandpo_cli.methods.loss import policy_loss
 from bandpo_cli.models.load import release_cached_memory
 from bandpo_cli.objective.advantages import estimate_advantages
