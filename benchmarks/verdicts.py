@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from scipy.stats import ttest_1samp
 from shared import command_line
 
-from bandpo_cli.evaluation.verdicts import ALPHA, MARGIN, Verdict, conclude, holm, smallest_effect
+from bandpo_cli.evaluation.verdicts import ALPHA, MARGIN, Conclusion, conclude, holm, smallest_effect
 from bandpo_cli.experiments.eval_comparison import compare_records
 from bandpo_cli.reports.compare_variants import estimate, paired_test
 
@@ -68,21 +68,21 @@ def differences(shape: str, rng: Rng, count: int, seeds: int, truth: float) -> F
     return truth + SPREAD * ((first - second) / math.sqrt(2) if both else first)
 
 
-def verdict_of(changes: Floats) -> Verdict:
+def verdict_of(changes: Floats) -> Conclusion:
     """Return the verdict of a report on one variant."""
     test = paired_test(changes)
     assert test is not None
     return conclude(changes, test.p)
 
 
-def is_direction(verdict: Verdict) -> bool:
+def is_direction(conclusion: Conclusion) -> bool:
     """Return whether a verdict is `better` or `worse`."""
-    return verdict.text.startswith(("better", "worse"))
+    return conclusion.verdict.startswith(("better", "worse"))
 
 
-def is_equivalent(verdict: Verdict) -> bool:
+def is_equivalent(conclusion: Conclusion) -> bool:
     """Return whether a verdict says that the difference is within the margin."""
-    return verdict.text.startswith("equivalent") or "by less than" in verdict.text
+    return conclusion.verdict.startswith("equivalent") or "by less than" in conclusion.verdict
 
 
 def covers(interval: tuple[float | None, float | None], truth: float) -> bool:
@@ -100,35 +100,40 @@ def simulate_seeds(shape: str, seeds: int, count: int, rng: Rng) -> dict[str, fl
     verdicts = {truth: [verdict_of(row) for row in changes] for truth, changes in rows.items()}
     second = {truth: second_looks(shape, rng, rows[truth], verdicts[truth], truth) for truth in (0.0, MARGIN)}
     decided = {
-        truth: np.mean([not verdict.text.startswith("undecided") for verdict in found.values()] or [math.nan])
+        truth: np.mean(
+            [not conclusion.verdict.startswith("undecided") for conclusion in found.values()] or [math.nan]
+        )
         for truth, found in second.items()
     }
     tests = [paired_test(row) for row in rows[0.0]]
-    estimates = [(verdict.detectable or math.nan) / detectable for verdict in verdicts[detectable]]
+    estimates = [(conclusion.detectable or math.nan) / detectable for conclusion in verdicts[detectable]]
     return {
         "mean": np.mean([covers((mean.low, mean.high), 0.5) for mean in means if mean is not None]),
         "difference": np.mean([covers((t.change.low, t.change.high), 0.0) for t in tests if t is not None]),
-        "false better/worse": np.mean([is_direction(verdict) for verdict in verdicts[0.0]]),
+        "false better/worse": np.mean([is_direction(conclusion) for conclusion in verdicts[0.0]]),
         "of five": np.mean([any_of_five(shape, rng, seeds) for _ in range(count)]),
-        "false equivalent": np.mean([is_equivalent(verdict) for verdict in verdicts[MARGIN]]),
-        "power": np.mean([verdict.text.startswith("better") for verdict in verdicts[detectable]]),
+        "false equivalent": np.mean([is_equivalent(conclusion) for conclusion in verdicts[MARGIN]]),
+        "power": np.mean([conclusion.verdict.startswith("better") for conclusion in verdicts[detectable]]),
         **dict(zip(("estimate", "10%", "90%"), np.quantile(estimates, [0.5, 0.1, 0.9]), strict=True)),
         "decided, 0": decided[0.0],
         "decided, margin": decided[MARGIN],
         "second look": np.mean(
-            [is_direction(second[0.0].get(index, verdict)) for index, verdict in enumerate(verdicts[0.0])]
+            [
+                is_direction(second[0.0].get(index, conclusion))
+                for index, conclusion in enumerate(verdicts[0.0])
+            ]
         ),
     }
 
 
 def second_looks(
-    shape: str, rng: Rng, rows: Floats, verdicts: Sequence[Verdict], truth: float
-) -> dict[int, Verdict]:
+    shape: str, rng: Rng, rows: Floats, verdicts: Sequence[Conclusion], truth: float
+) -> dict[int, Conclusion]:
     """Return the verdicts on the undecided rows with the further seeds that each asks for, by index."""
     second = {}
-    for index, (row, verdict) in enumerate(zip(rows, verdicts, strict=True)):
-        if verdict.further is not None and verdict.further <= MAX_FURTHER:
-            second[index] = verdict_of(np.append(row, differences(shape, rng, 1, verdict.further, truth)))
+    for index, (row, conclusion) in enumerate(zip(rows, verdicts, strict=True)):
+        if conclusion.further is not None and conclusion.further <= MAX_FURTHER:
+            second[index] = verdict_of(np.append(row, differences(shape, rng, 1, conclusion.further, truth)))
     return second
 
 
@@ -156,10 +161,10 @@ def simulate_problems(
     intervals = [(change.low, change.high) for change, _ in null]
     return {
         "difference": np.mean([covers(interval, 0.0) for interval in intervals]),
-        "false better/worse": np.mean([is_direction(verdict) for _, verdict in null]),
-        "false equivalent": np.mean([is_equivalent(verdict) for _, verdict in results[MARGIN]]),
+        "false better/worse": np.mean([is_direction(conclusion) for _, conclusion in null]),
+        "false equivalent": np.mean([is_equivalent(conclusion) for _, conclusion in results[MARGIN]]),
         "detectable": detectable,
-        "power": np.mean([verdict.text.startswith("better") for _, verdict in results[detectable]]),
+        "power": np.mean([conclusion.verdict.startswith("better") for _, conclusion in results[detectable]]),
     }
 
 
@@ -174,14 +179,14 @@ def evaluations(
     return rng.binomial(n, a) / n, rng.binomial(n, b) / n
 
 
-def _compare(a: Floats, b: Floats) -> tuple[tuple[float, float, float], Verdict]:
-    """Return the difference of mean@n with its interval, and the verdict, of `bandpo eval compare`."""
+def _compare(a: Floats, b: Floats) -> tuple[tuple[float, float, float], Conclusion]:
+    """Return the difference of mean@n with its interval, and the conclusion, of `bandpo eval compare`."""
     records = (
         {"sets": {"s": {"by_problem": {str(i): {"mean_at_1": float(x)} for i, x in enumerate(values)}}}}
         for values in (a, b)
     )
     metric = compare_records(*records)["s"].metrics["mean"]
-    return metric.change, metric.verdict
+    return metric.change, metric.conclusion
 
 
 def print_table(first: str, rows: dict[str, dict[str, float]]) -> None:

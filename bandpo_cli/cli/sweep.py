@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +31,7 @@ from bandpo_cli.errors import RunError, SignalExit, UserError, plural
 
 if TYPE_CHECKING:
     from bandpo_cli.storage.sweep_folder import SweepRun
+    from bandpo_cli.sweeps.power import Components, PlanRow
     from bandpo_cli.sweeps.sweep_run import States, SweepInfo, SweepResult
 
 _EXECUTION = {
@@ -130,7 +129,9 @@ def sweep(
         raise UserError(f"{'--power' if pilot is None else '--pilot'}: goes with {missing}")
     if power is not None and pilot is not None:
         opt.refuse_with(context, "--power", "the pilot has the settings", lambda name: name not in _OF_POWER)
-        print_power(open_console(), pilot, power, runs_dir, jobs, baseline)
+        from bandpo_cli.sweeps.power import plan_power
+
+        print_power(open_console(), *plan_power(pilot, power, runs_dir, jobs, baseline), power)
         return
     from bandpo_cli.config.layers import nest, read_assignments, read_config
     from bandpo_cli.experiments import sweep as run_sweep
@@ -176,40 +177,18 @@ def sweep(
 
 
 def print_power(
-    console: Console, pilot: Path, difference: float, runs_dir: Path, jobs: int | None, baseline: str | None
+    console: Console, size: str, components: Components, rows: Sequence[PlanRow], difference: float
 ) -> None:
-    """Print the variance components of a pilot, and the seeds that show a difference by number of problems."""
-    from bandpo_cli.storage.run_record import usable_cores
-    from bandpo_cli.sweeps.power import plan_power
-    from bandpo_cli.sweeps.scheduler import visible_gpus
-
-    jobs = jobs or len(visible_gpus(os.environ)) or usable_cores()
-    plan = plan_power(pilot, difference, runs_dir, jobs, baseline)
-    parts, cell = plan.components, plan.components.cell / plan.problems
-    print_line(console, f"{plan.variants} × {plan.seeds} seeds, {plan.problems} problems", str(pilot))
-    share = f"{100 * parts.completions / parts.cell:.0f}%" if parts.completions <= parts.cell else "all"
-    print_rows(
-        console,
-        [
-            ("spread of a difference between seeds", f"{parts.spread(plan.problems):.3f}, of which"),
-            ("  seeds", f"{math.sqrt(parts.seed):.3f}"),
-            (
-                "  problems × seeds, completions",
-                f"{math.sqrt(cell):.3f}; completions: {share} of this variance",
-            ),
-            ("spread between problems", f"{math.sqrt(parts.problem):.3f}"),
-        ],
-        38,
-    )
+    """Print the spreads of a pilot by their cause, and the seeds that show a difference by number of problems."""
+    print_line(console, f"{size}; standard deviations of a difference:", "pilot")
+    names = "between seeds", "between problems", "of a problem in a seed", "  of its completions alone"
+    print_rows(console, [(name, f"{var**0.5:.3f}") for name, var in zip(names, components, strict=True)], 27)
+    print_line(console, f"seeds that show a difference of {difference:g} with a probability of 80%:")
     table = make_table(">problems", ">seeds", ">90% interval", ">for other problems", ">runs", ">time")
-    for row in plan.rows:
+    for row in rows:
         other = "–" if row.seeds_elsewhere is None else f"{row.seeds_elsewhere:,}"
-        interval = f"{row.low:,} to {row.high:,}"
-        runs = f"{row.seeds * max(2, plan.variants):,}"
-        table.add_row(
-            f"{row.problems:,}", f"{row.seeds:,}", interval, other, runs, format_duration(row.seconds)
-        )
-    print_line(console, f"a difference of {difference:g} is shown with a probability of 80% by:")
+        counts = f"{row.problems:,}", f"{row.seeds:,}", f"{row.low:,} to {row.high:,}", other, f"{row.runs:,}"
+        table.add_row(*counts, format_duration(row.seconds))
     console.print(table)
 
 

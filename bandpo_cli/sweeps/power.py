@@ -1,8 +1,8 @@
 """Seeds and problems that a sweep needs to show a difference, from the variance components of a finished sweep."""
 
 import math
+import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,9 +15,10 @@ from bandpo_cli.evaluation.verdicts import ALPHA, observations
 from bandpo_cli.reports.run_tables import common_sets, read_runs
 from bandpo_cli.reports.run_variants import select_runs
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.storage.run_record import read_record
+from bandpo_cli.storage.run_record import read_record, usable_cores
 from bandpo_cli.storage.sweep_folder import check_baseline
 from bandpo_cli.sweeps.estimate import START_S, total_seconds
+from bandpo_cli.sweeps.scheduler import visible_gpus
 
 FACTORS = (0.5, 1, 2, 4, 8)
 """Multiples of the pilot's number of problems that a plan has rows for."""
@@ -35,16 +36,12 @@ class Components(NamedTuple):
     cell: float
     completions: float
 
-    def spread(self, problems: int) -> float:
-        """Return the standard deviation between seeds of the mean difference over so many problems."""
-        return math.sqrt(self.seed + self.cell / problems)
-
 
 class PlanRow(NamedTuple):
     """The sweep that shows the difference with one number of held-out problems.
 
     `seeds` per variant, with the 90% interval `low` to `high` by the uncertainty of the pilot's variance, suffice for a
-    conclusion on these problems; `seeds_elsewhere` for one on other problems of the kind (None: no number suffices).
+    conclusion on these problems; `seeds_elsewhere` for a conclusion on others of the kind (None: no number suffices).
     """
 
     problems: int
@@ -52,32 +49,19 @@ class PlanRow(NamedTuple):
     low: int
     high: int
     seeds_elsewhere: int | None
+    runs: int
     seconds: float
 
 
-@dataclass(frozen=True)
-class PowerPlan:
-    """Plans of sweeps with the variants of a pilot; `seeds` and `problems` are those of the pilot."""
-
-    variants: int
-    seeds: int
-    problems: int
-    components: Components
-    rows: Sequence[PlanRow]
-
-
 def plan_power(
-    pilot: Path, difference: float, runs_dir: Path, jobs: int, baseline: str | None = None
-) -> PowerPlan:
-    """Return the numbers of seeds and problems that show a difference in held-out accuracy with a probability of 80%.
+    pilot: Path, difference: float, runs_dir: Path, jobs: int | None = None, baseline: str | None = None
+) -> tuple[str, Components, list[PlanRow]]:
+    """Return the size of a pilot in words, its variance components, and the sweeps that show a difference in accuracy.
 
-    The test is that of a report: paired, at 5% divided by the number of comparisons. The variances are those of the
-    differences from the baseline (else the first variant) at the last evaluation, averaged over the variants; for a
-    pilot of one variant twice its own variance. Problems of several sets have equal weight.
-
-    Args:
-        pilot: a finished sweep, or a folder of runs.
-        jobs: runs at a time.
+    The test is that of a report: paired, at 5% divided by the number of comparisons, with 80% power. The variances are
+    those of the differences from the baseline (else the first variant) at the last evaluation, averaged over variants;
+    for a pilot of one variant twice its own variance. Problems of several sets have equal weight. `jobs` is the number
+    of runs at a time, by default one per GPU, else per core.
 
     Raises UserError if the difference is not between 0 and 1, or the pilot has too few seeds or problems.
     """
@@ -94,9 +78,9 @@ def plan_power(
     first = selection.baseline if selection.baseline in scores else next(iter(scores))
     seeds = sorted(set.intersection(*map(set, scores.values())))
     ids = sorted(set.intersection(*(set(row) for rows in scores.values() for row in rows.values())))
+    size = f"{plural(len(seeds), 'seed')} and {plural(len(ids), 'problem')}"
     if len(seeds) < 2 or len(ids) < 2:
-        common = f"{plural(len(seeds), 'seed')} and {plural(len(ids), 'problem')}"
-        raise UserError(f"--pilot {pilot}: its variants share {common}; the spread needs two or more of each")
+        raise UserError(f"--pilot {pilot}: its variants share {size}; the spread needs two or more of each")
     n = min(int(n) if n.isdecimal() else 1 for of_run in runs["n"] for n in of_run.values())
     values = {
         name: np.array([[of[seed][id_] for id_ in ids] for seed in seeds]) for name, of in scores.items()
@@ -108,28 +92,26 @@ def plan_power(
     components, alpha = Components(*map(float, np.mean(found, axis=0))), ALPHA / len(found)
     if not components.seed + components.cell:
         raise UserError(f"--pilot {pilot}: the differences are the same in every seed; they show no spread")
+    jobs = jobs or len(visible_gpus(os.environ)) or usable_cores()
     rows, degrees = list[PlanRow](), len(seeds) - 1
     z_squared = observations(0.01, alpha) * 0.01**2  # of many observations: (1.96 + 0.84)² at 5%
     timed = np.mean([_seconds(folder) for folder in runs["folder"]], axis=0)
     for problems in sorted({max(2, round(factor * len(ids))) for factor in FACTORS}):
-        effect = difference / components.spread(problems)
-        ends = (effect * math.sqrt(chdtri(degrees, tail) / degrees) for tail in (0.05, 0.95))
-        needed, low, high = (observations(end, alpha) for end in (effect, *ends))
+        variance = components.seed + components.cell / problems
+        chi_squared = (degrees, chdtri(degrees, 0.05), chdtri(degrees, 0.95))
+        needed, low, high = (
+            observations(difference * math.sqrt(x / degrees / variance), alpha) for x in chi_squared
+        )
         left = difference**2 / z_squared - components.problem / problems
-        elsewhere = max(needed, math.ceil(components.spread(problems) ** 2 / left)) if left > 0 else None
-        length = START_S + timed[0] + timed[1] * problems / len(ids)
-        seconds = total_seconds([length] * (needed * (1 + len(found))), jobs)
-        rows.append(PlanRow(problems, needed, low, high, elsewhere, seconds))
-    return PowerPlan(1 + len(found), len(seeds), len(ids), components, rows)
+        elsewhere = max(needed, math.ceil(variance / left)) if left > 0 else None
+        lengths = [START_S + timed[0] + timed[1] * problems / len(ids)] * (needed * (1 + len(found)))
+        counts = problems, needed, low, high, elsewhere, len(lengths)
+        rows.append(PlanRow(*counts, total_seconds(lengths, jobs)))
+    return f"{plural(len(scores), 'variant')} with {size}", components, rows
 
 
 def variance_components(changes_SP: NDArray[np.float64], completions: float) -> Components:
-    """Return the variance components of differences by seed and problem, by two-way analysis of variance.
-
-    Args:
-        changes_SP: [S, P], the difference on each problem in each seed.
-        completions: the part of the variance that the number of completions causes.
-    """
+    """Return the variance components of the differences in S seeds on P problems, by two-way analysis of variance."""
     seeds, problems = changes_SP.shape
     rows, columns = changes_SP.mean(axis=1, keepdims=True), changes_SP.mean(axis=0, keepdims=True)
     rest = changes_SP - rows - columns + changes_SP.mean()

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -12,13 +13,7 @@ from scipy import stats
 from statsmodels.stats.power import TTestPower
 
 from bandpo_cli.errors import ConfigError
-from bandpo_cli.evaluation.verdicts import (
-    check_margin,
-    conclude,
-    equivalence_p,
-    observations,
-    smallest_effect,
-)
+from bandpo_cli.evaluation.verdicts import check_margin, conclude, observations, smallest_effect
 
 SLEEP = np.array([1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4])
 """Student (1908), hours of sleep gained by one drug over the other: t(9) = 4.062, p = 0.0028."""
@@ -37,12 +32,12 @@ def p_of(changes: NDArray[np.float64]) -> float:
 def test_two_one_sided_tests_of_published_data() -> None:
     """The example of TOSTpaired.raw (Lakens 2017): means 5.83 and 5.75 of 65 pairs, r = 0.745, bounds ±0.34."""
     spread = math.sqrt(1.17**2 + 1.30**2 - 2 * 0.745 * 1.17 * 1.30)
-    assert equivalence_p(sample(5.83 - 5.75, spread, 65), 0.34) == pytest.approx(
+    assert conclude(sample(5.83 - 5.75, spread, 65), 1.0, 0.34).p_equivalent == pytest.approx(
         0.0108, abs=1e-4
     )  # t(64) = −2.355
     # The sleep data with bounds ±0.5 (vignette of TOSTER): t = −4.062 + 0.5/0.389 = −2.777.
-    assert equivalence_p(SLEEP, 0.5) == pytest.approx(stats.t.sf(-2.777, 9), abs=1e-4)
-    assert conclude(SLEEP, p_of(SLEEP), 0.5).text == "better"
+    assert conclude(SLEEP, 1.0, 0.5).p_equivalent == pytest.approx(stats.t.sf(-2.777, 9), abs=1e-4)
+    assert conclude(SLEEP, p_of(SLEEP), 0.5).verdict == "better"
 
 
 def test_equivalence_is_the_90_percent_interval_within_the_margin() -> None:
@@ -52,7 +47,7 @@ def test_equivalence_is_the_90_percent_interval_within_the_margin() -> None:
         changes = rng.normal(0.005, 0.01, 4)
         low, high = stats.ttest_1samp(changes, 0.0).confidence_interval(0.9)
         inside = bool(low > -0.02 and high < 0.02)
-        assert (equivalence_p(changes, 0.02) <= 0.05) == inside
+        assert (conclude(changes, 1.0, 0.02).p_equivalent <= 0.05) == inside
         seen.add(inside)
     assert seen == {True, False}
 
@@ -101,10 +96,10 @@ def test_the_smallest_effect_has_the_power_by_statsmodels(
 def test_the_verdict_by_mean_and_spread(mean: float, spread: float, n: int, text: str) -> None:
     """A significant difference comes before equivalence, and says both."""
     changes = sample(mean, spread, n)
-    verdict = conclude(changes, p_of(changes))
-    assert verdict.text == text
-    assert verdict.detectable == pytest.approx(spread * smallest_effect(n))
-    assert (verdict.further is None) == (not text.startswith("undecided"))
+    conclusion = conclude(changes, p_of(changes))
+    assert conclusion.verdict == text
+    assert conclusion.detectable == pytest.approx(spread * smallest_effect(n))
+    assert (conclusion.further is None) == (not text.startswith("undecided"))
 
 
 def test_more_comparisons_detect_less_and_need_more_seeds() -> None:
@@ -121,17 +116,17 @@ def test_there_are_no_numbers_without_a_test() -> None:
         (np.array([0.1]), "problem", "one problem: no test"),
         (np.array([0.1, 0.1]), "seed", "the same difference in every seed: no interval"),
     ):
-        verdict = conclude(changes, None, unit=unit)
-        assert verdict.as_json() == {"verdict": text} | dict.fromkeys(
+        conclusion = conclude(changes, None, unit=unit)
+        assert asdict(conclusion) == {"verdict": text} | dict.fromkeys(
             ("detectable", "p_equivalent", "further")
         )
     without_margin = conclude(sample(0.0, 0.1, 5), 1.0, None, words=("higher", "lower"))
-    assert (without_margin.text, without_margin.p_equivalent, without_margin.further) == (
+    assert (without_margin.verdict, without_margin.p_equivalent, without_margin.further) == (
         "undecided",
         None,
         None,
     )
-    assert conclude(sample(-0.3, 0.1, 5), 0.001, None, words=("higher", "lower")).text == "lower"
+    assert conclude(sample(-0.3, 0.1, 5), 0.001, None, words=("higher", "lower")).verdict == "lower"
 
 
 @pytest.mark.parametrize("margin", [0.0, -0.1, 1.0, math.nan, math.inf])
