@@ -29,17 +29,27 @@ TOTALS = (SAMPLED_TOKENS, TRAINED_TOKENS, FLOPS, TOTAL_SECONDS)
 
 
 class Axis(NamedTuple):
-    """What a curve can be plotted over: a key of metrics.jsonl that never decreases, and its name with the unit."""
+    """What a curve can be plotted over: a value of `--x`, a key of metrics.jsonl that never decreases, and its name."""
 
+    name: str
     key: str
     label: str
 
+    def text(self, value: float) -> str:
+        """Return a value with its unit: `812 seconds of training`, `1.23e6 sampled tokens`."""
+        number = f"{value:,.0f}" if value < 1e6 else f"{value:.3g}".replace("e+0", "e").replace("e+", "e")
+        return f"{number} {self.label}"
 
+
+STEP = Axis("step", "step", "step")
 AXES = {
-    "step": Axis("step", "step"),
-    "tokens": Axis(SAMPLED_TOKENS, "sampled tokens"),
-    "flops": Axis(FLOPS, "model FLOPs"),
-    "seconds": Axis(TOTAL_SECONDS, "seconds of training"),
+    axis.name: axis
+    for axis in (
+        STEP,
+        Axis("tokens", SAMPLED_TOKENS, "sampled tokens"),
+        Axis("flops", FLOPS, "model FLOPs"),
+        Axis("seconds", TOTAL_SECONDS, "seconds of training"),
+    )
 }
 """The axes by the values of `--x`."""
 

@@ -242,7 +242,8 @@ def plan_resume(folder: RunFolder, layers: Sequence[Layer], runs_dir: Path = Pat
         for schedule in _schedules_over_run(config).values():
             further = f" (its {schedule} schedule has ended)"
         raise UserError(f"run {folder.name} is complete: {done} of {config.steps} steps{further}")
-    if is_finished(folder.path) and (reason := stop_reason(config, folder.read_metrics())):
+    reason = stop_reason(config, folder.read_metrics())
+    if is_finished(folder.path) and reason is not None:
         command = shell_command("train --resume", folder.path, runs_dir)
         raise UserError(
             f"run {folder.name} has ended: {reason}; to continue: {command} --set {reason.split()[0]}=null"
