@@ -144,10 +144,7 @@ def amounts_of(table: pd.DataFrame, axis: Axis, folder: Path) -> pd.Series[float
         return table.index.to_series().astype(float)
     amounts = _column(table, axis.key)
     if amounts.isna().any():
-        raise UserError(
-            f"--x {axis.name}: the record of {folder} has no {axis.key} at step {amounts.index[amounts.isna()][0]}; an "
-            "earlier version or verl began it; use --x step"
-        )
+        raise axis.missing(folder, amounts.index[amounts.isna()][0])
     return amounts
 
 
@@ -222,7 +219,9 @@ def _column(table: pd.DataFrame, name: str) -> pd.Series[float]:
     return table.get(name, pd.Series(np.nan, table.index))
 
 
-def at_axis(curve: pd.Series[float], axis: pd.Series[float], points: Sequence[float]) -> NDArray[np.float64]:
+def at_axis(
+    curve: pd.Series[float], axis: pd.Series[float], points: Sequence[float] | NDArray[np.float64]
+) -> NDArray[np.float64]:
     """Return the values of a curve at points of an axis, [N], linear between the steps that have a value.
 
     Args:
