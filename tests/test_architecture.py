@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[1]
 LINK = re.compile(r"\[`(\S+)` (\w+)\]\(\.\./bandpo_cli/(\S+)\)")
 
 
-def test_the_files_of_links_define_their_names() -> None:
+def test_the_files_of_links_define_their_names():
     links = LINK.findall((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
     assert len(links) >= 20
     for file, name, linked_file in links:

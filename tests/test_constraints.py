@@ -27,7 +27,7 @@ def pinned(name: str) -> dict[str, Version]:
     return {canonicalize_name(item.name): Version(next(iter(item.specifier)).version) for item in items}
 
 
-def test_the_oldest_versions_are_the_lower_bounds() -> None:
+def test_the_oldest_versions_are_the_lower_bounds():
     """Versions are compared as such: 17 is 17.0.0."""
     bounds = {
         name: min(Version(bound.version) for bound in versions if bound.operator in (">=", "=="))
@@ -38,7 +38,7 @@ def test_the_oldest_versions_are_the_lower_bounds() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "-oldest", "-vllm-cpu", "-integrations"])
-def test_pinned_versions_are_within_the_ranges(name: str) -> None:
+def test_pinned_versions_are_within_the_ranges(name):
     ranges = requirements("test", "ray", "gym", "dev", "trl", "vllm-cpu")
     versions = pinned(f"constraints{name}.txt")
     both = versions.keys() & ranges.keys()
@@ -46,5 +46,5 @@ def test_pinned_versions_are_within_the_ranges(name: str) -> None:
     assert [name for name in both if not ranges[name].contains(versions[name], prereleases=True)] == []
 
 
-def test_every_dependency_is_pinned_to_the_version_that_was_tested() -> None:
+def test_every_dependency_is_pinned_to_the_version_that_was_tested():
     assert requirements("test", "ray", "gym", "dev").keys() - pinned("constraints.txt").keys() == set()

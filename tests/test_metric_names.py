@@ -1,7 +1,5 @@
 """Metrics that comparisons of runs leave out, and records that show rewards other than 0 and 1."""
 
-from typing import Any
-
 import pytest
 
 from bandpo_cli.metric_names import (
@@ -14,7 +12,7 @@ from bandpo_cli.metric_names import (
 from scripts.compare_checkouts.compare import CLOCK_KEYS, without_keys
 
 
-def test_times_and_performance_are_left_out_and_nothing_else() -> None:
+def test_times_and_performance_are_left_out_and_nothing_else():
     record = {
         "step": 1,
         "time/step": 2.0,
@@ -61,11 +59,11 @@ def test_times_and_performance_are_left_out_and_nothing_else() -> None:
         ),
     ],
 )
-def test_records_with_rewards_other_than_0_and_1(record: dict[str, Any], nonbinary: bool) -> None:
+def test_records_with_rewards_other_than_0_and_1(record, nonbinary):
     assert has_nonbinary_rewards(record) == nonbinary
 
 
-def test_the_score_of_an_evaluation_is_its_reward_or_in_runs_of_verl_its_accuracy() -> None:
+def test_the_score_of_an_evaluation_is_its_reward_or_in_runs_of_verl_its_accuracy():
     accuracies = {"eval/a/mean_at_4": 0.25, "eval/b/mean_at_4": 0.5}
     assert heldout_score(accuracies) == 0.375
     assert heldout_score(accuracies | {"eval/a/reward": 0.5, "eval/b/reward": 0.75}) == 0.625

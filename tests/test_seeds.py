@@ -3,7 +3,7 @@
 from bandpo_cli.types import derive_seed
 
 
-def test_seeds_differ_by_run_purpose_and_step() -> None:
+def test_seeds_differ_by_run_purpose_and_step():
     seeds = {
         derive_seed(seed, purpose, step) for seed in range(5) for purpose in ("a", "b") for step in range(50)
     }

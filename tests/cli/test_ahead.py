@@ -61,7 +61,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_engine_and_trainer_are_killed_and_stopped(uninterrupted: Path, tmp_path: Path) -> None:
+def test_engine_and_trainer_are_killed_and_stopped(uninterrupted, tmp_path):
     """One run: SIGKILL to the engine, SIGKILL, one SIGINT, then two SIGTERM while the engine does not answer."""
     folder = tmp_path / "runs" / "a"
     process = begin(tmp_path, *SETTINGS)
@@ -125,7 +125,7 @@ def test_engine_and_trainer_are_killed_and_stopped(uninterrupted: Path, tmp_path
     check_equal(folder, uninterrupted)
 
 
-def test_the_engine_process_of_a_rank_is_killed(uninterrupted: Path, tmp_path: Path) -> None:
+def test_the_engine_process_of_a_rank_is_killed(uninterrupted, tmp_path):
     """Two ranks, continued by one: the steps up to that of the stored batch are those of one rank."""
     folder = tmp_path / "runs" / "a"
     steps = 9

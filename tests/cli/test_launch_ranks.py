@@ -79,7 +79,7 @@ def send_when(number: int, *paths: Path) -> threading.Thread:
     return thread
 
 
-def test_ranks_have_their_place_and_rank_0_prints(in_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_ranks_have_their_place_and_rank_0_prints(in_folder, capfd):
     script = (
         "write(f'place-{rank}', ' '.join(os.environ[key] for key in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', "
         "'LOCAL_WORLD_SIZE', 'MASTER_ADDR', 'BANDPO_RUN_NAME')))\n"
@@ -95,9 +95,7 @@ def test_ranks_have_their_place_and_rank_0_prints(in_folder: Path, capfd: pytest
 
 
 @pytest.mark.slow
-def test_warnings_of_other_ranks_are_printed_once(
-    in_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warnings_of_other_ranks_are_printed_once(in_folder, capfd, monkeypatch):
     """A warning of all ranks is printed by rank 0, which is not the first to have it here."""
     monkeypatch.setattr(launcher, "WARNING_S", 600.0)
     script = (
@@ -117,9 +115,7 @@ def test_warnings_of_other_ranks_are_printed_once(
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_others_and_is_named(
-    in_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_rank_ends_the_others_and_is_named(in_folder, monkeypatch, capfd):
     """Rank 0 notices nothing, as a rank that waits on a GPU; it also ignores SIGTERM. Rank 1 has a child process."""
     monkeypatch.setattr(launcher, "ENDING_S", 0.3)
     script = (
@@ -164,9 +160,7 @@ FAILURES = [
 @pytest.mark.parametrize(
     ("script", "error", "printed"), FAILURES, ids=["lost rank", "mistake", "traceback", "exit code"]
 )
-def test_the_first_error_is_reported_once(
-    in_folder: Path, script: str, error: Exception, printed: str, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_first_error_is_reported_once(in_folder, script, error, printed, capfd):
     with pytest.raises(type(error)) as raised:
         start(script)
     assert str(raised.value) == str(error)
@@ -174,7 +168,7 @@ def test_the_first_error_is_reported_once(
 
 
 @pytest.mark.slow
-def test_a_complete_run_waits_for_no_hanging_rank(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_run_waits_for_no_hanging_rank(in_folder, monkeypatch):
     monkeypatch.setattr(launcher, "OTHERS_S", 0.3)
     assert start("wait_for('pid-1') if rank == '0' else wait_forever()") == 0
     check_ended([int((in_folder / "pid-1").read_text())])
@@ -196,7 +190,7 @@ write(f"received-{rank}", " ".join(received))
 
 
 @pytest.mark.slow
-def test_rank_0_alone_receives_the_first_signal(in_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_alone_receives_the_first_signal(in_folder, capfd):
     before = signal.getsignal(signal.SIGINT)
     sender = send_when(signal.SIGINT, in_folder / "ready")
     assert start(STOPS_AT_THE_END_OF_A_STEP) == 0
@@ -206,7 +200,7 @@ def test_rank_0_alone_receives_the_first_signal(in_folder: Path, capfd: pytest.C
     assert signal.getsignal(signal.SIGINT) == before
 
 
-def test_a_second_signal_ends_rank_0_while_it_waits_for_another_rank(in_folder: Path) -> None:
+def test_a_second_signal_ends_rank_0_while_it_waits_for_another_rank(in_folder):
     """Rank 0 notices the signal when the other rank has ended, as in a collective."""
     script = (
         "signals = []\n"
@@ -224,9 +218,7 @@ def test_a_second_signal_ends_rank_0_while_it_waits_for_another_rank(in_folder: 
 
 
 @pytest.mark.slow
-def test_a_signal_while_the_ranks_load_ends_them(
-    in_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_while_the_ranks_load_ends_them(in_folder, monkeypatch, capfd):
     monkeypatch.setattr(launcher, "OTHERS_S", 0.2)
     script = (
         "handle_forwarded_signals()\n"
@@ -239,7 +231,7 @@ def test_a_signal_while_the_ranks_load_ends_them(
     check_ended([int((in_folder / "pid-1").read_text())])
 
 
-def test_no_process_is_left_when_the_launcher_fails(in_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_process_is_left_when_the_launcher_fails(in_folder, monkeypatch):
     def fail(*_: object) -> None:
         while not {"pid-0", "pid-1"} <= {path.name for path in in_folder.iterdir()}:
             time.sleep(0.01)
@@ -281,7 +273,7 @@ def failed(message: str, time_ns: int = 0, lost: bool = False, received: bool = 
         ([ended(0, -signal.SIGKILL, None), ended(1, 0, None)], [signal.SIGTERM], 0),
     ],
 )
-def test_the_cause_of_a_failure(ranks: list[Any], signals: list[int], cause: int | None) -> None:
+def test_the_cause_of_a_failure(ranks, signals, cause):
     found = first_failure(ranks, signals)
     assert (None if found is None else found.rank) == cause
 
@@ -295,7 +287,7 @@ def test_the_cause_of_a_failure(ranks: list[Any], signals: list[int], cause: int
         (None, failed("rank 0: a", received=True), "rank 0: a"),
     ],
 )
-def test_the_failed_rank_is_named_once(first: RankError | None, second: RankError, message: str) -> None:
+def test_the_failed_rank_is_named_once(first, second, message):
     ranks = [ended(0, int(first is not None), first, first is None), ended(1, 1, second)]
     with pytest.raises(RunError, match=f"^{message}$"):
         launcher._exit_code(ranks, [], RESUME)
@@ -305,11 +297,11 @@ def test_the_failed_rank_is_named_once(first: RankError | None, second: RankErro
     ("count", "environ", "threads"),
     [(2, {}, max(1, usable_cores() // 2)), (10_000, {}, 1), (2, {"OMP_NUM_THREADS": "3"}, 3)],
 )
-def test_the_threads_of_a_rank_are_its_share(count: int, environ: dict[str, str], threads: int) -> None:
+def test_the_threads_of_a_rank_are_its_share(count, environ, threads):
     assert rank_variables(0, count, 1, "a", environ)["OMP_NUM_THREADS"] == str(threads)
 
 
-def test_only_the_first_process_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_first_process_starts_ranks(monkeypatch):
     assert [ranks_to_start(nproc) for nproc in (None, 1, 2)] == [None, None, 2]
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -320,7 +312,7 @@ def test_only_the_first_process_starts_ranks(monkeypatch: pytest.MonkeyPatch) ->
     assert ranks_to_start(2) is None
 
 
-def test_more_ranks_than_gpus_are_refused_and_allowed_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_ranks_than_gpus_are_refused_and_allowed_on_a_cpu(monkeypatch):
     check_gpu_count("auto", 8, "--nproc 8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

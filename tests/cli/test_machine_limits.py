@@ -37,7 +37,7 @@ def small_disk(place: Path, megabytes: int) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_line(tmp_path):
     with small_disk(tmp_path / "disk", 8) as disk:
         state = os.statvfs(disk)
         (disk / "filler").write_bytes(bytes(state.f_bavail * state.f_frsize))
@@ -48,7 +48,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_read_only_runs_folder_is_reported_before_loading(tmp_path: Path) -> None:
+def test_a_read_only_runs_folder_is_reported_before_loading(tmp_path):
     with small_disk(tmp_path / "disk", 8) as disk:
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         done = train("--steps", "2", *SMALL, "--runs-dir", str(disk / "runs"), cwd=tmp_path)
@@ -62,7 +62,7 @@ def limit_file_size() -> None:
 
 
 @pytest.mark.slow
-def test_a_limit_that_a_thread_meets_ends_the_run_at_its_next_step(tmp_path: Path) -> None:
+def test_a_limit_that_a_thread_meets_ends_the_run_at_its_next_step(tmp_path):
     """The line of the checkpoint's step is written, the checkpoint is not."""
     done = train("--steps", "5", *SMALL, cwd=tmp_path, before=limit_file_size)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
@@ -80,7 +80,7 @@ def limit_memory() -> None:
 
 
 @pytest.mark.slow
-def test_out_of_memory_names_settings_to_change(tmp_path: Path) -> None:
+def test_out_of_memory_names_settings_to_change(tmp_path):
     many = "sampling.prompts=2048 sampling.samples=64 sampling.max_sequences=200000 evaluation.every=0"
     flags = [word for setting in many.split() for word in ("--set", setting)]
     done = train("--steps", "1", *SMALL, *flags, cwd=tmp_path, before=limit_memory)
@@ -89,7 +89,7 @@ def test_out_of_memory_names_settings_to_change(tmp_path: Path) -> None:
     assert "--set sampling.max_sequences=50000" in done.stderr
 
 
-def test_only_known_system_errors_have_a_message() -> None:
+def test_only_known_system_errors_have_a_message():
     assert system_error_message(OSError("no number")) is None
     assert system_error_message(FileNotFoundError(errno.ENOENT, "gone", "x")) is None
     assert system_error_message(PermissionError(errno.EACCES, "no", "x")) == "x: permission denied"

@@ -2,7 +2,6 @@
 
 import io
 import re
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +35,7 @@ def printed(config: RunConfig, ranks: int = 1) -> str:
 
 
 @pytest.mark.parametrize("fail", [allocate_too_much, raise_cuda_error])
-def test_out_of_memory_is_one_line_with_valid_settings(fail: object) -> None:
+def test_out_of_memory_is_one_line_with_valid_settings(fail):
     config = resolve([GSM8K])
     with pytest.raises(RunError) as raised, out_of_memory_errors(config):
         fail()  # type: ignore[operator]
@@ -50,7 +49,7 @@ def test_out_of_memory_is_one_line_with_valid_settings(fail: object) -> None:
     assert less.model.dtype == "bfloat16"
 
 
-def test_the_estimate_of_several_ranks_is_that_of_each() -> None:
+def test_the_estimate_of_several_ranks_is_that_of_each():
     text = printed(resolve([]), ranks=2)
     parts = ("weights (float32)", "complete parameters", "gradients", "activations of 2,048 tokens", "fits")
     for part in ("1.1M parameters, a rank of 2", *parts):
@@ -74,7 +73,7 @@ def estimate_on(
     return estimate_memory(config, device, ranks, engine)
 
 
-def test_an_engine_that_sleeps_shares_memory_with_the_update() -> None:
+def test_an_engine_that_sleeps_shares_memory_with_the_update():
     """The engine is awake while a complete weight is sent to it; in an update it has its graphs and buffers."""
     vllm = {"sleep": True, "memory_fraction": 0.5}
     config = resolve([{"sampling": {"engine": "vllm", "vllm": vllm}}])
@@ -91,9 +90,7 @@ def test_an_engine_that_sleeps_shares_memory_with_the_update() -> None:
 
 
 @pytest.mark.parametrize(("name", "gib"), [("auto", 80), ("cuda:1", 40), ("cpu", None)])
-def test_the_estimate_is_compared_with_the_gpu_that_the_run_uses(
-    gpus: list[int], monkeypatch: pytest.MonkeyPatch, name: str, gib: int | None
-) -> None:
+def test_the_estimate_is_compared_with_the_gpu_that_the_run_uses(gpus, monkeypatch, name, gib):
     gpus += [80, 40]
     if gib is None:
         monkeypatch.setattr(torch.cuda, "mem_get_info", None)
@@ -103,7 +100,7 @@ def test_the_estimate_is_compared_with_the_gpu_that_the_run_uses(
     assert gib is None or device.total == gib * GIB
 
 
-def test_no_estimate_without_the_gpu_or_the_config(gpus: list[int], tmp_path: Path) -> None:
+def test_no_estimate_without_the_gpu_or_the_config(gpus, tmp_path):
     with pytest.raises(UserError, match="'cuda:7': not usable on this machine: Invalid device id"):
         memory_report(resolve([{"model": {"device": "cuda:7"}}]))
     (tmp_path / "config.json").write_text("{}")
@@ -127,7 +124,7 @@ CACHE = 32 * 50 * 2 * 5 * 4 * 32
 """Elements of keys and values: sequences × tokens × 2 × layers × key-value heads × head size."""
 
 
-def test_an_engine_process_on_a_cpu_has_a_copy_of_the_weights_and_samples_during_the_update() -> None:
+def test_an_engine_process_on_a_cpu_has_a_copy_of_the_weights_and_samples_during_the_update():
     config = lag_of_1()
     estimate, before = estimate_on(config, on_gpu=False), estimate_on(without_lag(config), on_gpu=False)
     process = 4 * PARAMETERS + 4 * CACHE + 32 * 24 * VOCABULARY
@@ -141,7 +138,7 @@ def test_an_engine_process_on_a_cpu_has_a_copy_of_the_weights_and_samples_during
     assert weights == 4 * PARAMETERS, "adapters are merged there"
 
 
-def test_an_engine_process_on_the_trainers_gpu_does_not_sleep() -> None:
+def test_an_engine_process_on_the_trainers_gpu_does_not_sleep():
     config = lag_of_1(engine="vllm", vllm={"sleep": True, "memory_fraction": 0.25})
     estimate = estimate_on(config, 80)
     before = estimate_on(without_lag(config), 80)
@@ -150,7 +147,7 @@ def test_an_engine_process_on_the_trainers_gpu_does_not_sleep() -> None:
     assert "vLLM while it sleeps" not in estimate.update
 
 
-def test_each_gpu_must_have_enough_memory() -> None:
+def test_each_gpu_must_have_enough_memory():
     """vLLM takes 85% of the engine's GPU, and at most 95% are used."""
     config = lag_of_1(engine="vllm", max_sequences=1, vllm={"memory_fraction": 0.85})
     minimum = SLEEPING_ENGINE_BYTES + 2 * PARAMETERS + 20 * VOCABULARY + 50 * CACHE / (32 * 50) * 2
@@ -198,9 +195,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ([80, 80, 24, 24], "auto", 2, ("GPU 2 (cuda:2, cuda:3)", 24)),
     ],
 )
-def test_the_engine_is_estimated_on_the_gpu_that_it_will_have(
-    gpus: list[int], sizes: list[int], device: str, ranks: int, expected: tuple[str, int] | None
-) -> None:
+def test_the_engine_is_estimated_on_the_gpu_that_it_will_have(gpus, sizes, device, ranks, expected):
     gpus += sizes
     config = lag_of_1()
     config = config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
@@ -209,7 +204,7 @@ def test_the_engine_is_estimated_on_the_gpu_that_it_will_have(
     assert memory_report(without_lag(config), ranks).engine_device is None
 
 
-def test_both_gpus_are_printed(gpus: list[int]) -> None:
+def test_both_gpus_are_printed(gpus):
     gpus += [80, 40]
     half = {"memory_fraction": 0.5}
     text = printed(lag_of_1(vllm=half))
@@ -223,7 +218,7 @@ def test_both_gpus_are_printed(gpus: list[int]) -> None:
     assert "GPU 2 (cuda:2, cuda:3) has 40.0 GiB" in printed(lag_of_1(vllm=half), ranks=2)
 
 
-def test_the_advice_is_for_the_gpu_with_too_little_memory(gpus: list[int]) -> None:
+def test_the_advice_is_for_the_gpu_with_too_little_memory(gpus):
     gpus += [80, 8]
     text = printed(lag_of_1(vllm={"memory_fraction": 0.999}))
     assert "too much" in text
@@ -247,7 +242,7 @@ def settings_of(advice: str) -> list[str]:
         ),
     ],
 )
-def test_less_memory_without_a_lag(engine: str, on_gpu: bool, of_the_engine: list[str]) -> None:
+def test_less_memory_without_a_lag(engine, on_gpu, of_the_engine):
     """Not where the engine has a GPU to itself: without a lag it would be on that of the trainer."""
     config = lag_of_1(engine=engine, vllm={"sleep": False, "memory_fraction": 0.6})
     found = [f"{key}={value}" for key, value in memory_savings(config, on_gpu)]
@@ -261,7 +256,7 @@ def test_less_memory_without_a_lag(engine: str, on_gpu: bool, of_the_engine: lis
 
 
 @pytest.mark.parametrize(("cards", "helps"), [(1, True), (2, False)])
-def test_out_of_memory_of_an_engine_process(gpus: list[int], cards: int, helps: bool) -> None:
+def test_out_of_memory_of_an_engine_process(gpus, cards, helps):
     """Settings of the updates, and no lag, are advised where the trainer shares its GPU, and only there."""
     gpus += [80] * cards
     with pytest.raises(RunError) as raised, out_of_memory_errors(lag_of_1()):

@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -16,7 +15,7 @@ from bandpo_cli.grading import workers
 from bandpo_cli.processes.ranks import launched_ranks
 
 
-def test_the_ranks_of_a_machine_share_its_cores_for_grading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_of_a_machine_share_its_cores_for_grading(monkeypatch):
     monkeypatch.setattr(workers, "usable_cores", lambda: 12)
     assert workers.default_workers() == 8
     for key, value in (("RANK", "1"), ("WORLD_SIZE", "16"), ("LOCAL_WORLD_SIZE", "4")):
@@ -41,9 +40,7 @@ def from_received(error: Exception) -> Exception:
         (from_received(RunError("out of memory")), 1, ""),
     ],
 )
-def test_a_recorded_error_is_read_again_and_by_torchrun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, traceback: str
-) -> None:
+def test_a_recorded_error_is_read_again_and_by_torchrun(tmp_path, monkeypatch, error, code, traceback):
     path = tmp_path / "error.json"
     assert read_error(path) is None
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
@@ -62,7 +59,7 @@ def test_a_recorded_error_is_read_again_and_by_torchrun(
         assert read_error(path) is None
 
 
-def test_an_error_without_a_launcher_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_without_a_launcher_is_not_recorded(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     monkeypatch.chdir(tmp_path)
     record_error(RunError("x"), 1)
@@ -78,9 +75,7 @@ def test_an_error_without_a_launcher_is_not_recorded(tmp_path: Path, monkeypatch
         ({"RANK": "0", "WORLD_SIZE": "2", "BANDPO_NPROC": "2"}, False),  # the parent process prints it
     ],
 )
-def test_who_prints_an_error(
-    tmp_path: Path, environ: dict[str, str], printed: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_who_prints_an_error(tmp_path, environ, printed, capsys):
     """The error of a command: in the file of its rank, and on the terminal at most once for all ranks."""
     path = tmp_path / "error.json"
     with (
@@ -101,9 +96,7 @@ def test_who_prints_an_error(
     assert capsys.readouterr().err == (f"error: {record.message}\n" if printed else "")
 
 
-def test_an_unexpected_error_is_recorded_with_its_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unexpected_error_is_recorded_with_its_traceback(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "bandpo_cli.__main__.app",
         mock.Mock(side_effect=[ZeroDivisionError("x"), ZeroDivisionError("x")]),

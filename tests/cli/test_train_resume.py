@@ -89,13 +89,13 @@ def crash(folder: Path, state: str) -> None:
 
 
 @pytest.mark.parametrize("state", STATES)
-def test_resume_after_a_crash(crashed: Path, six_steps: Path, tmp_path: Path, state: str) -> None:
+def test_resume_after_a_crash(crashed, six_steps, tmp_path, state):
     crash(crashed, state)
     succeed("train", "--resume", "a", cwd=tmp_path)
     check_equal(crashed, six_steps)
 
 
-def test_resume_prints_its_starting_point(crashed: Path, six_steps: Path, tmp_path: Path) -> None:
+def test_resume_prints_its_starting_point(crashed, six_steps, tmp_path):
     """The run has two kinds of leftovers and is given by path; `--dry-run` prints the same and changes nothing."""
     truncate_metrics(crashed, 5)
     _half_a_checkpoint(crashed)
@@ -115,7 +115,7 @@ def test_resume_prints_its_starting_point(crashed: Path, six_steps: Path, tmp_pa
     assert "versions" not in resume, "nothing has changed"
 
 
-def test_a_complete_run_can_be_extended(six_steps: Path, tmp_path: Path) -> None:
+def test_a_complete_run_can_be_extended(six_steps, tmp_path):
     """4 steps and 2 more equal 6 steps in one command."""
     succeed("train", "--steps", "4", *SMALL, "--name", "b", cwd=tmp_path)
     done = succeed("train", "--resume", "b", "--steps", "6", "--set", "checkpoint.keep_last=1", cwd=tmp_path)
@@ -130,7 +130,7 @@ def test_a_complete_run_can_be_extended(six_steps: Path, tmp_path: Path) -> None
     assert len(there) <= 2, "the last and the best"
 
 
-def test_a_killed_fork_resumes_and_equals_the_uninterrupted_run(six_steps: Path, tmp_path: Path) -> None:
+def test_a_killed_fork_resumes_and_equals_the_uninterrupted_run(six_steps, tmp_path):
     """The fork of a fork, which takes back the changes; the settings of the evaluation were not always the same."""
     shutil.copytree(six_steps, tmp_path / "runs" / "a")
     changed = ["--method", "clip", "--set", "evaluation.every=0", "--steps", "5", "--no-mlflow"]
@@ -156,7 +156,7 @@ def test_a_killed_fork_resumes_and_equals_the_uninterrupted_run(six_steps: Path,
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "trainer/optimizer.safetensors"])
-def test_a_flipped_bit_is_noticed(crashed: Path, six_steps: Path, tmp_path: Path, name: str) -> None:
+def test_a_flipped_bit_is_noticed(crashed, six_steps, tmp_path, name):
     truncate_metrics(crashed, 5)
     drop_checkpoints(crashed, 6)
     path = crashed / "checkpoints" / "step-000004" / name
@@ -172,9 +172,7 @@ def test_a_flipped_bit_is_noticed(crashed: Path, six_steps: Path, tmp_path: Path
     check_equal(crashed, six_steps)
 
 
-def test_resume_sends_the_steps_that_mlflow_lacks(
-    crashed: Path, tmp_path: Path, empty_database: Path
-) -> None:
+def test_resume_sends_the_steps_that_mlflow_lacks(crashed, tmp_path, empty_database):
     """The run had no MLflow before; afterwards MLflow has each step once."""
     from mlflow import MlflowClient
 
@@ -188,7 +186,7 @@ def test_resume_sends_the_steps_that_mlflow_lacks(
     assert sorted(point.step for point in history) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_failed_run_prints_the_resume_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_prints_the_resume_command(tmp_path, monkeypatch):
     """The disk is full at the second checkpoint: the first one stays, and the run resumes from it."""
     import bandpo_cli.training.checkpoint_writer as checkpoint
 

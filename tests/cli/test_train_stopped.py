@@ -29,7 +29,7 @@ def wait_for_line(process: Forked, words: str) -> None:
         assert line, "the process has ended"
 
 
-def test_sigterm_finishes_the_step_and_a_second_process_is_refused(six_steps: Path, tmp_path: Path) -> None:
+def test_sigterm_finishes_the_step_and_a_second_process_is_refused(six_steps, tmp_path):
     process = start_held(tmp_path, "step", "--steps", "6", *SMALL, "--runs-dir", "there")
     wait_until(process, (tmp_path / "reached").exists)
     second = usage_error("train", "--resume", "a", "--runs-dir", "there", cwd=tmp_path)
@@ -52,7 +52,7 @@ def test_sigterm_finishes_the_step_and_a_second_process_is_refused(six_steps: Pa
     check_equal(folder, six_steps)
 
 
-def test_a_second_ctrl_c_discards_the_step(tmp_path: Path) -> None:
+def test_a_second_ctrl_c_discards_the_step(tmp_path):
     """The first Ctrl-C waits for the end of the step, the second does not."""
     process = start_held(tmp_path, "step", *SMALL)
     folder = tmp_path / "runs" / "a"
@@ -75,7 +75,7 @@ def import_benchmarks() -> None:
     sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 
-def test_random_kills(tmp_path: Path) -> None:
+def test_random_kills(tmp_path):
     """One kill; the default of the script is fifty."""
     words = ["--kills", "1", "--steps", "4", "--folder", str(tmp_path / "kills")]
     script = Forked(
@@ -87,7 +87,7 @@ def test_random_kills(tmp_path: Path) -> None:
     assert "equal: metrics" in out
 
 
-def test_a_signal_during_loading_exits_and_writes_nothing(tmp_path: Path) -> None:
+def test_a_signal_during_loading_exits_and_writes_nothing(tmp_path):
     process = start_held(tmp_path, "load", *SMALL)
     wait_until(process, (tmp_path / "loading").exists)
     process.send_signal(signal.SIGTERM)
@@ -97,7 +97,7 @@ def test_a_signal_during_loading_exits_and_writes_nothing(tmp_path: Path) -> Non
     assert not (tmp_path / "runs").exists()
 
 
-def test_sigkill_while_a_thread_writes_a_checkpoint(six_steps: Path, tmp_path: Path) -> None:
+def test_sigkill_while_a_thread_writes_a_checkpoint(six_steps, tmp_path):
     """The checkpoint before is complete, the record is two steps ahead of it, and the resumed run is the same."""
     process = start_held(tmp_path, "kill", "--steps", "6", *SMALL)
     out, err = process.communicate(timeout=240)
@@ -117,7 +117,7 @@ def test_sigkill_while_a_thread_writes_a_checkpoint(six_steps: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_ctrl_c_while_a_thread_writes_a_checkpoint(tmp_path: Path, signals: int) -> None:
+def test_ctrl_c_while_a_thread_writes_a_checkpoint(tmp_path, signals):
     """The first waits for the checkpoint, and the step that was done meanwhile gets its own; the second does not."""
     process = start_held(tmp_path, "hold", "--steps", "100", *SMALL, "--set", "checkpoint.every=4")
     folder = tmp_path / "runs" / "a"
@@ -139,7 +139,7 @@ def test_ctrl_c_while_a_thread_writes_a_checkpoint(tmp_path: Path, signals: int)
     assert "resume with: bandpo train --resume a" in out
 
 
-def test_an_interrupt_during_the_plots_leaves_a_finished_run_without_an_empty_folder(tmp_path: Path) -> None:
+def test_an_interrupt_during_the_plots_leaves_a_finished_run_without_an_empty_folder(tmp_path):
     with mock.patch("bandpo_cli.reports.run_plots.plot_accuracy", side_effect=KeyboardInterrupt):
         done = bandpo("train", "--steps", "1", *SMALL, "--name", "a", cwd=tmp_path)
     folder = tmp_path / "runs" / "a"

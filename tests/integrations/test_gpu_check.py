@@ -1,7 +1,5 @@
 """The check of TRL in `make gpu-check`, with small shapes on a CPU."""
 
-from pathlib import Path
-
 import pytest
 
 from scripts.gpu_check.engines import check_trl
@@ -11,7 +9,7 @@ pytest.importorskip("trl")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def test_a_batch_of_trl_on_the_same_work_is_timed(tmp_path: Path) -> None:
+def test_a_batch_of_trl_on_the_same_work_is_timed(tmp_path):
     measured = check_trl(Work("cpu", True, tmp_path))
     values = measured.values
     assert values["time_over_trl"] == pytest.approx(values["bandpo_s"] / values["trl_s"])

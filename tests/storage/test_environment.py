@@ -53,7 +53,7 @@ def test_only_the_credentials_of_an_address_are_redacted():
         "mssql://h/db?odbc_connect=PWD%3D{}", "http://me:a://{}@h", "http://me:{}://b/c@h", "http://me:a/b://c://{}@h",
     ],
 )  # fmt: skip
-def test_a_secret_in_any_part_of_an_address_is_redacted(address: str) -> None:
+def test_a_secret_in_any_part_of_an_address_is_redacted(address):
     uri = address.format("s3cret")
     assert has_secret(uri)
     redacted = redact_credentials(f"MLflow at {uri} and '{uri}'")
@@ -84,7 +84,7 @@ def test_available_memory_is_the_least_of_the_machine_and_its_control_groups(tmp
     assert available_memory(proc, groups) == 0
 
 
-def test_the_number_of_ranks_is_that_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_ranks_is_that_of_torchrun(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     assert describe_environment([])["ranks"] == 1
     monkeypatch.setenv("WORLD_SIZE", "4")

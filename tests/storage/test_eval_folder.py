@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> EvalFolder:
     return folder
 
 
-def test_parts_round_trip_exactly_by_key(folder: EvalFolder) -> None:
+def test_parts_round_trip_exactly_by_key(folder):
     """Parts are read in the order of sets and problems, independent of the order of writing."""
     keys = [PartKey(1, 0), PartKey(0, 128), PartKey(0, 4), PartKey(0, 100_000_000)]
     for key in keys:
@@ -35,7 +35,7 @@ def test_parts_round_trip_exactly_by_key(folder: EvalFolder) -> None:
     assert folder.count_stored() == 8
 
 
-def test_the_complete_table_replaces_the_parts(folder: EvalFolder) -> None:
+def test_the_complete_table_replaces_the_parts(folder):
     folder.write_part(PartKey(0, 0), [ROW])
     folder.write_samples([ROW, ROW])
     assert not (folder.path / "parts").exists()
@@ -44,7 +44,7 @@ def test_the_complete_table_replaces_the_parts(folder: EvalFolder) -> None:
     assert pq.read_table(folder.samples_path).to_pylist() == [ROW, ROW]
 
 
-def test_a_failed_write_keeps_the_old_file(folder: EvalFolder) -> None:
+def test_a_failed_write_keeps_the_old_file(folder):
     folder.write_part(PartKey(0, 0), [ROW])
     with pytest.raises(TypeError):
         folder.write_record({"status": object()})
@@ -55,15 +55,13 @@ def test_a_failed_write_keeps_the_old_file(folder: EvalFolder) -> None:
 
 
 @pytest.mark.parametrize("name", ["first", "{runs}/first/", "{runs}/first/eval.json", ".", "eval.json"])
-def test_open_accepts_name_folder_and_record(
-    tmp_path: Path, folder: EvalFolder, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_open_accepts_name_folder_and_record(tmp_path, folder, name, monkeypatch):
     monkeypatch.chdir(folder.path)
     found = EvalFolder.open(tmp_path / "runs", name.format(runs=tmp_path / "runs"))
     assert (found.path, found.name) == (folder.path, "first")
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_one(tmp_path: Path, folder: EvalFolder) -> None:
+def test_an_unknown_name_is_refused_with_the_nearest_one(tmp_path, folder):
     with pytest.raises(UserError, match=r"no evaluation 'frist' .*did you mean 'first'\?.*it has first"):
         EvalFolder.open(tmp_path / "runs", "frist")
     with pytest.raises(UserError, match="it has no evaluations"):
@@ -86,7 +84,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(tmp_path: Path, folder:
         (b'{"status": "finished"}', "not the record of an evaluation"),
     ],
 )
-def test_a_damaged_record_raises_a_one_line_error(tmp_path: Path, content: bytes, words: str) -> None:
+def test_a_damaged_record_raises_a_one_line_error(tmp_path, content, words):
     path = tmp_path / "eval.json"
     path.write_bytes(content)
     with pytest.raises(UserError, match=words) as caught:
@@ -97,7 +95,7 @@ def test_a_damaged_record_raises_a_one_line_error(tmp_path: Path, content: bytes
             read_record(other)
 
 
-def test_impossible_file_names_do_not_exist(tmp_path: Path) -> None:
+def test_impossible_file_names_do_not_exist(tmp_path):
     assert path_exists(tmp_path)
     for name in ("x" * 300, "a\0b", "x/" * 3000):
         assert not path_exists(tmp_path / name)

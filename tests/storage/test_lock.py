@@ -41,9 +41,7 @@ def holder(folder: Path, how: str = "single") -> Iterator[subprocess.Popen[str]]
         process.stdout.close()
 
 
-def test_a_second_process_is_refused_with_a_message_that_names_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_process_is_refused_with_a_message_that_names_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "ACQUIRE_TIMEOUT_S", 0.01)
     with holder(tmp_path) as process, pytest.raises(UserError) as error, run_lock(tmp_path):
         pytest.fail("two processes have the lock")
@@ -54,7 +52,7 @@ def test_a_second_process_is_refused_with_a_message_that_names_the_first(
 
 
 @pytest.mark.parametrize("how", ["single", "fork"])
-def test_a_killed_process_releases_the_lock_even_if_its_child_lives(tmp_path: Path, how: str) -> None:
+def test_a_killed_process_releases_the_lock_even_if_its_child_lives(tmp_path, how):
     with holder(tmp_path, how) as process:
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -62,12 +60,12 @@ def test_a_killed_process_releases_the_lock_even_if_its_child_lives(tmp_path: Pa
             assert process.returncode == -signal.SIGKILL
 
 
-def test_the_lock_is_released_at_the_end_and_when_the_body_fails(tmp_path: Path) -> None:
+def test_the_lock_is_released_at_the_end_and_when_the_body_fails(tmp_path):
     for _ in range(2):
         with pytest.raises(ZeroDivisionError), run_lock(tmp_path):
             raise ZeroDivisionError
 
 
-def test_a_folder_that_is_not_writable_raises(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_writable_raises(tmp_path):
     with pytest.raises(UserError, match="cannot be written to"), run_lock(tmp_path / "nowhere"):
         pytest.fail("there is no such folder")

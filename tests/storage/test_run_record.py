@@ -1,7 +1,6 @@
 """Reading `summary.json`: one reader decides whether a run is finished, resumable, or damaged."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,9 +27,7 @@ def folder(tmp_path: Path) -> RunFolder:
         ({}, None, False),
     ],
 )
-def test_the_status_is_one_of_three_words(
-    folder: RunFolder, summary: dict[str, Any], status: str | None, finished: bool
-) -> None:
+def test_the_status_is_one_of_three_words(folder, summary, status, finished):
     folder.write_config("seed: 1\n")
     folder.append_metrics({"step": 3})
     assert (read_summary(folder.path), is_finished(folder.path)) == (None, False)
@@ -46,9 +43,7 @@ def test_the_status_is_one_of_three_words(
     assert "steps" not in summary or read_stored_run(folder.path).status == "KILLED"
 
 
-def test_a_run_that_ends_while_it_is_read_has_its_final_status(
-    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_ends_while_it_is_read_has_its_final_status(folder, monkeypatch):
     """Its summary is written before it releases the lock, so it has to be read after the lock."""
     folder.write_config("seed: 1\n")
     folder.append_metrics({"step": 1})
@@ -62,7 +57,7 @@ def test_a_run_that_ends_while_it_is_read_has_its_final_status(
 
 
 @pytest.mark.parametrize("content", [b"{", b" " * (2**20 + 1)])
-def test_a_damaged_summary_raises_one_line_and_is_not_finished(folder: RunFolder, content: bytes) -> None:
+def test_a_damaged_summary_raises_one_line_and_is_not_finished(folder, content):
     (folder.path / "summary.json").write_bytes(content)
     with pytest.raises(UserError, match=r"summary\.json") as error:
         read_summary(folder.path)
@@ -70,7 +65,7 @@ def test_a_damaged_summary_raises_one_line_and_is_not_finished(folder: RunFolder
     assert not is_finished(folder.path)
 
 
-def test_a_checkpoint_without_training_state_holds_a_model_and_is_not_complete(folder: RunFolder) -> None:
+def test_a_checkpoint_without_training_state_holds_a_model_and_is_not_complete(folder):
     for step in (20, 3):
         folder.checkpoint_dir(step).mkdir(parents=True)
         (folder.checkpoint_dir(step) / "config.json").write_text("{}")

@@ -1,6 +1,6 @@
 """Tables: the conversion of completions through JSON, compared with pyarrow's conversion of Python objects."""
 
-from typing import Any, cast
+from typing import cast
 from unittest import mock
 
 import pyarrow as pa
@@ -30,7 +30,7 @@ _ROWS = st.fixed_dictionaries(
 
 @pytest.mark.slow
 @given(st.lists(_ROWS, max_size=7))
-def test_a_table_of_completions_equals_the_one_of_pyarrow(rows: list[dict[str, Any]]) -> None:
+def test_a_table_of_completions_equals_the_one_of_pyarrow(rows):
     """Any text, NaN and infinities included; blocks of three rows, so that there are up to three of them."""
     with mock.patch.object(tables, "_ROWS_PER_BLOCK", 3):
         found = eval_table(cast("list[EvalRow]", rows))
@@ -42,6 +42,6 @@ def test_a_table_of_completions_equals_the_one_of_pyarrow(rows: list[dict[str, A
 @pytest.mark.parametrize(
     "value", [{"text": 5}, {"text": "\ud800"}, {"accuracy": "x"}, {"length": 2**31}, {"length": 1.5}, {"other": 1}]
 )  # fmt: skip
-def test_a_value_that_its_column_cannot_hold_is_an_error(value: dict[str, object]) -> None:
+def test_a_value_that_its_column_cannot_hold_is_an_error(value):
     with pytest.raises(ValueError, match=r"JSON|surrogates"):
         eval_table([cast("EvalRow", {**ROW, **value})])

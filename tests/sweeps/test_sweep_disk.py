@@ -40,9 +40,7 @@ def sweep_of(tmp_path: Path, **checkpoint: object) -> SweepInfo:
         ({"every": 30}, 2),
     ],
 )
-def test_three_runs_of_a_model_with_two_million_weights(
-    tmp_path: Path, checkpoint: dict[str, object], per_run: int
-) -> None:
+def test_three_runs_of_a_model_with_two_million_weights(tmp_path, checkpoint, per_run):
     for part in ("a", "b"):
         save_file({part: MILLION}, tmp_path / "model" / f"{part}.safetensors")
     needed, free = estimate_disk_space(sweep_of(tmp_path, **checkpoint), tmp_path / "later" / "runs")
@@ -62,9 +60,7 @@ def test_three_runs_of_a_model_with_two_million_weights(
         ),
     ],
 )
-def test_the_plan_has_a_line_from_one_gigabyte_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needed: float, free: float, line: str
-) -> None:
+def test_the_plan_has_a_line_from_one_gigabyte_on(tmp_path, monkeypatch, needed, free, line):
     monkeypatch.setattr(estimate, "estimate_disk_space", lambda *_: (needed, free))
     monkeypatch.setattr(estimate, "estimate_time", lambda *_: None)
     out = io.StringIO()

@@ -31,7 +31,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, gpus: str, cores: int = 8) -> None:
     monkeypatch.setattr(MODULE, "usable_cores", lambda: cores)
 
 
-def test_runs_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_at_a_time(tmp_path, monkeypatch):
     request = request_of(tmp_path)
     for gpus, jobs, ranks, slots, threads in (
         ("0,1,2,3", None, 2, 2, 2),
@@ -46,7 +46,7 @@ def test_runs_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert (info.slots, info.threads, info.ranks) == (slots, threads, ranks or 1)
 
 
-def test_runs_that_cannot_be_divided_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_cannot_be_divided_are_refused(tmp_path, monkeypatch):
     machine(monkeypatch, "")
     request, executor = request_of(tmp_path, "0"), Executor(gpus_per_run=65)
     refused = pytest.raises(ConfigError, match=r"--gpus-per-run 65: sampling.prompts = 64: .* at most 64 ra")
@@ -87,7 +87,7 @@ def commands(
     return RecordedPool.started, callback.start.call_args.args[0]
 
 
-def test_a_resume_takes_as_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_takes_as_many_gpus(tmp_path, monkeypatch):
     machine(monkeypatch, "4,5,6,7")
     ((command, variables),), _ = commands(monkeypatch, request_of(tmp_path, "0"), 2, tmp_path)
     assert command[command.index("--nproc") + 1] == "2"
@@ -106,7 +106,7 @@ def test_a_resume_takes_as_many_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyP
         commands(monkeypatch, "s", None, tmp_path)
 
 
-def test_the_trial_has_as_many_ranks_as_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_trial_has_as_many_ranks_as_a_run(tmp_path, monkeypatch):
     run = mock.Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(estimate.subprocess, "run", run)
     [config] = request_of(tmp_path, "0").runs.values()

@@ -26,7 +26,7 @@ def execute(sweep: SweepFolder, store: Store, report: Report) -> Any:
 
 
 @pytest.mark.slow
-def test_the_leaderboard_and_a_description_after_a_resume(tmp_path: Path, empty_database: Path) -> None:
+def test_the_leaderboard_and_a_description_after_a_resume(tmp_path, empty_database):
     """The variant `clip` has the name of a section of the runs' metrics. At step 0 MLflow shows a bar, else a curve."""
     database = Path(shutil.copy(empty_database, tmp_path))
     store = Store(sqlite_uri(database), "bandpo", (tmp_path / "files").as_uri())

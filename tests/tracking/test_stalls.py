@@ -1,14 +1,12 @@
 """A tracker that does not answer, and a lock that another process holds, are named."""
 
 import socket
-from pathlib import Path
 from threading import Thread
 
 import pytest
 
 from bandpo_cli.processes import watch
 from bandpo_cli.storage.files import wait_for_lock
-from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.tracking import outages
 from bandpo_cli.tracking.mlflow_store import Store
 from tests.processes.checks import wait_for
@@ -17,9 +15,7 @@ from tests.tracking.tracked import end_tracker, start_tracker, write_settings
 
 
 @pytest.mark.slow
-def test_a_server_that_does_not_answer_is_named(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_server_that_does_not_answer_is_named(run, monkeypatch, caplog):
     """It accepts the connection and sends nothing; its password is not in the line."""
     monkeypatch.setattr(watch, "stall_after", 0.3)
     monkeypatch.setattr(outages, "UNREACHABLE_GRACE_S", 0.1)
@@ -36,9 +32,7 @@ def test_a_server_that_does_not_answer_is_named(
 
 
 @pytest.mark.slow
-def test_a_lock_of_another_process_is_named_and_acquired_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_lock_of_another_process_is_named_and_acquired_after_it(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(watch, "stall_after", 0.3)
     acquired = []
 
