@@ -1,4 +1,4 @@
-"""Metrics that comparisons of runs leave out, and records that show rewards other than 0 and 1."""
+"""Metrics that comparisons of runs leave out, records with rewards other than 0 and 1, and seeds of a run."""
 
 import pytest
 
@@ -9,6 +9,7 @@ from bandpo_cli.metric_names import (
     is_clock_metric,
     without_clock,
 )
+from bandpo_cli.types import derive_seed
 from scripts.compare_checkouts.compare import CLOCK_KEYS, without_keys
 
 
@@ -68,3 +69,11 @@ def test_the_score_of_an_evaluation_is_its_reward_or_in_runs_of_verl_its_accurac
     assert heldout_score(accuracies) == 0.375
     assert heldout_score(accuracies | {"eval/a/reward": 0.5, "eval/b/reward": 0.75}) == 0.625
     assert heldout_score(accuracies | {"eval/b/mean_at_4": None}) is None
+
+
+def test_seeds_differ_by_run_purpose_and_step():
+    seeds = {
+        derive_seed(seed, purpose, step) for seed in range(5) for purpose in ("a", "b") for step in range(50)
+    }
+    assert len(seeds) == 500
+    assert all(0 <= seed < 2**63 for seed in seeds)

@@ -66,9 +66,7 @@ def statuses(report: dict[str, Any]) -> list[tuple[str, str, str]]:
     return [(line["name"], line["status"], line["reason"]) for line in report["lines"]]
 
 
-def test_lines_that_hold_or_do_not_apply_pass(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_that_hold_or_do_not_apply_pass(tmp_path, monkeypatch, capsys):
     code, report = run(CHECKS, tmp_path, monkeypatch, "--checks", "good,absent")
     assert (code, report["passed"]) == (0, True)
     assert statuses(report) == [("good", "ok", ""), ("absent", "skipped", "vllm is not installed")]
@@ -82,9 +80,7 @@ def test_lines_that_hold_or_do_not_apply_pass(
     assert error.value.code == 2
 
 
-def test_a_line_that_falls_short_raises_or_takes_too_long_fails_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_line_that_falls_short_raises_or_takes_too_long_fails_alone(tmp_path, monkeypatch):
     """A value that is not a number falls short of both limits, and is null in the report."""
     names = "short,nan,broken,good,endless,later"
     code, report = run(CHECKS, tmp_path, monkeypatch, "--checks", names, "--budget", "0.3")
@@ -110,7 +106,7 @@ def names_of(measured: Measured) -> list[str]:
     return [shortfall.partition(" is ")[0] for shortfall in measured.shortfalls]
 
 
-def test_a_step_falls_short_by_its_metrics(tmp_path: Path) -> None:
+def test_a_step_falls_short_by_its_metrics(tmp_path):
     for changed, names in (
         ({}, []), ({"optim/loss": math.nan}, ["finite_updates"]), ({"optim/grad_norm": 0.0}, ["grad_norm"]),
         ({"sampler/logprob_gap_mean": 0.2}, ["sampler/logprob_gap_mean"]),
@@ -142,16 +138,14 @@ def ranks_run(folder: Path, texts: str = "ab", **changed: float) -> TrainedRun:
         ({}, {"train/reward": 0.5}, ["resumed_metrics_difference"]),
     ],
 )
-def test_two_ranks_that_differ_from_one_fall_short(
-    two: dict[str, Any], resumed: dict[str, Any], names: list[str], tmp_path: Path
-) -> None:
+def test_two_ranks_that_differ_from_one_fall_short(two, resumed, names, tmp_path):
     runs = (
         ranks_run(tmp_path / name, **changed) for name, changed in (("1", {}), ("2", two), ("3", resumed))
     )
     assert names_of(ranks.compare(Work("cpu", True, tmp_path), *runs)) == names
 
 
-def test_log_probs_that_differ_fall_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probs_that_differ_fall_short(tmp_path, monkeypatch):
     work, exact = Work("cpu", True, tmp_path), kernels._tiled
     assert not kernels.check_logprobs(work, "0.5b").shortfalls
     monkeypatch.setattr(kernels, "_tiled", lambda inputs: 1.1 * exact(inputs))
@@ -169,9 +163,7 @@ def test_log_probs_that_differ_fall_short(tmp_path: Path, monkeypatch: pytest.Mo
         ("abab", {"train/reward": 0.5}, ["metrics_difference"]),
     ],
 )
-def test_a_resume_that_changes_anything_falls_short(
-    states: str, again: dict[str, Any], names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resume_that_changes_anything_falls_short(states, again, names, tmp_path, monkeypatch):
     """The states of the weights and the optimizer are letters: two of the uninterrupted run, two after the resume."""
     runs = {
         "resume-saved": ranks_run(tmp_path / "saved"),
@@ -192,7 +184,7 @@ def test_a_resume_that_changes_anything_falls_short(
 
 
 @pytest.mark.slow
-def test_checks_run_with_small_shapes_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checks_run_with_small_shapes_on_a_cpu(tmp_path, monkeypatch):
     """The checks that start no process of ranks or engines, and the checks that do not apply to a CPU."""
     names = ["operator", "attention", "step-0.5b", "memory-0.5b", "resume"]
     checks = {name: gpu_check.CHECKS[name] for name in names}
