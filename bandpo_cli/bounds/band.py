@@ -18,8 +18,7 @@ from bandpo_cli.bounds.arrays import (
     no_grad_no_warnings,
     output_dtype,
 )
-from bandpo_cli.bounds.divergences import Divergence, find_divergence
-from bandpo_cli.bounds.kl import MIN_TOKENS_FOR_TABLE
+from bandpo_cli.bounds.divergences import MIN_TOKENS_FOR_TABLE, Divergence, find_divergence
 from bandpo_cli.bounds.solver import RootFinder
 from bandpo_cli.errors import ConfigError
 
@@ -46,7 +45,7 @@ def band_bounds(
         `RatioBounds(lower, upper)`, each of the shape and on the device of `old_logprobs`, with
         0 ≤ lower ≤ 1 ≤ upper ≤ 1/p. float64 for float64 and for integers, float32 for float32, float16 and
         bfloat16. Computed in float64, since in float32 exp(−δ/p) alone loses 5 of 7 digits; kl for many float32
-        tokens has a separate method without that loss (`kl.kl_bounds_float32`).
+        tokens has a separate method without that loss (`divergences.kl_bounds_float32`).
 
     Raises:
         ConfigError: the divergence is unknown, delta is not a finite number > 0, max_ratio is not a number > 1,

@@ -28,6 +28,7 @@ def report(
     baseline: Annotated[str | None, opt.option("VARIANT", "the sweep's")] = None,
     by: Annotated[list[str] | None, opt.option("KEY,KEY", "all that differ, except the seed")] = None,
     out: Annotated[Path | None, opt.option("DIR", "SWEEP/report, or report here")] = None,
+    margin: Annotated[float, opt.option("M")] = 0.02,
     format_: opt.TableOrJson = "table",
     runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
@@ -48,13 +49,14 @@ def report(
         baseline: The variant that all other variants are compared with.
         by: Settings that define a variant, for example bounds,optim.lr; repeatable.
         out: Folder of the report.
+        margin: Differences of accuracy within ±M can be found equivalent.
     """
     from bandpo_cli.reports.run_variants import select_runs
     from bandpo_cli.reports.write_report import write_report
 
     chosen = select_runs(paths, runs_dir, baseline, [*filter(None, opt.split_commas(by or []))])
     folder = out or (Path() if chosen.sweep is None else chosen.sweep.path) / "report"
-    written = write_report(chosen, folder)
+    written = write_report(chosen, folder, margin)
     if format_ == "json":
         print_json(written.as_json())
     else:

@@ -1,7 +1,7 @@
 """Settings of the tasks (`task:` in a config file) and of the sources of questions and answers.
 
 There is one class per kind of task, chosen by `name`. A new kind of task needs a class here, a class in `tasks` and an
-entry in `datasets.TASKS`.
+entry in `registries.TASKS`.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ from pydantic import (
 
 from bandpo_cli.config.sampling import is_installed
 from bandpo_cli.custom_code import is_function_path
-from bandpo_cli.datasets import (
+from bandpo_cli.errors import ConfigError, nearest
+from bandpo_cli.paths import nearest_file, path_exists, user_path
+from bandpo_cli.registries import (
     BUNDLED_MODELS,
     DATA_TASK,
     DATASETS,
+    GRADERS,
     TASKS,
     TEMPLATES,
     generated_tasks,
+    load_attribute,
     split_member,
     task_kind,
 )
-from bandpo_cli.errors import ConfigError, nearest
-from bandpo_cli.paths import nearest_file, path_exists, user_path
-from bandpo_cli.registries import GRADERS, load_attribute
 from bandpo_cli.settings_validation import NotEmpty, Section, TaggedSection, require
 
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")

@@ -15,7 +15,6 @@ from typing import Any
 
 from bandpo_cli.config.layers import read_layer, resolve, to_yaml
 from bandpo_cli.config.run import RunConfig, with_dtype
-from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import ConfigError, RunError, UserError, redact_credentials
 from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.preflight import check_graders, choose_run_name, load_task, resolve_model
@@ -23,6 +22,7 @@ from bandpo_cli.exports import verl_files, verl_settings
 from bandpo_cli.exports.verl_files import CONFIG_FILE, VERL_VERSION
 from bandpo_cli.exports.verl_settings import MODEL, InFolder, Overrides
 from bandpo_cli.paths import is_adapter_folder, path_exists, user_path
+from bandpo_cli.registries import BUNDLED_MODELS
 from bandpo_cli.results import RunOverview, describe_line
 from bandpo_cli.storage.files import apply_umask, export_folder, sync, write_json, write_text
 from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder

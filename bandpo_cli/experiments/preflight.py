@@ -18,7 +18,6 @@ from bandpo_cli.config.run import EMBEDDED_MODEL, RunConfig, dtype_on
 from bandpo_cli.config.sampling import GradingConfig, check_engine
 from bandpo_cli.config.task import DataTask, RewardComponent
 from bandpo_cli.custom_code import add_code_folder, load_setting
-from bandpo_cli.datasets import BUNDLED_MODELS, DATASETS, generated_tasks
 from bandpo_cli.errors import ConfigError, UserError, definition_location, nearest, plural
 from bandpo_cli.grading.answers import unparsed_references
 from bandpo_cli.grading.pool import check_grader
@@ -34,7 +33,14 @@ from bandpo_cli.paths import (
     path_exists,
     user_path,
 )
-from bandpo_cli.registries import ADVANTAGES, ENGINES, ENVIRONMENT_GRADER
+from bandpo_cli.registries import (
+    ADVANTAGES,
+    BUNDLED_MODELS,
+    DATASETS,
+    ENGINES,
+    ENVIRONMENT_GRADER,
+    generated_tasks,
+)
 from bandpo_cli.storage.checkpoints import STATE, check_contents, model_checkpoints
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import (

@@ -48,8 +48,7 @@ class MethodEntry(Entry):
 
 # fmt: off
 _INTERVALS, _MASKS = "bandpo_cli.methods.band_and_clip", "bandpo_cli.methods.trust_region_masks"
-_WEIGHTS, _COVARIANCE = "bandpo_cli.methods.weights_and_gates", "bandpo_cli.methods.covariance"
-_COMPLETIONS = "bandpo_cli.methods.completion_ratios"
+_WEIGHTS, _COMPLETIONS = "bandpo_cli.methods.weights_and_gates", "bandpo_cli.methods.completion_ratios"
 _RATIO_OF_COMPLETION = "it clips the ratio of a completion, not the ratio of a token"
 
 METHODS = Registry("method", [
@@ -94,10 +93,10 @@ METHODS = Registry("method", [
                 f"{_COMPLETIONS}:VespoLoss", "arXiv 2602.10693",
                 "its weight of a completion falls smoothly and has no edge"),
     MethodEntry("clip-cov", "clip, and no gradient for some tokens of high covariance",
-                f"{_COVARIANCE}:ClipCovSettings", f"{_COVARIANCE}:ClipCovLoss", "arXiv 2505.22617",
+                f"{_WEIGHTS}:ClipCovSettings", f"{_WEIGHTS}:ClipCovLoss", "arXiv 2505.22617",
                 differs_at_ratio_one=True),
-    MethodEntry("kl-cov", "a penalty on tokens of high covariance", f"{_COVARIANCE}:KlCovSettings",
-                f"{_COVARIANCE}:KlCovLoss", "arXiv 2505.22617", "it has a penalty and clips no ratio"),
+    MethodEntry("kl-cov", "a penalty on tokens of high covariance", f"{_WEIGHTS}:KlCovSettings",
+                f"{_WEIGHTS}:KlCovLoss", "arXiv 2505.22617", "it has a penalty and clips no ratio"),
 ], "a custom class or function as module:name", is_function_path,
    lambda name: MethodEntry(name, "custom", "bandpo_cli.methods.settings:CustomSettings",
                             "bandpo_cli.objective.custom_methods:custom_loss"))

@@ -21,7 +21,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from bandpo_cli.config.run import EMBEDDED_MODEL, ModelConfig, RunConfig, dtype_on, with_dtype
 from bandpo_cli.config.sampling import resolve_engine
-from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import UserError, find_out_of_memory, first_line
 from bandpo_cli.models import lora, model_files
 from bandpo_cli.models.logprobs import check_packed_forward
@@ -29,6 +28,7 @@ from bandpo_cli.models.model_files import loading_errors, model_error
 from bandpo_cli.models.weights import checkpointed_layers, forward_dtype, is_sharded, save_adapter, shard
 from bandpo_cli.paths import cached_commit, path_exists, user_path
 from bandpo_cli.processes.ranks import SINGLE, Ranks, is_gpu
+from bandpo_cli.registries import BUNDLED_MODELS
 
 # transformers passes the second on to FlashAttention's backward pass. NVLS is NCCL's sum within the NVLink switch.
 VARIABLES = {

@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from bandpo_cli.config.run import ModelConfig
-from bandpo_cli.datasets import BUNDLED_MODELS
 from bandpo_cli.errors import RunError, UserError, find_out_of_memory, first_line
 from bandpo_cli.models.lora import ADAPTER_WEIGHTS, END_A, END_B, PREFIX, merged_weight
 from bandpo_cli.paths import (
@@ -33,6 +32,7 @@ from bandpo_cli.paths import (
     read_json_object,
     user_path,
 )
+from bandpo_cli.registries import BUNDLED_MODELS
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _CONFIG = "config.json"

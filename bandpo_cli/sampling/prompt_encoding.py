@@ -17,10 +17,10 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.task import DataTask, TaskSettings
-from bandpo_cli.datasets import TEMPLATES
 from bandpo_cli.errors import ConfigError, nearest, plural
 from bandpo_cli.grading.tools import tool_schemas
 from bandpo_cli.models.load import Policy
+from bandpo_cli.registries import TEMPLATES
 from bandpo_cli.tasks.task import build_prompt, without_spaces
 from bandpo_cli.types import Message, Problem
 

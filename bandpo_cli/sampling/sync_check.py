@@ -17,8 +17,13 @@ from transformers import PreTrainedModel
 
 from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import forward_dtype
-from bandpo_cli.sampling.sampler import Sampler, SamplingParams, StaleEngineError, TokenIds
-from bandpo_cli.sampling.transformers_sampler import TransformersSampler
+from bandpo_cli.sampling.sampler import (
+    Sampler,
+    SamplingParams,
+    StaleEngineError,
+    TokenIds,
+    TransformersSampler,
+)
 from bandpo_cli.types import Completion
 
 SAMPLES, COMPLETION_TOKENS = 4, 8

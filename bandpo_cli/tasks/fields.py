@@ -8,9 +8,9 @@ from decimal import Decimal
 from typing import Any, NamedTuple
 
 from bandpo_cli.config.task import Fields
-from bandpo_cli.datasets import Dataset
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.grading.answers import final_answer, unwrap
+from bandpo_cli.registries import Dataset
 from bandpo_cli.types import Message, Prompt
 
 QUESTION_NAMES = ("question", "problem", "prompt", "query", "input", "messages")

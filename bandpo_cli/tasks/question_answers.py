@@ -10,9 +10,8 @@ from itertools import chain, islice
 from typing import Any
 
 from bandpo_cli.config.task import DataTask, Fields, Source
-from bandpo_cli.datasets import DATA_TASK, TEMPLATES
 from bandpo_cli.errors import ConfigError, nearest, plural
-from bandpo_cli.registries import GRADERS
+from bandpo_cli.registries import DATA_TASK, GRADERS, TEMPLATES
 from bandpo_cli.tasks.fields import (
     Question,
     as_answer,

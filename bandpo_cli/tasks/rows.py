@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bandpo_cli.config.task import FILE_SUFFIXES, Source
-from bandpo_cli.datasets import DATASETS, Dataset
 from bandpo_cli.errors import ConfigError, first_line, nearest
 from bandpo_cli.paths import check_regular_file, path_exists, user_path
+from bandpo_cli.registries import DATASETS, Dataset
 
 Row = dict[str, Any]
 SplitName = Literal["train", "heldout"]

@@ -7,8 +7,7 @@ from hashlib import blake2b
 from typing import Protocol
 
 from bandpo_cli.config.task import TaskSettings, check_package
-from bandpo_cli.datasets import TASKS, TEMPLATES, task_kind
-from bandpo_cli.registries import load_attribute
+from bandpo_cli.registries import TASKS, TEMPLATES, load_attribute, task_kind
 from bandpo_cli.types import Message, Problem, Prompt
 
 _SLOT = "{question}"

@@ -18,11 +18,11 @@ from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.models.load import Policy, load_reference
 from bandpo_cli.models.weights import ShardError, load_weights, read_shards, saved_shapes
 from bandpo_cli.processes.ranks import SINGLE, Ranks
+from bandpo_cli.sampling.conversations import Conversations
 from bandpo_cli.sampling.engine_process import EngineProcess
 from bandpo_cli.sampling.prompt_encoding import PromptEncoder
-from bandpo_cli.sampling.rollouts import Conversations
+from bandpo_cli.sampling.rollouts import set_up_sampling
 from bandpo_cli.sampling.sampler import Sampler, SamplingParams, build_sampler
-from bandpo_cli.sampling.setup import set_up_sampling
 from bandpo_cli.storage.checkpoints import (
     ANY_PROBLEMS,
     OPTIMIZER,

@@ -30,6 +30,7 @@ from bandpo_cli.grading.pool import (
     grade_components,
 )
 from bandpo_cli.methods.loss import policy_loss
+from bandpo_cli.metric_names import TOTAL_SECONDS
 from bandpo_cli.models.load import release_cached_memory
 from bandpo_cli.objective.advantages import estimate_advantages
 from bandpo_cli.sampling.sampler import is_exact
@@ -45,7 +46,7 @@ from bandpo_cli.training.metrics import (
     token_values,
     update_metrics,
 )
-from bandpo_cli.training.performance import PackedWork, StepTimer
+from bandpo_cli.training.performance import PackedWork, RunTotals, StepTimer
 from bandpo_cli.training.rollout_batches import RolloutBatches
 from bandpo_cli.training.update import handle_bad_update, update_policy
 from bandpo_cli.types import Group, Rollout
@@ -81,13 +82,20 @@ def train(
         RunError: a checkpoint cannot be written.
     """
     policy, optimizer, is_main = components.policy, components.optimizer, components.ranks.is_main
+    reference = None if components.reference is None else components.reference.model
+    # A vLLM engine keeps prompts and turns if it is told to; the trainer's own model computes each request anew.
+    prompt_once = (
+        config.sampling.vllm.prefix_caching if components.sampler.streams else not config.task.functions
+    )
+    totals = RunTotals(components.ranks.on_main(folder.read_metrics))
     with (
         CheckpointWriter(config, components, folder) as writer,
-        PackedWork(policy.model, components.ranks) as work,
+        PackedWork(policy.model, components.ranks, reference, prompt_once) as work,
         RolloutBatches(config, components) as batches,
     ):
+        about = config, components, folder, writer, totals
         if first == 0 and config.evaluation.is_due(0, config.steps):
-            yield _finish_step(config, components, folder, writer, 0, {}, StepTimer(watch), sample=None)
+            yield _finish_step(*about, 0, {}, StepTimer(watch), sample=None)
         for step in range(max(1, first), config.steps + 1):
             writer.check()
             if components.ranks.any(stop()):
@@ -121,14 +129,15 @@ def train(
                 record = rollout_metrics(rollouts.sampled) | token_metrics(trained) | update_metrics(updates)
                 scheduled = config.bounds.scheduled(step, config.steps)
                 record |= {f"bounds/{name}": value for name, value in scheduled.items()}
-                record |= work.metrics(timer, rollouts, trained, released)
+                record |= work.metrics(timer, rollouts, updates.trained, totals, released)
+                last = step if config.stop.budget_reached(record) else config.steps
                 if config.sampling.max_lag:
                     record["sampler/lag"] = float(lag)
                 if is_main:
                     folder.write_samples(step, rollouts.sampled)
-                    if updates.trained and config.evaluation.is_due(step, config.steps):
+                    if updates.trained and config.evaluation.is_due(step, last):
                         folder.write_tokens(step, clip_map_columns(updates))
-                    if is_recorded(config, step):
+                    if is_recorded(config, step, last):
                         tokenizer = components.policy.tokenizer
                         folder.write_token_values(step, token_values(rollouts.sampled, updates, tokenizer))
                 # No values per token are held while the sampler wakes up and samples.
@@ -139,7 +148,7 @@ def train(
                 components.sampler.sync(policy.model, optimizer.update)
             # → evaluation and checkpoint where due → the step's line
             sample = rollouts.groups[0].rollouts_G[0]
-            yield _finish_step(config, components, folder, writer, step, record, timer, sample)
+            yield _finish_step(*about, step, record, timer, sample)
 
 
 def step_advantages(config: RunConfig, groups: Sequence[Group]) -> torch.Tensor:
@@ -155,21 +164,24 @@ def _finish_step(
     components: Components,
     folder: RunFolder,
     writer: CheckpointWriter,
+    totals: RunTotals,
     step: int,
     record: dict[str, float],
     timer: StepTimer,
     sample: Rollout | None,
 ) -> StepReport:
     """Evaluate and save a checkpoint where due, and write the step's line, which marks the step as complete."""
-    if config.evaluation.is_due(step, config.steps):
+    last = step if config.stop.budget_reached(record) else config.steps
+    if config.evaluation.is_due(step, last):
         with timer.phase("eval"):
             release_cached_memory()
             record = record | _evaluate(config, components, folder, step)
-    save = config.checkpoint.is_due(step, config.steps)
+    save = config.checkpoint.is_due(step, last)
     if save:
         with timer.phase("checkpoint"):
             writer.prepare(step)
     line = {"step": step, **record, **timer.metrics()}
+    line |= totals.add({TOTAL_SECONDS: line["time/step"] - timer.seconds("eval", "checkpoint")})
     if components.ranks.is_main:
         folder.append_metrics(line)
     if save:

@@ -241,10 +241,10 @@ def clip_map_columns(updates: AppliedUpdates) -> dict[str, NDArray[np.float32]]:
     return {name: column[::stride].cpu().numpy() for name, column in columns.items()}
 
 
-def is_recorded(config: RunConfig, step: int) -> bool:
+def is_recorded(config: RunConfig, step: int, last: int) -> bool:
     """Return whether the values per token of `step` are recorded: of the first, every n-th and the last step."""
     every = config.tracking.tokens_every
-    return every > 0 and (step % every == 0 or step in (1, config.steps))
+    return every > 0 and (step % every == 0 or step in (1, last))
 
 
 def token_values(
