@@ -25,7 +25,7 @@ def test_a_batch_of_trl_on_the_same_work_is_timed(tmp_path):
     assert measured.shortfalls == []
 
 
-def test_trl_trains_the_blocks_of_the_race(tmp_path: Path) -> None:
+def test_trl_trains_the_blocks_of_the_race(tmp_path):
     lane = RecordingLane()
     run_trl(RaceWork("cpu", True, tmp_path), "0.5b", lane, blocks=1)  # type: ignore[arg-type]
     assert lane.waits == [None, "ready"]

@@ -185,7 +185,7 @@ def test_a_resume_that_changes_anything_falls_short(states, again, names, tmp_pa
     assert names_of(training.check_resume(Work("cpu", True, tmp_path))) == names
 
 
-def test_a_side_of_the_race_trains_the_blocks_that_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_side_of_the_race_trains_the_blocks_that_it_is_asked_for(monkeypatch):
     """The first step of a block and the wait before it are not counted."""
     ours, theirs = Pipe()
     monkeypatch.setattr(race, "free_memory", lambda: None)
@@ -212,7 +212,7 @@ def test_a_side_of_the_race_trains_the_blocks_that_it_is_asked_for(monkeypatch: 
     thread.join()
 
 
-def test_the_race_compares_medians_and_reports_the_spread() -> None:
+def test_the_race_compares_medians_and_reports_the_spread():
     def block(side: str, *seconds: float) -> tuple[str, dict[str, Any]]:
         phases = [dict.fromkeys(race.PHASES[side], 0.25) for _ in seconds]
         return side, {"seconds": [*seconds], "phases": phases, "reserved_gib": 0.0}
@@ -224,7 +224,7 @@ def test_the_race_compares_medians_and_reports_the_spread() -> None:
     assert values["trl_generate_s"] == values["bandpo_update_s"] == 0.25
 
 
-def test_the_race_names_the_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_race_names_the_package_that_is_missing(tmp_path, monkeypatch):
     for missing in ("trl", "vllm"):
         monkeypatch.setattr(race, "is_missing", missing.__eq__)
         with pytest.raises(Skipped, match=f"^{missing} is not installed$"):
@@ -232,7 +232,7 @@ def test_the_race_names_the_package_that_is_missing(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.slow
-def test_an_error_of_a_side_ends_the_race(tmp_path: Path) -> None:
+def test_an_error_of_a_side_ends_the_race(tmp_path):
     side = race.Side("another", Work("cpu", True, tmp_path), "0.5b", 1)
     try:
         with pytest.raises(RuntimeError, match=r"^another: KeyError"):

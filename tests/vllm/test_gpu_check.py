@@ -14,7 +14,7 @@ from tests.scripts.race_lane import RecordingLane
 pytestmark = pytest.mark.vllm
 
 
-def test_syncs_and_decoding_steps_of_one_engine_are_measured(tmp_path: Path) -> None:
+def test_syncs_and_decoding_steps_of_one_engine_are_measured(tmp_path):
     work = Work("cpu", True, tmp_path)
     measured = engines.check_vllm(work)
     assert measured.shortfalls == []
@@ -27,7 +27,7 @@ def test_syncs_and_decoding_steps_of_one_engine_are_measured(tmp_path: Path) -> 
         assert 0 < in_python < decoding[f"ms_per_step_{count}"], "the model has its part of a step"
 
 
-def test_bandpo_trains_the_blocks_of_the_race(tmp_path: Path) -> None:
+def test_bandpo_trains_the_blocks_of_the_race(tmp_path):
     lane = RecordingLane()
     run_bandpo(RaceWork("cpu", True, tmp_path), "0.5b", lane, blocks=2)  # type: ignore[arg-type]
     assert lane.waits == [None, "ready"]
