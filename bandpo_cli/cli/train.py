@@ -116,9 +116,6 @@ def _run(plan: Plan, runs_dir: Path, ranks: int, profiler: ProfileCallback | Non
     """Print the settings, then train with the console view and the signal handlers, and print the summary.
 
     A dry run prints the settings, the memory and the first prompt of a new run instead.
-
-    Raises:
-        SystemExit: a signal has stopped the run.
     """
     from bandpo_cli.cli.train_view import TrainView, print_profile, print_summary, settings_rows
     from bandpo_cli.experiments.run import run_plan

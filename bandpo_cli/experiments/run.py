@@ -50,13 +50,8 @@ def train(
     """Train a policy, write the run folder, and mirror it to the trackers of `tracking.trackers`.
 
     In a script that torchrun has started, all processes train one policy together and must call this with the same
-    settings.
-
-    Args:
-        name: name of the run folder; None for method, task, seed and time.
-        callbacks, stop_requested: as for `run_plan`.
-
-    Returns and raises what `run_plan` does.
+    settings. `name` is the name of the run folder, None for method, task, seed and time. For `callbacks`,
+    `stop_requested`, the result and the errors see `run_plan`.
     """
     return run_plan(plan_training(config, runs_dir, name), callbacks, stop_requested)
 
@@ -68,18 +63,13 @@ def resume(
     callbacks: Sequence[TrainCallback] = (),
     stop_requested: Stop = None,
 ) -> RunResult:
-    """Continue a training run from its last complete checkpoint.
+    """Continue a training run, named or by its folder, from its last complete checkpoint.
 
-    Steps after the checkpoint are removed once the model and its state are loaded, not before.
+    Steps after the checkpoint are removed once the model and its state are loaded, not before. `settings` changes some
+    of `CHANGEABLE_SETTINGS`; `{"steps": n}` trains further. The rest is as for `train`.
 
-    Args:
-        run: its name in `runs_dir`, or its folder.
-        settings: settings to change; see `CHANGEABLE_SETTINGS`. `{"steps": n}` trains further.
-
-    Raises:
-        UserError: the run is complete or imported from verl, its record is damaged, or a setting was given that cannot
-            change.
-        RunError: as `train`.
+    Raises UserError if the run is complete or imported from verl, its record is damaged, or a setting was given that
+    cannot change.
     """
     with locked_resume(run, runs_dir, settings) as plan:
         return run_plan(plan, callbacks, stop_requested)
@@ -95,14 +85,10 @@ def fork(
 ) -> RunResult:
     """Train a new run that continues a checkpoint of another run.
 
-    Args:
-        run: RUN or RUN@STEP. RUN is a name in `runs_dir` or a folder, and means its last complete checkpoint.
-        settings: changes of the settings of RUN.
-        name: name of the new run folder; None for method, task, seed and time.
+    `run` is RUN or RUN@STEP. RUN is a name in `runs_dir` or a folder, and means its last complete checkpoint.
+    `settings` changes the settings of RUN. The rest is as for `train`.
 
-    Raises:
-        UserError: there is no such checkpoint, or a setting cannot be used or cannot be changed.
-        RunError: as `train`.
+    Raises UserError if there is no such checkpoint, or a setting cannot be used or cannot be changed.
     """
     return run_plan(plan_fork(run, settings, runs_dir, name), callbacks, stop_requested)
 
@@ -140,7 +126,8 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
         error: BaseException | None = None
         try:
             with exits_as_errors():
-                events.start(run_info(config, folder, first, components))
+                notes = () if components is None else components.notes
+                events.start(run_info(config, folder, first, notes))
                 if components is not None:
                     status = train_steps(config, folder, components, events, first, stop_requested)
         except BaseException as raised:
@@ -245,17 +232,15 @@ def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> Train
 
     On a rank other than 0 it has only the callbacks that receive the events of every rank.
     """
-    is_main, custom = is_main_process(), []
-    for name in config.tracking.callbacks:
+    is_main, tracking = is_main_process(), config.tracking
+    chosen = [callback for callback in callbacks if is_main or getattr(callback, "on_every_rank", False)]
+    for name in tracking.callbacks:
         cls = callback_class(name)
         if is_main or getattr(cls, "on_every_rank", False):
             with user_code(f"tracking.callbacks = '{name}'", cls):
-                custom.append(cls())
-    callbacks = [*callbacks, *custom]
-    if is_main:
-        trackers = [TrackerCallback(name, config.tracking) for name in config.tracking.names]
-        return Dispatcher([*trackers, *callbacks])
-    return Dispatcher([callback for callback in callbacks if getattr(callback, "on_every_rank", False)])
+                chosen.append(cls())
+    trackers = [TrackerCallback(name, tracking) for name in tracking.names] if is_main else []
+    return Dispatcher([*trackers, *chosen])
 
 
 def _as_loaded(config: RunConfig, loaded: RunConfig) -> RunConfig:

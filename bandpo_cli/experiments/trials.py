@@ -40,12 +40,7 @@ on a CPU, and those of small models long enough to be timed."""
 
 @dataclass(frozen=True)
 class GraderTrial:
-    """The grade of a dummy completion for `problem`.
-
-    Attributes:
-        completion: the reference answer in the form of the template; of countdown the sum of the numbers.
-        warnings: reasons to expect wrong grades, one line each.
-    """
+    """The grade of a dummy completion for `problem`, and reasons to expect wrong grades, one line each."""
 
     problem: Problem
     completion: str
@@ -67,20 +62,15 @@ def try_graders(config: RunConfig, task: Task) -> Iterator[GraderTrial]:
             if is_ungraded(grade):
                 limit = f"no result after {config.grading.deadline:g} s (grading.deadline)"
                 limit += "" if name in GRADERS else IMPORT_ADVICE
-                cause = pool.errors.get(name, limit)
-                raise ConfigError(
-                    f"grader '{name}' failed on the dummy completion {completion!r:.80}: {cause}"
-                )
+                what = f"grader '{name}' failed on the dummy completion {completion!r:.80}"
+                raise ConfigError(f"{what}: {pool.errors.get(name, limit)}")
             warnings = []
             if unreadable := [error for error in errors if error is not None]:
-                count = f"{len(unreadable):,} of {len(problems):,} problems"
-                warnings.append(
-                    f"grader '{name}' cannot grade answers to {count}; the first: {unreadable[0]}"
-                )
+                count = f"{len(unreadable):,} of {len(problems):,} problems; the first: {unreadable[0]}"
+                warnings.append(f"grader '{name}' cannot grade answers to {count}")
             if name in GRADERS and grade == MALFORMED:
-                warnings.append(
-                    f"grader '{name}' does not read an answer in the form that task.template asks for"
-                )
+                form = "an answer in the form that task.template asks for"
+                warnings.append(f"grader '{name}' does not read {form}")
             yield GraderTrial(problem, completion, grade, tuple(warnings))
 
 
@@ -139,16 +129,10 @@ class ProbeReport:
 
 
 def probe(plan: Plan, callbacks: Sequence[TrainCallback] = ()) -> ProbeReport:
-    """Sample and grade completions of the untrained model, and measure a trial step.
+    """Sample and grade completions of the untrained model, and measure a trial step; the errors are those of `train`.
 
     The trial step has the updates of a step of the run at the full learning rate, on a part of the groups, first those
-    whose rewards differ. The weights that it changes are in memory only.
-
-    Args:
-        callbacks: receive the event `phase`.
-
-    Raises:
-        UserError, RunError: as `train`.
+    whose rewards differ. The weights that it changes are in memory only. `callbacks` receive the event `phase`.
     """
     run, updates, task = plan.pinned, plan.config.optim.updates, plan.task
     assert task is not None  # only a resume can be without problems

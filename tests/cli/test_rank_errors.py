@@ -11,7 +11,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from bandpo_cli.__main__ import main
 from bandpo_cli.cli.launch_ranks import RankError, prints_errors, read_error, record_error
-from bandpo_cli.errors import LostRankError, RunError, UserError, mark_received
+from bandpo_cli.errors import LostRankError, RunError, UserError
 from bandpo_cli.grading import workers
 from bandpo_cli.processes.ranks import launched_ranks
 
@@ -28,7 +28,7 @@ def test_the_ranks_of_a_machine_share_its_cores_for_grading(monkeypatch: pytest.
 
 def from_received(error: Exception) -> Exception:
     error.__cause__ = RuntimeError("rank 3")
-    mark_received(error.__cause__)
+    error.__cause__.__dict__["received"] = True
     return error
 
 
@@ -105,8 +105,7 @@ def test_an_unexpected_error_is_recorded_with_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "bandpo_cli.__main__.app",
-        mock.Mock(side_effect=[ZeroDivisionError("x"), ZeroDivisionError("x")]),
+        "bandpo_cli.__main__.app", mock.Mock(side_effect=[ZeroDivisionError("x"), ZeroDivisionError("x")])
     )
     monkeypatch.setattr("bandpo_cli.__main__.silence_other_ranks", lambda: None)
     for rank, raised in (("0", ZeroDivisionError), ("1", SystemExit)):
