@@ -11,10 +11,7 @@ from bandpo_cli.types import Rollout, RunStatus
 
 @dataclass(frozen=True)
 class StepReport:
-    """One training step as callbacks receive it, with its line in metrics.jsonl and one of its graded completions.
-
-    Step 0 is the evaluation before training, without a completion.
-    """
+    """A training step, its line in metrics.jsonl and a graded completion; step 0 is the evaluation before."""
 
     step: int
     record: dict[str, float]

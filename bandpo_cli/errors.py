@@ -172,10 +172,7 @@ def first_line(error: BaseException | str, max_chars: int = 200) -> str:
 
 
 def user_code_location(error: BaseException) -> str:
-    """Return ` (rewards.py:12, in judge)` for the innermost line of an error in a user's file; "" if there is none.
-
-    Files of this package, of Python and of installed packages are not a user's.
-    """
+    """Return ` (rewards.py:12, in judge)`, the innermost line of an error in a user's own file, or ""."""
     import sysconfig  # not at module level, since every command imports this module
     import traceback
 
@@ -222,10 +219,7 @@ _OUT_OF_MEMORY_TEXTS = (
 
 
 def find_out_of_memory(error: BaseException) -> BaseException | None:
-    """Return the failed allocation of Python, torch or vLLM that is or caused `error`; None if there is none.
-
-    Engines wrap the errors of their workers in types of their own.
-    """
+    """Return the failed allocation of Python, torch or vLLM that is or caused `error`, wrapped or not."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:

@@ -143,10 +143,7 @@ def is_commit(text: object) -> bool:
 def cached_commit(
     repository: str, kind: Literal["model", "dataset"], revision: str | None = None
 ) -> str | None:
-    """Return the full hash of a repository on the hub when it was last loaded here; None if it was not.
-
-    `revision` is a branch, a tag or a commit; None for the main branch.
-    """
+    """Return the hash of a repository, or of a revision of it, on the hub when it was last loaded here."""
     if is_commit(revision):
         return revision
     from huggingface_hub import constants

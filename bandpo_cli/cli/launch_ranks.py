@@ -228,10 +228,7 @@ def launch(
 
 
 def rank_variables(rank: int, count: int, port: int, name: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables of a rank: those that torchrun sets, and those of this launcher.
-
-    The ranks find each other by the store in this process at `port`. OMP_NUM_THREADS of `environ` is kept.
-    """
+    """Return the environment variables of a rank: torchrun's and this launcher's. OMP_NUM_THREADS is kept."""
     from bandpo_cli.storage.run_record import usable_cores
 
     return {
@@ -282,10 +279,7 @@ def _watch(ranks: Sequence[RankProcess], warnings: dict[str, float]) -> None:
 
 
 def _exit_code(ranks: Sequence[RankProcess], signals: Sequence[int], advice: str) -> int:
-    """Return the exit code of the run, or raise the error of the rank that failed first.
-
-    `signals` are those that this process has forwarded, and `advice` names the command that continues the run.
-    """
+    """Return the exit code after forwarded `signals`, or raise the first error; `advice` continues the run."""
     code, cause = ranks[0].code or 0, first_failure(ranks, signals)
     if cause is None or (signals and cause.error is not None and cause.error.lost_rank):
         if code < 0 and signals:  # before it could handle a signal, or while it waited for another rank

@@ -44,10 +44,7 @@ PLACES = {"run": "config.yaml", "sweep": "sweep.yaml", "evaluation": "eval.json"
 
 
 def one_of(names: Iterable[str], several: bool = False) -> Completer:
-    """Return the completer of an option that takes one of `names`, or `several` separated by commas.
-
-    Entries of a registry are described.
-    """
+    """Return the completer of an option that takes one of `names`, or `several` separated by commas."""
     entries = names if isinstance(names, Mapping) else dict.fromkeys(names)
 
     def complete(incomplete: str) -> Candidates:

@@ -297,10 +297,7 @@ def plan_table(info: SweepInfo) -> Table:
 
 
 def variants_table(runs: Sequence[SweepRun], states: States) -> Table:
-    """Return one row per variant: finished runs, steps of the running ones, accuracy or reward and entropy so far.
-
-    The accuracy or reward is the held-out one, or that of the last training step if the runs evaluate nothing.
-    """
+    """Return a row per variant; without evaluations, accuracy or reward are of the last training step."""
     from bandpo_cli.storage.sweep_folder import by_variant
 
     known = [state for state in states.values() if state.score is not None]

@@ -139,10 +139,7 @@ class TrainView(ExperimentView):
         )
 
     def start(self, info: RunInfo) -> None:
-        """Print the notes and the run folder, and show the panel, with the metrics of the steps before a resume.
-
-        On a terminal the panel shows a request to stop too, in place of the signal handlers.
-        """
+        """Print the notes and the folder, and show the panel, which shows a request to stop too on a terminal."""
         if places := ", ".join(TrackingConfig.model_construct(**info.config["tracking"]).names):
             finishing = f"finishing the record in {places.replace('mlflow', 'MLflow')} …"
             self.spinners = {"load": LOADING, "close": f"writing the plots, {finishing}"}
@@ -334,10 +331,7 @@ _PROFILE_LABELS = {
 
 
 def print_profile(console: Console, profile: ProfileCallback) -> None:
-    """Print seconds and share per phase, the mean of the traced steps, and where to open the trace.
-
-    Parts of a phase are indented; `other` is the time of a step outside of all phases.
-    """
+    """Print seconds and share per phase and its parts, indented; `other` is the time outside of all phases."""
     count, first, last = len(profile.steps), profile.steps[0], profile.steps[-1]
     on_gpu = any(phase.gpu_seconds for phase in profile.phases.values())
     span = f"step {first}" if count == 1 else f"steps {first} to {last}"

@@ -64,10 +64,7 @@ class SamplesFile:
 
 @dataclass(frozen=True)
 class EvalPlan:
-    """An evaluation that has been checked and not started: of a model on a task, or of stored completions.
-
-    Of the settings, the sections in `_USED_SECTIONS` are used.
-    """
+    """An evaluation that has been checked and not started; it uses the sections in `_USED_SECTIONS`."""
 
     config: RunConfig
     source: tuple[ModelRef, Task] | SamplesFile
@@ -192,10 +189,7 @@ def _plan_model(model: str, tasks: Sequence[str], runs_dir: Path, layers: Sequen
 
 
 def _warn_of_training_problems(own: RunConfig, config: RunConfig, task: Task) -> None:
-    """Log how many problems are training problems of the run with the settings `own`, by their questions.
-
-    Only training data in files is compared: a data set of the hub may have to be downloaded.
-    """
+    """Log how many problems are training problems, in files, of the run with the settings `own`."""
     if not (isinstance(own.task, DataTask) and isinstance(config.task, DataTask)) or hub_ids(own.task):
         return
     # Questions in the same template can be compared.

@@ -170,10 +170,7 @@ def resume_evaluation(
 def _run(
     plan: EvalPlan, runs_dir: Path, callbacks: Sequence[EvalCallback], target: EvalFolder | str
 ) -> EvalResult:
-    """Evaluate with the ranks that torchrun has started, call `end` of the callbacks, and send the metrics to MLflow.
-
-    `target` is the folder of an evaluation that is resumed, or the name of a new one.
-    """
+    """Evaluate in the folder `target`, or in a new one of this name, and send the metrics to MLflow."""
     check_ranks(plan.config, rank_count(), training=False)
     is_main = is_main_process()
     events: _Events = Dispatcher(callbacks if is_main else ())
@@ -267,10 +264,7 @@ def _open_source(plan: EvalPlan, events: _Events, stack: ExitStack) -> _Source:
 def _open_folder(
     target: EvalFolder | str, runs_dir: Path, source: _Source, parts: dict[PartKey, list[EvalRow]]
 ) -> tuple[EvalFolder, set[PartKey]]:
-    """Create or open the folder; return it with the keys of `parts`, to which its stored completions are added.
-
-    Completions whose grader failed on all of a part are graded again.
-    """
+    """Create or open the folder; add what is stored to `parts`, except where the grader always failed."""
     if isinstance(target, str):
         folder = EvalFolder.create(runs_dir, target)
         write_json(folder.path / "env.json", describe_environment(sampler=source.sampler))
@@ -298,10 +292,7 @@ def _collect(
     done: set[PartKey],
     events: _Events,
 ) -> list[EvalRow]:
-    """Sample and grade every completion that is not `done`; rank 0 stores each batch before the next.
-
-    Return all of them on rank 0, where `parts` are those stored before; nothing on another rank.
-    """
+    """Sample and grade what is not `done`; rank 0 stores each batch and returns all of them, others nothing."""
     is_main = source.ranks.is_main
     if is_main:
         events.phase("sample")

@@ -101,10 +101,7 @@ class StepMonitor:
 
 
 def stop_reason(config: RunConfig, records: Sequence[Record]) -> str | None:
-    """Return the criterion that ends a run after the last of its lines in `records`, in one line.
-
-    None if no criterion is fulfilled, or the last step of the run is done.
-    """
+    """Return the criterion that ends a run after the last of `records` before its last step; None without."""
     if not records or records[-1]["step"] >= config.steps:
         return None
     counts = _steps_beyond(config, records)

@@ -68,10 +68,7 @@ more than runs usually differ by. The smallest public sets in use, AIME and AMC,
 
 
 def choose_run_name(runs_dir: Path, asked: str | None, default: str) -> str:
-    """Return the name of a new folder in `runs_dir`: `asked`, or `default` with a suffix if it is taken.
-
-    Raises UserError if `asked` is taken or is no valid folder name, or `runs_dir` is not writable.
-    """
+    """Return the name of a new folder in `runs_dir`: `asked`, or `default` with a suffix; or raise UserError."""
     # `runs_dir` is created with the run, inside the innermost of its parents that exists.
     place = runs_dir.absolute()
     existing = next(filter(path_exists, (place, *place.parents)))
@@ -150,10 +147,7 @@ def load_task(config: RunConfig, trial: bool = True) -> Task:
 
 
 def prepare_task(config: RunConfig) -> Task:
-    """Return the task of a run; with `task.environment`, its prompts are the first messages of the environment.
-
-    Raises ConfigError if a tool or the environment cannot be used, or the task has no problems.
-    """
+    """Return the task of a run; with `task.environment`, its prompts are the first messages of it."""
     if config.task.functions:
         tool_schemas(config.task.functions, config.task.environment is not None)
     if config.task.environment is None:

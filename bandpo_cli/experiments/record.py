@@ -112,10 +112,7 @@ def run_environment(config: RunConfig, components: Components) -> dict[str, Any]
 
 
 def copy_parent(fork: Fork, folder: RunFolder) -> dict[str, object]:
-    """Copy the record and the checkpoint of the parent, and return the entry of env.json about it.
-
-    Raises RunError if a file cannot be copied: a running parent may have removed the checkpoint meanwhile.
-    """
+    """Copy the record and the checkpoint of the parent, unless it has removed it; return the entry of env.json."""
     step = fork.progress.step
     checkpoint = fork.run.checkpoint_dir(step)
     try:

@@ -228,10 +228,7 @@ def train_steps(
 
 
 def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> TrainEvents:
-    """Return the dispatcher of a run: the trackers, `callbacks`, then the custom ones.
-
-    On a rank other than 0 it has only the callbacks that receive the events of every rank.
-    """
+    """Return the dispatcher of a run: trackers, `callbacks`, custom ones; on other ranks those for every rank."""
     is_main, tracking = is_main_process(), config.tracking
     chosen = [callback for callback in callbacks if is_main or getattr(callback, "on_every_rank", False)]
     for name in tracking.callbacks:

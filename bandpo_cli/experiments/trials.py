@@ -49,10 +49,7 @@ class GraderTrial:
 
 
 def try_graders(config: RunConfig, task: Task) -> Iterator[GraderTrial]:
-    """Yield a trial of every grader of the training problems. Imports no torch.
-
-    Raises ConfigError if a function raises an exception, returns something else than a grade, or is too slow.
-    """
+    """Yield a trial of every grader of the training problems; raise ConfigError if it fails. Imports no torch."""
     with GraderPool(config.grading) as pool:
         for name, problems in problems_by_grader(task.train_problems(), config.task.rewards).items():
             errors = [problem_error(name, problem) for problem in problems] if name in GRADERS else [None]
@@ -75,10 +72,7 @@ def try_graders(config: RunConfig, task: Task) -> Iterator[GraderTrial]:
 
 
 def first_prompt(config: RunConfig, task: Task) -> tuple[PromptEncoder, Problem, list[str]]:
-    """Return the encoder of a run's prompts, its first problem, and warnings; imports torch, and reads no weights.
-
-    Raises UserError for all prompts that training refuses.
-    """
+    """Return the encoder of a run's prompts, its first problem, and warnings; reads no weights."""
     from bandpo_cli.models.load import check_vocabulary, load_tokenizer, read_config
     from bandpo_cli.sampling.prompt_encoding import PromptEncoder, check_context_length
     from bandpo_cli.sampling.rollouts import fitting_problems

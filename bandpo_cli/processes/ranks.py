@@ -71,10 +71,7 @@ def launched_name(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def ranks_to_start(nproc: int | None) -> int | None:
-    """Return how many ranks `--nproc` asks this process to start; None where it trains itself, also as a rank.
-
-    Raises UserError if torchrun has started another number.
-    """
+    """Return how many ranks `--nproc` asks this process to start; None where it trains itself."""
     if launched_ranks() is not None or nproc is None:
         return None
     if rank_count() not in (1, nproc):
