@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -140,13 +139,6 @@ def _cut_back(folder: RunFolder, config: RunConfig, step: int, env: dict[str, An
     folder.write_config(to_yaml(config))
     when = datetime.now(UTC).isoformat(timespec="seconds")
     folder.record_resume({"time": when, "after_step": max(step, 0)}, env)
-
-
-def run_info(config: RunConfig, folder: RunFolder, first_step: int, notes: Sequence[str]) -> RunInfo:
-    """Return the run as callbacks receive it at its start; a rank other than 0 has no contents of env.json."""
-    text = (folder.path / "env.json").read_text(encoding="utf-8") if is_main_process() else "{}"
-    about = config.steps, first_step, tuple(notes), config.tracking.parent
-    return RunInfo(folder.path, config.model_dump(mode="json"), json.loads(text), *about)
 
 
 def close_record(

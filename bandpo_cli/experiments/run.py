@@ -6,6 +6,7 @@ these functions; rank 0 alone writes the folder and has callbacks.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -23,7 +24,7 @@ from bandpo_cli.experiments.memory_check import check_memory, out_of_memory_erro
 from bandpo_cli.experiments.monitor import StepMonitor
 from bandpo_cli.experiments.plan import CHANGEABLE_SETTINGS, Plan, locked_resume, plan_fork, plan_training
 from bandpo_cli.experiments.preflight import callback_class
-from bandpo_cli.experiments.record import close_record, disk_errors, open_folder, run_info
+from bandpo_cli.experiments.record import close_record, disk_errors, open_folder
 from bandpo_cli.grading.pool import failure_warnings
 from bandpo_cli.processes.ranks import Ranks, connected_ranks, is_main_process, lost_rank_errors
 from bandpo_cli.storage.run_folder import GRADER_ERRORS, RunFolder
@@ -120,14 +121,22 @@ def run_plan(plan: Plan, callbacks: Sequence[TrainCallback] = (), stop_requested
         if plan.task is not None:  # else all steps are done; what is left is the summary and the plots
             changeable = CHANGEABLE_SETTINGS if plan.is_resume else None
             loaded, components = load_components(plan.pinned, plan.task, events, stack, changeable)
-            config = _as_loaded(config, loaded)
+            # config.yaml has the dtype and the share of the GPU that were chosen at the start.
+            model = config.model.model_copy(update={"dtype": loaded.model.dtype})
+            share = {"memory_fraction": loaded.sampling.vllm.memory_fraction}
+            vllm = config.sampling.vllm.model_copy(update=share)
+            sampling = config.sampling.model_copy(update={"vllm": vllm})
+            config = config.model_copy(update={"model": model, "sampling": sampling})
         folder = open_folder(plan, config, components, stack)
         status: RunStatus = "FINISHED"
         error: BaseException | None = None
         try:
             with exits_as_errors():
-                notes = () if components is None else components.notes
-                events.start(run_info(config, folder, first, notes))
+                # A rank other than 0 has no contents of env.json.
+                env = (folder.path / "env.json").read_text(encoding="utf-8") if is_main_process() else "{}"
+                notes = () if components is None else tuple(components.notes)
+                about = config.steps, first, notes, config.tracking.parent
+                events.start(RunInfo(folder.path, config.model_dump(mode="json"), json.loads(env), *about))
                 if components is not None:
                     status = train_steps(config, folder, components, events, first, stop_requested)
         except BaseException as raised:
@@ -238,11 +247,3 @@ def train_events(config: RunConfig, callbacks: Sequence[TrainCallback]) -> Train
                 chosen.append(cls())
     trackers = [TrackerCallback(name, tracking) for name in tracking.names] if is_main else []
     return Dispatcher([*trackers, *chosen])
-
-
-def _as_loaded(config: RunConfig, loaded: RunConfig) -> RunConfig:
-    """Return the settings for config.yaml: with the dtype and the share of the GPU that were chosen at the start."""
-    model = config.model.model_copy(update={"dtype": loaded.model.dtype})
-    fraction = {"memory_fraction": loaded.sampling.vllm.memory_fraction}
-    sampling = {"vllm": config.sampling.vllm.model_copy(update=fraction)}
-    return config.model_copy(update={"model": model, "sampling": config.sampling.model_copy(update=sampling)})
