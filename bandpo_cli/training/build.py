@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -60,7 +61,7 @@ class Components(SamplingSetup):
     problems_digest: str
     ahead: SampledGroups | None = None
 
-    @property
+    @cached_property
     def ranks(self) -> Ranks:
         """The processes that train the policy together, and this one among them."""
         return self.policy.ranks
