@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -59,12 +58,8 @@ class Components(SamplingSetup):
     optimizer: Optimizer
     params: SamplingParams
     problems_digest: str
+    ranks: Ranks
     ahead: SampledGroups | None = None
-
-    @cached_property
-    def ranks(self) -> Ranks:
-        """The processes that train the policy together, and this one among them."""
-        return self.policy.ranks
 
     def progress(self, step: int) -> Progress:
         """Return the progress of the run after `step`."""
@@ -140,6 +135,7 @@ def build_components(config: RunConfig, task: Task, ranks: Ranks = SINGLE) -> Co
                 *limits, entropy=sampling.max_lag == 0
             ),  # those of older weights are of no use
             problems_digest=_problems_digest(setup.train, setup.heldout),
+            ranks=policy.ranks,
         )
     except BaseException:
         with warn_on_failure("the sampling engine could not be closed"):
