@@ -267,5 +267,5 @@ def _parts_of_packed(
         names = [f"{block}.{part}.{kind}" for part in packed.get(module, ())]
         sizes = [shapes.get(part, (0,))[0] for part in names]
         if names and parameter.ndim == 2 and sum(sizes) == len(parameter):
-            parts |= zip(names, parameter.split(sizes), strict=True)
+            parts |= zip(names, torch.split(parameter, sizes), strict=True)
     return parts
