@@ -31,6 +31,7 @@ from bandpo_cli.cli.console import (
 from bandpo_cli.cli.options import folder_of, one_of
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.methods import METHODS
+from bandpo_cli.metric_names import AXES
 from bandpo_cli.processes.watch import read_stacks
 from bandpo_cli.registries import DATASETS, generated_tasks
 
@@ -97,8 +98,8 @@ def runs(
     wide = console.width >= (120 if with_rewards else 100)
     metrics = {">held-out": "heldout", ">training": "accuracy", ">entropy": "entropy"}
     if with_rewards:
-        metrics = {">held-out\nreward": "heldout_reward", ">training\nreward": "reward"}
-        metrics |= {">held-out\naccuracy": "heldout"}
+        rewards = {">held-out\nreward": "heldout_reward", ">training\nreward": "reward"}
+        metrics = rewards | {">held-out\naccuracy": "heldout"}
         metrics |= {">training\naccuracy": "accuracy", ">entropy": "entropy"} if wide else {}
     headings = ["run", "method", "task", "status", ">steps", *metrics, *([">started"] if wide else [])]
     headings += ["fork of"] if wide and any(run.parent for run in runs) else []
@@ -167,24 +168,21 @@ def _print_description(console: Console, run: Mapping[str, Any], runs_dir: Path,
     progress = f"{str(run['status']).lower()}, step {run['step']:,} of {run['steps']:,}"
     progress += f", {format_duration(run['seconds'])}"
 
-    def line(key: str, value: Any) -> str:
-        default = f"  (default {changes[key]['default']})" if key in changes else ""
-        return f"{key} = {value}{default}".replace("\n", "\\n")
+    def lines(settings: Mapping[str, Any]) -> list[str]:
+        defaults = {key: f"  (default {change['default']})" for key, change in changes.items()}
+        texts = (f"{key} = {value}{defaults.get(key, '')}" for key, value in settings.items())
+        return [text.replace("\n", "\\n") for text in texts]
 
-    task = [line(key, value) for key, value in run["task_settings"].items()]
-    settings = [
-        line(key, change["value"])
-        for key, change in changes.items()
-        if change["value"] is None or not key.startswith("task.")
-    ]
+    values = {key: change["value"] for key, change in changes.items()}
+    others = {key: value for key, value in values.items() if value is None or not key.startswith("task.")}
     rows = [
         ("run", str(run["path"])),
         ("status", f"{progress}: {reason.splitlines()[0]}" if reason else progress),
         *([("fork of", run["parent"])] if run["parent"] else []),
         ("model", describe_model(config)),
-        ("task", "\n".join([run["task"], *task])),
+        ("task", "\n".join([run["task"], *lines(run["task_settings"])])),
         ("bounds", config.bounds.describe()),
-        ("settings", "\n".join(settings)),
+        ("settings", "\n".join(lines(others))),
         ("checkpoints", _steps(run["checkpoints"])),
         ("completions", _steps(run["sampled_steps"])),
         ("plots", ", ".join(path.name for path in run["plots"])),
@@ -199,15 +197,14 @@ def _print_description(console: Console, run: Mapping[str, Any], runs_dir: Path,
         order["train/reward"] = -1
         scores += "|eval/.*/reward"
     chosen = [key for key in run["metrics"] if every_metric or key in order or re.fullmatch(scores, key)]
-
-    def place(key: str) -> tuple[int, bool]:
-        return order.get(key, len(order) * key.startswith("eval/")), not key.endswith("/reward")
-
-    for key in sorted(chosen, key=place):
+    # Scores of evaluations come last, rewards first among them.
+    chosen.sort(
+        key=lambda key: (order.get(key, len(order) * key.startswith("eval/")), not key.endswith("/reward"))
+    )
+    for key in chosen:
         (first_step, first), (last_step, last) = run["metrics"][key].values()
         table.add_row(Text(key), f"{first:.4g}", f"{first_step}", f"{last:.4g}", f"{last_step}")
-    console.print()
-    console.print(table, highlight=False)
+    console.print("", table, highlight=False)
     if run["status"] in ("FAILED", "KILLED"):
         console.print()
         print_line(console, shell_command("train --resume", run["path"], runs_dir), "resume with:")
@@ -305,6 +302,7 @@ def view(
     names: Annotated[list[str], opt.argument("RUN [RUN]", complete=folder_of("run", "evaluation"))],
     step: Annotated[int | None, opt.option("N", "the last recorded step", min=0)] = None,
     out: Annotated[Path | None, opt.option("FILE", "view/step-N.html in the folder of the run")] = None,
+    x: opt.AxisName = "step",
     open_: Annotated[bool, opt.option(flags=["--open"])] = False,
     runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
@@ -329,14 +327,13 @@ def view(
     if len(names) > 2:
         raise UserError(f"{' '.join(names)[:200]}: give one or two runs or evaluations")
     sources = open_sources(names, runs_dir, step)
-    page, *parts = write_page(sources, out or default_path(sources))
+    page, *parts = write_page(sources, out or default_path(sources), AXES[x])
     console = open_console()
     print_line(console, str(page))
     if parts:
         size = sum(path.stat().st_size for path in parts) / 1e6
-        print_line(
-            console, f"keep the folder {parts[0].parent} ({size:,.0f} MB) beside it", "note:", "yellow"
-        )
+        line = f"keep the folder {parts[0].parent} ({size:,.0f} MB) beside it"
+        print_line(console, line, "note:", "yellow")
     if open_:
         import webbrowser
 
@@ -348,6 +345,7 @@ def plot(
     run: RunName,
     format_: Annotated[str, opt.choice("--format", "png", "pdf", "svg")] = "png",
     out: Annotated[Path | None, opt.option("DIR", "plots in the run folder")] = None,
+    x: opt.AxisName = "step",
     runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
     """Plot accuracy, entropy, clipped tokens and the clip map of a run, which may be in progress.
@@ -364,7 +362,7 @@ def plot(
     folder = RunFolder.open(runs_dir, run).path
     console = open_console()
     try:
-        written = plot_run(folder, out, f".{format_}")
+        written = plot_run(folder, out, f".{format_}", AXES[x])
     except OSError as error:
         target = out or folder / "plots"
         raise UserError(f"--out {target}: cannot be written: {error.strerror or error}") from None

@@ -18,7 +18,8 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
-from bandpo_cli.evaluation.verdicts import MARGIN, conclude, holm, varies
+from bandpo_cli.evaluation.verdicts import MARGIN, conclude, holm
+from bandpo_cli.metric_names import STEP
 from bandpo_cli.reports.run_tables import ExcludedRun, RunTables, common_n, percent_text, scores_of
 from bandpo_cli.reports.run_variants import ABSENT, differing_settings, format_setting
 from bandpo_cli.reports.tuned_settings import Tuning
@@ -35,6 +36,7 @@ SECONDS_PER_STEP = "seconds_per_step"
 """The metric for which a report also shows the spread over the steps."""
 
 _NO_LIMITS: Limits = (-math.inf, math.inf)
+_ROUNDING = 1e-12  # relative; the order of summation changes a mean by less
 
 
 @dataclass(frozen=True)
@@ -143,8 +145,7 @@ class VariantDifference:
         metric: key of the metric.
         paired: comparison over the common seeds; None without a common seed.
         p_holm: p-value adjusted over the variants compared in this metric; None without a test.
-        verdict: conclusion in words, `Verdict.text`.
-        detectable, p_equivalent, further: as in `Verdict`.
+        verdict, detectable, p_equivalent, further: as in `Conclusion`.
     """
 
     variant: str
@@ -172,6 +173,7 @@ class Report:
         variants: highest value of the first metric first.
         differences: ordered by metric, then by variant.
         margin: margin of equivalence, in units of accuracy.
+        axis, axis_level: the value of `--x`, and the amount of it at which the runs are compared; None for steps.
         tuning: the variants that the settings were chosen from; None for settings that no sweep chose.
         notes: sentences about limits of the comparison.
         files: written files by name.
@@ -191,6 +193,8 @@ class Report:
     excluded: tuple[ExcludedRun, ...]
     files: Mapping[str, Path]
     margin: float = MARGIN
+    axis: str = STEP.name
+    axis_level: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values that `json.dumps` accepts."""
@@ -211,13 +215,17 @@ def report_metrics(tables: RunTables, sets: Sequence[str], level: float | None) 
     complete = [int(key.removeprefix("pass_at_")) for key in passes if runs[key].notna().all()]
     k = max(complete, default=None)  # None has no values
     over = f"mean over {len(sets)} evaluation sets of " if len(sets) > 1 else ""
+    moment, place, span = "of the last evaluation", "", "steps"
+    if tables.level is not None:
+        place, span = f" at {tables.axis.text(tables.level)}", tables.axis.label
+        moment = f"{place[1:]}, the most that all runs reach, linear between evaluations"
     under = f"mean@{n}" if compared[0] == "accuracy" else "the mean reward"
     unlimited: dict[str, Any] = {"smallest": None, "largest": None}
     scores = {
-        "reward": Metric("reward", "held-out reward", "mean reward of the last evaluation", **unlimited),
-        "accuracy": Metric("accuracy", "held-out accuracy", f"mean@{n} of the last evaluation"),
-        "area": Metric("area", "area", f"area under {under} over the steps, divided by the steps"),
-        "pass": Metric(f"pass_at_{k}", f"pass@{k}", f"pass@{k} of the last evaluation"),
+        "reward": Metric("reward", f"held-out reward{place}", f"mean reward {moment}", **unlimited),
+        "accuracy": Metric("accuracy", f"held-out accuracy{place}", f"mean@{n} {moment}"),
+        "area": Metric("area", "area", f"area under {under} over the {span}, divided by the {span}"),
+        "pass": Metric(f"pass_at_{k}", f"pass@{k}{place}", f"pass@{k} {moment}"),
     }
     if "reward" in compared:
         scores["area"] = replace(scores["area"], **unlimited)
@@ -299,8 +307,8 @@ def compare_variants(
                 differences.append(VariantDifference(name, metric.key, None, None, missing))
                 continue
             within = margin if metric.has_margin else None
-            verdict = conclude(_known(changes.loc[name]), p, within, words=words, family=len(tested))
-            differences.append(VariantDifference(name, metric.key, pair, p, *astuple(verdict)))
+            conclusion = conclude(_known(changes.loc[name]), p, within, words=words, family=len(tested))
+            differences.append(VariantDifference(name, metric.key, pair, p, *astuple(conclusion)))
     return differences
 
 
@@ -319,7 +327,7 @@ def estimate(values: ArrayLike, limits: Limits = _NO_LIMITS) -> Estimate | None:
     if not known.size:
         return None
     mean = float(known.mean())
-    if not varies(known):
+    if not _varies(known):
         return Estimate(known.size, mean, None, None)
     half = float(_half_width(known))
     return Estimate(known.size, mean, max(mean - half, limits[0]), min(mean + half, limits[1]))
@@ -337,7 +345,7 @@ def paired_test(changes: ArrayLike, limits: Limits = _NO_LIMITS) -> PairedTest |
     known, widest = _known(changes), limits[1] - limits[0]
     if (change := estimate(known, (-widest, widest))) is None:
         return None
-    p = float(stats.ttest_1samp(known, 0.0).pvalue) if varies(known) else None
+    p = float(stats.ttest_1samp(known, 0.0).pvalue) if _varies(known) else None
     return PairedTest(change, p, int(np.sum(known > 0)), int(np.sum(known < 0)))
 
 
@@ -364,3 +372,8 @@ def _half_width(values: NDArray[np.float64]) -> NDArray[np.float64]:
 def _known(values: ArrayLike) -> NDArray[np.float64]:
     array = np.asarray(values, dtype=np.float64)
     return array[~np.isnan(array)]
+
+
+def _varies(values: NDArray[np.float64]) -> bool:
+    """Return whether there are two values that differ by more than rounding: only then is there an interval."""
+    return values.size > 1 and bool(np.ptp(values) > _ROUNDING * np.abs(values).max())
