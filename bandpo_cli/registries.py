@@ -378,9 +378,9 @@ DATA_TASK = "data"
 _CONFIG = "bandpo_cli.config.task"
 TASKS = Registry("task", [
     TaskEntry("countdown", "reach a target with +, − and * from given numbers", f"{_CONFIG}:CountdownTask",
-              "bandpo_cli.tasks.arithmetic:countdown", COUNTDOWN_DEFAULTS, bundled_model="embedded"),
+              "bandpo_cli.tasks.task:countdown", COUNTDOWN_DEFAULTS, bundled_model="embedded"),
     TaskEntry("calculator", "a product and a sum, with a calculator as a tool", f"{_CONFIG}:CalculatorTask",
-              "bandpo_cli.tasks.arithmetic:calculator", LANGUAGE_MODEL_DEFAULTS,
+              "bandpo_cli.tasks.task:calculator", LANGUAGE_MODEL_DEFAULTS,
               bundled_model="embedded-calculator", bundled_defaults=CALCULATOR_DEFAULTS),
     TaskEntry(DATA_TASK, "questions with reference answers from data sets and files", f"{_CONFIG}:DataTask",
               "bandpo_cli.tasks.question_answers:QuestionAnswerTask", LANGUAGE_MODEL_DEFAULTS),

@@ -1,24 +1,20 @@
-"""The f-divergences: generators f, Bands in closed form, and custom f named `module:function`.
+"""The f-divergences: generators f, their Bands, and custom f named `module:function`.
 
 D_f(π‖π_old) = Σ π_old f(π/π_old) with f convex and f(1) = 0. A new divergence needs its f here (the functions `f_*`)
-and an entry in `registries.DIVERGENCES`; without a closed form (the functions `*_bounds`) the generic solver computes
-its Band.
+and an entry in `registries.DIVERGENCES`; without a function `*_bounds` the generic solver computes its Band.
 
-The generators take u and x = u−1 separately, so that neither end loses its digits; u ≥ 0, and they return the shape
-of their arguments. The closed forms are written as ratios, so that no small p cancels (docs/bounds.md). They take the
-tokens and δ > 0 and return the roots of g(p, r) = δ, the upper at most 1/p. A lower root below 0 means that the region
-extends beyond the simplex there: `band_bounds` clamps it.
+The generators take u ≥ 0 and x = u−1 separately, so that neither end loses its digits. The closed forms are written as
+ratios, so that no small p cancels (docs/bounds.md). They return the roots of g(p, r) = δ, the upper at most 1/p. A
+lower root below 0 means that the region extends beyond the simplex there: `band_bounds` clamps it.
 
-The paper's Band, KL(π_old‖π) ≤ δ, is solved by Newton's method in the natural parameter (docs/bounds.md). With
-s = min(p, 1−p) and t = logit q − logit s the constraint is F(t) = log1p(s·expm1(t)) − s·t = δ, smooth and convex with
-F' = q−s. Its two roots are the bounds of the rarer side; those of the other side are the same two, exchanged. At a
-root, log r = (1−s)·t − δ for the rarer side and −s·t − δ for the other one. Many tokens need fewer steps:
-
-* In float64 the two last steps are enough from the table of starts that the generic solver has, too.
-* For float32 results (`kl_bounds_float32`), log r is interpolated as a function of y = −log p, in float32 throughout,
-  with a relative error of about 2e-7. The piece is read from the bits of y, without a logarithm. On a piece of relative
-  half-width 2⁻¹¹ a parabola has an error of 1e-8. float32 cannot represent an exponent of 87 with 7 decimals, so the
-  ratio at the middle of each piece is tabulated and only the small change of log r within it is computed.
+The paper's Band, KL(π_old‖π) ≤ δ, is solved by Newton's method in the natural parameter. With s = min(p, 1−p) and
+t = logit q − logit s the constraint is F(t) = log1p(s·expm1(t)) − s·t = δ, smooth and convex with F' = q−s. Its two
+roots are the bounds of the rarer side, and exchanged those of the other side. At a root, log r = (1−s)·t − δ for the
+rarer side and −s·t − δ for the other one. Many tokens need fewer steps: in float64 two from the generic solver's table
+of starts; in float32 (`kl_bounds_float32`) none. There log r is interpolated as a function of y = −log p, with a
+relative error of about 2e-7. The piece is read from the bits of y, without a logarithm; on its relative half-width of
+2⁻¹¹ a parabola has an error of 1e-8. float32 cannot represent an exponent of 87 with 7 decimals, so the ratio at the
+middle of each piece is tabulated, and only the small change of log r within it is computed.
 """
 
 import math
@@ -61,12 +57,11 @@ Float32Table = tuple[Array, ...]
 
 @dataclass(frozen=True)
 class Divergence:
-    """One f-divergence D_f(π‖π_old).
+    """An f-divergence D_f(π‖π_old).
 
     Attributes:
         f: its generator, `f(u, u−1)`.
-        solve: its Band, the ratios r with g(p, r) = δ, shapes (T,): the upper at most 1/p, the lower not yet clamped at
-            0. In closed form, by a specific method or by the generic solver.
+        solve: its Band, the ratios r with g(p, r) = δ, [T]: the upper at most 1/p, the lower not yet clamped at 0.
         solve_float32: the same from float32 log-probs to float32 ratios, for many tokens; None where `solve` is used.
     """
 

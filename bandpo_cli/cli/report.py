@@ -13,6 +13,7 @@ from rich.text import Text
 from bandpo_cli.cli import options as opt
 from bandpo_cli.cli.console import make_table, open_console, print_json
 from bandpo_cli.cli.options import folder_of
+from bandpo_cli.metric_names import AXES
 from bandpo_cli.paths import relative_to_cwd
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def report(
     by: Annotated[list[str] | None, opt.option("KEY,KEY", "all that differ, except the seed")] = None,
     out: Annotated[Path | None, opt.option("DIR", "SWEEP/report, or report here")] = None,
     margin: Annotated[float, opt.option("M")] = 0.02,
+    x: opt.AxisName = "step",
     format_: opt.TableOrJson = "table",
     runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
@@ -42,6 +44,7 @@ def report(
     [bold]bandpo report deltas[/bold]  the sweep in runs/deltas
     [bold]bandpo report runs/clip-* runs/kl-* --baseline clip[/bold]  any runs
     [bold]bandpo report runs --by bounds,optim.lr --out out/lr[/bold]  variants by these settings
+    [bold]bandpo report deltas --x tokens[/bold]  at an equal number of sampled tokens
     [bold]bandpo report deltas --format json[/bold]  in scripts
 
     Args:
@@ -56,7 +59,7 @@ def report(
 
     chosen = select_runs(paths, runs_dir, baseline, [*filter(None, opt.split_commas(by or []))])
     folder = out or (Path() if chosen.sweep is None else chosen.sweep.path) / "report"
-    written = write_report(chosen, folder, margin)
+    written = write_report(chosen, folder, margin, AXES[x])
     if format_ == "json":
         print_json(written.as_json())
     else:

@@ -367,11 +367,8 @@ def task_from_arguments(texts: Sequence[str]) -> dict[str, Any]:
     """Return the values of `--task` as a layer of the `task` section.
 
     A known name is the task; a data file is what the task `data` trains on; `TASK:MEMBER` is a member of a task, and
-    several of them are mixed. Anything else stays a name, and the validation of the settings then reports it with the
-    nearest known name.
-
-    Raises:
-        ConfigError: a data file does not exist, or there are several values that are not members of one task.
+    several of them are mixed. Anything else stays a name, which the validation of the settings reports. Raise
+    ConfigError if a data file does not exist, or several values are not members of one task.
     """
     members = [split_member(text) for text in texts]
     tasks = {member[0] for member in members if member}

@@ -19,6 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from bandpo_cli.errors import UserError, plural
 from bandpo_cli.evaluation.verdicts import MARGIN, check_margin
+from bandpo_cli.metric_names import AXES, STEP, Axis
 from bandpo_cli.reports.compare_variants import (
     SPREAD,
     Metric,
@@ -71,7 +72,7 @@ _EVALUATION_KEYS = ("task", "evaluation.problems", "evaluation.temperature", "mo
 """Settings and sections whose values make the accuracies of two runs incomparable."""
 
 
-def write_report(selection: Selection, out: Path, margin: float = MARGIN) -> Report:
+def write_report(selection: Selection, out: Path, margin: float = MARGIN, axis: Axis = STEP) -> Report:
     """Compare the variants of a selection and write the files of the report into `out`.
 
     All results are computed from the run folders. Runs that are failed, unfinished or damaged are excluded and listed
@@ -79,6 +80,7 @@ def write_report(selection: Selection, out: Path, margin: float = MARGIN) -> Rep
 
     Args:
         margin: margin of equivalence, in units of accuracy.
+        axis: what the runs are compared at equal amounts of, and the axis of the plots.
 
     Raises:
         ConfigError: the margin is not between 0 and 1.
@@ -89,7 +91,7 @@ def write_report(selection: Selection, out: Path, margin: float = MARGIN) -> Rep
     baseline, tuning = selection.baseline, read_tuning(selection.sweep)
     check_baseline(baseline, [run.variant for run in selection.runs if run.variant])
     start = common_start(selection.runs)
-    tables = read_runs(selection.runs, start)
+    tables = read_runs(selection.runs, start, axis)
     excluded = tables.excluded
     if tables.runs.empty:
         reasons = [f"all runs are excluded: {run.run}: {run.reason}" for run in excluded[:1]]
@@ -112,7 +114,7 @@ def write_report(selection: Selection, out: Path, margin: float = MARGIN) -> Rep
     report = Report(
         title=selection.title,
         about=_about(variants, sets),
-        finding=_finding(variants, compared, differences, metrics[0]),
+        finding=_finding(variants, compared, differences, metrics[0], axis),
         baseline=compared,
         sets=tuple(sets),
         accuracy_level=equal.level,
@@ -124,6 +126,8 @@ def write_report(selection: Selection, out: Path, margin: float = MARGIN) -> Rep
         excluded=excluded,
         files={},
         margin=margin,
+        axis=axis.name,
+        axis_level=tables.level,
     )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -163,6 +167,7 @@ def _finding(
     baseline: str | None,
     differences: Sequence[VariantDifference],
     metric: Metric,
+    axis: Axis = STEP,
 ) -> str:
     """Return the result in one sentence, which claims no more than the tests support.
 
@@ -203,7 +208,8 @@ def _finding(
     ]
     clauses = [f"is {' and '.join(clauses)}"] if clauses else []
     clauses += [f"is undecided for {listed(undecided)}"] if undecided else []
-    return f"Against {baseline}, final {metric.name} {', and '.join(clauses)}."
+    name = f"final {metric.name}" if axis == STEP else metric.name
+    return f"Against {baseline}, {name} {', and '.join(clauses)}."
 
 
 def _notes(
@@ -230,6 +236,23 @@ def _notes(
         yield f"The runs differ in {', '.join(differing[:MAX_LISTED])}: {from_others}."
     if others := sorted({label for n in runs["n"] for label in n} - set(sets)):
         yield f"Excluded, because not every run was evaluated on these sets: {', '.join(others)}."
+
+
+def captions(report: Report) -> dict[str, str]:
+    """Return the captions of the plots of a report by file name without suffix."""
+    over = f"over {AXES[report.axis].label}"
+    return {name: caption.replace("over steps", over) for name, caption in CAPTIONS.items()}
+
+
+def leaderboard_caption(report: Report) -> str:
+    """Return the caption of the leaderboard; at equal compute it says what is compared at how much of it."""
+    if report.axis_level is None:
+        return LEADERBOARD_CAPTION
+    level = AXES[report.axis].text(report.axis_level)
+    return (
+        f"At equal compute: the scores are those at {level}, the most that all runs reach, linear between evaluations; "
+        f"other metrics are of the steps up to there. {LEADERBOARD_CAPTION}"
+    )
 
 
 def value_text(metric: Metric, variant: Variant) -> str:

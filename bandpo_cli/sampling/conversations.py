@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
@@ -39,6 +39,7 @@ from bandpo_cli.types import (
     derive_seed,
 )
 
+_COUNTS = ("calls", "failed_calls", "malformed_calls", "timed_out_calls", "truncated_results")
 POLL_S = 0.1
 """Longest wait for the workers while nothing is being sampled, in seconds; then they are polled again."""
 
@@ -73,18 +74,14 @@ class _Open:
     answered: list[dict[str, Any]] = field(default_factory=list)  # the messages that an environment answers
     replies: list[Any] = field(default_factory=list)  # one per call of the turn; None until it is there
     turns: int = 0
-    calls: int = 0
-    failed: int = 0
-    malformed: int = 0
-    timed_out: int = 0
-    truncated: int = 0
+    counts: Counter[str] = field(default_factory=Counter)  # of calls, and of messages that were cut
     reward: float | str | None = None
     reason: FinishReason | None = None  # set where no further turn is sampled
     has_ended: bool = False
 
     def completion(self) -> Completion:
-        limits = self.malformed, self.timed_out, self.truncated
-        about = Conversation(tuple(self.messages), self.turns, self.calls, self.failed, self.reward, *limits)
+        counts = {name: self.counts[name] for name in _COUNTS}
+        about = Conversation(tuple(self.messages), self.turns, reward=self.reward, **counts)
         values = self.token_ids, self.logprobs, self.reason or "length", self.version, self.entropies
         return Completion(*values, tuple(self.inserted), about)
 
@@ -92,12 +89,7 @@ class _Open:
 class Conversations:
     """The tools or the environment of a task, with which `stream_completions` samples several turns.
 
-    Args:
-        encoder: renders and tokenizes what is inserted.
-        pool: the workers.
-        max_turns: `task.max_turns`.
-        max_chars: `task.max_result_chars`.
-        ranks: the processes that sample at the same time.
+    The limits are `task.max_turns` and `task.max_result_chars`; `ranks` sample at the same time.
 
     Raises:
         ConfigError: the model's chat template has no place for the messages.
@@ -132,7 +124,7 @@ class Session:
         self._sampled: dict[int, list[_Open]] = {}  # those of each request of the sampler, by its number
         self._waiting: dict[
             int, tuple[_Open, int]
-        ] = {}  # conversation and index of a call, by its key in the pool
+        ] = {}  # conversation and index of a call, by key in the pool
         self._ready: list[_Open] = []
         self._numbers = count()
 
@@ -160,24 +152,22 @@ class Session:
         """Add a turn to each conversation of a request, and begin the calls that follow from it."""
         for item, completion in zip(self._sampled.pop(number), completions, strict=True):
             item.version, item.turns = completion.policy_version, item.turns + 1
-            before = [*item.prompt_ids, *item.context]
-            message = read_message(
-                self._about.encoder.tokenizer, completion.token_ids, before, self._about.schemas
-            )
+            before, tokenizer = [*item.prompt_ids, *item.context], self._about.encoder.tokenizer
+            message = read_message(tokenizer, completion.token_ids, before, self._about.schemas)
             item.messages.append(message)
             item.context.extend(completion.token_ids)
             for name in ("token_ids", "logprobs", "entropies"):
                 getattr(item, name).extend(getattr(completion, name))
             is_cut, is_last = completion.finish_reason == "length", item.turns == self._about.max_turns
             calls = [call["function"] for call in message.get("tool_calls", ())]
+            continues = self._about.has_environment or (calls and not is_cut and not is_last)
+            if continues:
+                item.counts["calls"] += len(calls) if self._about.schemas else 1
+                item.counts["malformed_calls"] += sum(call["name"] is None for call in calls)
             if self._about.has_environment:
                 item.answered += [] if is_cut else [message]
-                item.calls += len(calls) if self._about.schemas else 1
-                item.malformed += sum(call["name"] is None for call in calls)
-                self._submit(item, [self._step_of(item, is_end=is_cut or is_last)])
-            elif calls and not is_cut and not is_last:
-                item.calls += len(calls)
-                item.malformed += sum(call["name"] is None for call in calls)
+                self._submit_step(item, is_end=is_cut or is_last)
+            elif continues:
                 self._submit(item, [[call["name"], call["arguments"]] for call in calls])
             else:
                 item.reason, item.has_ended = "length" if is_cut or calls else "stop", True
@@ -189,33 +179,25 @@ class Session:
 
     def _open(self, problems_P: Sequence[Problem], request: SampleRequest) -> list[list[_Open]]:
         """Return the conversations [P][n] of a request, which may have fewer prompts than there are problems."""
-        samples = range(self._params.samples)
+        samples, numbers = range(self._params.samples), self._about.numbers
+        pairs = zip(problems_P, request.prompts_P, strict=False)
         return [
-            [
-                _Open(
-                    problem,
-                    prompt,
-                    derive_seed(request.seed + place, "sample", sample),
-                    next(self._about.numbers),
-                )
-                for sample in samples
-            ]
-            for place, (problem, prompt) in enumerate(zip(problems_P, request.prompts_P, strict=False))
+            [_Open(problem, prompt, derive_seed(seed, "sample", place), next(numbers)) for place in samples]
+            for seed, (problem, prompt) in enumerate(pairs, request.seed)
         ]
 
     def _requests_of(self, items: Sequence[_Open]) -> Iterator[SampleRequest]:
         """Yield the requests of the next turns: one for all together, or one for each."""
         for part in [[item] for item in items] if self._streams else [items]:
             self._sampled[next(self._numbers)] = [*part]
-            most = self._params.max_tokens
-            turns = [
-                Turn(derive_seed(item.seed, "turn", item.turns), most - len(item.context)) for item in part
-            ]
-            yield SampleRequest([[*item.prompt_ids, *item.context] for item in part], 0, turns)
+            seeds = [derive_seed(item.seed, "turn", item.turns) for item in part]
+            limits = [self._params.max_tokens - len(item.context) for item in part]
+            prompts = [[*item.prompt_ids, *item.context] for item in part]
+            yield SampleRequest(prompts, 0, [*map(Turn, seeds, limits)])
 
-    def _step_of(self, item: _Open, is_end: bool) -> list[Any]:
-        """Return the arguments of a step of the environment; `is_end` asks for the reward in any case."""
-        return [item.number, as_problem(item.problem), item.answered, is_end]
+    def _submit_step(self, item: _Open, is_end: bool) -> None:
+        """Submit a step of the environment to the workers; `is_end` asks for the reward in any case."""
+        self._submit(item, [[item.number, as_problem(item.problem), item.answered, is_end]])
 
     def _submit(self, item: _Open, calls: Sequence[Sequence[Any]]) -> None:
         """Submit the calls of a turn to the workers."""
@@ -227,12 +209,12 @@ class Session:
     def _take_replies(self, seconds: float) -> None:
         """Take the replies that are there, after waiting for one at most `seconds`."""
         for key, reply in self._about.pool.poll(seconds).items() if self._waiting else ():
-            if (place := self._waiting.pop(key, None)) is None:
-                continue  # of a call of `stream` that ended early
-            item, index = place
+            item, index = self._waiting.pop(key, (None, 0))
+            if item is None:
+                continue  # of a stream that ended early
             item.replies[index] = reply
-            item.failed += int(reply["failed"])
-            item.timed_out += reply.get("timed_out", False)
+            item.counts["failed_calls"] += int(reply["failed"])
+            item.counts["timed_out_calls"] += reply.get("timed_out", False)
             if None not in item.replies:
                 self._continue(item)
 
@@ -256,17 +238,18 @@ class Session:
         try:
             ids = self._about.encoder.turn_ids(messages)
         except ConfigError as error:  # a role that the template does not know; the batch is not lost for it
-            item.reward, item.failed = str(error), item.failed + 1
-            item.reason, item.has_ended = "length", True
+            item.counts["failed_calls"] += 1
+            item.reward, item.reason, item.has_ended = str(error), "length", True
             return
         if len(item.context) + len(ids) < self._params.max_tokens:
             item.messages += messages
-            item.truncated += sum(len(result["content"]) > self._about.max_chars for result in results)
+            is_long = [len(result["content"]) > self._about.max_chars for result in results]
+            item.counts["truncated_results"] += sum(is_long)
             item.inserted.append(Insertion(len(item.token_ids), ids))
             item.context.extend(ids)
             self._ready.append(item)
         elif self._about.has_environment:
-            self._submit(item, [self._step_of(item, is_end=True)])
+            self._submit_step(item, is_end=True)
         else:
             item.reason, item.has_ended = "length", True
 
@@ -282,14 +265,9 @@ def read_message(
     prefix: Sequence[int],
     schemas: Sequence[Any],
 ) -> dict[str, Any]:
-    """Return a turn of the model as a message, with its calls where the task has tools.
+    """Return a turn of the model as a message, with its calls where the task has tools (`schemas`).
 
-    A tokenizer with a `response_template` finds the calls itself.
-
-    Args:
-        token_ids: the tokens of the turn.
-        prefix: all tokens before them.
-        schemas: the tools.
+    A tokenizer with a `response_template` finds the calls itself; `prefix` are all tokens before the turn.
     """
     text = str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
     if not schemas:

@@ -10,14 +10,16 @@ from itertools import chain
 from transformers import PreTrainedTokenizerBase
 
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.sampling import RewardConfig
-from bandpo_cli.models.load import Policy, load_policy
+from bandpo_cli.config.sampling import RewardConfig, resolve_engine
+from bandpo_cli.errors import UserError
+from bandpo_cli.models.load import Policy, is_on_cuda, load_policy, read_config
 from bandpo_cli.objective.advantages import shaped_rewards
 from bandpo_cli.processes.ranks import Ranks
+from bandpo_cli.registries import ENGINES
 from bandpo_cli.sampling import prompt_encoding
 from bandpo_cli.sampling.conversations import Conversations, Session, build_conversations
 from bandpo_cli.sampling.prompt_encoding import EncodedPrompt, PromptEncoder, completion_stop_ids
-from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, StaleEngineError, check_model
+from bandpo_cli.sampling.sampler import Sampler, SampleRequest, SamplingParams, StaleEngineError
 from bandpo_cli.tasks.task import Task
 from bandpo_cli.types import ENVIRONMENT_REWARD, MESSAGES, Completion, Grade, Group, Problem, Rollout
 
@@ -58,6 +60,25 @@ def set_up_sampling(config: RunConfig, task: Task, ranks: Ranks, training: bool 
     train, heldout, notes = fitting_problems(encoder, task, config, training)
     stop_ids = completion_stop_ids(policy, encoder, [*train, *chain.from_iterable(heldout.values())])
     return SamplingSetup(policy, encoder, train, heldout, stop_ids, conversations, notes)
+
+
+def check_model(config: RunConfig) -> None:
+    """Check from the model's config.json that the engine of the settings can run it, before its weights are loaded.
+
+    Raises:
+        UserError: the model is a mixture of experts, which the engine does not run, or its config cannot be read.
+    """
+    engine = resolve_engine(config.sampling.engine, is_on_cuda(config.model))
+    if ENGINES[engine].runs_experts:
+        return
+    text = read_config(config.model).get_text_config()
+    # transformers stores the experts of a layer in one tensor, under names that vLLM's loader does not know.
+    experts = [value for key, value in text.to_dict().items() if key.endswith("experts")]
+    if any(isinstance(count, int) and count > 1 for count in experts):
+        raise UserError(
+            f"model.path = {config.model.path!r}: {text.model_type} is a mixture of experts, which the {engine} engine "
+            "cannot load from the trainer; use --sampler transformers"
+        )
 
 
 def fitting_problems(
@@ -153,10 +174,7 @@ def graded_groups(
 ) -> list[Group]:
     """Return one group per problem with the graded completions and their shaped rewards.
 
-    Args:
-        texts, grades: of all completions, [P·G].
-        reward: range of the reward and penalty for long completions.
-        max_tokens: maximum tokens per completion, from which the penalty for long completions counts.
+    `texts` and `grades` are those of all completions, [P·G]; `max_tokens` is the most that a completion may have.
     """
     lengths = [len(completion.token_ids) for completions in completions_PG for completion in completions]
     graded = zip(texts, grades, shaped_rewards(grades, lengths, max_tokens, reward), strict=True)

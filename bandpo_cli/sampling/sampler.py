@@ -20,9 +20,9 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.config.sampling import SamplingConfig, check_engine, is_installed, resolve_engine
-from bandpo_cli.errors import RunError, UserError, first_line
+from bandpo_cli.errors import RunError, first_line
 from bandpo_cli.models.attention import growing_cache
-from bandpo_cli.models.load import Policy, is_on_cuda, read_config
+from bandpo_cli.models.load import Policy
 from bandpo_cli.models.weights import forward_dtype, model_class, unsharded
 from bandpo_cli.processes.watch import progress
 from bandpo_cli.registries import ENGINES, load_attribute
@@ -90,8 +90,8 @@ class Sampler(ABC):
 
     Attributes:
         shares_weights: the engine runs the trainer's own model; see `is_exact` for its log-probs.
-        streams: the engine samples several requests at the same time. The turns of a conversation are then requests of
-            their own, and none waits for another; otherwise those of several conversations are one request.
+        streams: the engine samples several requests at the same time. The turns of a conversation are then requests
+            of their own, and none waits for another.
     """
 
     shares_weights = False
@@ -104,13 +104,12 @@ class Sampler(ABC):
         """Yield the number of each request, from 0, and its completions [P][n].
 
         The completions are the same for the same weights, prompts, seeds, parameters and machine, so that prompts can
-        be distributed over several requests and processes. The sampler takes requests as it has room for them. Closing
-        the generator drops the unfinished ones.
+        be distributed over several requests and processes. Closing the generator drops the unfinished ones.
 
         Args:
-            requests: they may depend on the completions of earlier ones. None stands for no request at present, and
-                does not count: the sampler continues with those that it has.
-            in_order: yield in the order of the requests; otherwise each request may be yielded as soon as it has ended.
+            requests: taken as the sampler has room for them; they may depend on the completions of earlier ones. None
+                stands for no request at present, and does not count: the sampler continues with those that it has.
+            in_order: yield in the order of the requests; otherwise each request as soon as it has ended.
 
         Raises:
             UserError: the engine does not support a prompt or the parameters.
@@ -135,17 +134,13 @@ class Sampler(ABC):
         """
 
     def load(self, weights: Weights, version: int) -> None:
-        """Load all weights without the policy; errors as in `sync`.
-
-        Only an engine with weights of its own has the method. The caller checks what the engine then samples.
-        """
+        """Load all weights in an engine process, whose trainer checks the engine's samples; errors as in `sync`."""
         raise NotImplementedError
 
     def sleep(self) -> int:
         """Release accelerator memory to the trainer if the engine supports it; the next `sync` wakes the engine.
 
-        Returns:
-            Bytes of this process that were released and that PyTorch still counts as allocated.
+        Return the bytes of this process that were released and that PyTorch still counts as allocated.
         """
         return 0
 
@@ -194,30 +189,8 @@ def is_exact(sampler: Sampler, policy: Policy) -> bool:
     return sampler.shares_weights and forward_dtype(policy.model) == torch.float32
 
 
-def check_model(config: RunConfig) -> None:
-    """Check from the model's config.json that the engine of the settings can run it, before its weights are loaded.
-
-    Raises:
-        UserError: the model is a mixture of experts, which the engine does not run, or its config cannot be read.
-    """
-    engine = resolve_engine(config.sampling.engine, is_on_cuda(config.model))
-    if ENGINES[engine].runs_experts:
-        return
-    text = read_config(config.model).get_text_config()
-    # transformers stores the experts of a layer in one tensor, under names that vLLM's loader does not know.
-    experts = [value for key, value in text.to_dict().items() if key.endswith("experts")]
-    if any(isinstance(count, int) and count > 1 for count in experts):
-        raise UserError(
-            f"model.path = {config.model.path!r}: {text.model_type} is a mixture of experts, which the {engine} engine "
-            "cannot load from the trainer; use --sampler transformers"
-        )
-
-
 def build_sampler(config: RunConfig, policy: Policy | EngineModel) -> Sampler:
-    """Return the engine that `sampling.engine` names.
-
-    Args:
-        policy: the policy, or its model for an engine that has no weights until `load`.
+    """Return the engine that `sampling.engine` names; of a model it has no weights until `load`.
 
     Raises:
         ConfigError: the engine is not installed.
@@ -242,15 +215,30 @@ class TransformersSampler(Sampler):
     shares_weights = True
 
     def __init__(self, model: PreTrainedModel, pad_id: int, max_sequences: int = 2048) -> None:
-        """Set up the sampler of the trainer's model.
-
-        It samples at most `max_sequences` completions at the same time, but at least those of one prompt.
-        """
+        """Sample at most `max_sequences` completions at the same time, but at least those of one prompt."""
         self._model, self._pad_id, self._max_sequences, self._version = model, pad_id, max_sequences, 0
 
     def sync(self, model: PreTrainedModel, version: int) -> None:
         """Store the version; the weights are shared with the trainer and need no copy."""
         self._model, self._version = model, version
+
+    @torch.no_grad()
+    def load(self, weights: Weights, version: int) -> None:
+        """Copy each weight into the parameter of its name; raise StaleEngineError unless all are those of the model."""
+        missing, of_version = dict(self._model.named_parameters()), f"version {version} of the weights"
+        for name, tensor in weights:
+            parameter = missing.pop(name, None)
+            if parameter is None or (parameter.shape, parameter.dtype) != (tensor.shape, tensor.dtype):
+                raise StaleEngineError(
+                    f"the engine process cannot load {of_version}: its model has no parameter {name} of shape "
+                    f"{[*tensor.shape]} and dtype {tensor.dtype}"
+                )
+            parameter.copy_(tensor)
+        for name in missing:
+            raise StaleEngineError(
+                f"the engine process received {of_version} only in part: {name} is missing ({len(missing)} in total)"
+            )
+        self._version = version
 
     def describe(self) -> dict[str, str]:
         """Return the engine's name."""
@@ -396,9 +384,8 @@ def sample_tokens(
     """Sample one token per row by inverting the cumulative distribution.
 
     Args:
-        logits: [B, V] float32.
+        logits: [B, V] float32; divided by `temperature`. At 0 the most likely token is chosen, with its log-prob at 1.
         uniforms: [B] float64 random numbers in [0, 1), one per row.
-        temperature: divisor of the logits; 0 selects the most likely token, with its log-prob at temperature 1.
 
     Returns:
         (tokens [B] int64, their log-probs [B] float32 at this temperature, in nats).

@@ -4,12 +4,9 @@ problems → rollouts → graded groups → advantages → token batches → old
 metrics → weight sync → checkpoint. `train` is a generator, so that a console view, a tracker or a test can observe
 the steps without the loop depending on them.
 
-With several ranks, each of them runs this loop. It samples and grades its share of the problems and runs its share of
-the tokens through the model; everything in between is computed from the groups of all ranks, on every rank, and rank 0
-writes the run folder.
-
-With `sampling.max_lag: 1` the rollouts of the next step are sampled and graded while a step is trained
-(`training.rollout_batches`).
+Several ranks each run this loop. A rank samples and grades its share of the problems and runs its share of the tokens
+through the model; everything in between is computed from the groups of all ranks, and rank 0 writes the run folder.
+With `sampling.max_lag: 1` the rollouts of the next step are sampled while a step is trained (`rollout_batches`).
 
 Dimension suffixes: `_P` problems (groups) of a step, `_G` completions per group.
 """
@@ -25,10 +22,7 @@ from bandpo_cli.callbacks import StepReport
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.evaluation.evaluate import sample_batches
 from bandpo_cli.evaluation.scores import metric_record, score
-from bandpo_cli.grading.pool import (
-    all_calls_failed,
-    grade_components,
-)
+from bandpo_cli.grading.pool import all_calls_failed, grade_components
 from bandpo_cli.methods.loss import policy_loss
 from bandpo_cli.metric_names import TOTAL_SECONDS
 from bandpo_cli.models.load import release_cached_memory
@@ -65,15 +59,13 @@ def train(
     """Train up to step `config.steps` and write the run folder; yield after each step is on disk.
 
     Step 0 is the evaluation before training. A thread may still be writing the checkpoint of a step when the step is
-    yielded, except the checkpoint of the last step; closing the generator waits for it.
-
-    With several ranks, all of them must iterate together; the reports are the same on each.
+    yielded, except that of the last step; closing the generator waits for it. All ranks must iterate together; the
+    reports are the same on each.
 
     Args:
         watch: called with the name of each phase of a step (`sample`, `grade`, ...) when it starts.
         first: the first step; after a resume, the step after the checkpoint that `components` were loaded from.
-        stop: called between steps; where it returns True on any rank, the state is saved as a checkpoint and the loop
-            ends.
+        stop: called between steps; where it returns True on any rank, the state is saved and the loop ends.
 
     Raises:
         NonFiniteError: a loss, gradient or log-prob is not finite; the weights are those of the last applied update.
@@ -95,7 +87,7 @@ def train(
     ):
         about = config, components, folder, writer, totals
         if first == 0 and config.evaluation.is_due(0, config.steps):
-            yield _finish_step(*about, 0, {}, StepTimer(watch), sample=None)
+            yield _finish_step(*about, 0, totals.add({}), StepTimer(watch), sample=None)
         for step in range(max(1, first), config.steps + 1):
             writer.check()
             if components.ranks.any(stop()):
