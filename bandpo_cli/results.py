@@ -33,10 +33,15 @@ from bandpo_cli.methods import method_name
 from bandpo_cli.metric_names import HELDOUT_ACCURACY, HELDOUT_REWARD, has_nonbinary_rewards, heldout_mean
 from bandpo_cli.paths import path_exists, read_json_object
 from bandpo_cli.storage.checkpoints import complete_checkpoints
-from bandpo_cli.storage.eval_folder import EVALUATION_COLUMNS, RECORD_FILE, EvalFolder, iterate_evaluations
 from bandpo_cli.storage.files import file_checksum, is_locked, iterate_metrics, step_name, step_of
-from bandpo_cli.storage.run_folder import RunFolder, find_folder
-from bandpo_cli.storage.run_record import parent_of, read_stored_run, read_summary
+from bandpo_cli.storage.run_folder import RECORD_FILE, EvalFolder, RunFolder, find_folder
+from bandpo_cli.storage.run_record import (
+    EVALUATION_COLUMNS,
+    iterate_evaluations,
+    parent_of,
+    read_stored_run,
+    read_summary,
+)
 from bandpo_cli.storage.sweep_folder import find_runs
 from bandpo_cli.storage.tables import read_table, read_token_values
 from bandpo_cli.types import RunStatus

@@ -116,7 +116,7 @@ def evaluate(
     from bandpo_cli.experiments.eval_plan import MAX_K, plan_evaluation, plan_evaluation_resume
     from bandpo_cli.experiments.eval_run import resume_evaluation
     from bandpo_cli.experiments.preflight import choose_run_name, read_numbers
-    from bandpo_cli.storage.eval_folder import EvalFolder
+    from bandpo_cli.storage.run_folder import EvalFolder
 
     console = open_console(stderr=format_ == "json", long_running=True)
     asked = launched_name() if name is None else name
@@ -238,8 +238,7 @@ class EvalView(ExperimentView):
 
     def end(self, result: EvalResult) -> None:
         """Print the metrics; for an evaluation that ended early, print how it can be resumed."""
-        from bandpo_cli.storage.eval_folder import EvalFolder
-        from bandpo_cli.storage.run_folder import shell_command
+        from bandpo_cli.storage.run_folder import EvalFolder, shell_command
 
         self.close()
         if self._info is None:  # it ended before the start

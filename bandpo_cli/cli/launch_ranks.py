@@ -250,7 +250,7 @@ def rank_variables(rank: int, count: int, port: int, name: str, environ: Mapping
         name: the name of the run or evaluation.
         environ: the environment of this process; its OMP_NUM_THREADS is kept.
     """
-    from bandpo_cli.storage.environment import usable_cores
+    from bandpo_cli.storage.run_record import usable_cores
 
     return {
         **{f"{scope}RANK": str(rank) for scope in ("", "LOCAL_", "ROLE_")},

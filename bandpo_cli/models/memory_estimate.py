@@ -19,7 +19,6 @@ from bandpo_cli.models.model_files import base_config, loading_errors
 from bandpo_cli.models.packing import MAX_MASKED_ROW_TOKENS, MAX_SHARED_ROW_TOKENS, Row, split_row
 from bandpo_cli.models.weights import checkpointed_layers
 from bandpo_cli.registries import ENGINES
-from bandpo_cli.storage.checkpoints import is_written_in_background
 
 GIB = 2**30
 SLEEPING_ENGINE_BYTES = 3 * GIB
@@ -215,7 +214,7 @@ class _Run:
             return held
         if self.ranks > 1:  # rank 0 has them
             held["complete weights for a checkpoint"] = self.itemsize * self.trained
-        return held | ({_COPY: copied} if is_written_in_background(self.config) else {})
+        return held | ({_COPY: copied} if self.config.checkpoint.copies_memory(self.config.steps) else {})
 
     def pass_bytes(self) -> Bytes:
         """Return the bytes of a forward and backward pass of one micro-batch."""

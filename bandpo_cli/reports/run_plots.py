@@ -17,9 +17,9 @@ from bandpo_cli.errors import plural
 from bandpo_cli.evaluation.scores import success_axis, success_histogram
 from bandpo_cli.metric_names import HELDOUT_REWARD, SCORE, has_nonbinary_rewards, probability_bins
 from bandpo_cli.reports import plot_style as style
-from bandpo_cli.storage.eval_folder import RECORD_FILE, iterate_evaluations, read_record
 from bandpo_cli.storage.files import step_of
-from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_folder import RECORD_FILE, RunFolder
+from bandpo_cli.storage.run_record import iterate_evaluations, read_record
 from bandpo_cli.storage.tables import read_token_table
 
 Record = Mapping[str, Any]

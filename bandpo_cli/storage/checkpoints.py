@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 from xxhash import xxh3_64_hexdigest
 
-from bandpo_cli.config.run import CheckpointConfig, RunConfig
+from bandpo_cli.config.run import CheckpointConfig
 from bandpo_cli.errors import UserError
 from bandpo_cli.metric_names import heldout_score
 from bandpo_cli.paths import ADAPTER_CONFIG, MODEL_CONFIG, read_json_object
@@ -79,17 +79,6 @@ class Checkpoints(NamedTuple):
 
     complete: dict[int, Progress]
     damaged: dict[int, str]
-
-
-def is_checkpoint_due(config: RunConfig, step: int) -> bool:
-    """Return whether a checkpoint is written after `step`: every `checkpoint.every` steps and after the last one."""
-    every = config.checkpoint.every
-    return step == config.steps or (step > 0 and every > 0 and step % every == 0)
-
-
-def is_written_in_background(config: RunConfig) -> bool:
-    """Return whether a run writes checkpoints while it trains: all but the checkpoint of the last step."""
-    return config.checkpoint.background and 0 < config.checkpoint.every < config.steps
 
 
 def write_trainer_state(

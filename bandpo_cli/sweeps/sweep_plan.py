@@ -1,4 +1,4 @@
-"""Plan of a sweep: its runs from a file, variants, axes and seeds, each with a checked config and a name.
+"""Plan of a sweep: its settings, and its runs, each with a checked config and a name.
 
 All mistakes are reported before the first run starts.
 """
@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from bandpo_cli.config.layers import (
     Layer,
@@ -25,13 +25,13 @@ from bandpo_cli.config.layers import (
     validation_message,
 )
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.sweep import Settings, SweepConfig
 from bandpo_cli.custom_code import add_code_folder
 from bandpo_cli.errors import ConfigError, UserError
 from bandpo_cli.experiments.plan_from_checkpoint import fork_point
 from bandpo_cli.experiments.preflight import check_config, read_numbers
 from bandpo_cli.methods import METHODS
 from bandpo_cli.methods.settings import MethodSettings, TrustRegionSettings
+from bandpo_cli.settings_validation import Section, require
 from bandpo_cli.storage.run_folder import RunFolder, is_valid_name, shell_command
 from bandpo_cli.storage.run_record import read_summary
 from bandpo_cli.storage.sweep_folder import SweepFolder, SweepRun, check_baseline
@@ -46,7 +46,68 @@ MATCH_PREFIX = "match:"
 """`match:clip` as a radius stands for the δ at which the trust region clips as many recorded tokens as clip does."""
 
 DeltaMatcher = Callable[[TrustRegionSettings, str], float]
-"""(settings of a trust region, name of a method) -> the δ at which the region clips as many tokens as that method."""
+"""(trust region, method) -> the δ at which the region clips as many tokens as the method."""
+
+
+Settings = dict[str, Any]
+"""Settings by dotted name, as in `--set`: {"bounds.delta": 0.05}."""
+
+Seed = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class SweepConfig(Section):
+    """The axes of a sweep; every combination of a variant, a value of each axis and a seed is one run."""
+
+    fixed: dict[str, Any] = Field(default_factory=dict)
+    """Settings of all runs, in sections as in the config file of a run."""
+    axes: dict[str, list[Any]] = Field(default_factory=dict)
+    """Values by dotted setting. An axis for which a variant's method has no setting (`bounds.delta` of clip) does not
+    multiply that variant."""
+    variants: dict[str, Settings] = Field(default_factory=dict)
+    """Named variants, each with its own dotted settings; combined with all values of the axes."""
+    exclude: list[Settings] = Field(default_factory=list)
+    """Excluded combinations: variants that have all the values of one of these."""
+    seeds: tuple[Seed, ...] = (0,)
+    fork: str | None = None
+    """The checkpoint that every run continues, as RUN or RUN@STEP; null for runs from the start. The settings of RUN
+    are the defaults, also of `seeds`."""
+    recorded: str | None = None
+    """The run whose recorded tokens are used for `bounds.delta: match:clip`: the δ at which the Band clips as many of
+    them as clip does."""
+    tuned_on: str | None = None
+    """A finished sweep in place of axes and variants: each of its groups (the variants without the values of the axes,
+    except method and divergence) is a variant here, with the settings that were best there."""
+    tuned_by: Literal["accuracy", "area"] = "accuracy"
+    """The metric of the report that decides which settings were best: the mean over the seeds of that sweep. The reward
+    takes the place of the accuracy if rewards are not just 0 and 1."""
+    baseline: str | None = None
+    """The variant with which the report compares the others."""
+
+    @field_validator("axes")
+    @classmethod
+    def _check_axes(cls, axes: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        for key, values in axes.items():
+            require(key != "seed", "seeds are a separate axis: put them in `seeds`")
+            require(values, f"the axis '{key}' is empty; give it values, or remove it")
+            _check_unique(f"the axis '{key}'", values)
+        return axes
+
+    @model_validator(mode="after")
+    def _check_seeds_and_variants(self) -> Self:
+        require(self.seeds, "seeds: give at least one")
+        _check_unique("seeds:", self.seeds)
+        given = [name for name in ("axes", "variants", "exclude", "fork", "recorded") if getattr(self, name)]
+        require(
+            self.tuned_on is None or not given,
+            f"{''.join(given[:1])}: the variants are those of tuned_on = {self.tuned_on}; remove one of the two",
+        )
+        return self
+
+
+def _check_unique(what: str, values: Any) -> None:
+    """Raise ValueError, which begins with `what`, if a value occurs twice. Values need not be hashable."""
+    for index, value in enumerate(values):
+        require(value not in values[:index], f"{what} has {value!r} twice")
 
 
 @dataclass(frozen=True)
@@ -55,7 +116,6 @@ class SweepPlan:
 
     Attributes:
         runs: the runs, in the order in which they are started, with their settings.
-        baseline: the variant that the report compares the others with; None without one.
         about: other entries of the plan on disk: the checkpoint that the runs continue, the matched radii and their
             run, the tuned settings.
         tuning: how the settings were chosen; None where they were given.
@@ -68,18 +128,16 @@ class SweepPlan:
 
     def notes(self) -> list[tuple[str, str]]:
         """Return one line for forks, per matched radius and per tuned variant, each after its kind."""
-        forks = f"{self.about.get('fork')}: the seed of a run decides the random numbers after this step"
-        matched = [
-            f"{variant}: δ = {match['delta']:g}, which clips {match['reached']:.3%} of the recorded tokens "
-            f"({variant.partition(MATCH_PREFIX)[2]}: {match['wanted']:.3%})"
-            for variant, match in self.about.get("matched", {}).items()
-        ]
-        tuned = [] if self.tuning is None else self.tuning.notes()
-        return [
-            *([("fork of:", forks)] if "fork" in self.about else []),
-            *(("matched:", line) for line in matched),
-            *(("tuned:", line) for line in tuned),
-        ]
+        notes = []
+        if fork := self.about.get("fork"):
+            notes.append(
+                ("fork of:", f"{fork}: the seed of a run decides the random numbers after this step")
+            )
+        for variant, match in self.about.get("matched", {}).items():
+            clips = f"δ = {match['delta']:g}, which clips {match['reached']:.3%} of the recorded tokens"
+            wanted = f"{variant.partition(MATCH_PREFIX)[2]}: {match['wanted']:.3%}"
+            notes.append(("matched:", f"{variant}: {clips} ({wanted})"))
+        return notes + [("tuned:", line) for line in (self.tuning.notes() if self.tuning else ())]
 
 
 def plan_sweep(
@@ -93,11 +151,9 @@ def plan_sweep(
     """Plan a sweep from its file and flags; flags win, an axis of the same setting replaces the file's.
 
     Args:
-        file: sweep file; None for a sweep by flags alone.
         flags: comma-separated values by dotted setting; None where the flag was not given.
         axes: further axes, each `KEY=V,V`.
         options: `seeds` (comma-separated) and the texts of other options of `SweepConfig`; None where not given.
-        runs_dir: the folder of the runs and sweeps that the options name.
 
     Raises ConfigError if the file, an axis or a setting is not valid.
     """
@@ -121,10 +177,7 @@ def plan_sweep(
 
 
 def plan_from_config(config: SweepConfig, layers: Sequence[Layer], runs_dir: Path) -> SweepPlan:
-    """Plan a sweep from its settings; `layers` are settings of all runs.
-
-    Raises ConfigError if a setting of a run cannot be used.
-    """
+    """Plan a sweep; `layers` are settings of all runs. Raises ConfigError if a setting of a run cannot be used."""
     about: dict[str, Any] = {}
     tuning, match, point = None, None, None
     if config.fork is not None:
@@ -215,14 +268,9 @@ def plan_runs(
 ) -> dict[SweepRun, RunConfig]:
     """Return the runs with their settings: all variants with the first seed, then all with the second, and so on.
 
-    In this order an interrupted sweep can still compare its variants.
-
-    Args:
-        layers: settings that the sweep's settings override, as for `resolve`.
-        match: returns the radius for `match:METHOD`.
-
-    Raises:
-        ConfigError: a setting is unknown or invalid, two variants are equal, or no variant is left.
+    In this order an interrupted sweep can still compare its variants. The sweep's settings override `layers`; `match`
+    returns the radius for `match:METHOD`. Raises ConfigError if a setting is unknown or invalid, two variants are
+    equal, or no variant is left.
     """
     base = [*layers, sweep.fixed]
     if any("seed" in excluded for excluded in sweep.exclude):
@@ -274,9 +322,7 @@ def plan_tuned_runs(
 ) -> dict[SweepRun, RunConfig]:
     """Return a run of each variant in `tuned` with each seed, in the order of `plan_runs`.
 
-    Args:
-        tuned: all settings of each variant; those of `layers` and of `sweep.fixed` override them.
-        layers: settings of all runs.
+    `tuned` has all settings of each variant; those of `layers` and of `sweep.fixed` override them.
     """
     variants: dict[RunConfig, tuple[str, str]] = {}
     for variant, settings in tuned.items():
@@ -286,11 +332,6 @@ def plan_tuned_runs(
     return _with_seeds(sweep, variants)
 
 
-def run_name(variant: str, seed: int) -> str:
-    """Return the folder name of a variant's run with this seed: the characters of `variant` that it can have."""
-    return f"{re.sub(r'[^A-Za-z0-9_.=+-]+', '-', variant).strip('-.=+') or 'run'}-s{seed}"
-
-
 def check_names(runs: Iterable[SweepRun]) -> None:
     """Raise ConfigError if a run's name is not a valid folder name, or two runs have the same one."""
     seen: dict[str, str] = {}
@@ -298,18 +339,13 @@ def check_names(runs: Iterable[SweepRun]) -> None:
         if not is_valid_name(run.name):
             why = "gives no valid folder name of at most 200 characters; give it a shorter name in variants:"
             raise ConfigError(f"the variant '{run.variant:.100}' {why}")
-        other = seen.setdefault(run.name, run.variant)
-        if other != run.variant:
-            raise ConfigError(
-                f"the variants '{other}' and '{run.variant}' have the same folder name; rename one"
-            )
+        if (other := seen.setdefault(run.name, run.variant)) != run.variant:
+            both = f"the variants '{other}' and '{run.variant}'"
+            raise ConfigError(f"{both} have the same folder name; rename one")
 
 
 def parse_axes(flags: Mapping[str, str | None]) -> dict[str, list[Any]]:
-    """Return the values of comma-separated lists by dotted setting; each value is read as for `--set`.
-
-    A flag that was not given is None. Raises ConfigError for an empty item.
-    """
+    """Return the values of comma-separated lists by dotted setting, read as for `--set`; None is a missing flag."""
     axes = {}
     for key, text in flags.items():
         items = [] if text is None else split_values(text)
@@ -326,11 +362,12 @@ def _with_seeds(
 ) -> dict[SweepRun, RunConfig]:
     """Return the runs of variants that are given as settings with name and group, one seed after the other."""
     check_baseline(sweep.baseline, [variant for variant, _ in variants.values()])
-    return {
-        SweepRun(run_name(variant, seed), variant, seed, group): config.model_copy(update={"seed": seed})
-        for seed in sweep.seeds
-        for config, (variant, group) in variants.items()
-    }
+    runs = {}
+    for seed in sweep.seeds:
+        for config, (variant, group) in variants.items():
+            name = re.sub(r"[^A-Za-z0-9_.=+-]+", "-", variant).strip("-.=+") or "run"
+            runs[SweepRun(f"{name}-s{seed}", variant, seed, group)] = config.model_copy(update={"seed": seed})
+    return runs
 
 
 def _is_excluded(excluded: Settings, base: Sequence[Layer], settings: Settings) -> bool:
@@ -367,21 +404,16 @@ def _resolve_match(settings: Settings, base: Sequence[Layer], match: DeltaMatche
 
 def _describe_variant(variant_name: str, settings: Settings, varying: set[str], config: RunConfig) -> str:
     """Return the name of a variant from the settings that vary: `clip`, `kl 0.05`, `dppo kl 0.05 updates=16`."""
-    words = [variant_name] if variant_name else []
     shown = {key: value for key, value in settings.items() if key in varying}
+    short = {key: f"{value:g}" if isinstance(value, float) else str(value) for key, value in shown.items()}
+    words = [variant_name] if variant_name else []
     method = METHODS[config.bounds.method]
     is_region = method.trust_region and _METHOD in shown and _DIVERGENCE in settings
     if _METHOD in shown and not (is_region and method.named_by_region):
         words.append(str(shown[_METHOD]))
     if _DIVERGENCE in shown or is_region:
         words.append(str(settings[_DIVERGENCE]))
-    if _DELTA in shown:
-        words.append(_short(shown[_DELTA]))
+    words += [short[_DELTA]] if _DELTA in shown else []
     others = [key for key in shown if key not in (_METHOD, _DIVERGENCE, _DELTA)]
-    words += [f"{key.rpartition('.')[2]}={_short(shown[key])}" for key in others]
+    words += [f"{key.rpartition('.')[2]}={short[key]}" for key in others]
     return " ".join(words) or config.bounds.method
-
-
-def _short(value: Any) -> str:
-    """Return a value as text for a variant's name."""
-    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -15,23 +15,25 @@ from typing import TYPE_CHECKING, Any
 from bandpo_cli.callbacks import Callback, Dispatcher
 from bandpo_cli.config.layers import read_layer, resolve
 from bandpo_cli.config.run import RunConfig, TrackingConfig, check_ranks
-from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.custom_code import code_first_in
 from bandpo_cli.errors import ConfigError, UserError, first_line, plural, unknown_choice
 from bandpo_cli.experiments.preflight import choose_run_name
 from bandpo_cli.processes import watch
-from bandpo_cli.storage.environment import describe_environment, usable_cores
 from bandpo_cli.storage.files import run_lock
 from bandpo_cli.storage.run_folder import shell_command, timestamped
-from bandpo_cli.storage.run_record import is_finished
+from bandpo_cli.storage.run_record import describe_environment, is_finished, usable_cores
 from bandpo_cli.storage.sweep_folder import PLAN_FILE, SweepFolder, SweepRun
-from bandpo_cli.sweeps.pool import LocalPool, Pool, RayPool, slot_environments, visible_gpus
 from bandpo_cli.sweeps.scheduler import (
+    LocalPool,
+    Pool,
+    RayPool,
     RunState,
     rank_flags,
     run_sweep,
+    slot_environments,
+    visible_gpus,
 )
-from bandpo_cli.sweeps.sweep_plan import SweepPlan, plan_from_config
+from bandpo_cli.sweeps.sweep_plan import SweepConfig, SweepPlan, plan_from_config
 from bandpo_cli.tracking.mlflow_store import MLFLOW, Store, tracking_store, ui_text
 from bandpo_cli.tracking.outages import short_error
 from bandpo_cli.tracking.sender import RunSender

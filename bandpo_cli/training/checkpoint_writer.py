@@ -37,9 +37,9 @@ from bandpo_cli.models.weights import ShardError, local_tensor, weights_to_save,
 from bandpo_cli.processes.ranks import Ranks
 from bandpo_cli.processes.watch import Wait
 from bandpo_cli.storage import checkpoints
-from bandpo_cli.storage.environment import available_memory
 from bandpo_cli.storage.files import apply_umask, file_checksum, sync
 from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_record import available_memory
 from bandpo_cli.training.build import Components
 from bandpo_cli.training.rollout_batches import BackgroundCall, SampledGroups, write_sampled
 from bandpo_cli.training.update import check_finite_weights
@@ -302,7 +302,7 @@ class CheckpointWriter(AbstractContextManager["CheckpointWriter"]):
         self._config, self._components, self._folder = config, components, folder
         self._ranks, self._thread_policy = components.policy.ranks, components.policy
         self._copy: StateCopy | None = None  # None where training waits for the checkpoints
-        if checkpoints.is_written_in_background(config):
+        if config.checkpoint.copies_memory(config.steps):
             tokenizer = copy.deepcopy(components.policy.tokenizer)  # it refuses calls from two threads
             ranks = self._ranks.for_thread()
             self._thread_policy = replace(components.policy, tokenizer=tokenizer, ranks=ranks)

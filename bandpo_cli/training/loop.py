@@ -33,7 +33,6 @@ from bandpo_cli.methods.loss import policy_loss
 from bandpo_cli.models.load import release_cached_memory
 from bandpo_cli.objective.advantages import estimate_advantages
 from bandpo_cli.sampling.sampler import is_exact
-from bandpo_cli.storage.checkpoints import is_checkpoint_due
 from bandpo_cli.storage.run_folder import RunFolder
 from bandpo_cli.training.build import Components
 from bandpo_cli.training.checkpoint_writer import CheckpointWriter
@@ -166,7 +165,7 @@ def _finish_step(
         with timer.phase("eval"):
             release_cached_memory()
             record = record | _evaluate(config, components, folder, step)
-    save = is_checkpoint_due(config, step)
+    save = config.checkpoint.is_due(step, config.steps)
     if save:
         with timer.phase("checkpoint"):
             writer.prepare(step)

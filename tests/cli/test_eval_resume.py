@@ -11,7 +11,7 @@ from unittest import mock
 import pandas as pd
 import pytest
 
-from bandpo_cli.storage import eval_folder
+from bandpo_cli.storage import run_folder
 from tests.cli.eval_command import bandpo, record_of, samples_of, succeed, usage_error
 from tests.cli.processes import wait_until
 from tests.commands import Forked
@@ -98,7 +98,7 @@ def test_a_kill_loses_at_most_one_batch(tmp_path: Path, uninterrupted: Path) -> 
 
 def interrupted_evaluation(place: Path, keep: int) -> Path:
     """Return the folder of an evaluation that Ctrl-C interrupted when `keep` batches were stored."""
-    write, written = eval_folder.write_eval_table, []
+    write, written = run_folder.write_eval_table, []
 
     def write_or_interrupt(path: Path, rows: list) -> Path:
         if len(written) == keep:
@@ -106,7 +106,7 @@ def interrupted_evaluation(place: Path, keep: int) -> Path:
         written.append(path)
         return write(path, rows)
 
-    with mock.patch.object(eval_folder, "write_eval_table", write_or_interrupt):
+    with mock.patch.object(run_folder, "write_eval_table", write_or_interrupt):
         assert bandpo("eval", *SETTINGS, "--name", "part", cwd=place).code == 130
     folder = place / "runs" / "part"
     assert count_parts(folder) == keep

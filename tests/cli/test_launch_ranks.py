@@ -16,7 +16,7 @@ from bandpo_cli.cli.launch_ranks import RankError, first_failure, launch, rank_v
 from bandpo_cli.config.run import RunConfig
 from bandpo_cli.errors import RunError, UserError
 from bandpo_cli.processes.ranks import check_gpu_count, ranks_to_start
-from bandpo_cli.storage.environment import usable_cores
+from bandpo_cli.storage.run_record import usable_cores
 from tests.processes.checks import check_ended
 
 RESUME = "continue with: bandpo train --resume the-name --nproc 2"

@@ -14,7 +14,7 @@ from bandpo_cli.experiments import train
 from bandpo_cli.metric_names import without_clock
 from bandpo_cli.processes.watch import PARENT_INTERVAL_S
 from bandpo_cli.sweeps import sweep_run
-from bandpo_cli.sweeps.pool import LocalPool
+from bandpo_cli.sweeps.scheduler import LocalPool
 from tests.cli.eval_command import usage_error
 from tests.cli.processes import count_lines, descendants, kill_parent, wait_until
 from tests.cli.train_runs import record, summary

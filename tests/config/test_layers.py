@@ -251,7 +251,7 @@ def test_registries_settings_and_the_environment_import_no_large_package() -> No
     parts = (
         "import bandpo_cli.registries",
         "import bandpo_cli.config.layers",
-        "from bandpo_cli.storage.environment import describe_environment as call; call()",
+        "from bandpo_cli.storage.run_record import describe_environment as call; call()",
     )
     code = "import sys\n" + "".join(f"{part}\nprint(*sys.modules)\n" for part in parts)
     lines = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()

@@ -11,11 +11,10 @@ import pytest
 from bandpo_cli import methods
 from bandpo_cli.config.layers import flatten, merge, read_layer, resolve
 from bandpo_cli.config.run import RunConfig
-from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.config.task import DataTask
 from bandpo_cli.methods import MethodEntry
 from bandpo_cli.storage.sweep_folder import SweepRun
-from bandpo_cli.sweeps.sweep_plan import plan_runs, plan_tuned_runs
+from bandpo_cli.sweeps.sweep_plan import SweepConfig, plan_runs, plan_tuned_runs
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SWEEPS = [file for file in sorted((CONFIGS / "sweeps").glob("*.yaml")) if "seeds:" in file.read_text("utf-8")]

@@ -18,7 +18,7 @@ from bandpo_cli.grading.pool import GraderPool
 from bandpo_cli.processes.ranks import SINGLE, Ranks
 from bandpo_cli.sampling.prompt_encoding import EncodedPrompt
 from bandpo_cli.sampling.sampler import SampleRequest, SamplingParams, StaleEngineError
-from bandpo_cli.storage.eval_folder import PartKey
+from bandpo_cli.storage.run_folder import PartKey
 from bandpo_cli.tasks.completions import StoredCompletion, StoredProblem
 from bandpo_cli.types import Completion, Grade, Problem
 from tests.sequential_sampler import SequentialSampler

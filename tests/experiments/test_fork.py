@@ -9,7 +9,6 @@ import pytest
 from safetensors.numpy import save_file
 
 from bandpo_cli.config.layers import resolve, to_yaml
-from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError, RunError, UserError
 from bandpo_cli.experiments import resume
 from bandpo_cli.experiments.plan_from_checkpoint import plan_fork
@@ -28,7 +27,7 @@ from bandpo_cli.storage.run_folder import VERL_FILE, RunFolder
 from bandpo_cli.storage.run_record import PARENT
 from bandpo_cli.storage.sweep_folder import SweepFolder
 from bandpo_cli.sweeps.scheduler import train_command
-from bandpo_cli.sweeps.sweep_plan import plan_from_config, plan_sweep
+from bandpo_cli.sweeps.sweep_plan import SweepConfig, plan_from_config, plan_sweep
 from bandpo_cli.sweeps.sweep_run import Executor, dry_run_info
 from bandpo_cli.tracking.trackers import Place, write_place
 

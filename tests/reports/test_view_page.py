@@ -14,8 +14,7 @@ import pytest
 from bandpo_cli.errors import UserError
 from bandpo_cli.reports import view_page as view
 from bandpo_cli.reports.view_page import default_path, open_sources, to_json, write_page
-from bandpo_cli.storage.eval_folder import EvalFolder
-from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_folder import EvalFolder, RunFolder
 from bandpo_cli.storage.tables import TokenValues
 from bandpo_cli.types import Completion, Grade, Group, Problem, Rollout
 

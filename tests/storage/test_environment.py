@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from bandpo_cli.errors import has_secret, redact_credentials
-from bandpo_cli.storage.environment import available_memory, describe_environment, git_state
+from bandpo_cli.storage.run_record import available_memory, describe_environment, git_state
 
 
 def test_environment_has_versions_and_hardware_and_no_secret(monkeypatch):

@@ -7,7 +7,8 @@ import pytest
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.paths import path_exists
-from bandpo_cli.storage.eval_folder import RECORD_FILE, EvalFolder, PartKey, read_record
+from bandpo_cli.storage.run_folder import RECORD_FILE, EvalFolder, PartKey
+from bandpo_cli.storage.run_record import read_record
 from bandpo_cli.storage.tables import EvalRow
 
 ROW = EvalRow(

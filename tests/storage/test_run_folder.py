@@ -11,9 +11,9 @@ import pytest
 
 from bandpo_cli.errors import UserError
 from bandpo_cli.storage import files, run_folder
-from bandpo_cli.storage.eval_folder import EvalFolder
 from bandpo_cli.storage.files import step_of
 from bandpo_cli.storage.run_folder import (
+    EvalFolder,
     RunFolder,
     find_folder,
     find_run,

@@ -6,12 +6,11 @@ import pytest
 from pydantic import ValidationError
 
 from bandpo_cli.config.layers import resolve
-from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.methods import METHODS
 from bandpo_cli.methods.band_and_clip import BandSettings
 from bandpo_cli.methods.settings import TrustRegionSettings
-from bandpo_cli.sweeps.sweep_plan import check_names, parse_axes, plan_runs
+from bandpo_cli.sweeps.sweep_plan import SweepConfig, check_names, parse_axes, plan_runs
 
 
 def variants(layers: list[dict[str, Any]] | None = None, **settings: Any) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.sweeps.estimate import total_seconds
-from bandpo_cli.sweeps.pool import LocalPool, Pool, slot_environments, visible_gpus
+from bandpo_cli.sweeps.scheduler import LocalPool, Pool, slot_environments, visible_gpus
 from tests.processes.checks import check_ended, wait_for
 
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("ray")
 
 from bandpo_cli.errors import UserError
-from bandpo_cli.sweeps.pool import RayPool
+from bandpo_cli.sweeps.scheduler import RayPool
 from tests.processes.checks import wait_for
 from tests.sweeps.test_pool import log_of, wait
 

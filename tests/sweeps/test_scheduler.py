@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.storage.checkpoints import Progress, write_trainer_state
 from bandpo_cli.storage.sweep_folder import SweepFolder, SweepRun
 from bandpo_cli.sweeps import scheduler
-from bandpo_cli.sweeps.pool import LocalPool
-from bandpo_cli.sweeps.scheduler import RunState, Status, run_sweep, runs_to_stop, train_command
-from bandpo_cli.sweeps.sweep_plan import plan_runs
+from bandpo_cli.sweeps.scheduler import LocalPool, RunState, Status, run_sweep, runs_to_stop, train_command
+from bandpo_cli.sweeps.sweep_plan import SweepConfig, plan_runs
 
 WRITER = """
 import json, sys, time

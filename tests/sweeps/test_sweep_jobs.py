@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.experiments import sweep
 from bandpo_cli.sweeps import sweep_run
+from bandpo_cli.sweeps.sweep_plan import SweepConfig
 
 
 def test_a_resume_has_as_many_runs_at_a_time_unless_the_number_is_given(

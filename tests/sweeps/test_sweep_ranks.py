@@ -12,7 +12,7 @@ import yaml
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.experiments import sweep as run_sweep
 from bandpo_cli.sweeps import estimate
-from bandpo_cli.sweeps.pool import LocalPool
+from bandpo_cli.sweeps.scheduler import LocalPool
 from bandpo_cli.sweeps.sweep_plan import SweepPlan, plan_sweep
 from bandpo_cli.sweeps.sweep_run import Executor, SweepInfo, dry_run_info
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from bandpo_cli.config.layers import read_assignments, resolve
-from bandpo_cli.config.sweep import SweepConfig
 from bandpo_cli.errors import ConfigError
 from bandpo_cli.reports.tuned_settings import read_tuning
 from bandpo_cli.storage.sweep_folder import SweepFolder
-from bandpo_cli.sweeps.sweep_plan import plan_from_config, plan_sweep
+from bandpo_cli.sweeps.sweep_plan import SweepConfig, plan_from_config, plan_sweep
 from tests.reports.sweep_folders import write_plan, write_run
 
 FINALS = {

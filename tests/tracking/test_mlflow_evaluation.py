@@ -10,8 +10,7 @@ from filelock import FileLock, Timeout
 
 import bandpo_cli.tracking.mlflow_tracker
 from bandpo_cli.config.run import TrackingConfig
-from bandpo_cli.storage.eval_folder import EvalFolder
-from bandpo_cli.storage.run_folder import RunFolder
+from bandpo_cli.storage.run_folder import EvalFolder, RunFolder
 from bandpo_cli.tracking.mlflow_store import Store, tracking_store
 from bandpo_cli.tracking.mlflow_tracker import send_evaluation
 from bandpo_cli.tracking.trackers import read_places, write_place
