@@ -2,9 +2,10 @@
 
 A row is a number of seeds and the share of the gain A − R0 that the mean curve reaches by the end of the runs. The
 columns are shares of the simulated sweeps: those whose interval of A contains the true A, those whose A is reported
-("identified"), and the false reports: the interval does not contain A, or the value is off by more than 0.05. The last
-columns are root mean squares of the error of the last accuracy, predicted from the first two thirds of the evaluations,
-by the fit and by holding the last value.
+("identified"), and the false reports: the interval does not contain A, or the value is off by more than 0.05. The next
+column is the share of the 95% intervals of a bootstrap (A of 100 resamples of the seeds) that contain the true A, in a
+fourth of the sweeps. The last columns are root mean squares of the error of the last accuracy, predicted from the first
+two thirds of the evaluations, by the fit and by holding the last value.
 
 Two rows have curves that the formula does not describe: `logarithm`, which grows forever, and `rise and fall`, a
 collapse. Any asymptote that is reported for them is false.
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from bandpo_cli.reports.saturating_fit import SaturatingFit, fit_curve, saturating_curve
+from bandpo_cli.reports.saturating_fit import EARLY, SaturatingFit, best_fit, fit_curve, saturating_curve
 
 Floats = NDArray[np.float64]
 
@@ -96,20 +97,31 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     compute = np.arange(1, arguments.evaluations + 1) / arguments.evaluations
-    print("| seeds | gain reached | interval contains A | identified | interval misses A | off by > 0.05 "
-          "| error of the last value, fit | holding |")  # fmt: skip
-    print("| --- " * 8 + "|")
+    headings = (
+        "seeds", "gain reached", "interval contains A", "identified", "interval misses A", "off by > 0.05",
+        "bootstrap contains A", "error of the last value, fit", "holding",
+    )  # fmt: skip
+    print(f"| {' | '.join(headings)} |")
+    print("| --- " * len(headings) + "|")
     for seeds in arguments.seeds:
         for name, (curve, asymptote) in curves(compute).items():
             rng = np.random.default_rng(0)
-            fits = [
-                fit_curve(name, np.r_[0.0, compute], simulate(curve, seeds, rng))
-                for _ in range(arguments.sweeps)
-            ]
-            print(f"| {seeds} | {name} | {row(fits, asymptote)} |", flush=True)
+            sweeps = [simulate(curve, seeds, rng) for _ in range(arguments.sweeps)]
+            fits = [fit_curve(name, np.r_[0.0, compute], accuracies) for accuracies in sweeps]
+            intervals = [bootstrap(compute, accuracies, rng) for accuracies in sweeps[::4] if asymptote]
+            print(f"| {seeds} | {name} | {row(fits, intervals, asymptote)} |", flush=True)
 
 
-def row(fits: Sequence[SaturatingFit], asymptote: float | None) -> str:
+def bootstrap(compute: Floats, accuracies: Floats, rng: np.random.Generator) -> Floats:
+    """Return the 95% percentile interval of A over resamples of the seeds."""
+    fitted, asymptotes = compute >= EARLY, []
+    for _ in range(100):
+        mean = accuracies[rng.integers(len(accuracies), size=len(accuracies))].mean(axis=0)
+        asymptotes.append(best_fit(compute[fitted], mean[1:][fitted], mean[0])[0][0])
+    return np.quantile(asymptotes, (0.025, 0.975))
+
+
+def row(fits: Sequence[SaturatingFit], bootstraps: Sequence[Floats], asymptote: float | None) -> str:
     """Return the cells of a row; `asymptote` is the true one, None if the curve has none."""
     intervals = np.array([(fit.asymptote.low, fit.asymptote.high) for fit in fits])
     values = np.array([np.nan if fit.asymptote.value is None else fit.asymptote.value for fit in fits])
@@ -117,10 +129,11 @@ def row(fits: Sequence[SaturatingFit], asymptote: float | None) -> str:
     last = [(fit.holdout["final"], fit.holdout["naive_final"]) for fit in fits]
     errors = [f"{error:.3f}" for error in np.sqrt(np.square(last).mean(axis=0))]
     if asymptote is None:
-        return " | ".join(["–", *[percent(identified)] * 3, *errors])
+        return " | ".join(["–", *[percent(identified)] * 3, "–", *errors])
     contains = (intervals[:, 0] <= asymptote) & (asymptote <= intervals[:, 1])
     far = np.nan_to_num(np.abs(values - asymptote)) > TOLERANCE
-    shares = [contains, identified, identified & ~contains, far]
+    of_bootstrap = np.array([low <= asymptote <= high for low, high in bootstraps])
+    shares = [contains, identified, identified & ~contains, far, of_bootstrap]
     return " | ".join([*map(percent, shares), *errors])
 
 

@@ -28,6 +28,7 @@ def report(
     baseline: Annotated[str | None, opt.option("VARIANT", "the sweep's")] = None,
     by: Annotated[list[str] | None, opt.option("KEY,KEY", "all that differ, except the seed")] = None,
     out: Annotated[Path | None, opt.option("DIR", "SWEEP/report, or report here")] = None,
+    fit: Annotated[bool, opt.option(flags=["--fit"])] = False,
     format_: opt.TableOrJson = "table",
     runs_dir: opt.RunsDir = opt.RUNS,
 ) -> None:
@@ -48,13 +49,14 @@ def report(
         baseline: The variant that all other variants are compared with.
         by: Settings that define a variant, for example bounds,optim.lr; repeatable.
         out: Folder of the report.
+        fit: Also fit a saturating curve to the held-out accuracy of each variant.
     """
     from bandpo_cli.reports.run_variants import select_runs
     from bandpo_cli.reports.write_report import write_report
 
     chosen = select_runs(paths, runs_dir, baseline, [*filter(None, opt.split_commas(by or []))])
     folder = out or (Path() if chosen.sweep is None else chosen.sweep.path) / "report"
-    written = write_report(chosen, folder)
+    written = write_report(chosen, folder, fit=fit)
     if format_ == "json":
         print_json(written.as_json())
     else:
@@ -63,6 +65,8 @@ def report(
 
 def print_report(console: Console, report: Report) -> None:
     """Print the report: finding, leaderboard, notes, files."""
+    from bandpo_cli.reports.write_report import FIT_HEADINGS, fit_cells
+
     soft_wrap = not console.is_terminal  # in a file or a pipe a sentence is a line
 
     def print_text(text: str, heading: str = "", style: str = "") -> None:
@@ -78,6 +82,9 @@ def print_report(console: Console, report: Report) -> None:
         console.print()
         by_set = [metric for metric in report.metrics if metric.key.startswith(("reward/", "accuracy/"))]
         console.print(_report_table(report, by_set, separator))
+    for fit in report.fits:
+        cells = zip(FIT_HEADINGS, fit_cells(fit), strict=True)
+        print_text(f"{fit.variant}: " + ", ".join(map(" ".join, cells)), "fit: ", "dim")
     for line in report.tuning.notes() if report.tuning is not None else ():
         print_text(line, "tuned: ", "dim")
     for note in report.notes:

@@ -18,8 +18,10 @@ import pandas as pd
 from numpy.typing import ArrayLike, NDArray
 from scipy import stats
 
+from bandpo_cli.reports.report_record import RunRecord
 from bandpo_cli.reports.run_tables import ExcludedRun, RunTables, common_n, percent_text, scores_of
 from bandpo_cli.reports.run_variants import ABSENT, differing_settings, format_setting
+from bandpo_cli.reports.saturating_fit import SaturatingFit
 from bandpo_cli.reports.tuned_settings import Tuning
 
 LEVEL = 0.95
@@ -79,6 +81,7 @@ class Metric:
         compared: whether variants are compared by this metric; tables then show its interval.
         pattern: format specification of a value.
         percent: whether a value is shown in percent.
+        unit: unit of a value, also of one that is shown in percent.
         smallest, largest: limits of the values, null for none.
     """
 
@@ -88,6 +91,7 @@ class Metric:
     compared: bool = True
     pattern: str = ".3f"
     percent: bool = False
+    unit: str = "share"
     smallest: float | None = 0.0
     largest: float | None = 1.0
 
@@ -163,6 +167,11 @@ class Report:
         tuning: the variants that the settings were chosen from; None for settings that no sweep chose.
         notes: sentences about limits of the comparison.
         files: written files by name.
+        fits: saturating fits of the variants; empty without `--fit`.
+        settings: the settings that all runs share, by dotted key, without those that have no effect on the results.
+        runs: the runs that are not excluded, with the other settings.
+        environment: command, versions, commit and hardware that made the report, as in env.json.
+        methods: a paragraph about the methods, made from the records.
     """
 
     title: str
@@ -178,6 +187,11 @@ class Report:
     notes: tuple[str, ...]
     excluded: tuple[ExcludedRun, ...]
     files: Mapping[str, Path]
+    fits: tuple[SaturatingFit, ...]
+    settings: Mapping[str, Any]
+    runs: tuple[RunRecord, ...]
+    environment: Mapping[str, Any]
+    methods: str
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as plain values that `json.dumps` accepts."""
@@ -199,7 +213,7 @@ def report_metrics(tables: RunTables, sets: Sequence[str], level: float | None) 
     k = max(complete, default=None)  # None has no values
     over = f"mean over {len(sets)} evaluation sets of " if len(sets) > 1 else ""
     under = f"mean@{n}" if compared[0] == "accuracy" else "the mean reward"
-    unlimited: dict[str, Any] = {"smallest": None, "largest": None}
+    unlimited: dict[str, Any] = {"unit": "reward", "smallest": None, "largest": None}
     scores = {
         "reward": Metric("reward", "held-out reward", "mean reward of the last evaluation", **unlimited),
         "accuracy": Metric("accuracy", "held-out accuracy", f"mean@{n} of the last evaluation"),
@@ -222,11 +236,19 @@ def report_metrics(tables: RunTables, sets: Sequence[str], level: float | None) 
     metrics = [
         *(means[key] for key in compared),
         means["area"],
-        Metric("entropy", "entropy", "mean over the last tenth of the steps, nats per token", largest=None),
-        Metric("entropy_at_accuracy", f"entropy at {reached} accuracy", at_accuracy, largest=None),
+        Metric(
+            "entropy",
+            "entropy",
+            "mean over the last tenth of the steps, nats per token",
+            largest=None,
+            unit="nats",
+        ),
+        Metric(
+            "entropy_at_accuracy", f"entropy at {reached} accuracy", at_accuracy, largest=None, unit="nats"
+        ),
         means["pass"],
         shown("clipped", "clipped", share, percent=True),
-        shown(SECONDS_PER_STEP, "s/step", seconds, largest=None),
+        shown(SECONDS_PER_STEP, "s/step", seconds, largest=None, unit="s"),
     ]
     for label in sets if len(sets) > 1 else ():
         for key in (*compared, "area", "pass"):

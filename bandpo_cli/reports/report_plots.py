@@ -33,6 +33,7 @@ from bandpo_cli.reports.plot_style import (
 from bandpo_cli.reports.run_plots import smooth
 from bandpo_cli.reports.run_tables import RUN, RunTables, Score, common_n, percent_text, scores_of
 from bandpo_cli.reports.run_variants import format_setting
+from bandpo_cli.reports.saturating_fit import SaturatingFit
 from bandpo_cli.reports.tuned_settings import Lines, by_learning_rate
 
 Floats = NDArray[np.float64]
@@ -93,6 +94,9 @@ def plot_all(tables: RunTables, report: Report, out: Path) -> dict[str, Path]:
         ),
         "clip_by_probability": _plot_clip_table(tables.bins, names, styles, subtitle),
     }
+    figures["accuracy_fit"] = _plot_fits(
+        report.fits, curves["accuracy"], styles, subtitle, y_labels["accuracy"]
+    )
     if (tuning := report.tuning) is not None:
         score = scores[0] if tuning.metric == "area" else tuning.metric
         title, sweep = f"Tuning: held-out {score} against learning rate", escape_mathtext(tuning.sweep)
@@ -186,6 +190,31 @@ def _plot_over_steps(
     style.label(axes, "step", y_label, percent=limits == SHARE)
     final_values = {name: float(values_RS[:, -1].mean()) for name, (_, values_RS) in curves.items()}
     side_legend(figure, axes, final_values, styles, bands)
+    return figure
+
+
+def _plot_fits(
+    fits: Sequence[SaturatingFit], curves: Curves, styles: LineStyles, subtitle: str, y_label: str
+) -> Figure | None:
+    """Plot the fitted curves over the mean accuracies, and the identified asymptotes with their intervals."""
+    fits = [fit for fit in fits if fit.curve and fit.variant in curves]
+    if not fits:
+        return None
+    subtitle += " · dots: means over seeds, hollow before the fit; bands: asymptotes, where identified"
+    figure, (axes,) = style.new_figure("Saturating fits of held-out accuracy", subtitle)
+    for fit in fits:
+        line, (compute, values_RS) = styles[fit.variant], curves[fit.variant]
+        dots: dict[str, Any] = {"color": line["color"], "marker": "o", "markersize": 5, "linestyle": "none"}
+        early, means = compute < fit.curve[0][0], values_RS.mean(axis=0)
+        axes.plot(compute[~early], means[~early], alpha=0.5, **dots)
+        axes.plot(compute[early], means[early], markerfacecolor="white", **dots)
+        axes.plot(*zip(*fit.curve, strict=True), zorder=3, **line)
+        if fit.exponent is not None and fit.asymptote is not None:
+            axes.axhspan(fit.asymptote.low, fit.asymptote.high, color=line["color"], alpha=0.1, linewidth=0)
+            axes.axhline(fit.asymptote.value, color=line["color"], linestyle=":", linewidth=1.2)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 2.5, 5, 10]))
+    style.label(axes, "step", y_label, percent=True)
+    side_legend(figure, axes, {fit.variant: fit.curve[-1][1] for fit in fits}, styles)
     return figure
 
 

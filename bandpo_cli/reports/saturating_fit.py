@@ -2,10 +2,9 @@
 
 It is the curve of ScaleRL (Khatri et al. 2025, arXiv 2510.13786): R0 is the initial accuracy, A the asymptote, C_mid
 the compute at half the gain, B > 0 the exponent. The paper leaves out the first 1,500 GPU hours of a run; here it is
-the first tenth of the compute. A short run does not determine A, since curves with different A fit equally well. The
-interval of A therefore consists of all values that a test does not reject, and A has a value only if it is narrow.
-
-Suffixes of arrays: R runs, S evaluations, K curves of a grid, B bootstrap replicates.
+the first tenth of the compute. A short run does not determine A, since curves with different A fit equally well. An
+interval therefore consists of all values that a test over seeds does not reject, and A has a value only if its interval
+is narrow. A bootstrap of three to five seeds gives intervals that are too narrow (docs/reports.md).
 """
 
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from scipy import stats
 from scipy.optimize import least_squares
 
 from bandpo_cli.errors import UserError, plural
@@ -29,11 +29,9 @@ MIN_EVALUATIONS = 9
 MAX_WIDTH = 0.1
 """Largest width of the interval of an asymptote that has a value."""
 
-_LEVEL, _REPLICATES, _HALVINGS = 0.95, 200, 8
-_MIDPOINTS, _EXPONENTS = (
-    (0.05, 30.0),
-    (0.4, 6.0),
-)  # ranges that are searched; midpoints in units of the compute
+_LEVEL, _HALVINGS = 0.95, 10
+_LIMITS = np.array([(0.0, 1.0), np.log((0.4, 6.0)), np.log((0.05, 30.0))])
+"""Range that is searched: A, log B and log C_mid, with C_mid in units of the largest compute."""
 
 
 @dataclass(frozen=True)
@@ -79,49 +77,6 @@ def saturating_curve(compute: Floats, initial: float, a: float, b: float, c_mid:
     return curve
 
 
-class _Grid:
-    """Curves with the exponents and midpoints of a grid at S evaluations. The best A of each has a closed form."""
-
-    def __init__(self, compute_S: Floats, finer: int = 1) -> None:
-        exponents = np.geomspace(*_EXPONENTS, 16 * finer)
-        midpoints = np.geomspace(*_MIDPOINTS, 40 * finer) * compute_S[-1]
-        self.shape_K2, self._compute_S = (
-            np.array([*map(np.ravel, np.meshgrid(exponents, midpoints))]).T,
-            compute_S,
-        )
-        self.curves_KS = saturating_curve(compute_S, 0.0, 1.0, *self.shape_K2.T[:, :, None])
-        self._squares_K1 = np.square(self.curves_KS).sum(axis=1, keepdims=True)
-
-    def fit(
-        self, accuracy_SB: Floats, initial_B: Floats, a: float | None = None
-    ) -> tuple[Floats, NDArray[np.intp], Floats]:
-        """Return A, or `a`, with the index of the curve and the sum of squared errors of the best fits."""
-        gain_SB, columns = accuracy_SB - initial_B, np.arange(len(initial_B))
-        products_KB = self.curves_KS @ gain_SB
-        rise_KB = np.clip(products_KB / self._squares_K1, -initial_B, 1 - initial_B)  # A is within 0 and 1
-        if a is not None:
-            rise_KB = np.broadcast_to(a - initial_B, products_KB.shape)
-        errors_KB = rise_KB * (rise_KB * self._squares_K1 - 2 * products_KB)
-        best_B = errors_KB.argmin(axis=0)
-        errors_B = errors_KB[best_B, columns] + np.square(gain_SB).sum(axis=0)
-        return initial_B + rise_KB[best_B, columns], best_B, errors_B
-
-    def refine(self, accuracy_S: Floats, initial: float) -> list[float]:
-        """Return A, B and C_mid of the least-squares fit, starting from the best of the grid."""
-        (a,), (best,), _ = self.fit(accuracy_S[:, None], np.array([initial]))
-
-        def errors(parameters: Floats) -> Floats:
-            a, *shape = parameters
-            return saturating_curve(self._compute_S, initial, a, *np.exp(shape)) - accuracy_S
-
-        low, high = (
-            [limit, *np.log(shape)] for limit, shape in zip((0.0, 1.0), self.shape_K2[[0, -1]], strict=True)
-        )
-        start = np.clip([a, *np.log(self.shape_K2[best])], low, high)
-        a, *shape = least_squares(errors, start, bounds=(low, high)).x
-        return [float(a), *map(float, np.exp(shape))]
-
-
 def fit_variants(
     accuracy: "pd.Series[float]", compute: "pd.Series[float]", names: Sequence[str]
 ) -> list[SaturatingFit]:
@@ -145,90 +100,142 @@ def fit_variants(
 
 
 def fit_curve(variant: str, compute_S: Floats, accuracy_RS: Floats) -> SaturatingFit:
-    """Return the fit of the mean over R runs; compute is counted from the first evaluation, whose accuracy is R0."""
-    start, mean_S, initial = compute_S[0], accuracy_RS.mean(axis=0), float(accuracy_RS[:, 0].mean())
-    fitted = (compute_S > start) & (compute_S - start >= EARLY * (compute_S[-1] - start))
-    compute, mean, count = (compute_S - start)[fitted], mean_S[fitted], int(fitted.sum())
-    about = (variant, len(accuracy_RS), count, initial)
-    if count < MIN_EVALUATIONS:
-        reason = f"{plural(count, 'evaluation')} after the first tenth, and the fit needs {MIN_EVALUATIONS}"
-        return SaturatingFit(*about, None, None, None, reason, {}, ())
-    grid, points, first = _Grid(compute), np.linspace(compute[0], compute[-1], 50), 2 * count // 3
-    best = grid.refine(mean, initial)
-    curve = tuple(
-        zip((points + start).tolist(), saturating_curve(points, initial, *best).tolist(), strict=True)
+    """Return the fit of the mean over R runs; compute is counted from the first of S evaluations, which gives R0."""
+    start, initial = float(compute_S[0]), float(accuracy_RS[:, 0].mean())
+    largest = float(compute_S[-1]) - start
+    fitted = (compute_S > start) & (compute_S - start >= EARLY * largest)
+    compute, mean, count = (
+        (compute_S[fitted] - start) / (largest or 1.0),
+        accuracy_RS.mean(axis=0)[fitted],
+        fitted.sum(),
     )
-    early = _Grid(compute[:first]).refine(mean[:first], initial)
-    errors = saturating_curve(compute[first:], initial, *early) - mean[first:], mean[first - 1] - mean[first:]
-    holdout = {
-        f"{which}{name}": float(value)
-        for which, of in zip(("", "naive_"), errors, strict=True)
-        for name, value in (("rmse", np.sqrt(np.square(of).mean())), ("final", of[-1]))
-    }
-    noise_SB, reason = _noise(accuracy_RS), "one seed, or seeds with equal values, give no interval"
-    if noise_SB is None:
-        return SaturatingFit(*about, None, None, None, reason, holdout, curve)
-    initial_B = np.clip(initial + noise_SB[0], 0.0, 1.0)
-    low, high, replicates_SB = _asymptote_interval(grid, mean, initial, noise_SB[fitted], initial_B)
-    wide, errors_B = high - low > MAX_WIDTH, grid.fit(replicates_SB, initial_B)[2]
-    if wide or grid.fit(mean[:, None], np.array([initial]))[2] > np.quantile(errors_B, _LEVEL):
+    about = (variant, len(accuracy_RS), int(count), initial)
+    if count < MIN_EVALUATIONS:
         reason = (
-            f"any A from {low:.2f} to {high:.2f} fits" if wide else "the accuracies do not follow the curve"
+            f"{plural(int(count), 'evaluation')} after the first tenth, and the fit needs {MIN_EVALUATIONS}"
         )
-        return SaturatingFit(*about, FittedParameter(None, low, high), None, None, reason, holdout, curve)
-    finer = _Grid(compute, finer=3)
-    shapes_B2 = finer.shape_K2[finer.fit(replicates_SB, initial_B)[1]]
-    tails = np.quantile(shapes_B2, ((1 - _LEVEL) / 2, (1 + _LEVEL) / 2), axis=0)
-    inside = (tails[0] > finer.shape_K2[0]) & (tails[1] < finer.shape_K2[-1])
-    ends = [
-        (low, high),
-        *(pair if known else (None, None) for pair, known in zip(tails.T.tolist(), inside, strict=True)),
+        return SaturatingFit(*about, None, None, None, reason, {}, ())
+    best, least = best_fit(compute, mean, initial)
+    points, first = np.linspace(compute[0], 1.0, 50), 2 * int(count) // 3
+    values = _curve_and_slopes(best, points, initial)[0]
+    early, _ = best_fit(compute[:first], mean[:first], initial)
+    predicted = _curve_and_slopes(early, compute[first:], initial)[0]
+    holdout = {}
+    for name, errors in (("", predicted - mean[first:]), ("naive_", mean[first - 1] - mean[first:])):
+        holdout |= {
+            f"{name}rmse": float(np.sqrt(np.square(errors).mean())),
+            f"{name}final": float(errors[-1]),
+        }
+    drawn = (holdout, tuple(zip((start + largest * points).tolist(), values.tolist(), strict=True)))
+    if np.ptp(accuracy_RS, axis=0).max() < 1e-12:
+        reason = "one seed, or seeds with equal values, give no interval"
+        return SaturatingFit(*about, None, None, None, reason, *drawn)
+    profile = _Profile(compute, accuracy_RS[:, fitted], accuracy_RS[:, 0], best, least)
+    low, high = profile.interval(0)
+    if high - low > MAX_WIDTH or not profile.fits():
+        wide, poor = f"any A from {low:.2f} to {high:.2f} fits", "the accuracies do not follow the curve"
+        reason = wide if high - low > MAX_WIDTH else poor
+        return SaturatingFit(*about, FittedParameter(None, low, high), None, None, reason, *drawn)
+    shape = []
+    for place, unit in ((1, 1.0), (2, largest)):
+        ends = profile.interval(place)
+        inside = _LIMITS[place, 0] < ends[0] and ends[1] < _LIMITS[place, 1]
+        value, *limits = (unit * float(np.exp(end)) for end in (best[place], *ends))
+        shape.append(FittedParameter(value, *(limits if inside else (None, None))))
+    return SaturatingFit(*about, FittedParameter(float(best[0]), low, high), *shape, "", *drawn)
+
+
+def _curve_and_slopes(parameters: Floats, compute_S: Floats, initial: float) -> tuple[Floats, Floats]:
+    """Return the accuracies for A, log B and log C_mid, [S], and their derivatives, [S, 3]."""
+    a, exponent, logs_S = parameters[0], np.exp(parameters[1]), parameters[2] - np.log(compute_S)
+    share_S = 1 / (1 + np.exp(exponent * logs_S))
+    slope_S = (initial - a) * share_S * (1 - share_S) * exponent
+    return initial + (a - initial) * share_S, np.stack([share_S, slope_S * logs_S, slope_S], axis=1)
+
+
+def best_fit(
+    compute_S: Floats, mean_S: Floats, initial: float, fixed: int | None = None, value: float = 0.0
+) -> tuple[Floats, float]:
+    """Return A, log B and log C_mid of the best fit, and its sum of squared errors; one of them may be fixed.
+
+    The search starts from the best point of a grid, with the best A for each B and C_mid.
+    """
+    grid = [
+        [value] if place == fixed else np.linspace(*_LIMITS[place], count)
+        for place, count in ((1, 9), (2, 17))
     ]
-    parameters = (FittedParameter(value, *pair) for value, pair in zip(best, ends, strict=True))
-    return SaturatingFit(*about, *parameters, "", holdout, curve)
+    starts = np.array([(1.0, *point) for point in np.stack(np.meshgrid(*grid), axis=-1).reshape(-1, 2)])
+    shares_KS = np.array([_curve_and_slopes(start, compute_S, 0.0)[0] for start in starts])
+    rises_K = np.clip(
+        shares_KS @ (mean_S - initial) / np.square(shares_KS).sum(axis=1), -initial, 1 - initial
+    )
+    starts[:, 0] = value if fixed == 0 else initial + rises_K
+    curves_KS = initial + (starts[:, :1] - initial) * shares_KS
+    start = starts[np.square(curves_KS - mean_S).sum(axis=1).argmin()]
+    free = [place for place in range(3) if place != fixed]
+
+    def evaluate(part: Floats) -> tuple[Floats, Floats]:
+        parameters = start.copy()
+        parameters[free] = part
+        return _curve_and_slopes(parameters, compute_S, initial)
+
+    best = least_squares(
+        lambda part: evaluate(part)[0] - mean_S,
+        start[free],
+        lambda part: evaluate(part)[1][:, free],
+        bounds=_LIMITS[free].T,
+    )
+    start[free] = best.x
+    return start, 2 * float(best.cost)
 
 
-def _asymptote_interval(
-    grid: _Grid, mean_S: Floats, initial: float, noise_SB: Floats, initial_B: Floats
-) -> tuple[float, float, Floats]:
-    """Return the smallest and largest A within 0 and 1 that the data do not reject, and replicates of the best fit.
+class _Profile:
+    """Tests of values of a parameter against the best fit, over R seeds.
 
-    An A is rejected if fixing it increases the sum of squared errors by more than in 95% of the replicates of the best
-    curve with this A.
+    Fixing a parameter at its true value increases the sum of squared errors by the square of the mean error along one
+    direction: the derivative by the parameter, less what the other parameters can explain. Each seed has an error along
+    it, and the limit is that of Student's t for their mean. The errors along a run may be correlated.
     """
-    observed_S1, initial_1 = mean_S[:, None], np.array([initial])
-    (best_a,), _, (least,) = grid.fit(observed_S1, initial_1)
 
-    def replicates(a: float) -> Floats:
-        _, (best,), _ = grid.fit(observed_S1, initial_1, a)
-        return (initial + (a - initial) * grid.curves_KS[best])[:, None] + noise_SB
+    def __init__(
+        self, compute_S: Floats, accuracy_RS: Floats, initial_R: Floats, best: Floats, least: float
+    ) -> None:
+        self._compute_S, self._accuracy_RS, self._initial_R = compute_S, accuracy_RS, initial_R
+        self._mean_S, self._initial, self._best, self._least = (
+            accuracy_RS.mean(0),
+            initial_R.mean(),
+            best,
+            least,
+        )
+        self._squared_t = stats.t.ppf((1 + _LEVEL) / 2, len(accuracy_RS) - 1) ** 2 / len(accuracy_RS)
 
-    def is_accepted(a: float) -> bool:
-        samples_SB, (error,) = replicates(a), grid.fit(observed_S1, initial_1, a)[2]
-        excess_B = grid.fit(samples_SB, initial_B, a)[2] - grid.fit(samples_SB, initial_B)[2]
-        return bool(error - least <= np.quantile(excess_B, _LEVEL))
+    def _directions(self, parameters: Floats, last: int = 2) -> tuple[Floats, Floats]:
+        """Return directions that span the derivatives, that of parameter `last` in the last column, and errors."""
+        slopes_S3 = _curve_and_slopes(parameters, self._compute_S, self._initial)[1]
+        slopes = slopes_S3[:, [*(place for place in range(3) if place != last), last]]
+        directions = np.linalg.qr(slopes / np.maximum(np.linalg.norm(slopes, axis=0), 1e-200))[0]
+        return directions, self._accuracy_RS - np.outer(self._initial_R, 1 - slopes_S3[:, 0])
 
-    ends = []
-    for end in (0.0, 1.0):
-        accepted, rejected = float(best_a), end
-        for _ in range(0 if is_accepted(end) else _HALVINGS):
-            middle = (accepted + rejected) / 2
-            accepted, rejected = (middle, rejected) if is_accepted(middle) else (accepted, middle)
-        ends.append(rejected)
-    return ends[0], ends[1], replicates(best_a)
+    def _accepts(self, place: int, value: float) -> bool:
+        parameters, error = best_fit(self._compute_S, self._mean_S, self._initial, place, value)
+        directions, accuracy_RS = self._directions(parameters, place)
+        return bool(error - self._least <= self._squared_t * (accuracy_RS @ directions[:, -1]).var(ddof=1))
 
+    def interval(self, place: int) -> tuple[float, float]:
+        """Return the smallest and largest value of a parameter, within the range searched, that is not rejected."""
+        ends = []
+        for end in _LIMITS[place]:
+            accepted, rejected = self._best[place], end
+            for _ in range(0 if self._accepts(place, end) else _HALVINGS):
+                middle = (accepted + rejected) / 2
+                accepted, rejected = (
+                    (middle, rejected) if self._accepts(place, middle) else (accepted, middle)
+                )
+            ends.append(float(rejected))
+        return ends[0], ends[1]
 
-def _noise(accuracy_RS: Floats) -> Floats | None:
-    """Return errors of the mean over R runs, [S, B]; None for a single run, or equal runs.
-
-    An error is a random combination of the deviations of the runs from their mean, so that the errors along a run stay
-    correlated. The scale is that of Student's t: for a mean, the interval is the t-interval, also for few seeds.
-    """
-    runs, deviations_RS = len(accuracy_RS), accuracy_RS - accuracy_RS.mean(axis=0)
-    if runs < 2 or np.abs(deviations_RS).max() < 1e-12:
-        return None
-    rng = np.random.default_rng(0)
-    scales_B = np.sqrt((runs - 1) / rng.chisquare(runs - 1, _REPLICATES))
-    weights_RB = rng.standard_normal((runs, _REPLICATES)) * scales_B
-    noise_SB: Floats = deviations_RS.T @ weights_RB / np.sqrt(runs * (runs - 1))
-    return noise_SB
+    def fits(self) -> bool:
+        """Return whether the errors of the best fit are within the variation of the seeds, along all directions."""
+        directions, accuracy_RS = self._directions(self._best)
+        others_RS = accuracy_RS - accuracy_RS @ directions @ directions.T
+        return bool(self._least <= self._squared_t * others_RS.var(axis=0, ddof=1).sum())

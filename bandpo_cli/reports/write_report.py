@@ -30,6 +30,7 @@ from bandpo_cli.reports.compare_variants import (
     report_metrics,
 )
 from bandpo_cli.reports.report_plots import MAX_VARIANTS_PLOTTED, plot_all
+from bandpo_cli.reports.report_record import describe_methods, record_runs
 from bandpo_cli.reports.run_tables import common_sets, entropy_at_equal_accuracy, read_runs
 from bandpo_cli.reports.run_variants import (
     MAX_LISTED,
@@ -38,8 +39,10 @@ from bandpo_cli.reports.run_variants import (
     differing_settings,
     is_within,
 )
-from bandpo_cli.reports.tuned_settings import read_tuning
+from bandpo_cli.reports.saturating_fit import FittedParameter, SaturatingFit, fit_variants
+from bandpo_cli.reports.tuned_settings import Tuning, read_tuning
 from bandpo_cli.storage.files import write_json, write_text
+from bandpo_cli.storage.run_record import describe_environment
 from bandpo_cli.storage.sweep_folder import check_baseline
 
 LEADERBOARD_CAPTION = (
@@ -47,10 +50,22 @@ LEADERBOARD_CAPTION = (
     "more seeds with different values"
 )
 
+FIT_CAPTION = (
+    "The curve R0 + (A − R0) / (1 + (C_mid/C)^B) (arXiv 2510.13786) was fitted to the held-out accuracies after "
+    "the first tenth of the compute C, by least squares; R0 is the initial accuracy. Intervals are 95% intervals over "
+    "seeds, by a bootstrap. A has a value if its interval is at most 0.1 wide. Hold-out errors: the last third of the "
+    "evaluations, predicted from the first two thirds by the fit, and by holding the last accuracy"
+)
+FIT_HEADINGS = (
+    "evaluations", "R0", "asymptote A", "exponent B", "midpoint C_mid", "RMSE, fit", "RMSE, holding",
+    "error of the last, fit", "error of the last, holding",
+)  # fmt: skip
+
 CAPTIONS = {
     "reward": "Held-out reward over steps",
     "reward_lr": "Held-out reward against learning rate",
     "accuracy": "Held-out accuracy over steps",
+    "accuracy_fit": "Held-out accuracy with saturating fits",
     "accuracy_lr": "Held-out accuracy against learning rate",
     "tuning_lr": "Tuning: held-out accuracy or reward against learning rate",
     "entropy": "Entropy of the policy over steps",
@@ -65,15 +80,19 @@ _EVALUATION_KEYS = ("task", "evaluation.problems", "evaluation.temperature", "mo
 """Settings and sections whose values make the accuracies of two runs incomparable."""
 
 
-def write_report(selection: Selection, out: Path) -> Report:
+def write_report(selection: Selection, out: Path, fit: bool = False) -> Report:
     """Compare the variants of a selection and write the files of the report into `out`.
 
     All results are computed from the run folders. Runs that are failed, unfinished or damaged are excluded and listed
     with the reason. The notes of the selection come before those of the report.
 
+    Args:
+        fit: fit a saturating curve to the accuracies of each variant.
+
     Raises:
         UserError: all runs are excluded, two runs of a variant have the same seed, the runs share no evaluation set,
-            the baseline is not a variant, the plan of the sweep is damaged, or `out` cannot be written to.
+            the baseline is not a variant, the plan of the sweep is damaged, no variant has enough
+            evaluations for a fit, or `out` cannot be written to.
     """
     baseline, tuning = selection.baseline, read_tuning(selection.sweep)
     check_baseline(baseline, [run.variant for run in selection.runs if run.variant])
@@ -98,6 +117,9 @@ def write_report(selection: Selection, out: Path) -> Report:
     if len(names) > MAX_VARIANTS_PLOTTED:
         best = f"{MAX_VARIANTS_PLOTTED} variants with the highest {metrics[0].name}"
         notes.append(f"The plots show the {best}, and the baseline.")
+    step = tables.steps.index.get_level_values("step").to_series(tables.steps.index)
+    fits = fit_variants(tables.steps["accuracy"], step, names) if fit else []
+    shared, runs = record_runs(tables.runs, tables.steps["seconds"], [metric.key for metric in metrics])
     report = Report(
         title=selection.title,
         about=_about(variants, sets),
@@ -112,6 +134,11 @@ def write_report(selection: Selection, out: Path) -> Report:
         notes=tuple(notes),
         excluded=excluded,
         files={},
+        fits=tuple(fits),
+        settings=shared,
+        runs=runs,
+        environment=describe_environment(),
+        methods=describe_methods(shared, runs, sets, _statistics(compared, differences, fits, tuning)),
     )
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -212,6 +239,44 @@ def _notes(
         yield f"The runs differ in {', '.join(differing[:MAX_LISTED])}: {from_others}."
     if others := sorted({label for n in runs["n"] for label in n} - set(sets)):
         yield f"Excluded, because not every run was evaluated on these sets: {', '.join(others)}."
+
+
+def _statistics(
+    baseline: str | None,
+    differences: Sequence[VariantDifference],
+    fits: Sequence[object],
+    tuning: Tuning | None,
+) -> str:
+    """Return the sentences of the methods on intervals, tests and fits."""
+    tests = (
+        f"Variants were compared with {baseline} over common seeds by paired t-tests, with p-values adjusted over the "
+        "variants of a metric by Holm's method"
+    )
+    sentences = ["Metrics are means over seeds with 95% intervals of Student's t"]
+    sentences += [tests] if differences else []
+    sentences += [f"Settings were chosen by {tuning.caption}"] if tuning is not None else []
+    sentences += [FIT_CAPTION] if fits else []
+    return "".join(f"{sentence}. " for sentence in sentences).strip()
+
+
+def fit_cells(fit: SaturatingFit) -> list[str]:
+    """Return the cells of a fit: evaluations, R0, A, B, C_mid, and the hold-out errors beside those of holding."""
+
+    def parameter(fitted: FittedParameter | None, pattern: str) -> str:
+        if fitted is None or fitted.value is None:
+            return "–"
+        ends = (fitted.low, fitted.high)
+        interval = "" if None in ends else f" ({' – '.join(format(end, pattern) for end in ends)})"
+        return f"{fitted.value:{pattern}}{interval}"
+
+    asymptote = f"not identified: {fit.unidentified}" if fit.unidentified else parameter(fit.asymptote, ".3f")
+    names = ("rmse", "naive_rmse", "final", "naive_final")
+    errors = [
+        format(fit.holdout[name], "+.3f" if "final" in name else ".3f") if fit.holdout else "–"
+        for name in names
+    ]
+    shape = [parameter(fit.exponent, ".2f"), parameter(fit.midpoint, ".3g")]
+    return [str(fit.evaluations), f"{fit.initial:.3f}", asymptote, *shape, *errors]
 
 
 def value_text(metric: Metric, variant: Variant) -> str:
